@@ -27,8 +27,7 @@ from typing import Any
 from harness import console, machine, write_json
 from rich.table import Table
 
-from furlong.cost.calibration import Calibration, load_calibration
-from furlong.cost.machine import this_cpu
+from furlong.cost.machine import Machine, this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.models.describe import describe
@@ -97,12 +96,12 @@ def main() -> int:
     if arguments.measure:
         print(json.dumps(measure(Step(**json.loads(arguments.measure)))))
         return 0
-    calibration = _calibration(arguments.calibration)
+    calibrated = _calibrated(arguments.calibration)
     rows, missed = [], 0
     table = Table("step", "seconds", "predicted", "error", "peak", "predicted", "error", "beside")
     for step in STEPS:
         measured = json.loads(_alone(["--measure", json.dumps(asdict(step))]))
-        row = _compared(step, measured, calibration)
+        row = _compared(step, measured, calibrated)
         rows.append({"step": str(step), **measured, **row})
         is_miss = abs(row["time_error"]) > _TIME_BOUND or abs(row["memory_error"]) > _MEMORY_BOUND
         missed += is_miss
@@ -119,16 +118,16 @@ def main() -> int:
     if arguments.json:
         write_json(
             arguments.json, title="calibration", machine=machine(), steps=rows,
-            calibration=asdict(calibration),
+            calibration={name: str(x) for name, x in calibrated.measurements().items()},
         )  # fmt: skip
     return int(missed > 0)
 
 
-def _compared(step: Step, measured: dict[str, Any], calibration: Calibration) -> dict[str, float]:
+def _compared(step: Step, measured: dict[str, Any], calibrated: Machine) -> dict[str, float]:
     """What a calibrated model says of a step, and how far it is off."""
     shape = describe(MODELS[step.model])
     training = replace(Training.in_dtype("float32"), optimizer_bytes=0)  # the step has none
-    model = calibration.apply_to(CostModel(shape, this_cpu(measured=False), training))
+    model = CostModel(shape, calibrated, training)
     options = ChunkOptions(**step.options)
     plan = plan_on_device(step.seq_lens, options, num_layers=shape.num_layers)
     predicted = predict(model, plan)
@@ -151,7 +150,7 @@ def measure(step: Step) -> dict[str, float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from furlong.calibrate.run import Bench, merged
-    from furlong.runtime.memory.pools import Storage
+    from furlong.kv.storage import Storage
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -173,15 +172,16 @@ def measure(step: Step) -> dict[str, float]:
     }
 
 
-def _calibration(path: Path | None) -> Calibration:
+def _calibrated(path: Path | None) -> Machine:
     if path is not None:
-        return load_calibration(path)
+        threads = json.loads(path.read_text(encoding="utf-8"))["machine"]  # of measuring processes
+        return replace(this_cpu(), card=threads).calibrated("float32", path)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "calibration.json")
         call = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"
         command = [sys.executable, "-c", call, "calibrate", "--disk-dir", str(Path.cwd())]
         subprocess.run([*command, "--out", str(out)], check=True, env={**os.environ, **_THREADS})
-        return load_calibration(out)
+        return _calibrated(out)
 
 
 def _alone(arguments: list[str]) -> str:

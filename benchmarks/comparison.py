@@ -32,16 +32,17 @@ from harness import console
 from papers.places_bound import lower_bound_s
 from papers.published.catalogue import PUBLISHED
 from papers.published.problem import Problem
+from papers.published.replicas import Outcome
 from papers.published.search import search
 
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
-from furlong.plan.plan import Unshard
-from furlong.planners.decide import dials_in_words
+from furlong.plan.plan import Forward, Unshard
+from furlong.planners.options import dials_in_words
 from furlong.planners.predict import step_s
 from furlong.planners.question import MARGIN, Limits, Question
 from furlong.planners.search import best_plan, whole_model
@@ -83,7 +84,7 @@ class Setting:
         )  # fmt: skip
         lora = None if self.lora_rank is None else Lora(self.lora_rank)
         training = Training(zero_stage=1, gathers=True, lora=lora)
-        model = CostModel(model_shape(self.model), hardware(self.hardware), training)
+        model = CostModel(model_shape(self.model), Machine.named(self.hardware), training)
         return Problem(seq_lens=lens, model=model, num_devices=self.num_devices, zeros=(1,),
                        tiers=("device", "host"))  # fmt: skip
 
@@ -141,24 +142,33 @@ def answer(name: str, asked: str) -> Answer:
             if asked == _OURS:
                 found |= _ours(problem)
             else:
-                best = search(problem, methods).best
-                found |= {"s": best.step_s, "method": best.dials.method, "dials": str(best.dials),
-                          "is_pool": best.dials.is_pool}  # fmt: skip
+                tried = search(problem, methods)
+                best = min((tried.best, *tried.others), key=as_run_s)
+                found |= {"s": as_run_s(best), "method": best.dials.method,
+                          "dials": str(best.dials), "is_pool": best.dials.is_pool}  # fmt: skip
         except ConfigError:
             pass
     return found | {"cpu_s": round(time.process_time() - started_s, 1)}
 
 
+def as_run_s(outcome: Outcome) -> float:
+    """Seconds of a published plan whose step begins as a run's does, which gathers all weights
+    before its first chunk; they arrive while it computes."""
+    gathered = tuple(
+        (*(Unshard(s) for s in sorted({a.stage for a in own if isinstance(a, Forward)})), *own)
+        for own in outcome.plan.actions
+    )
+    return step_s(outcome.model, replace(outcome.plan, actions=gathered))
+
+
 def _ours(problem: Problem) -> Answer:
-    """The answer of furlong plan and furlong train, timed as the rivals' plans are, whose steps do
-    not begin with gathering the weights."""
+    """The answer of furlong plan and furlong train."""
     model = problem.model
     limits = Limits(model.hardware.budget_bytes, int(model.hardware.host_bytes))
     found = one_search(Question(problem.seq_lens, model, limits, problem.num_devices))
     method, plan = best_plan(problem.seq_lens, found)
-    bare = tuple(tuple(a for a in own if not isinstance(a, Unshard)) for own in plan.actions)
     layout = found.best.candidate.layout
-    step = step_s(whole_model(found.question.model_of(layout)), replace(plan, actions=bare))
+    step = step_s(whole_model(found.question.model_of(layout)), plan)
     return {"s": step, "method": method, "is_pool": method == "places" and layout.dp == 1,
             "dials": f"{layout}, {dials_in_words(found.dials.candidate.options)}"}  # fmt: skip
 
@@ -297,13 +307,13 @@ is measured.
 Every method takes the fastest of its own plans on the same devices: any layout of data, sequence
 and pipeline parallelism that it knows, the dials that its paper or its public code has, sequences
 dealt to replicas in turn, by tokens, by FLOPs or by the time of its plans (InfiniPipe: not by
-time), ZeRO-1 or 3, and {margin} of the memory left free. All share one cost model and one cut of
-the layers into stages. *furlong* is the search over all of these methods and over their
-combinations, as `furlong plan` runs it.
+time), ZeRO-1, and {margin} of the memory left free. All share one cost model, one cut of the
+layers into stages, and a step that begins with gathering the weights. *furlong* is the answer of
+`furlong plan` and `furlong train`.
 
 Whoever shares whole sequences has groups larger than the heads of a model allow, too: K,V are then
 gathered. (InfiniPipe's own runs share sequences of a model of 40 heads among 16 and 32 devices.)
-Chunks in such groups are not tried: neither for the published methods nor for *furlong*.
+Chunks in such groups are not tried for the published methods.
 *Hybrid CP* is Megatron-Core's hybrid context parallelism, `--hybrid-context-parallel`: the next
 power of two of length / `max_seqlen_per_dp_cp_rank` devices for every sequence, by its commit
 d98e8a6; the number is searched here, its sequences share micro-batches, and places are chosen by

@@ -34,20 +34,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
 from harness import console, machine, write_json
+from helpers.batches import batch
 from helpers.cases import Case, covering_array, sample
-from helpers.gradients import (
-    Batch,
-    batch,
-    reference_loss,
-    take_grads,
-    total_relative_error,
-    worst_relative_error,
-)
 from helpers.tiny_families import FAMILIES, bound, build
 from rich.table import Column, Table
 from torch import Tensor, nn
 
 import furlong
+from furlong.testing import (
+    Batch,
+    reference_loss,
+    take_grads,
+    total_relative_error,
+    worst_relative_error,
+)
 
 _NUM_PER_FAMILY = 320
 _FLOAT32_BOUND = 2e-5
@@ -199,7 +199,8 @@ def show(title: str, findings: Sequence[Finding], figure: str) -> None:
 def main() -> int:
     arguments = _parse()
     cases: dict[str, list[Case]] = defaultdict(list)
-    for case in covering_array(2) if arguments.quick else sample(_NUM_PER_FAMILY):
+    few, pairs, _ = covering_array()
+    for case in few + pairs if arguments.quick else sample(_NUM_PER_FAMILY):
         cases[case.family].append(case)
     families = [f for f in FAMILIES if arguments.family in (None, f)]
     found: dict[str, list[Finding]] = {}

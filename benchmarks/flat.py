@@ -171,7 +171,7 @@ def run_step(
     from measuring import Timer, release
 
     import furlong
-    from furlong.runtime.memory.measure import reset_peak_memory
+    from furlong.runtime.profile import reset_peak_memory
 
     model = build("flat")
     batch = Trial("furlong", "flat", num_tokens).batch()
@@ -215,7 +215,7 @@ def _planned_bytes(config: Any, plan: Any, tier: str) -> tuple[int, int]:
 
 def _moved(engine: Any, tier: str) -> tuple[float, float, float]:
     """(bytes read, bytes written, seconds waited) of the engine's pool of a tier so far."""
-    pool = engine._followed.kept.pools.of(tier)  # the engine tells nobody else
+    pool = engine._session.state.pools.of(tier)  # the engine tells nobody else
     return pool.read_bytes, pool.written_bytes, pool.waited_s
 
 

@@ -21,10 +21,10 @@ from measuring import Timer, release
 from torch import Tensor
 
 import furlong
-from furlong.cost.machine import EXACT_NAMES, KNOWN
+from furlong.cost.machine import known_card
 from furlong.cost.shape import known_models
 from furlong.models.describe import describe
-from furlong.runtime.memory.measure import peak_memory_bytes, reset_peak_memory
+from furlong.runtime.profile import peak_memory_bytes, reset_peak_memory
 from furlong.train.checkpoints.folder import list_checkpoints
 from furlong.train.figures.mfu import MfuMeter
 from furlong.train.run_folder import CHECKPOINTS
@@ -146,9 +146,9 @@ class Subject:
         return step_s
 
     def _mfu(self, num_tokens: int, step_s: float) -> float | None:
-        peak, name = self._settings.peak_flops_per_s, _device_name(self.device)
-        if peak is None and name in EXACT_NAMES:
-            peak = KNOWN[EXACT_NAMES[name]].peak_flops_per_s
+        peak, card = self._settings.peak_flops_per_s, known_card(_device_name(self.device))
+        if peak is None and card is not None:
+            peak = card.peak_flops_per_s
         if peak is None:
             return None
         shape = describe(self.config)
@@ -160,7 +160,7 @@ def versions(settings: Settings) -> Results:
     from importlib.metadata import PackageNotFoundError, version
     from importlib.util import find_spec
 
-    from furlong.ops.choose import Kind, choose_backend
+    from furlong.ops.backends.select import Kind, choose_backend
 
     found: dict[str, Any] = {"torch": torch.__version__, "device": _device_name(settings.device)}
     if settings.device == "cuda":
@@ -177,7 +177,7 @@ def versions(settings: Settings) -> Results:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("furlong.ops.choose").addHandler(handler)
+    logging.getLogger("furlong.ops.backends.select").addHandler(handler)
     chosen = {}
     for head_dim, width in ((64, None), (128, None), (192, 128), (256, None)):
         for is_windowed in (False, True):
@@ -286,7 +286,7 @@ def processes(settings: Settings) -> Results:
 def rank(settings: Settings) -> Results:
     import torch.distributed as dist
 
-    from furlong.runtime.parallel.ranks import make_ranks
+    from furlong.runtime.distributed.mesh import make_ranks
 
     on_gpu = settings.device == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")

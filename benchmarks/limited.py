@@ -25,8 +25,7 @@ from parallel_plans import Contender, long_tailed, pools, slow_device
 from parallel_steps import Ran, Trial, run_trials
 from processes import run_together
 
-from furlong.calibrate.collectives import collective_links
-from furlong.cost.calibration import Calibration
+from furlong.calibrate.measure import collective_links
 from furlong.cost.machine import Link
 
 NUM_PROCESSES = 4
@@ -129,7 +128,7 @@ def links_of(process: int) -> dict[str, Link]:
 def _answer(asked: Asked) -> Answered:
     links = run_together(links_of, world=NUM_PROCESSES, limit_s=_LIMIT_S, enter=enter)[0]
     link = links["all_to_all"]
-    spec = Calibration(hardware="cpu", links=links).apply(slow_device())
+    spec = slow_device().measured(links, "limited links")
     lens = long_tailed(asked.num_sequences, asked.longest_tokens)
     contenders = [
         replace(one, family=f"pools of {NUM_PROCESSES}, limited links")

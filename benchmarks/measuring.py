@@ -58,7 +58,7 @@ def measure_each(
     num_tokens: int,
 ) -> list[Measurement]:
     """`measure` of several steps, one behind the other after one start and one warm-up."""
-    from furlong.runtime.memory.measure import memory_bytes
+    from furlong.runtime.profile import memory_bytes
 
     device = next(model.parameters()).device
     start()
@@ -73,7 +73,7 @@ def _measure(
 ) -> Measurement:
     import torch
 
-    from furlong.runtime.memory.measure import memory_bytes, peak_memory_bytes, reset_peak_memory
+    from furlong.runtime.profile import memory_bytes, peak_memory_bytes, reset_peak_memory
 
     device = next(model.parameters()).device
     release(model)

@@ -21,8 +21,8 @@ from contenders import SHAPES, Trial, build
 from harness import console, machine, read_alone
 
 from furlong.plan.text import load_plan, save_plan
+from furlong.report.picture import save_picture
 from furlong.report.scene import Panel
-from furlong.report.timelines import save_timelines
 from furlong.timeline import Timeline
 from furlong.units import format_bytes
 
@@ -46,7 +46,7 @@ def main() -> int:
             panels.append(Panel(timeline, plan, f"{num_chunks} chunks, {how}"))
     for panel in panels:
         console.print(f"{panel.title}: peak {format_bytes(panel.timeline.peak_device_bytes)}")
-    save_timelines(panels, arguments.picture)
+    save_picture(panels, arguments.picture)
     console.print(f"written: {arguments.picture}")
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
     return 0
@@ -59,7 +59,7 @@ def run_step(arguments: argparse.Namespace, num_chunks: int) -> dict[str, Any]:
     from measuring import release
 
     import furlong
-    from furlong.runtime.memory.measure import memory_bytes
+    from furlong.runtime.profile import memory_bytes
 
     model = build(arguments.shape)
     batch = Trial("furlong", arguments.shape, arguments.tokens).batch()

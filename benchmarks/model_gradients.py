@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
 from helpers.float64_twin import twin_class
-from helpers.gradients import Batch, reference_loss, take_grads
 from small_models import FIRST_PLAIN_TOKEN, VOCAB_SIZE, small_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -31,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import furlong
 from furlong.errors import UserError
+from furlong.testing import Batch, reference_loss, take_grads
 from furlong.verify.subject import EXACT, ROUNDED, spread_weights
 
 LENS = (61, 20, 9)

@@ -48,9 +48,8 @@ from parallel_steps import Trial, calibrated, joined, run_trials
 from processes import run_together
 from rich.table import Table
 
-from furlong.cost.machine import this_cpu
+from furlong.report.picture import save_picture
 from furlong.report.scene import Panel
-from furlong.report.timelines import save_timelines
 from furlong.simulate.clock import measure, simulate
 from furlong.timeline import Timeline
 
@@ -156,8 +155,8 @@ def _two(sizes: Sizes, rounds: int) -> list[Row]:
     config = CONFIG | {"num_hidden_layers": 4}
     values = {name: value for name, value in config.items() if name != "model_type"}
     first, _ = run_together(calibrated, values, str(Path.cwd()), world=2, limit_s=_LIMIT_S)
-    console.print(f"calibrated: {first}", style="dim")
-    model = first.apply_to(cost_model(this_cpu(measured=False), config))
+    console.print(f"calibrated: {first.measurements()}", style="dim")
+    model = cost_model(first, config)
     own = of_two_processes(sizes.lens_of_two, model, sizes.chunk_tokens)
     trials = [Trial(one.name, one.plan, one.layout, values, rounds=rounds) for one in own]
     return _run("two", own, trials)
@@ -259,7 +258,7 @@ def _draw(rows: Sequence[Row], folder: Path) -> None:
             for kind, timeline in (("simulated", row.simulated), ("measured", row.measured[-1]))
         ]
         path = folder / f"{part}-processes.png"
-        save_timelines(panels, path)
+        save_picture(panels, path)
         console.print(f"written: {path}")
 
 

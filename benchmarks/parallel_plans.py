@@ -12,19 +12,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from papers.published.catalogue import PUBLISHED
+from papers.published.chunks import sliced_groups
 from papers.published.problem import Problem
 from papers.published.search import search
+from papers.seq1f1b_plan import plan_seq1f1b
 
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.machine import HardwareSpec, Link, this_cpu
+from furlong.cost.machine import Link, Machine, this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import by_cost, group_chunks, shard, sliced_groups
+from furlong.planners.chunks import by_cost, group_chunks, shard
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device, plan_seq1f1b
+from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device
 from furlong.planners.places import plan_places
 from furlong.simulate.clock import time_actions
 
@@ -62,9 +64,9 @@ def long_tailed(num_sequences: int, longest_tokens: int) -> tuple[int, ...]:
     return tuple(max(8, n // _SCALE) for n in lens)
 
 
-def slow_device(slowness: int = 1) -> HardwareSpec:
+def slow_device(slowness: int = 1) -> Machine:
     """A device of the sleep backend, so many times as slow in all; none of it is measured."""
-    spec = this_cpu(measured=False)
+    spec = this_cpu()
     link = Link(_LINK.latency_s * slowness, _LINK.bytes_per_s / slowness)
     return replace(
         spec, peak_flops_per_s=_FLOPS_PER_S / slowness, memory_bytes=_MEMORY_BYTES,
@@ -72,18 +74,18 @@ def slow_device(slowness: int = 1) -> HardwareSpec:
         pass_launch_s=spec.pass_launch_s * slowness,
         slice_launch_s=spec.slice_launch_s * slowness,
         activation_bytes_per_s=spec.activation_bytes_per_s / slowness,
-        links=replace(spec.links, devices_per_node=64, within_node=link, collectives=None),
+        links=replace(spec.links, devices_per_node=64, within_node=link, collectives={}),
     )  # fmt: skip
 
 
-def cost_model(spec: HardwareSpec, config: Mapping[str, Any] = CONFIG) -> CostModel:
+def cost_model(spec: Machine, config: Mapping[str, Any] = CONFIG) -> CostModel:
     """Weights are gathered once in a step and gradients reduced once, as `furlong.Engine` does."""
     training = replace(Training.in_dtype("float32"), zero_stage=1)
     return CostModel(describe(config), spec, training)
 
 
 def pipelines(
-    lens: Sequence[int], spec: HardwareSpec, dp: int, pp: int, names: Sequence[str] = PIPELINES
+    lens: Sequence[int], spec: Machine, dp: int, pp: int, names: Sequence[str] = PIPELINES
 ) -> Iterator[Contender]:
     """The best plan of each method in a layout of dp replicas of pp stages."""
     for name in names:
@@ -92,7 +94,7 @@ def pipelines(
 
 def pools(
     lens: Sequence[int],
-    spec: HardwareSpec,
+    spec: Machine,
     size: int,
     names: Sequence[str] = POOLS,
     config: Mapping[str, Any] = CONFIG,
@@ -122,17 +124,17 @@ def of_two_processes(lens: Sequence[int], model: CostModel, size: int) -> list[C
     groups, dealt = group_chunks(lens, options), by_cost(lens, 2)
     replicas = [plan_on_device([lens[i] for i in own], options, num_layers=layers) for own in dealt]
     infinipipe = plan_infinipipe(
-        lens, model, num_stages=2, stages=halves, budget_bytes=model.hardware.budget_bytes
+        lens, model, stages=halves, budget_bytes=model.hardware.budget_bytes
     )
     sliced = sliced_groups(lens, num_slices=4)
     plans: list[tuple[str, Layout, ChunkPlan]] = [
         ("data parallel", (2, 1, 1), join_replicas(replicas, dealt, lens)),
         ("sequence parallel", (1, 2, 1),
          plan_1f1b(lens, shard(groups, 2), stages=(layers,), sp_size=2)),
-        ("places", (1, 2, 1), plan_places(lens, model, pool_size=2, num_tries=0)),
+        ("places", (1, 2, 1), plan_places(lens, model, pool_size=2, num_changes=0)),
         (_NAMES["ChunkFlow"], (1, 1, 2), plan_1f1b(lens, groups, stages=halves)),
         ("Seq1F1B", (1, 1, 2), plan_seq1f1b(lens, sliced, stages=halves)),
-        ("InfiniPipe", (1, 1, 2), infinipipe.plan),
+        ("InfiniPipe", (1, 1, 2), infinipipe),
     ]  # fmt: skip
     return [Contender("two processes", name, layout, plan, model, "")
             for name, layout, plan in plans]  # fmt: skip

@@ -26,16 +26,15 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from furlong.calibrate.run import calibrate
-from furlong.cost.calibration import Calibration
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
-from furlong.models.held import hold, stand_ins
-from furlong.ops.exchange import Exchange
+from furlong.models.placeholders import hold, placeholders
+from furlong.ops.sequence_parallel import Exchange
 from furlong.plan.plan import Action, ChunkPlan, Recv, Reduce, Send
-from furlong.runtime.batch import PlannedSequences
-from furlong.runtime.comms import Comms
-from furlong.runtime.followed_model import FollowedModel
-from furlong.runtime.inputs import ShiftedSequence, shift_labels
-from furlong.runtime.parallel.ranks import Ranks, make_ranks
+from furlong.runtime.batch import Batch, batch_of, shift_labels
+from furlong.runtime.distributed.comms import Comms
+from furlong.runtime.distributed.mesh import Ranks, make_ranks
+from furlong.runtime.session import Session
 from furlong.runtime.step import take_step
 from furlong.timeline import Record, Timeline
 
@@ -81,12 +80,12 @@ class Ran:
     records: tuple[Record, ...]
 
 
-def calibrated(process: int, config: dict[str, Any], disk_dir: str) -> Calibration:
+def calibrated(process: int, config: dict[str, Any], disk_dir: str) -> Machine:
     """This machine as `furlong calibrate` measures it, with as many processes as there are."""
     outcome = calibrate(
         LlamaConfig(**config), dtype="float32", device=torch.device("cpu"), disk_dir=Path(disk_dir)
     )
-    return outcome.calibration
+    return outcome.machine
 
 
 def run_trials(process: int, trials: list[Trial]) -> list[list[Ran]]:
@@ -140,21 +139,21 @@ def _comparable(record: Record, sent: dict[Any, float]) -> Record:
     )
 
 
-class _Bench(FollowedModel):
+class _Bench(Session):
     """A model on this process, ready for plans of one layout and one cut of its layers."""
 
     def __init__(self, trial: Trial, ranks: Ranks) -> None:
         self._clocked, self._has_links = Clocked(), trial.has_links
         model = _build(trial, self._clocked)
         if ranks.pp > 1:
-            hold(model, stand_ins(model, trial.stage_layers[ranks.stage]))
+            hold(model, placeholders(model, trial.stage_layers[ranks.stage]))
         super().__init__(model, max_seq_len=None, compute_dtype=None, storage=None, ranks=ranks)
         with self.alone():
-            self.follow()
+            self.ready()
             if len(trial.plan.stages) > 1:
                 self.require_checked(trial.plan.stages)
         if trial.sleeps_by is not None:
-            self.kept.backend = SleepingBackend(self._clocked)
+            self.state.backend = SleepingBackend(self._clocked)
 
     def comms(self, plan: ChunkPlan | None = None) -> Comms:
         inner, pace = super().comms(plan), self._clocked.pace
@@ -174,9 +173,7 @@ class _Bench(FollowedModel):
         if trial.sleeps_by is not None:
             pace = Pace(trial.sleeps_by, plan, self.ranks.plan_rank, self.ranks.process)
         self._clocked.pace = pace
-        sequences = _batch(trial)
-        num_labels = sum(int((s.labels >= 0).sum()) for s in sequences)
-        batch = PlannedSequences(plan, sequences, num_labels)
+        batch = _batch(trial)
 
         def begun(action: Action) -> None:
             if not began:
@@ -187,8 +184,10 @@ class _Bench(FollowedModel):
 
         self.model.model.zero_grad(set_to_none=True)
         with self.alone():
-            self.follow()
-            result = take_step(self, lambda: batch, None, _nothing, clock=now_s, begun=begun)
+            self.ready()
+            result = take_step(
+                self, lambda: (plan, batch), None, _nothing, clock=now_s, begun=begun
+            )
         self._clocked.pace = None
         return Ran(self.ranks.plan_rank, began[0], result.timeline.records)
 
@@ -211,7 +210,7 @@ def _build(trial: Trial, clocked: Clocked) -> nn.Module:
     return model if trial.has_links else model.double()  # moments need its digits
 
 
-def _batch(trial: Trial) -> list[ShiftedSequence]:
+def _batch(trial: Trial) -> Batch:
     """Random tokens, all with a label; where the model sleeps, the last one alone."""
     generator = torch.Generator().manual_seed(0)
     sequences = []
@@ -221,4 +220,4 @@ def _batch(trial: Trial) -> list[ShiftedSequence]:
         if trial.sleeps_by is not None:
             labels[:-1] = -100
         sequences.append({"input_ids": ids, "labels": labels})
-    return shift_labels(sequences)
+    return batch_of(shift_labels(sequences))

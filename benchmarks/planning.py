@@ -1,4 +1,4 @@
-"""How fast plans are made, on two cores, without torch.
+"""How fast plans are made, without torch, in seconds of CPU: others may compute beside it.
 
 Promises (median of --rounds):
   Skrull       micro-batches and placements of 64 sequences on dp 4 x sp 8: 10 ms
@@ -16,32 +16,36 @@ Exits 1 on a miss.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from harness import Promise, console, machine, print_promises
 from papers.chunkflow_plan import plan_chunkflow
+from papers.published.chunks import by_order
+from papers.unit_costs import UnitCosts
+from papers.whole_sequences import schedule_skrull
 
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.plan.check import check
-from furlong.plan.liveness import kv_frees
+from furlong.plan.passes import kv_frees
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import by_order, pack, sequence_work
+from furlong.planners.chunks import pack, sequence_work
 from furlong.planners.infinipipe import plan_infinipipe
+from furlong.planners.layouts import cut_layers, mean_attended_keys
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas
 from furlong.planners.question import Limits, Question
 from furlong.planners.search import search
-from furlong.planners.skrull import schedule_skrull
-from furlong.simulate.clock import UnitCosts, simulate
+from furlong.simulate.clock import simulate
 
 _NUM_ACTIONS = 100_000
 _CONTEXT_TOKENS = 192 * 1024
@@ -58,7 +62,8 @@ def main() -> int:
         _at_most("search: seconds", _search, rounds, 20),
         _at_most(f"simulate {_NUM_ACTIONS:,} actions: seconds",
                  lambda: simulate(plan, UnitCosts(plan)), rounds, 2),
-        _at_most(f"check {_NUM_ACTIONS:,} actions: seconds", lambda: check(plan), rounds, 1),
+        _at_most(f"check {_NUM_ACTIONS:,} actions: seconds",
+                 lambda: check(replace(plan)), rounds, 1),
         _at_most("liveness of 25,000 chunks: seconds", _liveness(), rounds, 1),
         _at_most("pack 100,000 sequences: seconds", _pack(), rounds, 3),
         _at_most("join 1,024 ranks: seconds", _join(), rounds, 2.5),
@@ -75,10 +80,15 @@ def main() -> int:
 def _at_most(name: str, run: Callable[[], object], rounds: int, bound_s: float) -> Promise:
     seconds = []
     for _ in range(rounds):
-        start_s = time.perf_counter()
+        start_s = _cpu_s()
         run()
-        seconds.append(time.perf_counter() - start_s)
+        seconds.append(_cpu_s() - start_s)
     return Promise(name, tuple(seconds), "<=", bound_s)
+
+
+def _cpu_s() -> float:
+    """Seconds of CPU of this process and of those that it has started and that have ended."""
+    return sum(os.times()[:4])
 
 
 def _skrull() -> Callable[[], object]:
@@ -90,18 +100,16 @@ def _skrull() -> Callable[[], object]:
 
 def _infinipipe() -> None:
     lens = sample_lengths("github", 512, max_seq_len=_CONTEXT_TOKENS, too_long="truncate")
-    model = CostModel(model_shape("GPT-13B"), hardware("A800"), Training(zero_stage=3))
-    made = plan_infinipipe(lens, model, num_stages=4, sp_size=8)
-    console.print(
-        f"InfiniPipe: {made.num_slices} slices, {len(made.plan.chunks)} chunks, "
-        f"{len(made.pipelines)} pipelines, {made.recomputed_layers} layers recomputed, "
-        f"{made.predicted_s:.4g} s"
-    )
+    model = CostModel(model_shape("GPT-13B"), Machine.named("A800"), Training(zero_stage=3))
+    stages = cut_layers(model.shape, 4, mean_attended_keys(lens))
+    made = plan_infinipipe(lens, model, stages=stages, sp_size=8)
+    num_slices = max(map(len, made.groups.values()))
+    console.print(f"InfiniPipe: {num_slices} slices, {len(made.chunks)} chunks")
 
 
 def _search() -> None:
     lens = sample_lengths("github", 1024, max_seq_len=_CONTEXT_TOKENS, too_long="truncate")
-    model = CostModel(model_shape("Llama-3-8B"), hardware("H100"))
+    model = CostModel(model_shape("Llama-3-8B"), Machine.named("H100"))
     spec = model.hardware
     limits = Limits(spec.budget_bytes, int(spec.host_bytes))
     found = search(Question(lens, model, limits, num_devices=1024))

@@ -26,7 +26,7 @@ from harness import AGREEMENT, Promise, Report, add_common_arguments, ratios, ru
 from measuring import Measurement
 from preference_trial import BETA, Trial
 
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.memory import PARTS
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
@@ -158,7 +158,7 @@ def _group(report: Report, args: argparse.Namespace) -> list[str]:
 
 def _predicted() -> str:
     """The cost model's figures of a 7B model with 16K + 8 x 1K tokens."""
-    model = CostModel(model_shape("Qwen2.5-7B"), hardware("H100"))
+    model = CostModel(model_shape("Qwen2.5-7B"), Machine.named("H100"))
     prompt, answer, answers = 16_384, 1024, 8
     options = ChunkOptions(size=4096, keep="kv")
     alone = plan_two_phases([prompt + answer] * answers, options, num_layers=28)

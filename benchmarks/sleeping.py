@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import ChunkTable, PassPart, chunk_table
-from furlong.ops.backend import Backend, Block, lse_dtype
-from furlong.ops.exchange import Exchange
+from furlong.ops.backends.base import Backend, Block, lse_dtype
+from furlong.ops.sequence_parallel import Exchange
 from furlong.plan.plan import (
     Action,
     Backward,
@@ -37,7 +37,7 @@ from furlong.plan.plan import (
     Reduce,
     Send,
 )
-from furlong.runtime.comms import Comms
+from furlong.runtime.distributed.comms import Comms
 
 now_s = time.perf_counter
 """A clock that all processes of a machine share."""

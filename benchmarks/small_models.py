@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from furlong.models.small.shrink import VOCAB_SIZE
+from furlong.models.shrink import VOCAB_SIZE
 
 FIRST_PLAIN_TOKEN = 16
 """Ids below it are left to special tokens."""

@@ -29,7 +29,7 @@ _MEASURE = """
 import json, time, torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from furlong.api import Engine
-from furlong.runtime.memory.measure import memory_bytes, peak_memory_bytes, reset_peak_memory
+from furlong.runtime.profile import memory_bytes, peak_memory_bytes, reset_peak_memory
 
 config = Qwen2Config(
     vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,

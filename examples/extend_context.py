@@ -90,7 +90,7 @@ def losses_by_position(run: Path, folder: Path, rope: dict[str, Any] | None = No
     import torch
 
     import furlong
-    from furlong.models.folders.build import build_model
+    from furlong.models.build import build_model
 
     model = build_model(str(folder), rope=rope).eval()
     records = list(read_lines(run / "data" / "eval.jsonl"))[:NUM_EVAL_SEQUENCES]

@@ -165,7 +165,7 @@ def measure(engine: str, run: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from furlong.config.sources import load_run
-    from furlong.runtime.memory.measure import memory_bytes, peak_memory_bytes, reset_peak_memory
+    from furlong.runtime.profile import memory_bytes, peak_memory_bytes, reset_peak_memory
 
     disable_progress_bar()
     torch.set_num_threads(1)

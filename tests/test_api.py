@@ -14,14 +14,15 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.tiny_families import VOCAB_SIZE, build
 
 import furlong
 from furlong.errors import DataError, UnsupportedModelError
-from furlong.models.causal_lm import CausalLM
-from furlong.runtime import followed_model
-from furlong.runtime.memory.pools import Storage
+from furlong.kv.storage import Storage
+from furlong.models.decoder import HFDecoder
+from furlong.runtime import session
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=8)
 
@@ -29,9 +30,9 @@ OPTIONS = furlong.ChunkOptions(size=8)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The self-checks that run from here on."""
     checks: list[Any] = []
-    plain = followed_model.self_check
+    plain = session.self_check
     monkeypatch.setattr(
-        followed_model, "self_check", lambda *given: (checks.append(given), plain(*given))[1]
+        session, "self_check", lambda *given: (checks.append(given), plain(*given))[1]
     )
     return checks
 
@@ -57,7 +58,7 @@ def test_calls_on_one_model_share_buffers_and_checks(monkeypatch: pytest.MonkeyP
     for _ in range(3):
         furlong.forward_backward(model, batch([29]), OPTIONS)
     assert len(checks) == 1
-    assert furlong.Engine(model)._followed.kept.pools is furlong.Engine(model)._followed.kept.pools
+    assert furlong.Engine(model)._session.state.pools is furlong.Engine(model)._session.state.pools
 
 
 def test_a_forgotten_model_is_freed() -> None:
@@ -236,9 +237,12 @@ def test_the_default_device_of_torch_changes_nothing() -> None:
     try:
         given = furlong.forward_backward(fresh, sequences, OPTIONS)
         evaluated = furlong.forward_backward(fresh, sequences, OPTIONS, backward=False)
+        values = furlong.Engine(fresh).token_values(sequences, OPTIONS)
+        values[0].sum().backward()
     finally:
         torch.set_default_device(None)
     assert given.loss == truth and evaluated.token_losses[0].device.type == "cpu"
+    assert values[0].device.type == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -295,16 +299,16 @@ def test_a_sampled_step_draws_the_chunks_that_have_labels(seed: int) -> None:
     assert result.loss > 0
 
 
-def test_freed_memory_is_given_back_and_taken_anew(tmp_path: Path) -> None:
+def test_a_closed_engine_gives_back_and_takes_anew(tmp_path: Path) -> None:
     model, sequences = build("llama"), batch([29, 4])
     engine = furlong.Engine(model, storage=Storage(disk_dir=tmp_path))
     options = furlong.ChunkOptions(size=8, keep="attention", tier="disk")
     values = engine.token_values(sequences, options)
     expected = engine.forward_backward(sequences, options).loss
     truth = take_grads(model)
-    kept = engine._followed.kept
+    kept = engine._session.state
     before = len(list(Path("/proc/self/fd").iterdir()))
-    engine.free()
+    engine.close()
     assert not kept.opened.arena.pooled_bytes
     assert len(list(Path("/proc/self/fd").iterdir())) == before - 1  # the file; values have another
     sum(own.sum() for own in values).backward()
@@ -317,12 +321,12 @@ def test_an_adapter_outlives_a_change_of_mode(monkeypatch: pytest.MonkeyPatch) -
     """To make one is to search the model for recurrent layers, by a forward through all of it."""
     made: list[object] = []
 
-    class Counted(CausalLM):
+    class Counted(HFDecoder):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             made.append(None)
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr(followed_model, "CausalLM", Counted)
+    monkeypatch.setattr(session, "HFDecoder", Counted)
     model = build("llama", attention_dropout=0.1).eval()
     engine, options = furlong.Engine(model), furlong.ChunkOptions(size=8)
     with pytest.raises(UnsupportedModelError, match="attention dropout"):

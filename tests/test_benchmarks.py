@@ -170,7 +170,7 @@ def test_kinds_of_work_of_a_profile():
     assert [kind_of_work(name) for name in names] == kinds
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_long_runs(tmp_path):
     picture, values = tmp_path / "long.png", tmp_path / "long.json"
     ended = benchmark(
@@ -183,7 +183,7 @@ def test_long_runs(tmp_path):
     assert [len(results) for results in parts.values()] == [4, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_flat_runs_and_counts_the_bytes_of_the_plan(tmp_path):
     values = tmp_path / "flat.json"
     benchmark(
@@ -220,7 +220,7 @@ def test_gpu_runs_with_tiny_shapes_on_a_cpu(parts, tmp_path):
             assert found["results"][name]["off"] < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_spikes_draws(tmp_path):
     picture = tmp_path / "spikes.png"
     ended = benchmark("memory_spikes.py", str(picture), "--tokens", "512", "--shape", "tiny")

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.tiny_families import build
 
 import furlong
 from furlong.errors import ConfigError
-from furlong.kv.pools.lanes import ThreadLane
-from furlong.runtime.kept import Kept
-from furlong.runtime.tokens import two_phases
+from furlong.kv.pools import ThreadLane
+from furlong.runtime import two_phase
+from furlong.runtime.session import ModelState
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 SEQUENCES = batch([20, 9])
 IDS = batch([6])[0]["input_ids"][None]
@@ -127,14 +128,14 @@ def test_values_that_another_thread_drops_are_waited_for(
     model.model.layers[0].register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[1]))
     model(input_ids=IDS)  # with a hook it is checked anew
     engine = furlong.Engine(model)
-    inside, go_on, end = threading.Event(), threading.Event(), two_phases._end
+    inside, go_on, end = threading.Event(), threading.Event(), two_phase._end
 
     def slow_end(*args: Any) -> None:
         inside.set()
         assert go_on.wait(60)
         end(*args)
 
-    monkeypatch.setattr(two_phases, "_end", slow_end)
+    monkeypatch.setattr(two_phase, "_end", slow_end)
     held = [engine.token_values(SEQUENCES, options)]
     dropping = threading.Thread(target=held.clear)
     dropping.start()
@@ -153,7 +154,7 @@ def test_values_that_another_thread_drops_are_waited_for(
 
 def test_values_that_a_pools_own_thread_drops_wait_for_others() -> None:
     """It would wait for itself to be through."""
-    kept, ended = Kept(), []
+    kept, ended = ModelState(), []
     lane = ThreadLane("out")
     lane.submit(lambda: kept.drop(lambda: ended.append(None)), ()).block()
     lane.close()

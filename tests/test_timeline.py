@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from furlong.errors import UserError
 from furlong.plan.text import parse_action
 from furlong.timeline import Record, Timeline
 
@@ -37,5 +38,5 @@ def test_a_timeline_comes_back_from_json():
     ],
 )
 def test_what_is_no_timeline_is_refused(rows):
-    with pytest.raises(ValueError):
+    with pytest.raises((ValueError, UserError)):
         Timeline.from_json(rows)

@@ -11,14 +11,15 @@ from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.plan.plan import Chunk, ChunkPlan
 from furlong.plan.text import parse_chunk
-from furlong.planners.chunks import whole_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b
-from furlong.simulate.clock import UnitCosts, measure, simulate
-from papers.chunkflow_plan import plan_chunkflow
+from furlong.simulate.clock import measure, simulate
+from papers.chunkflow_plan import plan_chunkflow, recomputed_late
 from papers.fused import OtherMemory, fused
+from papers.published.chunks import whole_groups
 from papers.tables import Row, Table, aggregate, printed
 from papers.tensor_parallel import SharedTraining
+from papers.unit_costs import UnitCosts
 
 GIB = 2**30
 FOUR = (1,) * 4
@@ -68,7 +69,7 @@ def whole_sequences(lens: Sequence[int]) -> ChunkPlan:
 
 def figure_6(num_retained: int) -> ChunkPlan:
     groups: list[list[Chunk]] = [[parse_chunk(c) for c in group] for group in FIGURE_6]
-    return plan_1f1b(LENS, groups, stages=FOUR, num_retained=num_retained, recompute="lazy")
+    return recomputed_late(plan_1f1b(LENS, groups, stages=FOUR, num_retained=num_retained))
 
 
 def bubble(plan: ChunkPlan) -> float:

@@ -8,11 +8,13 @@ tail of a cut sequence shares its chunk with whole short sequences, which ChunkF
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
-from furlong.plan.plan import ChunkPlan
+from furlong.plan.plan import Action, ChunkPlan, Recompute, Recv
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import RecomputeStart, plan_1f1b
+from furlong.planners.orders import plan_1f1b
 
 
 def plan_chunkflow(
@@ -20,7 +22,6 @@ def plan_chunkflow(
     options: ChunkOptions,
     *,
     stages: Sequence[int],
-    recompute: RecomputeStart = "eager",
     backward: bool = True,
 ) -> ChunkPlan:
     """A checked plan of ChunkFlow's chunks in state-aware 1F1B, longest group first.
@@ -35,7 +36,20 @@ def plan_chunkflow(
         num_retained=options.num_retained,
         keep=options.keep,
         tiers=options.tiers,
-        recompute=recompute,
         recompute_layers=options.recompute_layers,
         backward=backward,
     )
+
+
+def recomputed_late(plan: ChunkPlan) -> ChunkPlan:
+    """The plan with each recompute behind the gradient that its backward waits for, as ChunkFlow
+    draws it; never faster than a recompute as soon as its stage is free."""
+    return replace(plan, actions=tuple(map(_gradients_first, plan.actions)))
+
+
+def _gradients_first(actions: Sequence[Action]) -> tuple[Action, ...]:
+    found = list(actions)
+    for place, (one, other) in enumerate(pairwise(actions)):
+        if isinstance(one, Recompute) and isinstance(other, Recv) and other.payload == "gradient":
+            found[place : place + 2] = other, one
+    return tuple(found)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from furlong.cost.lengths import K
-from furlong.cost.machine import Link, hardware
-from furlong.cost.model import CostModel, optimizer_s
+from furlong.cost.machine import Link, Machine
+from furlong.cost.model import CostModel, update_s
 from furlong.cost.seconds import sequence_flops
 from furlong.cost.shape import ModelShape, model_shape
 from furlong.cost.training import Training, ZeroStage
@@ -148,7 +148,7 @@ def mfu() -> Table:
     rows, hidden, causal = [], [], []
     cost = cost_of(first, None)
     launched_s = 3 * cost.shape.num_layers * cost.hardware.layer_launch_s
-    own_s = _optimizer_s(cost, plan_of(first))
+    own_s = update_s(cost, plan_of(first))
     for s in STRATEGIES:
         found = 100 * counted_flops(s) / step_s(s, node_bytes_per_s)
         row = aggregate(f"{s.name}, {s.context}K", s.paper_mfu, found)
@@ -179,7 +179,7 @@ def mfu() -> Table:
 def counted_flops(s: Strategy) -> float:
     """FLOPs of a step over those that eight devices make in a second."""
     found = sequence_flops(model_shape(MODEL), s.context * K).total
-    return (3 + s.checkpoints) * found / (8 * hardware(CARD).peak_flops_per_s)
+    return (3 + s.checkpoints) * found / (8 * Machine.named(CARD).peak_flops_per_s)
 
 
 def step_s(s: Strategy, node_bytes_per_s: float | None) -> float:
@@ -192,16 +192,12 @@ def step_s(s: Strategy, node_bytes_per_s: float | None) -> float:
         # weights once for the forward and once for the backward, which also reduces
         stages = range(len(plan.stages))
         seconds += sum(2 * costs.unshard_s(stage) + costs.reduce_s(stage) for stage in stages)
-    return seconds + _optimizer_s(cost, plan)
-
-
-def _optimizer_s(cost: CostModel, plan: ChunkPlan) -> float:
-    return optimizer_s(cost, (cost.shape.num_layers,), plan.sp_size)
+    return seconds + update_s(cost, plan)
 
 
 def cost_of(s: Strategy, node_bytes_per_s: float | None) -> CostModel:
     """Eight devices on two nodes with so much between them, or (None) on one."""
-    spec = hardware(CARD)
+    spec = Machine.named(CARD)
     if node_bytes_per_s is not None:
         between = Link(spec.links.between_nodes.latency_s, node_bytes_per_s / 4)
         links = replace(spec.links, devices_per_node=4, between_nodes=between)
@@ -231,7 +227,7 @@ def plan_of(s: Strategy) -> ChunkPlan:
 
 def claims() -> Table:
     """The slides' other numbers: a 6.7B model on one node of four A100 80GB."""
-    model = CostModel(model_shape("GPT-7B"), hardware(CARD), Training(zero_stage=3))
+    model = CostModel(model_shape("GPT-7B"), Machine.named(CARD), Training(zero_stage=3))
     lost = []
     for context in (256, 2048):
         plan = plan_fpdt(

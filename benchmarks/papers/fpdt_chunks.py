@@ -27,14 +27,6 @@ def smallest_hidden_chunk_tokens(
     return element_bytes * kv_share * flops_per_s / (2 * link_bytes_per_s)
 
 
-def smallest_hidden_backward_chunk_tokens(
-    backward_flops_per_s: float, link_bytes_per_s: float
-) -> float:
-    """The same for FPDT's backward, which walks queries inside: 10 c^2 d / Phi_b against loads of
-    q, o, dO (bf16) and dq (float32), 10 c d bytes."""
-    return backward_flops_per_s / link_bytes_per_s
-
-
 def smallest_hidden_relay_chunk_tokens(
     backward_flops_per_s: float,
     link_bytes_per_s: float,
@@ -74,42 +66,3 @@ def choose_fpdt_chunk(model: CostModel, sp_size: int = 1) -> int:
         kv_share=kv_share,
     )
     return 1 << max(0, ceil(log2(max(2 * forward, backward))))
-
-
-def num_kv_loads(num_chunks: int) -> int:
-    """Loads of K,V chunks in FPDT's forward of one layer, u (u - 1) / 2 - 1: row i needs i of them,
-    and chunk 0 stays on the device between rows 0 and 1."""
-    return max(0, num_chunks * (num_chunks - 1) // 2 - 1)
-
-
-def predicted_stalls(num_chunks: int, load_over_block: float) -> list[float]:
-    """Time that each row of FPDT's forward of one layer waits for K,V, in full blocks' compute.
-
-    Row i computes blocks j = 0..i, the last (diagonal) one at half cost; K,V of chunk j + 1 are
-    fetched while block j computes. The diagonal's own K,V are still on the device; the diagonal
-    fetches chunk 0 for the next row. `load_over_block`: seconds of one K,V load over seconds of one
-    full block. A load is issued when the block before it starts: one load per block in flight.
-    """
-    stalls: list[float] = []
-    now = loaded = 0.0
-    for row in range(num_chunks):
-        waited = 0.0
-        for block in range(row + 1):
-            start = max(now, loaded)
-            waited += start - now
-            loaded = start + load_over_block if _fetches(row, block, num_chunks) else 0.0
-            now = start + (0.5 if block == row else 1.0)
-        stalls.append(waited)
-    return stalls
-
-
-def fpdt_forward_slowdown(num_chunks: int, load_over_block: float) -> float:
-    """FPDT's forward of one layer over `num_chunks` chunks, as a multiple of its compute alone."""
-    return 1 + sum(predicted_stalls(num_chunks, load_over_block)) / (num_chunks**2 / 2)
-
-
-def _fetches(row: int, block: int, num_chunks: int) -> bool:
-    if block + 1 < row:
-        return True
-    # the diagonal fetches chunk 0 for the next row, unless it is chunk 0 itself or the last block
-    return block == row and 0 < row < num_chunks - 1

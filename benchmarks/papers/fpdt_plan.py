@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from furlong.plan.plan import ON_DEVICE, ChunkPlan, Keep, Tiers
-from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import plan_groups
+from furlong.planners.orders import plan_replica
 
 
 def plan_fpdt(
@@ -31,7 +30,6 @@ def plan_fpdt(
         size=chunk_size, num_retained=0, keep=keep, tier=tiers, order="layer-first",
         stage_layers=stage_layers, hybrid=False,
     )  # fmt: skip
-    groups = shard(group_chunks(seq_lens, options), sp_size)
-    return plan_groups(
-        seq_lens, groups, options, num_layers=num_layers, sp_size=sp_size, backward=backward
+    return plan_replica(
+        seq_lens, options, num_layers=num_layers, sp_size=sp_size, backward=backward
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from furlong.cost.memory import TOKEN_BYTES, PlanMemory, StageBytes, stage_bytes
+from furlong.cost.memory import PlanMemory, StageBytes, stage_bytes
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 
@@ -105,7 +105,6 @@ class OtherMemory(PlanMemory):
             cell = replace(cell, logit=self.logit_bytes)
         return replace(
             cell,
-            input=cell.input if stage == 0 else TOKEN_BYTES + (cell.input - TOKEN_BYTES) / tp,
             graph_layers=tuple(n / tp for n in cell.graph_layers),
             attention_layers=tuple(n / tp for n in cell.attention_layers),
             **{name: getattr(cell, name) / tp for name in _SHARED},

@@ -42,7 +42,7 @@ class FusedPairs(Clock):
         for at, channel, message in waits:
             spans = self._spans[channel]
             while len(spans) <= message:
-                yield channel
+                yield channel, message
             start, stop = spans[message]
             if channel[1] == rank:
                 stop = max(stop, now)
@@ -58,7 +58,6 @@ class FusedPairs(Clock):
             since, transfer_s = offered[len(spans)]
             start = max(since, wanted[len(spans)], spans[-1][1] if spans else since)
             spans.append((start, start + transfer_s))
-            self._awake.extend(self._sleeping.pop(channel, ()))
 
 
 def _fused(actions: tuple[Action, ...], index: int) -> int:

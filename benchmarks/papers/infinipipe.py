@@ -7,9 +7,11 @@ from itertools import product
 from math import inf
 from statistics import mean, pstdev
 
-from furlong.cost.calibration import relative_fit
+import numpy as np
+
+from furlong.calibrate.fit import relative_fit
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.machine import ClusterLinks, Link, hardware
+from furlong.cost.machine import ClusterLinks, Link, Machine
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import ATTENTION_BACKWARD, Flops, sequence_flops
 from furlong.cost.shape import ModelShape, model_shape
@@ -47,7 +49,8 @@ def table_3() -> Table:
         seconds, share = TABLE_3[devices][at]
         columns.append((flops.linear / devices, flops.attention / devices, 1.0))
         computed.append(seconds * (1 - share))
-    linear_s, attention_s, constant_s = relative_fit(list(zip(*columns, strict=True)), computed)
+    fit = relative_fit(np.array(columns), np.array(computed))
+    linear_s, attention_s, constant_s = fit.tolist()
     within = [_bandwidth(8, at) for devices, at in FITTED_CELLS if devices == 8]
     free = Link(0.0, 1e30)
     near = Link(0.0, sum(within) / len(within))
@@ -75,7 +78,7 @@ def table_3() -> Table:
             Row(case=f"{case}: all-to-all, per cent", paper=100 * share, ours=100 * moved_s / ours,
                 tolerance=1 / (100 * share), promise="1 point", fitted=fitted, on_line=not fitted),
         ]  # fmt: skip
-    peak = hardware("A800").peak_flops_per_s
+    peak = Machine.named("A800").peak_flops_per_s
     return Table(
         "InfiniPipe, Appendix A, Table 3: GPT-13B under Ulysses, one step", "s", rows,
         (
@@ -163,7 +166,7 @@ def packings(
     """Relative deviations of (time, tokens): packed by time alone, as printed, and by the rule of
     this project. Over all chunks, or without those that nothing can be packed with."""
     lens = sample_lengths(preset, 512, 0, max_seq_len=context, too_long="truncate")
-    model = CostModel(model_shape("GPT-13B"), hardware("A800"))
+    model = CostModel(model_shape("GPT-13B"), Machine.named("A800"))
     work = fit_work(model, max(lens), num_slices, stages=(10,) * 4, sp_size=8)
     longest = cut_and_pack([max(lens)], num_slices, work)[0]
     mesh = [chunk.slices[0].num_tokens for chunk in longest]

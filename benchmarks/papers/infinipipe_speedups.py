@@ -13,16 +13,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.machine import ClusterLinks, Link, hardware
+from furlong.cost.machine import ClusterLinks, Link, Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import group_chunks, longest_first, shard
+from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.infinipipe import plan_infinipipe
+from furlong.planners.layouts import cut_layers, mean_attended_keys
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import plan_seq1f1b
 from papers.published.flexsp import plan_flexsp
+from papers.seq1f1b_plan import plan_seq1f1b
 from papers.tables import Row, Table, aggregate, count_faster, shown, speedup
 from papers.tensor_parallel import TensorParallel
 from papers.timing import step_s
@@ -196,16 +197,19 @@ def in_equal_heads(cost: CostModel, sp_size: int) -> CostModel:
 def steps(model: str, lens: Sequence[int]) -> Steps:
     """All systems on one batch."""
     sp, cp, usual = MODELS[model]
-    cost = CostModel(model_shape(model), hardware("A800"), Training(zero_stage=3, gradient_bytes=2))
+    cost = CostModel(
+        model_shape(model), Machine.named("A800"), Training(zero_stage=3, gradient_bytes=2)
+    )
     layers = usual if max(lens) <= 96 * K else None  # beyond, what is fastest of what fits
     groups = TensorParallel.of(cost.shape, cost.hardware, replace(cost.training, zero_stage=1), 8)
     megatron = with_ring(groups, lens, cp)
-    own = plan_infinipipe(lens, cost, num_stages=NUM_STAGES, sp_size=8)
+    stages = cut_layers(cost.shape, NUM_STAGES, mean_attended_keys(lens))
+    own = plan_infinipipe(lens, cost, stages=stages, sp_size=8)
     divided = in_equal_heads(cost, sp)
     ulysses = plan_ulysses(lens, divided, dp_size=32 // sp, sp_size=sp, recompute_layers=layers)
     parallel = plan_ulysses(lens, megatron, dp_size=4 // cp, sp_size=cp, recompute_layers=layers)
     plans = {
-        "InfiniPipe": (cost, own.plan),
+        "InfiniPipe": (cost, own),
         "FlexSP": (cost, plan_flexsp(lens, cost, pool_size=32, recompute_layers=layers)),
         "DeepSpeed": (divided, ulysses),
         "Megatron-LM": (megatron, parallel),
@@ -213,7 +217,7 @@ def steps(model: str, lens: Sequence[int]) -> Steps:
     }
     whole = {name: step_s(own_cost, plan) for name, (own_cost, plan) in plans.items()}
     computed = {name: step_s(linkless(own_cost), plan) for name, (own_cost, plan) in plans.items()}
-    return Steps(whole, computed, busy_share(cost, own.plan))
+    return Steps(whole, computed, busy_share(cost, own))
 
 
 def with_ring(cost: CostModel, lens: Sequence[int], sp_size: int) -> CostModel:
@@ -224,10 +228,8 @@ def with_ring(cost: CostModel, lens: Sequence[int], sp_size: int) -> CostModel:
     ring = sp_size * shape.kv_size / (shape.q_size + shape.kv_size) * exposed
     plain = links.link("all_to_all", True)
     slower = Link((sp_size - 1) / 4 * plain.latency_s, plain.bytes_per_s / ring)
-    collectives = {**(links.collectives or {}), ("all_to_all", True): slower}
-    return replace(
-        cost, hardware=replace(cost.hardware, links=replace(links, collectives=collectives))
-    )
+    links = links.with_links({"all_to_all between nodes": slower})
+    return replace(cost, hardware=replace(cost.hardware, links=links))
 
 
 def linkless(cost: CostModel) -> CostModel:
@@ -252,7 +254,7 @@ def seq1f1b(lens: Sequence[int], cost: CostModel) -> ChunkPlan:
     stages = (height,) * NUM_STAGES
     best: tuple[float, ChunkPlan] | None = None
     for size in (4 * K, 8 * K, 16 * K, 32 * K):
-        groups = longest_first(group_chunks(lens, ChunkOptions(size=size, hybrid=False)))
+        groups = group_chunks(lens, ChunkOptions(size=size, hybrid=False))
         num_chunks = sum(map(len, groups))
         for layers in range(0, height + 1, max(1, height // 5)):
             plan = plan_seq1f1b(

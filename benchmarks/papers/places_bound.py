@@ -13,13 +13,15 @@ from math import inf
 from furlong.cost.model import CostModel
 from furlong.plan.plan import Chunk, Place, Reduce, Slice
 from furlong.planners.chunks import chunk_by_chunk
-from furlong.planners.places import PoolBatch, settings
+from furlong.planners.places import PoolBatch, Setting, settings
 from furlong.simulate.clock import time_actions
 from papers.places_forced import forced_s
 from papers.places_least import Least
 
 _NARROW = 1e-3
 """Share of a step at which the search for a bound between two others ends."""
+_LONGER = 1.2
+"""A step over its first bound up to which it is bounded again."""
 
 
 def lower_bound_s(
@@ -37,11 +39,20 @@ def lower_bound_s(
     best_s = inf
     while queue and queue[0][0] < best_s:
         _, number, count = heapq.heappop(queue)
-        best_s = min(best_s, _crossing(Least.of(found[number], count), best_s))
+        best_s = min(best_s, _bound_s(found[number], count, best_s))
         if count < len(seq_lens):
             more = Least.of(found[number], count + 1)
             heapq.heappush(queue, (more.step_s, number, count + 1))
     return best_s + exposed_reduce_s(seq_lens, model, pool_size)
+
+
+def _bound_s(setting: Setting, count: int, most_s: float) -> float:
+    """Seconds, up to `most_s`, that no step of a setting undercuts with so many micro-batches. A
+    step takes a little longer than the first bound or it has so few tokens on every process that
+    attention is less efficient, which gives a second one."""
+    first_s = _crossing(Least.of(setting, count), most_s)
+    limit_s = min(most_s, _LONGER * first_s)
+    return max(first_s, min(limit_s, _crossing(Least.of(setting, count, limit_s), limit_s)))
 
 
 def exposed_reduce_s(seq_lens: Sequence[int], model: CostModel, pool_size: int) -> float:

@@ -17,7 +17,7 @@ from furlong.planners.places import TOKENS, Setting
 @dataclass(frozen=True)
 class Least:
     """A setting with a number of micro-batches: seconds of all processes of a place together, with
-    attention as efficient as it is for a full process."""
+    attention as efficient as it is for a process of most tokens."""
 
     num_slots: int
     """Slots of one micro-batch: W."""
@@ -44,16 +44,20 @@ class Least:
     """(P,) of all micro-batches but any one."""
 
     @classmethod
-    def of(cls, setting: Setting, num_micro_batches: int) -> Least:
-        rates, batch, full = setting.rates, setting.rates.batch, setting.device_tokens
+    def of(cls, setting: Setting, num_micro_batches: int, limit_s: float = np.inf) -> Least:
+        """`limit_s`: of a step, so that a process has no more tokens than its matrices take."""
+        batch, full = setting.batch, setting.device_tokens
         rows = batch.exchange_rows
         lens, sizes = np.array(batch.seq_lens), np.array(batch.sizes)
-        once_s, full_s = _seconds(setting, 1), _seconds(setting, full)
+        once_s = _seconds(setting, 1)
         token_s = (_seconds(setting, 2) - once_s)[..., 0]
         process_s = once_s[:, 0, 0] - token_s[:, 0]
-        attention_s = (_seconds(setting, full, slice(rows.stop, None)) - full_s)[..., 0]
-        exchanged_s = _seconds(setting, full, rows) - full_s
-        moved_s = _seconds(setting, full, rows, 2) - full_s - exchanged_s
+        most = float((limit_s - process_s.sum()) / token_s[:, 0].sum())
+        most = max(1.0, min(full, float(lens.sum()), most))  # tokens of a process
+        full_s = _seconds(setting, most)
+        attention_s = (_seconds(setting, most, slice(rows.stop, None)) - full_s)[..., 0]
+        exchanged_s = _seconds(setting, most, rows) - full_s
+        moved_s = _seconds(setting, most, rows, 2) - full_s - exchanged_s
         waits_s = (exchanged_s - moved_s)[..., 1:]
         others = num_micro_batches - 1
         # one micro-batch holds no more than fits: the others the rest, of the shortest sequences
@@ -64,16 +68,16 @@ class Least:
             num_slots=batch.pool_size,
             num_micro_batches=num_micro_batches,
             sizes=sizes,
-            fits=setting.held(batch.added.transpose(2, 0, 1)) <= full,
+            fits=setting.fits,
             matrices_s=token_s * lens,
             attention_s=attention_s,
             exchanges_s=moved_s * sizes,
-            exposed_s=(moved_s - _hidden_s(setting)).clip(min=0) * sizes,
+            exposed_s=(moved_s - _hidden_s(setting, most)).clip(min=0) * sizes,
             process_s=process_s,
             latency_s=waits_s.min(axis=(1, 2)) if waits_s.size else 0 * process_s,
-            floor_s=rates.least_s,
+            floor_s=setting.floor_s,
             rest_s=np.maximum(
-                others * rates.least_s, others * process_s + left_s / batch.pool_size
+                others * setting.floor_s, others * process_s + left_s / batch.pool_size
             ),
         )
 
@@ -107,19 +111,19 @@ class Least:
 def _seconds(setting: Setting, tokens: float, rows: slice = slice(0), times: float = 1.0) -> Array:
     """(P, K, Z) seconds of a process with so many tokens, and of all else of a sequence's load only
     some sums, so many times."""
-    loads = setting.rates.batch.added.transpose(2, 0, 1)
+    loads = setting.batch.added.transpose(2, 0, 1)
     own = np.zeros_like(loads)
     own[TOKENS], own[rows] = tokens, times * loads[rows]
-    return setting.rates.seconds(own, floors=False)
+    return setting.seconds(own, floors=False)
 
 
-def _hidden_s(setting: Setting) -> Array:
+def _hidden_s(setting: Setting, most: float) -> Array:
     """(P, K, Z) seconds of attention of a sequence that takes all the room that another leaves on
-    a process: of several that do it is less."""
-    batch, full = setting.rates.batch, setting.device_tokens
+    a process of at most so many tokens: of several that do it is less."""
+    batch = setting.batch
     loads = batch.added.transpose(2, 0, 1)
     own, keys = np.zeros_like(loads), batch.exchange_rows.stop
-    room = (full - setting.held(loads)).clip(min=0)
-    own[TOKENS] = full
+    room = (setting.device_tokens - setting.held(loads)).clip(min=0, max=most)
+    own[TOKENS] = most
     own[keys : keys + len(batch.windows)] = room * (room + 1 + batch.model.hardware.tile_tokens) / 2
-    return setting.rates.seconds(own, floors=False) - _seconds(setting, full)
+    return setting.seconds(own, floors=False) - _seconds(setting, most)

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from furlong.cost.lengths import K
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.planners.spaco import Sampling, sampled
-from furlong.simulate.clock import UnitCosts, time_actions
+from furlong.simulate.clock import time_actions
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fused import OtherMemory
 from papers.tables import Row, Table, speedup
+from papers.unit_costs import UnitCosts
 
 GIB = 2**30
 HF_LOGIT_BYTES = 16
@@ -71,7 +72,7 @@ def lengths() -> Table:
         Row(case="all at once", paper=1, ours=naive, tolerance=0.0),
         Row(case="SeCO, chunks of 128", paper=16, ours=longest_k(chunk=128), tolerance=0.0),
     ]
-    card = hardware("RTX3090")
+    card = Machine.named("RTX3090")
     return Table(
         "SeCO: longest sequence on one RTX 3090", "K tokens", rows,
         (
@@ -83,7 +84,7 @@ def lengths() -> Table:
 
 
 def longest_k(chunk: int | None, candidates: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)) -> int:
-    budget = hardware("RTX3090").budget_bytes
+    budget = Machine.named("RTX3090").budget_bytes
     return max((k for k in candidates if peak_on_card(k, chunk) <= budget), default=0)
 
 

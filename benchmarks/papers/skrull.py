@@ -6,24 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import mean
-from typing import Any
 
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.machine import HardwareSpec, Link, hardware
+from furlong.cost.machine import Link, Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape, model_shape
 from furlong.cost.training import Training
 from furlong.plan.plan import Chunk, Slice
-from furlong.planners.chunks import (
-    by_order,
-    by_place,
-    chunk_by_chunk,
-    pack,
-    place_by_load,
-    sequence_work,
-)
+from furlong.planners.chunks import by_place, chunk_by_chunk, pack, place_by_load, sequence_work
 from papers import skrull_forms
 from papers.fused import Counted, fused, whole_cell
+from papers.published.chunks import by_order
 from papers.seco import HF_LOGIT_BYTES
 from papers.skrull_forms import TABLE_3_MB, TABLE_3_US, bucket_tokens
 from papers.tables import Row, Table, shown
@@ -81,7 +74,7 @@ def buckets() -> Table:
     "Selective recomputation" is taken as: outputs of norms and of the gated activation are made
     again, everything that a matrix or attention makes is kept.
     """
-    device = hardware("H100")
+    device = Machine.named("H100")
     selective = Counted(hidden=2, mlp=2, logit_bytes=HF_LOGIT_BYTES)
     rows, alone = [], []
     for model, paper in BUCKETS.items():
@@ -106,7 +99,7 @@ def bucket_k(shape: ModelShape, activations: Counted) -> float:
     buckets = 2 * 2 * 5e8  # DeepSpeed's default of 5e8 elements: one to reduce, one to gather
     cell = whole_cell(shape, training, activations)
     token = cell.graph() + cell.logit * shape.vocab_size
-    budget = hardware("H100").budget_bytes
+    budget = Machine.named("H100").budget_bytes
     return bucket_tokens(budget, state.total + buckets, token) / K
 
 
@@ -184,15 +177,15 @@ _LINES = {
 """Table 3 from 16 MB on: (us per MB, us, times a byte moves), relative least squares."""
 
 
-def skrull_h100() -> HardwareSpec:
+def skrull_h100() -> Machine:
     """An H100 whose collectives are Skrull's profile, as bus bandwidths: of a group of n, which is
     not stated and taken as 8, each device moves (n - 1) / n."""
-    spec, share = hardware("H100"), (_GROUP - 1) / _GROUP
-    links: dict[tuple[Any, bool], Link] = {
-        (name, False): Link(us * 1e-6, share * moves * 1e12 / us_per_mb)
+    spec, share = Machine.named("H100"), (_GROUP - 1) / _GROUP
+    links = {
+        name: Link(us * 1e-6, share * moves * 1e12 / us_per_mb)
         for name, (us_per_mb, us, moves) in _LINES.items()
     }
-    return replace(spec, links=replace(spec.links, collectives=links))
+    return replace(spec, links=spec.links.with_links(links))
 
 
 def times(setting: tuple[str, str, int, int, int, int], num_batches: int) -> Times:

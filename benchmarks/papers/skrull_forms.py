@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
 
-from furlong.cost.calibration import relative_line
+from furlong.calibrate.fit import relative_line
 from furlong.plan.plan import Place
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from furlong.cost.machine import ClusterLinks, Efficiency, HardwareSpec, Link
+from furlong.cost.machine import ClusterLinks, Efficiency, Link, Machine
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import Hidden, PassPart, StageSeconds
 from furlong.cost.shape import ModelShape
@@ -50,7 +50,7 @@ class TensorParallel(CostModel):
 
     @classmethod
     def of(
-        cls, shape: ModelShape, spec: HardwareSpec, training: Training, tp_size: int
+        cls, shape: ModelShape, spec: Machine, training: Training, tp_size: int
     ) -> TensorParallel:
         per_node = spec.links.devices_per_node
         return cls(
@@ -106,7 +106,7 @@ class _Gathering(StageSeconds):
         return [matrices[0] + token_s, matrices[1] + call_s, *matrices[2:]], *others
 
 
-def _joined(spec: HardwareSpec, tp: int) -> HardwareSpec:
+def _joined(spec: Machine, tp: int) -> Machine:
     """So many GPUs as one device."""
 
     def wider(link: Link) -> Link:
@@ -127,6 +127,6 @@ def _joined(spec: HardwareSpec, tp: int) -> HardwareSpec:
         links=ClusterLinks(
             max(1, links.devices_per_node // tp),
             *map(wider, (links.within_node, links.between_nodes, links.host, links.disk)),
-            {name: wider(link) for name, link in (links.collectives or {}).items()} or None,
+            {name: wider(link) for name, link in links.collectives.items()},
         ),
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from furlong.cost.machine import Efficiency, HardwareSpec
+from furlong.cost.machine import Efficiency, Machine
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import Hidden
 from furlong.plan.plan import Chunk, ChunkPlan, Place, Slice
@@ -22,7 +22,7 @@ def step_s(
     return clock(plan, cost.costs(plan, free=free)).run().duration_s
 
 
-def with_fixed_costs(spec: HardwareSpec, factor: float) -> HardwareSpec:
+def with_fixed_costs(spec: Machine, factor: float) -> Machine:
     """`spec` with so many times the half_tokens and the launch time that are assumed."""
 
     def scaled(eff: Efficiency) -> Efficiency:

@@ -14,9 +14,11 @@ from itertools import islice
 from typing import Any
 
 from furlong.cost.model import CostModel
+from furlong.errors import DataError
 from furlong.plan.check import check
 from furlong.plan.plan import FIRST_PROCESS, Chunk, ChunkPlan, Place, Slice
 from furlong.planners.chunks import (
+    by_cost,
     chunk_by_chunk,
     does_not_fit,
     fitting_tokens,
@@ -26,8 +28,9 @@ from furlong.planners.chunks import (
     refuse_unusable,
     sequence_work,
 )
-from furlong.planners.skrull import chunk_of, schedule_skrull
+from furlong.planners.skrull import paired
 from furlong.simulate.clock import time_actions
+from furlong.units import count_words
 from papers.published.chunks import Balance, deal_sequences
 
 Replicas = Sequence[Sequence[Chunk]]
@@ -61,10 +64,33 @@ def plan_skrull(
     sizes = {"dp_size": dp_size, "sp_size": sp_size}
 
     def deal(device_tokens: int) -> Replicas:
-        schedule = schedule_skrull(seq_lens, work, bucket_tokens=device_tokens, **sizes)
-        return [[chunk_of(batch, seq_lens) for batch in replica] for replica in schedule]
+        return schedule_skrull(seq_lens, work, bucket_tokens=device_tokens, **sizes)
 
     return fastest_plan(seq_lens, model, deal, device_tokens=bucket_tokens, **sizes, **wanted)
+
+
+def schedule_skrull(
+    seq_lens: Sequence[int],
+    work: Sequence[float],
+    *,
+    dp_size: int,
+    sp_size: int,
+    bucket_tokens: int,
+) -> list[list[Chunk]]:
+    """The micro-batches of each replica with their places. `work`, `bucket_tokens`: as for
+    `skrull.paired`. Raises DataError for a sequence that a whole group cannot hold, ConfigError for
+    fewer sequences than replicas."""
+    longest = max(seq_lens, default=0)
+    if longest > sp_size * bucket_tokens:
+        raise DataError(
+            given=f"sequence {list(seq_lens).index(longest)} has {count_words(longest, 'token')}",
+            required=f"at most {sp_size * bucket_tokens:,} tokens: {bucket_tokens:,} on each of "
+            f"{sp_size} devices",
+            source="bucket_tokens and the size of the sequence-parallel group",
+            change=f"make it {-(-longest // sp_size):,} tokens on a device (more memory, or more "
+            "recomputed layers), use a larger group, or cut the sequence",
+        )
+    return [paired(own, seq_lens, work, sp_size, bucket_tokens) for own in by_cost(work, dp_size)]
 
 
 def plan_ulysses(
@@ -147,7 +173,7 @@ def fastest_plan(
     best_s, best = float("inf"), None
     tried = recompute_choices(num_layers) if recompute_layers is None else [recompute_layers]
     for layers in tried:
-        tokens = fitting_tokens(model, budget, recompute_layers=layers, **layout)
+        tokens = fitting_tokens(model.memory(budget), recompute_layers=layers, **layout)
         if tokens < needed:
             continue
         replicas = deal(tokens if device_tokens is None else device_tokens)
@@ -157,9 +183,9 @@ def fastest_plan(
             seconds = chunk_seconds(seq_lens, chunks, model, recompute_layers=layers, **layout)
             replicas = similar_meet(replicas, seconds)
         plan = chunk_by_chunk(
-            seq_lens, replicas, num_layers=num_layers, sp_size=sp_size, recompute_layers=layers,
-            regathers=regathers,
-        )  # fmt: skip
+            seq_lens, replicas, num_layers=num_layers, sp_size=sp_size, recompute_layers=layers
+        )
+        plan = replace(plan, regathers=regathers)
         step_s = time_actions(plan, model.costs(plan)).duration_s
         if step_s < best_s:
             best_s, best = step_s, plan
@@ -167,7 +193,8 @@ def fastest_plan(
             break
     if best is None:
         sizes = layout | {"recompute_layers": tried[-1]}
-        raise does_not_fit(seq_lens, model, budget, device_tokens=device_tokens, **sizes)
+        wanted = seq_lens if device_tokens is None else [device_tokens * sp_size]
+        raise does_not_fit(wanted, model, budget, **sizes)
     check(best, model.memory(budget))
     return best
 
@@ -186,9 +213,10 @@ def chunk_seconds(
     num_layers = model.shape.num_layers
     plan = chunk_by_chunk(
         seq_lens, [chunks], num_layers=num_layers, sp_size=sp_size,
-        recompute_layers=recompute_layers, regathers=model.training.regathers,
+        recompute_layers=recompute_layers,
     )  # fmt: skip
-    costs = model.costs(replace(plan, actions=plan.actions * dp_size))
+    regathers = model.training.regathers
+    costs = model.costs(replace(plan, actions=plan.actions * dp_size, regathers=regathers))
     *cells, _ = plan.actions[0]
     seconds = [costs.compute_s(action, 0) for action in cells]
     return [sum(pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]

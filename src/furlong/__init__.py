@@ -18,10 +18,10 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UserError,
     )
+    from furlong.kv.storage import Storage
     from furlong.planners.options import ChunkOptions
     from furlong.planners.spaco import Sampling
-    from furlong.runtime.memory.pools import Storage
-    from furlong.runtime.result import StepResult
+    from furlong.runtime.step import StepResult
 
 __all__ = [
     "CheckpointError",
@@ -50,8 +50,8 @@ _HOME = {
     **dict.fromkeys(["chunked", "unchunked"], "furlong.door"),
     "ChunkOptions": "furlong.planners.options",
     "Sampling": "furlong.planners.spaco",
-    "StepResult": "furlong.runtime.result",
-    "Storage": "furlong.runtime.memory.pools",
+    "StepResult": "furlong.runtime.step",
+    "Storage": "furlong.kv.storage",
 }
 
 

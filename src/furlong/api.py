@@ -10,40 +10,60 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from furlong.models.causal_lm import CausalLM
+from furlong.kv.storage import Storage
+from furlong.models.decoder import HFDecoder
+from furlong.ops.loss import label_losses
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas
-from furlong.runtime.batch import PlannedSequences, among, read_sequences
-from furlong.runtime.followed_model import FollowedModel
-from furlong.runtime.inputs import (
+from furlong.runtime.batch import (
+    WEIGHTS,
+    Batch,
     ShiftedSequence,
+    batch_of,
     check_compute_dtype,
-    count_valid_tokens,
+    join_prompts,
     no_data,
+    require_options,
     require_seq_lens,
     shift_labels,
     whole_number,
 )
-from furlong.runtime.memory.pools import Storage
-from furlong.runtime.parallel.norm import clip_gradients
-from furlong.runtime.parallel.planning import Planned, planned, planned_together
-from furlong.runtime.parallel.ranks import Ranks, not_copied
-from furlong.runtime.parallel.recovery import made_together
-from furlong.runtime.plans import planner_of, with_draw
-from furlong.runtime.recorder import Measuring
-from furlong.runtime.result import StepResult
-from furlong.runtime.step import take_step
-from furlong.runtime.tokens.inputs import bare_inputs
-from furlong.runtime.tokens.loss import own_loss, weighted_batch
-from furlong.runtime.tokens.two_phases import Gradients
-from furlong.runtime.tokens.values import hidden_states, token_values
-from furlong.values import TokenFunction, log_prob
+from furlong.runtime.distributed.fsdp import clip_gradients
+from furlong.runtime.distributed.mesh import Ranks, not_copied
+from furlong.runtime.head import LossHead
+from furlong.runtime.profile import Measuring
+from furlong.runtime.session import Session
+from furlong.runtime.step import (
+    StepResult,
+    batch_for,
+    planned_batch,
+    planner_of,
+    read_sequences,
+    take_step,
+    with_draw,
+)
+from furlong.runtime.two_phase import (
+    Gradients,
+    hidden_states,
+    may_share,
+    require_one_device,
+    token_values,
+)
+from furlong.values import TokenFunction, log_prob, require_function
 
 
 def _nothing() -> None:
     """The watch of a caller who gave none: it lets every action pass."""
+
+
+def _extras(token_loss: TokenFunction | None) -> tuple[str, ...] | None:
+    """The `extras` of `shift_labels` for a loss."""
+    if token_loss is None:
+        return (WEIGHTS,)
+    require_function(token_loss, "token_loss")
+    return None
 
 
 class Engine:
@@ -63,8 +83,8 @@ class Engine:
         `compute_dtype`: the dtype in which float32 weights compute (None: as they are).
         `storage`: bounds and folder of the tiers host and disk; a later engine of the same model
         may set others, None leaves them.
-        `ranks`: the processes of one run (`runtime.parallel.ranks.make_ranks`), each with the same
-        model, or in a pipeline with what its stage has of it (`models.build.build_model`); or
+        `ranks`: the processes of one run (`runtime.distributed.mesh.make_ranks`), each with the
+        same model, or in a pipeline with what its stage has of it (`models.build.build_model`); or
         `process_group`, for replicas alone. Those of a stage divide its weights by FSDP2, for good:
         make the optimizer after the engine. Every call is then one of all processes.
 
@@ -75,34 +95,34 @@ class Engine:
         check_compute_dtype(compute_dtype)
         self.compute_dtype = compute_dtype
         self.max_seq_len = None if max_seq_len is None else whole_number(max_seq_len, "max_seq_len")
-        self._followed = FollowedModel(
+        self._session = Session(
             model,
             max_seq_len=self.max_seq_len, compute_dtype=compute_dtype, storage=storage,
             ranks=ranks, process_group=process_group,
         )  # fmt: skip
-        with self._followed.alone():
-            self._followed.follow()
+        with self._session.alone():
+            self._session.ready()
 
     @property
-    def model(self) -> CausalLM:
+    def model(self) -> HFDecoder:
         """The model's adapter."""
-        return self._followed.model
+        return self._session.model
 
     @property
     def ranks(self) -> Ranks | None:
         """The processes that call this engine together; None where one is alone."""
-        return self._followed.ranks
+        return self._session.ranks
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
         """This process's parameters that another one has, too, and counts."""
-        return self._followed.counted_elsewhere
+        return self._session.counted_elsewhere
 
     def reads(self, plan: ChunkPlan) -> list[int]:
         """The sequences of a plan of which this process reads tokens or labels."""
-        with self._followed.alone():
-            self._followed.follow()
-            return read_sequences(plan, self._followed.rank, self._followed.rows_of(plan))
+        with self._session.alone():
+            self._session.ready()
+            return read_sequences(plan, self._session.rank, self._session.rows_of(plan))
 
     def clip_gradients(self, max_norm: float | None) -> float:
         """The L2 norm of the gradients of all processes, which call it together; above `max_norm`
@@ -112,14 +132,16 @@ class Engine:
             counted_elsewhere=self.counted_elsewhere,
         )  # fmt: skip
 
-    def free(self) -> None:
-        """Give back the memory, the threads and the file that calls on this model, also those of a
-        `furlong.chunked` one, keep for the next call; that takes its own. What lives between a
-        forward and its backward stays. Pinned host memory stays in torch's cache."""
-        with self._followed.alone():
-            self._followed.kept.free()
+    def close(self) -> None:
+        """Give back what calls on this model, also those of a `furlong.chunked` one, keep for the
+        next call: memory, threads, the file, and the groups between stages, for which all processes
+        call it. A later call takes its own. What lives between a forward and its backward stays."""
+        with self._session.alone():
+            self._session.state.close()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
+            if hasattr(torch.accelerator, "empty_host_cache"):  # pinned; not every torch can
+                torch.accelerator.empty_host_cache()
 
     def plan(
         self, seq_lens: Sequence[int], options: ChunkOptions, *, backward: bool = True
@@ -131,15 +153,15 @@ class Engine:
         Raises ConfigError for lengths that are no whole numbers and for what is no `ChunkOptions`.
         """
         lens = require_seq_lens(seq_lens)
-        with self._followed.alone():
-            self._followed.follow()
-            ranks = self._followed.ranks
-            make = planner_of(self._followed, options, backward=backward)
+        with self._session.alone():
+            self._session.ready()
+            ranks = self._session.ranks
+            make = planner_of(self._session, options, backward=backward)
             if ranks is None:
-                return with_draw(self._followed, make(lens), options)
+                return with_draw(self._session, make(lens, None), options)
             dealt = by_cost(lens, ranks.dp)
-            plans = [make([lens[i] for i in own]) for own in dealt]
-            return with_draw(self._followed, join_replicas(plans, dealt, lens), options)
+            plans = [make([lens[i] for i in own], None) for own in dealt]
+            return with_draw(self._session, join_replicas(plans, dealt, lens), options)
 
     def run(
         self,
@@ -147,6 +169,7 @@ class Engine:
         sequences: Sequence[Mapping[str, Tensor]] | Mapping[int, Mapping[str, Tensor]],
         num_valid_tokens: int | None = None,
         *,
+        token_loss: TokenFunction | None = None,
         weights: Sequence[float] | None = None,
         watch: Callable[[], None] = _nothing,
         **measuring: Unpack[Measuring],
@@ -155,17 +178,22 @@ class Engine:
 
         `sequences`: those of the whole batch, or a mapping of `seq_id` to each whose tokens this
         process reads, which a middle stage does of none; then `num_valid_tokens`, of the whole
-        batch, is required. `weights`: by sequence of the plan, how often its loss counts in the
-        gradient; losses are told as they are. `watch`: see `run` of `Executor`; `measuring`: see
-        `Measuring`; the outcome is as in `furlong.forward_backward`. Raises PlanError for a plan
-        that breaks a rule or is of other ranks, DataError for sequences of other lengths and for
-        weights of a plan that samples.
+        batch, is required. `token_loss`: see `forward_backward`. `weights`: by sequence of the
+        plan, how often its loss counts in the gradient; losses are told as they are. `watch`: see
+        `run` of `Executor`; `measuring`: see `Measuring`; the outcome is as in
+        `furlong.forward_backward`. Raises PlanError for a plan that breaks a rule or is of other
+        ranks, DataError for sequences of other lengths and for weights of a plan that samples.
         """
-        followed = self._followed
-        with followed.alone():
-            followed.follow()
-            find = partial(weighted_batch, followed, plan, sequences, weights)
-            return take_step(followed, find, num_valid_tokens, watch, **measuring)
+        session = self._session
+        with session.alone():
+            session.ready()
+
+            def find() -> tuple[ChunkPlan, Batch]:
+                extras = _extras(token_loss)
+                return batch_for(session, plan, sequences, extras=extras, weights=weights)
+
+            head = partial(LossHead, function=token_loss or label_losses, weights=weights)
+            return take_step(session, find, num_valid_tokens, watch, head=head, **measuring)
 
     def forward_backward(
         self,
@@ -181,43 +209,33 @@ class Engine:
         """See `furlong.forward_backward`, and `run` of `Executor` for `watch`.
 
         `token_loss`: a function as in `furlong.values`, whose values (t,) are summed in the place
-        of the cross-entropy, in one process. Sequences may then hold more tensors (T, ...), which
-        it gets as extras. With `token_weights` (T,) each loss counts that often; the divisor is the
-        number of labels still. `share_prompts`: see `token_values`; the plan then follows from the
-        tokens, and not from their lengths alone.
+        of the cross-entropy. Sequences may then hold more tensors (T, ...), which it gets as
+        extras, and leave labels out (the ids). With `token_weights` (T,) each loss counts that
+        often; the divisor is the number of labels still. `share_prompts`: see `token_values`; the
+        plan then follows from the tokens, and not from their lengths alone.
 
         On several replicas each passes its own sequences, the same on all its processes; the
         outcome is that of all, numbered replica by replica.
         """
-        shifted: list[ShiftedSequence] = []
-        find = partial(own_loss, self._followed, sequences, token_loss, share_prompts=share_prompts)
-        loss = made_together(self._followed.ranks, find)
-        with self._followed.alone():
-            self._followed.follow()
-            loss = loss and loss.joined(self._followed, options)
-            forks = loss.batch.joined.forks if loss else None
-            planner = planner_of(self._followed, options, backward=backward, forks=forks)
+        session = self._session
+        with session.alone():
+            session.ready()
 
-            def make() -> Planned:
-                shifted[:] = shift_labels(sequences) if loss is None else loss.sequences
+            def read() -> Batch:
+                extras = _extras(token_loss)
+                needs_labels = token_loss is None
+                shifted = shift_labels(sequences, extras=extras, needs_labels=needs_labels)
                 if not shifted:
                     raise no_data("no sequences", "at least one sequence")
-                return planned(planner([len(s.input_ids) for s in shifted]), shifted)
+                if share_prompts:
+                    require_one_device(session, "share_prompts")
+                require_options(options)
+                shares = share_prompts and not options.sampling and may_share(session.model)
+                return join_prompts(shifted, options.size) if shares else batch_of(shifted)
 
-            ranks, num_copies = self._followed.ranks, 1
-            if ranks is None:
-                found, own = make(), range(len(shifted))
-            else:
-                found, own = planned_together(ranks, make)
-                num_copies = ranks.sp * ranks.pp
-            plan = with_draw(self._followed, found.plan, options, found.labelled)
-            num_labels = count_valid_tokens(shifted)
-            if ranks is not None:
-                labels = torch.tensor(num_labels, device=self.model.device)
-                num_labels = int(self._followed.comms().add_up(labels)) // num_copies
-            every = among(dict(zip(own, shifted, strict=True)), len(plan.seq_lens))
-            batch = PlannedSequences(plan, every, num_labels, loss.head if loss else None)
-            return take_step(self._followed, lambda: batch, num_valid_tokens, watch)
+            plan, batch, _ = planned_batch(session, options, read, backward=backward)
+            head = partial(LossHead, function=token_loss or label_losses)
+            return take_step(session, lambda: (plan, batch), num_valid_tokens, watch, head=head)
 
     def token_values(
         self,
@@ -244,7 +262,7 @@ class Engine:
         their computation. It changes no value but by rounding. `watch`: see `run` of `Executor`.
         """
         return token_values(
-            self._followed, sequences, options, fn or log_prob(), gradients,
+            self._session, sequences, options, fn or log_prob(), gradients,
             share_prompts=share_prompts, watch=watch,
         )  # fmt: skip
 
@@ -259,20 +277,19 @@ class Engine:
         """Final hidden states (T, D) of each sequence, for a head of the caller's own; see
         `token_values`. Labels are not needed."""
         return hidden_states(
-            self._followed, bare_inputs(sequences), options, gradients,
-            share_prompts=share_prompts,
-        )  # fmt: skip
+            self._session, sequences, options, gradients, share_prompts=share_prompts
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is an engine of the model's copy, with buffers and checks of its own. Raises
         ConfigError where several processes call it."""
-        followed = self._followed
-        if followed.ranks is not None:
-            raise not_copied(followed.ranks.num_processes)
+        session = self._session
+        if session.ranks is not None:
+            raise not_copied(session.ranks.num_processes)
         return partial(
             type(self), max_seq_len=self.max_seq_len, compute_dtype=self.compute_dtype,
-            storage=followed.storage,
-        ), (followed.given,)  # fmt: skip
+            storage=session.storage,
+        ), (session.given,)  # fmt: skip
 
 
 def forward_backward(

@@ -21,18 +21,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from furlong.errors import ConfigError, DataError, UnsupportedModelError
-from furlong.models.head_stub import DecoderOutput
-from furlong.models.held import decoder_of
-from furlong.models.wrappers import bare_model
-from furlong.ops.loss import IGNORE_INDEX
+from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.kv.storage import Storage
+from furlong.models.decoder import DecoderOutput
+from furlong.models.placeholders import decoder_of
+from furlong.models.support import bare_model
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import require_two_phases
-from furlong.runtime.followed_model import FollowedModel
-from furlong.runtime.inputs import ShiftedSequence, require_options
-from furlong.runtime.memory.pools import Storage
-from furlong.runtime.tokens.rows import IMPLIED, BatchRow, is_carried_on, rows_of_batch
-from furlong.runtime.tokens.values import hidden_states
+from furlong.runtime.batch import (
+    IMPLIED,
+    labels_of_padding,
+    padding_read,
+    read_padded,
+    require_options,
+)
+from furlong.runtime.session import Session
+from furlong.runtime.two_phase import hidden_states
 
 _DOOR = "furlong_door"
 _LABELS = "furlong_labels"
@@ -95,17 +99,17 @@ def chunked(
             source="the model passed to furlong.chunked",
             change="call furlong.chunked first, then what wraps the decoder",
         )
-    followed = FollowedModel(
+    session = Session(
         model, max_seq_len=max_seq_len, compute_dtype=None, storage=storage, needs_head=False
     )
-    decoder.__dict__[_DOOR] = _Door(followed, options, share_prompts)
+    decoder.__dict__[_DOOR] = _Door(session, options, share_prompts)
     decoder.__dict__["forward"] = MethodType(forward, decoder)
     if _LABELS not in decoder.__dict__:
         hook = bare_model(model).register_forward_pre_hook(_refuse_labels, with_kwargs=True)
         decoder.__dict__[_LABELS] = hook
-    with followed.alone(takes_autocast=True):
+    with session.alone(takes_autocast=True):
         try:
-            followed.follow(notes=False)
+            session.ready(notes=False)
         except BaseException:
             _remove(decoder)
             raise
@@ -166,7 +170,7 @@ def _remove(decoder: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Door:
-    followed: FollowedModel
+    session: Session
     options: ChunkOptions
     share_prompts: bool
 
@@ -178,31 +182,25 @@ class _Door:
         if self.is_plain(decoder, given):
             return type(decoder).forward(decoder, *args, **kwargs)
         _refuse_unknown(decoder, given)
-        rows = rows_of_batch(
+        sequences, cells = read_padded(
             given["input_ids"], given.get("attention_mask"), given.get("position_ids"),
-            has_cache=_makes_cache(decoder, given),
+            has_cache=_makes_cache(decoder, given), model_type=decoder.config.model_type,
         )  # fmt: skip
-        if is_carried_on(given.get("attention_mask"), decoder.config.model_type):
-            raise _refusal(
-                decoder, "padding in front", "pad behind",
-                "its own recurrent layers carry padding on in their states",
-            )  # fmt: skip
         states = hidden_states(
-            self.followed, [_sequence(given["input_ids"], row) for row in rows], self.options,
-            notes=False, share_prompts=self.share_prompts,
-        )  # fmt: skip
-        output = DecoderOutput(last_hidden_state=_joined(given["input_ids"], rows, states))
+            self.session, sequences, self.options, notes=False, share_prompts=self.share_prompts
+        )
+        output = DecoderOutput(last_hidden_state=_joined(given["input_ids"], cells, states))
         return output.to_tuple() if given.get("return_dict") is False else output
 
     def wants_gradients(self) -> bool:
         return torch.is_grad_enabled() and any(
-            p.requires_grad for p in self.followed.given.parameters()
+            p.requires_grad for p in self.session.given.parameters()
         )
 
     def is_plain(self, decoder: Any, given: Mapping[str, Any]) -> bool:
         """Whether the call goes to the decoder's own forward: it is one of ours, or makes no
         gradient, and wants a cache or might."""
-        if self.followed.kept.is_inside:
+        if self.session.state.is_inside:
             return True
         use_cache, past = given.get("use_cache"), given.get("past_key_values")
         is_new = use_cache is None and not decoder.training  # None is True to transformers
@@ -253,19 +251,10 @@ def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
         raise _refusal(decoder, "no input_ids", "pass input_ids of shape (B, T)")
 
 
-def _sequence(input_ids: Tensor, row: BatchRow) -> ShiftedSequence:
-    """Tokens of a row, of whose labels nobody asks."""
-    ids = input_ids[row.index, row.start : row.stop]
-    labels = torch.full(ids.shape, IGNORE_INDEX, device="cpu")
-    return ShiftedSequence(ids, labels, row.first_position)
-
-
-def _joined(input_ids: Tensor, rows: list[BatchRow], states: list[Tensor]) -> Tensor:
-    """Hidden states (B, T, D) of the rows' tokens, 0 at all others."""
-    num_columns = input_ids.shape[1]
-    if len(rows) == 1 and input_ids.shape == (1, len(states[0])):
+def _joined(input_ids: Tensor, starts: list[int], states: list[Tensor]) -> Tensor:
+    """Hidden states (B, T, D) of sequences that begin in cells `starts`, 0 at all others."""
+    if len(states) == 1 and input_ids.shape == (1, len(states[0])):
         return states[0][None]
-    starts = [row.index * num_columns + row.start for row in rows]
     # where a head alone trains, a gradient by padding must arrive somewhere, too
     leaf = states[0].new_empty(0, requires_grad=torch.is_grad_enabled())
     cells: Tensor = _Joined.apply(input_ids.numel(), starts, leaf, *states)  # type: ignore[no-untyped-call]
@@ -294,7 +283,7 @@ class _Joined(torch.autograd.Function):
         gaps = zip([0, *ctx.stops], [*ctx.starts, len(grad)], strict=True)
         padding = torch.cat([grad[start:stop] for start, stop in gaps])
         if bool(padding.nan_to_num(0, 0, 0).any()):
-            raise _read_padding()
+            raise padding_read("a loss")
         own = (grad[start:stop] for start, stop in zip(ctx.starts, ctx.stops, strict=True))
         return None, None, None, *own
 
@@ -313,17 +302,8 @@ def _refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         or labels.ndim != 2 or labels.shape != mask.shape
     ):  # fmt: skip
         return
-    if bool(((labels[:, 1:] != IGNORE_INDEX) & (mask[:, :-1] == 0)).any()):
-        raise _read_padding()
-
-
-def _read_padding() -> DataError:
-    return DataError(
-        given="a loss of what tokens of padding predict",
-        required="a loss of real tokens alone: padding does not go through the chunks",
-        source="labels of padding, or of the first token of a row that is padded in front",
-        change="give padding, and such first tokens, the label -100, or pad behind",
-    )
+    if labels_of_padding(labels, mask):
+        raise padding_read("a loss")
 
 
 def _refusal(decoder: Any, what: str, change: str, why: str | None = None) -> ConfigError:

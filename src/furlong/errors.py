@@ -18,6 +18,10 @@ from __future__ import annotations
 from typing import Any
 
 
+def in_four_parts(*, given: str, required: str, source: str, change: str) -> str:
+    return f"given:    {given}\nrequired: {required}\nfrom:     {source}\nchange:   {change}"
+
+
 class FurlongError(Exception):
     """Root of everything furlong raises on purpose."""
 
@@ -31,7 +35,7 @@ class UserError(FurlongError):
         self.source = source
         self.change = change
         super().__init__(
-            f"given:    {given}\nrequired: {required}\nfrom:     {source}\nchange:   {change}"
+            in_four_parts(given=given, required=required, source=source, change=change)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,39 +1,26 @@
-"""The timeline that an interpreter of a plan leaves behind, whether it ran or simulated it."""
+"""The timeline that an interpreter of a plan leaves behind, whether it ran or simulated it.
+
+A run leaves that of its last step, with the plan, in a file of its folder.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from furlong.errors import UserError
-from furlong.plan.plan import (
-    Action,
-    Backward,
-    Forward,
-    RebuildKV,
-    Recompute,
-    Recv,
-    Reduce,
-    Reshard,
-    Send,
-    Unshard,
-)
-from furlong.plan.text import format_action, parse_action
+from furlong.errors import ConfigError, PlanError, UserError
+from furlong.plan.check import check
+from furlong.plan.plan import Action, ChunkPlan
+from furlong.plan.text import format_action, load_plan, parse_action, save_plan
 
+MEASURED = "timeline.json"
+"""The name of a measured step's file in a run folder."""
+_VERSION = 1
 Lane = Literal["compute", "copy", "link"]
-_KINDS: dict[type[Action], str] = {
-    Forward: "F",
-    Recompute: "R",
-    RebuildKV: "K",
-    Backward: "B",
-    Send: "send",
-    Recv: "recv",
-    Unshard: "unshard",
-    Reshard: "reshard",
-    Reduce: "reduce",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +65,9 @@ class Timeline:
         """Seconds per kind (`F`, `R`, `B`, `K`, `send`, ..., `copy`), summed over ranks."""
         seconds: dict[str, float] = defaultdict(float)
         for record in self.records:
-            kind = "copy" if record.lane == "copy" else _KINDS[type(record.action)]
-            seconds[kind] += record.stop_s - record.start_s
+            word = record.text.split()[0]
+            # a capital letter and its cell, or a word
+            seconds[word[0] if word[0].isupper() else word] += record.stop_s - record.start_s
         return dict(seconds)
 
     def to_json(self) -> list[list[Any]]:
@@ -94,31 +82,62 @@ class Timeline:
 
     @classmethod
     def from_json(cls, rows: object) -> Timeline:
-        """The timeline that `to_json` told. Raises ValueError for anything else."""
+        """The timeline that `to_json` told. Raises ValueError or UserError for anything else."""
         if not isinstance(rows, list):
             raise ValueError(f"a {type(rows).__name__} in the place of a list of records")
-        return cls(tuple(_read_record(row) for row in rows))
+        return cls(tuple(map(_read_record, rows)))
 
 
 def _read_record(row: object) -> Record:
     match row:
         case [
-            int(rank),
-            ("compute" | "copy" | "link") as lane,
-            str(action),
-            float() | int() as start_s,
-            float() | int() as stop_s,
-            int(device_bytes),
-            int(host_bytes),
-        ] if rank >= 0 and 0 <= start_s <= stop_s:
-            try:
-                parsed = parse_action(action)
-            except UserError as error:
-                raise ValueError(f"{action!r:.80} is no action of a timeline") from error
-            return Record(rank, lane, parsed, start_s, stop_s, device_bytes, host_bytes)
+            int(rank), ("compute" | "copy" | "link") as lane, str(text),
+            float() | int() as start_s, float() | int() as stop_s,
+            int(device_bytes), int(host_bytes),
+        ] if rank >= 0 and 0 <= start_s <= stop_s:  # fmt: skip
+            action = parse_action(text)
+            return Record(rank, lane, action, start_s, stop_s, device_bytes, host_bytes)
     raise ValueError(f"{row!r:.80} is no record of a timeline")
 
 
 def concatenate(timelines: Iterable[Timeline]) -> Timeline:
     """One timeline of several that ran one after another on the same clock."""
     return Timeline(tuple(record for timeline in timelines for record in timeline.records))
+
+
+class MeasuredStep(NamedTuple):
+    """An optimizer step: its plan, and when each action ran."""
+
+    step: int
+    plan: ChunkPlan
+    timeline: Timeline
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `read_measured` reads."""
+        plan = json.loads(save_plan(self.plan))
+        records = self.timeline.to_json()
+        return {"version": _VERSION, "step": self.step, "plan": plan, "records": records}
+
+
+def read_measured(file: Path) -> MeasuredStep:
+    """The step that a run left. Raises ConfigError."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or values.get("version") != _VERSION:
+            raise ValueError(f"not version {_VERSION} of a measured step")
+        if type(values.get("step")) is not int:
+            raise ValueError("no step")
+        plan = load_plan(json.dumps(values.get("plan")))
+        check(plan)
+        timeline = Timeline.from_json(values.get("records"))
+        if any(record.rank >= len(plan.actions) for record in timeline.records):
+            raise ValueError("a record of a rank that the plan does not have")
+        return MeasuredStep(values["step"], plan, timeline)
+    except (OSError, UserError, PlanError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or getattr(error, "given", None) or str(error)
+        raise ConfigError(
+            given=f"{file}: {reason}",
+            required="the folder of a run that has taken a step; it leaves its timeline there",
+            source="the run folder",
+            change="name another folder, or let the run take a step",
+        ) from error

@@ -12,7 +12,7 @@ from furlong.cost.machine import Collective
 
 PROGRAM = """
 import json, sys, torch
-from furlong.calibrate.collectives import collective_links, processes
+from furlong.calibrate.measure import collective_links, processes
 with processes(torch.device("cpu")) as is_first:
     links = collective_links(torch.device("cpu"))
 if is_first:

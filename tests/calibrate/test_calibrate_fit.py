@@ -3,17 +3,23 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from furlong.calibrate.fit import Sample, fit_memory, fit_rates, residuals
+from furlong.calibrate.fit import (
+    Sample,
+    fit_memory,
+    fit_rates,
+    relative_fit,
+    relative_line,
+    residuals,
+)
 from furlong.calibrate.run import trials
-from furlong.cost.calibration import Calibration, load_calibration
-from furlong.cost.machine import Efficiency, hardware, this_cpu
+from furlong.cost.machine import Efficiency, Machine, this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.models.describe import describe
 from furlong.planners.orders import plan_on_device
-from furlong.simulate.clock import simulate
 
 TRUE_RATES = {
     "linear": Efficiency(0.8, 40.0),
@@ -35,11 +41,6 @@ def shape_of(hidden, layers=2):
     return describe(config)
 
 
-def in_order(plan, records):
-    by_action = {record.action: record for record in records}
-    return [by_action[action] for action in plan.actions[0]]
-
-
 def simulated(spec, truth, noise=0.0, largest=1024, hidden=896):
     """Samples of a calibration's own trials, as `truth` would have timed them."""
     models = {
@@ -50,10 +51,10 @@ def simulated(spec, truth, noise=0.0, largest=1024, hidden=896):
     for number, trial in enumerate(t for t in trials(largest) if not t.held_out):
         model = models[trial.subject]
         plan = plan_on_device(trial.seq_lens, trial.options, num_layers=2)
-        records = simulate(plan, replace(model, hardware=truth).costs(plan)).records
+        costs = replace(model, hardware=truth).costs(plan)
         seconds = tuple(
-            (record.stop_s - record.start_s) * (1 + noise * math.sin(7 * i + number))
-            for i, record in enumerate(in_order(plan, records))
+            costs.compute_s(action, 0) * (1 + noise * math.sin(7 * i + number))
+            for i, action in enumerate(plan.actions[0])
         )
         samples.append(Sample(model, plan, seconds))
     return samples
@@ -68,39 +69,41 @@ def assert_close(found, rel):
             assert found[name] == pytest.approx(value, rel=rel), name
 
 
+def assert_steps(samples, machine, rel):
+    """Steps take on `machine` what the samples took."""
+    for sample in samples:
+        predicted = replace(sample.model, hardware=machine).costs(sample.plan)
+        step_s = sum(predicted.compute_s(action, 0) for action in sample.plan.actions[0])
+        assert step_s == pytest.approx(sum(sample.seconds), rel=rel)
+
+
 def test_rates_of_a_cpu_are_found_again():
-    spec = this_cpu(measured=False)
+    spec = this_cpu()
     assert_close(fit_rates(simulated(spec, replace(spec, **TRUE_RATES)), spec), 1e-6)
 
 
 def test_bytes_that_cost_nothing_replace_what_was_assumed(tmp_path):
     """Else an assumption that no measurement bears out comes on top of all that was fitted."""
-    spec = this_cpu(measured=False)
+    spec = this_cpu()
     truth = replace(spec, **TRUE_RATES | {"activation_bytes_per_s": math.inf})
     found = fit_rates(simulated(spec, truth, noise=-0.01), spec)
     file = tmp_path / "calibration.json"
-    Calibration(hardware=spec.name, **found).save(file)
-    calibrated = load_calibration(file).apply(spec)
+    spec.measured(found, "a test").save(file, "float32")
+    calibrated = spec.calibrated("float32", file)
     assert calibrated.activation_bytes_per_s > 1e15
-    for sample in simulated(spec, truth):
-        predicted = replace(sample.model, hardware=calibrated).costs(sample.plan)
-        step_s = sum(predicted.compute_s(action, 0) for action in sample.plan.actions[0])
-        assert step_s == pytest.approx(sum(sample.seconds), rel=0.01)
+    assert_steps(simulated(spec, truth), calibrated, 0.01)
 
 
 def test_noise_of_five_percent_moves_what_a_step_takes_by_less():
-    spec = this_cpu(measured=False)
+    spec = this_cpu()
     truth = replace(spec, **TRUE_RATES)
     found = fit_rates(simulated(spec, truth, noise=0.05), spec)
-    for sample in simulated(spec, truth):
-        predicted = replace(sample.model, hardware=replace(spec, **found)).costs(sample.plan)
-        step_s = sum(predicted.compute_s(action, 0) for action in sample.plan.actions[0])
-        assert step_s == pytest.approx(sum(sample.seconds), rel=0.03)
+    assert_steps(simulated(spec, truth), replace(spec, **found), 0.03)
 
 
 def test_rates_are_found_where_launches_hide_behind_work():
     """On a GPU a pass takes the longer of its work and its launches."""
-    spec = hardware("A100-80")
+    spec = Machine.named("A100-80")
     truth = replace(
         spec, linear=Efficiency(0.7, 200.0), attention_forward=Efficiency(0.5, 100.0),
         attention_backward=Efficiency(0.4, 150.0), layer_launch_s=3e-4, pass_launch_s=2e-4,
@@ -108,32 +111,29 @@ def test_rates_are_found_where_launches_hide_behind_work():
     )  # fmt: skip
     samples = simulated(spec, truth, largest=8192, hidden=3584)
     found = fit_rates(samples, spec)
-    for sample in samples:
-        predicted = replace(sample.model, hardware=replace(spec, **found)).costs(sample.plan)
-        step_s = sum(predicted.compute_s(action, 0) for action in sample.plan.actions[0])
-        assert step_s == pytest.approx(sum(sample.seconds), rel=0.01)
+    assert_steps(samples, replace(spec, **found), 0.01)
     assert found["layer_launch_s"] == pytest.approx(3e-4, rel=0.01)
 
 
 def test_residuals_are_by_pass_and_of_the_models_own_rates():
-    spec = this_cpu(measured=False)
+    spec = this_cpu()
     truth = replace(spec, **TRUE_RATES)
     samples = [
         replace(sample, model=replace(sample.model, hardware=truth))
         for sample in simulated(spec, truth)
     ]
-    found = residuals(samples).by_pass
+    found = residuals(samples)
     assert set(found) == {"to last kv", "values", "graph", "backward"}
     assert all(abs(error) < 1e-9 for errors in found.values() for error in errors)
     slower = [replace(s, seconds=tuple(2 * x for x in s.seconds)) for s in samples]
-    assert residuals(slower).by_pass["backward"][0] == pytest.approx(-0.5)
+    assert residuals(slower)["backward"][0] == pytest.approx(-0.5)
 
 
 def test_too_few_actions_are_refused():
-    spec = this_cpu(measured=False)
+    spec = this_cpu()
     samples = simulated(spec, replace(spec, **TRUE_RATES))
     with pytest.raises(ValueError, match="measured actions"):
-        fit_rates([replace(samples[3], seconds=samples[3].seconds)], spec)
+        fit_rates([samples[3]], spec)
 
 
 def test_memory_is_split_into_what_makes_it_up():
@@ -144,3 +144,10 @@ def test_memory_is_split_into_what_makes_it_up():
 
 def test_more_counted_than_measured_takes_nothing_away():
     assert fit_memory([(1e9, -1e8, 1e8), (1e9, -2e8, 3e8)]) == [0.0]
+
+
+def test_fits_are_of_the_relative_error_and_never_negative():
+    slope, constant = relative_line([1, 2, 1000], [3, 5, 2001])
+    assert slope == pytest.approx(2) and constant == pytest.approx(1)
+    table = np.array([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])
+    assert relative_fit(table, np.array([3.0, 2.0, 1.0]))[0] == 0

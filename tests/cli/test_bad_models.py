@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an image model": ("ViTConfig", {}, "model type vit"),
     "an encoder": ("BertConfig", TINY, "BertLMHeadModel"),
     "states outside of caches": ("xLSTMConfig", TINY, "outside of transformers' cache"),
-    "no door for attention": ("BloomConfig", {**TINY, "n_head": 2}, "Bloom"),
+    "no door for attention": ("BloomConfig", {**TINY, "n_head": 2}, "bloom"),
     "attention dropout": (
         "LlamaConfig", {**TINY, "attention_dropout": 0.1}, "attention dropout 0.1",
     ),

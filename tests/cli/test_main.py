@@ -45,7 +45,7 @@ def test_what_the_user_can_mend_ends_with_2_and_four_parts(
     [
         (["train"], "name a run file"),
         (["train", "--resume"], "name a run file"),
-        (["plan", "--devices", "0"], "required: a whole number of at least 1"),
+        (["plan", "--devices", "0"], "given:    no --lengths"),
         (["train", "--out=env\udcc3\udcb6"], "LC_ALL"),
     ],
 )

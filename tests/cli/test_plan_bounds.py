@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from furlong.cli.main import main
+from furlong.cli.plan import parse_flags
+from furlong.cli.question import question_of
 from furlong.cost.shape import known_models
 from furlong.report.patience import patience
 
@@ -23,7 +25,7 @@ QUICK = ["--chunks.method", "chunkflow"]
 @pytest.fixture(autouse=True, scope="module")
 def loaded() -> None:
     """The seconds of a refusal are not those of imports."""
-    for name in ("furlong.cli.planning.show", "furlong.cost.lengths", "furlong.config.schema"):
+    for name in ("furlong.cli.plan", "furlong.cost.lengths", "furlong.config.schema"):
         importlib.import_module(name)
 
 
@@ -50,20 +52,20 @@ def assert_refused(capsys: Any, *parts: str) -> None:
     [
         (["--devices", "1000000000"], "at most 65,536"),
         (["--sequences", "100000000"], "at most 16,384"),
-        (["--train.seed", "1" + 30 * "0"], "less than 4294967296"),
-        (["--train.seed", "9" * 5000], "a finite number"),
-        (["--data.max_seq_len", "1" + 30 * "0"], "equal to 1000000000000"),
         (["--hardware", ""], "hardware ''"),
         (["--model.name", "x" * 5000], "model 'xxx"),
         (["--lengths", "x" * 5000], "length preset 'xxx"),
         (["--out", "a.json", "--trace", "a.json"], "two files"),
         (["--parallel.pp", "99999999"], "at most 65,536"),
         (["--parallel.dp", "60000", "--parallel.sp", "2"], "120,000 devices"),
+        (["--train.seed", "1" + 30 * "0"], "less than 4294967296"),
+        (["--data.max_seq_len", "1" + 30 * "0"], "equal to 1000000000000"),
         (["--chunks.size", "9" * 13], "equal to 1000000000000"),
-        (["--chunks.num_retained", "9" * 13], "equal to 1000000000000"),
         (["--chunks.num_retained", "-1"], "equal to 0"),
-        (["--memory.device", "9" * 400 + "GB"], "more memory than there is"),
         (["--memory.device", "100000000TiB"], "more memory than there is"),
+        (["--devices", "0"], "at least 1"),
+        (["--sequences", "-3"], "at least 1"),
+        (["--devices", "9" * 5000], "--devices"),
     ],
 )
 def test_flags_have_bounds(flags: list[str], told: str, capsys: Any) -> None:
@@ -80,13 +82,8 @@ def test_flags_have_bounds(flags: list[str], told: str, capsys: Any) -> None:
         ("1000000000000000000", "a sequence of 1e+18 tokens"),
         ("2147483649", "at most 2,147,483,648 tokens"),
         ("1" + "0" * 6000, "lens.json"),
-        ("-5", "among its lengths"),
-        ("true", "among its lengths"),
-        ("[true, 3]", "among its lengths"),
-        ("2.0", "among its lengths"),
-        ("1e9", "among its lengths"),
         ("NaN", "among its lengths"),
-        ("[3, -1]", "among its lengths"),
+        ("[true, 3]", "among its lengths"),
         ("[" * 100_000, "lens.json"),
     ],
 )
@@ -110,26 +107,14 @@ def test_chunks_of_one_sequence_have_a_bound(tmp_path: Path, capsys: Any) -> Non
     ("values", "told"),
     [
         ({"num_hidden_layers": 1_000_000_000}, "at most 512"),
-        ({"num_hidden_layers": "three"}, "num_hidden_layers"),
-        ({"num_hidden_layers": True}, "num_hidden_layers"),
-        ({"num_hidden_layers": 24.0}, "num_hidden_layers"),
         ({"hidden_size": 10**30}, "sizes and names of which transformers can build"),
-        ({"vocab_size": -1}, "vocab_size = -1"),
-        ({"num_key_value_heads": "two"}, "num_key_value_heads"),
-        ({"num_key_value_heads": -2}, "num_key_value_heads = -2"),
-        ({"num_key_value_heads": 5}, "a divisor of num_attention_heads = 14"),
         ({"num_attention_heads": 4096, "num_key_value_heads": 1}, "can build the model"),
         ({"head_dim": [64]}, "can read without remote code"),
-        ({"sliding_window": "far"}, "sliding_window"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
-        ({"layer_types": 5}, "layer_types"),
-        ({"max_position_embeddings": "all"}, "max_position_embeddings"),
         ({"text_config": 5, "hidden_size": None}, "hidden_size"),
         ({"model_type": "mixtral", "num_local_experts": "x"}, "num_local_experts"),
-        (
-            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 9},
-            "not in range",
-        ),
+        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 9},
+         "not in range"),
         ({"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1,
           "mlp_only_layers": ["a"]}, "mlp_only_layers"),
     ],
@@ -138,16 +123,13 @@ def test_a_config_without_the_sizes_of_a_decoder_is_told(
     tmp_path: Path, values: dict[str, Any], told: str, capsys: Any
 ) -> None:
     file = tmp_path / "config.json"
-    config = known_models()["Qwen2.5-0.5B"]["config"] | {
-        "sliding_window": 8,
-        "use_sliding_window": True,
-    }
-    file.write_text(json.dumps(config | values))
+    config = known_models()["Qwen2.5-0.5B"]["config"]
+    file.write_text(json.dumps(config | {"sliding_window": 8, "use_sliding_window": True} | values))
     assert plan("--model.name", str(tmp_path)) == 2
     assert_refused(capsys, told)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": NaN', "[" * 100_000, "\x00"])
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, "\x00"])
 def test_a_config_that_is_no_json_object_is_told(tmp_path: Path, text: str, capsys: Any) -> None:
     (tmp_path / "config.json").write_text(text)
     assert plan("--model.name", str(tmp_path)) == 2
@@ -163,39 +145,29 @@ def longest_line(text: str) -> str:
 def test_the_longest_sequence_stays_within_the_positions(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "config.json"
     for positions, told in (
-        (
-            131_072,
-            "alone 131,072 would, under the dials above: the model's 131,072 positions",
-        ),
+        (4096, "alone, planned in the same way, 4,096 would: the model's positions"),
         (64, "but the model has 64 positions: longer sequences need model.rope"),
     ):
         config = known_models()["Qwen2.5-0.5B"]["config"] | {"max_position_embeddings": positions}
         file.write_text(json.dumps(config))
         assert plan("--model.name", str(file), "--model.lora.rank", "8") == 0
         assert told in longest_line(capsys.readouterr().out)
-    values = known_models()["Qwen2.5-0.5B"]["config"] | {"max_position_embeddings": 131_072}
-    file.write_text(json.dumps(values))
-    lengths = [
-        "--lengths",
-        "wikipedia",
-        "--sequences",
-        "4",
-        *QUICK,
-        "--model.lora.rank",
-        "8",
-        "--json",
-    ]
-    assert main(["plan", *lengths, "--model.name", str(file), "--hardware", "RTX4090"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["longest_sequence_tokens"] == 131_072
-    assert found["longest_sequence_limit"] == "positions"
 
 
 RUN = """\
 model: {{name: {folder}, dtype: float32{rope}}}
-data: {{train: [{folder}/data.txt], max_seq_len: {limit}}}
-train: {{sequences_per_step: 1}}
+data: {{train: [{folder}/data.txt], max_seq_len: 640}}
 """
+
+
+def run_of(folder: Path, rope: str = "", **values: Any) -> str:
+    """A run file of a tiny model with 512 positions, with its lengths beside it."""
+    config = known_models()["Qwen2.5-0.5B"]["config"] | {"max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps(config | values))
+    (folder / "data.txt").write_text("text")
+    (folder / "run.yaml").write_text(RUN.format(folder=folder, rope=rope))
+    (folder / "run.lengths.json").write_text('{"version": 1, "lengths": [300, 20]}')
+    return str(folder / "run.yaml")
 
 
 @pytest.mark.parametrize(
@@ -204,39 +176,22 @@ train: {{sequences_per_step: 1}}
         ("", None, 512),
         (", rope: {rope_type: yarn, factor: 4}", None, 2048),
         (", rope: {rope_type: yarn, factor: 4}", 256, 1024),
-        (
-            ", rope: {rope_type: linear, factor: 4, original_max_position_embeddings: 300}",
-            256,
-            1200,
-        ),
+        (", rope: {rope_type: linear, factor: 4, original_max_position_embeddings: 300}",
+         256, 1200),
         (", rope: {rope_type: default, rope_theta: 1.0e6}", None, 640),
     ],
-)
+)  # fmt: skip
 def test_a_runs_rope_counts_among_the_positions(
-    tmp_path: Path, rope: str, original: int | None, positions: int, capsys: Any
+    tmp_path: Path, rope: str, original: int | None, positions: int
 ) -> None:
-    config = known_models()["Qwen2.5-0.5B"]["config"] | {"max_position_embeddings": 512}
-    if original:
-        config |= {"rope_scaling": {"original_max_position_embeddings": original}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "data.txt").write_text("text")
-    file = tmp_path / "run.yaml"
-    limit = 640 if "default" in rope else 400
-    file.write_text(RUN.format(folder=tmp_path, rope=rope, limit=limit))
-    file.with_name("run.lengths.json").write_text('{"version": 1, "lengths": [300, 20]}')
-    flags = ["--memory.device", "64GiB", *QUICK, "--model.lora.rank", "8"]
-    assert main(["plan", str(file), *flags]) == 0
-    assert f"the model's {positions:,} positions" in longest_line(capsys.readouterr().out)
+    scaling = {"original_max_position_embeddings": original} if original else None
+    run = run_of(tmp_path, rope, rope_scaling=scaling)
+    assert question_of(parse_flags([run])).num_positions == positions
 
 
 def test_a_run_on_one_device_is_not_told_to_use_more(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(known_models()["Qwen2.5-0.5B"]["config"]))
-    (tmp_path / "data.txt").write_text("text")
-    file = tmp_path / "run.yaml"
-    file.write_text(RUN.format(folder=tmp_path, rope="", limit=400))
-    file.with_name("run.lengths.json").write_text('{"version": 1, "lengths": [300, 20]}')
-    for budget in ("1", "1MiB", "7GiB"):
-        assert main(["plan", str(file), "--memory.device", budget]) == 2
+    for budget in ("1", "1MiB"):
+        assert main(["plan", run_of(tmp_path), "--memory.device", budget]) == 2
         message = capsys.readouterr().err
         change = message[message.index("change:") :]
         assert "a larger memory.device" in change
@@ -266,3 +221,10 @@ def test_bounds_are_told_without_torch() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(("budget", "told"), [("80GB", 0), ("81GiB", 1)])
+def test_a_budget_above_the_memory_of_the_card_is_told(budget: str, told: int) -> None:
+    lengths = "--lengths=github", "--model.name=Qwen2.5-0.5B", "--hardware=H100"
+    said = question_of(parse_flags([*lengths, "--memory.device", budget])).lines()["warning"]
+    assert said == "memory.device, more than the 79.6 GiB that H100 has" * told

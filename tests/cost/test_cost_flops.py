@@ -1,21 +1,20 @@
 """FLOPs: counted pairs, the closed form of a step, and what torch counts in the real executor."""
 
+from dataclasses import replace
+
 import pytest
+from helpers.shapes import with_windows
 from hypothesis import given
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
 
-from furlong.cost.machine import Efficiency, HardwareSpec, hardware
+from furlong.cost.machine import Efficiency, Machine
 from furlong.cost.model import CostModel
-from furlong.cost.seconds import (
-    ATTENTION_BACKWARD,
-    attended_keys,
-    sequence_flops,
-    stage_flops,
-)
+from furlong.cost.seconds import ATTENTION_BACKWARD, attended_keys, sequence_flops
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.models.describe import describe
+from furlong.plan.plan import Chunk, Recv, Reduce, Send, Slice
 from furlong.planners.options import ChunkOptions
 
 TINY = {
@@ -42,45 +41,27 @@ def test_a_step_is_six_parameters_and_causal_attention():
     assert step.attention == 32 * 3.5 * 4 * 4096 * seq_len * (seq_len + 1) / 2
 
 
-def test_chunks_of_a_sequence_sum_to_the_sequence():
-    shape = describe(TINY | {"model_type": "mistral", "sliding_window": 7})
-    stage = stage_flops(shape, (3,), 0)
-    parts = [(0, 5), (5, 6), (6, 30), (30, 41)]
-    total = sum(stage.forward(b - a, {7: attended_keys(a, b, 7)}).total for a, b in parts)
-    assert total + stage.head_per_token * 41 == sequence_flops(shape, 41).total
-
-
-def test_stages_sum_to_the_model():
-    shape = model_shape("Qwen2.5-7B")
-    keys = {None: 1000.0}
-    whole = stage_flops(shape, (28,), 0).forward(100, keys)
-    parts = [stage_flops(shape, (10, 11, 7), s) for s in range(3)]
-    assert sum(part.forward(100, keys).total for part in parts) == whole.total
-    assert [part.head_per_token > 0 for part in parts] == [False, False, True]
-    left_out = 2 * (shape.layers[27].matrices - shape.layers[27].before_kv)
-    assert parts[-1].tail_per_token == left_out
-
-
 def test_layers_with_and_without_window_are_told_apart():
     shape = describe(
         TINY | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 5}
     )
-    stage = stage_flops(shape, (5,), 0)
-    assert sorted(map(str, stage.windows)) == ["4", "4", "4", "None", "None"]
-    assert stage.forward(0, {4: 1.0, None: 100.0}).attention == 4 * 32 * (3 + 200)
+    assert sorted(map(str, shape.windows)) == ["4", "4", "4", "None", "None"]
+    found = sequence_flops(shape, 6).attention
+    assert found == 4 * 32 * (3 * (1 + 2 + 3 + 4 + 4 + 4) + 2 * 6 * 7 / 2)
 
 
 def perfect(attention_counts=False):
     """A device whose seconds are FLOPs."""
-    spec = hardware("A100-80")
+    spec = Machine.named("A100-80")
     free = Efficiency(1.0 if attention_counts else 1e30, 0.0)
-    return HardwareSpec(
+    return Machine(
         "perfect", 1.0, spec.memory_bytes, 0, Efficiency(1.0, 0.0), free, free, 0.0, spec.links
     )
 
 
-@pytest.mark.parametrize("keep", ["all", "attention", "kv", "input"])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    ("keep", "lora"), [("all", False), ("attention", True), ("kv", False), ("input", True)]
+)
 def test_linear_flops_are_those_that_the_executor_runs(keep, lora):
     """Every first-pass saving included; torch counts the matrix products."""
     import torch
@@ -120,22 +101,47 @@ def test_linear_flops_are_those_that_the_executor_runs(keep, lora):
     assert found == pytest.approx(counted - skipped, rel=4e-3)
 
 
-def test_attention_flops_of_every_action():
-    shape = describe(TINY)
-    cost = CostModel(shape, perfect(attention_counts=True))
-    plan = plan_chunkflow((10,), ChunkOptions(size=4, num_retained=1, keep="kv"), stages=(3,))
-    costs = cost.costs(plan)
-    stage = stage_flops(shape, (3,), 0)
-    for action in plan.actions[0][:-1]:
-        piece = plan.chunks[action.chunk].slices[0]
-        n = piece.num_tokens
-        keys = {None: float(attended_keys(piece.start, piece.stop))}
-        forward = stage.forward(n, keys)
-        # a first pass stops at the last layer's K,V
-        tail = stage.tail_per_token * n + stage.attention_per_key[0] * keys[None]
-        expected = {
-            "Forward": forward.total - (0 if piece.stop == 10 else tail),
-            "Recompute": forward.total,
-            "Backward": forward.times(2, ATTENTION_BACKWARD).total + 3 * stage.head_per_token * n,
-        }[type(action).__name__]
-        assert costs.compute_s(action, 0) == pytest.approx(expected), action
+@pytest.mark.parametrize(("stages", "window"), [((3,), None), ((1, 2), None), ((3,), 5)])
+def test_flops_of_every_action(stages, window):
+    """By hand: matrices 2 per parameter, attention 4 N H for each pair; twice and 2.5 times in a
+    backward; of whole models and of pipelines."""
+    shape = with_windows(describe(TINY), (window,) * 3)
+    plan = plan_chunkflow((10,), ChunkOptions(size=4, num_retained=1, keep="kv"), stages=stages)
+    costs = CostModel(shape, perfect(attention_counts=True)).costs(plan)
+    layer = shape.layers[0]
+    for rank, actions in enumerate(plan.actions):
+        height, is_last = stages[rank], rank == len(stages) - 1
+        for action in actions:
+            if isinstance(action, Send | Recv | Reduce):
+                continue
+            piece = plan.chunks[action.chunk].slices[0]
+            n = piece.num_tokens
+            seen = [min(t + 1, window or t + 1) for t in range(piece.start, piece.stop)]
+            attention = 4 * 32 * sum(seen)
+            head = 3 * 2 * shape.embedding_parameters * n * is_last
+            # a first pass of the last stage stops at the last layer's K,V
+            stops = 2 * n * (layer.matrices - layer.before_kv) + attention
+            forward = height * (2 * layer.matrices * n + attention)
+            expected = {
+                "Forward": forward - stops * (is_last and piece.stop < 10),
+                "Recompute": forward,
+                "Backward": height * (4 * layer.matrices * n + 2.5 * attention) + head,
+            }[type(action).__name__]
+            assert costs.compute_s(action, rank) == pytest.approx(expected), action
+
+
+def test_replicas_are_dealt_sequences_by_what_their_chunks_take():
+    """Where kernels are at their best whatever the size of a chunk."""
+    shape, lens = model_shape("Qwen2.5-0.5B"), [300, 40_000]
+    machine = replace(
+        perfect(attention_counts=True), linear=Efficiency(0.5, 0.0),
+        attention_forward=Efficiency(0.4, 0.0), attention_backward=Efficiency(0.3, 0.0),
+    )  # fmt: skip
+    for lora in (None, Lora(1)):
+        model = CostModel(shape, machine, Training(lora=lora))
+        own = [
+            model.cell_seconds([Chunk((Slice(0, 0, n),))], (shape.num_layers,)).sum() for n in lens
+        ]
+        assert model.sequence_seconds(lens) == pytest.approx(
+            own, rel=1e-12 if lora is None else 0.01
+        )

@@ -6,12 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.machine import hardware
-from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
-from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import plan_replica
 
 SHAPE = model_shape("Qwen2.5-0.5B")
 WHOLE = (SHAPE.num_layers,)
@@ -42,14 +38,3 @@ def test_a_frozen_base_has_shards_too() -> None:
     adapters = training.trained_parameters(SHAPE, WHOLE, HELD)
     state = training.state_bytes(SHAPE, WHOLE, HELD, 4)
     assert state.weights == pytest.approx(2 * (base + adapters) + 2 * base / 4 + adapters)
-
-
-def test_what_travels_is_counted() -> None:
-    memory = CostModel(SHAPE, hardware("A100-80")).memory()
-    options = ChunkOptions(size=2048)
-    plan = plan_replica((2048,), options, num_layers=SHAPE.num_layers, sp_size=2)
-    with_exchange = memory.cell(plan.stages, 0)
-    assert with_exchange.exchange == 2 * (2 * SHAPE.q_size + 2 * SHAPE.kv_size)
-    alone = plan_replica((1024,), options, num_layers=SHAPE.num_layers)
-    both = [max(memory.curve(p, 0).device_bytes) for p in (plan, alone)]
-    assert both[0] - both[1] == pytest.approx(1024 * with_exchange.exchange, rel=0.02)

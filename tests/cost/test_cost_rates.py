@@ -5,13 +5,16 @@ from math import inf
 
 import pytest
 
-from furlong.cost.machine import Efficiency, hardware
+from furlong.cost.machine import Efficiency, Machine
 from furlong.cost.memory import stage_bytes
-from furlong.cost.model import CostModel, optimizer_s
+from furlong.cost.model import CostModel, update_s
 from furlong.cost.seconds import attended_keys, chunk_table
 from furlong.cost.training import Lora, Training
 from furlong.models.describe import describe
 from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Place, Recompute, Slice, Tiers
+from furlong.planners.chunks import group_chunks
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders import plan_1f1b, plan_on_device
 
 SHAPE = describe({
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -19,7 +22,7 @@ SHAPE = describe({
 })  # fmt: skip
 FREE = Efficiency(inf, 0.0)
 NOTHING = replace(
-    hardware("A100-80"), linear=FREE, attention_forward=FREE, attention_backward=FREE,
+    Machine.named("A100-80"), linear=FREE, attention_forward=FREE, attention_backward=FREE,
     layer_launch_s=0.0, hides_launches=False,
 )  # fmt: skip
 CHUNKS = (
@@ -41,21 +44,18 @@ def seconds(**rates):
     return [costs.compute_s(action, 0) for action in PLAN.actions[0]]
 
 
-def test_nothing_is_charged_for_what_was_not_measured():
-    assert seconds() == [0.0] * 5
-
-
-def test_every_pass_over_a_stage_is_launched_once():
-    assert seconds(pass_launch_s=2.0) == [2.0] * 5
-
-
-def test_layers_are_launched_once_forward_and_twice_backward():
-    assert seconds(layer_launch_s=1.0) == [3.0, 3.0, 6.0, 3.0, 6.0]
-
-
-def test_slices_are_launched_in_every_layer_that_attends():
-    # the first forward stops before the attention of its last layer
-    assert seconds(slice_launch_s=1.0) == [2.0, 9.0, 18.0, 3.0, 6.0]
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({}, [0, 0, 0, 0, 0]),
+        ({"pass_launch_s": 2.0}, [2, 2, 2, 2, 2]),
+        ({"layer_launch_s": 1.0}, [3, 3, 6, 3, 6]),  # twice in a backward
+        # the first forward stops before the attention of its last layer
+        ({"slice_launch_s": 1.0}, [2, 9, 18, 3, 6]),
+    ],
+)
+def test_what_was_measured_of_launches_is_charged(rates, expected):
+    assert seconds(**rates) == expected
 
 
 def test_launches_add_to_work_or_hide_it():
@@ -93,28 +93,28 @@ def test_tiles_that_the_diagonal_cuts_are_computed_whole():
 
 def test_the_optimizers_step():
     spec = replace(NOTHING, optimizer_parameters_per_s=2e6)
-    model = CostModel(SHAPE, spec)
-    whole = optimizer_s(model, (3,), 1)
-    assert whole == pytest.approx(SHAPE.num_parameters / 2e6)
+    plan = plan_on_device([8], ChunkOptions(size=4), num_layers=3)
+
+    def on(plan=plan, **training):
+        return update_s(CostModel(SHAPE, spec, Training(**training)), plan) * 2e6
+
+    assert on() == pytest.approx(SHAPE.num_parameters)
     # a data sheet's device passes 30 bytes of each parameter through its memory
-    assert hardware("A100-80").optimizer_parameters_per_s == pytest.approx(2.039e12 / 30)
-
-    def on(num_alike=1, **training):
-        return optimizer_s(replace(model, training=Training(**training)), (3,), num_alike) / whole
-
-    assert on(4) == on(replicas=4) == 1
-    assert on(4, zero_stage=1) == on(2, zero_stage=3, replicas=2) == on(replicas=4, zero_stage=2)
-    assert on(4, zero_stage=1) == 0.25
+    assert Machine.named("A100-80").optimizer_parameters_per_s == pytest.approx(2.039e12 / 30)
+    pool = replace(plan, sp_size=4)
+    assert on(pool) == on(replicas=4) == on()
+    quarter = on(pool, zero_stage=1)
+    assert quarter == on(replicas=4, zero_stage=2) == on() / 4
+    assert quarter == on(replace(plan, sp_size=2), zero_stage=3, replicas=2)
     adapters = Lora(rank=1)
     own = sum(adapters.layer_parameters(SHAPE, layer) for layer in range(3))
-    assert on(lora=adapters) * whole == pytest.approx(own / 2e6)
-
-
-def test_the_optimizers_step_of_a_pipeline_is_that_of_its_largest_stage():
-    model = CostModel(SHAPE, replace(NOTHING, optimizer_parameters_per_s=1e6))
+    assert on(lora=adapters) == pytest.approx(own)
+    assert on(plan_on_device([8], ChunkOptions(size=4), num_layers=3, backward=False)) == 0
+    # of a pipeline the largest stage decides
     held = [SHAPE.stage_parameters((1, 2), stage) for stage in (0, 1)]
     assert held[0] != held[1]
-    assert optimizer_s(model, (1, 2), 1) == pytest.approx(max(held) / 1e6)
+    groups = group_chunks([8], ChunkOptions(size=4))
+    assert on(plan_1f1b([8], groups, stages=(1, 2))) == pytest.approx(max(held))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
@@ -151,7 +151,7 @@ def test_experts_are_read_where_some_token_visits_them(num_tokens):
 def test_seconds_without_a_plan_are_those_of_a_plan(kv):
     """Of every cell of a pipeline on groups of two, layers recomputed, weights gathered."""
     stages, again = (2, 1), (1, 0)
-    model = CostModel(SHAPE, hardware("A100-80"), Training(zero_stage=3))
+    model = CostModel(SHAPE, Machine.named("A100-80"), Training(zero_stage=3))
     pieces = (Slice(0, 0, 500, Place(0, 2)), Slice(0, 500, 700, Place(0, 2)))
     chunks = tuple(Chunk((piece,)) for piece in pieces)
     cells = [

@@ -5,11 +5,11 @@ import torch
 from helpers.hybrids import build
 
 import furlong
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.memory import PARTS
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
-from furlong.kv.states import StateStore
+from furlong.kv.store import StateStore
 from furlong.models.describe import describe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
@@ -22,22 +22,24 @@ class CountedStore(StateStore):
 
     peak_bytes = 0
 
-    def write(self, seq_id, layer, piece, found):
-        super().write(seq_id, layer, piece, found)
+    def write(self, at, found):
+        super().write(at, found)
         held = self.__dict__.setdefault("held", {})
-        held[seq_id, layer, piece] = sum(x.nbytes for x in found.values())
+        held[at] = sum(x.nbytes for x in found.values())
         self._look()
 
     def send(self, *given):
         super().send(*given)
         self._look()
 
-    def _drop(self, place):
-        super()._drop(place)
-        self.__dict__.get("held", {}).pop(place, None)
+    def free(self, at):
+        super().free(at)
+        self.__dict__.get("held", {}).pop(at, None)
 
     def _look(self):
-        sent = sum(x.nbytes for grads in self._sent.values() for x in grads if x is not None)
+        sent = sum(
+            x.nbytes for grads in self._grads.values() for x in grads.values() if x is not None
+        )
         now = sum(self.__dict__.get("held", {}).values()) + sent
         CountedStore.peak_bytes = max(CountedStore.peak_bytes, now)
 
@@ -55,7 +57,7 @@ def test_the_walk_counts_what_the_store_holds(family, keep, order, monkeypatch):
         CountedStore.peak_bytes = 0
         furlong.forward_backward(model, batch, options, max_seq_len=NUM_TOKENS)
     shape = describe(model.config)
-    cost = CostModel(shape, hardware("H100"), Training.in_dtype("float32"))
+    cost = CostModel(shape, Machine.named("H100"), Training.in_dtype("float32"))
     plan = plan_on_device((NUM_TOKENS,), options, num_layers=shape.num_layers)
     counted = cost.memory().curve(plan, 0).device[:, PARTS.index("states")].max()
     # one more set is on its way, as copies or as gradients

@@ -10,11 +10,11 @@ from papers.chunkflow_plan import plan_chunkflow
 from furlong.cost.memory import KINDS, PARTS, PlanMemory
 from furlong.cost.training import Training
 from furlong.models.describe import describe
-from furlong.plan.liveness import kv_frees
-from furlong.plan.passes import passes
-from furlong.plan.plan import Reduce, Tiers, piece_lens
+from furlong.plan.passes import kv_frees, passes
+from furlong.plan.plan import Reduce, Tiers
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
+from furlong.planners.spaco import Factors, sample_backwards
 
 HEADS, HEAD_DIM = 2, 64
 CONFIG = {
@@ -32,6 +32,7 @@ class Driven:
 
         from furlong.kv.arena import Arena
         from furlong.kv.store import KVStore
+        from furlong.runtime.cell import trained_pieces
 
         driven = self
 
@@ -43,8 +44,11 @@ class Driven:
 
         self.arena = Watched(torch.device("cpu"))
         self.pool = None if plan.tiers.kv == "device" else make_pool(torch.device("cpu"))
-        self.lens, self.continues = piece_lens(plan)[0], plan.continues
-        self.store = KVStore(self.arena, {0: self.lens}, self.pool, trees=plan.trees)
+        self.lens, self.continues = plan.piece_lens[0], plan.continues
+        trained = trained_pieces(plan)
+        self.store = KVStore(
+            self.arena, {0: self.lens}, self.pool, trees=plan.trees, trained=trained
+        )
         self.windows, self.zeros = windows, torch.zeros
         self.arena_bytes = 0
 
@@ -71,17 +75,16 @@ class Driven:
                     self.store.prefix(0, layer, piece, window, gradients=True) if piece else ()
                 ):
                     block.add_grad(self.zeros(block.k.shape), self.zeros(block.v.shape))
-                self.store.relayed(0, layer, piece)
+                self.store.later_grads(0, layer, piece)
         return self.arena_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["device", "host"])
-@pytest.mark.parametrize("windows", [(None, None), (None, 700), (3000, 700, None)], ids=str)
 @pytest.mark.parametrize(
-    ("length", "size", "keep", "num_retained"),
-    [(9000, 300, "input", 1), (15_762, 2048, "kv", 0), (13_739, 1000, "attention", 2),
-     (11_000, 5000, "kv", 1), (9_100, 700, "input", 2)],
+    ("windows", "length", "size", "keep", "num_retained"),
+    [((3000, 700, None), 9000, 300, "input", 1), ((None, None), 15_762, 2048, "kv", 0),
+     ((None, 700), 13_739, 1000, "attention", 2), ((3000, 700, None), 11_000, 5000, "kv", 1),
+     ((None, 700), 9_100, 700, "input", 2)],
 )  # fmt: skip
 def test_the_walk_is_what_the_store_does(tier, windows, length, size, keep, num_retained):
     options = ChunkOptions(size=size, keep=keep, num_retained=num_retained)
@@ -100,17 +103,48 @@ def test_the_walk_of_branches_is_what_the_store_does(tier, windows, keep):
     compare(replace(plan, stages=(len(windows),), tiers=Tiers(kv=tier)), windows)
 
 
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("window", [None, 1200])
+@pytest.mark.parametrize(
+    ("drawn", "report_loss"),
+    [((1, 4), True), ((0, 1, 5), False), ((5, 3, 0), False), ((2,), False), ((0,), False)],
+)
+def test_the_walk_of_a_draw_is_what_the_store_does(tier, window, drawn, report_loss):
+    """Chunks without a backward have no gradients, and may not be computed or stored at all."""
+    options = ChunkOptions(size=2048, keep="kv", num_retained=0)
+    plan = plan_chunkflow((6 * 2048,), options, stages=(2,))
+    factors = dict.fromkeys(drawn, Factors(2.0, 2.0))
+    plan = sample_backwards(replace(plan, tiers=Tiers(kv=tier)), factors, report_loss=report_loss)
+    compare(plan, (window, None))
+
+
+@pytest.mark.parametrize("graphs", ["device", "host"])
+def test_no_draw_needs_more_memory_than_the_exact_step(graphs):
+    """What the search relies on. An exact step retains the last chunk's graph, here of one token; a
+    draw without that chunk retains the graph of a whole one beside what it needs anyway."""
+    options = ChunkOptions(size=64, keep="kv", num_retained=2, tier={"graphs": graphs})
+    whole = plan_chunkflow((6 * 64 + 1,), options, stages=(1,))
+    memory = memory_of((None,))
+    exact = memory.curve(whole, 0)
+    drawn = memory.curve(sample_backwards(whole, dict.fromkeys((1, 3, 4), Factors(2.0, 2.0))), 0)
+    assert drawn.device.sum(axis=1).max() <= exact.device.sum(axis=1).max()
+    assert drawn.host.max() <= exact.host.max()
+
+
+def memory_of(windows):
+    shape = describe(CONFIG | {"num_hidden_layers": len(windows)})
+    return PlanMemory(
+        with_windows(shape, windows), Training.in_dtype("float32"), 10**15, device_type="cpu"
+    )
+
+
 def compare(plan, windows):
     """Bytes of every action, by the walk and by the store."""
-    from furlong.kv.pools.host import HostPool
+    from furlong.kv.host import HostPool
 
     tier = plan.tiers.kv
     num_layers = len(windows)
-    shape = describe(CONFIG | {"num_hidden_layers": num_layers})
-    memory = PlanMemory(
-        with_windows(shape, windows), Training.in_dtype("float32"), 10**15, device_type="cpu"
-    )
-    curve, traffic = memory.walk(plan, 0)
+    curve, traffic = memory_of(windows).walk(plan, 0)
     driven = Driven(plan, windows, HostPool)
     arena, held = [], []
     for index, (action, what, dead) in enumerate(

@@ -1,15 +1,13 @@
-"""States of recurrent layers in the walk of a plan's memory: when they live, where, and I9."""
+"""States of recurrent layers in the walk of a plan's memory: when they live, where, and I11."""
 
 import pytest
 from helpers.hybrids import HYBRIDS
 
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.memory import KINDS, PARTS
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
-from furlong.errors import PlanError
 from furlong.models.describe import describe
-from furlong.plan.check import check
 from furlong.plan.plan import Forward
 from furlong.plan.text import format_action
 from furlong.planners.candidates import ByteBound
@@ -23,7 +21,7 @@ CONFIG = {
 SHAPE = describe(CONFIG)
 STATE = 3 * (4 * 4 * 16 * 16 + 4 * 128 * 4)
 """Bytes of three layers' states in float32: 4 heads of 16 x 16, 4 columns of 128 channels."""
-MODEL = CostModel(SHAPE, hardware("H100"), Training.in_dtype("float32"))
+MODEL = CostModel(SHAPE, Machine.named("H100"), Training.in_dtype("float32"))
 
 
 def planned(lens=(40,), **dials):
@@ -63,12 +61,6 @@ def test_whole_sequences_have_no_states():
     assert not states_of(planned((10, 7, 3))).any()
 
 
-def test_states_grow_with_the_boundaries_and_not_with_their_tokens():
-    few, many = (states_of(planned(size=size, num_retained=0)).max() for size in (10, 5))
-    assert many - few == 4 * STATE
-    assert states_of(planned((400,), size=100, num_retained=0)).max() == few
-
-
 def test_states_go_to_the_tier_of_keys_and_values():
     plan = planned(num_retained=0, tier="host")
     memory = MODEL.memory()
@@ -79,17 +71,6 @@ def test_states_go_to_the_tier_of_keys_and_values():
     forwards = [i for i, a in enumerate(plan.actions[0]) if isinstance(a, Forward)]
     assert moved.written[forwards[0], kv] >= STATE
     assert moved.read[forwards[1], kv] >= STATE
-
-
-def test_a_plan_whose_states_do_not_fit_is_refused():
-    plan = planned(size=1, num_retained=0)
-    memory = MODEL.memory()
-    peak = max(memory.peak_bytes_of_actions(plan, 0))
-    check(plan, MODEL.memory(budget_bytes=peak))
-    states = int(states_of(plan).max())
-    assert states > 30 * STATE
-    with pytest.raises(PlanError):
-        check(plan, MODEL.memory(budget_bytes=peak - STATE))
 
 
 @pytest.mark.parametrize("keep", ["kv", "attention", "all"])
@@ -104,10 +85,10 @@ def test_no_walk_needs_less_than_the_bound(keep, tier):
 
 def test_the_time_of_recurrent_layers_is_linear_in_tokens():
     config = {**HYBRIDS["mamba2"], "model_type": "mamba2", "conv_kernel": 4, "expand": 2}
-    model = CostModel(describe(config), hardware("H100"))
+    model = CostModel(describe(config), Machine.named("H100"))
     seconds = []
-    for length in (2**16, 2**17, 2**17 + 2**16):
-        options = ChunkOptions(size=2**14, keep="kv", num_retained=0)
+    for length in (2**13, 2**14, 2**14 + 2**13):
+        options = ChunkOptions(size=2**11, keep="kv", num_retained=0)
         plan = plan_on_device((length,), options, num_layers=3)
         costs = model.costs(plan)
         seconds.append(sum(costs.compute_s(action, 0) for action in plan.actions[0]))

@@ -1,18 +1,15 @@
 """Memory and traffic of each kind in each tier: by hand, and by the formulas of the store."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
-from helpers.shapes import with_windows
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fpdt_plan import plan_fpdt
 
-from furlong.cost.memory import KINDS, PARTS, PlanMemory, stage_bytes
+from furlong.cost.memory import PARTS, PlanMemory, stage_bytes
 from furlong.cost.training import Training
 from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan, Tiers
-from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.planners.options import ChunkOptions
 
@@ -153,74 +150,6 @@ def test_kept_graphs_in_a_lower_tier():
     assert saved == pytest.approx(graph, rel=0.02)
 
 
-@pytest.mark.parametrize("window", [None, 700, 5000])
-@pytest.mark.parametrize(("length", "chunk"), [(LENGTH, CHUNK), (9000, 300), (20_000, 6000)])
-def test_kv_by_the_formulas_of_the_store(window, length, chunk):
-    """K_i and G_i bytes of segment i, which ends at e_i; S_p stored tokens before piece p."""
-    shape = with_windows(SHAPE, (window,))
-    memory = PlanMemory(shape, FLOAT32, 10**15, device_type="cpu")
-    options = ChunkOptions(size=chunk, num_retained=0, keep="kv")
-    plan = plan_chunkflow([length], options, stages=(1,))
-    plan = replace(plan, tiers=Tiers(kv="host"))
-    lens = [c.num_tokens for c in plan.chunks]
-    stored = StoredTokens.of(lens, window, segment_tokens(1024, "cpu"))
-    ends, before = stored.bounds[1:], stored.offsets
-    size = [1024 * (stop - start) for start, stop in pairwise(stored.bounds)]
-    last = len(lens) - 1
-    seen = [list(stored.seen_segments(p, window)) for p in range(len(lens))]
-    written = {}
-    for p in range(len(lens)):
-        # one layer: a forward writes its K,V and stops before any attention
-        stop = before[min(p + 1, last)]
-        written[f"F{p}.0 kv"] = sum(
-            s for s, end in zip(size, ends, strict=True) if before[p] < end <= stop
-        )
-        written[f"B{p}.0"] = sum(size[i] for i in seen[p][:-NUM_HOT])
-    traffic = memory.traffic(plan, 0)
-    kv, gradients = KINDS.index("kv"), KINDS.index("kv_gradients")
-    for i, action in enumerate(plan.actions[0]):
-        text = format_action(action)
-        attends = text[0] in "RB"
-        assert traffic.read[i, kv] == (sum(size[s] for s in seen[action.chunk]) if attends else 0)
-        assert traffic.written[i, kv] == (written[text] if text[0] == "F" else 0)
-        assert traffic.written[i, gradients] == (written[text] if text[0] == "B" else 0)
-    assert traffic.read[:, gradients].sum() == traffic.written[:, gradients].sum()
-    curve = memory.curve(plan, 0)
-    assert curve.host[-1] == 0 and curve.host.max() >= sum(size)
-    # on the device: one segment fills, the newest keep their gradients, two arrive
-    most = max(size, default=0)
-    assert part(curve, "kv").max() <= 3 * most
-    assert part(curve, "kv_gradients").max() <= (2 * NUM_HOT + 2) * most + chunk * 1024
-
-
-def test_a_rebuild_of_one_layer_reads_no_kv():
-    _, _, traffic = layer_first(1, kv="disk")
-    _, _, known = layer_first(1, "attention", kv="disk")
-    plan, *_ = layer_first(1)
-    for i, action in enumerate(plan.actions[0]):
-        if format_action(action).startswith("K"):
-            assert traffic.read[i].sum() == 0
-    # with its attention remembered a recompute reads none either, but for the last stage
-    reads = [t.read[:, KINDS.index("kv")] for t in (traffic, known)]
-    of_recomputes = [
-        sum(r for r, a in zip(read, plan.actions[0], strict=True) if format_action(a)[0] == "R")
-        for read in reads
-    ]
-    assert 0 < of_recomputes[1] < of_recomputes[0] / 7
-
-
-def test_segments_die_one_by_one():
-    plan = plan_chunkflow([LENGTH], ChunkOptions(size=CHUNK, keep="kv"), stages=(8,))
-    curve = MEMORY.curve(plan, 0)
-    at = {format_action(action): i for i, action in enumerate(plan.actions[0])}
-    per_token = 8 * 1024
-    # segments of 2,048 tokens, two chunks each; the last of 15 stored chunks has one of its own
-    alive = {f"B{p}.0": per_token * min(15 * 1024, 2048 * (p // 2 + 1)) for p in range(14)}
-    kv, gradients = part(curve, "kv"), part(curve, "kv_gradients")
-    assert {name: kv[at[name]] for name in alive} == alive
-    assert {name: gradients[at[name]] for name in alive} == alive
-
-
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_each_tier_holds_its_own(tier):
     _, curve, traffic = layer_first(2, inputs=tier, kv=tier)
@@ -229,22 +158,3 @@ def test_each_tier_holds_its_own(tier):
         max(curve.lower_bytes) > 0 == getattr(curve, {"host": "disk", "disk": "host"}[tier]).max()
     )
     assert traffic.by_kind().keys() == {"inputs", "kv", "kv_gradients"}
-
-
-@pytest.mark.parametrize("drawn", [(4, 1), (2,), (0,), (5, 3, 0)])
-@pytest.mark.parametrize("window", [None, 1200])
-def test_where_some_chunks_get_no_backward_all_bytes_come_back(drawn, window):
-    """What no backward sees never has gradients, wherever it lies."""
-    texts = [f"F{c}.0 kv" for c in range(6)]
-    texts += [f"{kind}{c}.0" for c in drawn for kind in "RB"]
-    plan = ChunkPlan(
-        (6 * 2048,), tuple(parse_chunk(f"0:{2048 * c}-{2048 * (c + 1)}") for c in range(6)), (8,),
-        (tuple(map(parse_action, texts)),), tiers=Tiers(kv="disk"), sampled=True,
-    )  # fmt: skip
-    memory = replace(MEMORY, shape=with_windows(SHAPE, (window,) * 8))
-    traffic, disk = memory.traffic(plan, 0), memory.curve(plan, 0).disk
-    gradients = KINDS.index("kv_gradients")
-    assert (disk >= 0).all()
-    # the last chunk that is drawn sees so many segments, and brings none of their gradients
-    assert traffic.read[texts.index(f"B{drawn[0]}.0"), gradients] == 0
-    assert (traffic.read >= 0).all()

@@ -9,7 +9,7 @@ from typing import Any
 
 import peft
 import torch
-from helpers.gradients import Batch, batch, num_labels, reference_loss, take_grads
+from helpers.batches import batch
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from torch import Tensor, nn
@@ -17,10 +17,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import furlong
-from furlong.models.held import hold, stand_ins
+from furlong.models.placeholders import hold, placeholders
 from furlong.plan.plan import ChunkPlan, Forward
 from furlong.plan.rows import rows_of
-from furlong.runtime.parallel.ranks import Ranks, make_ranks
+from furlong.runtime.distributed.mesh import Ranks, make_ranks
+from furlong.testing import (
+    Batch,
+    num_labels,
+    reference_loss,
+    relative_error,
+    take_grads,
+    total_norm,
+)
 
 Grads = dict[str, Tensor]
 
@@ -49,7 +57,7 @@ class Case:
         """The whole model, or what a process holds of it."""
         base: Any = widen_norms(build(self.family, **self.settings))
         if layers is not None and not self.holds_all:
-            hold(base, stand_ins(base, layers))
+            hold(base, placeholders(base, layers))
         if self.frozen_layers:
             base.get_input_embeddings().requires_grad_(False)
             base.model.layers[: self.frozen_layers].requires_grad_(False)
@@ -141,15 +149,14 @@ def worst_error(case: Case, found: Sequence[Found]) -> float:
     trains = bool(case.plan.trained)
     loss = reference_loss(model, case.sequences(), backward=trains)
     truth = {name: case.num_steps * grad for name, grad in take_grads(model).items()}
-    floor = 1e-9 * float(torch.stack([g.norm() for g in truth.values()]).norm()) if truth else 1.0
-    errors, seen = [abs(one.loss / loss - 1) for one in found], set()
+    floor = 1e-9 * total_norm(truth) if truth else 1.0
+    errors, seen = [relative_error(one.loss, loss) for one in found], set()
     for one in found:
         for name, grad in one.grads.items():
             if case.holds_all and not grad.any():
                 continue  # another stage's: replicas make zeros of no gradient
             seen.add(name)
-            off = float((grad - truth[name]).norm()) / max(float(truth[name].norm()), floor)
-            errors.append(off)
+            errors.append(relative_error(grad, truth[name], floor))
         assert bool(one.token_losses) != trains
         if not trains:
             errors.append(_token_error(model, case.sequences(), one.token_losses))

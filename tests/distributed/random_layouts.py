@@ -13,7 +13,7 @@ from helpers.decks import Deck
 from helpers.tiny_families import config_of
 from papers.published.in_step import join_in_step
 
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.models.describe import describe
@@ -47,6 +47,9 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "tied": {"settings": {"tie_word_embeddings": True}},
     "Gemma 3": {"family": "gemma3_text"},
     "one K,V head": {"settings": {"num_key_value_heads": 1}},
+    "heads that no group divides": {
+        "settings": {"num_attention_heads": 3, "hidden_size": 48, "num_key_value_heads": 3}
+    },
     "Mistral": {"family": "mistral"},
     "LoRA": {"lora": True},
     "LoRA, tied": {"lora": True, "settings": {"tie_word_embeddings": True}},
@@ -83,7 +86,7 @@ class Drawn:
         return f"{self.number}: {dp} x {sp} x {pp}, " + " / ".join(texts) + steps + whole
 
 
-def drawn_layouts(seed: int = 4) -> list[Drawn]:
+def drawn_layouts(seed: int = 8) -> list[Drawn]:
     """Thirty steps."""
     draw = Random(seed)
     values = {
@@ -117,7 +120,7 @@ def _drawn(number: int, sizes: Sizes, decks: Mapping[str, Deck[Any]], draw: Rand
     heads = config.num_attention_heads, config.num_key_value_heads
     case = Case(
         plan, masked=_masked(plan, batch, draw, heads), num_steps=draw.choice((1, 1, 2)),
-        holds_all=pp > 1 and draw.random() < 0.2, **fields,
+        holds_all=pp > 1 and draw.random() < 0.2 and not may_freeze, **fields,
     )  # fmt: skip
     return Drawn(number, sizes, planner, batch, model, tier, case, draw.random() < 0.5)
 
@@ -146,7 +149,7 @@ def _plan(planner: str, batch: str, dp: int, setting: Setting) -> ChunkPlan:
         ids.append(range(first, first + len(plan.seq_lens)))
         first += len(plan.seq_lens)
     if planner == "ZeRO-3":
-        zero_3 = CostModel(setting.shape, hardware("A100-80"), Training(zero_stage=3))
+        zero_3 = CostModel(setting.shape, Machine.named("A100-80"), Training(zero_stage=3))
         return join_in_step(plans, ids, lens_of_all, zero_3)
     return join_replicas(plans, ids, lens_of_all)
 

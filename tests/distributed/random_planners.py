@@ -10,19 +10,21 @@ from typing import Any
 
 from helpers.pipeline_plans import layer_first_pipeline, row_of
 from helpers.random_chunks import random_chunks
-from papers.published.chunks import padded_groups
+from papers.chunkflow_plan import recomputed_late
+from papers.published.chunks import padded_groups, sliced_groups
 from papers.published.flexsp import plan_flexsp
+from papers.seq1f1b_plan import plan_seq1f1b
 
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import Groups, group_chunks, shard, shard_long, sliced_groups
+from furlong.planners.chunks import Groups, group_chunks, shard, shard_long
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import plan_1f1b, plan_groups, plan_seq1f1b
+from furlong.planners.orders import plan_1f1b, plan_replica
 from furlong.planners.places import plan_places
-from furlong.planners.skrull import micro_batch_groups
+from furlong.planners.skrull import micro_batches
 
 SIZE = 8
 """Tokens of a chunk on one process."""
@@ -43,7 +45,7 @@ class Setting:
 
     @property
     def cost(self) -> CostModel:
-        return CostModel(self.shape, hardware("A100-80"))
+        return CostModel(self.shape, Machine.named("A100-80"))
 
     @property
     def pipeline(self) -> dict[str, Any]:
@@ -64,9 +66,9 @@ class Setting:
 
 
 def state_aware(lens: Sequence[int], s: Setting, num_retained: int) -> ChunkPlan:
-    start = s.draw.choice(("eager", "lazy"))
-    dials = s.walk() | {"num_retained": num_retained, "recompute": start}
-    return plan_1f1b(lens, s.sharded(s.cut(lens)), **s.pipeline, **dials)
+    dials = s.walk() | {"num_retained": num_retained}
+    plan = plan_1f1b(lens, s.sharded(s.cut(lens)), **s.pipeline, **dials)
+    return s.draw.choice((plan, recomputed_late(plan)))
 
 
 def token_level(lens: Sequence[int], s: Setting) -> ChunkPlan:
@@ -77,9 +79,7 @@ def token_level(lens: Sequence[int], s: Setting) -> ChunkPlan:
 
 
 def infinipipe(lens: Sequence[int], s: Setting) -> ChunkPlan:
-    return plan_infinipipe(
-        lens, s.cost, num_stages=len(s.heights), stages=s.heights, sp_size=s.sp, max_slices=4
-    ).plan
+    return plan_infinipipe(lens, s.cost, stages=s.heights, sp_size=s.sp)
 
 
 def in_a_row(lens: Sequence[int], s: Setting) -> ChunkPlan:
@@ -89,8 +89,8 @@ def in_a_row(lens: Sequence[int], s: Setting) -> ChunkPlan:
 
 def skrull(lens: Sequence[int], s: Setting) -> ChunkPlan:
     bucket = -(-max(lens) // s.sp) + 1
-    groups = micro_batch_groups(lens, s.cost, sp_size=s.sp, bucket_tokens=bucket)
-    return plan_1f1b(lens, groups, **s.pipeline)
+    batches = micro_batches(lens, s.cost, sp_size=s.sp, bucket_tokens=bucket)
+    return plan_1f1b(lens, [[batch] for batch in batches], **s.pipeline)
 
 
 def dacp(lens: Sequence[int], s: Setting) -> ChunkPlan:
@@ -111,7 +111,7 @@ def on_any_places(lens: Sequence[int], s: Setting) -> ChunkPlan:
 
 
 def places(lens: Sequence[int], s: Setting) -> ChunkPlan:
-    return plan_places(lens, s.cost, pool_size=s.sp, num_tries=0)
+    return plan_places(lens, s.cost, pool_size=s.sp, num_changes=0)
 
 
 def flexsp(lens: Sequence[int], s: Setting) -> ChunkPlan:
@@ -121,10 +121,7 @@ def flexsp(lens: Sequence[int], s: Setting) -> ChunkPlan:
 def on_one_rank(lens: Sequence[int], s: Setting, **order: Any) -> ChunkPlan:
     dials = s.walk() | {"num_retained": s.draw.choice((0, 1, 2))} | order
     options = ChunkOptions(size=SIZE, **dials)
-    return plan_groups(
-        lens, s.sharded(group_chunks(lens, options)), options,
-        num_layers=sum(s.heights), sp_size=s.sp,
-    )  # fmt: skip
+    return plan_replica(lens, options, num_layers=sum(s.heights), sp_size=s.sp)
 
 
 def layer_first(lens: Sequence[int], s: Setting) -> ChunkPlan:

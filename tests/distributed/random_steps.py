@@ -10,14 +10,14 @@ from unittest.mock import patch
 
 from distributed.layout_cases import Found, read_by, whole_grads
 from distributed.random_layouts import Drawn, Sizes, tokens_of
-from helpers.gradients import num_labels
 from helpers.positions import Position
 from helpers.tiny_families import config_of
 
 import furlong
 from furlong.plan.plan import Backward, Forward
-from furlong.runtime.parallel.ranks import Ranks, make_ranks
+from furlong.runtime.distributed.mesh import Ranks, make_ranks
 from furlong.runtime.step import layers_of
+from furlong.testing import num_labels
 
 
 def run_drawn(rank: int, folder: str, drawn: Sequence[Drawn], limit_s: float) -> list[Found]:
@@ -44,7 +44,7 @@ def _run(one: Drawn, ranks: Ranks, position: Position) -> Found:
     own = read_by(case, engine, ranks, sequences) if one.gives_own_alone else sequences
     with ExitStack() as stack:
         if one.tier != "device":  # else what is so small stays where it is
-            stack.enter_context(patch("furlong.runtime.memory.saved_graphs._MIN_BYTES", 1))
+            stack.enter_context(patch("furlong.runtime.saved_graphs._MIN_BYTES", 1))
             stack.enter_context(patch("furlong.kv.store.segment_tokens", lambda *_: 3))
         for _ in range(case.num_steps):
             watch = position.watch(str(one), case.plan, ranks.plan_rank)

@@ -9,25 +9,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers.gradients import (
-    Batch,
-    batch,
-    reference_loss,
-    take_grads,
-    worst_relative_error,
-)
+from helpers.batches import batch
 from helpers.tiny_families import build
 from papers.published.in_step import join_in_step
 from torch import Tensor, nn
 
 import furlong
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.orders import join_replicas, plan_on_device
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.distributed.mesh import make_ranks
+from furlong.testing import Batch, reference_loss, take_grads, worst_relative_error
 
 NUM_LAYERS = 3
 
@@ -109,7 +104,7 @@ class Step:
 
 def cost_of(model: Any) -> CostModel:
     shape = describe(model.config)
-    return CostModel(shape, hardware("A100-80"), Training(zero_stage=3))
+    return CostModel(shape, Machine.named("A100-80"), Training(zero_stage=3))
 
 
 def whole_grads(model: nn.Module) -> dict[str, Tensor]:

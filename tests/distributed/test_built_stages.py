@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.gradients import batch, num_labels, reference_loss, take_grads
-from helpers.pipelines import CPU, GlooComms, Grads, stage_layers
+from helpers.batches import batch
 from helpers.ranks import run_ranks
 from helpers.tiny_families import config_of
 from helpers.wide_norms import widen_norms
 
-from furlong.kv.arena import Arena
-from furlong.models.causal_lm import CausalLM
-from furlong.models.folders.build import build_model, export_model
-from furlong.ops.choose import ProbedBackend
+import furlong
+from furlong.models.build import build_model, export_model
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b
-from furlong.runtime.checks.self_check import self_check
-from furlong.runtime.comms import Alone, Comms
-from furlong.runtime.executor import Executor
-from furlong.runtime.inputs import shift_labels
-from furlong.runtime.memory.pools import Pools, Storage
-from furlong.runtime.parallel.links import Parcel, open_links
-from furlong.runtime.parallel.tied import open_tied
-from furlong.runtime.precision import compute_parameters
+from furlong.runtime.distributed.mesh import make_ranks
+from furlong.testing import reference_loss, take_grads
 
 LENS = (23, 4, 2, 17)
 LORA = {"rank": 2, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
@@ -46,27 +37,14 @@ def built(folder: str, init: str, lora: bool, layers: range | None = None) -> to
     return widen_norms(model)
 
 
+HELD = (range(1), range(1, 3))
+Grads = dict[str, torch.Tensor]
+
+
 def step(rank: int, folder: str, init: str, lora: bool) -> Grads:
-    plan = planned((1, 2))
-    model = built(folder, init, lora, stage_layers(plan, rank))
-    whole = CausalLM(model)
-    self_check(whole, ProbedBackend(), plan.stages)
-    links = open_links([range(2)], CPU)
-    tied = open_tied([range(2)], tied=whole.config.tie_word_embeddings)
-    comms = GlooComms(links, rank, Parcel(32, torch.float64, CPU), model)
-    execute(whole, plan, comms, rank)
-    links.finish()
-    tied.add_up(whole)
+    model = built(folder, init, lora, HELD[rank])
+    furlong.Engine(model, ranks=make_ranks(1, 1, 2, "cpu")).run(planned((1, 2)), batch(LENS))
     return take_grads(model)
-
-
-def execute(whole: CausalLM, plan: ChunkPlan, comms: Comms, rank: int) -> None:
-    sequences = batch(LENS)
-    with whole.installed():
-        Executor(
-            whole, plan, shift_labels(sequences), num_valid_tokens=num_labels(sequences),
-            backend=ProbedBackend(), pools=Pools(Arena(CPU), Storage()), comms=comms, rank=rank,
-        ).run()  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -89,26 +67,19 @@ def test_stages_that_build_themselves_are_the_model_of_one_process(init, lora, t
     assert seen == truth.keys()
 
 
-def step_in_bfloat16(rank: int, folder: str) -> Grads:
-    plan = planned((1, 2))
-    model = build_model(folder, init="random", seed=7, layers=stage_layers(plan, rank))
-    whole = CausalLM(model)
-    links = open_links([range(2)], CPU)
-    comms = GlooComms(links, rank, Parcel(32, torch.bfloat16, CPU), model)
-    with compute_parameters(model, torch.bfloat16):
-        execute(whole, plan, comms, rank)
-    links.finish()
+def step_in_bfloat16(rank: int, folder: str, is_cut: bool = False) -> Grads:
+    ranks = make_ranks(1, 1, 2, "cpu") if is_cut else None
+    model = build_model(folder, init="random", seed=7, layers=HELD[rank] if is_cut else None)
+    engine = furlong.Engine(model, ranks=ranks, compute_dtype=torch.bfloat16)
+    engine.run(planned((1, 2) if is_cut else (3,)), batch(LENS))
     return take_grads(model)
 
 
 def test_a_pipeline_in_bfloat16_computes_what_one_process_does_bit_for_bit(tmp_path):
     """Weights and sums are float32, messages bfloat16: a cut rounds nothing once more."""
     config_of("llama").save_pretrained(tmp_path)
-    model = build_model(str(tmp_path), init="random", seed=7)
-    with compute_parameters(model, torch.bfloat16):
-        execute(CausalLM(model), planned((3,)), Alone(), 0)
-    truth = take_grads(model)
-    for grads in run_ranks(step_in_bfloat16, str(tmp_path), num_ranks=2):
+    truth = step_in_bfloat16(0, str(tmp_path))
+    for grads in run_ranks(step_in_bfloat16, str(tmp_path), True, num_ranks=2):
         for name, grad in grads.items():
             assert torch.equal(grad, truth.pop(name)), name
     assert not truth

@@ -11,7 +11,7 @@ from helpers.ranks import run_ranks
 
 import furlong
 from furlong.errors import ConfigError
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.distributed.mesh import make_ranks
 
 
 def copied(rank: int, sizes: tuple[int, int, int]) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import furlong
 from furlong.plan.plan import ChunkPlan
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.distributed.mesh import make_ranks
 
 CASE = Case(ChunkPlan((16,), (), STAGES, ((), ())), settings={"num_hidden_layers": 3})
 NUM_CHUNKS = 2

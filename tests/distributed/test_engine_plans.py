@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from distributed.layout_cases import Case, whole_grads
 from distributed.test_pipeline_engine import BOUND, STAGES
-from helpers.gradients import reference_loss, take_grads, worst_relative_error
 from helpers.ranks import run_ranks
 
 import furlong
 from furlong.errors import ConfigError
 from furlong.plan.plan import ChunkPlan
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.distributed.mesh import make_ranks
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 LENS = (23, 4, 2, 17)
 

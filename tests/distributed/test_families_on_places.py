@@ -8,13 +8,14 @@ import pytest
 import torch.distributed as dist
 from distributed.sharded_cases import NUM_LAYERS, Found, Step, run_steps
 from helpers.attention_families import twin_of
-from helpers.gradients import batch, num_labels, reference_loss, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.placed import obey, plan_of
 from helpers.placed_cases import gloo_exchange, over_pool
 from helpers.ranks import run_ranks
 
 from furlong.plan.plan import Chunk, Place, Slice
 from furlong.planners.options import ChunkOptions
+from furlong.testing import num_labels, reference_loss, take_grads, worst_relative_error
 
 BOUND = 1e-9
 OWN, HALF, ALL = Place(1, 1), Place(0, 2), Place(0, 4)

@@ -10,18 +10,19 @@ import pytest
 import torch
 from distributed.layout_cases import whole_grads
 from helpers.attention_families import twin_of
-from helpers.gradients import batch, num_labels, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.hybrids import build
 from helpers.ranks import run_ranks
 from torch import Tensor
 
 import furlong
-from furlong.models.held import hold, stand_ins
+from furlong.models.placeholders import hold, placeholders
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import idle_plan, join_replicas, plan_1f1b, plan_on_device
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.distributed.mesh import make_ranks
+from furlong.testing import num_labels, take_grads, worst_relative_error
 
 LENS = (40, 9, 26, 5)
 DEALT = ((0, 3), (1, 2))
@@ -50,7 +51,7 @@ def step(rank: int, make: Make, piped: bool) -> Grads:
     ranks = make_ranks(*((1, 1, 2) if piped else (2, 1, 1)), "cpu")
     if piped:
         layers = range(CUT, NUM_LAYERS) if ranks.stage else range(CUT)
-        hold(model, stand_ins(model, layers))
+        hold(model, placeholders(model, layers))
     engine = furlong.Engine(model, ranks=ranks)
     engine.run(plan_of(piped=piped), sequences, num_labels(sequences))
     return whole_grads(engine.model.model)
@@ -81,6 +82,11 @@ def check(make: Make, *, piped: bool) -> None:
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "bamba"])
 def test_recurrent_layers(family: str, piped: bool) -> None:
     check(partial(build, family), piped=piped)
+
+
+@pytest.mark.slow
+def test_a_stage_of_attention_alone() -> None:
+    check(partial(build, "bamba", attn_layer_indices=[2, 3]), piped=True)
 
 
 def step_with_an_idle_replica(rank: int, families: Sequence[str]) -> list[tuple[Grads, float]]:

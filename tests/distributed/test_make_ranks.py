@@ -13,7 +13,7 @@ from helpers.ranks import run_ranks
 
 from furlong.errors import ConfigError
 from furlong.plan.plan import Layout, first_device
-from furlong.runtime.parallel.ranks import (
+from furlong.runtime.distributed.mesh import (
     Ranks,
     make_ranks,
     ranks_of_group,
@@ -50,12 +50,13 @@ def test_a_process_of_eight_in_a_pool_on_two_stages():
     assert seen["peers"] == [5, 13]
 
 
-def test_a_pool_of_24_has_places_up_to_8_and_all_of_it():
+def test_a_pool_of_24_has_places_of_its_divisors():
     (seen,) = run_ranks(of_one, 48, 24 + 13, (2, 24, 1), num_ranks=1)
     assert seen["shape"] == (1, 2, 3, 2, 2, 2)
     assert seen["at"] == (0, 1, 13, 1)
     assert seen["places"] == {
         2: [36, 37], 4: [36, 37, 38, 39], 8: list(range(32, 40)), 24: list(range(24, 48)),
+        3: [36, 37, 38], 6: list(range(36, 42)), 12: list(range(36, 48)),
     }  # fmt: skip
     assert seen["shards"] == list(range(48)) and seen["peers"] == [13, 37]
 
@@ -93,7 +94,7 @@ import sys
 import torch
 import torch.distributed as dist
 import furlong
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.distributed.mesh import make_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 dist.init_process_group("gloo")

@@ -6,18 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.gradients import batch
+from helpers.batches import batch
 from helpers.live_bytes import LiveBytes
 from helpers.ranks import run_ranks
 from helpers.tiny_families import build, config_of
 
 import furlong
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.models.describe import describe
-from furlong.models.held import hold, stand_ins
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.models.placeholders import hold, placeholders
+from furlong.runtime.distributed.mesh import make_ranks
 
 LENS = (768, 256, 300)
 SETTINGS = {
@@ -33,11 +33,11 @@ def measured(
     ranks = make_ranks(*sizes, "cpu")
     model = build("llama", **SETTINGS).float()
     if ranks.pp > 1:
-        hold(model, stand_ins(model, range(2 * ranks.stage, 2 * ranks.stage + 2)))
+        hold(model, placeholders(model, range(2 * ranks.stage, 2 * ranks.stage + 2)))
     engine = furlong.Engine(model, ranks=ranks)
     shape = describe(config_of("llama", **SETTINGS))
     training = replace(Training.in_dtype("float32"), zero_stage=1, gathers=True)
-    memory = CostModel(shape, hardware("A100-80"), training).memory()
+    memory = CostModel(shape, Machine.named("A100-80"), training).memory()
     found = []
     for given in options:
         plan = engine.plan(LENS, furlong.ChunkOptions(size=128 * ranks.sp, **given))

@@ -20,30 +20,33 @@ from helpers.nccl_double import (
 from helpers.pipeline_plans import random_1f1b, random_infinipipe, random_row, random_seq1f1b
 
 from furlong.plan.plan import ChunkPlan, Computing, Recv, Send
-from furlong.runtime.parallel.links import (
-    Incoming,
+from furlong.runtime.distributed.p2p import (
+    End,
     Links,
-    Outgoing,
+    Neighbour,
     Parcel,
     directions,
     late_posts,
-    warm_up,
 )
 
 PARCEL = Parcel(1, torch.float32, torch.device("cpu"))
 NUM_INSTANCES = 200
 
 
+def end_of(double: NCCLDouble, sender: int, receiver: int, own: int) -> End:
+    wire = DoubleWire(double, sender, receiver)
+    return End(wire.isend if own == sender else wire.irecv, f"{sender} to {receiver}")
+
+
 def links_of(double: NCCLDouble, rank: int, posts_ahead: bool) -> Links:
-    ways = {
-        step: (
-            Outgoing(DoubleWire(double, rank, rank + step), f"{rank} to {rank + step}"),
-            Incoming(DoubleWire(double, rank + step, rank), f"{rank + step} to {rank}"),
+    neighbours = {
+        other - rank: Neighbour(
+            end_of(double, rank, other, rank), end_of(double, other, rank, rank)
         )
-        for step in (-1, 1)
-        if 0 <= rank + step < double.num_processes
+        for other in (rank - 1, rank + 1)
+        if 0 <= other < double.num_processes
     }
-    return Links(ways, posts_ahead=posts_ahead)
+    return Links(neighbours, posts_ahead=posts_ahead)
 
 
 def payload_of(action: Send | Recv) -> float:
@@ -53,8 +56,7 @@ def payload_of(action: Send | Recv) -> float:
 def warm_up_links(double: NCCLDouble, rank: int) -> None:
     for sender, receiver in directions(double.num_processes):
         if rank in (sender, receiver):
-            wire = DoubleWire(double, sender, receiver)
-            warm_up(wire, "", PARCEL.device, sends=rank == sender)
+            end_of(double, sender, receiver, rank).warm_up(PARCEL.device)
 
 
 def obey(
@@ -71,9 +73,9 @@ def obey(
             links.before(index)
             rows = plan.chunks[getattr(action, "chunk", 0)].num_tokens
             if isinstance(action, Send):
-                links.send(action, torch.full((rows, 1), payload_of(action)))
+                links.of(action).send(action, torch.full((rows, 1), payload_of(action)))
             elif isinstance(action, Recv):
-                x = links.recv(action)
+                x = links.of(action).recv(action)
                 assert torch.equal(x, torch.full((rows, 1), payload_of(action)))
         double.leave()
         outcomes[rank] = "done"

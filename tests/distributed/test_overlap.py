@@ -15,12 +15,11 @@ from helpers.placed_cases import gloo_exchange
 from helpers.ranks import run_ranks
 from torch import Tensor
 
-from furlong.ops.backend import Backend
-from furlong.ops.chunk_attention import chunk_attention
-from furlong.ops.layer_kv import AttentionRule
+from furlong.ops.attention import AttentionRule, chunk_attention
+from furlong.ops.backends.base import Backend
+from furlong.ops.sequence_parallel import AllToAll
 from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import rows_of
-from furlong.runtime.parallel.exchange import AllToAll
 
 OWN_S, BACKWARD = 0.03, 2.5
 """Seconds of a process's own slices, forward, and how many times that backward."""
@@ -54,7 +53,7 @@ class NothingBefore:
     def prefix(self, slice_index: int, window: int | None, *, gradients: bool) -> Any:
         return iter(())
 
-    def relayed(self, slice_index: int) -> None:
+    def later_grads(self, slice_index: int) -> None:
         return None
 
 

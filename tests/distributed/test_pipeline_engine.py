@@ -1,22 +1,43 @@
-"""Engine in pipelines: the gradients of one process, and what an error does to the others."""
+"""Pipelines over gloo give the loss, the gradients and the updates of one process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from random import Random
 
 import pytest
+import torch
 from distributed.layout_cases import Case, run_cases, worst_error
+from helpers.pipeline_plans import row_of
 from helpers.ranks import run_ranks
+from helpers.tiny_families import config_of
+from papers.chunkflow_plan import recomputed_late
+from papers.published.chunks import sliced_groups
+from papers.seq1f1b_plan import plan_seq1f1b
+from torch import Tensor, nn
 
-from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import group_chunks, shard, sliced_groups
+import furlong
+from furlong.cost.machine import Machine
+from furlong.cost.model import CostModel
+from furlong.models.describe import describe
+from furlong.plan.plan import ChunkPlan, Forward
+from furlong.planners.chunks import group_chunks, shard
+from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import join_replicas, plan_1f1b, plan_seq1f1b
+from furlong.planners.orders import join_replicas, plan_1f1b
+from furlong.runtime.distributed.fsdp import clip_gradients
+from furlong.runtime.distributed.mesh import make_ranks
+from furlong.testing import reference_loss
 
 BOUND = 1e-10
 STAGES = (1, 2)
 LENS = (23, 4, 2, 17)
 TIED = {"tie_word_embeddings": True}
+GEMMA = {
+    "num_hidden_layers": 5,
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full") * 2][:5],
+}
+MAX_NORM = 0.1
 
 
 def planned(lens: Sequence[int] = LENS, sp_size: int = 1, **settings: object) -> ChunkPlan:
@@ -26,25 +47,50 @@ def planned(lens: Sequence[int] = LENS, sp_size: int = 1, **settings: object) ->
     return plan_1f1b(lens, placed, sp_size=sp_size, **{"stages": STAGES} | settings)  # type: ignore[arg-type]
 
 
-def token_level(lens: Sequence[int] = (23, 12)) -> ChunkPlan:
-    """Seq1F1B in which every other cell recomputes its layers."""
-    groups = sliced_groups(lens, num_slices=4)
-    count = sum(map(len, groups))
-    layers = [[height * (chunk % 2) for chunk in range(count)] for height in STAGES]
-    return plan_seq1f1b(lens, groups, stages=STAGES, recompute_layers=layers)
+def layers_per_cell(lens: Sequence[int], stages: tuple[int, ...]) -> ChunkPlan:
+    """Token-level 1F1B; every cell recomputes as many layers as chance has it."""
+    groups, random = sliced_groups(lens, num_slices=4), Random(1)
+    layers = [[random.randint(0, height) for _ in range(sum(map(len, groups)))]
+              for height in stages]  # fmt: skip
+    return plan_seq1f1b(lens, groups, stages=stages, recompute_layers=layers)
 
 
-def of_two_stages() -> dict[str, Case]:
-    frozen = planned(frozen_stages=1)
-    return {
-        "1f1b": Case(planned()),
-        "K 2": Case(planned(num_retained=2)),
-        "seq1f1b": Case(token_level()),
-        "evaluation": Case(planned(backward=False)),
-        "no label in the last chunk": Case(planned((21,)), masked=(range(9, 21),)),
-        "tied, two steps": Case(planned(), settings=TIED, num_steps=2),
-        "frozen": Case(frozen, frozen_layers=STAGES[0]),
+def in_a_row(lens: Sequence[int], stages: tuple[int, ...], cuts: list[int]) -> ChunkPlan:
+    return row_of(list(lens), sliced_groups(lens, num_slices=3), stages, cuts, Random(2))
+
+
+def infinipipe(lens: Sequence[int]) -> ChunkPlan:
+    """InfiniPipe's own plan of two stages where memory is short: it cuts and recomputes."""
+    model = CostModel(describe(config_of("llama")), Machine.named("A100-80"))
+    found = plan_infinipipe(lens, model, stages=STAGES, budget_bytes=395_000)
+    assert max(map(len, found.groups.values())) > 2
+    assert any(isinstance(a, Forward) and a.recompute_layers for a in found.actions[0])
+    return found
+
+
+def kinds(stages: tuple[int, ...]) -> dict[str, Case]:
+    """Every planner and every way to keep and to recompute, on Llama."""
+    settings = {"num_hidden_layers": sum(stages)}
+    plans = {
+        "packed": planned((5, 3, 8, 1, 2), stages=stages),
+        "split, kv, lazy": recomputed_late(planned((23,), stages=stages)),
+        "hybrid, kv, K 2": planned(stages=stages, num_retained=2),
+        "hybrid, input": planned(stages=stages, keep="input"),
+        "hybrid, attention, lazy, K 2, one layer again": recomputed_late(
+            planned(stages=stages, keep="attention", num_retained=2, recompute_layers=1)
+        ),
+        "all, K 0": planned(stages=stages, keep="all", num_retained=0),
+        "seq1f1b": layers_per_cell((23, 12), stages),
+        "two in a row": in_a_row((21, 16, 7), stages, [1]),
+        "three in a row": in_a_row((21, 16, 7), stages, [1, 2]),
+        "evaluation": planned(stages=stages, backward=False),
     }
+    cases = {name: Case(plan, settings=settings) for name, plan in plans.items()}
+    masked = planned((29, 9), stages=stages)
+    cases["masked"] = Case(masked, settings=settings, masked=(range(21), range(9)))
+    frozen = planned(stages=stages, frozen_stages=1)
+    cases["frozen"] = Case(frozen, settings=settings, frozen_layers=stages[0])
+    return cases
 
 
 def check(cases: dict[str, Case], sizes: tuple[int, int, int], *, own_alone: bool = False) -> None:
@@ -59,7 +105,26 @@ def check(cases: dict[str, Case], sizes: tuple[int, int, int], *, own_alone: boo
 
 
 def test_two_stages():
-    check(of_two_stages(), (1, 1, 2), own_alone=True)
+    more = {
+        "infinipipe": Case(infinipipe((40, 23, 12, 3))),
+        "no label in the last chunk": Case(planned((21,)), masked=(range(9, 21),)),
+        "tied, two steps": Case(planned(), settings=TIED, num_steps=2),
+    }
+    check(kinds(STAGES) | more, (1, 1, 2), own_alone=True)
+
+
+@pytest.mark.slow
+def test_four_stages():
+    stages = (1, 2, 1, 1)
+    gemma = {"family": "gemma3_text", "settings": GEMMA}
+    mistral = {"family": "mistral", "settings": {"num_hidden_layers": 5}}
+    more = {
+        "gemma3": Case(planned(stages=stages, keep="attention"), **gemma),
+        "gemma3, row": Case(in_a_row((21, 16, 7), stages, [1]), **gemma),
+        "mistral": Case(planned(stages=stages, num_retained=2), **mistral),
+        "adapters": Case(planned(stages=stages), lora=True, settings=mistral["settings"]),
+    }
+    check(kinds(stages) | more, (1, 1, 4))
 
 
 @pytest.mark.slow
@@ -69,6 +134,8 @@ def test_whole_models_other_families_and_adapters():
             "whole": Case(planned(), holds_all=True),
             "whole, tied": Case(planned(), settings=TIED, holds_all=True),
             "window": Case(planned(), family="mistral"),
+            "window, row": Case(in_a_row((21, 16, 7), STAGES, [1]), family="mistral"),
+            "gemma3, 4 + 1": Case(layers_per_cell((23, 12), (4, 1)), "gemma3_text", GEMMA),
             "adapters": Case(planned(), lora=True),
             "tied, adapters": Case(planned(), settings=TIED, lora=True),
         },
@@ -114,3 +181,47 @@ def test_a_middle_stage():
     lens = [*LENS, 9, 31, 3]
     plan = join_replicas(plans, [range(4), range(4, 7)], lens)
     check({"plain": Case(plan), "tied": Case(plan, settings=TIED)}, (2, 1, 3), own_alone=True)
+
+
+def updated(
+    model: nn.Module, step: Callable[[], object], clip: Callable[[], float]
+) -> tuple[dict[str, Tensor], list[float]]:
+    """The weights after three steps, and the norms of the whole gradient."""
+    optimizer, norms = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), []
+    for _ in range(3):
+        step()
+        norms.append(clip())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}, norms
+
+
+def trains(rank: int, case: Case) -> tuple[dict[str, Tensor], list[float]]:
+    model = case.model(case.layers_of(rank))
+    engine = furlong.Engine(model, ranks=make_ranks(1, 1, 2, "cpu"))
+    return updated(
+        model,
+        lambda: engine.run(case.plan, case.sequences()),
+        lambda: engine.clip_gradients(MAX_NORM),
+    )
+
+
+def test_both_copies_of_a_tied_weight_take_the_update_of_one_process():
+    case = Case(planned(), settings=TIED)
+    model, sequences = case.model(), case.sequences()
+    weights, norms = updated(
+        model,
+        lambda: reference_loss(model, sequences),
+        lambda: clip_gradients(model.parameters(), MAX_NORM),
+    )
+    (first, _), (last, _) = ranks = run_ranks(trains, case, num_ranks=2)
+    name = "model.embed_tokens.weight"
+    assert "lm_head.weight" not in first.keys() | last.keys()
+    assert torch.equal(first[name], last[name]), "the copies drift apart"
+    for own, own_norms in ranks:
+        assert own_norms == pytest.approx(norms, rel=1e-10), "a copy counts once in the norm"
+        for other, weight in own.items():
+            error = float((weight - weights[other]).norm() / weights[other].norm())
+            assert error <= BOUND, (other, error)
+    assert first.keys() & last.keys() == {name}
+    assert first.keys() | last.keys() == weights.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -11,18 +12,14 @@ from itertools import count
 import torch.distributed as dist
 from distributed.layout_cases import whole_grads
 from distributed.test_pipeline_engine import BOUND, LENS, STAGES, Case, planned
-from helpers.gradients import (
-    batch,
-    reference_loss,
-    take_grads,
-    worst_relative_error,
-)
+from helpers.batches import batch
 from helpers.ranks import run_ranks
 
 import furlong
 from furlong.errors import FurlongError
 from furlong.planners.orders import plan_on_device
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.distributed.mesh import make_ranks
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 
 def message(call: Callable[[], object]) -> str:
@@ -63,7 +60,7 @@ def refusals(rank: int) -> tuple[dict[str, str], float]:
 SAID = {
     "one list": "PlanError: the plan has 1 lists of actions for 1 processes each, this run has dp",
     "pool": "PlanError: the plan has 2 lists of actions for 2 processes each, this run has dp 1",
-    "other heights": "(PlanError: the plan runs layer 1|ConfigError: given: +an error on )",
+    "other heights": "(PlanError: the plan runs layer 1|ElsewhereError: an error on process 0)",
     "frozen": "PlanError: the plan has no backward in its first 1 stages, where process 0 trains",
     "other sequences on one": "(DataError: given: +sequences of 23, 4 tok|.*error on process 1)",
     "untrained": "ConfigError: given: +LlamaForCausalLM without a parameter that requires",
@@ -99,12 +96,9 @@ def ends(rank: int) -> list[str]:
         except Interrupted:
             said.append("interrupted")
     if rank:
-        pipeline = engine._followed.kept.pipeline
-        groups = [end._wire.group for end in pipeline.links._ways[-1]]
+        pipeline = engine._session.state.pipeline
+        pipeline.links.close()  # as the end of its process would
         del engine, pipeline
-        for group in groups:  # as the end of its process would
-            dist.destroy_process_group(group)
-        del group, groups
         gc.collect()
     return said
 
@@ -114,3 +108,31 @@ def test_the_end_of_one_process_ends_the_step_of_its_neighbours():
     assert second == "interrupted"
     assert re.match(r"LinkError: the link from process \d to \d \(stages \d, \d\) broke at", first)
     assert again == after and "an earlier step of this model ended with an error" in again
+
+
+def closed(rank: int) -> list[tuple[int, int]]:
+    """Threads of links and process groups, before the first step and after each close."""
+    case = Case(planned(), settings={"tie_word_embeddings": True})
+    ranks, found = make_ranks(1, 1, 2, "cpu"), []
+
+    def count_kept() -> None:
+        links = [t for t in threading.enumerate() if t.name.startswith("furlong-link")]
+        for thread in links if found else ():
+            thread.join(10)
+        alive = sum(thread.is_alive() for thread in links)
+        found.append((alive, len(dist.distributed_c10d._world.pg_names)))
+
+    count_kept()
+    engine = furlong.Engine(case.model(case.layers_of(rank)), ranks=ranks)
+    losses = []
+    for _ in range(2):
+        losses.append(engine.run(case.plan, batch(LENS)).loss)
+        engine.close()
+        count_kept()
+    assert losses[0] == losses[1]
+    return found
+
+
+def test_a_closed_engine_gives_back_threads_and_groups() -> None:
+    for found in run_ranks(closed, num_ranks=2, limit_s=120):
+        assert found[0] == found[1] == found[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from helpers.gradients import batch
+from helpers.batches import batch
 from helpers.nightly import seeds
 from helpers.placed import obey, on_one, plan_of
 from helpers.placed_cases import (
@@ -167,7 +167,10 @@ def test_a_loss_that_is_estimated_is_that_of_all_processes():
     assert pools == pytest.approx(one, rel=1e-12) and pools[0] > 0
 
 
-HEADS = {4: [(4, 2), (8, 4), (4, 1), (2, 2)], 8: [(8, 4), (8, 2), (4, 2), (2, 1)]}
+HEADS = {
+    4: [(4, 2), (8, 4), (4, 1), (2, 2)], 6: [(6, 3), (6, 6), (6, 2), (4, 2), (3, 1)],
+    8: [(8, 4), (8, 2), (4, 2), (2, 1)],
+}  # fmt: skip
 
 
 def check_random(seeds: range, sp_size: int) -> None:
@@ -183,5 +186,6 @@ def test_random_layouts():
 
 
 @pytest.mark.parametrize("part", seeds(1, 3))
-def test_many_random_layouts(part):
-    check_random(range(100 + 50 * part, 150 + 50 * part), 8)
+@pytest.mark.parametrize("sp_size", [6, 8])
+def test_many_random_layouts(part, sp_size):
+    check_random(range(100 + 50 * part, 150 + 50 * part), sp_size)

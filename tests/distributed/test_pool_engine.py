@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 from distributed.layout_cases import Case, run_cases, worst_error
-from helpers.gradients import batch
+from helpers.batches import batch
 from helpers.placed import plan_of
 from helpers.ranks import run_ranks
 from helpers.tiny_families import build, config_of
 
 import furlong
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.models.describe import describe
@@ -21,7 +21,7 @@ from furlong.planners.chunks import group_chunks, shard, shard_long
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b
 from furlong.planners.places import plan_places
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.distributed.mesh import make_ranks
 
 BOUND = 1e-10
 NESTED_LENS = (21, 2, 11, 6, 9)
@@ -51,8 +51,8 @@ def sharded(
 
 def on_places(lens: Sequence[int], pool_size: int) -> ChunkPlan:
     """Whole sequences where the planner puts them."""
-    model = CostModel(shape_of(), hardware("A100-80"))
-    return plan_places(lens, model, pool_size=pool_size, num_tries=0)
+    model = CostModel(shape_of(), Machine.named("A100-80"))
+    return plan_places(lens, model, pool_size=pool_size, num_changes=0)
 
 
 def on_the_second() -> ChunkPlan:

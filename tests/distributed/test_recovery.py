@@ -9,11 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from distributed.layout_cases import Case, whole_grads
 from distributed.test_pipeline_engine import BOUND
-from distributed.test_pool_engine import NESTED, NESTED_LENS
-from helpers.gradients import num_labels, reference_loss, take_grads, worst_relative_error
-from helpers.placed import plan_of
 from helpers.ranks import run_ranks
 
 import furlong
@@ -22,7 +20,8 @@ from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.distributed.mesh import make_ranks
+from furlong.testing import num_labels, reference_loss, take_grads, worst_relative_error
 
 LENS = (23, 4, 17)
 HEIGHTS = (1, 2)
@@ -63,7 +62,7 @@ def failing(fault: Fault, calls: count) -> Callable[..., None]:
 
 def try_step(engine: furlong.Engine, case: Case, fault: Fault | None) -> str:
     """What a step with a fault of this process, or of another one, ends with."""
-    sequences, kept = case.sequences(), engine._followed.kept
+    sequences, kept = case.sequences(), engine._session.state
     own, given = {}, kept.backend
     if fault is not None and fault.how == "attends":
         kept.backend = Flaky(given, failing(fault, count()))
@@ -90,7 +89,7 @@ def recovers(
         said = try_step(engine, first, fault if fault.rank == rank else None)
         left = sum(p.grad is not None for p in engine.model.model.parameters())
         assert left == 0, "gradients of a step that failed"
-        assert engine._followed.kept.pools.arena.taken_bytes == 0
+        assert engine._session.state.pools.arena.taken_bytes == 0
         sequences = smaller.sequences()
         loss = engine.run(smaller.plan, sequences, num_labels(sequences)).loss
         found.append((said, loss, whole_grads(engine.model.model)))
@@ -142,7 +141,8 @@ def pipelined(size: int, lens: Sequence[int] = LENS, **settings: Any) -> ChunkPl
 
 def test_a_pipeline_goes_on_after_an_error_at_any_action():
     cases = Case(pipelined(8)), Case(pipelined(4))
-    check(cases, drawn_faults(cases[0].plan, 2, 5), (1, 1, 2))
+    first = [Fault(rank, 0) for rank in range(2)]  # before it no message is expected
+    check(cases, [*first, *drawn_faults(cases[0].plan, 2, 4)], (1, 1, 2))
 
 
 def replicated(size: int, lens: Sequence[Sequence[int]], *, piped: bool) -> ChunkPlan:
@@ -179,64 +179,29 @@ def test_an_evaluation_and_tied_weights():
     check(cases, drawn_faults(cases[0].plan, 2, 3), (1, 1, 2))
 
 
-def pooled(size: int, **settings: Any) -> ChunkPlan:
+def pooled(size: int) -> ChunkPlan:
     groups = shard(group_chunks(LENS, ChunkOptions(size=size)), 2)
-    dials = {"num_retained": 1, "keep": "kv"} | settings
-    return plan_1f1b(LENS, groups, stages=(3,), sp_size=2, **dials)
+    return plan_1f1b(LENS, groups, stages=(3,), sp_size=2, num_retained=1, keep="kv")
 
 
-POOLED = (pooled(8), pooled(8, keep="attention"), pooled(8, keep="input", recompute_layers=2),
-          pooled(8, keep="all", recompute_layers=1))  # fmt: skip
+def ends(rank: int, case: Case, fault: Fault) -> list[str]:
+    """How a step with a fault ends, and how the next one does on the process that failed."""
+    engine = furlong.Engine(case.model(range(3)), ranks=make_ranks(1, 2, 1, "cpu"))
+    said = []
+    for own in (fault if rank == fault.rank else None, None)[: 2 if rank == fault.rank else 1]:
+        try:
+            said.append(try_step(engine, case, own))
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    if rank == fault.rank:
+        dist.destroy_process_group()  # as the end of its process does: the other one is told
+    return said
 
 
-def pool_faults(plan: ChunkPlan, num: int, seed: int = 0) -> list[Fault]:
-    """Faults of both processes of a pool, before the last backward."""
-    random, found = Random(seed), []
-    stop = len(plan.actions[0]) - 2
-    for rank in range(2):
-        for at in sorted(random.sample(range(1, stop), num)):
-            how = random.choice(("begins", "is over"))
-            found.append(Fault(rank, at, how, random.choice((MemoryError, ValueError))))
-        found += [Fault(rank, random.randrange(3, 12), "attends") for _ in range(2)]
-    return found
-
-
-def test_a_pool_goes_on_after_an_error_of_one_process():
-    check((Case(POOLED[1]), Case(pooled(4))), pool_faults(POOLED[1], 3), (1, 2, 1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 2, 3])
-def test_pools_with_other_keeps(number: int):
-    plan = POOLED[number]
-    check((Case(plan), Case(pooled(4))), pool_faults(plan, 4, number), (1, 2, 1))
-
-
-def of_four(size: int, sizes: tuple[int, int, int]) -> ChunkPlan:
-    """Pools of two in a pipeline, or of two replicas; or a pool of four with nested places."""
-    dp, sp, pp = sizes
-    if sp == 4:
-        return plan_of(NESTED_LENS, NESTED, 4, ChunkOptions(size=12, keep="kv"), num_layers=3)
-    stages = HEIGHTS if pp > 1 else (3,)
-    dealt = [(23, 4), (9, 17, 3)] if dp > 1 else [LENS]
-    plans = [
-        plan_1f1b(
-            lens, shard(group_chunks(lens, ChunkOptions(size=size)), 2), stages=stages, sp_size=2
-        )
-        for lens in dealt
-    ]
-    firsts = [sum(map(len, dealt[:i])) for i in range(dp)]
-    ids = [range(first, first + len(lens)) for first, lens in zip(firsts, dealt, strict=True)]
-    return join_replicas(plans, ids, [n for lens in dealt for n in lens])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (1, 4, 1)])
-def test_four_processes_with_pools(sizes: tuple[int, int, int]):
-    plan, random, faults = of_four(8, sizes), Random(1), []
-    for rank in range(4):
-        own = plan.actions[(rank // sizes[1]) % len(plan.actions)]
-        ats = random.sample(range(1, len(own) - 3), 2)
-        faults += [Fault(rank, at, "begins") for at in ats]
-        faults.append(Fault(rank, random.randrange(2, 6), "attends"))
-    check((Case(plan), Case(of_four(4, sizes))), faults, sizes)
+@pytest.mark.parametrize("how", ["begins", "attends"])
+def test_a_lack_of_memory_where_rows_are_exchanged_ends_the_run(how: str):
+    fault = Fault(0, 4, how)
+    failed, other = run_ranks(ends, Case(pooled(8)), fault, num_ranks=2, limit_s=100)
+    assert "out of memory on process 0 while processes exchanged rows" in failed[0]
+    assert failed[1].startswith("LinkError: an earlier step")
+    assert other[0] != "nothing"

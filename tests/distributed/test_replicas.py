@@ -184,21 +184,20 @@ def has_no_memory(arguments: list[str], at: int, num_times: int, number: int = 1
 
 
 @pytest.mark.parametrize(
-    ("at", "sizes", "layout"),
+    ("at", "sizes"),
     [
-        pytest.param(1, (256, 128, 64), "--parallel.dp=2", marks=pytest.mark.slow),
-        (3, (128, 64), "--parallel.dp=2"),
-        (0, (128, 64), "--parallel.dp=2"),
-        pytest.param(3, (128, 64), "--parallel.sp=2", marks=pytest.mark.slow),
+        pytest.param(1, (256, 128, 64), marks=pytest.mark.slow),
+        (3, (128, 64)),
+        (0, (128, 64)),
     ],
 )
 def test_lack_of_memory_on_one_is_answered_by_all(
-    tiny_run: TinyRun, tmp_path: Path, at: int, sizes: tuple, layout: str
+    tiny_run: TinyRun, tmp_path: Path, at: int, sizes: tuple
 ) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     flags = (f"--chunks.size={sizes[0]}", "--train.steps=2", "--train.epochs=null")
     assert main(tiny_run.arguments(whole, *flags)) == 0
-    arguments = tiny_run.arguments(run, *flags, layout)
+    arguments = tiny_run.arguments(run, *flags, "--parallel.dp=2")
     ended = Launched(tmp_path / "out", has_no_memory, arguments, at, len(sizes) - 1).ended(120)
     assert [process.code for process in ended] == [0, 0], ended
     for size, before in zip(sizes[1:], sizes, strict=False):
@@ -210,6 +209,18 @@ def test_lack_of_memory_on_one_is_answered_by_all(
     assert read_json(run / "options.json")["size"] == sizes[-1]
     assert records(run, "loss") == pytest.approx(records(whole, "loss"), rel=1e-5)
     assert worst(weights(run), weights(whole)) < 1e-3
+
+
+@pytest.mark.slow
+def test_lack_of_memory_inside_a_sequence_parallel_group_ends_all(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    arguments = tiny_run.arguments(tmp_path / "run", "--parallel.sp=2")
+    ended = Launched(tmp_path / "out", has_no_memory, arguments, 3, 1).ended(60)
+    assert [process.code for process in ended] == [1, 2], ended
+    told = "out of memory on process 1 while processes exchanged rows of a chunk: MemoryError"
+    assert told in ended[1].said
+    assert "change:   set chunks.size to less" in ended[1].said
 
 
 def cannot_plan(arguments: list[str], made: type[Exception]) -> None:
@@ -237,7 +248,7 @@ def test_an_error_of_the_planner_ends_all(tiny_run: TinyRun, tmp_path: Path) -> 
 
 def diverges(arguments: list[str]) -> None:
     """The loss of one process is not a number."""
-    from furlong.runtime.cells.loss_head import LossHead
+    from furlong.runtime.head import LossHead
 
     gradient = LossHead.gradient
 

@@ -43,7 +43,7 @@ def takes(arguments: list[str], method: str) -> None:
     """The command with plans by `method`: `auto` would take local sequences only if they gained
     something, which they do not in tiny models."""
     if method == search.LOCAL:
-        search.SLACK = -1e9  # type: ignore[misc]
+        search.LAYOUT_SLACK = -1e9  # type: ignore[misc]
         run_command(arguments)
     else:
         run_command([*arguments, f"--chunks.method={method}"])

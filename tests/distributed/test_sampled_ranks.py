@@ -8,11 +8,11 @@ import pytest
 import torch
 from distributed.layout_cases import Case, Grads, whole_grads
 from distributed.test_pipeline_engine import BOUND, STAGES
-from helpers.gradients import Batch, take_grads, worst_relative_error
 from helpers.ranks import run_ranks
 
 import furlong
 from furlong.plan.plan import ChunkPlan
+from furlong.testing import Batch, take_grads, worst_relative_error
 
 LENS = (23, 4, 17, 12)
 SAMPLED: list[dict[str, Any]] = [
@@ -35,7 +35,7 @@ def parts(num_replicas: int) -> list[Batch]:
 
 def sampled_steps(rank: int, sizes: tuple[int, int, int]) -> list[tuple[float, Grads]]:
     """Loss and gradients of forward_backward with each sampling, and those of Engine.plan."""
-    from furlong.runtime.parallel.ranks import make_ranks
+    from furlong.runtime.distributed.mesh import make_ranks
 
     ranks = make_ranks(*sizes, "cpu")
     layers = CASE.layers_of(ranks.stage) if ranks.pp > 1 else None

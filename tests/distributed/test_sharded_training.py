@@ -8,19 +8,14 @@ from typing import Any
 import pytest
 import torch
 from distributed.sharded_cases import Step, llama, whole_grads
-from helpers.gradients import (
-    reference_loss,
-    take_grads,
-    total_relative_error,
-    worst_relative_error,
-)
 from helpers.ranks import run_ranks
 from helpers.tiny_families import build
 from torch import nn
 
 import furlong
-from furlong.runtime.parallel.norm import clip_gradients
-from furlong.runtime.parallel.ranks import Ranks, make_ranks
+from furlong.runtime.distributed.fsdp import clip_gradients
+from furlong.runtime.distributed.mesh import Ranks, make_ranks
+from furlong.testing import reference_loss, take_grads, total_relative_error, worst_relative_error
 
 STEP = Step(((21, 4, 40), (17, 9)))
 MAX_NORM = 0.5

@@ -19,7 +19,7 @@ from distributed.sharded_cases import (
     tied_llama,
     whole_grads,
 )
-from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.ranks import run_ranks
 from helpers.tiny_families import bound, build
 from torch.distributed.fsdp import FSDPModule
@@ -28,7 +28,8 @@ import furlong
 from furlong.plan.plan import Backward, Chunk, Place, Slice
 from furlong.planners.chunks import chunk_by_chunk
 from furlong.planners.orders import plan_replica
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.distributed.mesh import make_ranks
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 BOUND = 1e-10
 UNEQUAL = ((21, 4, 40, 7), (5, 9))

@@ -6,7 +6,6 @@ the tokens of one and the labels of another.
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,18 +13,18 @@ from typing import Any
 
 import torch
 from distributed.sharded_cases import Step, llama
-from helpers.gradients import batch
+from helpers.batches import batch
 from helpers.ranks import run_ranks
 from torch import nn
 
 import furlong
 from furlong.errors import FurlongError
-from furlong.models.held import hold, stand_ins
+from furlong.models.placeholders import hold, placeholders
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b
-from furlong.runtime.parallel.ranks import Ranks, make_ranks
+from furlong.runtime.distributed.mesh import Ranks, make_ranks
 
 STEP = Step(((19,), (4,)))
 LENS = STEP.seq_lens
@@ -43,7 +42,7 @@ def pool() -> ChunkPlan:
 
 def stage_of(ranks: Ranks, **changes: Any) -> nn.Module:
     model = llama(**changes)
-    hold(model, stand_ins(model, (range(1), range(1, 3))[ranks.stage]))
+    hold(model, placeholders(model, (range(1), range(1, 3))[ranks.stage]))
     return model
 
 
@@ -156,23 +155,3 @@ def test_an_optimizer_that_would_train_nothing_is_noted():
     for early, late in run_ranks(with_an_optimizer, num_ranks=2):
         assert len(early) == 1 and "made before the engine trains nothing" in early[0]
         assert late == []
-
-
-def forked(rank: int) -> str:
-    """What a fork is told that goes on with an engine of several processes."""
-    model = llama()
-    engine = furlong.Engine(model, ranks=make_ranks(2, 1, 1, "cpu"))
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(writer, message(lambda: engine.run(STEP.plan(model), batch(LENS))).encode())
-        os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    with os.fdopen(reader) as told:
-        return told.read()
-
-
-def test_a_fork_is_refused():
-    for told in run_ranks(forked, num_ranks=2):
-        assert "in a fork of one of them" in told

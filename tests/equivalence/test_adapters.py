@@ -5,13 +5,13 @@ import warnings
 import pytest
 import torch
 import transformers
-from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.tiny_families import OTHERS, VOCAB_SIZE, bound, build, build_other, own_settings
 from peft import LoraConfig, get_peft_model
 
 import furlong
 from furlong.errors import UnsupportedModelError
-from furlong.runtime.cells.cell import Cell
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=8)
 
@@ -98,28 +98,6 @@ def test_longrope_asks_for_the_length_of_the_run():
         furlong.forward_backward(longrope_model(), batch([12]), OPTIONS)
 
 
-@pytest.mark.parametrize("keep", ["kv", "attention", "input"])
-def test_dropout_is_allowed_with_a_note_and_replayed(keep, monkeypatch):
-    """A recompute that drew anew would not meet the K,V that later chunks have seen."""
-    model = build("phi3", resid_pdrop=0.3)
-    keys_of: dict[tuple, list[torch.Tensor]] = {}
-    plain = Cell.attend
-
-    def attend(self, what, layer, q, k, *others):
-        keys_of.setdefault((self.pieces[0].index, layer), []).append(k.detach())
-        return plain(self, what, layer, q, k, *others)
-
-    options = furlong.ChunkOptions(size=8, keep=keep, num_retained=0)
-    with pytest.warns(UserWarning, match="dropout modules are active"):
-        furlong.forward_backward(model, batch([3]), options)
-    monkeypatch.setattr(Cell, "attend", attend)
-    with pytest.warns(UserWarning, match="dropout modules are active"):
-        furlong.forward_backward(model, batch([24]), options)
-    replayed = {key: keys for key, keys in keys_of.items() if len(keys) > 1}
-    assert {piece for piece, _ in replayed} == {0, 1} and len(replayed) == 2 * 3
-    assert all(torch.equal(keys[0], other) for keys in replayed.values() for other in keys[1:])
-
-
 def test_dropout_is_silent_in_evaluation():
     model = build("phi3", resid_pdrop=0.3).eval()
     with warnings.catch_warnings():
@@ -186,16 +164,3 @@ def test_an_encoder_decoder_is_refused():
         furlong.forward_backward(
             transformers.T5ForConditionalGeneration(config), batch([9]), OPTIONS
         )
-
-
-def test_the_self_check_finds_tokens_that_meet_outside_of_attention():
-    model = build("llama")
-    layer = model.model.layers[1]
-    plain = layer.mlp.forward
-
-    def leaky(x):
-        return plain(x) + x.cumsum(1)  # every token sees all tokens before it in the same call
-
-    layer.mlp.forward = leaky
-    with pytest.raises(UnsupportedModelError, match="other hidden states in chunks than whole"):
-        furlong.forward_backward(model, batch([21]), OPTIONS)

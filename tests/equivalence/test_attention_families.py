@@ -2,67 +2,86 @@
 of transformers' modeling files, in whatever chunks."""
 
 import functools
+from collections.abc import Sequence
 
 import pytest
 from helpers.attention_families import TWINS, VOCAB_SIZE, twin_of
-from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.batches import batch
+from helpers.covering import Design, Row
 from torch.nn.functional import cross_entropy
 
 import furlong
 from furlong.errors import UnsupportedModelError
 from furlong.kv.store import KVStore
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 BOUND = 1e-9
-LENS = [70, 33, 9, 5]
-OPTIONS = {
-    "small chunks": furlong.ChunkOptions(size=16, keep="kv"),
-    "odd chunks": furlong.ChunkOptions(size=7, num_retained=1, keep="attention"),
-}
-KEEPS = ("input", "kv", "attention", "all")
-MATRIX = [
-    (
-        name,
-        furlong.ChunkOptions(
-            size=(1, 7, 16, 48)[j], keep=KEEPS[(i + j) % 4],
-            num_retained=(0, 1, 3)[(i + 2 * j) % 3], hybrid=(i + j // 2) % 2 == 1,
-        ),
-    )
-    for i, name in enumerate(TWINS)
-    for j in range(4)
-]  # fmt: skip
-"""Every pair of values of a family, a size, a keep, a number retained and hybrid chunks or not."""
+LENS = (70, 33, 9, 5)
+SHORT_LENS = (27, 6, 2)
+"""For chunks of a single token."""
+SHARED = "gemma4 with shared keys"
+DESIGN = Design(
+    {
+        "name": tuple(TWINS),
+        "size": (16, 7, 1, 48),
+        "keep": ("kv", "input", "attention", "all"),
+        "num_retained": (0, 1, 3),
+        "hybrid": (True, False),
+        "stage_layers": (0, 1, 3),
+        "recompute_layers": (0, 2, 4),
+        "tier": ("device", "host", "disk"),
+        "segment_tokens": (0, 8),
+    },
+    {
+        "num_retained": lambda c: c["keep"] != "all",
+        "stage_layers": lambda c: "gemma4" not in c["name"],  # which is not cut between layers
+    },
+    steering=("name", "keep"),
+    loose=["name"],
+)
+FEW = DESIGN.array(2)
+TRIPLES = DESIGN.array(3, FEW)
+"""Every triple of dials, and every pair of a family and a value of one."""
 
 
 @functools.lru_cache(maxsize=2)
-def model_and_truth(name: str):
+def model_and_truth(name: str, lens: Sequence[int] = LENS):
     model = twin_of(name)
-    sequences = batch(LENS, vocab_size=VOCAB_SIZE, masked=[range(10)])
+    sequences = batch(lens, vocab_size=VOCAB_SIZE, masked=[range(10)])
     loss = reference_loss(model, sequences)
     return model, sequences, loss, take_grads(model)
 
 
 def check(name: str, options: furlong.ChunkOptions) -> None:
-    model, sequences, loss, truth = model_and_truth(name)
-    given = furlong.forward_backward(model, sequences, options)
+    model, sequences, loss, truth = model_and_truth(name, SHORT_LENS if options.size == 1 else LENS)
+    given = furlong.forward_backward(
+        model, sequences, options, storage=furlong.Storage(poison=True)
+    )
     assert abs(given.loss - loss) <= BOUND * loss
     assert worst_relative_error(take_grads(model), truth) <= BOUND
 
 
-@pytest.mark.parametrize("how", OPTIONS)
-@pytest.mark.parametrize("name", TWINS)
-def test_gradients_are_those_of_the_whole_forward(name, how):
-    check(name, OPTIONS[how])
+def check_row(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents are expanded a few tokens at a time, and kept in segments of a few."""
+    dials = {dial: value for dial, value in row.items() if dial not in ("name", "segment_tokens")}
+    if segment_tokens := row["segment_tokens"]:
+        monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: segment_tokens)
+        monkeypatch.setattr("furlong.ops.latent._MIN_TOKENS", 3)
+    dials["order"] = "layer-first" if row["stage_layers"] else "chunk-first"
+    check(
+        row["name"], furlong.ChunkOptions(**dials | {"stage_layers": row["stage_layers"] or None})
+    )
+
+
+@pytest.mark.parametrize("row", sorted(FEW, key=str), ids=str)
+def test_gradients_are_those_of_the_whole_forward(row, monkeypatch):
+    check_row(row, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), MATRIX, ids=str)
-def test_the_matrix(name, options):
-    check(name, options)
-
-
-@pytest.mark.parametrize("name", ["deepseek_v2", "llama4"])
-def test_layer_first(name):
-    check(name, furlong.ChunkOptions(size=16, keep="input", order="layer-first", stage_layers=1))
+@pytest.mark.parametrize("row", sorted(TRIPLES, key=str), ids=str)
+def test_the_matrix(row, monkeypatch):
+    check_row(row, monkeypatch)
 
 
 def test_a_decoder_inside_a_model_that_calls_itself_its_decoder():
@@ -90,14 +109,17 @@ def test_keys_that_layers_share_are_stored_once(monkeypatch):
         plain(store, seq_id, layer, *more)
 
     monkeypatch.setattr(KVStore, "write", write)
-    for options in (OPTIONS["odd chunks"], furlong.ChunkOptions(size=16, recompute_layers=6)):
+    for options in (
+        furlong.ChunkOptions(size=7, num_retained=1, keep="attention"),
+        furlong.ChunkOptions(size=16, recompute_layers=6),
+    ):
         written.clear()
-        check("gemma4 with shared keys", options)
+        check(SHARED, options)
         assert written == {0, 1, 2, 3}
 
 
 def test_layers_that_share_keys_are_not_cut_into_stages():
-    model, sequences, *_ = model_and_truth("gemma4 with shared keys")
+    model, sequences, *_ = model_and_truth(SHARED)
     options = furlong.ChunkOptions(size=16, order="layer-first", stage_layers=3)
     with pytest.raises(UnsupportedModelError, match="cut between any two layers"):
         furlong.forward_backward(model, sequences, options)

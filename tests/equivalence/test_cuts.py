@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from helpers.gradients import Batch, batch, reference_loss, take_grads, worst_relative_error
+from helpers.batches import batch
+from helpers.covering import Design
 from helpers.tiny_families import (
     FAMILIES,
     OTHERS,
@@ -17,9 +20,10 @@ from torch import nn
 
 import furlong
 from furlong.errors import UnsupportedModelError
-from furlong.models.stage import _Capture
+from furlong.models.placeholders import Capture
 from furlong.plan.plan import Recompute
-from furlong.runtime.cells.cell import Cell
+from furlong.runtime.cell import Cell
+from furlong.testing import Batch, reference_loss, take_grads, worst_relative_error
 from furlong.verify.subject import spread_weights
 
 LENS = [21, 4, 17]
@@ -35,6 +39,7 @@ SETTINGS: dict[str, dict] = {
 }  # fmt: skip
 
 
+@functools.lru_cache(maxsize=2)
 def subject(name: str) -> tuple[nn.Module, Batch, float, dict, float]:
     """A model, a batch, the model's own loss and gradients, and the bound."""
     if name in FAMILIES:
@@ -59,23 +64,22 @@ def check(name: str, height: int, keep: str) -> None:
     assert worst_relative_error(take_grads(model), truth) <= most
 
 
-@pytest.mark.parametrize("name", [*SETTINGS, *OTHERS])
-def test_cut_between_all_layers(name):
-    check(name, 1, "input")
+CUTS = Design(
+    {"name": (*SETTINGS, *OTHERS), "height": (1, 2), "keep": ("input", "kv", "attention", "all")}
+)
+FEW = [{"name": name, "height": 1, "keep": "input"} for name in CUTS.dials["name"]]
+
+
+@pytest.mark.parametrize("row", FEW, ids=lambda row: row["name"])
+def test_cut_between_all_layers(row):
+    check(**row)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "height", "keep"),
-    [
-        (name, 1 + (i + j) % 2, keep)
-        for i, name in enumerate([*SETTINGS, *OTHERS])
-        for j, keep in enumerate(["input", "kv", "attention", "all"])
-    ],
-)
-def test_every_family_at_every_cut(name, height, keep):
+@pytest.mark.parametrize("row", sorted(CUTS.array(2, FEW), key=str), ids=str)
+def test_every_family_at_every_cut(row):
     """Every pair of a family, a height and a keep; those of `FAMILIES` are in the matrix too."""
-    check(name, height, keep)
+    check(**row)
 
 
 @pytest.mark.parametrize("name", ["granite", "gpt2", "gemma"])
@@ -84,8 +88,8 @@ def test_a_stage_read_behind_the_embeddings_again_is_seen(name, monkeypatch):
     model, sequences, _, truth, _ = subject(name)
     furlong.forward_backward(model, sequences, options(1, "input"))
     take_grads(model)
-    taken = _Capture.taken
-    monkeypatch.setattr(_Capture, "taken", lambda self: 1.5 * taken(self))
+    capture = Capture.forward
+    monkeypatch.setattr(Capture, "forward", lambda self, x, *_, **__: capture(self, 1.5 * x))
     furlong.forward_backward(model, sequences, options(1, "input"))
     assert worst_relative_error(take_grads(model), truth) > 1e-2
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from helpers.covering import Design
 from helpers.hybrid_cases import Case, measured
 from helpers.hybrids import HYBRIDS
 from transformers import CONFIG_MAPPING
@@ -17,15 +18,38 @@ ADAPTED = (
     "qwen3_next", "kimi_linear", "lfm2", "bamba", "nemotron_h", "jamba", "mamba2", "zamba2",
 )  # fmt: skip
 SAMPLED = ("nemotron_h", "lfm2")
-FAST = [
-    Case("lfm2", 7), Case("lfm2", 16, "attention", 1),
-    Case("lfm2", 16, "kv", 0, stage_layers=1), Case("lfm2", 32, "input", 3),
-    Case("nemotron_h", 7, "attention", 1), Case("nemotron_h", 1),
-    Case("nemotron_h", 16, "input", 0, stage_layers=1),
-    Case("jamba", 7, "attention", 3), Case("minimax", 16, "input"),
-    Case("qwen3_next", 16, "attention", 1, tier="host"),
-    Case("nemotron_h", 16, kind="lora"), Case("lfm2", 16, "attention", kind="hidden states"),
-]  # fmt: skip
+
+
+def design(families: Sequence[str]) -> Design:
+    return Design(
+        {
+            "family": families,
+            "size": (16, 7, 1),
+            "keep": ("kv", "input", "attention", "all"),
+            "num_retained": (0, 1, 3),
+            "hybrid": (True, False),
+            "stage_layers": (0, 1, 2),
+            "recompute_layers": (0, 1),
+            "tier": ("device", "host", "disk"),
+            "kind": ("gradients", "hidden states"),
+        },
+        {
+            "num_retained": lambda c: c["keep"] != "all",
+            "stage_layers": lambda c: c["family"] not in UNCUT,
+            "kind": lambda c: c["keep"] != "all" and not c["stage_layers"],
+        },
+        steering=("family", "keep", "stage_layers"),
+        loose=["family"],
+    )
+
+
+FEW = design(["lfm2", "nemotron_h", "jamba", "minimax", "qwen3_next"]).array(2)
+TRIPLES = design(BUILDABLE).array(3, FEW)
+"""Every triple of dials, and every pair of a family and a value of one."""
+OTHERS = [
+    *(Case(family, 16, kind="lora") for family in ADAPTED),
+    *(Case(family, 7, "attention", hybrid=False, kind="sampled") for family in SAMPLED),
+]
 
 
 def require_exact(cases: Sequence[Case]) -> None:
@@ -35,28 +59,13 @@ def require_exact(cases: Sequence[Case]) -> None:
     assert not wrong, wrong
 
 
-def matrix(family: str) -> list[Case]:
-    cases = [
-        Case(family, 1), Case(family, 7, "attention", 1, tier="disk"), Case(family, 16, "input", 3),
-        Case(family, 64, "all", hybrid=False, tier="host"),
-    ]  # fmt: skip
-    if family not in UNCUT:
-        cases += [
-            Case(family, 7, "input", 0, stage_layers=2),
-            Case(family, 16, "attention", 0, stage_layers=1, recompute_layers=1),
-        ]
-    if family in ADAPTED:
-        cases.append(Case(family, 16, kind="lora"))
-    if family in SAMPLED:
-        cases.append(Case(family, 7, "attention", hybrid=False, kind="sampled"))
-    return [*cases, Case(family, 16, "attention", 0, kind="hidden states")]
-
-
 def test_a_few_cases():
-    require_exact(FAST)
+    few = [Case(**row) for row in FEW]
+    require_exact([*sorted(few, key=str), Case("nemotron_h", 16, kind="lora")])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", BUILDABLE)
 def test_matrix(family):
-    require_exact(matrix(family))
+    cases = [Case(**row) for row in TRIPLES] + OTHERS
+    require_exact(sorted((case for case in cases if case.family == family), key=str))

@@ -1,39 +1,20 @@
 """Latents in the place of keys and values: what they take, and gradients that go through them."""
 
-import itertools
-import math
 from typing import Any
 
 import pytest
 import torch
-from helpers.attention_families import TWINS, VOCAB_SIZE, twin_of
-from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.attention_families import VOCAB_SIZE, twin_of
+from helpers.batches import batch
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import mse_loss
 
 import furlong
 from furlong.kv.store import KVStore
-from furlong.models.causal_lm import CausalLM
-from furlong.ops.choose import ProbedBackend
-from furlong.planners.spaco import EXACT, Factors, sample_backwards
-from furlong.runtime.checks.self_check import self_check
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 BOUND = 1e-9
-LATENT = [name for name, (_, own) in TWINS.items() if "kv_lora_rank" in own]
-WALKS = {
-    "host": furlong.ChunkOptions(size=16, keep="kv", tier="host"),
-    "disk": furlong.ChunkOptions(size=7, keep="attention", tier="disk", num_retained=1),
-    "layer-first": furlong.ChunkOptions(size=16, keep="input", order="layer-first", stage_layers=1),
-    "layer-first, remembered": furlong.ChunkOptions(
-        size=16, keep="attention", order="layer-first", stage_layers=3, tier={"kv": "host"}
-    ),
-    "recomputed layers": furlong.ChunkOptions(
-        size=16, keep="all", num_retained=2, recompute_layers=2
-    ),
-    "recomputed layers, remembered": furlong.ChunkOptions(
-        size=16, keep="attention", recompute_layers=4
-    ),
-}
+HOST = furlong.ChunkOptions(size=16, keep="kv", tier="host")
 
 
 def assert_equal_gradients(model: Any, options: furlong.ChunkOptions, lens=(70, 33, 9)) -> None:
@@ -45,13 +26,6 @@ def assert_equal_gradients(model: Any, options: furlong.ChunkOptions, lens=(70, 
     )
     assert result.loss == pytest.approx(loss, rel=BOUND)
     assert worst_relative_error(take_grads(model), truth) <= BOUND
-
-
-@pytest.mark.parametrize("walk", WALKS)
-def test_walks_and_tiers(walk, monkeypatch):
-    monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 8)
-    monkeypatch.setattr("furlong.ops.latent_kv._MIN_TOKENS", 3)
-    assert_equal_gradients(twin_of("deepseek_v3"), WALKS[walk])
 
 
 class Watched:
@@ -88,7 +62,7 @@ def test_what_a_token_takes_is_what_deepseek_v3_publishes(monkeypatch):
 
 def test_an_odd_width():
     """A latent is stored in two halves."""
-    assert_equal_gradients(twin_of("deepseek_v3", kv_lora_rank=31), WALKS["host"])
+    assert_equal_gradients(twin_of("deepseek_v3", kv_lora_rank=31), HOST)
 
 
 @pytest.mark.parametrize(
@@ -139,12 +113,6 @@ def test_frozen_below_the_expansion():
     assert_equal_gradients(model, furlong.ChunkOptions(size=7, keep="kv"))
 
 
-def test_the_start_up_check_adds_to_no_gradient():
-    model = twin_of("deepseek_v3")
-    assert self_check(CausalLM(model), ProbedBackend()) <= 1e-12
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("gradients", ["returned", "added"])
 def test_hidden_states_with_a_graph(gradients):
     """Gradients that are returned take autograd's own way: those of the expansion, too."""
@@ -160,42 +128,3 @@ def test_hidden_states_with_a_graph(gradients):
     )
     mse_loss(given, target).backward()
     assert worst_relative_error(take_grads(model), truth) <= BOUND
-
-
-def test_sampled_draws_give_the_gradient_on_average():
-    size, chances = 8, [0.5, 0.8, 0.3, 0.6]
-    model = twin_of("deepseek_v3", num_hidden_layers=2)
-    sequences = batch([size * len(chances) - 3], vocab_size=VOCAB_SIZE)
-    reference_loss(model, sequences)
-    truth = take_grads(model)
-    engine = furlong.Engine(model)
-    options = furlong.ChunkOptions(size=size, keep="kv", hybrid=False)
-    whole = engine.plan([len(sequences[0]["input_ids"])], options)
-    mean: dict[str, torch.Tensor] = {}
-    for included in itertools.product((False, True), repeat=len(chances)):
-        each = [p if is_in else 1 - p for p, is_in in zip(chances, included, strict=True)]
-        drawn = itertools.compress(enumerate(chances), included)
-        factors = {i: Factors(1 / p, 1 / p) for i, p in drawn} or {0: Factors(0.0, 0.0)}
-        engine.run(sample_backwards(whole, factors), sequences)
-        for name, grad in take_grads(model).items():
-            mean[name] = mean.get(name, 0) + math.prod(each) * grad
-    assert worst_relative_error(mean, truth) <= BOUND
-
-
-def test_everything_drawn_is_the_whole_gradient():
-    model = twin_of("deepseek_v3", num_hidden_layers=2)
-    sequences = batch([29], vocab_size=VOCAB_SIZE)
-    reference_loss(model, sequences)
-    truth = take_grads(model)
-    engine = furlong.Engine(model)
-    whole = engine.plan([29], furlong.ChunkOptions(size=8, hybrid=False))
-    engine.run(sample_backwards(whole, dict.fromkeys(range(4), EXACT)), sequences)
-    assert worst_relative_error(take_grads(model), truth) <= BOUND
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LATENT)
-@pytest.mark.parametrize("walk", WALKS)
-def test_every_family(name, walk, monkeypatch):
-    monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 8)
-    assert_equal_gradients(twin_of(name), WALKS[walk])

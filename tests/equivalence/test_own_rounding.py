@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from helpers.gradients import Batch, batch, reference_loss, take_grads, total_norm
+from helpers.batches import batch
 from helpers.hybrids import VOCAB_SIZE, build
 from torch import Tensor, nn
 
 import furlong
+from furlong.testing import Batch, reference_loss, take_grads, worst_error
 
 LENS = (70, 33, 9, 5)
 TIMES = 3
@@ -57,24 +58,15 @@ def with_other_inner_chunks(family: str, sequences: Batch, patch: pytest.MonkeyP
         return own_grads(model, sequences)
 
 
-def distance(given: Grads, truth: Grads) -> float:
-    """The largest error of a parameter's gradient, by its own norm or that share of the whole."""
-    assert given.keys() == truth.keys()
-    least = LEAST_SHARE * total_norm(truth)
-    return max(
-        float((given[name] - grad).norm()) / max(float(grad.norm()), least)
-        for name, grad in truth.items()
-    )
-
-
 def measured(family: str, patch: pytest.MonkeyPatch) -> tuple[float, float]:
     """How far the gradients of a family move in chunks, and with other inner chunks."""
     model: Any = build(family, wide=False)
     sequences = batch(LENS, vocab_size=VOCAB_SIZE, masked=[range(3)])
     truth = own_grads(model, sequences)
     furlong.forward_backward(model, sequences, furlong.ChunkOptions(size=16, keep="attention"))
-    error = distance(take_grads(model), truth)
-    return error, distance(with_other_inner_chunks(family, sequences, patch), truth)
+    found = take_grads(model), with_other_inner_chunks(family, sequences, patch)
+    error, own = (worst_error(grads, truth, least=LEAST_SHARE)[0] for grads in found)
+    return error, own
 
 
 @pytest.mark.parametrize(

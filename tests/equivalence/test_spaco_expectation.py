@@ -6,18 +6,12 @@ LlamaRMSNorm rounds to float32 inside, so that a factor that is no power of two 
 
 import itertools
 import math
-import statistics
 
 import pytest
 import torch
-from helpers.gradients import (
-    batch,
-    reference_loss,
-    take_grads,
-    total_relative_error,
-    worst_relative_error,
-)
-from helpers.tiny_families import build
+from helpers.attention_families import twin_of
+from helpers.batches import batch
+from helpers.tiny_families import FAMILIES, build
 
 import furlong
 from furlong.plan.plan import Backward
@@ -30,10 +24,11 @@ from furlong.planners.spaco import (
     fixed_factors,
     sample_backwards,
 )
+from furlong.testing import reference_loss, take_grads, total_relative_error, worst_relative_error
 
-CHUNKS, SIZE, LAYERS = 6, 4, 3
+CHUNKS, SIZE, LAYERS = 5, 4, 3
 LENS = (CHUNKS * SIZE - 1, SIZE)
-"""A sequence of six chunks, and one that is packed and always trained."""
+"""A sequence of five chunks, and one that is packed and always trained."""
 WALKS = {
     "chunk-first": ChunkOptions(size=SIZE, keep="kv", num_retained=0, hybrid=False),
     "retained": ChunkOptions(size=SIZE, keep="attention", num_retained=2, hybrid=False),
@@ -46,10 +41,11 @@ WALKS = {
 
 
 class Drawn:
-    """Gradients of one batch under any draw of the six chunks."""
+    """Gradients of one batch under any draw of the chunks."""
 
     def __init__(self, family: str, options: ChunkOptions, label_chunks=None) -> None:
-        self.model = build(family, num_hidden_layers=LAYERS)
+        make = build if family in FAMILIES else twin_of
+        self.model = make(family, num_hidden_layers=LAYERS)
         self.sequences = batch(LENS)
         if label_chunks is not None:
             labels = self.sequences[0]["labels"]
@@ -89,7 +85,7 @@ def all_draws(chances):
 
 
 HALF = [0.5] * CHUNKS
-UNEQUAL = [0.3, 1.0, 0.7, 0.45, 0.2, 0.6]
+UNEQUAL = [0.3, 1.0, 0.7, 0.45, 0.2]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +99,11 @@ UNEQUAL = [0.3, 1.0, 0.7, 0.45, 0.2, 0.6]
 def test_unbiased_draws_give_the_gradient_on_average(walk, chances, label_chunks) -> None:
     drawn = Drawn("gpt_neox", WALKS[walk], label_chunks)
     assert worst_relative_error(drawn.mean(all_draws(chances)), drawn.truth) <= 1e-10
+
+
+def test_latents_relay_with_the_factors_of_keys_and_values() -> None:
+    drawn = Drawn("deepseek_v3", WALKS["chunk-first"])
+    assert worst_relative_error(drawn.mean(all_draws(UNEQUAL)), drawn.truth) <= 1e-9
 
 
 def test_a_family_whose_norm_rounds_is_unbiased_as_far_as_that_allows() -> None:
@@ -137,9 +138,9 @@ def by_hops(gradient_at, packed):
 
 
 RULES = [
-    Sampling(chunks=4, rule="fixed"),
-    Sampling(chunks=4, rule="paper"),
-    Sampling(chunks=3, rule="fixed", cap=1.5),
+    Sampling(chunks=3, rule="fixed"),
+    Sampling(chunks=3, rule="paper"),
+    Sampling(chunks=2, rule="fixed", cap=1.5),
     pytest.param(Sampling(rate=0.4), marks=pytest.mark.slow),
 ]
 
@@ -194,7 +195,7 @@ def test_the_loss_of_a_draw(walk) -> None:
 
 
 def test_the_engine_draws_anew_unless_it_is_given_a_seed() -> None:
-    model, sequences = build("llama"), batch((64,))
+    model, sequences = build("llama", num_hidden_layers=1), batch((64,))
     engine = furlong.Engine(model)
 
     def trained(**more):
@@ -204,15 +205,13 @@ def test_the_engine_draws_anew_unless_it_is_given_a_seed() -> None:
 
     assert trained(seed=1) == trained(seed=1)
     torch.manual_seed(0)
-    first = [trained() for _ in range(4)]
+    first, second = trained(), trained()
     torch.manual_seed(0)
-    assert first == [trained() for _ in range(4)]
-    assert len(set(map(tuple, first))) > 1
-    assert statistics.fmean(len(trained(seed=s)) for s in range(100)) == pytest.approx(4.8, abs=0.6)
+    assert first != second and [first, second] == [trained(), trained()]
 
 
 def test_where_no_label_is_drawn_every_gradient_is_zero_and_there() -> None:
-    drawn = Drawn("llama", WALKS["retained"], label_chunks=(5,))
+    drawn = Drawn("llama", WALKS["retained"], label_chunks=(4,))
     drawn.sequences = drawn.sequences[:1]
     whole = drawn.engine.plan(LENS[:1], WALKS["retained"])
     plan = sample_backwards(whole, {1: Factors(6.0, 5.0)})

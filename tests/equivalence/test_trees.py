@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.batches import batch
+from helpers.covering import Design, Row
 from helpers.forked import FOUR, NESTED, ONE, PAIR, Forked, forks_of
-from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from torch import nn
@@ -14,14 +15,16 @@ from torch import nn
 import furlong
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.orders import plan_on_device
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 OTHERS = batch([11, 50], seed=5)
 """Packed beside trees, one of them cut."""
 
 
 @pytest.fixture(scope="module")
-def llama() -> nn.Module:
-    return widen_norms(build("llama"))
+def models() -> dict[str, nn.Module]:
+    mistral = build("mistral", sliding_window=12)
+    return {"llama": widen_norms(build("llama")), "mistral": widen_norms(mistral)}
 
 
 def plan_of(trees: list[Forked], **dials: Any) -> ChunkPlan:
@@ -36,46 +39,44 @@ def error(model: nn.Module, trees: list[Forked], **dials: Any) -> tuple[float, f
     gradients = take_grads(model)
     engine = furlong.Engine(model)
     found = engine.run(plan_of(trees, **dials), [*(tree.joined() for tree in trees), *OTHERS])
-    assert engine._followed.kept.opened.arena.taken_bytes == 0
+    assert engine._session.state.opened.arena.taken_bytes == 0
     loss = abs(found.loss - truth) / abs(truth)
     return loss, worst_relative_error(take_grads(model), gradients)
 
 
-@pytest.mark.parametrize("size", [16, 25, 128])
-@pytest.mark.parametrize("keep", ["kv", "attention", "input"])
-@pytest.mark.parametrize("tree", [ONE, PAIR, FOUR, NESTED], ids=["one", "pair", "four", "nested"])
-def test_a_shared_prompt_is_exact(llama: nn.Module, tree: Forked, keep: str, size: int) -> None:
-    assert max(error(llama, [tree], keep=keep, size=size, num_retained=0)) <= 1e-12
+TREES = {"one": [ONE], "pair": [PAIR], "four": [FOUR], "nested": [NESTED], "two": [NESTED, FOUR]}
+DESIGN = Design(
+    {
+        "trees": tuple(TREES),
+        "family": ("llama", "mistral"),  # windows reach back along the path
+        "size": (25, 7, 16, 128),
+        "keep": ("kv", "input", "attention", "all"),
+        "num_retained": (0, 2),
+        "hybrid": (True, False),
+        "order": ("chunk-first", "layer-first"),
+        "tier": ("device", "host", "disk"),
+        "segment_tokens": (0, 7),  # of few: the end of one branch and the start of the next
+    },
+    {"num_retained": lambda c: c["keep"] != "all"},
+    steering=["keep"],
+)
+FEW = DESIGN.array(2)
 
 
-@pytest.mark.parametrize(
-    "dials",
-    [
-        {"num_retained": 2}, {"keep": "all"}, {"tier": "host"}, {"tier": "host", "keep": "input"},
-        {"order": "layer-first", "keep": "input"}, {"order": "layer-first", "tier": "host"},
-        {"hybrid": False},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_every_dial_is_exact(llama: nn.Module, dials: dict[str, Any]) -> None:
-    assert max(error(llama, [NESTED, FOUR], **{"size": 25, "keep": "kv", **dials})) <= 1e-12
+def check(models: dict[str, nn.Module], row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ("trees", "family", "segment_tokens")
+    if segment_tokens := row["segment_tokens"]:
+        monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: segment_tokens)
+    dials = {dial: value for dial, value in row.items() if dial not in own}
+    assert max(error(models[row["family"]], TREES[row["trees"]], **dials)) <= 1e-12
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
-@pytest.mark.parametrize("size", [7, 16])
-def test_windows_reach_back_along_the_path(size: int, tier: str) -> None:
-    model = widen_norms(build("mistral", sliding_window=12))
-    for keep in ("kv", "input"):
-        assert max(error(model, [NESTED, PAIR], size=size, keep=keep, tier=tier)) <= 1e-12
+@pytest.mark.parametrize("row", FEW, ids=str)
+def test_every_pair_of_dials_is_exact(models, row, monkeypatch) -> None:
+    check(models, row, monkeypatch)
 
 
-@pytest.mark.parametrize("tier", ["device", "host", "disk"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_segments_that_branches_share(
-    family: str, tier: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Segments of few tokens hold the end of one branch and the start of the next."""
-    monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 7)
-    model = widen_norms(build(family))
-    for keep in ("kv", "input"):
-        assert max(error(model, [NESTED, FOUR], size=10, keep=keep, tier=tier)) <= 1e-12
+@pytest.mark.slow
+@pytest.mark.parametrize("row", DESIGN.array(3, FEW), ids=str)
+def test_every_triple_of_dials_is_exact(models, row, monkeypatch) -> None:
+    check(models, row, monkeypatch)

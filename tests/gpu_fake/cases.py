@@ -72,8 +72,7 @@ def seen(gpu: FakeGPU, **more: Any) -> dict[str, Any]:
     return {
         "problems": problems, "host_syncs": gpu.counts["host syncs"], "syncs": dict(gpu.syncs),
         "kernels": sum(gpu.kernels.values()), "num_plans": sum(gpu.rules.num_plans.values()),
-        "calls": dict(gpu.rules.shapes), "began": gpu.counts["prefetch begun"],
-        "no_room": gpu.counts["prefetch refused: no room"], **more,
+        "calls": dict(gpu.rules.shapes), "no_room": gpu.counts["prefetch refused: no room"], **more,
     }  # fmt: skip
 
 
@@ -102,20 +101,16 @@ def staging_of(
 ) -> dict[str, float]:
     """Bytes of the host tier's buffers on the device: those that are there, the most that they may
     become, and those that the cost model counts of them in the first action, which reads none."""
-    from furlong.cost.memory import PlanMemory
+    from furlong.cost import memory
     from furlong.cost.training import Training
     from furlong.planners.orders import plan_on_device
 
-    class Without(PlanMemory):
-        def staging_bytes(self, largest: float) -> float:
-            return 0.0
-
     plan = plan_on_device(lens, options, num_layers=config.num_hidden_layers)
     rules = describe(config), Training.in_dtype("bfloat16"), 10**15
-    counted, without = (
-        kind(*rules).curve(plan, 0).device_bytes[0] for kind in (PlanMemory, Without)
-    )
-    staging = engine._followed.kept.opened.host._staging  # type: ignore[attr-defined]
+    counted = memory.PlanMemory(*rules).curve(plan, 0).device_bytes[0]
+    with mock.patch.multiple(memory, _STAGING_BYTES=0, _NUM_LARGEST=0):
+        without = memory.PlanMemory(*rules).curve(plan, 0).device_bytes[0]
+    staging = engine._session.state.opened.host._staging  # type: ignore[attr-defined]
     return {
         "held": staging.total_bytes, "most": staging._limit_bytes, "counted": counted - without
     }  # fmt: skip
@@ -139,20 +134,20 @@ def values(share_prompts: bool) -> dict[str, Any]:
 
 def mutant(what: str) -> dict[str, Any]:
     """A step whose pools lack one wait, with copies that are never seen to be done."""
-    from furlong.kv.pools import lanes, staged, staging
+    from furlong.kv import pools
 
-    submit = lanes.StreamLane.submit
+    submit = pools.StreamLane.submit
     patches = {
         "none": nullcontext(),
         "a lease that waits for no read": mock.patch.object(
-            staged.StagedPool, "_wait", lambda *_: None
+            pools.StagedPool, "_wait", lambda *_: None
         ),
         "lanes that wait for nothing": mock.patch.object(
-            lanes.StreamLane, "submit", lambda own, work, after: submit(own, work, ())
+            pools.StreamLane, "submit", lambda own, work, after: submit(own, work, ())
         ),
         "buffers that are free at once": mock.patch.object(
-            staging.Staging, "give", lambda own, buffer, free, give=staging.Staging.give: give(
-                own, buffer, lanes.Past())
+            pools.Staging, "give", lambda own, buffer, free, give=pools.Staging.give: give(
+                own, buffer, pools.Event())
         ),
     }  # fmt: skip
     options = furlong.ChunkOptions(size=256, tier="host", keep="attention", num_retained=0)

@@ -4,7 +4,7 @@
     with FakeGPU(Card(cudnn=92000)) as gpu:
         model = build(config)                       # parameters on cuda:0, without memory
         furlong.forward_backward(model, batch, options)
-    print(gpu.report())
+    print(gpu.problems)
 
 What it does
 
@@ -16,7 +16,7 @@ What it does
   a copy is seen to be done by `query`: at once, never, or by chance.
 - The attention operators are checked against what their C++ checks or silently assumes
   (MHA.cpp, sdp_utils.cpp, flash_api.cpp of torch 2.11 to 2.13): see `Rules`.
-- It counts kernels, bytes, host syncs, copies, and plans that cuDNN would have to build.
+- It counts kernels, host syncs, and plans that cuDNN would have to build.
 
 What it cannot tell: values (an `item()` gives a number that lets checks pass), real times.
 """
@@ -76,9 +76,6 @@ def where(limit: int = 3) -> str:
     return " < ".join(reversed(shown))
 
 
-# ------------------------------------------------------------------ streams
-
-
 class FakeStream:
     def __init__(self, device=None, priority=0, **_):
         self.gpu = FakeGPU.current
@@ -127,7 +124,6 @@ class FakeEvent:
         self.clock: dict[int, int] = {}
         self.recorded = False
         self.seen_done = False
-        self.gpu.counts["events"] += 1
 
     def record(self, stream=None):
         stream = stream or self.gpu.stream()
@@ -139,7 +135,6 @@ class FakeEvent:
         (stream or self.gpu.stream()).wait_event(self)
 
     def query(self):
-        self.gpu.counts["event.query"] += 1
         if not self.seen_done:
             policy = self.gpu.copies
             self.seen_done = policy == "fast" or (policy == "random" and random.random() < 0.5)
@@ -148,9 +143,7 @@ class FakeEvent:
         return self.seen_done
 
     def synchronize(self):
-        if threading.current_thread().name.startswith("furlong-"):
-            self.gpu.note("waits of a lane's own thread")
-        else:
+        if not threading.current_thread().name.startswith("furlong-"):  # of a lane
             self.gpu.sync("event.synchronize")
         self.seen_done = True
         _merge(self.gpu.host_clock, self.clock)
@@ -171,9 +164,6 @@ class Accesses:
 
     writes: dict = field(default_factory=dict)
     reads: dict = field(default_factory=dict)
-
-
-# ------------------------------------------------------------------ the rules of the kernels
 
 
 @dataclass(frozen=True)
@@ -282,9 +272,6 @@ class Rules:
         return {side: len(plans) for side, plans in self.plans.items()}
 
 
-# ------------------------------------------------------------------ the mode
-
-
 class _Mode(TorchDispatchMode):
     def __init__(self, gpu):
         super().__init__()
@@ -311,7 +298,6 @@ class FakeGPU:
         self.local = threading.local()
         self.counts: Counter = Counter()
         self.kernels: Counter = Counter()
-        self.bytes: Counter = Counter()
         self.syncs: Counter = Counter()
         self.problems: dict[tuple[str, str], list] = {}
         self.host_clock: dict[int, int] = {}
@@ -320,8 +306,6 @@ class FakeGPU:
         self.pinned: set[int] = set()
         self.rules = Rules(self)
         self._stack = contextlib.ExitStack()
-
-    # ---- life
 
     def __enter__(self):
         FakeGPU.current = self
@@ -353,24 +337,21 @@ class FakeGPU:
             "default_stream": lambda device=None: self.default,
             "stream": lambda stream: stream,
             "synchronize": lambda device=None: self.sync("cuda.synchronize"),
-            "empty_cache": lambda: self.note("empty_cache"),
-            "memory_allocated": lambda device=None: self.note("memory_allocated") or 0,
-            "max_memory_allocated": lambda device=None: self.note("max_memory_allocated") or 0,
+            "empty_cache": lambda: None,
+            "memory_allocated": lambda device=None: 0,
+            "max_memory_allocated": lambda device=None: 0,
             "reset_peak_memory_stats": lambda device=None: None,
             "memory_reserved": lambda device=None: 0,
             "mem_get_info": lambda device=None: (card.memory_bytes, card.memory_bytes),
-            "get_rng_state": lambda device=None: (
-                self.note("get_rng_state") or torch.zeros(16, dtype=torch.uint8)
-            ),
-            "set_rng_state": lambda state, device=None: self.note("set_rng_state"),
+            "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": lambda state, device=None: None,
             "get_device_name": lambda device=None: card.name,
             "get_device_capability": lambda device=None: card.capability,
             "get_device_properties": lambda device=None: props,
             "host_memory_stats": dict,
-            "memory_stats_as_nested_dict": lambda device=None: (
-                self.note("memory statistics")
-                or {"allocated_bytes": {"all": {"current": 0, "peak": 0}}}
-            ),
+            "memory_stats_as_nested_dict": lambda device=None: {
+                "allocated_bytes": {"all": {"current": 0, "peak": 0}}
+            },
             "current_device": lambda: 0,
             "is_available": lambda: False,
             "_lazy_init": lambda: None,
@@ -400,30 +381,26 @@ class FakeGPU:
             return plain(storage)
 
         yield mock.patch.object(torch.UntypedStorage, "data_ptr", of_storage)
-        pin = torch.Tensor.pin_memory
 
         def pinned(x, *_, **__):
-            self.note("pin_memory")
             y = x.clone()
             self.pinned.add(_storage(y))
             return y
 
         yield mock.patch.object(torch.Tensor, "pin_memory", pinned)
-        del pin
         # torch would swap tensors of a subclass in place, which these do not allow
         yield mock.patch.object(torch.nn.Module, "_apply", _apply)
-        from furlong.kv.pools import disk, host, staging
+        from furlong.kv import disk, host, pools
 
         def pinned_memory(num_bytes):
-            self.note("pinned slab")
-            self.counts["pinned bytes"] += num_bytes
+            self.counts["pinned slab"] += 1
             x = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             self.pinned.add(_storage(x))
             return x
 
         for module in (host, disk):
             yield mock.patch.object(module, "pinned_memory", pinned_memory)
-        release, has_room = staging.Staging._release, staging.Staging.has_room
+        release, has_room = pools.Staging._release, pools.Staging.has_room
 
         def released(own, buffer):
             self.freed(buffer.memory, "a staging buffer")
@@ -431,16 +408,11 @@ class FakeGPU:
 
         def roomy(own, num_bytes):
             found = has_room(own, num_bytes)
-            self.counts["prefetch begun" if found else "prefetch refused: no room"] += 1
+            self.counts["prefetch refused: no room"] += not found
             return found
 
-        yield mock.patch.object(staging.Staging, "_release", released)
-        yield mock.patch.object(staging.Staging, "has_room", roomy)
-
-    # ---- notes
-
-    def note(self, what):
-        self.counts[what] += 1
+        yield mock.patch.object(pools.Staging, "_release", released)
+        yield mock.patch.object(pools.Staging, "has_room", roomy)
 
     def sync(self, what):
         self.syncs[f"{what} at {where(2)}"] += 1
@@ -451,8 +423,6 @@ class FakeGPU:
     def problem(self, kind, text):
         entry = self.problems.setdefault((kind, text), [0, where(4)])
         entry[0] += 1
-
-    # ---- operators
 
     def obey(self, func, args, kwargs, flat, fakes):
         name = func.overloadpacket.__name__
@@ -490,7 +460,7 @@ class FakeGPU:
                 result.gpu_values = args[0].tolist()
                 if args[0].numel() == 1:
                     result.gpu_value = args[0].item()
-        self._count(func, name, args, kwargs, flat, result)
+        self._count(func, name, args, flat, result)
         return result
 
     def _check_devices(self, func, name, flat):
@@ -515,8 +485,6 @@ class FakeGPU:
             rules.aligned("flash backward dout/out", dout, out)
             if lse.dtype != torch.float32 or not lse.is_contiguous():
                 rules.bad("FAIL", f"flash backward: lse {lse.dtype} {lse.stride()}")
-            if not out.is_contiguous() or not dout.is_contiguous():
-                self.counts["flash backward copies out or dout"] += 1
         elif name == "_scaled_dot_product_cudnn_attention":
             q, k, v = args[:3]
             rules.cudnn("cudnn forward", q, k, v, args[6])
@@ -555,7 +523,6 @@ class FakeGPU:
 
     def _sent(self, x, kwargs):
         """A real CPU tensor goes to the device."""
-        self.counts["copies to the device"] += 1
         if not kwargs.get("non_blocking") and x.numel() > 1:
             self.sync("a blocking copy to the device")
         elif _storage(x) not in self.pinned and x.numel() > 1:
@@ -570,47 +537,37 @@ class FakeGPU:
         self._access(into, stream, writes=True)
         kinds = isinstance(source, FakeTensor), isinstance(into, FakeTensor)
         if kinds == (True, True):
-            return_value = func(*args, **kwargs)
-            self._count(func, "copy_", args, kwargs, list(args[:2]), None, accessed=True)
-            return return_value
+            self.kernels["copy_"] += 1
+            return func(*args, **kwargs)
         assert into.shape == source.shape, (into.shape, source.shape)
         way = "to the device" if kinds[1] else "to the host"
         cpu = source if kinds[1] else into
-        self.counts[f"copies {way}"] += 1
-        self.bytes[f"copies {way}"] += cpu.numel() * cpu.element_size()
         if blocking:
             self.sync(f"a blocking copy {way}")
         elif _storage(cpu) not in self.pinned:
             self.syncs[f"a copy {way}, pageable at {where(2)}"] += 1
         return into
 
-    def _count(self, func, name, args, kwargs, flat, result, accessed=False):
+    def _count(self, func, name, args, flat, result):
         if func.is_view or name in NO_LAUNCH:
             return
         outputs = [x for x in tree_flatten(result)[0] if isinstance(x, FakeTensor)]
         inputs = [x for x in flat if isinstance(x, FakeTensor)]
         stream = self.stream()
-        if not accessed:
-            stream.tick()
-            written = {id(x) for x in outputs}
-            if func._schema.is_mutable:
-                for argument, x in zip(func._schema.arguments, args, strict=False):
-                    if argument.alias_info is not None and argument.alias_info.is_write:
-                        written |= {id(y) for y in tree_flatten(x)[0]}
-            for x in inputs:
-                self._access(x, stream, writes=id(x) in written)
-            for x in outputs:
-                self._access(x, stream, writes=True)
+        stream.tick()
+        written = {id(x) for x in outputs}
+        if func._schema.is_mutable:
+            for argument, x in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written |= {id(y) for y in tree_flatten(x)[0]}
+        for x in inputs:
+            self._access(x, stream, writes=id(x) in written)
+        for x in outputs:
+            self._access(x, stream, writes=True)
         number = LAUNCHES.get(name, 1)
         if name.startswith(("_foreach", "_fused")):
             number = 1 + len(inputs) // 100
         self.kernels[name] += number
-        size = sum(_bytes(x) for x in inputs) + sum(
-            _bytes(x) for x in outputs if not any(x is y for y in inputs)
-        )
-        self.bytes[name] += size
-
-    # ---- races
 
     def _access(self, x, stream, *, writes):
         if not isinstance(x, Tensor) or x.numel() == 0:
@@ -650,28 +607,11 @@ class FakeGPU:
                     if clock.get(number, 0) < time:
                         self.problem("RACE", f"{what} is freed while stream {number} uses it")
 
-    # ---- report
-
     def clear(self):
-        for counter in (
-            self.counts, self.kernels, self.bytes, self.syncs, self.rules.shapes,
-        ):  # fmt: skip
+        for counter in (self.counts, self.kernels, self.syncs, self.rules.shapes):
             counter.clear()
         self.problems.clear()
         self.rules.plans = {"forward": Counter(), "backward": Counter()}
-
-    def report(self, most: int = 8) -> str:
-        lines = [
-            f"kernels {sum(self.kernels.values()):,}, bytes {sum(self.bytes.values()):.3g}, "
-            f"cuDNN plans {self.rules.num_plans}, "
-            f"calls {dict(self.rules.shapes)}",
-            "most kernels: " + ", ".join(f"{n} {c:,}" for n, c in self.kernels.most_common(most)),
-            "counts: " + ", ".join(f"{n} {c:,}" for n, c in sorted(self.counts.items())),
-        ]
-        lines += [f"SYNC {number} x {what}" for what, number in self.syncs.most_common(most)]
-        for (kind, text), (number, place) in sorted(self.problems.items()):
-            lines.append(f"{kind} {number} x {text} [{place}]")
-        return "\n".join(lines)
 
 
 def _apply(module, fn, recurse=True):
@@ -707,14 +647,6 @@ def _span(x) -> tuple[int, int]:
     size, first = x.element_size(), x.storage_offset()
     last = first + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
     return first * size, last * size
-
-
-def _bytes(x) -> int:
-    """Bytes that a kernel touches: broadcast dimensions count once."""
-    elements = 1
-    for n, s in zip(x.shape, x.stride(), strict=True):
-        elements *= n if s else 1
-    return elements * x.element_size()
 
 
 def _is_cpu(device) -> bool:

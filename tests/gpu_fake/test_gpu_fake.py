@@ -57,7 +57,7 @@ def require_right(found: dict[str, Any]) -> None:
     assert 1 <= found["host_syncs"] <= MOST_SYNCS, found["syncs"]  # the loss, at least
     assert found["no_room"] == 0, "a read that does not begin before it is needed"
     if staging := found.get("staging"):
-        before, after = found["pinned"]
+        *_, before, after = found["pinned"]  # of the step, behind what the check runs
         assert 0 < before == after, "pinned memory is there before the first action"
         assert 0 < staging["held"] <= 1.01 * staging["counted"]
         assert staging["counted"] == pytest.approx(staging["most"], rel=0.07)

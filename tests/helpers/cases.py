@@ -1,22 +1,22 @@
 """The matrix: every family under every way of cutting, walking, keeping and storing.
 
-An array that covers all pairs of dials for every run of the suite, one that covers all triples for
-the long ones, and a sample of the product that is another one every night.
+Arrays that cover all pairs of dials, with all families, and all triples, with families that are
+unlike (`helpers.covering`), and a sample of the product that is another one every night.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 from unittest.mock import patch
 
 import furlong
-from helpers.gradients import Batch, batch
+from furlong.testing import Batch
+from helpers.batches import batch
+from helpers.covering import Design, Row
 from helpers.tiny_families import FAMILIES
 
 _BATCHES = {
@@ -83,9 +83,9 @@ class Case:
     def small_sizes(self) -> Iterator[None]:
         """Within it tiles and segments have the case's sizes, and graphs leave nothing behind as
         too small."""
-        sizes: dict[str, Any] = {"furlong.runtime.memory.saved_graphs._MIN_BYTES": 1}
+        sizes: dict[str, Any] = {"furlong.runtime.saved_graphs._MIN_BYTES": 1}
         if self.tile_tokens:
-            sizes["furlong.runtime.cells.loss_head.tile_tokens"] = lambda *_: self.tile_tokens
+            sizes["furlong.runtime.head.tile_tokens"] = lambda *_: self.tile_tokens
         if self.segment_tokens:
             sizes["furlong.kv.store.segment_tokens"] = lambda *_: self.segment_tokens
         with ExitStack() as stack:
@@ -113,7 +113,10 @@ DIALS: Mapping[str, tuple[Any, ...]] = {
 assert tuple(DIALS) == tuple(field.name for field in fields(Case))
 
 
-_ACTS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+UNLIKE = ("llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "mixtral")
+"""Families of which no two attend, scale or route alike."""
+
+_RULES: Mapping[str, Callable[[Row], bool]] = {
     "num_retained": lambda c: c["keep"] != "all",
     "inputs": lambda c: 0 < c["stage_layers"] < 3,
     "attention": lambda c: c["keep"] == "attention",
@@ -121,87 +124,22 @@ _ACTS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
 }
 """When a dial does anything, by the values of others; a dial that is not here always does."""
 
-_STEERING = ("keep", "num_retained", "stage_layers")
-"""The dials that `_ACTS` reads."""
 
-_BITS = {
-    entry: 1 << place
-    for place, entry in enumerate((dial, value) for dial in DIALS for value in DIALS[dial])
-}
-
-
-def acting(values: Mapping[str, Any]) -> list[str]:
-    """The dials that do anything where `_STEERING` has these values."""
-    return [dial for dial in DIALS if dial not in _ACTS or _ACTS[dial](values)]
+def design(families: Iterable[str] = FAMILIES, *, loose: Iterable[str] = ()) -> Design:
+    return Design(
+        {**DIALS, "family": tuple(families)}, _RULES,
+        steering=("keep", "num_retained", "stage_layers"), loose=loose,
+    )  # fmt: skip
 
 
-def tuples_of(case: Case, strength: int) -> set[int]:
-    """The tuples of `strength` acting entries (dial, value) of a case, each as a set of bits."""
-    values = dict(zip(DIALS, astuple(case), strict=True))
-    bits = [_BITS[dial, values[dial]] for dial in acting(values)]
-    return set(map(sum, itertools.combinations(bits, strength)))
-
-
-def every_tuple(strength: int) -> set[int]:
-    """All tuples of values of `strength` dials that act together."""
-    found: set[int] = set()
-    for values in map(dict, itertools.product(*map(_entries, _STEERING))):
-        bits = [
-            [_BITS[dial, values[dial]]] if dial in values else [_BITS[e] for e in _entries(dial)]
-            for dial in acting(values)
-        ]
-        for dials in itertools.combinations(bits, strength):
-            found.update(map(sum, itertools.product(*dials)))
-    return found
-
-
-def covering_array(strength: int, chosen: Iterable[Case] = ()) -> list[Case]:
-    """A few cases that hold, with those `chosen` already, every tuple of `strength` dials.
-
-    Each case starts with a tuple that is missing still; the dials that say which others act take
-    values under which it acts; then every other acting dial takes the value that brings in most
-    missing tuples, or the one least used so far.
-    """
-    missing = every_tuple(strength).difference(*(tuples_of(case, strength) for case in chosen))
-    waiting = sorted(missing)
-    used: Counter[int] = Counter()
-    cases = []
-    while missing:
-        while waiting[-1] not in missing:
-            waiting.pop()
-        values = _steered(waiting[-1], missing, strength)
-        acts = acting(values)
-        for dial in (d for d in DIALS if d not in values):
-            held = [_BITS[d, values[d]] for d in acts if d in values]
-            others = [sum(c) for c in itertools.combinations(held, strength - 1)]
-            best = (-1, 0)
-            for value in DIALS[dial]:
-                bit = _BITS[dial, value]
-                brings = sum(other + bit in missing for other in others) if dial in acts else 0
-                if (brings, -used[bit]) > best:
-                    best, values[dial] = (brings, -used[bit]), value
-        used.update(_BITS[entry] for entry in values.items())
-        cases.append(Case(**values))
-        missing -= tuples_of(cases[-1], strength)
-    return cases
-
-
-def _entries(dial: str) -> list[tuple[str, Any]]:
-    return [(dial, value) for value in DIALS[dial]]
-
-
-def _steered(wanted: int, missing: set[int], strength: int) -> dict[str, Any]:
-    """The wanted entries with those values of the steering dials that bring in most beside them."""
-    own = {dial: value for (dial, value), bit in _BITS.items() if bit & wanted}
-    best: tuple[int, dict[str, Any]] = (-1, {})
-    for steering in map(dict, itertools.product(*map(_entries, _STEERING))):
-        values = own | steering
-        acts = acting(values)
-        if own.items() <= values.items() and own.keys() <= set(acts):
-            bits = [_BITS[dial, values[dial]] for dial in acts if dial in values]
-            brings = sum(sum(c) in missing for c in itertools.combinations(bits, strength))
-            best = max(best, (brings, values), key=lambda b: b[0])
-    return best[1]
+def covering_array() -> tuple[list[Case], list[Case], list[Case]]:
+    """Cases that hold every pair of values of dials that act, and every family; those that hold,
+    with them, every pair of a family and a value; and every triple, of families that are unlike."""
+    few = design(loose=["family"]).array(2)
+    pairs = design().array(2, few)
+    triples = design(UNLIKE).array(3, (r for r in few + pairs if r["family"] in UNLIKE))
+    first, second, third = ([Case(**row) for row in rows] for rows in (few, pairs, triples))
+    return first, second, third
 
 
 def sample(num_per_family: int, seed: int = 0) -> list[Case]:

@@ -12,7 +12,8 @@ from torch import nn
 
 import furlong
 from furlong.planners.spaco import EXACT, Factors, sample_backwards
-from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from furlong.testing import reference_loss, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.hybrids import VOCAB_SIZE, build
 
 LENS, SHORT_LENS = [70, 33, 9, 5], [17, 6, 2]

@@ -7,7 +7,10 @@ from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
 
-from furlong.cost.machine import hardware
+from papers.chunkflow_plan import recomputed_late
+from papers.seq1f1b_plan import plan_seq1f1b
+
+from furlong.cost.machine import Machine
 from furlong.cost.model import Computing, CostModel
 from furlong.models.describe import describe
 from furlong.plan.check import check
@@ -24,7 +27,8 @@ from furlong.plan.plan import (
 )
 from furlong.planners.chunks import Groups
 from furlong.planners.infinipipe import in_a_row, plan_infinipipe
-from furlong.planners.orders import number_chunks, plan_1f1b, plan_seq1f1b, walk_layer_first
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders import number_chunks, plan_1f1b, walk_group
 
 _SMALL = {
     "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -33,7 +37,7 @@ _SMALL = {
 
 
 def small_cost_model() -> CostModel:
-    return CostModel(describe(_SMALL), hardware("A100-80"))
+    return CostModel(describe(_SMALL), Machine.named("A100-80"))
 
 
 def random_groups(random: Random) -> tuple[list[int], list[list[Chunk]]]:
@@ -58,10 +62,10 @@ def random_1f1b(seed: int, **settings: object) -> ChunkPlan:
     lens, groups = random_groups(random)
     drawn = {
         "num_retained": random.randint(1, 2),
-        "recompute": random.choice(["eager", "lazy"]),
         "keep": random.choice(["kv", "input", "attention", "all"]),
     }
-    return plan_1f1b(lens, groups, stages=heights(random), **(drawn | settings))  # type: ignore[arg-type]
+    plan = plan_1f1b(lens, groups, stages=heights(random), **(drawn | settings))  # type: ignore[arg-type]
+    return random.choice([plan, recomputed_late(plan)])
 
 
 def random_seq1f1b(seed: int) -> ChunkPlan:
@@ -99,9 +103,17 @@ def row_of(
 def random_infinipipe(seed: int) -> ChunkPlan:
     random = Random(seed)
     lens = [random.randint(1, 60) for _ in range(random.randint(1, 5))]
-    num_stages = random.choice((2, 3))
-    found = plan_infinipipe(lens, small_cost_model(), num_stages=num_stages, max_slices=6)
-    return found.plan
+    stages = random.choice(((3, 3), (2, 2, 2)))
+    return plan_infinipipe(lens, small_cost_model(), stages=stages)
+
+
+def num_pipelines(plan: ChunkPlan) -> int:
+    """How often the first of several stages holds no graph any more."""
+    held, ends = 0, 0
+    for action in plan.actions[0]:
+        held += isinstance(action, Forward) - isinstance(action, Backward)
+        ends += isinstance(action, Backward) and held == 0
+    return ends
 
 
 def layer_first_pipeline(
@@ -113,7 +125,8 @@ def layer_first_pipeline(
     **dials: Any,
 ) -> ChunkPlan:
     """Layer-first within each rank, which holds stages of `heights[rank]` layers: a rank runs all
-    chunks of a group through one of its stages before the next; `dials` of `walk_layer_first`."""
+    chunks of a group through one of its stages before the next; `dials` of `ChunkOptions`."""
+    options = ChunkOptions(order="layer-first", **({"num_retained": 0} | dials))
     stages = [height for own in heights for height in own]
     stops = list(accumulate(map(len, heights)))
     lists = []
@@ -121,7 +134,7 @@ def layer_first_pipeline(
         own = range(stop - len(heights[rank]), stop)
         actions: list[Action] = []
         for numbers in number_chunks(groups):
-            for action in walk_layer_first(numbers, stages, only=own, **dials):
+            for action in walk_group(numbers, stages, options, only=own):
                 actions += _with_messages(action, rank, own, len(stages))
         actions += [Reduce(stage) for stage in reversed(own)]
         lists.append(tuple(actions))

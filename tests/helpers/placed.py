@@ -10,24 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from furlong.kv.arena import Arena
-from furlong.models.causal_lm import CausalLM
-from furlong.ops.choose import ProbedBackend
-from furlong.ops.exchange import Exchange
-from furlong.plan.check import check
-from furlong.plan.plan import FIRST_PROCESS, Chunk, ChunkPlan, RebuildKV
+from furlong.kv.storage import Pools, Storage
+from furlong.models.decoder import HFDecoder
+from furlong.ops.backends.select import ProbedBackend
+from furlong.ops.sequence_parallel import Exchange
+from furlong.plan.plan import FIRST_PROCESS, Chunk, ChunkPlan
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import stages_of, walk_group
-from furlong.runtime.comms import Alone
+from furlong.planners.orders import assemble, stages_of, walk_group
+from furlong.runtime.batch import batch_of, shift_labels
+from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.executor import Executor
-from furlong.runtime.inputs import shift_labels
-from furlong.runtime.memory.pools import Pools, Storage
-from helpers.gradients import Batch, num_labels
+from furlong.testing import Batch, num_labels
 
 
-class OfAPool(Alone):
+class OfAPool(Comms):
     """Comms of a test that adds up the gradients of a pool itself; `add_up` sums over it."""
 
     def __init__(self, add_up: Callable[[Tensor], Tensor] = Tensor.clone) -> None:
+        super().__init__()
         self.add_up = add_up  # type: ignore[method-assign]
 
     def accept(self, plan: ChunkPlan) -> None:
@@ -40,13 +40,8 @@ def plan_of(
 ) -> ChunkPlan:  # fmt: skip
     """The checked plan of one rank over chunks on places, all in one group."""
     stages = stages_of(num_layers, options)
-    walk = walk_group(range(len(chunks)), stages, options, backward=backward, reduces=True)
-    plan = ChunkPlan(tuple(lens), tuple(chunks), stages, (), tiers=options.tiers, sp_size=sp_size)
-    # the walk takes all chunks for those of one sequence
-    read = [a for a in walk if not isinstance(a, RebuildKV) or plan.continues[a.chunk]]
-    plan = replace(plan, actions=(tuple(read),))
-    check(plan)
-    return plan
+    walk = walk_group(range(len(chunks)), stages, options, backward=backward)
+    return assemble(lens, [chunks], stages, [walk], tiers=options.tiers, sp_size=sp_size)
 
 
 def on_one(chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -59,11 +54,11 @@ def obey(
     process: int = 0, add_up: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> tuple[float, list[Tensor]]:  # fmt: skip
     """The summed loss and the losses of tokens; gradients of the process's rows are added."""
-    whole = CausalLM(model)
+    whole = HFDecoder(model)
     pools = Pools(Arena(whole.device, poison=True), Storage(poison=True))
     with whole.installed():
         executor = Executor(
-            whole, plan, shift_labels(sequences), num_valid_tokens=num_labels(sequences),
+            whole, plan, batch_of(shift_labels(sequences)), num_valid_tokens=num_labels(sequences),
             backend=ProbedBackend(), pools=pools, comms=OfAPool(add_up), process=process,
             exchange=exchange,
         )  # fmt: skip

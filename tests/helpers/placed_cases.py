@@ -15,17 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from furlong.plan.plan import Chunk, Place, Slice
+from furlong.ops.sequence_parallel import AllToAll
+from furlong.plan.plan import Chunk, Place, Slice, place_sizes
 from furlong.plan.rows import rows_of
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.parallel.exchange import AllToAll
-from helpers.gradients import (
-    batch,
-    num_labels,
-    reference_loss,
-    take_grads,
-    worst_relative_error,
-)
+from furlong.testing import num_labels, reference_loss, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.placed import obey, plan_of, without_rounding
 from helpers.random_chunks import random_chunks
 from helpers.tiny_families import build
@@ -80,6 +75,8 @@ def random_case(seed: int, sp_size: int, heads: Sequence[tuple[int, int]]) -> Pl
         "num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "num_hidden_layers": 2,
         "head_dim": 8,
     }  # fmt: skip
+    if 32 % q_heads:
+        changes["hidden_size"] = 8 * q_heads
     if family == "gpt_oss":
         changes["layer_types"] = ["sliding_attention", "full_attention"]
     plain = [[(s.seq_id, s.start, s.stop, s.place.first, s.place.size) for s in chunk.slices]
@@ -118,7 +115,7 @@ class Counted:
 def gloo_exchange(rank: int, sp_size: int) -> AllToAll:
     """One group per size of a place, made by all processes alike."""
     groups = {}
-    for size in (1 << bits for bits in range(1, sp_size.bit_length())):
+    for size in place_sizes(sp_size)[1:]:
         for first in range(0, sp_size, size):
             group = dist.new_group(list(range(first, first + size)))
             if first <= rank < first + size:
@@ -171,7 +168,7 @@ def _run(rank: int, case: PlacedCase, sp_size: int, exchange: AllToAll) -> Found
     counted = Counted(exchange)
     with ExitStack() as stack:
         if case.options.tier != "device":  # else what is so small stays where it is
-            stack.enter_context(patch("furlong.runtime.memory.saved_graphs._MIN_BYTES", 1))
+            stack.enter_context(patch("furlong.runtime.saved_graphs._MIN_BYTES", 1))
             stack.enter_context(patch("furlong.kv.store.segment_tokens", lambda *_: 3))
         loss_sum, token_losses = obey(model, plan, sequences, counted, rank, over_pool)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad and case.backward}

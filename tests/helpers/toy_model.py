@@ -12,7 +12,7 @@ other layers.
 from collections import Counter, defaultdict, deque
 from functools import cache
 
-from furlong.plan.liveness import kv_frees
+from furlong.plan.passes import kv_frees
 from furlong.plan.plan import (
     Backward,
     Forward,

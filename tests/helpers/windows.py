@@ -1,13 +1,17 @@
 """InfiniPipe's windows (its 3.3.3), the yardstick of what stages hold in token-level 1F1B."""
 
-from furlong.planners.orders import backward_places, count_ahead
+
+def backward_places(counts):
+    """Place in backward order of each chunk in forward order (InfiniPipe's f2b), where groups have
+    so many chunks."""
+    return [sum(counts[:i]) + place for i, n in enumerate(counts) for place in reversed(range(n))]
 
 
 def windows(counts, num_stages, stage):
     """The chunks whose graphs a stage holds, in forward places, each time it has most of them:
     right before each backward up to the last one that a forward precedes."""
     num_chunks = sum(counts)
-    num_ahead = count_ahead(counts, num_stages, stage)
+    num_ahead = min(num_stages - 1 - stage + max(counts) - 1, num_chunks)
     if num_ahead == num_chunks:
         return [set(range(num_chunks))]
     places = backward_places(counts)

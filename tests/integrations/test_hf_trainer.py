@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.gradients import take_grads, worst_relative_error
 from helpers.tiny_families import build
 from trainers import (
     falls,
@@ -24,8 +23,9 @@ from trainers import (
 import furlong
 from furlong.errors import ConfigError, DataError, UnsupportedModelError, UserError
 from furlong.integrations import Trainer, unpad
-from furlong.kv.pools.disk import NamelessFile
-from furlong.runtime.memory.pools import Storage
+from furlong.kv.disk import NamelessFile
+from furlong.kv.storage import Storage
+from furlong.testing import take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=16)
 BOUND = 1e-9

@@ -26,8 +26,7 @@ from trl import SFTTrainer
 
 from furlong.errors import ConfigError
 from furlong.integrations import Trainer
-from furlong.integrations.collated import without_repeats
-from furlong.integrations.refusals import refuse_fsdp, refuse_processes
+from furlong.integrations.transformers import refuse_processes, without_repeats
 
 BOUND = 1e-9
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
@@ -84,6 +83,7 @@ DIVIDED = {
         {"max_steps": 2, "gradient_accumulation_steps": 2} | FSDP, num_muted=18
     ),
     "logits": Run({"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1} | FSDP, metrics=True),
+    "a loss of one's own": Run({"max_steps": 3} | FSDP, loss=SQUARED),
 }
 LONG_RUNS = {
     "incomplete last batch": Run({"max_steps": 21} | EVALUATED, num_records=57),
@@ -196,7 +196,6 @@ def test_other_ways_to_several_devices_are_refused_by_name(
     )
     with pytest.raises(ConfigError, match=f"given: .*{name}") as error:
         refuse_processes(trainer)
-        refuse_fsdp(trainer)
     assert all(f"\n{part}:" in str(error.value) for part in ("required", "from", "change"))
 
 

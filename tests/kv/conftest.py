@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from furlong.kv.pools.lanes import ThreadLane
+from furlong.kv.pools import ThreadLane
 
 
 @pytest.fixture

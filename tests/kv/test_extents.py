@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.kv.extents import Extents
+from furlong.kv.arena import Extents
 
 
 @settings(max_examples=100, deadline=None)

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -16,20 +17,20 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from furlong.cost.memory import stage_bytes
-from furlong.cost.shape import ModelShape, cached_shape, known_models, model_shape
+from furlong.cost.shape import ModelShape, cached_shape, is_known_model, known_models, model_shape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.families import FAMILIES
 from furlong.kv.arena import Arena
-from furlong.kv.pools.device import DevicePool
+from furlong.kv.pools import DevicePool
 from furlong.kv.store import KVStore
-from furlong.models.causal_lm import CausalLM
+from furlong.models.decoder import HFDecoder
 from furlong.models.describe import describe, describe_file
-from furlong.ops.choose import Kind, choose_backend
+from furlong.ops.backends.select import Kind, choose_backend
 from furlong.plan.passes import Pass
 from furlong.plan.plan import Chunk, Slice
 from furlong.plan.rows import rows_of
-from furlong.runtime.cells.cell import Cell
+from furlong.runtime.cell import Cell
 
 BASE = {k: v for k, v in HYBRIDS["qwen3_5_text"].items() if not k.startswith(("linear", "layer"))}
 LATENT = {
@@ -114,6 +115,11 @@ def config(name):
     return AutoConfig.for_model(family, **settings)
 
 
+@cache
+def shape_of(name):
+    return describe(config(name))
+
+
 RECURRENT = re.compile(
     "(DeltaNet|DeltaAttention|LightningAttention|Mamba2?(Layer|Mixer)|BambaMixer|FalconH1Mixer"
     "|ShortConv|RecurrentBlock)$"
@@ -122,10 +128,10 @@ RECURRENT = re.compile(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_counts_windows_and_kinds_are_those_of_the_model(name):
+def test_counts_windows_kinds_and_saved_bytes_are_those_of_the_model(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config(name))
-    shape = describe(config(name))
+    shape = shape_of(name)
     assert shape.num_parameters == sum(p.numel() for p in model.parameters())
     assert sum(layer.parameters for layer in shape.layers) == sum(
         p.numel() for n, p in model.named_parameters() if ".layers." in n
@@ -143,6 +149,7 @@ def test_counts_windows_and_kinds_are_those_of_the_model(name):
         assert shape.windows == tuple(WINDOW if slide else None for slide in slides)
         assert any(slides)
     assert ModelShape.from_values(json.loads(json.dumps(shape.to_values()))) == shape
+    require_saved_bytes(name, "bfloat16")
 
 
 NUM_TOKENS = 128
@@ -155,7 +162,7 @@ def real_bytes_per_token(config, dtype, adapters=()):
     if adapters:
         model = get_peft_model(model, LoraConfig(r=1, target_modules=list(adapters)))
         model = model.to(dtype)  # as the executor computes: adapters in compute dtype
-    adapter, store = CausalLM(model), KVStore(Arena(torch.device("cpu")), {})
+    adapter, store = HFDecoder(model), KVStore(Arena(torch.device("cpu")), {})
     rows = rows_of(Chunk((Slice(0, 0, NUM_TOKENS),)), 0, sp_size=1, q_heads=1, kv_heads=1)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages, alive = {}, []
@@ -180,11 +187,15 @@ def counted(shape, training):
     return stage_bytes(shape, (shape.num_layers,), 0, training).graph()
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_saved_bytes_are_those_of_a_real_graph(name, dtype):
+def test_saved_bytes_are_those_of_a_real_graph_in_float32_too(name):
+    require_saved_bytes(name, "float32")
+
+
+def require_saved_bytes(name, dtype):
     real = real_bytes_per_token(config(name), dtype)
-    expected = counted(describe(config(name)), Training.in_dtype(dtype))
+    expected = counted(shape_of(name), Training.in_dtype(dtype))
     # state spaces save a little with the first and last token of a chunk
     assert expected == pytest.approx(real, rel=0.025)
 
@@ -198,7 +209,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 @pytest.mark.parametrize("adapters", [ATTENTION, ATTENTION + MLP])
 def test_frozen_matrices_save_no_input(name, dtype, adapters):
     lora = Lora(1, mlp=len(adapters) > 4)
-    shape = describe(config(name))
+    shape = shape_of(name)
     expected = counted(shape, replace(Training.in_dtype(dtype), lora=lora))
     real = real_bytes_per_token(config(name), dtype, adapters)
     assert expected == pytest.approx(real, rel=0.04)
@@ -254,7 +265,7 @@ def test_text_config_and_unknown_models(tmp_path: Path):
         with pytest.raises(ConfigError):
             describe(values)
     with pytest.raises(ConfigError, match="No such file"):
-        cached_shape(tmp_path / "nothing.json")
+        cached_shape(tmp_path / "nothing.json", describe_file)
     with pytest.raises(ConfigError, match=r"did you mean Qwen2\.5-7B\?"):
         model_shape("qwen2.5-7")
     file = tmp_path / "config.json"
@@ -264,8 +275,11 @@ def test_text_config_and_unknown_models(tmp_path: Path):
 
 def test_published_counts():
     billions = {
-        "Qwen2.5-0.5B": 0.494, "Qwen2.5-7B": 7.616, "Qwen2.5-14B": 14.770, "Qwen2.5-32B": 32.764,
-        "Qwen2.5-72B": 72.706, "Llama-2-7B": 6.738, "Llama-2-13B": 13.016, "Llama-3-8B": 8.030,
+        "Qwen2.5-0.5B": 0.494032768, "Qwen2.5-1.5B": 1.543714304, "Qwen2.5-7B": 7.615616512,
+        "Qwen2.5-14B": 14.770, "Qwen2.5-32B": 32.764, "Qwen2.5-72B": 72.706, "Llama-2-7B": 6.738,
+        "Llama-2-13B": 13.016, "Llama-3-8B": 8.030, "Llama-3.2-1B": 1.2358144,
+        "Llama-3.1-8B": 8.030261248, "Qwen3-0.6B": 0.59604992, "Qwen3-1.7B": 1.720574976,
+        "Qwen3-8B": 8.190735360,
     }  # fmt: skip
     for name, count in billions.items():
         assert model_shape(name).num_parameters / 1e9 == pytest.approx(count, abs=6e-4), name
@@ -288,19 +302,56 @@ def test_rows_of_known_models_are_what_is_measured(names, monkeypatch):
 
 def test_stages_sum_to_the_model_and_copy_a_tied_head():
     for name in ("llama", "llama tied"):
-        shape = describe(config(name))
+        shape = shape_of(name)
         for stages in ((7,), (1, 6), (2, 4, 1)):
             total = sum(shape.stage_parameters(stages, s) for s in range(len(stages)))
             copied = shape.tied_head and len(stages) > 1
             assert total == shape.num_parameters + copied * shape.embedding_parameters
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", '{"layers": ["x"]}', "{}"])
-def test_a_damaged_file_in_the_cache_is_measured_again(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("old", "new", "is_taken"),
+    [
+        ("", "\n", True),
+        ('"hidden_size": 64', '"hidden_size": 65', False),
+        ("true", "false", False),
+        ('"digest": "', '"digest": "0', False),
+        ('"shape"', '"form"', False),
+        ("{", "", False),
+        ("{", "[{", False),
+    ],
+)
+def test_a_cached_shape_that_was_changed_is_measured_again(
+    old, new, is_taken, tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = tmp_path / "config.json"
-    config.write_text("{}")
-    file = cached_shape(config)[1]
-    file.parent.mkdir()
-    file.write_text(text)
-    assert cached_shape(config) == (None, file)
+    config_file = tmp_path / "config.json"
+    config_file.write_text("{}")
+    shape, measured = shape_of("llama tied"), []
+
+    def measure(file):
+        measured.append(file)
+        return shape
+
+    assert cached_shape(config_file, measure) == cached_shape(config_file, measure) == shape
+    (file,) = (tmp_path / "furlong").iterdir()
+    text = file.read_text()
+    assert len(measured) == 1 and old in text
+    file.write_text(text.replace(old, new, 1))
+    assert cached_shape(config_file, measure) == shape
+    assert len(measured) == (1 if is_taken else 2)
+    monkeypatch.setattr(metadata, "version", lambda name: f"another {name}")
+    assert cached_shape(config_file, measure) == shape
+    assert len(measured) == (2 if is_taken else 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"),
+    [
+        ("llama-3-8b", True), ("meta-llama/Llama-3-8B", True), ("Qwen/Qwen2.5-7B", True),
+        ("GPT-13B", True), ("someone/Llama-3-8B", False), ("Qwen/Llama-3-8B", False),
+        ("openai/GPT-13B", False), ("meta-llama/Llama-4-8B", False),
+    ],
+)  # fmt: skip
+def test_only_its_publisher_has_a_known_model(name, is_known):
+    assert is_known_model(name) == is_known

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ import pytest
 from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM
 
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
-from furlong.models.folders.build import build_model, export_model
-from furlong.models.folders.check import check_model
+from furlong.models.build import build_model, check_model, export_model
 
 TINY: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -193,21 +190,6 @@ def test_a_config_that_is_a_folder_or_a_dangling_link_is_told(folder: Path) -> N
 
 
 @pytest.mark.slow
-def test_python_without_docstrings_is_told(folder: Path) -> None:
-    code = (
-        "import sys; from furlong.errors import *\n"
-        "from furlong.models.folders.check import check_model\n"
-        "try: check_model(sys.argv[1], max_seq_len=32)\n"
-        "except ConfigError as error: print(error)\n"
-    )
-    for flag in ("-O", "-OO"):
-        run = subprocess.run(
-            [sys.executable, flag, "-c", code, str(folder)], capture_output=True, text=True
-        )
-        assert run.returncode == 0, run.stderr
-        assert ("python -OO" in run.stdout) == (flag == "-OO")
-
-
 def test_lora_targets_of_any_kind_are_told(folder: Path) -> None:
     lora: dict[str, Any] = {"rank": 2, "alpha": 4.0, "dropout": 0.0}
     for modules in ("(((", ("model.embed_tokens.weight",), "model"):

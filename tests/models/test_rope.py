@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.tiny_families import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, Phi3Config
 
 import furlong
 from furlong.errors import ConfigError
-from furlong.models.folders.build import build_model, export_model
+from furlong.models.build import build_model, export_model
 from furlong.models.rope import apply_rope, check_length, num_positions
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SHORT = 32

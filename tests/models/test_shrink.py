@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from furlong.errors import UnsupportedModelError
-from furlong.models.small.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, WINDOW, shrink_config
+from furlong.models.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, WINDOW, shrink_config
 
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(48)],

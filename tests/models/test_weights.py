@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from furlong.errors import ConfigError
-from furlong.models.folders.build import build_model
-from furlong.models.folders.weights import INDEX, WEIGHTS, check_weights
+from furlong.models.build import INDEX, WEIGHTS, build_model, check_weights
 
 NOBODY = 65534
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture
@@ -53,48 +55,69 @@ def test_whole_weights_pass(sharded: Path) -> None:
     build_model(str(sharded))
 
 
-def test_pickles_are_not_read_and_how_to_convert_them_is_told(folder: Path) -> None:
+def replaced(write: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """The file of weights is another one."""
+
+    def damage(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        write(folder / WEIGHTS)
+
+    return damage
+
+
+def with_pickles(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / "training_args.bin").write_bytes(b"")
-    assert "is a pickle" not in str(refusal(folder))
+    assert "is a pickle" not in str(refusal(folder)), "it holds no weights"
     (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def cut_off(keep_bytes: int) -> Callable[[Path], Any]:
+    return lambda folder: os.truncate(folder / WEIGHTS, keep_bytes)
+
+
+def in_dtype(dtype: torch.dtype) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        (folder / WEIGHTS).unlink()
+        weights[UP] = weights[UP].to(dtype)
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return damage
+
+
+CUT_OFF = f"{WEIGHTS}, which is cut off"
+DAMAGED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "pickles": (with_pickles, "pytorch_model.bin is a pickle", "save_pretrained"),
+    "another name": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "consolidated.safetensors"),
+        "consolidated.safetensors", "save_pretrained",
+    ),
+    **{f"{n} bytes": (cut_off(n), CUT_OFF, "once more") for n in (0, 5, 100, 3000)},
+    "a pickle of that name": (
+        replaced(lambda file: torch.save({"a": torch.ones(2)}, file)), "no safetensors file", "",
+    ),
+    **{
+        str(dtype): (in_dtype(dtype), f"{UP} is of dtype", "bfloat16")
+        for dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.complex64)
+    },
+    "a link to nowhere": (replaced(lambda file: file.symlink_to("no")), "No such file", ""),
+    "a link to itself": (replaced(lambda file: file.symlink_to(WEIGHTS)), WEIGHTS, ""),
+    "a pipe": (replaced(os.mkfifo), "a pipe or a device", ""),
+    "a folder": (replaced(Path.mkdir), "Is a directory", ""),
+    "a distributed checkpoint": (
+        lambda folder: (folder / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b""),
+        "distributed checkpoint", "save_pretrained",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_wrong_with_the_file_is_told(folder: Path, name: str) -> None:
+    damage, told, change = DAMAGED[name]
+    damage(folder)
     error = refusal(folder)
-    assert "pytorch_model.bin is a pickle" in error.given
-    assert "save_pretrained" in error.change
-
-
-def test_other_files_of_weights_are_named(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "consolidated.safetensors")
-    assert "consolidated.safetensors" in refusal(folder).given
-
-
-@pytest.mark.parametrize("keep_bytes", [0, 5, 100, 3000])
-def test_a_file_that_is_cut_off_is_named(folder: Path, keep_bytes: int) -> None:
-    whole = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(whole[:keep_bytes])
-    error = refusal(folder)
-    assert f"{WEIGHTS}, which is cut off" in error.given
-    assert "once more" in error.change
-
-
-def test_a_pickle_named_safetensors_is_not_read(folder: Path) -> None:
-    torch.save({"a": torch.ones(2)}, folder / WEIGHTS)
-    assert "no safetensors file" in refusal(folder).given
-
-
-def test_missing_shards_are_counted(sharded: Path) -> None:
-    shards = sorted(sharded.glob("model-*.safetensors"))
-    shards[1].unlink()
-    shards[2].unlink()
-    error = refusal(sharded)
-    assert f"without 2 of the {len(shards)} files" in error.given
-    assert shards[1].name in error.given
-
-
-def test_a_shard_that_is_cut_off_is_named(sharded: Path) -> None:
-    shard = sorted(sharded.glob("model-*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-1])
-    assert shard.name in refusal(sharded).given
+    assert told in error.given and change in error.change
 
 
 @pytest.mark.parametrize(
@@ -111,16 +134,14 @@ def test_a_broken_index_is_named(sharded: Path, text: str) -> None:
     assert INDEX in refusal(sharded).given
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.complex64])
-def test_weights_that_are_no_floats_are_refused(folder: Path, dtype: torch.dtype) -> None:
-    weights = load_file(folder / WEIGHTS)
-    name = "model.layers.1.mlp.up_proj.weight"
-    (folder / WEIGHTS).unlink()
-    weights[name] = weights[name].to(dtype)
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    error = refusal(folder)
-    assert f"{name} is of dtype" in error.given
-    assert "bfloat16" in error.change
+def test_shards_that_are_cut_off_or_missing_are_told(sharded: Path) -> None:
+    shards = sorted(sharded.glob("model-*.safetensors"))
+    shards[1].write_bytes(shards[1].read_bytes()[:-1])
+    assert shards[1].name in refusal(sharded).given
+    shards[1].unlink()
+    shards[2].unlink()
+    told = refusal(sharded).given
+    assert f"without 2 of the {len(shards)} files" in told and shards[1].name in told
 
 
 def test_tensors_that_are_left_out_are_told(folder: Path, capsys: Any) -> None:
@@ -132,29 +153,6 @@ def test_tensors_that_are_left_out_are_told(folder: Path, capsys: Any) -> None:
     assert "2 tensors are no weights of the model and are left out" in capsys.readouterr().out
 
 
-def test_links_that_lead_nowhere_and_pipes_are_told(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
-    (folder / WEIGHTS).symlink_to("nowhere")
-    assert "No such file" in refusal(folder).given
-    (folder / WEIGHTS).unlink()
-    (folder / WEIGHTS).symlink_to(WEIGHTS)
-    assert WEIGHTS in refusal(folder).given
-    (folder / WEIGHTS).unlink()
-    os.mkfifo(folder / WEIGHTS)
-    assert "a pipe or a device" in refusal(folder).given
-
-
-def test_distributed_checkpoints_are_refused(folder: Path) -> None:
-    (folder / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"")
-    assert "distributed checkpoint" in refusal(folder).given
-
-
-def test_a_folder_in_the_place_of_weights_is_told(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
-    (folder / WEIGHTS).mkdir()
-    assert "Is a directory" in refusal(folder).given
-
-
 def test_weights_of_another_config_are_told(folder: Path) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 3}))
@@ -164,19 +162,23 @@ def test_weights_of_another_config_are_told(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-@pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
-def test_a_file_without_permission_is_told_as_such(folder: Path, name: str) -> None:
+def test_a_file_without_permission_is_told_as_such(folder: Path) -> None:
     """As another user: root may read everything."""
-    (folder / name).chmod(0)
-    for path in (folder, *folder.parents):
+    other = Path(shutil.copytree(folder, folder.with_name("other")))
+    for path in (folder, other, *folder.parents):
         path.chmod(path.stat().st_mode | 0o055)
+    (folder / WEIGHTS).chmod(0)
+    (other / "config.json").chmod(0)
     code = (
-        "import os, sys; from furlong.models.folders.check import check_model\n"
+        "import os, sys; from furlong.models.build import check_model\n"
         "from furlong.errors import ConfigError\n"
         f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
-        "try: check_model(sys.argv[1], init='pretrained', max_seq_len=32)\n"
-        "except ConfigError as error: print(error)\n"
+        "for folder in sys.argv[1:]:\n"
+        "    try: check_model(folder, init='pretrained', max_seq_len=32)\n"
+        "    except ConfigError as error: print(error)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
-    assert f"{name}: Permission denied" in run.stdout, run.stdout + run.stderr
-    assert "a file that you may read" in run.stdout
+    command = [sys.executable, "-c", code, str(folder), str(other)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    for name in (WEIGHTS, "config.json"):
+        assert f"{name}: Permission denied" in run.stdout, run.stdout + run.stderr
+    assert run.stdout.count("a file that you may read") == 2

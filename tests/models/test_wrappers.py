@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import peft
 import pytest
 import torch
-from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.tiny_families import build
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import furlong
 from furlong.errors import UnsupportedModelError
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=8)
 LAYER_FIRST = furlong.ChunkOptions(size=8, keep="input", order="layer-first", recompute_layers=1)
@@ -117,29 +119,23 @@ def test_adapters_that_transformers_put_in_are_refused_too() -> None:
         furlong.forward_backward(model, batch([21]), OPTIONS)
 
 
-def test_a_compiled_model_is_taken_as_it_is() -> None:
+@pytest.mark.parametrize("where", ["around", "model", "decoder"])
+def test_a_compiled_model_runs_as_it_is_written(where: str) -> None:
+    """In torch.compile's own wrapper, and compiled in place."""
     model = build("llama")
-    compiled = torch.compile(model)
     sequences = batch([29, 4])
     reference_loss(model, sequences)
     truth = take_grads(model)
-    with pytest.warns(UserWarning, match="of the whole model, .* is not run"):
-        furlong.forward_backward(compiled, sequences, OPTIONS)
-    assert worst_relative_error(take_grads(model), truth) <= 1e-12
-
-
-@pytest.mark.parametrize("where", ["model", "decoder"])
-def test_a_model_compiled_in_place_runs_as_it_is_written(where: str) -> None:
-    model = build("llama")
-    module = {"model": model, "decoder": model.model}[where]
-    sequences = batch([29, 4])
-    reference_loss(model, sequences)
-    truth = take_grads(model)
-    module.compile()
+    module, given, told = model, model, r"where layer.compile\(\) was called"
+    if where == "around":
+        given, told = torch.compile(model), "of the whole model, .* is not run"
+    else:
+        module = {"model": model, "decoder": model.model}[where]
+        module.compile()
     call = module._compiled_call_impl
     for options in (OPTIONS, LAYER_FIRST):
-        with pytest.warns(UserWarning, match=r"where layer.compile\(\) was called"):
-            furlong.forward_backward(model, sequences, options)
+        with pytest.warns(UserWarning, match=told):
+            furlong.forward_backward(given, sequences, options)
         assert worst_relative_error(take_grads(model), truth) <= 1e-12
     assert module._compiled_call_impl is call
 
@@ -202,25 +198,6 @@ def test_a_compiler_that_fails_is_told() -> None:
         furlong.Engine(compiled_layers(build("llama"), failing))
 
 
-def test_a_compiled_layer_is_refused() -> None:
-    model = build("llama")
-    model.model.layers[1] = torch.compile(model.model.layers[1])
-    with pytest.raises(UnsupportedModelError, match=r"compiled layer .* at model.layers.1"):
-        furlong.forward_backward(model, batch([21]), OPTIONS)
-
-
-def test_a_checkpoint_wrapper_is_refused() -> None:
-    model = build("llama")
-    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
-    with pytest.raises(UnsupportedModelError, match="checkpoint_wrapper"):
-        furlong.forward_backward(model, batch([21]), OPTIONS)
-
-
-def test_data_parallel_says_what_to_pass() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"pass model\.module"):
-        furlong.Engine(nn.DataParallel(build("llama")))
-
-
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_wrappers_of_several_processes_say_what_to_pass(kind: str, tmp_path: Any) -> None:
     torch.distributed.init_process_group(
@@ -238,40 +215,55 @@ def test_wrappers_of_several_processes_say_what_to_pass(kind: str, tmp_path: Any
         torch.distributed.destroy_process_group()
 
 
-def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="str is no model"):
-        furlong.Engine("gpt2")  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedModelError, match="Linear is no transformers model"):
-        furlong.Engine(nn.Linear(2, 2))
-    with pytest.raises(UnsupportedModelError, match="Identity is no transformers model"):
-        furlong.Engine(nn.Identity())
+def with_compiled_layer(model: Any) -> Any:
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    return model
 
 
-def test_an_offloaded_model_is_refused() -> None:
+def with_checkpoint_wrapper(model: Any) -> Any:
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    return model
+
+
+def offloaded(model: Any) -> Any:
     from accelerate import cpu_offload
 
-    model = cpu_offload(build("llama", torch.float32), execution_device=torch.device("cpu"))
-    with pytest.raises(UnsupportedModelError, match="offloaded"):
-        furlong.Engine(model)
+    return cpu_offload(model, execution_device=torch.device("cpu"))
 
 
-def test_a_model_on_two_devices_is_refused() -> None:
-    model = build("llama", torch.float32)
+def on_two_devices(model: Any) -> Any:
     model.model.layers[2].to("meta")
-    with pytest.raises(UnsupportedModelError, match="spread over cpu, meta"):
-        furlong.Engine(model)
+    return model
 
 
-def test_a_quantised_model_is_refused() -> None:
-    model = build("llama", torch.float32)
+def quantised(model: Any) -> Any:
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    with pytest.raises(UnsupportedModelError, match="is quantised"):
-        furlong.Engine(model)
-    packed = build("llama", torch.float32)
+    return model
+
+
+def packed(model: Any) -> Any:
     weight = torch.zeros(4, 4, dtype=torch.uint8)
-    packed.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight holds packed numbers"):
-        furlong.Engine(packed)
+    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+CHANGED: dict[Callable[[Any], Any], str] = {
+    with_compiled_layer: r"compiled layer .* at model.layers.1",
+    with_checkpoint_wrapper: "checkpoint_wrapper",
+    nn.DataParallel: r"pass model\.module",
+    offloaded: "offloaded",
+    on_two_devices: "spread over cpu, meta",
+    quantised: "is quantised",
+    packed: r"up_proj\.weight holds packed numbers",
+    lambda _: "gpt2": "str is no model",
+    lambda _: nn.Linear(2, 2): "Linear is no transformers model",
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_what_is_no_whole_model_on_one_device_is_refused(change: Callable[[Any], Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=CHANGED[change]):
+        furlong.Engine(change(build("llama", torch.float32)))
 
 
 def test_hooks_that_run_when_a_gradient_is_accumulated_are_refused() -> None:

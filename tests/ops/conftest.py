@@ -1,6 +1,6 @@
 import pytest
 
-from furlong.ops import cudnn
+from furlong.ops.backends import cudnn
 
 
 @pytest.fixture

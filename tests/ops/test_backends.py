@@ -5,14 +5,15 @@ import itertools
 import pytest
 import torch
 from emulated_cuda import EmulatedCUDA
+from helpers.covering import Design
 
-from furlong.ops import choose, cuda_flash, cudnn
-from furlong.ops.backend import Block, merge_
-from furlong.ops.choose import Kind, ProbedBackend, choose_backend
-from furlong.ops.cpu_flash import CPUFlash
-from furlong.ops.cuda_flash import CUDAFlash, CUDAFlash3
-from furlong.ops.cudnn import CUDNN
-from furlong.ops.reference import Reference
+from furlong.ops.backends import cpu_flash, cuda_flash, cudnn, reference, select
+from furlong.ops.backends.base import Block, merge_
+from furlong.ops.backends.cpu_flash import CPUFlash
+from furlong.ops.backends.cuda_flash import CUDAFlash, CUDAFlash3
+from furlong.ops.backends.cudnn import CUDNN
+from furlong.ops.backends.reference import Reference
+from furlong.ops.backends.select import Kind, ProbedBackend, choose_backend
 
 CASES = {
     "causal square": (37, 37, Block(0, 0.3)),
@@ -26,7 +27,7 @@ CASES = {
     "window, more rows than keys": (40, 10, Block(10, 0.3, window=48)),
     "window, more rows than keys that all rows but few see": (40, 25, Block(25, 0.3, window=48)),
     "window, more rows than keys far away": (64, 32, Block(96, 0.3, window=128)),
-    "tiles of a long window": (1100, 700, Block(700, 0.3, window=600)),
+    "tiles of a long window": (110, 70, Block(70, 0.3, window=60)),
     "softcap square": (19, 19, Block(0, 0.3, softcap=2.0)),
     "softcap prefix with window": (19, 40, Block(40, 0.3, window=25, softcap=2.0)),
 }
@@ -81,7 +82,11 @@ def worst_error(backend, case, heads, dtype, device="cpu"):
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", [Reference(), CPUFlash()], ids=lambda b: type(b).__name__)
-def test_float64_on_cpu(backend, case, heads):
+def test_float64_on_cpu(backend, case, heads, monkeypatch):
+    """In one tile, and in many."""
+    assert worst_error(backend, case, heads, torch.float64) < 1e-13
+    monkeypatch.setattr(cpu_flash, "_BAND_ROWS", 8)
+    monkeypatch.setattr(reference, "_MAX_SCORE_ELEMENTS", 500)
     assert worst_error(backend, case, heads, torch.float64) < 1e-13
 
 
@@ -102,7 +107,7 @@ def test_pieces_of_a_head_group_keep_many_threads_busy():
 
 def chosen_on(device, dtype, **kind):
     found = Kind(torch.device(device), dtype, 16, **kind)
-    return choose_backend(found, choose.candidates(found))
+    return choose_backend(found, select.candidates(found))
 
 
 def test_the_choice_on_cpu_is_flash():
@@ -138,11 +143,9 @@ def test_merging_two_sets_of_keys_is_attention_over_both():
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
 @pytest.mark.parametrize("case", [c for c in CASES if "softcap" not in c])
-@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
-def test_emulated_cuda(backend, case, heads):
-    with EmulatedCUDA() as counted:
-        assert worst_error(backend(), case, heads, torch.float64) < 1e-13
-    assert not counted.launches["_scaled_dot_product_cudnn_attention"], "too small, or too odd"
+def test_emulated_cuda(case, heads):
+    with EmulatedCUDA():
+        assert worst_error(CUDAFlash(), case, heads, torch.float64) < 1e-13
 
 
 SIZES = [
@@ -191,7 +194,7 @@ def test_blocks_of_many_lengths_share_few_plans():
 def test_cudnn_is_a_candidate_where_torch_prefers_it(capability, version, is_right, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    found = choose.candidates(Kind(torch.device("cuda"), torch.bfloat16, 64))
+    found = select.candidates(Kind(torch.device("cuda"), torch.bfloat16, 64))
     assert [type(x) for x in found] == [CUDAFlash, *[CUDNN] * is_right]
 
 
@@ -209,13 +212,13 @@ def test_flash_attention_3_is_a_candidate_of_its_own(capability, fault, num, mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92_000)
     kind = Kind(torch.device("cuda"), torch.bfloat16, 64)
-    assert not any(isinstance(x, CUDAFlash3) for x in choose.candidates(kind)), "not installed"
+    assert not any(isinstance(x, CUDAFlash3) for x in select.candidates(kind)), "not installed"
     monkeypatch.setattr(cuda_flash, "find_spec", lambda name: name == "flash_attn_interface")
     monkeypatch.setattr(_fa3, "_fa3_import_module", module)
     operators = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
     monkeypatch.setattr(_fa3, "_fa3_flash_attention_forward_impl_default", operators[0])
     monkeypatch.setattr(_fa3, "_fa3_flash_attention_backward_impl", operators[1])
-    found = choose.candidates(kind)
+    found = select.candidates(kind)
     assert [isinstance(x, CUDAFlash3) for x in found][-1] is bool(num)
     assert sum(isinstance(x, CUDAFlash3) for x in found) == num
     assert bool(fault) == ("cannot be called: no kernels" in caplog.text)
@@ -342,7 +345,7 @@ def test_signatures_and_shapes_of_packed_calls(backend, window):
 
 
 def check_on_meta(q, k, v, dout, backend, slices, block):
-    out, lse, *grads = choose._computed(backend, dout, q, k, v, slices, block)
+    out, lse, *grads = select._computed(backend, dout, q, k, v, slices, block)
     assert out.shape == q.shape and out.dtype == q.dtype and out.is_meta
     assert lse.shape == q.shape[:2] and lse.dtype == torch.float32
     for grad, x in zip(grads, (q, k, v), strict=True):
@@ -364,21 +367,24 @@ def test_narrow_values_are_narrow_for_cudnn_alone():
         widths.clear()
         with Narrow():
             kind = Kind(torch.device("cpu"), torch.float64, 24, value_width=value_width)
-            assert choose._probe(CUDNN(), kind) is None
-            assert choose._probe(CUDAFlash(), kind) is None
+            assert select._probe(CUDNN(), kind) is None
+            assert select._probe(CUDAFlash(), kind) is None
         assert set(widths) == expected
 
 
-@pytest.mark.parametrize("is_token_major", [False, True])
-@pytest.mark.parametrize("is_windowed", [False, True])
-@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
+PROBED = Design(
+    {"backend": (CUDAFlash, CUDNN), "windowed": (False, True), "token_major": (False, True)}
+)
+
+
+@pytest.mark.parametrize(("backend", "is_windowed", "is_token_major"), PROBED.cases(2))
 def test_the_probe_covers_windows_and_packed_slices(
     backend, is_windowed, is_token_major, monkeypatch
 ):
     def fault(own=backend):
         with EmulatedCUDA():
             kind = Kind(torch.device("cpu"), torch.float64, 16, is_windowed, False, is_token_major)
-            return choose._probe(own(), kind)
+            return select._probe(own(), kind)
 
     assert fault() is None
     if backend is CUDNN:
@@ -415,7 +421,7 @@ def test_a_backend_that_refuses_in_the_middle_of_a_run_is_followed_by_the_next(m
     monkeypatch.setattr(CUDAFlash, "backward", backward)
     chosen = ProbedBackend()
     chosen._right[kind], chosen._untried[kind] = [CUDAFlash()], [Reference()]
-    monkeypatch.setattr(choose, "_probe", lambda backend, kind: None)
+    monkeypatch.setattr(select, "_probe", lambda backend, kind: None)
     with EmulatedCUDA():
         for case in ("full prefix", "full prefix", "single token"):
             assert worst_error(chosen, case, (6, 2), torch.float64) < 1e-13
@@ -452,7 +458,7 @@ def test_each_kind_of_attention_is_chosen_once(monkeypatch):
         asked.append((kind.dtype, kind.head_dim, kind.is_windowed, kind.is_capped))
         return Reference()
 
-    monkeypatch.setattr(choose, "choose_backend", chosen)
+    monkeypatch.setattr(select, "choose_backend", chosen)
     backend = ProbedBackend()
     q = torch.randn(2, 4, 8)
     for block in (Block(0, 1.0), Block(0, 1.0, window=2), Block(0, 1.0, softcap=3.0)) * 2:
@@ -481,4 +487,4 @@ def test_the_probe_on_cuda(backend, head_dim, is_windowed):
         pytest.skip("cuDNN is no candidate on this card")
     for is_token_major in (False, True):
         kind = Kind(device, torch.bfloat16, head_dim, is_windowed, False, is_token_major)
-        assert choose._probe(backend(), kind) is None
+        assert select._probe(backend(), kind) is None

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 from papers.fused_pairs import FusedPairs
+from papers.unit_costs import UnitCosts
 
 from furlong.errors import PlanError
 from furlong.plan.plan import Chunk, Slice
 from furlong.planners.orders import plan_1f1b
-from furlong.simulate.clock import Clock, UnitCosts
+from furlong.simulate.clock import Clock
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def test_infinipipes_appendix_a_is_possible_as_a_forward():
     assert min(shares) > 0.4 and max(shares) < 0.67
 
 
+@pytest.mark.slow
 def test_fpdts_mfu_is_predicted_from_one_row():
     """Slow links between two nodes, which nothing hides, make the short rows slow."""
     table = fpdt.mfu()
@@ -97,6 +98,7 @@ def test_more_devices_lose_performance():
     assert 0 < chunkflow_speedups.drop(4, 4, False, 1) < lost < 100
 
 
+@pytest.mark.slow
 def test_chunkflows_chunk_sizes_of_one_model():
     table = chunkflow_times.table_4(chunkflow_times.TABLE_4[:2], num_batches=1)
     assert checked(table) and not table.missed

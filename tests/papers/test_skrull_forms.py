@@ -1,8 +1,13 @@
-"""Skrull's own fitted forms: worked examples and printed numbers."""
+"""Skrull's own fitted forms: worked examples, printed numbers, and how good its heuristics are."""
+
+from itertools import product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from papers import skrull_forms as skrull
 from papers.skrull import skrull_h100
+from papers.whole_sequences import schedule_skrull
 
 from furlong.plan.plan import Place
 
@@ -63,3 +68,27 @@ def test_skrulls_fit_is_the_known_one():
         fit = skrull.table_3_fit(name)
         assert fit.seconds_per_byte * 1e12 == pytest.approx(us_per_mb, abs=0.02)
         assert fit.transfer_constant_s * 1e6 == pytest.approx(us, abs=2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(5, 60), min_size=2, max_size=6), st.integers(1, 2))
+def test_the_heuristics_stay_near_the_best_of_all_schedules(lens, dp_size):
+    """Eqs. 8 and 11 without communication: then nothing is faster than to share all sequences."""
+    work = [skrull.flops(n, 8, 2) for n in lens]
+    best = min(
+        max(sum(w for w, own in zip(work, dealt, strict=True) if own == r) for r in range(dp_size))
+        for dealt in product(range(dp_size), repeat=len(lens))
+    ) / 2  # fmt: skip
+    fit = skrull.TimeFit(seconds_per_flop=1.0)
+    theirs = max(
+        sum(
+            skrull.micro_batch_s(
+                fit, [s.num_tokens for s in b.slices], [s.place for s in b.slices], 2, 8, 2
+            )
+            for b in own
+        )
+        for own in schedule_skrull(lens, work, dp_size=dp_size, sp_size=2, bucket_tokens=60)
+    )
+    # what is local could have been shared by two ranks, and replicas of equal work are within
+    # 4/3 - 1/(3 dp) of the best
+    assert best * (1 - 1e-6) <= theirs <= 2 * (4 / 3 - 1 / (3 * dp_size)) * best * (1 + 1e-6)

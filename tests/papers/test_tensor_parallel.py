@@ -3,17 +3,17 @@
 from dataclasses import replace
 
 import pytest
-from papers.fused import OtherMemory
+from papers.fused import OtherMemory, fused
 from papers.tensor_parallel import TensorParallel
 
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.memory import stage_bytes
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.plan.plan import Chunk, ChunkPlan, Forward, Slice
 
-SHAPE, A100 = model_shape("Llama-3-8B"), hardware("A100-80")
+SHAPE, A100 = model_shape("Llama-3-8B"), Machine.named("A100-80")
 EXACT = replace(
     A100, linear=replace(A100.linear, half_tokens=0.0), tile_tokens=0, layer_launch_s=0.0,
     attention_forward=replace(A100.attention_forward, half_tokens=0.0),
@@ -60,3 +60,10 @@ def test_a_gpu_holds_its_share():
         for training in (memory.training, model.training)
     )
     assert own == pytest.approx(alone / 2, abs=2)
+
+
+def test_fused_modules_save_what_megatron_counts():
+    shape = model_shape("GPT-13B")  # width 4 D, full heads: 32 D bytes and the log-sum-exp
+    assert fused(shape).layer_bytes(shape, 0, 2) == 32 * 5120 + 4 * 40
+    ours = stage_bytes(shape, (shape.num_layers,), 0, Training())
+    assert fused(shape).layer_bytes(shape, 0, 2) < ours.graph_layers[0]

@@ -1,24 +1,20 @@
 """What each action computes of its cell, written out by hand for every kind of action."""
 
+from itertools import product
+
 import pytest
+from helpers.plan_texts import plan_of
 
 from furlong.plan.passes import NOTHING, Pass, passes
-from furlong.plan.plan import ChunkPlan
-from furlong.plan.text import parse_action, parse_chunk
 
 HEIGHT = 3
 
 
-def plan_of(texts, *, stages=(HEIGHT,) * 3, chunks=("0:0-4", "0:4-8"), lens=(8,)):
-    """By default one sequence of two chunks, so that chunk 0 continues and chunk 1 does not."""
-    return ChunkPlan(
-        lens, tuple(map(parse_chunk, chunks)), stages, (tuple(map(parse_action, texts)),)
+def passes_of(texts, *, chunks="0:0-4; 0:4-8", stages=(HEIGHT,) * 3):
+    """By default of one sequence of two chunks, so that chunk 0 continues and chunk 1 does not."""
+    return dict(
+        zip(texts, passes(plan_of(chunks, ", ".join(texts), stages=stages), 0), strict=True)
     )
-
-
-def passes_of(texts, **fields):
-    plan = plan_of(texts, **fields)
-    return dict(zip(texts, passes(plan, 0), strict=True))
 
 
 VALUES, GRAPH = Pass("values"), Pass("graph")
@@ -26,31 +22,20 @@ TO_LAST = Pass("to last kv", writes_kv=True)
 LAST = HEIGHT - 1
 FORWARDS = {
     # keep, stage, continues, trained: what the Forward computes
-    ("input", 0, True, True): Pass("values", writes_kv=True),
-    ("input", 1, True, True): Pass("values", writes_kv=True),
-    ("input", 2, True, True): TO_LAST,
-    ("input", 0, False, True): VALUES,
-    ("input", 1, False, True): VALUES,
-    ("input", 2, False, True): NOTHING,
-    ("kv", 0, True, True): Pass("values", writes_kv=True),
-    ("kv", 1, True, True): Pass("values", writes_kv=True),
-    ("kv", 2, True, True): TO_LAST,
-    ("kv", 0, False, True): VALUES,
-    ("kv", 1, False, True): VALUES,
-    ("kv", 2, False, True): NOTHING,
-    ("attention", 0, True, True): Pass("values", writes_kv=True, remembers=HEIGHT),
-    ("attention", 1, True, True): Pass("values", writes_kv=True, remembers=HEIGHT),
-    # the last layer's attention is behind the last K,V: it does not run, nothing to remember
-    ("attention", 2, True, True): Pass("to last kv", writes_kv=True, remembers=LAST),
-    ("attention", 0, False, True): Pass("values", remembers=HEIGHT),
-    ("attention", 1, False, True): Pass("values", remembers=HEIGHT),
-    ("attention", 2, False, True): NOTHING,
-    ("all", 0, True, True): Pass("graph", writes_kv=True),
-    ("all", 1, True, True): Pass("graph", writes_kv=True),
-    ("all", 2, True, True): Pass("graph", writes_kv=True),
-    ("all", 0, False, True): GRAPH,
-    ("all", 1, False, True): GRAPH,
-    ("all", 2, False, True): GRAPH,
+    (keep, stage, continues, True): what
+    for keep, found in {
+        "kv": [Pass("values", writes_kv=True)] * 2 + [TO_LAST] + [VALUES] * 2 + [NOTHING],
+        # the last layer's attention is behind the last K,V: it does not run, nothing to remember
+        "attention": [
+            *[Pass("values", writes_kv=True, remembers=HEIGHT)] * 2,
+            Pass("to last kv", writes_kv=True, remembers=LAST),
+            *[Pass("values", remembers=HEIGHT)] * 2,
+            NOTHING,
+        ],
+        "all": [Pass("graph", writes_kv=True)] * 3 + [GRAPH] * 3,
+    }.items()
+    for (continues, stage), what in zip(product((True, False), range(3)), found, strict=True)
+    for keep in (("input", "kv") if keep == "kv" else (keep,))
 } | {
     # what gets no backward keeps nothing, and the last stage tells its loss
     (keep, stage, continues, False): Pass("values", writes_kv=continues, loss=stage == 2)
@@ -112,9 +97,9 @@ def test_a_rebuild_runs_no_attention_that_is_remembered(keep, height, remembered
 
 def test_packed_and_hybrid_chunks():
     texts = ["F0.0 kv", "F1.0 kv", "R1.0", "B1.0", "R0.0", "B0.0"]
-    packed = passes_of(texts, stages=(2,), chunks=("0:0-4 1:0-3", "2:0-5"), lens=(4, 3, 5))
+    packed = passes_of(texts, stages=(2,), chunks="0:0-4 1:0-3; 2:0-5")
     assert packed["F0.0 kv"] is NOTHING and packed["F1.0 kv"] is NOTHING
-    hybrid = passes_of(texts, stages=(2,), chunks=("0:0-4", "0:4-6 1:0-3"), lens=(6, 3))
+    hybrid = passes_of(texts, stages=(2,), chunks="0:0-4; 0:4-6 1:0-3")
     assert hybrid["F0.0 kv"] == TO_LAST and hybrid["F1.0 kv"] is NOTHING
     assert hybrid["R1.0"] == GRAPH
 

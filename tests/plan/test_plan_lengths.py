@@ -18,37 +18,23 @@ lists = st.lists(st.integers(1, 300_000), min_size=1, max_size=60)
 
 
 @settings(deadline=None)
-@given(lists)
-def test_sums_are_those_of_the_list(seq_lens: list[int]) -> None:
-    lengths = count_lengths(seq_lens)
-    assert lengths.num_sequences == len(seq_lens)
-    assert lengths.num_tokens == sum(seq_lens)
-    assert lengths.num_pairs == sum(n * (n + 1) // 2 for n in seq_lens)
-    assert lengths.longest == max(seq_lens)
-
-
-@settings(deadline=None)
 @given(lists, st.floats(0.1, 100))
-def test_a_percentile_is_the_shortest_length_that_is_enough(
+def test_sums_percentiles_and_buckets_are_those_of_the_list(
     seq_lens: list[int], percent: float
 ) -> None:
-    found = count_lengths(seq_lens).percentile(percent)
-    assert found == np.percentile(seq_lens, percent, method="inverted_cdf")
-
-
-@settings(deadline=None)
-@given(lists)
-def test_buckets_hold_everything_once(seq_lens: list[int]) -> None:
     lengths = count_lengths(seq_lens)
+    assert lengths.longest == max(seq_lens)
+    expected = np.percentile(seq_lens, percent, method="inverted_cdf")
+    assert lengths.percentile(percent) == expected, "the shortest that is enough"
     buckets = lengths.buckets()
     assert buckets[0].num_sequences and buckets[-1].num_sequences
     for bucket, following in pairwise(buckets):
         assert bucket.upto == following.above
-    for bucket in buckets:
-        inside = [n for n in seq_lens if bucket.above < n <= bucket.upto]
-        assert (bucket.num_sequences, bucket.num_tokens) == (len(inside), sum(inside))
-        assert bucket.num_pairs == sum(n * (n + 1) // 2 for n in inside)
-        assert bucket.upto & (bucket.upto - 1) == 0
+    for own, inside in [
+        (lengths, seq_lens), *((b, [n for n in seq_lens if b.above < n <= b.upto]) for b in buckets)
+    ]:  # fmt: skip
+        assert (own.num_sequences, own.num_tokens) == (len(inside), sum(inside))
+        assert own.num_pairs == sum(n * (n + 1) // 2 for n in inside)
     assert sum(bucket.num_sequences for bucket in buckets) == len(seq_lens)
 
 
@@ -81,14 +67,11 @@ def test_a_file_may_be_written_by_hand(tmp_path: Path) -> None:
         ("{", "Expecting"),
         ("[1, 2]", "not version 1"),
         ('{"version": 2, "lengths": [1]}', "not version 1"),
-        ('{"version": 1}', "no lengths"),
         ('{"version": 1, "lengths": []}', "no lengths"),
-        ('{"version": 1, "lengths": [0]}', "0 among"),
         ('{"version": 1, "lengths": [1.5]}', "1.5 among"),
         ('{"version": 1, "lengths": ["1"]}', '"1" among'),
         ('{"version": 1, "lengths": [true]}', "true among"),
         ('{"version": 1, "lengths": [[5, 0]]}', "[5, 0] among"),
-        ('{"version": 1, "lengths": [[5]]}', "[5] among"),
     ],
 )
 def test_a_file_of_something_else_is_told(tmp_path: Path, text: str | None, reason: str) -> None:

@@ -2,80 +2,36 @@
 
 import pytest
 from helpers.counted_work import LINEAR, lines_run
+from helpers.plan_texts import plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
 
-from furlong.plan.liveness import kv_frees
+from furlong.plan.passes import kv_frees
 from furlong.plan.plan import Backward, ChunkPlan, Forward, RebuildKV, Recompute
-from furlong.plan.text import format_action, parse_action, parse_chunk
+from furlong.plan.text import parse_chunk
 from furlong.planners.options import ChunkOptions
 
 
-def one_sequence(num_chunks, texts, stages=(1,)):
-    return ChunkPlan(
-        seq_lens=(num_chunks,),
-        chunks=tuple(parse_chunk(f"0:{i}-{i + 1}") for i in range(num_chunks)),
-        stages=stages,
-        actions=(tuple(map(parse_action, texts.split(", "))),),
-    )
-
-
-def frees_by_action(plan):
-    frees = kv_frees(plan, 0)
-    assert len(frees) == len(plan.actions[0])
-    return [
-        (format_action(action), tuple(sorted(cells)))
-        for action, cells in zip(plan.actions[0], frees, strict=True)
-        if cells
-    ]
-
-
-def test_kept_kv_die_with_their_own_backward():
-    plan = one_sequence(3, "F0.0 kv, F1.0 kv, F2.0 all, B2.0, R1.0, B1.0, R0.0, B0.0")
-    # chunk 2 has no reader: its K,V live in its graph only
-    assert frees_by_action(plan) == [("B1.0", ((1, 0),)), ("B0.0", ((0, 0),))]
-
-
-def test_kv_of_cells_that_keep_their_input_die_after_the_last_forward():
-    plan = one_sequence(
-        3, "F0.0 input, F1.0 input, F2.0 all, K0.0, K1.0, B2.0, R1.0, B1.0, R0.0, B0.0"
-    )
-    assert frees_by_action(plan) == [
-        ("F2.0 all", ((0, 0), (1, 0))),
-        ("B1.0", ((1, 0),)),
-        ("B0.0", ((0, 0),)),
-    ]
-
-
-def test_evaluation_frees_after_the_last_forward():
-    plan = one_sequence(3, "F0.0 input, F1.0 input, F2.0 input")
-    assert frees_by_action(plan) == [("F2.0 input", ((0, 0), (1, 0)))]
-
-
-def test_cells_without_a_backward_die_after_their_last_reader():
-    plan = one_sequence(4, "F0.0 kv, F1.0 kv, F2.0 kv, F3.0 kv, R3.0, B3.0 a2, R1.0, B1.0 a2")
-    assert frees_by_action(plan) == [("B3.0 a2", ((2, 0),)), ("B1.0 a2", ((0, 0), (1, 0)))]
-
-
-def test_layer_first_frees_each_stage_by_itself():
-    plan = one_sequence(
-        2,
-        "F0.0 input, F1.0 input, F0.1 input, F1.1 input, K0.1, R1.1, B1.1, R0.1, B0.1, "
-        "K0.0, R1.0, B1.0, R0.0, B0.0",
-        stages=(1, 1),
-    )
-    assert frees_by_action(plan) == [
-        ("F1.0 input", ((0, 0),)),
-        ("F1.1 input", ((0, 1),)),
-        ("B0.1", ((0, 1),)),
-        ("B0.0", ((0, 0),)),
-    ]
-
-
-def test_a_rebuild_nobody_reads_dies_at_once():
-    plan = one_sequence(2, "F0.0 input, F1.0 all, B1.0, K0.0")
-    assert frees_by_action(plan) == [("B1.0", ((0, 0),)), ("K0.0", ((0, 0),))]
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        # chunk 2 has no reader: its K,V live in its graph only
+        (
+            "F0.0 input, F1.0 input, F2.0 all, K0.0, K1.0, B2.0, R1.0, B1.0, R0.0, B0.0",
+            {"F2.0 all": ((0, 0), (1, 0)), "B1.0": ((1, 0),), "B0.0": ((0, 0),)},
+        ),
+        # cells without a Backward die after their last reader
+        (
+            "F0.0 kv, F1.0 kv, F2.0 kv, R2.0, B2.0 a2, R0.0, B0.0 a2",
+            {"B2.0 a2": ((1, 0),), "B0.0 a2": ((0, 0),)},
+        ),
+    ],
+)
+def test_kv_die_right_after_their_last_reader(texts, expected):
+    frees = kv_frees(plan_of("0:0-1; 0:1-2; 0:2-3", texts), 0)
+    found = zip(texts.split(", "), frees, strict=True)
+    assert {text: tuple(sorted(cells)) for text, cells in found if cells} == expected
 
 
 def naive_frees(plan, rank):

@@ -22,15 +22,9 @@ def test_by_hand():
     assert seen == [(), (range(3),), (range(3, 6),), (range(5, 8),)]
     assert list(windowed.segments(range(0))) == []
     blocks = StoredTokens.of((3, 5, 2, 4), None, 4, block=6)
-    assert blocks.offsets == (
-        0,
-        3,
-        5,
-        7,
-        7,
-    )  # 6 and 7 of 0 to 8, 6 to 9 of 0 to 10
+    assert blocks.offsets == (0, 3, 5, 7, 7)  # 6 and 7 of 0 to 8, 6 to 9 of 0 to 10
     alone = StoredTokens.of((7,), None, 4)
-    assert alone.offsets == (0, 0) and alone.num_segments == 0
+    assert alone.offsets == (0, 0) and alone.bounds == (0,)
 
 
 @pytest.mark.parametrize(

@@ -87,17 +87,6 @@ def test_short_forms(action, text):
     assert parse_action(text) == action
 
 
-def test_first_letters_tell_computations_apart():
-    letters = {type(action): text[0] for action, text in FORMS}
-    assert {kind.__name__ for kind, letter in letters.items() if letter in "FRBK"} == {
-        "Forward",
-        "Recompute",
-        "Backward",
-        "RebuildKV",
-    }
-    assert len({letters[kind] for kind in (Forward, Recompute, Backward, RebuildKV)}) == 4
-
-
 def test_chunk_forms():
     places = (Place(0, 8), Place(4, 4), Place(2, 1), Place(0, 1))
     chunk = Chunk(tuple(Slice(i, 0, 4096, place) for i, place in enumerate(places)))
@@ -109,13 +98,7 @@ def test_chunk_forms():
     assert format_chunk(Chunk(())) == "dummy"
 
 
-@settings(max_examples=200, deadline=None)
-@given(actions)
-def test_actions_round_trip(action):
-    assert parse_action(format_action(action)) == action
-
-
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(chunks, max_size=3), st.lists(st.lists(actions, max_size=4), max_size=3), st.data())
 def test_plans_round_trip(chunk_list, action_lists, data):
     plan = ChunkPlan(
@@ -133,30 +116,27 @@ def test_plans_round_trip(chunk_list, action_lists, data):
     assert load_plan(save_plan(plan)) == plan
 
 
-def test_saved_plan_has_one_short_text_per_line():
+def test_a_saved_plan_has_one_short_text_per_line_and_names_the_tier_of_each_kind():
     lines = save_plan(PLAN).splitlines()
-    assert ' "F0.0 kv",' in lines
-    assert ' "0:4-5 1:0-2"' in lines
+    assert ' "F0.0 kv",' in lines and ' "0:4-5 1:0-2"' in lines
+    tiers = {"kv": "disk", "inputs": "device", "attention": "host", "graphs": "device"}
+    saved = json.loads(save_plan(PLAN))
+    assert (saved["version"], saved["tiers"]) == (5, tiers)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "F3", "F3.0", "F3.0 most", "F3.0 kv l", "B3.0 c", "B3.0 aten", "R-1.0", "send 3.0 to 1"],
-)
-def test_odd_actions_are_refused(text):
+ODD = [
+    *((parse_action, text) for text in ("", "F3", "F3.0 most", "F3.0 kv l", "B3.0 c", "B3.0 aten")),
+    *((parse_action, text) for text in ("R-1.0", "send 3.0 to 1")),
+    *((parse_chunk, text) for text in ("", "0:1", "0:0-4@-1", "0:0-4@3-2", "0:0-4@1-")),
+    *((parse_chunk, text) for text in ("0:0-4  1:0-2", "0:0-4,1:0-2")),
+]
+
+
+@pytest.mark.parametrize(("parse", "text"), ODD)
+def test_odd_actions_and_chunks_are_refused(parse, text):
     with pytest.raises(UserError) as error:
-        parse_action(text, source="rank 0, action 4")
-    assert error.value.given == repr(text)
-    assert error.value.source == "rank 0, action 4"
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "0", "0:1", "0:0-4@-1", "0:0-4@3-2", "0:0-4@1-", "0:0-4  1:0-2", "0:0-4,1:0-2"],
-)
-def test_odd_chunks_are_refused(text):
-    with pytest.raises(UserError):
-        parse_chunk(text)
+        parse(text, source="rank 0, action 4")
+    assert (error.value.given, error.value.source) == (repr(text), "rank 0, action 4")
 
 
 TIERS = asdict(PLAN.tiers)
@@ -172,22 +152,18 @@ def change(field, value):
         ("{", "no JSON"),
         ("[]", "version None"),
         (change("version", 1), "version 1"),
-        (change("version", 6), "version 6"),
         (change("extra", 1), "extra"),
-        (change("tier", "host"), "tier"),
         (change("tiers", "host"), "tiers = 'host'"),
         (change("tiers", TIERS | {"kv": "tape"}), "tiers.kv = 'tape'"),
-        (change("tiers", TIERS | {"weights": "host"}), "weights"),
         (change("tiers", {"kv": "host"}), "attention, graphs, inputs"),
         (change("frozen_stages", True), "frozen_stages"),
         (change("sampled", 1), "sampled"),
-        (change("regathers", 0), "regathers"),
         (change("seq_lens", [5, True]), "seq_lens"),
         (change("stages", "2"), "stages"),
         (change("sp_size", 1.5), "sp_size"),
         (change("chunks", [7]), "chunks"),
-        (change("actions", {}), "actions"),
-        (change("actions", ["F0.0 kv"]), "actions of rank 0"),
+        (change("actions", ["F0.0 kv"]), "actions"),
+        (change("actions", [[3]]), "actions of rank 0"),
         (change("actions", [["X0.0"]]), "X0.0"),
     ],
 )
@@ -195,25 +171,8 @@ def test_text_that_is_no_plan_is_refused_in_four_parts(text, given):
     with pytest.raises(UserError) as error:
         load_plan(text)
     assert given in error.value.given
-    assert error.value.required and error.value.source and error.value.change
-
-
-def test_a_plan_of_version_1_says_what_to_do():
-    """What the release before wrote: one tier, no frozen stages."""
-    saved = json.loads(save_plan(PLAN)) | {"version": 1, "tier": "host"}
-    del saved["tiers"], saved["frozen_stages"]
-    with pytest.raises(UserError) as error:
-        load_plan(json.dumps(saved))
-    assert (error.value.given, error.value.required) == ("version 1", "version 5")
+    assert error.value.required and error.value.source
     assert "save the plan again" in error.value.change
-
-
-def test_the_json_names_the_tier_of_each_kind():
-    saved = json.loads(save_plan(PLAN))
-    assert saved["version"] == 5
-    assert saved["tiers"] == {
-        "kv": "disk", "inputs": "device", "attention": "host", "graphs": "device",
-    }  # fmt: skip
 
 
 def test_page_for_a_person():

@@ -4,34 +4,20 @@ import random
 from dataclasses import replace
 
 import pytest
+from helpers.plan_texts import plan_of
 
 from furlong.errors import PlanError
 from furlong.plan.check import check
-from furlong.plan.liveness import kv_frees
-from furlong.plan.plan import ChunkPlan, Slice
+from furlong.plan.passes import kv_frees
+from furlong.plan.plan import Slice, Tree
 from furlong.plan.segments import StoredTokens
-from furlong.plan.text import (
-    format_action,
-    format_chunk,
-    load_plan,
-    parse_action,
-    parse_chunk,
-    save_plan,
-)
-from furlong.plan.trees import Tree
+from furlong.plan.text import format_chunk
 from furlong.planners.chunks import branch_chunks
 
 CHUNKS = "0:0-4; 0:4-7; 0:7-9 0:9-12<7; 0:12-17<7; 0:17-18; 0:18-20<4"
 """A prompt of 7 tokens, two short branches in one chunk, a long one, and one of half the prompt."""
 FORWARDS = "F0.0 kv, F1.0 kv, F2.0 kv, F3.0 kv, F4.0 kv, F5.0 all, "
 BACKWARDS = "B5.0, R4.0, B4.0, R3.0, B3.0, R2.0, B2.0, R1.0, B1.0, R0.0, B0.0"
-
-
-def plan_of(chunks, actions, **fields):
-    pieces = tuple(parse_chunk(text) for text in chunks.split("; "))
-    num_tokens = max(piece.stop for chunk in pieces for piece in chunk.slices)
-    listed = tuple(map(parse_action, actions.split(", ")))
-    return ChunkPlan((num_tokens,), pieces, (1,), (listed,), **fields)
 
 
 def test_positions_go_on_along_the_path():
@@ -42,12 +28,6 @@ def test_positions_go_on_along_the_path():
     assert [plan.position(piece) for piece in slices] == [0, 4, 7, 7, 7, 12, 4]
     assert plan.continues == (True, True, False, True, False, False)
     assert plan.trees[0].path(4) == [0, 1, 3] and plan.trees[0].path(5) == [0]
-
-
-def test_a_plan_of_branches_goes_through_text_and_file():
-    plan = plan_of(CHUNKS, FORWARDS + BACKWARDS)
-    assert [format_chunk(chunk) for chunk in plan.chunks] == CHUNKS.split("; ")
-    assert '"0:7-9 0:9-12<7"' in save_plan(plan) and load_plan(save_plan(plan)) == plan
 
 
 @pytest.mark.parametrize(
@@ -82,11 +62,7 @@ def test_trees_are_for_one_process_and_whole():
 @pytest.mark.parametrize(
     ("moved", "before", "rule"),
     [
-        (
-            "B0.0",
-            "B1.0",
-            "dK,dV of a chunk are complete",
-        ),
+        ("B0.0", "B1.0", "dK,dV of a chunk are complete"),
         ("B1.0", "R3.0", "dK,dV of a chunk are complete"),
         ("F4.0 kv", "F3.0 kv", "forwards ascend"),
     ],
@@ -102,20 +78,26 @@ def test_every_branch_comes_before_what_it_goes_on_from(moved, before, rule):
         check(plan_of(CHUNKS, ", ".join(actions)))
 
 
-def test_a_branch_may_go_back_before_its_sibling_comes():
-    """Depth-first through and through; K,V live until the last that sees them, and no longer."""
-    actions = (
-        "F0.0 kv, F1.0 kv, F2.0 all, B2.0, F3.0 kv, F4.0 all, B4.0, R3.0, B3.0, R1.0, B1.0, "
-        "F5.0 all, B5.0, R0.0, B0.0"
-    )
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [
+        # depth-first through and through
+        (
+            "F0.0 kv, F1.0 kv, F2.0 all, B2.0, F3.0 kv, F4.0 all, B4.0, R3.0, B3.0, R1.0, B1.0, "
+            "F5.0 all, B5.0, R0.0, B0.0",
+            {"B3.0": {(3, 0)}, "B1.0": {(1, 0)}, "B0.0": {(0, 0)}},
+        ),
+        (
+            "F0.0 kv, F1.0 kv, F2.0 kv, F3.0 kv, F4.0 kv, F5.0 kv",
+            {"F4.0 kv": {(1, 0), (3, 0)}, "F5.0 kv": {(0, 0)}},
+        ),
+    ],
+)
+def test_kv_live_until_the_last_branch_that_sees_them_and_no_longer(actions, expected):
     plan = plan_of(CHUNKS, actions)
     check(plan)
-    frees = {
-        format_action(action): cells
-        for action, cells in zip(plan.actions[0], kv_frees(plan, 0), strict=True)
-        if cells
-    }
-    assert frees == {"B3.0": ((3, 0),), "B1.0": ((1, 0),), "B0.0": ((0, 0),)}
+    frees = zip(actions.split(", "), kv_frees(plan, 0), strict=True)
+    assert {text: set(cells) for text, cells in frees if cells} == expected
 
 
 def test_what_was_dropped_is_rebuilt_along_the_path():

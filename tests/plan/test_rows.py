@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 import pytest
 from helpers.random_chunks import random_chunks
 
-from furlong.plan.plan import Chunk, Place, Slice, place_sizes
+from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import ChunkRows, Level, inner_size, rows_of
 
 HEADS = [(4, 2), (8, 4), (8, 1), (2, 2), (6, 2), (3, 3), (12, 3)]
@@ -44,35 +44,26 @@ def members(pool: list[ChunkRows], place: Place) -> list[tuple[ChunkRows, Level]
     return [(pool[p], level_of(pool[p], place)) for p in range(place.first, place.stop)]
 
 
-def test_every_token_has_one_owner_on_its_place():
+def test_every_token_has_one_owner_and_levels_fall_in_size_and_divide_the_rows():
     for chunk, _, pool in draws(0):
         found = []
         for process, rows in enumerate(pool):
             own = tokens_of(rows, (0, rows.num_tokens))
-            assert len(own) == rows.num_tokens and rows.num_rows == max(1, rows.num_tokens)
-            for seq_id, position in own:
-                (piece,) = [s for s in chunk.slices if s.seq_id == seq_id]
-                assert piece.start <= position < piece.stop
-                assert piece.place.first <= process < piece.place.stop
             found += own
-        everything = [(s.seq_id, t) for s in chunk.slices for t in range(s.start, s.stop)]
-        assert sorted(found) == sorted(everything)
-
-
-def test_levels_fall_in_size_and_divide_the_rows():
-    for chunk, _, pool in draws(1):
-        for process, rows in enumerate(pool):
+            held = [s for s in chunk.slices if s.place.first <= process < s.place.stop]
+            assert set(own) <= {(s.seq_id, t) for s in held for t in range(s.start, s.stop)}
+            assert len(own) == rows.num_tokens and rows.num_rows == max(1, rows.num_tokens)
             sizes = [level.size for level in rows.levels]
             assert sizes == sorted(set(sizes), reverse=True)
-            assert {p.index for level in rows.levels for p in level.slices} == {
-                i for i, s in enumerate(chunk.slices)
-                if s.place.first <= process < s.place.stop
-            }  # fmt: skip
+            placed = {p.index for level in rows.levels for p in level.slices}
+            assert placed == {chunk.slices.index(s) for s in held}
             bounds = [0, *chain.from_iterable(level.local for level in rows.levels)]
             assert bounds[-1] == rows.num_tokens
             assert all(a == b for a, b in list(pairwise(bounds))[::2])
             assert [level.size for level in rows.exchanged] == [n for n in sizes if n > 1]
             assert (rows.own is None) == (1 not in sizes)
+        everything = [(s.seq_id, t) for s in chunk.slices for t in range(s.start, s.stop)]
+        assert sorted(found) == sorted(everything)
 
 
 def test_members_of_a_place_agree_and_their_parts_are_equal():
@@ -162,10 +153,8 @@ def test_inner_places_of_a_long_sequence_see_equally_many_keys():
 
 
 def test_on_one_device_all_is_one_own_level():
-    chunk = Chunk((Slice(3, 4, 9), Slice(1, 0, 2)))
-    rows = rows_of(chunk, 0, sp_size=1, q_heads=5, kv_heads=5)
-    assert rows.own is rows.levels[0] and not rows.exchanged
-    assert rows.tokens == ((3, 4, 9), (1, 0, 2)) and rows.own.local == (0, 7)
+    rows = rows_of(Chunk((Slice(3, 4, 9), Slice(1, 0, 2))), 0, sp_size=1, q_heads=5, kv_heads=5)
+    assert rows.own is rows.levels[0] and rows.own.local == (0, 7)
     assert list(rows.runs()) == [((3, 4, 9), 0), ((1, 0, 2), 5)]
     assert [placed.num_pairs for placed in rows.own.slices] == [5 * 13, 2 * 2]
 
@@ -177,14 +166,3 @@ def test_a_process_without_a_token_has_one_row():
         assert rows.num_tokens == expected and rows.num_rows == max(1, expected)
     dummy = rows_of(Chunk(()), 1, sp_size=4, q_heads=4, kv_heads=4)
     assert dummy == ChunkRows((), ()) and dummy.num_rows == 1
-
-
-def test_every_size_of_a_place_is_a_size_here():
-    for sp_size in (1, 6, 24):
-        for size in place_sizes(sp_size):
-            chunk = Chunk((Slice(0, 0, 100, Place(0, size)),))
-            held = [
-                rows_of(chunk, p, sp_size=sp_size, q_heads=8, kv_heads=4).num_tokens
-                for p in range(size)
-            ]
-            assert sum(held) == 100 and max(held) - min(held) <= 2

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from furlong.cost.machine import hardware, this_cpu
+from furlong.cost.machine import Machine, this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
@@ -31,8 +31,8 @@ from furlong.planners.spaco import Sampling
 
 GIB = 2**30
 SHAPE = model_shape("Qwen2.5-0.5B")
-CPU = CostModel(SHAPE, this_cpu(measured=False), Training.in_dtype("float32"))
-H100 = CostModel(SHAPE, hardware("H100"))
+CPU = CostModel(SHAPE, this_cpu(), Training.in_dtype("float32"))
+H100 = CostModel(SHAPE, Machine.named("H100"))
 LENS = count_lengths([40_000, 9_000, 3_000, 3_000, 1_000, 700, 500, 300])
 
 
@@ -142,7 +142,7 @@ def test_given_dials_hold():
 
 
 def test_two_decisions_are_equal():
-    first, second = (choose(CostModel(SHAPE, this_cpu(measured=False))) for _ in range(2))
+    first, second = (choose(CostModel(SHAPE, this_cpu())) for _ in range(2))
     assert (first.options, first.words) == (second.options, second.words)
 
 
@@ -360,7 +360,7 @@ def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_byt
 
     monkeypatch.setattr("furlong.planners.candidates.plan_of", see)
     monkeypatch.setattr(ByteBound, "needs", bound)
-    priced = Costs(model_shape(model), hardware("H100"))
+    priced = Costs(model_shape(model), Machine.named("H100"))
     lengths = count_lengths([longest])
     decision = choose(priced, lengths, budget_bytes=budget_bytes, sequences_per_step=1, **lower)
     assert decision.options.size >= 64

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.machine import THIS_CPU, hardware, one_of, this_cpu
+from furlong.cost.machine import THIS_CPU, Machine, one_of, this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
@@ -27,18 +27,17 @@ from furlong.planners.candidates import (
     plan_of,
     space_of,
 )
-from furlong.planners.chunks import sequence_work
 from furlong.planners.decide import Decision, decide, sample_steps
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import predict, predict_step, step_s
 from furlong.planners.question import MARGIN, Limits, Question
-from furlong.planners.search import SLACK, mean_step_s, plans_of, whole_model
+from furlong.planners.search import SLACK, mean_step_s, plans_of, search, whole_model
 from furlong.train.batches.plans import Wanted, plan_batch
 
 GIB = 2**30
 SHAPE = model_shape("Qwen2.5-0.5B")
-H100 = CostModel(SHAPE, hardware("H100"))
+H100 = CostModel(SHAPE, Machine.named("H100"))
 LENS = count_lengths([9000, 3000, 3000, 1000, 700, 500, 300, 20])
 SHORT = count_lengths([512] * 32)
 
@@ -128,10 +127,10 @@ def test_a_slow_link_between_machines_is_crossed_by_stages_or_replicas() -> None
     shape = model_shape("Qwen3-0.6B")
     lengths, found = count_lengths([30_000] * 4), []
     for devices_per_node in (4, 2):
-        links = hardware("H100").links
+        links = Machine.named("H100").links
         slow = replace(links.between_nodes, bytes_per_s=1e9, latency_s=1e-3)
         links = replace(links, devices_per_node=devices_per_node, between_nodes=slow)
-        model = CostModel(shape, replace(hardware("H100"), links=links))
+        model = CostModel(shape, replace(Machine.named("H100"), links=links))
         decision = choose(lengths, model=model, sequences_per_step=1)
         found.append(decision.layout)
     assert found == [Layout(sp=4), Layout(sp=2, pp=2)]
@@ -160,11 +159,16 @@ def test_nothing_fits_in_any_layout() -> None:
 
 @pytest.mark.parametrize(
     ("method", "needs"),
-    [("spaco", "chunks.sample"), ("infinipipe", "parallel.pp above 1"), ("places", "parallel.sp")],
-)
+    [
+        ("spaco", "chunks.sample"), ("infinipipe", "parallel.pp above 1"),
+        ("places", "parallel.sp"),
+        ("fpdt", "no pipeline"), ("seco", "no pipeline"),
+    ],
+)  # fmt: skip
 def test_a_method_without_a_plan_says_what_it_needs(method: str, needs: str) -> None:
+    pp = 2 if needs == "no pipeline" else 1
     with pytest.raises(ConfigError) as caught:
-        choose(num_devices=1, method=method)
+        choose(num_devices=pp, method=method, sizes={"pp": pp})
     assert needs in caught.value.required and method in caught.value.given
 
 
@@ -197,7 +201,7 @@ def test_a_layouts_step_is_that_of_the_plan_that_a_run_makes_of_it(layout: Layou
     told_s = mean_step_s(space, dealt, plans_of(space, dealt, partial(plan_of, space, options)))
     run = plan_batch(
         Wanted(tuple(lens), options), layout=layout, stages=space.stages,
-        work=lambda some: sequence_work(some, SHAPE), num_layers=SHAPE.num_layers,
+        work=H100.sequence_seconds, num_layers=SHAPE.num_layers,
     ).plan  # fmt: skip
     model = whole_model(space.model)
     assert told_s == pytest.approx(predict_step(model, run).step_s)
@@ -234,6 +238,17 @@ def test_no_layout_with_plain_dials_is_better(budget_bytes: int) -> None:
     assert chosen_s <= fastest_s * (1 + SLACK) ** 2
 
 
+def test_chunks_with_which_replicas_wait_for_each_other_end_no_search() -> None:
+    """One replica has one chunk and the other two, which no estimate sees: they meet late."""
+    lens = (1103, 6410, 395, 884, 376, 6298, 317, 31_596, 38_542)
+    model = CostModel(SHAPE, Machine.named("A100-80"))
+    found = []
+    for given in ({}, {"size": 8000}):
+        question = Question(lens, model, LIMITS, 2, given={"dp": 2, "sp": 1, "pp": 1} | given)
+        found.append(search(question).best.step_s)
+    assert found[0] <= found[1] * (1 + 0.005)
+
+
 @pytest.mark.parametrize("layout", layouts(4, SHAPE), ids=str)
 @pytest.mark.parametrize("keep", ["all", "kv"])
 def test_estimates_are_near_the_simulation(layout: Layout, keep: Any) -> None:
@@ -260,7 +275,24 @@ def test_no_plan_needs_less_than_the_bound(layout: Layout) -> None:
 
 
 def test_processes_of_a_cpu_share_it_and_are_one_node() -> None:
-    alone, two = this_cpu(measured=False), one_of(this_cpu(measured=False), 2)
+    alone, two = this_cpu(), one_of(this_cpu(), 2)
     assert two.name == THIS_CPU and two.links.num_nodes(range(2)) == 1
     assert two.peak_flops_per_s == alone.peak_flops_per_s / 2
-    assert one_of(hardware("H100"), 4).peak_flops_per_s == hardware("H100").peak_flops_per_s
+    assert (
+        one_of(Machine.named("H100"), 4).peak_flops_per_s == Machine.named("H100").peak_flops_per_s
+    )
+
+
+@pytest.mark.parametrize(("budget_bytes", "times"), [(25 * GIB, 0), (70 * GIB, 1)])
+def test_own_chunks_that_cannot_fit_are_not_planned(budget_bytes, times, monkeypatch):
+    """Their finest slices with every layer recomputed are bounded first, and asked once."""
+    asked = []
+
+    def refuse(*args, **kwargs):
+        asked.append(args)
+        raise ConfigError(given="", required="", source="", change="")
+
+    monkeypatch.setattr("furlong.planners.infinipipe.plan_infinipipe", refuse)
+    limits = Limits(budget_bytes)
+    answer = search(Question([2**21] * 3, H100, limits, num_devices=4, given={"pp": 4}))
+    assert len(asked) == times and bool(answer.tried) == bool(times)

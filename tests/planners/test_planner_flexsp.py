@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.fits import fit
 from papers.published import flexsp
 from papers.published.flexsp import plan_flexsp
 from papers.published.hybrid_cp import plan_hybrid_cp
 from papers.whole_sequences import plan_ulysses, with_zero_3
 
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
-from furlong.planners.places import PoolBatch, Rates
-from furlong.planners.question import fit
+from furlong.planners.places import PoolBatch, Setting
 from furlong.simulate.clock import time_actions
 
 K = 1024
-MODEL = with_zero_3(CostModel(model_shape("GPT-7B"), hardware("A100-80")))
+MODEL = with_zero_3(CostModel(model_shape("GPT-7B"), Machine.named("A100-80")))
 
 
 def seconds(plan):
@@ -49,15 +49,13 @@ def test_any_batch_is_divided_over_disjoint_places_and_fits(seq_lens, num_device
         assert len(processes) == len(set(processes))
 
 
-@pytest.mark.parametrize("preset", ["wikipedia", "github"])
-def test_faster_than_static_groups(preset):
+def test_faster_than_static_groups():
     """FlexSP reports up to 1.33 times DeepSpeed in InfiniPipe's measurements."""
-    lens = sample_lengths(preset, 64, 0, max_seq_len=48 * K)
-    static = []
-    for sp_size in (8, 16, 32):
-        plan = plan_ulysses(lens, MODEL, dp_size=32 // sp_size, sp_size=sp_size, balance="flops")
-        static.append(seconds(plan))
-    assert seconds(plan_flexsp(lens, MODEL, pool_size=32)) < min(static)
+    lens = sample_lengths("wikipedia", 64, 0, max_seq_len=48 * K)
+    static = [
+        plan_ulysses(lens, MODEL, dp_size=32 // n, sp_size=n, balance="flops") for n in (8, 16, 32)
+    ]
+    assert seconds(plan_flexsp(lens, MODEL, pool_size=32)) < min(map(seconds, static))
 
 
 def test_one_group_of_all_devices_is_static_ulysses():
@@ -78,18 +76,10 @@ def test_long_sequences_get_large_groups():
 def test_every_division_is_tried():
     """Binary partitions: 2, 4, 10, 36, 202 of 2, 4, 8, 16, 32 devices."""
     for num_devices, count in ((2, 2), (4, 4), (8, 10), (16, 36), (32, 202)):
-        table = flexsp._partitions(num_devices, num_devices)
+        table = flexsp._partitions(num_devices)
         assert len(table) == len({tuple(row) for row in table}) == count
         assert {sum(2**e for e in row if e >= 0) for row in table} == {num_devices}
-    assert len(flexsp._partitions(256, 256)) == 1828
-
-
-@pytest.mark.parametrize("planner", [plan_flexsp, plan_hybrid_cp])
-def test_groups_may_be_larger_than_the_heads_allow(planner):
-    """40 heads: InfiniPipe measures Ulysses on groups of 16 and 32 devices of them."""
-    model = CostModel(model_shape("GPT-13B"), hardware("A800"), Training(zero_stage=3))
-    plan = planner([60 * K, *[2 * K] * 20], model, pool_size=32)
-    assert max(sizes_of(plan).values()) >= 16
+    assert len(flexsp._partitions(256)) == 1828
 
 
 def test_hybrid_cp_shares_a_sequence_by_its_length():
@@ -111,7 +101,7 @@ def test_hybrid_cp_shares_a_sequence_by_its_length():
 def hybrid_cp_s(lens, tokens_per_device):
     """Seconds in one micro-batch: the largest group first, where all its devices are free first."""
     batch = PoolBatch.of(lens, MODEL, 32)
-    rates, busy_s, loads = Rates(batch, 0), np.zeros(32), np.zeros((batch.added.shape[2], 32))
+    rates, busy_s, loads = Setting(batch, 0), np.zeros(32), np.zeros((batch.added.shape[2], 32))
     kinds = [max(0, ceil(log2(n / tokens_per_device))) for n in lens]
     for i in sorted(range(len(lens)), key=lambda i: (-kinds[i], -rates.alone_s[i, kinds[i]])):
         size = 2 ** kinds[i]
@@ -124,6 +114,6 @@ def hybrid_cp_s(lens, tokens_per_device):
 def test_refuses_what_no_group_holds():
     with pytest.raises(ConfigError, match="on each of 8 devices"):
         plan_flexsp([8192 * K], MODEL, pool_size=8)
-    plain = CostModel(model_shape("GPT-7B"), hardware("A100-80"), Training())
+    plain = CostModel(model_shape("GPT-7B"), Machine.named("A100-80"), Training())
     with pytest.raises(ConfigError, match="at most 0 tokens"):
         plan_flexsp([K], plain, pool_size=8)

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
+from papers.published.chunks import by_order
 from papers.published.in_step import join_in_step
-from papers.whole_sequences import plan_skrull, plan_ulysses, similar_meet
+from papers.unit_costs import UnitCosts
+from papers.whole_sequences import plan_ulysses, similar_meet
 
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
@@ -18,13 +20,13 @@ from furlong.plan.check import check
 from furlong.plan.passes import directions
 from furlong.plan.plan import Backward, Chunk, Forward, Slice
 from furlong.plan.text import format_action, format_chunk
-from furlong.planners.chunks import by_order, chunk_by_chunk
+from furlong.planners.chunks import chunk_by_chunk
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas
-from furlong.simulate.clock import UnitCosts, time_actions
+from furlong.simulate.clock import time_actions
 
 K = 1024
-MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"), Training(zero_stage=3))
+MODEL = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("A100-80"), Training(zero_stage=3))
 NUM_LAYERS = MODEL.shape.num_layers
 
 options = st.builds(
@@ -36,7 +38,7 @@ options = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=14), st.integers(2, 4), options)
 def test_any_replicas_on_one_stage_go_in_step(seq_lens, dp_size, option):
     dp_size = min(dp_size, len(seq_lens))
@@ -103,7 +105,7 @@ def test_replicas_that_keep_their_weights_run_freely():
 times = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(times, st.randoms(use_true_random=False))
 def test_no_other_order_of_micro_batches_is_faster(lens, rng):
     """By a cost that grows with the tokens in every pass: the n-th largest of all meet."""
@@ -112,7 +114,7 @@ def test_no_other_order_of_micro_batches_is_faster(lens, rng):
     seq_lens = [n for own in lens for n in own]
 
     def step_s(ordered):
-        plan = chunk_by_chunk(seq_lens, ordered, num_layers=2, regathers=True)
+        plan = replace(chunk_by_chunk(seq_lens, ordered, num_layers=2), regathers=True)
         check(plan)
         return time_actions(plan, UnitCosts(plan)).duration_s
 
@@ -123,28 +125,6 @@ def test_no_other_order_of_micro_batches_is_faster(lens, rng):
         for own in other:
             rng.shuffle(own)
         assert step_s(best) <= step_s(other)
-
-
-def plans_of(seq_lens, model):
-    yield plan_ulysses(seq_lens, model, dp_size=3, sp_size=2, packed=False)
-    yield plan_ulysses(seq_lens, model, dp_size=4, sp_size=1, balance="tokens")
-    yield plan_skrull(seq_lens, model, dp_size=2, sp_size=2, bucket_tokens=24 * K)
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.lists(st.integers(1, 24 * K), min_size=4, max_size=16))
-def test_whole_sequences_go_in_step(seq_lens):
-    for plan in plans_of(seq_lens, MODEL):
-        check(plan, MODEL.memory())
-        costs = MODEL.costs(plan)
-        lists = [
-            [costs.compute_s(a, rank) for a in own if isinstance(a, (Forward, Backward))]
-            for rank, own in enumerate(plan.actions)
-        ]
-        assert len({len(own) for own in lists}) == 1
-        slowest = sum(map(max, zip(*lists, strict=True)))
-        reduce_s = time_actions(plan, costs).duration_s - slowest
-        assert 0 <= reduce_s < 0.01 * slowest + 1e-9
 
 
 def test_a_dummy_counts_as_a_token_and_waits_for_weights():
@@ -168,8 +148,6 @@ def test_a_plan_that_runs_freely_is_not_timed_under_zero_3():
 
 
 def test_one_device_has_nobody_to_meet():
-    plan = chunk_by_chunk(
-        [2], [[Chunk((Slice(0, 0, 2),)), Chunk(())]], num_layers=2, regathers=True
-    )
+    plan = chunk_by_chunk([2], [[Chunk((Slice(0, 0, 2),)), Chunk(())]], num_layers=2)
     with pytest.raises(PlanError, match="chunk 1 is empty, its rank needs none to go with others"):
-        check(plan)
+        check(replace(plan, regathers=True))

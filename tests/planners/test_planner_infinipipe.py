@@ -1,30 +1,48 @@
-"""InfiniPipe's planner end to end: memory as the walk finds it, budgets, ablations, batches."""
+"""InfiniPipe: layers per diagonal against its worked example, brute force and the memory
+simulation; plans within their budgets; its mesh, its packing, and the table of its balance."""
+
+from dataclasses import replace
+from itertools import product
+from statistics import mean, pstdev
 
 import numpy as np
 import pytest
+from helpers.pipeline_plans import num_pipelines
+from helpers.windows import backward_places, windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.infinipipe import packings
+from papers.seq1f1b_plan import plan_seq1f1b
+from papers.unit_costs import UnitCosts
 
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
-from furlong.errors import DataError
+from furlong.errors import ConfigError, DataError
 from furlong.models.describe import describe
-from furlong.plan.plan import ON_DEVICE, Forward, Tiers
+from furlong.plan.plan import Forward
 from furlong.plan.text import load_plan, parse_chunk, save_plan
+from furlong.planners import infinipipe
 from furlong.planners.chunks import shard
+from furlong.planners.fits import DoesNotFitError
 from furlong.planners.infinipipe import (
+    MAX_GROWTH,
+    Loads,
     SliceWork,
-    _Batch,
+    choose_layers,
+    cut,
     cut_and_pack,
+    fit_work,
     in_a_row,
+    loads_of,
+    pack_balanced,
     plan_infinipipe,
     slice_numbers,
 )
-from furlong.planners.question import DoesNotFitError
-from furlong.simulate.clock import UnitCosts, measure, simulate, time_actions
+from furlong.planners.layouts import cut_layers, mean_attended_keys
+from furlong.simulate.clock import measure, simulate, time_actions
 
 K = 1024
 SMALL = {
@@ -34,155 +52,179 @@ SMALL = {
 WINDOWED = SMALL | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 8}
 
 
+def of_windows(counts, heights, room, *, act, saved, kv_gradient=0, kv_saved=0, again=0):
+    """The paper's linear form (Eq. 19): per chunk `act`, `kv_gradient` more where a later chunk
+    reads its K,V, `saved` less per layer, there only `saved - kv_saved`. `again`: what the backward
+    at the end of a window holds if it recomputes."""
+    number, last = sum(counts), len(heights) - 1
+    not_tail = ~np.isin(np.arange(number), np.cumsum(counts) - 1)
+    places = np.array(backward_places(counts))
+    rows, acting, felt = [], [], []
+    for stage, height in enumerate(heights):
+        found = windows(counts, len(heights), stage)
+        for window, chunk in zip(found, np.argsort(places), strict=False):
+            alive = np.isin(np.arange(number), list(window))
+            row = np.zeros(number + last)
+            row[places + last - stage] = alive * (saved - kv_saved * not_tail)
+            rows.append((alive @ (act + kv_gradient * not_tail) - room, row))
+            acting.append(places[chunk] + last - stage)
+            felt.append(height)
+    excess, saved_bytes = zip(*rows, strict=True)
+    more = np.full(len(rows), float(again))
+    return Loads(np.array(excess), np.array(saved_bytes), more, np.array(acting), np.array(felt))
+
+
+def worked(counts, room):
+    """16 per chunk, per-layer input 1 and two layers, 4 of dK,dV and 2 a layer of K,V."""
+    return of_windows(counts, (2, 2), room, act=16, saved=7, kv_gradient=4, kv_saved=2)
+
+
+def brute_force(loads):
+    """The least sum of layers, by trying all."""
+    ways = product(range(max(loads.heights) + 1), repeat=loads.saved_bytes.shape[1])
+    return min((sum(layers) for layers in ways if loads.fit(np.array(layers))), default=None)
+
+
+@pytest.mark.parametrize(
+    ("counts", "room", "least"),
+    [
+        ((3, 1), 72, 0), ((3, 1), 55, 3), ((3, 1), 42, 5), ((3, 1), 30, 8), ((3, 1), 24, 10),
+        ((3, 1), 23, None), ((3,), 55, 1), ((3,), 42, 3), ((3,), 30, 6), ((1,), 55, 0),
+    ],
+)  # fmt: skip
+def test_worked_example(counts, room, least):
+    loads = worked(counts, room)
+    exact, greedy = choose_layers(loads, exact=True), choose_layers(loads)
+    assert brute_force(loads) == least == (None if exact is None else exact.sum())
+    assert (greedy is None) == (least is None) and (greedy is None or loads.fit(greedy))
+    if room == 55 and counts == (3, 1):
+        assert (loads.excess_bytes + room).tolist() == [72, 56, 56]
+        assert loads.fit(np.array([0, 2, 0, 0, 1]))  # the paper's own solution, C2 = 2 and C5 = 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda n: sorted(n, reverse=True)),
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.floats(0.2, 1.0),
+    st.integers(0, 9),
+)
+def test_least_sum_against_brute_force(counts, heights, share, again):
+    if (max(heights) + 1) ** (sum(counts) + len(heights) - 1) > 3000:
+        counts, heights = counts[:1], heights[:2]
+    room = share * 16 * min(sum(counts), len(heights) - 1 + max(counts))
+    bytes_of = {"act": 16, "saved": 7, "kv_gradient": 4, "kv_saved": 2, "again": again}
+    loads = of_windows(counts, heights, room, **bytes_of)
+    least, greedy = brute_force(loads), choose_layers(loads)
+    exact = choose_layers(loads, exact=True)
+    assert (None if exact is None else exact.sum()) == least
+    assert greedy is None or (loads.fit(greedy) and greedy.sum() >= least)
+
+
 def small_model(config=SMALL, **training):
-    return CostModel(
-        describe(config),
-        hardware("A100-80"),
-        Training(**training),
-    )
+    return CostModel(describe(config), Machine.named("A100-80"), Training(**training))
 
 
 MODEL = small_model()
-
-
+GPT = CostModel(model_shape("GPT-13B"), Machine.named("A800"))
 lengths = st.lists(st.integers(1, 120), min_size=1, max_size=8)
 stage_heights = st.sampled_from([(6,), (3, 3), (2, 3, 1)])
 
 
-def batch_of(lens, stages, sp_size=1, model=MODEL, tiers=ON_DEVICE, mode="adaptive"):
-    memory = model.memory(0)  # without room no moment is left out
-    return _Batch(tuple(lens), model, memory, stages, sp_size, tiers, mode)
+def one_pipeline(lens, groups, own, stages, sp_size=1):
+    """Of a batch's `own` groups, with nothing recomputed."""
+    pipeline = own, [0] * (sum(len(groups[i]) for i in own) + len(stages) - 1)
+    return in_a_row(lens, groups, [pipeline], stages, sp_size=sp_size, checked=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
-    lengths,
-    st.integers(1, 5),
-    stage_heights,
-    st.sampled_from([1, 2]),
-    st.sampled_from([SMALL, WINDOWED]),
-    st.sampled_from([ON_DEVICE, Tiers(kv="host")]),
-    st.randoms(use_true_random=False),
-)
-def test_loads_are_what_the_walk_finds(lens, num_slices, stages, sp_size, config, tiers, draw):
-    """Of two pipelines, one after the other, with any layers recomputed."""
+    lengths, st.integers(1, 5), stage_heights, st.sampled_from([1, 2]),
+    st.sampled_from([SMALL, WINDOWED]), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_loads_are_what_the_walk_finds(lens, num_slices, stages, sp_size, config, draw):
+    """With any layers recomputed, also in two pipelines, one after the other."""
     model = small_model(config, zero_stage=3)
+    memory = model.memory(0)  # without room no moment is left out
     groups = shard(cut_and_pack(lens, num_slices, SliceWork(1e-3, 1)), sp_size)
-    batch = batch_of(lens, stages, sp_size, model, tiers)
     cut = draw.randint(0, len(groups))
     ranges = [own for own in (range(cut), range(cut, len(groups))) if own]
-    loads = list(batch._loads(groups, ranges, np.zeros(len(stages))))
-    layers = [
-        tuple(draw.randint(0, max(stages)) for _ in range(one.num_diagonals)) for one in loads
-    ]
-    parts = list(zip(ranges, layers, strict=True))
-    plan = in_a_row(lens, groups, parts, stages, sp_size=sp_size, tiers=tiers)
-    walked = max(max(model.memory().peak_bytes_of_actions(plan, s)) for s in range(len(stages)))
-    found = max(one.lacking_bytes(own) for one, own in zip(loads, layers, strict=True))
-    assert found == pytest.approx(walked, abs=16)
+    pipelines, lacking = [], []
+    for own in ranges:
+        loads = loads_of(one_pipeline(lens, groups, own, stages, sp_size), memory)
+        layers = np.array([draw.randint(0, max(stages)) for _ in loads.saved_bytes[0]])
+        lacking.append(loads.lacking_bytes(layers).max())
+        pipelines.append((own, layers.tolist()))
+    plan = in_a_row(lens, groups, pipelines, stages, sp_size=sp_size)
+    walked = max(max(memory.peak_bytes_of_actions(plan, s)) for s in range(len(stages)))
+    # a stage between two pipelines has room for messages of the next one; see _MAX_REPAIRS
+    most_tokens = max(chunk.num_tokens for chunk in plan.chunks) / sp_size
+    messages = 2 * most_tokens * memory.cell(stages, 0).message * (len(ranges) > 1)
+    assert -16 <= walked - max(lacking) <= messages + 16
 
 
-def budgets(lens, stages, num_slices, model=MODEL):
-    """What the fullest rank needs with everything and with nothing recomputed, in one pipeline."""
-    groups = cut_and_pack(lens, num_slices, SliceWork(1e-3, 1))
-    batch = batch_of(lens, stages, model=model)
-    (loads,) = batch._loads(groups, [range(len(groups))], np.zeros(len(stages)))
-    ends = ((n,) * loads.num_diagonals for n in (max(stages), 0))
-    return tuple(map(loads.lacking_bytes, ends))
+def budget_between(lens, stages, num_slices, share, sp_size=1):
+    """Bytes between what the fullest rank needs with everything and with nothing recomputed."""
+    groups = shard(cut_and_pack(lens, num_slices, SliceWork(1e-3, 1)), sp_size)
+    plan = one_pipeline(lens, groups, range(len(groups)), stages, sp_size)
+    loads = loads_of(plan, MODEL.memory(0))
+    none, full = (np.full(loads.saved_bytes.shape[1], n) for n in (0, max(stages)))
+    high, low = (loads.lacking_bytes(layers).max() for layers in (none, full))
+    return int(low + share * (high - low))
 
 
 @settings(max_examples=25, deadline=None)
 @given(lengths, stage_heights, st.floats(0, 1.1), st.sampled_from([1, 2]))
 def test_random_batches_and_budgets(lens, stages, share, sp_size):
-    low, high = budgets(lens, stages, 3)
-    budget = int(low + share * (high - low))
-    options = {"num_stages": len(stages), "stages": stages, "sp_size": sp_size, "max_slices": 4}
+    budget = budget_between(lens, stages, 3, share)
     try:
-        # the planner checks its plan, with the memory
-        found = plan_infinipipe(lens, MODEL, budget_bytes=budget, **options)
+        plan = plan_infinipipe(lens, MODEL, budget_bytes=budget, stages=stages, sp_size=sp_size)
     except DoesNotFitError as error:
-        # the budget is from three slices in one pipeline
+        # the budget is that of three slices in one pipeline
         assert error.lacking_bytes > 0 and share < 0.2
         return
-    assert all(
-        max(MODEL.memory().peak_bytes_of_actions(found.plan, rank)) <= budget
-        for rank in range(len(stages))
-    )
-    assert sum(chunk.num_tokens for chunk in found.plan.chunks) == sum(lens)
-    assert load_plan(save_plan(found.plan)) == found.plan
-    costs = MODEL.costs(found.plan)
-    assert time_actions(found.plan, costs).duration_s == pytest.approx(found.predicted_s)
+    memory = MODEL.memory()
+    assert all(max(memory.peak_bytes_of_actions(plan, r)) <= budget for r in range(len(stages)))
+    assert sum(chunk.num_tokens for chunk in plan.chunks) == sum(lens)
+    assert load_plan(save_plan(plan)) == plan
+
+
+def recomputed_layers(plan):
+    return sum(a.recompute_layers for own in plan.actions for a in own if isinstance(a, Forward))
+
+
+def seconds(plan, model=MODEL):
+    return time_actions(plan, model.costs(plan)).duration_s
 
 
 def test_room_for_everything_recomputes_nothing():
-    found = plan_infinipipe([100, 40, 7], MODEL, num_stages=2)
-    assert found.recomputed_layers == 0 and len(found.pipelines) == 1
-
-
-def test_one_stage_and_one_token():
-    assert plan_infinipipe([1], MODEL, num_stages=1).num_slices == 1
+    plan = plan_infinipipe([100, 40, 7], MODEL, stages=(3, 3))
+    assert recomputed_layers(plan) == 0 and num_pipelines(plan) == 1
+    assert len(plan_infinipipe([1], MODEL, stages=(6,)).chunks) == 1
     with pytest.raises(DataError):
-        plan_infinipipe([], MODEL, num_stages=1)
+        plan_infinipipe([], MODEL, stages=(6,))
+    with pytest.raises(ConfigError, match="take the other plan"):
+        plan_infinipipe([100, 40, 7], MODEL, stages=(3, 3), beat_s=seconds(plan))
 
 
-def test_too_small_a_budget_names_the_rank_and_what_lacks():
-    options = {"num_stages": 2, "max_slices": 6}
-    budget = 3 * 2**20
+def test_too_small_a_budget_names_the_rank_and_what_would_be_enough(monkeypatch):
+    monkeypatch.setattr(infinipipe, "_MOST_SLICES", 6)
+    lens, budget = [4000, 3000, 300], 3 * 2**20
     with pytest.raises(DoesNotFitError, match=r"rank 1 needs .* every layer recomputed") as caught:
-        plan_infinipipe([4000, 300], MODEL, budget_bytes=budget, **options)
-    assert "which lacks 1" in caught.value.required and "chunks" in caught.value.change
-    with pytest.raises(DoesNotFitError, match="no layer recomputed") as without:
-        plan_infinipipe([4000, 300], MODEL, budget_bytes=budget, checkpointing="none", **options)
-    assert without.value.lacking_bytes > caught.value.lacking_bytes
-
-
-def test_the_amount_that_the_error_asks_for_is_enough():
-    lens, options = [4000, 3000, 300], {"num_stages": 2, "max_slices": 6}
-    with pytest.raises(DoesNotFitError) as caught:
-        plan_infinipipe(lens, MODEL, budget_bytes=2**20, **options)
-    needed = 2**20 + caught.value.lacking_bytes + 16
-    plan_infinipipe(lens, MODEL, budget_bytes=needed, **options)
-
-
-TIGHT_LENS = (4000, 3000, 900, 800, 300, 200)
-
-
-def tight_budget(share):
-    low, high = budgets(TIGHT_LENS, (3, 3), 4)
-    return int(low + share * (high - low))
-
-
-def test_ablations_lose():
-    options = {"num_stages": 2, "budget_bytes": tight_budget(0.5), "max_slices": 12}
-    whole = plan_infinipipe(TIGHT_LENS, MODEL, **options)
-    assert whole.recomputed_layers > 0
-    for part in ({"balance": "tokens"}, {"checkpointing": "none"}, {"checkpointing": "full"}):
-        ablated = plan_infinipipe(TIGHT_LENS, MODEL, **options, **part)
-        assert whole.predicted_s <= ablated.predicted_s
-        layers = {
-            action.recompute_layers
-            for actions in ablated.plan.actions
-            for action in actions
-            if isinstance(action, Forward)
-        }
-        if part == {"checkpointing": "none"}:
-            assert layers == {0}
-        if part == {"checkpointing": "full"}:
-            assert layers == set(ablated.plan.stages)
+        plan_infinipipe(lens, MODEL, stages=(3, 3), budget_bytes=budget)
+    assert "which lacks" in caught.value.required and "smaller model" in caught.value.change
+    enough = budget + caught.value.lacking_bytes + 16
+    plan_infinipipe(lens, MODEL, stages=(3, 3), budget_bytes=enough)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.7])
 @pytest.mark.parametrize("stages", [(3, 3), (2, 2, 2)])
 def test_the_greedy_is_within_a_hundredth_of_the_integer_program(stages, share):
-    low, high = budgets(TIGHT_LENS, stages, 4)
-    options = {"num_stages": len(stages), "budget_bytes": int(low + share * (high - low)),
-               "stages": stages, "max_slices": 8}  # fmt: skip
-    greedy, exact = (
-        plan_infinipipe(TIGHT_LENS, MODEL, checkpointing=mode, **options)
-        for mode in ("adaptive", "exact")
-    )
-    assert exact.recomputed_layers > 0
-    assert greedy.predicted_s <= 1.01 * exact.predicted_s
+    lens = (4000, 3000, 900, 800, 300, 200)
+    options = {"budget_bytes": budget_between(lens, stages, 4, share), "stages": stages}
+    greedy, exact = (plan_infinipipe(lens, MODEL, exact=exact, **options) for exact in (0, 1))
+    assert recomputed_layers(exact) > 0
+    assert seconds(greedy) <= 1.01 * seconds(exact)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +239,9 @@ def test_pipelines_run_one_after_the_other(ranges, layers, overhead):
     groups = [
         [parse_chunk(f"0:{start}-{start + 4}") for start in (0, 4, 8)], [parse_chunk("1:0-4")]
     ]  # fmt: skip
-    parts = [(range(*own), chosen) for own, chosen in zip(ranges, layers, strict=True)]
-    plan = in_a_row((12, 4), groups, parts, (2, 2))
+    pipelines = [(range(*own), chosen) for own, chosen in zip(ranges, layers, strict=True)]
+    plan = in_a_row((12, 4), groups, pipelines, (2, 2))
+    assert num_pipelines(plan) == len(ranges)
     assert time_actions(plan, UnitCosts(plan)).duration_s == 12 * 4 + overhead
 
 
@@ -209,10 +252,118 @@ def test_slice_numbers_grow():
 @pytest.mark.slow
 def test_a_batch_of_the_paper():
     lens = sample_lengths("github", 512, 0, max_seq_len=192 * K, too_long="truncate")
-    model = CostModel(model_shape("GPT-13B"), hardware("A800"), Training(zero_stage=3))
-    found = plan_infinipipe(lens, model, num_stages=4, sp_size=8)
-    assert found.recomputed_layers > 0
+    model = replace(GPT, training=Training(zero_stage=3))
+    stages = cut_layers(model.shape, 4, mean_attended_keys(lens))
+    plan = plan_infinipipe(lens, model, stages=stages, sp_size=8)
     # "usually at most two pipelines", and bubbles below 20 % (5.3)
-    assert len(found.pipelines) == 2
-    figures = measure(simulate(found.plan, model.costs(found.plan)))
-    assert figures.idle_ratio < 0.2
+    assert recomputed_layers(plan) > 0 and num_pipelines(plan) == 2
+    assert measure(simulate(plan, model.costs(plan))).idle_ratio < 0.2
+
+
+def sizes(slices):
+    return [piece.num_tokens for piece in slices]
+
+
+EVEN = SliceWork(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("lens", "num_slices", "work", "expected"),
+    [
+        ([32], 4, SliceWork(1, 16), [[[13], [8], [6], [5]]]),  # bounds 13.17, 20.84, 26.87, 32
+        # tails take short sequences, and groups run by their number of chunks
+        ([2, 20, 3, 12], 2, EVEN, [[[10], [10]], [[10], [2, 3, 2]]]),
+    ],
+)
+def test_cut_and_packed_by_hand(lens, num_slices, work, expected):
+    groups = cut_and_pack(lens, num_slices, work)
+    assert [[sizes(chunk.slices) for chunk in group] for group in groups] == expected
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "expected"),
+    [
+        (13 * K, [8 * K, 4 * K, K]),  # the paper's example: beyond 12K two slices and a remainder
+        (12 * K, [8 * K, 4 * K]),
+        (14 * K, [8 * K, 4 * K, 2 * K]),
+        (8 * K + 1, [8 * K, 1]),
+        (8 * K, [8 * K]),
+    ],
+)
+def test_longer_sequences_are_cut_by_the_mesh(seq_len, expected):
+    slices = cut(3, seq_len, [8 * K, 4 * K, 2 * K])
+    assert sizes(slices) == expected
+    assert slices[0].start == 0 and slices[-1].stop == seq_len
+
+
+BEGUN = [(9, 5.0), (4, 20.0)]
+
+
+@pytest.mark.parametrize(
+    ("short", "tails", "work", "most", "growth", "expected"),
+    [
+        # as printed the threshold falls to 5 + 6 = 11 over the bucket that has no room, and the
+        # loop never ends
+        ({7: 4}, BEGUN, SliceWork(0, 1.5), (10, 20.0), 1.3, [[], [7]]),
+        # beyond its limit it gives way to a new bucket
+        ({7: 4}, BEGUN, SliceWork(0, 1.5), (10, 20.0), 1.2, [[], [], [7]]),
+        # one is opened where the emptiest lacks room for tokens
+        ({0: 6, 1: 5, 2: 5}, [], EVEN, (10, 10), MAX_GROWTH, [[0], [1, 2]]),
+        # both tails have room; the second has less work per token
+        ({5: 2}, [(4, 8.0), (4, 4.0)], EVEN, (10, 99), MAX_GROWTH, [[], [5]]),
+    ],
+)
+def test_short_sequences_are_packed_by_work_and_tokens(short, tails, work, most, growth, expected):
+    tokens, load = most
+    behind = pack_balanced(
+        short, tails, work, most_tokens=tokens, most_work=load, max_growth=growth
+    )
+    assert behind == expected
+
+
+works = st.sampled_from([EVEN, SliceWork(1, 0), SliceWork(1, 16), SliceWork(1e-9, 1e-6)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=30), st.integers(1, 12), works)
+def test_every_token_once_one_tail_per_chunk_and_no_chunk_above_the_mesh(lens, num_slices, work):
+    groups = shard(cut_and_pack(lens, num_slices, work), 2)
+    chunks = [chunk for group in groups for chunk in group]
+    most_tokens = max(max(sizes(chunk.slices)) for chunk in chunks)
+    assert all(chunk.num_tokens <= most_tokens for chunk in chunks)
+    assert sum(chunk.num_tokens for chunk in chunks) == sum(lens)
+    counts = [len(group) for group in groups]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == min(num_slices, max(lens))
+    for group in groups:
+        assert len({piece.seq_id for piece in (chunk.slices[0] for chunk in group)}) == 1
+        assert all(piece.start == 0 for chunk in group for piece in chunk.slices[1:])
+        assert all(len(chunk.slices) == 1 for chunk in group[:-1])
+    # the planner checks every plan that it returns
+    plan_seq1f1b(lens, groups, stages=(1, 1), sp_size=2)
+
+
+def test_the_fit_follows_the_cost_model():
+    """And equal chunks that are cut by it have equal times."""
+    stages = (10,) * 4
+    work = fit_work(GPT, 96 * K, 6, stages=stages, sp_size=8)
+    groups = shard(cut_and_pack([96 * K], 6, work), 8)
+    plan = plan_seq1f1b([96 * K], groups, stages=stages, sp_size=8)
+    cells = GPT.cell_seconds(plan.chunks, stages, sp_size=8)
+    seconds = cells[0].sum(axis=1).tolist()
+    assert pstdev(seconds) / mean(seconds) < 0.03
+    tokens = [chunk.num_tokens for chunk in plan.chunks]
+    assert tokens == sorted(tokens, reverse=True) and tokens[0] > 1.5 * tokens[-1]
+
+
+@pytest.mark.parametrize("preset", ["github", "commoncrawl"])
+@pytest.mark.parametrize(("context", "num_slices"), [(32 * K, 2), (48 * K, 4), (64 * K, 4)])
+def test_table_2_balances_tokens(preset, context, num_slices):
+    # the paper: relative deviations of time and tokens 5.9 %, 35.2 % by time alone, 6.2 %, 5.5 %
+    # by both, in a setting that it does not state. Here that of tokens falls as it says, that of
+    # time does not stay (25 to 33 % as printed): chunks of short sequences are full of tokens
+    # before their time is up. A threshold that may not grow freely takes some of that back.
+    by_time, printed, ours = packings(preset, context, num_slices, with_split=False)
+    assert by_time[0] < 0.11 and by_time[1] > 0.23
+    assert printed[1] < 0.6 * by_time[1] and ours[1] < 0.6 * by_time[1]
+    assert by_time[0] < ours[0] < printed[0] < 0.35

@@ -11,9 +11,9 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.models.describe import describe
 from furlong.planners.candidates import KEEPS
+from furlong.planners.decide import needs_beside_state, with_keep
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device, plan_two_phases
-from furlong.planners.pairs import needs_beside_state, with_keep
 from furlong.planners.question import Limits
 
 SHAPE = describe(

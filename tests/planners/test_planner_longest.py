@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.plan.plan import Layout
@@ -14,7 +14,7 @@ from furlong.planners.predict import predict
 from furlong.planners.question import Limits, Question
 from furlong.planners.search import search
 
-MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("H100"))
+MODEL = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("H100"))
 GIB = 2**30
 
 

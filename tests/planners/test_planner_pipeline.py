@@ -1,23 +1,28 @@
-"""State-aware 1F1B: ChunkFlow's figures, exact schedules, and thousands of random instances."""
+"""Pipelines: ChunkFlow's figures in state-aware 1F1B, InfiniPipe's windows and diagonals in
+token-level 1F1B, frozen stages, and thousands of random instances."""
 
 import random
-from itertools import permutations
+from dataclasses import replace
+from itertools import pairwise, permutations
 
 import pytest
 from helpers.nightly import SEED
+from helpers.windows import windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from papers.chunkflow_plan import plan_chunkflow
-from papers.published.chunks import packed_groups, padded_groups
+from papers.chunkflow_plan import plan_chunkflow, recomputed_late
+from papers.published.chunks import packed_groups, padded_groups, whole_groups
+from papers.seq1f1b_plan import plan_seq1f1b
+from papers.unit_costs import UnitCosts
 
-from furlong.errors import DataError
+from furlong.errors import DataError, PlanError
 from furlong.plan.check import check
-from furlong.plan.plan import Backward, Forward, RebuildKV, Recompute, Recv, Reduce, Send
-from furlong.plan.text import format_action, format_chunk, load_plan, parse_chunk, save_plan
-from furlong.planners.chunks import longest_first, whole_groups
+from furlong.plan.plan import Backward, Chunk, Forward, RebuildKV, Recompute, Recv, Send, Slice
+from furlong.plan.text import format_action, format_chunk, parse_chunk
+from furlong.planners.chunks import group_chunks, split_equal_work
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import plan_1f1b
-from furlong.simulate.clock import UnitCosts, measure, simulate
+from furlong.planners.orders import plan_1f1b, recompute_on_diagonals
+from furlong.simulate.clock import measure, simulate
 
 FOUR = (1,) * 4
 
@@ -25,6 +30,7 @@ FOUR = (1,) * 4
 LENS = (1, 1, 2, 4)
 A, C = ("0:0-1 1:0-1",), ("2:0-2",)
 D = ("3:0-2", "3:2-4")
+ORDER_6, CHUNKS_6 = (A, D, C), ("A", "D1", "D2", "C")
 
 # Reconstructed from the printed ratios: the drawings themselves are lost. A line is a stage.
 FIGURE_2 = """
@@ -62,35 +68,31 @@ def step(plan, **semantics):
     return timeline.duration_s, round(100 * measure(timeline).bubble_ratio, 2)
 
 
-@pytest.mark.parametrize(
-    ("lens", "expected"),
-    [
-        ((4, 2, 1, 1), (56, 57.14)),  # Figure 2; the print has 57.14 %
-        ((4, 1, 2, 1), (56, 57.14)),  # the other order that gives it
-        ((2, 2, 2, 2), (42, 42.86)),  # equal lengths; the print has 42.8 %
-        ((4, 4), (60, 60.0)),  # Figure 7; the print has 60 %
-    ],
-)
-def test_bubbles_of_plain_1f1b(lens, expected):
-    assert step(plan_1f1b(*in_order(lens), stages=FOUR)) == expected
-
-
-def test_figure_2_is_longest_first():
-    assert step(plan_1f1b(LENS, whole_groups(LENS), stages=FOUR)) == (56, 57.14)
+def chunkflow(size, num_retained):
+    options = ChunkOptions(size=size, num_retained=num_retained, keep="kv", hybrid=False)
+    return plan_chunkflow(LENS, options, stages=FOUR)
 
 
 @pytest.mark.parametrize(
-    ("groups", "num_retained", "recompute", "expected"),
+    ("plan", "expected"),
     [
-        ((A, D, C), 2, "lazy", (46, 47.83)),  # Figure 6b; the print has 47.8 %
-        ((A, D, C), 1, "lazy", (52, 53.85)),  # Figure 6a; the print has 54.1 %
+        (plan_1f1b(*in_order((4, 1, 2, 1)), stages=FOUR), (56, 57.14)),
+        (plan_1f1b(*in_order((2, 2, 2, 2)), stages=FOUR), (42, 42.86)),  # the print has 42.8 %
+        (plan_1f1b(*in_order((4, 4)), stages=FOUR), (60, 60.0)),  # Figure 7; the print has 60 %
+        # longest first, ChunkFlow's own chunks beat its printed schedules
+        (chunkflow(2, 1), (44, 45.45)),
+        (chunkflow(2, 2), (42, 42.86)),
+        (chunkflow(4, 1), (60, 60.0)),
     ],
 )
-def test_bubbles_of_figure_6(groups, num_retained, recompute, expected):
-    plan = plan_1f1b(
-        LENS, groups_of(*groups), stages=FOUR, num_retained=num_retained, recompute=recompute
-    )
+def test_bubbles(plan, expected):
     assert step(plan) == expected
+
+
+def figure_6(*groups, num_retained=1):
+    """As it is drawn: recomputed when the gradient is there."""
+    plan = plan_1f1b(LENS, groups_of(*groups), stages=FOUR, num_retained=num_retained)
+    return recomputed_late(plan)
 
 
 @pytest.mark.parametrize("order", list(permutations((A, C, D))))
@@ -100,38 +102,16 @@ def test_orders_of_figure_6_against_a_bound(order, num_retained, shortest):
     recomputed; the last one waits 3 x 2 for its first forward, and 3 x 4 follow its last backward.
     """
     assert shortest == 24 + 2 * (num_retained == 1) + 3 * 2 + 3 * 4
-    took = {}
-    for recompute in ("lazy", "eager"):
-        plan = plan_1f1b(
-            LENS, groups_of(*order), stages=FOUR, num_retained=num_retained, recompute=recompute
-        )
-        took[recompute], bubble = step(plan)
-        assert took[recompute] >= shortest
-        assert bubble == round(100 * (1 - 24 / took[recompute]), 2)
-    assert took["eager"] <= took["lazy"]
+    took = []
+    eager = plan_1f1b(LENS, groups_of(*order), stages=FOUR, num_retained=num_retained)
+    for plan in (eager, recomputed_late(eager)):
+        duration, bubble = step(plan)
+        assert duration >= shortest
+        assert bubble == round(100 * (1 - 24 / duration), 2)
+        took.append(duration)
+    assert took[0] <= took[1]
     if order == (D, C, A):  # longest first, then as few tokens as may be behind: nothing is shorter
-        assert took["eager"] == shortest
-
-
-def test_figure_6a_within_the_print():
-    plan = plan_1f1b(LENS, groups_of(A, D, C), stages=FOUR, recompute="lazy")
-    assert abs(step(plan)[1] - 54.1) < 0.3
-
-
-def test_chunkflows_own_chunks_longest_first_beat_the_printed_schedules():
-    options = ChunkOptions(size=2, num_retained=1, keep="kv", hybrid=False)
-    assert step(plan_chunkflow(LENS, options, stages=FOUR)) == (44, 45.45)
-    options = ChunkOptions(size=2, num_retained=2, keep="kv", hybrid=False)
-    assert step(plan_chunkflow(LENS, options, stages=FOUR)) == (42, 42.86)
-    options = ChunkOptions(size=4, num_retained=1, keep="kv")
-    assert step(plan_chunkflow(LENS, options, stages=FOUR)) == (60, 60.0)
-
-
-def test_recompute_is_no_useful_work():
-    plan = plan_1f1b(LENS, groups_of(D, C, A), stages=FOUR)
-    figures = measure(simulate(plan, UnitCosts(plan)))
-    assert round(100 * figures.bubble_ratio, 2) == 45.45
-    assert round(100 * figures.idle_ratio, 1) == 40.9
+        assert took[0] == shortest
 
 
 def schedule(plan, names, rank):
@@ -145,28 +125,22 @@ def schedule(plan, names, rank):
 
 
 @pytest.mark.parametrize(
-    ("plan", "names", "expected"),
+    ("plan", "names", "cells", "bubble"),
     [
-        (plan_1f1b(*in_order((4, 2, 1, 1)), stages=FOUR), "0123", FIGURE_2),
-        (
-            plan_1f1b(LENS, groups_of(A, D, C), stages=FOUR, num_retained=2, recompute="lazy"),
-            ["A", "D1", "D2", "C"],
-            FIGURE_6B,
-        ),
-        (
-            plan_1f1b(LENS, groups_of(A, D, C), stages=FOUR, num_retained=1, recompute="lazy"),
-            ["A", "D1", "D2", "C"],
-            FIGURE_6A,
-        ),
+        (plan_1f1b(LENS, whole_groups(LENS), stages=FOUR), "0123", FIGURE_2, 57.14),
+        # the print has 47.8 % for Figure 6b, 54.1 % for 6a
+        (figure_6(*ORDER_6, num_retained=2), CHUNKS_6, FIGURE_6B, 47.83),
+        (figure_6(*ORDER_6), CHUNKS_6, FIGURE_6A, 53.85),
     ],
 )
-def test_exact_schedules(plan, names, expected):
-    assert [schedule(plan, names, rank) for rank in range(4)] == expected.split("\n")[1:-1]
+def test_exact_schedules(plan, names, cells, bubble):
+    assert [schedule(plan, names, rank) for rank in range(4)] == cells.split("\n")[1:-1]
+    assert step(plan)[1] == bubble
 
 
 @pytest.mark.parametrize(("num_retained", "expected"), [(2, [4, 3, 3, 2]), (1, [3, 2, 2, 1])])
 def test_graphs_held_in_figure_6(num_retained, expected):
-    plan = plan_1f1b(LENS, groups_of(A, D, C), stages=FOUR, num_retained=num_retained)
+    plan = plan_1f1b(LENS, groups_of(*ORDER_6), stages=FOUR, num_retained=num_retained)
     assert most_graphs(plan) == expected
 
 
@@ -197,51 +171,21 @@ def random_instances(number, seed=0):
         yield seq_lens, options, (2,) * draw.randint(1, 5)
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(3000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [100, pytest.param(3000, marks=pytest.mark.nightly)])
 def test_random_instances_are_legal_and_within_their_bounds(number):
+    shuffled = random.Random(SEED)
     for seq_lens, options, stages in random_instances(number, SEED):
-        steps = {}
-        for recompute in ("lazy", "eager"):
-            # the planner checks every plan that it returns
-            plan = plan_chunkflow(seq_lens, options, stages=stages, recompute=recompute)
-            steps[recompute] = step(plan)[0]
-            if options.keep != "all":
-                ahead = range(len(stages) - 1, -1, -1)
-                most = [count + max(1, options.num_retained) for count in ahead]
-                assert all(a <= b for a, b in zip(most_graphs(plan), most, strict=True))
-        assert steps["eager"] <= steps["lazy"]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 10**6))
-def test_plans_survive_their_text_and_list_every_cell(seed):
-    ((seq_lens, options, stages),) = random_instances(1, seed)
-    plan = plan_chunkflow(seq_lens, options, stages=stages)
-    assert load_plan(save_plan(plan)) == plan
-    check(plan)
-    for rank, actions in enumerate(plan.actions):
-        assert actions[-1] == Reduce(rank)
-        for kind in (Forward, Backward):
-            assert sorted(a.chunk for a in actions if isinstance(a, kind)) == list(
-                range(len(plan.chunks))
-            )
-        for kind, payload, there in (
-            (Send, "activation", rank < len(stages) - 1),
-            (Recv, "activation", rank > 0),
-            (Send, "gradient", rank > 0),
-            (Recv, "gradient", rank < len(stages) - 1),
-        ):
-            found = [a for a in actions if isinstance(a, kind) and a.payload == payload]
-            assert len(found) == there * len(plan.chunks)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10**6), st.randoms(use_true_random=False))
-def test_any_order_of_groups_is_legal(seed, shuffled):
-    ((seq_lens, options, stages),) = random_instances(1, seed)
-    groups = whole_groups(seq_lens)
-    shuffled.shuffle(groups)
-    plan_1f1b(seq_lens, groups, stages=stages, num_retained=options.num_retained)
+        groups = whole_groups(seq_lens)
+        shuffled.shuffle(groups)
+        plan_1f1b(seq_lens, groups, stages=stages, num_retained=options.num_retained)
+        plan = plan_chunkflow(seq_lens, options, stages=stages)  # checks it
+        late = recomputed_late(plan)
+        check(late)
+        assert step(plan)[0] <= step(late)[0]
+        for one in (plan, late) if options.keep != "all" else ():
+            ahead = range(len(stages) - 1, -1, -1)
+            most = [count + max(1, options.num_retained) for count in ahead]
+            assert all(a <= b for a, b in zip(most_graphs(one), most, strict=True))
 
 
 def texts(plan, rank):
@@ -249,20 +193,17 @@ def texts(plan, rank):
 
 
 def test_a_gradient_is_received_before_or_after_the_recompute():
-    lazy = plan_1f1b((4,), groups_of(("0:0-2", "0:2-4")), stages=(1, 1), recompute="lazy")
+    eager = plan_1f1b((4,), groups_of(("0:0-2", "0:2-4")), stages=(1, 1))
+    lazy = recomputed_late(eager)
     assert texts(lazy, 0) == (
         "F0.0 kv, send activation 0.0 to 1, F1.0 all, send activation 1.0 to 1, "
         "recv gradient 1.1 from 1, B1.0, recv gradient 0.1 from 1, R0.0, B0.0, reduce 0"
     )
-    eager = plan_1f1b((4,), groups_of(("0:0-2", "0:2-4")), stages=(1, 1), recompute="eager")
     assert texts(eager, 0).endswith("B1.0, R0.0, recv gradient 0.1 from 1, B0.0, reduce 0")
-    assert (
-        texts(eager, 1)
-        == texts(lazy, 1)
-        == (
-            "recv activation 0.0 from 0, F0.1 kv, recv activation 1.0 from 0, F1.1 all, "
-            "B1.1, send gradient 1.1 to 0, R0.1, B0.1, send gradient 0.1 to 0, reduce 1"
-        )
+    assert texts(eager, 1) == texts(lazy, 1)
+    assert texts(eager, 1) == (
+        "recv activation 0.0 from 0, F0.1 kv, recv activation 1.0 from 0, F1.1 all, "
+        "B1.1, send gradient 1.1 to 0, R0.1, B0.1, send gradient 0.1 to 0, reduce 1"
     )
 
 
@@ -272,42 +213,19 @@ def test_evaluation_has_forwards_and_activations_only():
     assert kinds == {Forward, Send, Recv}
 
 
-def test_one_stage_sends_nothing():
-    plan = plan_1f1b((4,), groups_of(("0:0-2", "0:2-4")), stages=(3,))
-    assert texts(plan, 0) == "F0.0 kv, F1.0 all, B1.0, R0.0, B0.0, reduce 0"
-
-
-def test_padded_sequences_are_as_long_as_the_longest():
+def test_padded_and_packed_sequences():
     padded, groups = padded_groups([1, 4, 2])
-    assert padded == (4, 4, 4)
-    plan = plan_1f1b(padded, groups, stages=FOUR)
-    assert step(plan)[0] == 6 * 12  # m + P - 1 slots of a forward and a backward
-    assert padded_groups([1, 4], pad_to=8)[0] == (8, 8)
-    with pytest.raises(DataError, match="padded to 3"):
-        padded_groups([1, 4], pad_to=3)
-
-
-def test_packed_sequences_stay_whole():
+    assert padded == (4, 4, 4) and padded_groups([1, 4], pad_to=8)[0] == (8, 8)
+    # m + P - 1 slots of a forward and a backward
+    assert step(plan_1f1b(padded, groups, stages=FOUR))[0] == 6 * 12
     groups = packed_groups([1, 5, 2, 6, 3], 6)
     assert [[format_chunk(chunk) for chunk in group] for group in groups] == [
         ["3:0-6"], ["4:0-3 2:0-2 0:0-1"], ["1:0-5"],
     ]  # fmt: skip
-    plan_1f1b([1, 5, 2, 6, 3], groups, stages=(1, 1))
+    with pytest.raises(DataError, match="padded to 3"):
+        padded_groups([1, 4], pad_to=3)
     with pytest.raises(DataError, match="sequence 3 has 6 tokens"):
         packed_groups([1, 5, 2, 6, 3], 5)
-
-
-def test_longest_first_is_stable():
-    groups = groups_of(["0:0-2"], ["1:0-3"], ["2:0-2"])
-    assert longest_first(groups) == groups_of(["1:0-3"], ["0:0-2"], ["2:0-2"])
-
-
-@pytest.mark.parametrize("seq_lens", [[], [3, 0]])
-def test_nothing_to_train_on_is_refused(seq_lens):
-    with pytest.raises(DataError):
-        plan_chunkflow(seq_lens, ChunkOptions(size=4), stages=(1, 1))
-    with pytest.raises(DataError):
-        whole_groups(seq_lens)
 
 
 def test_keys_that_nobody_reads_are_not_built_again():
@@ -316,3 +234,131 @@ def test_keys_that_nobody_reads_are_not_built_again():
     plan = plan_1f1b((3, 8), groups, stages=(1, 1), keep="input", num_retained=0)
     rebuilt = [[a.chunk for a in own if isinstance(a, RebuildKV)] for own in plan.actions]
     assert rebuilt == [[1], [1]]
+
+
+def equal_groups(counts, num_tokens=1):
+    """(lengths, groups): sequences cut into so many chunks of `num_tokens` each."""
+    return [count * num_tokens for count in counts], [
+        [Chunk((Slice(i, k * num_tokens, (k + 1) * num_tokens),)) for k in range(count)]
+        for i, count in enumerate(counts)
+    ]
+
+
+def test_worked_example_diagonals():
+    # A1->C4, A2->C3, A3->C2, B1->C5 on stage 1, one less on stage 2
+    on_stages = recompute_on_diagonals([1, 2, 3, 4, 5], [3, 1], (5, 5))
+    assert on_stages == [[4, 3, 2, 5], [3, 2, 1, 4]]
+
+
+counts_and_stages = st.tuples(
+    st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 4)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts_and_stages)
+def test_windows_are_what_a_stage_holds(problem):
+    counts, num_stages = problem
+    seq_lens, groups = equal_groups(counts)
+    plan = plan_seq1f1b(seq_lens, groups, stages=(1,) * num_stages)
+    assert step(plan)[0] == (sum(counts) + num_stages - 1) * 3
+    for stage, actions in enumerate(plan.actions):
+        held, seen = set(), []
+        for action in actions:
+            if isinstance(action, Forward):
+                held.add(action.chunk)
+            elif isinstance(action, Backward):
+                seen.append(set(held))
+                held.remove(action.chunk)
+        found = windows(counts, num_stages, stage)
+        assert seen[: len(found)] == found
+        # later backwards hold ever fewer of the last window
+        assert all(later < found[-1] for later in seen[len(found) :])
+        # InfiniPipe's Eq. 7 counts stages from 1
+        assert max(map(len, found)) == min(sum(counts), num_stages - stage - 1 + max(counts))
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts_and_stages, st.randoms(use_true_random=False))
+def test_recompute_on_diagonals_lengthens_the_step_by_its_sum(problem, draw):
+    counts, num_stages = problem
+    counts = sorted(counts, reverse=True)
+    seq_lens, groups = equal_groups(counts, num_tokens=3)
+    layers = [draw.randint(0, 3) for _ in range(sum(counts) + num_stages - 1)]
+    stages = (3,) * num_stages
+    spread = recompute_on_diagonals(layers, counts, stages)
+    plain = plan_seq1f1b(seq_lens, groups, stages=stages)
+    again = plan_seq1f1b(seq_lens, groups, stages=stages, recompute_layers=spread)
+    # one layer's forward takes 1
+    assert step(again)[0] - step(plain)[0] == pytest.approx(sum(layers))
+
+
+def test_one_cell_of_a_diagonal_costs_as_much_as_all_of_it():
+    seq_lens, groups = equal_groups([4, 2], num_tokens=4)
+    spread = recompute_on_diagonals([0, 0, 0, 1, 0, 0, 0, 0], [4, 2], (1, 1, 1))
+    for layers, took in (((), 96), (spread, 100), ([[0] * 6, [0] * 6, spread[2]], 100)):
+        plan = plan_seq1f1b(seq_lens, groups, stages=(1, 1, 1), recompute_layers=layers)
+        assert step(plan)[0] == took
+
+
+def test_whole_sequences_give_plain_1f1b():
+    lens, groups = in_order((4, 2, 1, 1))
+    assert plan_seq1f1b(lens, groups, stages=FOUR) == plan_1f1b(lens, groups, stages=FOUR)
+
+
+@pytest.mark.parametrize("quadratic", [0.0, 1e-9, 1.0])
+def test_slices_share_the_work(quadratic):
+    """But for a token at each end."""
+    linear = 1.0
+    stops = [s.stop for s in split_equal_work(0, 10**6, 4, quadratic=quadratic, linear=linear)]
+    work = [quadratic * stop**2 + linear * stop for stop in (0, *stops)]
+    shares = [b - a for a, b in pairwise(work)]
+    assert shares == pytest.approx([work[-1] / 4] * 4, rel=2e-5) and stops[-1] == 10**6
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 12), st.floats(0, 10))
+def test_slices_tile_a_sequence(seq_len, num_slices, quadratic):
+    slices = split_equal_work(0, seq_len, num_slices, quadratic=quadratic)
+    assert [s.start for s in slices] == [0, *[s.stop for s in slices[:-1]]]
+    assert slices[-1].stop == seq_len
+    assert len(slices) == min(num_slices, seq_len)
+    assert all(s.num_tokens > 0 for s in slices)
+    sizes = [s.num_tokens for s in split_equal_work(0, seq_len, num_slices)]
+    assert max(sizes) - min(sizes) <= 1, "equal tokens by default"
+
+
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_frozen_stages_only_run_forward(frozen):
+    """No gradient goes to them, they reduce nothing, and the trained ones are as ever."""
+    lens, stages = [20, 5, 3], (1, 1, 1)
+    groups = group_chunks(lens, ChunkOptions(size=8))
+    for make in (plan_1f1b, plan_seq1f1b):
+        plan = make(lens, groups, stages=stages, frozen_stages=frozen)
+        whole = make(lens, groups, stages=stages)
+        for stage, actions in enumerate(plan.actions):
+            kinds = {type(action) for action in actions}
+            if stage < frozen:
+                assert kinds <= {Forward, Send, Recv}
+            assert not any(isinstance(a, Recv) and a.payload == "gradient" and a.stage <= frozen
+                           for a in actions)  # fmt: skip
+            computing = [a for a in actions if not isinstance(a, (Send, Recv))]
+            if stage >= frozen:
+                own = whole.actions[stage]
+                assert computing == [a for a in own if not isinstance(a, (Send, Recv))]
+
+
+def test_only_a_frozen_rank_may_be_without_a_reduce():
+    lens = [20, 5]
+    plan = plan_1f1b(
+        lens, group_chunks(lens, ChunkOptions(size=8)), stages=(1, 1, 1), frozen_stages=1
+    )
+    check(plan)
+    for rank in (1, 2):
+        actions = [*plan.actions]
+        actions[rank] = actions[rank][:-1]
+        with pytest.raises(PlanError, match="no Reduce of stage"):
+            check(replace(plan, actions=tuple(actions)))
+    idle = replace(plan, actions=(*plan.actions, ()))
+    with pytest.raises(PlanError, match="rank 3 has none"):
+        check(idle)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from furlong.cost.machine import hardware
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
@@ -15,10 +15,12 @@ from furlong.errors import UserError
 from furlong.plan.check import check
 from furlong.plan.plan import ChunkPlan, Layout
 from furlong.planners.candidates import CHUNKS
+from furlong.planners.decide import why
+from furlong.planners.fits import nothing_fits
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
 from furlong.planners.predict import step_s
-from furlong.planners.question import Limits, Question
+from furlong.planners.question import Candidate, Limits, Question
 from furlong.planners.search import SLACK, BatchPlans, search
 from furlong.planners.skrull import plan_skrull
 
@@ -27,7 +29,7 @@ SHORT = (2_000,) * 16 + (300,) * 40
 OPTIONS = ChunkOptions(size=8192)
 
 
-BASE = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"), Training())
+BASE = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("A100-80"), Training())
 LIMITS = Limits(40 * 2**30, margin=0.0)
 
 
@@ -123,11 +125,45 @@ def test_a_method_that_is_named_is_what_runs(sp, pp, method):
         planners(sp, pp, method=method, limits=small).best_plan(LENS, own, OPTIONS)
 
 
-def test_a_method_needs_dials_that_fit():
-    """A run takes them where a step did not fit, and in its evaluations."""
+def test_a_method_that_is_named_keeps_its_plans_where_a_step_did_not_fit():
+    """In a tenth less memory for each time that the dials' chunks were halved."""
+    asked, own = planners(4, 1, method="places"), own_plan(LENS, 4)
+    memory = asked.question.model_of(asked.layout).memory
+    limit_bytes, peaks = LIMITS.limit_bytes, []
+    for size in (8192, 4096, 1024):
+        options = replace(OPTIONS, size=size)
+        name, plan = replace(asked, has_shrunk=True).best_plan(LENS, own, options)
+        peaks.append(max(memory(limit_bytes).peak_bytes_of_actions(plan, 0)))
+        assert name == "places" and peaks[-1] <= limit_bytes * 0.9 ** len(peaks[1:])
+    frozen = own_plan(LENS, 1, 4, frozen_layers=6)
+    with pytest.raises(UserError, match="1 stage without trained weights"):
+        planners(1, 4, method="infinipipe").best_plan(LENS, frozen, OPTIONS, frozen_layers=6)
+
+
+def test_dials_beside_own_chunks_keep_kv_on_the_device():
+    """Else no step would take the chunks that were chosen."""
+    chosen = Candidate("places", Layout(sp=4), ChunkOptions(), 1.0, own_plan)
+    for kind, stands in (("kv", False), ("attention", True)):
+        options = replace(OPTIONS, tier={kind: "host"})
+        dials = Candidate(CHUNKS, Layout(sp=4), options, 2.0, own_plan, longest=LENS)
+        assert dials.stands_in_for(chosen) == stands and dials.stands_in_for(dials)
+
+
+def test_a_method_that_is_named_is_not_refused_for_dials_that_do_not_fit():
+    """A run takes them in its evaluations alone."""
     lens, limits = (60,) * 8, Limits(6100 * 2**20, margin=0.0)
     question = Question(lens, BASE, limits, 2, 60, 8, {"sp": 2}, "skrull")
+    answer = search(question)
     model = question.model_of(Layout(sp=2))
     plan_skrull(lens, model, sp_size=2, budget_bytes=limits.limit_bytes)
-    answer = search(question)
-    assert not answer.tried and answer.refused
+    assert answer.best.candidate.method == "skrull" and not limits.hold(answer.dials.needs)
+    assert "in evaluations: no dials are predicted to fit" in why(answer, "memory.device")
+    dials = search(replace(question, method="chunkflow"))
+    assert not dials.tried and "chunks." not in nothing_fits(dials, alone=True).change
+
+
+def test_a_method_that_is_named_says_itself_why_it_has_no_plan():
+    question = Question([200_000], BASE, Limits(7 * 2**30), 2, given={"sp": 2}, method="places")
+    error = nothing_fits(search(question), alone=True)
+    assert "chunks.method = places, and sequence 0 of 200,000 tokens" in error.given
+    assert "give each device" in error.change and "chunks." not in error.change

@@ -7,16 +7,15 @@ import torch
 
 from furlong.errors import UnsupportedModelError
 from furlong.kv.arena import Arena
-from furlong.kv.pools.device import DevicePool
+from furlong.kv.pools import DevicePool
 from furlong.kv.store import KVStore
 from furlong.models.attention import KVReady
-from furlong.ops.choose import ProbedBackend
-from furlong.ops.layer_kv import AttentionRule
+from furlong.ops.attention import AttentionRule
+from furlong.ops.backends.select import ProbedBackend
 from furlong.plan.passes import Pass
 from furlong.plan.plan import Chunk, Slice
 from furlong.plan.rows import rows_of
-from furlong.runtime.cells.cell import Cell, require_each_layer
-from furlong.runtime.cells.layer_view import Piece
+from furlong.runtime.cell import Cell, Piece, require_each_layer
 
 CPU = torch.device("cpu")
 T, N, K, H = 5, 4, 2, 8
@@ -58,7 +57,7 @@ def cell(pool):
     """The first of two pieces of a sequence, in three layers."""
     store = KVStore(pool.arena, {0: [T, T]})
     rows = rows_of(Chunk((Slice(0, 0, T),)), 0, sp_size=1, q_heads=N, kv_heads=K)
-    piece = Piece(0, 0, continues=True)
+    piece = Piece(0, 0, 0, T, continues=True)
     return Cell(rows, {0: piece}, store, ProbedBackend(), pool, LAYERS)
 
 
@@ -97,7 +96,7 @@ def test_a_pass_to_the_last_kv_ends_at_its_last_layer(cell):
 def test_what_is_remembered_comes_back_bit_for_bit_and_runs_no_attention(cell, pool, monkeypatch):
     with torch.no_grad():
         first = [attend(cell, Pass("values", remembers=2), layer) for layer in LAYERS]
-    assert set(cell.known) == {2, 3} and pool.open == 0
+    assert set(cell.saved_attention) == {2, 3} and pool.open == 0
     backend = cell.backend
     monkeypatch.setattr(type(backend), "forward", lambda *_, **__: pytest.fail("attends again"))
     again = Pass("graph", remembered=2)
@@ -126,7 +125,7 @@ def test_a_graph_keeps_what_it_recalls_until_the_backward_and_other_passes_one_l
         for mine, truth in zip(own, plain, strict=True):
             torch.testing.assert_close(mine.grad, truth.grad, rtol=1e-12, atol=1e-14)
     cell.forget()
-    assert pool.open == pool.held_bytes == 0 and not cell.known
+    assert pool.open == pool.held_bytes == 0 and not cell.saved_attention
     cell.forget()
 
 
@@ -136,9 +135,9 @@ def test_the_next_layer_is_on_its_way_while_this_one_computes(cell, pool):
             attend(cell, Pass("values", remembers=2), layer)
     what = Pass("graph", remembered=2)
     cell.begin_pass(what)
-    assert pool.prefetched == list(cell.known[2])
+    assert pool.prefetched == list(cell.saved_attention[2])
     attend(cell, what, 2)
-    assert pool.prefetched == [*cell.known[2], *cell.known[3]]
+    assert pool.prefetched == [*cell.saved_attention[2], *cell.saved_attention[3]]
     attend(cell, what, 3)
     assert len(pool.prefetched) == 4, "the third layer is not remembered"
     cell.begin_pass(Pass("graph"))

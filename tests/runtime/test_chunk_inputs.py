@@ -9,14 +9,13 @@ from helpers.tiny_families import build
 from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.errors import PlanError, UnsupportedModelError
-from furlong.models.causal_lm import CausalLM
+from furlong.models.decoder import HFDecoder
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import rows_of
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.cells.chunk_inputs import chunk_inputs, labelled_chunks
-from furlong.runtime.cells.layout import rows_on
-from furlong.runtime.inputs import shift_labels
+from furlong.runtime.batch import batch_of, chunk_inputs, labelled_chunks, shift_labels
+from furlong.runtime.cell import rows_on
 
 
 @pytest.mark.parametrize("token", [1, 7, 8, 9, 15, 16, 22])
@@ -26,7 +25,7 @@ def test_a_chunk_with_one_label_has_labels(token):
     labels[token] = 5
     sequence = {"input_ids": torch.arange(23), "labels": labels}
     plan = plan_chunkflow([23], ChunkOptions(size=8, hybrid=False), stages=(1,))
-    (chunk,) = labelled_chunks(plan, shift_labels([sequence]))
+    (chunk,) = labelled_chunks(plan, batch_of(shift_labels([sequence])))
     (piece,) = plan.chunks[chunk].slices
     assert piece.start <= token - 1 < piece.stop
 
@@ -36,8 +35,8 @@ def test_any_sequence_of_a_packed_chunk_is_enough():
     bare = {"input_ids": rows[0], "labels": torch.full((5,), IGNORE_INDEX)}
     full = {"input_ids": rows[1], "labels": rows[1]}
     plan = plan_chunkflow([5, 4], ChunkOptions(size=16), stages=(1,))
-    assert labelled_chunks(plan, shift_labels([bare, full])) == {0}
-    assert labelled_chunks(plan, shift_labels([bare, bare])) == set()
+    assert labelled_chunks(plan, batch_of(shift_labels([bare, full]))) == {0}
+    assert labelled_chunks(plan, batch_of(shift_labels([bare, bare]))) == set()
 
 
 CHUNK = Chunk((Slice(0, 2, 9, Place(0, 2)), Slice(1, 0, 4, Place(1, 1))))
@@ -46,11 +45,11 @@ CPU = torch.device("cpu")
 
 def test_a_process_has_its_rows_with_their_own_positions_and_labels():
     ids = [torch.arange(10, 20), torch.arange(30, 34)]
-    sequences = shift_labels([{"input_ids": i, "labels": i.clone()} for i in ids])
+    batch = batch_of(shift_labels([{"input_ids": i, "labels": i.clone()} for i in ids]))
     both = []
     for process in (0, 1):
         rows = rows_of(CHUNK, process, sp_size=2, q_heads=2, kv_heads=2)
-        both.append(chunk_inputs(rows, sequences, CPU))
+        both.append(chunk_inputs(rows, batch, CPU))
     assert both[0].input_ids.tolist() == [12, 13, 14]
     assert both[0].position_ids.tolist() == [2, 3, 4]
     assert both[0].labels.tolist() == [13, 14, 15], "the last one's label lies on the other process"
@@ -60,15 +59,17 @@ def test_a_process_has_its_rows_with_their_own_positions_and_labels():
 
 
 def test_a_process_without_a_token_has_one_without_a_label():
-    sequences = shift_labels([{"input_ids": torch.arange(5, 9), "labels": torch.arange(5, 9)}])
+    batch = batch_of(
+        shift_labels([{"input_ids": torch.arange(5, 9), "labels": torch.arange(5, 9)}])
+    )
     chunk = Chunk((Slice(0, 0, 4, Place(0, 1)),))
-    found = chunk_inputs(rows_of(chunk, 1, sp_size=2, q_heads=2, kv_heads=2), sequences, CPU)
+    found = chunk_inputs(rows_of(chunk, 1, sp_size=2, q_heads=2, kv_heads=2), batch, CPU)
     assert found.input_ids.shape == found.position_ids.shape == (1,)
     assert not len(found.labels) and not len(found.labelled_rows)
 
 
 def test_a_pool_without_an_exchange_is_refused():
-    model = CausalLM(build("llama"))
+    model = HFDecoder(build("llama"))
     whole = Chunk((Slice(0, 0, 9, Place(0, 2)), Slice(1, 0, 4, Place(1, 1))))
     plan = plan_of([9, 4], [whole], 2, ChunkOptions(), num_layers=3)
     with pytest.raises(PlanError, match="pools of 2 processes, between which nothing exchanges"):
@@ -76,8 +77,14 @@ def test_a_pool_without_an_exchange_is_refused():
 
 
 def test_layers_with_other_numbers_of_heads_are_refused_in_a_pool():
-    model = CausalLM(build("llama"))
-    assert model.heads == (4, 2)
+    assert HFDecoder(build("llama")).heads == (4, 2)
+    model = HFDecoder(build("llama"))
     model.config = SimpleNamespace(num_attention_heads=[4, 2, 4])  # a family of the hub's code
     with pytest.raises(UnsupportedModelError, match="has not one number of heads"):
         _ = model.heads
+
+
+def test_the_last_token_of_a_sequence_predicts_nothing():
+    ids = torch.arange(3)
+    (shifted,) = shift_labels([{"input_ids": ids, "labels": ids}])
+    assert shifted.labels.tolist() == [1, 2, -100]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from furlong.plan.passes import Pass
-from furlong.runtime.memory.heap import FreedMemory, process_heap
+from furlong.runtime.profile import FreedMemory, process_heap
 
 CPU = torch.device("cpu")
 FORWARD, RECOMPUTE, BACKWARD = Pass("values"), Pass("graph"), Pass("backward")
@@ -18,8 +18,8 @@ MIB = 2**20
 
 ALONE = """
 import torch
-from furlong.runtime.memory.heap import process_heap
-from furlong.runtime.memory.measure import memory_bytes
+from furlong.runtime.profile import process_heap
+from furlong.runtime.profile import memory_bytes
 cpu = torch.device("cpu")
 heap = process_heap(cpu)
 heap.trim()

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from helpers.gradients import batch
+from helpers.batches import batch
 from helpers.tiny_families import build
 from torch.nn.functional import cross_entropy
 
 from furlong.errors import ConfigError
-from furlong.models.causal_lm import CausalLM
-from furlong.plan.plan import Chunk, Slice
+from furlong.models.decoder import HFDecoder
+from furlong.plan.plan import Chunk, ChunkPlan, Slice
 from furlong.plan.rows import rows_of
-from furlong.runtime.cells.chunk_inputs import chunk_inputs
-from furlong.runtime.cells.loss_head import LossHead
-from furlong.runtime.inputs import shift_labels
+from furlong.runtime.batch import batch_of, chunk_inputs, shift_labels
+from furlong.runtime.head import LossHead
 
 LENS = [7, 4]
 CHUNK = Chunk((Slice(0, 2, 7), Slice(1, 0, 4)))
@@ -22,37 +23,19 @@ CHUNK = Chunk((Slice(0, 2, 7), Slice(1, 0, 4)))
 
 @pytest.fixture
 def subject():
-    """A model, the inputs of a chunk, final hidden states (T, D)."""
-    model = CausalLM(build("granite"))
-    sequences = shift_labels(batch(LENS, masked=[range(4)]))
+    """A model's head, the inputs of a chunk, final hidden states (T, D)."""
+    model = HFDecoder(build("granite"))
+    own = batch_of(shift_labels(batch(LENS, masked=[range(4)])))
     rows = rows_of(CHUNK, 0, sp_size=1, q_heads=1, kv_heads=1)
-    inputs = chunk_inputs(rows, sequences, model.device)
+    inputs = chunk_inputs(rows, own, model.device)
     hidden = torch.randn(9, 32, dtype=torch.float64, requires_grad=True)
-    return model, inputs, hidden
-
-
-@pytest.mark.parametrize("num_tile_tokens", [1, 3, 100])
-def test_the_gradient_is_that_of_the_whole_head(subject, num_tile_tokens, monkeypatch):
-    monkeypatch.setattr("furlong.runtime.cells.loss_head.tile_tokens", lambda *_: num_tile_tokens)
-    model, inputs, hidden = subject
-    logits = model.logits(hidden)
-    loss = cross_entropy(logits[inputs.labelled_rows], inputs.labels, reduction="sum")
-    (0.25 * loss).backward()
-    loss = loss.detach()
-    weight = model.base.get_output_embeddings().weight
-    truths, weight.grad = (hidden.grad.clone(), weight.grad), None
-    head = LossHead(model)
-    gradient = head.gradient(hidden, inputs, 1.0, 4)
-    torch.testing.assert_close(gradient, truths[0], rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(weight.grad, truths[1], rtol=1e-12, atol=1e-14)
-    assert float(head.loss_sum) == pytest.approx(float(loss), rel=1e-12)
-    head.gradient(hidden, inputs, 1.0, 4)
-    assert float(head.loss_sum) == pytest.approx(2 * float(loss), rel=1e-12)
+    plan = ChunkPlan(tuple(LENS), (CHUNK,), (3,), ((),))
+    return model, partial(LossHead, model, plan, own), inputs, hidden
 
 
 def test_losses_of_tokens_lie_where_the_plan_says(subject):
-    model, inputs, hidden = subject
-    head = LossHead(model, LENS)
+    model, make, inputs, hidden = subject
+    head = make()
     with torch.no_grad():
         head.evaluate(hidden, inputs)
         each = torch.zeros(9, dtype=torch.float64)
@@ -66,10 +49,10 @@ def test_losses_of_tokens_lie_where_the_plan_says(subject):
 
 
 def test_a_head_that_leads_to_no_trained_parameter_is_refused(subject):
-    model, inputs, hidden = subject
+    model, make, inputs, hidden = subject
     model.base.requires_grad_(False)
     with pytest.raises(ConfigError, match="depends on no parameter that requires a gradient"):
-        LossHead(model).gradient(hidden.detach(), inputs, 1.0, 1)
+        make().gradient(hidden.detach(), inputs, 1.0, 1)
     model.base.get_output_embeddings().weight.requires_grad_(True)
-    LossHead(model).gradient(hidden.detach(), inputs, 1.0, 1)
+    make().gradient(hidden.detach(), inputs, 1.0, 1)
     assert model.base.get_output_embeddings().weight.grad.any()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from furlong.runtime.memory.measure import MemoryMeter
+from furlong.runtime.profile import MemoryMeter
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from furlong.runtime.parallel.norm import clip_gradients
+from furlong.runtime.distributed.fsdp import clip_gradients
 
 
 def test_without_a_bound_gradients_stay_as_they_are() -> None:

@@ -5,47 +5,47 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from helpers.gradients import batch, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.tiny_families import VOCAB_SIZE, build
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import furlong
-from furlong.errors import ConfigError
-from furlong.models.causal_lm import CausalLM
-from furlong.runtime.precision import compute_parameters
+from furlong.errors import UnsupportedModelError
+from furlong.kv.arena import Arena
+from furlong.kv.storage import Pools, Storage
+from furlong.models.decoder import HFDecoder
+from furlong.ops.backends.select import ProbedBackend
+from furlong.plan.plan import ChunkPlan, Reduce
+from furlong.planners.orders import plan_on_device
+from furlong.runtime.batch import batch_of, shift_labels
+from furlong.runtime.distributed.comms import Comms
+from furlong.runtime.executor import Executor
+from furlong.runtime.precision import ParameterGroup, compute_parameters
+from furlong.testing import num_labels, take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=8)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "compute_dtype"),
-    [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None)],
-)
-def test_a_gradient_hook_sees_the_sum_once(
-    dtype: torch.dtype, compute_dtype: torch.dtype | None
-) -> None:
-    model = build("llama", dtype)
-    weight = model.model.layers[0].mlp.up_proj.weight
-    furlong.forward_backward(model, batch([29]), OPTIONS, compute_dtype=compute_dtype)
-    plain = take_grads(model)
-    seen = []
-
-    def keep_one_row(grad: torch.Tensor) -> torch.Tensor:
-        seen.append(grad)
-        return torch.zeros_like(grad).index_copy_(0, torch.tensor([3]), grad[3:4])
-
-    weight.register_hook(keep_one_row)
-    weight.grad = torch.ones_like(weight)
-    furlong.forward_backward(model, batch([29]), OPTIONS, compute_dtype=compute_dtype)
-    assert len(seen) == 1 and seen[0].dtype == dtype
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(seen[0].double(), plain[name])
-    expected = torch.ones_like(weight).double()
-    expected[3] += plain[name][3]
-    grads = take_grads(model)
-    assert torch.allclose(grads[name], expected, rtol=0, atol=2 * torch.finfo(dtype).eps * 2)
-    assert all(torch.equal(grads[other], plain[other]) for other in plain if other != name)
+@pytest.mark.parametrize("what", ["register_hook", "register_post_accumulate_grad_hook", "sparse"])
+def test_hooks_on_weights_and_sparse_gradients_are_refused(what: str) -> None:
+    """They would see, or be, a part of the gradient."""
+    model = build("llama", torch.float32)
+    embedding, options = model.model.embed_tokens, furlong.ChunkOptions(size=8, keep="kv")
+    engine, seen = furlong.Engine(model), []
+    if what == "sparse":
+        embedding.sparse = True
+    else:
+        getattr(embedding.weight, what)(seen.append)
+    with pytest.raises(UnsupportedModelError, match="embed_tokens"):
+        engine.forward_backward(batch([29]), options)
+    values = engine.token_values(batch([29]), options, gradients="added")[0]
+    with pytest.raises(UnsupportedModelError, match="embed_tokens"):
+        values.sum().backward()
+    assert not seen and all(p.grad is None for p in model.parameters())
+    engine.forward_backward(batch([29]), options, backward=False)
+    embedding.requires_grad_(False)
+    assert engine.forward_backward(batch([29]), options).loss > 0
 
 
 WIDE = [
@@ -65,39 +65,6 @@ def test_other_wide_dtypes_give_every_gradient(
     assert worst_relative_error(given, take_grads(model)) <= 100 * rounding
 
 
-def test_a_hook_that_fails_leaves_the_gradient_as_it_was() -> None:
-    model = build("llama", torch.float32)
-    weight = model.model.norm.weight
-    weight.grad = torch.ones_like(weight)
-    weight.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        furlong.forward_backward(model, batch([29]), OPTIONS)
-    assert torch.equal(weight.grad, torch.ones_like(weight))
-    assert model.model.norm.weight is weight
-
-
-def test_a_hook_that_changes_a_rounded_gradient_in_place_is_heard() -> None:
-    model = build("llama", torch.bfloat16)
-    weight = model.model.norm.weight
-
-    def clear(grad: torch.Tensor) -> None:
-        grad.zero_()
-
-    weight.register_hook(clear)
-    furlong.forward_backward(model, batch([29]), OPTIONS)
-    assert weight.grad is not None and not weight.grad.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("given", [3, torch.ones(2)])
-def test_a_hook_that_returns_no_gradient_is_named(dtype: torch.dtype, given: object) -> None:
-    model = build("llama", dtype)
-    model.model.norm.weight.register_hook(lambda grad: given)
-    with pytest.raises(ConfigError, match=r"a hook on a gradient of shape \(32,\) that returned"):
-        furlong.forward_backward(model, batch([29]), OPTIONS)
-    assert model.model.norm.weight.grad is None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_added_in_place(dtype: torch.dtype) -> None:
     """They may be views of one flat buffer, as optimizers and reducers make them."""
@@ -109,40 +76,26 @@ def test_gradients_are_added_in_place(dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         parameter.grad = flat[start : start + parameter.numel()].view_as(parameter)
         start += parameter.numel()
-    model.model.norm.weight.register_hook(lambda grad: None)
     furlong.forward_backward(model, batch([29]), OPTIONS)
     assert torch.equal(flat.double(), torch.cat([grad.flatten() for grad in plain.values()]))
 
 
-def test_a_failing_hook_leaves_gradients_of_others_as_they_were() -> None:
+def test_an_error_leaves_gradients_as_they_were() -> None:
     model = build("llama", torch.bfloat16)
+    engine = furlong.Engine(model)
     buffers = [torch.ones_like(parameter) for parameter in model.parameters()]
     for parameter, buffer in zip(model.parameters(), buffers, strict=True):
         parameter.grad = buffer
-    model.model.norm.weight.register_hook(lambda grad: 1 / 0)
+
+    def fail(action: object) -> None:
+        if isinstance(action, Reduce):  # all gradients are summed
+            raise ZeroDivisionError
+
+    sequences = batch([29])
     with pytest.raises(ZeroDivisionError):
-        furlong.forward_backward(model, batch([29]), OPTIONS)
+        engine.run(engine.plan([29], OPTIONS), sequences, begun=fail)
     for parameter, buffer in zip(model.parameters(), buffers, strict=True):
         assert parameter.grad is buffer and bool((buffer == 1).all())
-
-
-def test_sparse_gradients_are_added_to_dense_ones() -> None:
-    model = build("llama", torch.bfloat16)
-    embeddings = model.model.embed_tokens
-    furlong.forward_backward(model, batch([29]), OPTIONS)
-    plain = take_grads(model)["model.embed_tokens.weight"]
-    embeddings.sparse = True
-    for _ in range(2):  # the second one is added to a sparse one
-        furlong.forward_backward(model, batch([29]), OPTIONS)
-    twice = embeddings.weight.grad
-    assert twice is not None and twice.is_sparse
-    rounding = torch.finfo(torch.bfloat16).eps
-    twice_plain = {"weight": 2 * plain}
-    assert worst_relative_error({"weight": twice.to_dense().double()}, twice_plain) <= rounding
-    embeddings.weight.grad = torch.zeros_like(embeddings.weight)
-    furlong.forward_backward(model, batch([29]), OPTIONS)
-    once = {"weight": embeddings.weight.grad.double()}
-    assert worst_relative_error(once, {"weight": plain}) <= rounding
 
 
 def test_a_gradient_may_be_wider_than_its_parameter() -> None:
@@ -170,7 +123,7 @@ def ernie() -> transformers.PreTrainedModel:
 
 def test_what_transformers_keeps_in_float32_computes_in_float32() -> None:
     model = ernie()
-    adapter = CausalLM(model)
+    adapter = HFDecoder(model)
     assert adapter.stays_float32(torch.float64) == adapter.stays_float32(torch.float32) == []
     kept = adapter.stays_float32(torch.bfloat16)
     gate = model.model.layers[1].mlp.gate
@@ -184,6 +137,67 @@ def test_what_transformers_keeps_in_float32_computes_in_float32() -> None:
     handle.remove()
     assert set(dtypes) == {torch.float32}
     assert gate.weight.grad is not None
+
+
+class Fetched(Comms):
+    """Copies of the weights of the stage that computes are there, and of no other one. The final
+    norm always is: the decoder runs it behind every stage."""
+
+    def __init__(self, stages: list[list[nn.Module]], norm: nn.Module) -> None:
+        super().__init__()
+        modules = ((own for part in parts for own in part.modules()) for parts in stages)
+        self.groups = [ParameterGroup(own) for own in modules]
+        self._here: int | None = None
+        for group in self.groups:
+            self._put(group, "meta")
+        self.groups.append(ParameterGroup(norm.modules()))
+        self.groups[-1].put(lambda p: p)
+
+    def _put(self, group: ParameterGroup, device: str) -> None:
+        group.restore()
+        group.put(lambda p: nn.Parameter(p.detach().to(device, copy=True), p.requires_grad))
+
+    def accept(self, plan: ChunkPlan) -> None:
+        super().accept(plan)
+        self._order = [action.stage for action in plan.actions[0]]
+
+    def before(self, index: int) -> None:
+        if self._order[index] != self._here:
+            if self._here is not None:
+                self._put(self.groups[self._here], "meta")
+            self._here = self._order[index]
+            self._put(self.groups[self._here], "cpu")
+
+    def settle(self) -> None:
+        for group in self.groups:
+            group.restore()
+            group.reduce()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_weights_of_a_stage_may_come_when_it_computes(dtype: torch.dtype) -> None:
+    """Gradients are those of a model that is there as a whole, to the last bit; whatever asks the
+    weights where the engine computes would hear `meta`."""
+    model, sequences = build("llama", dtype), batch([29, 11])
+    options = furlong.ChunkOptions(size=8, keep="attention", order="layer-first", num_retained=0)
+    plan = plan_on_device([29, 11], options, num_layers=3)
+    assert plan.stages == (1, 1, 1)
+    whole = furlong.Engine(model).run(plan, sequences).loss
+    truth = take_grads(model)
+    adapter, (first, middle, last) = HFDecoder(model), model.model.layers
+    assert not adapter.probed.mixers  # it is searched while it is whole
+    stages = [[model.model.embed_tokens, first], [middle], [last, model.lm_head]]
+    comms = Fetched(stages, model.model.norm)
+    assert [n for n, p in model.named_parameters() if not p.is_meta] == ["model.norm.weight"]
+    run = Executor(
+        adapter, plan, batch_of(shift_labels(sequences)), num_valid_tokens=num_labels(sequences),
+        backend=ProbedBackend(), pools=Pools(Arena(adapter.device), Storage()), comms=comms,
+    )  # fmt: skip
+    with adapter.installed():
+        loss, _ = run.run()
+    found = take_grads(model)
+    assert loss / num_labels(sequences) == whole and not any(p.is_meta for p in model.parameters())
+    assert all(torch.equal(found[name], grad) for name, grad in truth.items())
 
 
 def test_tied_parameters_are_one_leaf() -> None:
@@ -205,3 +219,13 @@ def test_parameters_that_nothing_reaches_keep_no_gradient():
     before = {n: p.grad for n, p in model.named_parameters()}
     furlong.forward_backward(model, batch([5]), furlong.ChunkOptions(size=8))
     assert all(p.grad is before[n] for n, p in model.named_parameters()), "added in place"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunks_are_summed_in_float32(dtype):
+    """In bfloat16 256 + 1 is 256."""
+    layer, x = nn.Linear(1, 1, bias=False).to(dtype), torch.ones(1, 1, dtype=torch.bfloat16)
+    with compute_parameters(layer, torch.bfloat16):
+        for _ in range(512):
+            layer(x).sum().backward()
+    assert layer.weight.grad.dtype == dtype and layer.weight.grad.item() == 512

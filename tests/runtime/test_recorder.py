@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from furlong.kv.arena import Arena
+from furlong.kv.storage import Pools, Storage
 from furlong.plan.plan import Backward, Forward
-from furlong.runtime import recorder, stopwatch
-from furlong.runtime.memory.pools import Pools, Storage
-from furlong.runtime.recorder import Recorder
-from furlong.runtime.stopwatch import CUDAStopwatch, HostStopwatch
+from furlong.runtime import profile
+from furlong.runtime.profile import Recorder, Stopwatch
 
 CPU = torch.device("cpu")
 
@@ -47,7 +46,7 @@ def stub_events(monkeypatch):
 
 
 def test_cuda_marks_are_events_of_the_current_stream_and_wait_once(stub_events):
-    watch = CUDAStopwatch(torch.device("cuda:1"))
+    watch = Stopwatch(torch.device("cuda:1"), time.perf_counter)
     for _ in range(4):
         watch.mark()
     assert [event.stream for event in stub_events.made] == ["stream of cuda:1"] * 4
@@ -56,14 +55,9 @@ def test_cuda_marks_are_events_of_the_current_stream_and_wait_once(stub_events):
     assert stub_events.synchronized == [stub_events.made[-1]]
 
 
-def test_a_device_decides_its_stopwatch():
-    assert isinstance(stopwatch.stopwatch(CPU, time.perf_counter), HostStopwatch)
-    assert isinstance(stopwatch.stopwatch(torch.device("cuda"), time.perf_counter), CUDAStopwatch)
-
-
 def test_host_marks_begin_at_zero():
     times = iter([5.0, 5.5, 7.0])
-    watch = HostStopwatch(lambda: next(times))
+    watch = Stopwatch(CPU, lambda: next(times))
     for _ in range(3):
         watch.mark()
     assert watch.seconds() == [0.0, 0.5, 2.0]
@@ -72,7 +66,8 @@ def test_host_marks_begin_at_zero():
 def test_records_follow_each_other_with_their_memory(monkeypatch, stub_events):
     pools = Pools(Arena(CPU), Storage())
     peaks = iter([100, 300])
-    monkeypatch.setattr(recorder, "stopwatch", lambda device, clock: CUDAStopwatch(device))
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(profile, "Stopwatch", lambda _, clock: Stopwatch(cuda, clock))
 
     class Meter:
         def __init__(self, device, *, exact):
@@ -82,7 +77,7 @@ def test_records_follow_each_other_with_their_memory(monkeypatch, stub_events):
         def end(self):
             return next(peaks)
 
-    monkeypatch.setattr(recorder, "MemoryMeter", Meter)
+    monkeypatch.setattr(profile, "MemoryMeter", Meter)
     noted = Recorder(pools, 2, exact_peaks=True)
     noted.begin(Forward(0, 0, "kv"))
     handle = pools.host.put(torch.zeros(8))

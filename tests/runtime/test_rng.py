@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from helpers.gradients import batch
+from helpers.batches import batch
 from helpers.tiny_families import VOCAB_SIZE, build
 from transformers import AutoModelForCausalLM
 
@@ -28,15 +28,20 @@ def starcoder2() -> transformers.PreTrainedModel:
 
 
 MODELS = {
-    "functional dropout": (starcoder2, "mlp"),
-    "router jitter": (lambda: build("mixtral", router_jitter_noise=0.3), "mlp"),
+    "functional dropout": (starcoder2, "Starcoder2ForCausalLM draws random numbers"),
+    "router jitter": (
+        lambda: build("mixtral", router_jitter_noise=0.3),
+        "MixtralForCausalLM draws random numbers",
+    ),
+    "dropout modules": (lambda: build("phi3", resid_pdrop=0.3), "dropout modules are active"),
 }
+"""With what the user is told."""
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("keep", ["kv", "attention", "input"])
 def test_a_recompute_draws_what_the_forward_drew(name: str, keep: str) -> None:
-    make, module = MODELS[name]
+    make, told = MODELS[name]
     model = make()
     seen: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
@@ -49,11 +54,11 @@ def test_a_recompute_draws_what_the_forward_drew(name: str, keep: str) -> None:
     embed.register_forward_pre_hook(
         lambda m, ids: current.__setitem__(slice(None), ids[0][0].tolist())
     )
-    getattr(model.model.layers[1], module).register_forward_hook(note)
+    model.model.layers[1].mlp.register_forward_hook(note)
     options = furlong.ChunkOptions(size=8, keep=keep, num_retained=0)
     furlong.forward_backward(model, batch([3]), options)  # the start-up check
     seen.clear()
-    with pytest.warns(UserWarning, match="depends on how the batch is cut"):
+    with pytest.warns(UserWarning, match=f"{told}.* depends on how the batch is cut"):
         furlong.forward_backward(model, batch([24]), options)
     twice = [runs for runs in seen.values() if len(runs) > 1]
     assert len(twice) == 2

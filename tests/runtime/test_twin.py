@@ -10,12 +10,12 @@ from helpers.tiny_families import EXACT, FAMILIES, OTHERS, bound, build, build_o
 from torch import nn
 
 from furlong.errors import PlanError, UnsupportedModelError
-from furlong.models.causal_lm import CausalLM
-from furlong.models.held import hold, stand_ins
-from furlong.ops.choose import ProbedBackend
-from furlong.runtime.cells import layer_view
-from furlong.runtime.checks import self_check, twin
-from furlong.runtime.checks.twin import held_by, tiny_twin
+from furlong.models.decoder import HFDecoder
+from furlong.models.placeholders import hold, placeholders
+from furlong.ops.backends.select import ProbedBackend
+from furlong.runtime import cell
+from furlong.runtime import check as checks
+from furlong.runtime.check import held_by, self_check, tiny_twin
 
 # Values off the neutral ones: a stage that applied them again, or not at all, would show.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -25,44 +25,46 @@ SETTINGS: dict[str, dict[str, Any]] = {
 FAST = ("llama", "gemma3_text", "granite", "gpt2", "gpt_oss")
 
 
-def of_stage(family: str, layers: range, **settings: Any) -> CausalLM:
+def of_stage(family: str, layers: range, **settings: Any) -> HFDecoder:
     """What a process holds of a model of three layers."""
     settings = SETTINGS.get(family, {}) | settings
     if family in FAMILIES:
         base = build(family, **settings)
     else:
         base = build_other(family, num_hidden_layers=3, **(own_settings(family) | settings))
-    hold(base, stand_ins(base, layers))
-    return CausalLM(base)
+    hold(base, placeholders(base, layers))
+    return HFDecoder(base)
 
 
-def check(model: CausalLM, heights: tuple[int, ...] = (1, 1, 1)) -> float:
-    return self_check.self_check(model, ProbedBackend(), heights)
+def check(model: HFDecoder, heights: tuple[int, ...] = (1, 1, 1)) -> float:
+    return self_check(model, ProbedBackend(), heights)
 
 
-def passes(family: str, tied: bool) -> None:
-    for layers in (range(1), range(1, 2), range(2, 3)):
-        error = check(of_stage(family, layers, tie_word_embeddings=tied))
-        assert error <= (EXACT if bound(family) == EXACT else 1e-5)
+def passes(family: str, layers: range, tied: bool) -> None:
+    error = check(of_stage(family, layers, tie_word_embeddings=tied))
+    assert error <= (EXACT if bound(family) == EXACT else 1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("layers", "tied"), [(range(1), True), (range(1, 2), False), (range(2, 3), True)], ids=str
+)
 @pytest.mark.parametrize("family", FAST)
-def test_each_stage_of_a_family_passes(family, tied):
-    passes(family, tied)
+def test_each_stage_of_a_family_passes(family, layers, tied):
+    passes(family, layers, tied)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", [f for f in (*FAMILIES, *OTHERS) if f not in FAST])
 def test_each_stage_of_every_family_passes(family, tied):
-    passes(family, tied)
+    for layers in (range(1), range(1, 2), range(2, 3)):
+        passes(family, layers, tied)
 
 
 def test_a_twin_has_the_models_class_layers_and_ties():
     model = of_stage("gemma3_text", range(1, 2), tie_word_embeddings=True)
     small = tiny_twin(model)
-    assert type(small.base) is type(model.base) and small.held == range(3) == range(
+    assert type(small.base) is type(model.base) and small.local_layers == range(3) == range(
         small.num_layers
     )
     assert small.config.layer_types == model.config.layer_types
@@ -74,25 +76,25 @@ def test_a_twin_has_the_models_class_layers_and_ties():
 
 def test_parts_of_a_twin_hold_their_own_layers():
     small = tiny_twin(of_stage("llama", range(1)))
-    assert [part.held for part in held_by(small, (1, 2))] == [range(1), range(1, 3)]
-    assert small.held == range(3)
+    assert [part.local_layers for part in held_by(small, (1, 2))] == [range(1), range(1, 3)]
+    assert small.local_layers == range(3)
 
 
 @pytest.mark.parametrize("name", ["model.norm", "model.layers.1.mlp", "model.embed_tokens"])
 def test_a_module_that_a_stage_lacks_is_seen(name, monkeypatch):
     """As of a decoder whose modules do not lie as they are listed."""
-    plain = twin.stand_ins
+    plain = checks.placeholders
 
     def too_many(base: Any, layers: range) -> dict[str, nn.Module]:
         return plain(base, layers) | {name: nn.Identity()}
 
-    monkeypatch.setattr(twin, "stand_ins", too_many)
+    monkeypatch.setattr(checks, "placeholders", too_many)
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
         check(of_stage("llama", range(1)))
 
 
 def test_a_relay_that_is_dropped_is_seen(monkeypatch):
-    monkeypatch.setattr(layer_view.LayerView, "relayed", lambda *_: None)
+    monkeypatch.setattr(cell.LayerView, "later_grads", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="other gradients in chunks"):
         check(of_stage("llama", range(1)))
 
@@ -108,11 +110,3 @@ def test_weights_that_are_not_finite_are_seen_where_they_are():
 def test_stages_of_other_layers_are_no_plan_for_it():
     with pytest.raises(PlanError, match="are not those of LlamaForCausalLM"):
         check(of_stage("llama", range(1)), (1, 1))
-
-
-def test_no_gradient_and_no_random_number_is_left():
-    model = of_stage("llama", range(1))
-    state = torch.random.get_rng_state()
-    check(model)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert all(p.grad is None for p in model.base.parameters())

@@ -3,14 +3,15 @@
 import json
 
 import pytest
+from helpers.plan_texts import plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
+from papers.unit_costs import UnitCosts
 
-from furlong.plan.plan import ChunkPlan
-from furlong.plan.text import parse_action, parse_chunk
+from furlong.plan.text import parse_action
 from furlong.planners.options import ChunkOptions
-from furlong.simulate.clock import RankSeconds, UnitCosts, measure, simulate
+from furlong.simulate.clock import RankSeconds, measure, simulate
 from furlong.timeline import Record, Timeline
 
 
@@ -51,7 +52,7 @@ def test_every_second_of_a_rank_has_one_reason():
     assert figures.peak_host_bytes == (8, 9)
 
 
-def test_overlapping_reasons_count_once():
+def test_overlapping_reasons_count_once_and_a_measured_reduce_is_a_collective():
     figures = measure(
         timeline(
             (0, "compute", "F0.0 all", 0.0, 1.0),
@@ -59,18 +60,17 @@ def test_overlapping_reasons_count_once():
             (0, "link", "recv gradient 0.1 from 1", 2.0, 4.0),
             (0, "link", "recv gradient 1.1 from 1", 2.5, 3.5),
             (0, "compute", "B0.0", 5.0, 6.0),
+            (0, "compute", "reduce 0", 6.0, 8.0),
         )
     )
     assert figures.ranks[0] == RankSeconds(
-        forward_s=1, backward_s=1, copies_s=2, messages_s=1, waiting_s=1
+        forward_s=1, backward_s=1, copies_s=2, messages_s=1, collectives_s=2, waiting_s=1
     )
 
 
 def test_a_recompute_is_a_first_forward_where_the_forward_computed_nothing():
-    chunks, actions = ("0:0-4", "0:4-8"), ("F0.0 kv", "F1.0 kv", "R1.0", "B1.0", "R0.0", "B0.0")
-    plan = ChunkPlan(
-        (8,), tuple(map(parse_chunk, chunks)), (2,), (tuple(map(parse_action, actions)),)
-    )
+    actions = "F0.0 kv", "F1.0 kv", "R1.0", "B1.0", "R0.0", "B0.0"
+    plan = plan_of("0:0-4; 0:4-8", ", ".join(actions))
     times = [0.0, 2.0, 2.5, 4.5, 8.5, 10.5, 14.5]
     ran = timeline(
         *((0, "compute", text, times[i], times[i + 1]) for i, text in enumerate(actions))
@@ -78,13 +78,6 @@ def test_a_recompute_is_a_first_forward_where_the_forward_computed_nothing():
     # F1.0 takes half a second to do nothing
     assert measure(ran, plan).ranks[0] == RankSeconds(forward_s=4, backward_s=8, recompute_s=2.5)
     assert measure(ran).ranks[0] == RankSeconds(forward_s=2.5, backward_s=8, recompute_s=4)
-
-
-def test_a_measured_reduce_on_the_compute_lane_is_a_collective():
-    figures = measure(
-        timeline((0, "compute", "B0.0", 0.0, 1.0), (0, "compute", "reduce 0", 1.0, 3.0))
-    )
-    assert figures.ranks[0] == RankSeconds(backward_s=1, collectives_s=2)
 
 
 def test_an_empty_timeline():

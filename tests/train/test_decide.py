@@ -8,8 +8,7 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.cost.calibration import Calibration, calibration_file, machine_of
-from furlong.cost.machine import EXACT_NAMES, KNOWN, THIS_CPU, nearest_hardware, spec_of_card
+from furlong.cost.machine import Machine, known_card, this_cpu
 
 ENDLESS = ("--train.epochs=1", "--train.save_every_steps=0", "--train.eval_every_steps=0")
 
@@ -22,7 +21,7 @@ def line_of(printed: str, head: str) -> str:
     "flags",
     [
         ("--memory.device=2MiB",),
-        ("--memory.device=2GiB", "--chunks.size=auto", "--train.sequences_per_step=1"),
+        ("--memory.device=4TiB", "--chunks.size=auto", "--train.sequences_per_step=1"),
         ("--memory.device=2GiB", "--chunks.sample={rate: 0.5, label_rate: 0.25}"),
     ],
 )
@@ -37,6 +36,7 @@ def test_plan_says_what_the_run_does(tiny_run: TinyRun, tmp_path, capsys, flags)
     options = json.loads((out / "options.json").read_text())
     dials = ", ".join(f"{name} {options[name]}" for name in ("size", "num_retained", "keep"))
     assert told.startswith(dials)
+    assert ("(memory.device, more than the " in told) == ("--memory.device=4TiB" in flags)
     assert main(["plan", str(file), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["auto"] == told
@@ -83,23 +83,21 @@ def test_nothing_is_searched_where_every_dial_is_given(tiny_run, tmp_path, capsy
 
 def test_device_names():
     gib = 2**30
-    assert set(EXACT_NAMES.values()) <= KNOWN.keys()
-    assert nearest_hardware("NVIDIA H100 80GB HBM3", 80 * gib) == "H100"
-    assert nearest_hardware("NVIDIA GeForce RTX 4090 D", 24 * gib) in ("RTX3090", "RTX4090")
-    assert nearest_hardware("NVIDIA H100 PCIe", 80 * gib) == "H100-PCIe"
-    assert nearest_hardware("NVIDIA A40", 45 * gib) == "L40S"
-    assert spec_of_card("NVIDIA A40", 45 * gib).card == "NVIDIA A40"
-    assert nearest_hardware("AMD Instinct MI300X", 192 * gib) == "B200"
+    for card, memory, name in (
+        ("NVIDIA H100 80GB HBM3", 80, "H100"), ("NVIDIA H100 PCIe", 80, "H100-PCIe"),
+        ("NVIDIA GeForce RTX 4090 D", 24, "RTX3090"), ("NVIDIA A40", 45, "L40S"),
+        ("AMD Instinct MI300X", 192, "B200"),
+    ):  # fmt: skip
+        found = Machine.of_card(card, memory * gib)
+        assert (found.name, found.card) == (name, "" if known_card(card) else card)
 
 
 def test_both_predict_with_what_was_calibrated(tiny_run, tmp_path, capsys, monkeypatch):
     """A calibration of this machine is found; one of another machine is left alone, in words."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    place = calibration_file(THIS_CPU, "float32")
-    slow = Calibration(
-        hardware=THIS_CPU, machine=machine_of(THIS_CPU), dtype="float32", measured_on="a test",
-        peak_flops_per_s=1e6, time_error=0.07, memory_error=0.03,
-    )  # fmt: skip
+    place = this_cpu().calibration_file("float32")
+    figures = {"peak_flops_per_s": 1e6, "time_error": 0.07, "memory_error": 0.03}
+    slow = this_cpu().measured(figures, "a test")
     out = tmp_path / "run"
     flags = (*ENDLESS, "--train.steps=1", "--train.epochs=null", "--model.dtype=float32")
     arguments = tiny_run.arguments(out, *flags)
@@ -112,11 +110,11 @@ def test_both_predict_with_what_was_calibrated(tiny_run, tmp_path, capsys, monke
 
     assert "assumed; furlong calibrate measures them" in told()[0]
     place.parent.mkdir(exist_ok=True)
-    slow.save(place)
+    slow.save(place, "float32")
     figures, auto = told()
     assert f"measured by furlong calibrate ({place}), times within 7%, peaks within 3%" in figures
     assert "less 3% for what no prediction sees" in auto
-    replace(slow, machine="another").save(place)
+    replace(slow, card="another").save(place, "float32")
     figures, auto = told()
     assert "was measured on another machine (another; this is" in figures
     assert "less 10% for what no prediction sees" in auto
@@ -130,7 +128,7 @@ def test_a_damaged_calibration_is_named_where_plans_are_searched(
 ):
     """And no budget is forgotten for it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    place = calibration_file(THIS_CPU, "float32")
+    place = this_cpu().calibration_file("float32")
     place.parent.mkdir(parents=True)
     place.write_text("{}")
     flags = (*ENDLESS, "--model.dtype=float32", "--chunks.size=auto", "--memory.device=1GiB")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.faults import fail_at
 from helpers.tiny_runs import TinyRun
 from safetensors.torch import load_file
 
 from furlong.cli.main import main
 from furlong.errors import ConfigError
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.executor import Executor
 from furlong.train.batches.fitting import Fitting, lack_of_memory_told
 from furlong.train.figures.used_memory import OverBudgetError, UsedMemory
 
@@ -28,18 +28,6 @@ LOWER = (
     *("--chunks.tier=disk", "--memory.disk=50MiB"),
 )
 DROPOUT = ("--model.lora.rank=2", "--model.lora.dropout=0.3")
-
-
-def fail_at(patched: pytest.MonkeyPatch, actions: set[int], error: Exception) -> None:
-    """Raises `error` before these actions of all that trained models are given."""
-    original, count = Executor._obey, iter(range(10**9))
-
-    def obey(executor: Executor, action: Any, what: Any) -> None:
-        if executor._last_backward and next(count) in actions:
-            raise error
-        original(executor, action, what)
-
-    patched.setattr(Executor, "_obey", obey)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

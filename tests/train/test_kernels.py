@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.tiny_families import build
 from transformers.models.llama import modeling_llama
 
 import furlong
 from furlong.config.schema import ModelConfig
 from furlong.errors import ConfigError
-from furlong.models.causal_lm import CausalLM
-from furlong.models.wrappers import compiled_in_place
+from furlong.models.decoder import HFDecoder
+from furlong.models.support import compiled_in_place
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 from furlong.train.setup.kernels import put_kernels
 from furlong.train.setup.prepare import fused
 
@@ -49,7 +50,7 @@ def test_kernels_that_agree_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sequences, written = build("llama"), batch([29, 4]), modeling_llama.LlamaMLP
     reference_loss(model, sequences)
     truth = take_grads(model)
-    put_kernels(CausalLM(model), "liger", torch.float64)
+    put_kernels(HFDecoder(model), "liger", torch.float64)
     assert model.training
     assert "forward" in vars(model.model.layers[0].mlp)
     assert modeling_llama.LlamaMLP is written, "later models are as they were"
@@ -72,13 +73,13 @@ def test_others_are_refused_by_name(
     liger(monkeypatch, factor)
     model = build("llama")
     with pytest.raises(ConfigError, match=rf"model.kernels: {kernels}.*{told}"):
-        put_kernels(CausalLM(model), kernels, torch.float64)
+        put_kernels(HFDecoder(model), kernels, torch.float64)
 
 
 def test_a_missing_library_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(ConfigError, match=r"fails: ModuleNotFoundError(.|\n)*liger-kernel, a GPU"):
-        put_kernels(CausalLM(build("llama")), "liger", torch.float64)
+        put_kernels(HFDecoder(build("llama")), "liger", torch.float64)
 
 
 @pytest.mark.parametrize("compiled", [True, False])

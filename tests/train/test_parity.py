@@ -14,7 +14,7 @@ from transformers import LlamaConfig, Qwen2Config, get_scheduler
 from furlong.api import Engine
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
-from furlong.models.folders.build import build_model, export_model
+from furlong.models.build import build_model, export_model
 from furlong.planners.options import ChunkOptions
 from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting

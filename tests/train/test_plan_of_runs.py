@@ -7,7 +7,7 @@ import pytest
 
 from furlong.cli.main import main
 from furlong.plan.lengths import count_lengths
-from furlong.report.measured import MEASURED, read_measured
+from furlong.timeline import MEASURED, read_measured
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_run_leaves_its_last_timeline_and_plan_shows_it(run, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (None, "no such file"),
+        (None, "No such file"),
         ("{", "Expecting property name"),
         ('{"version": 9}', "not version 1"),
         ('{"version": 1, "step": 3, "plan": {}, "records": []}', "version None"),

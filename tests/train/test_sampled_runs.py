@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers.tiny_runs import TinyRun
 
+from furlong.api import Engine
 from furlong.cli.main import main
 from furlong.planners.spaco import Sampling
-from furlong.runtime.executor import Executor
 from furlong.train.figures.metrics import MetricsLog
 from furlong.train.run_folder import CONFIG
 
@@ -52,7 +52,7 @@ def records(run: Path) -> list[dict[str, Any]]:
         ),
         (
             ["--chunks.sample={chunks: 99, rule: fixed}"],
-            "chunks.sample.chunks = 99, and ",
+            "chunks.sample.chunks = 99, which draws all of the ",
             "chunks.sample.chunks",
         ),
         (["--chunks.sample.rate=1"], "chunks.sample.rate = 1.0", "chunks.sample.rate"),
@@ -180,12 +180,15 @@ def test_a_run_none_of_whose_draws_has_a_label(
 def test_a_step_that_does_not_fit_is_drawn_anew_with_the_same_sample(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = Executor.run, iter(range(10**6))
+    original, calls = Engine.forward_backward, iter(range(10**6))
 
-    def fail_first(executor: Executor, *more: Any) -> Any:
-        if executor._last_backward and next(calls) == 0:
-            raise torch.OutOfMemoryError("none left")
-        return original(executor, *more)
+    def fail_first(*args: Any, watch: Any, **kwargs: Any) -> Any:
+        def watch_and_fail() -> None:
+            watch()
+            if next(calls) == 2:
+                raise torch.OutOfMemoryError("none left")
+
+        return original(*args, watch=watch_and_fail, **kwargs)
 
     data = tmp_path / "tokens.jsonl"
     record = json.dumps({"input_ids": [i * i % 300 for i in range(300)]})
@@ -199,7 +202,7 @@ def test_a_step_that_does_not_fit_is_drawn_anew_with_the_same_sample(
     run, expected = tmp_path / "run", tmp_path / "expected"
     assert main(tiny_run.arguments(expected, *once, "--chunks.size=64")) == 0
     with monkeypatch.context() as patched:
-        patched.setattr(Executor, "run", fail_first)
+        patched.setattr(Engine, "forward_backward", fail_first)
         assert main(tiny_run.arguments(run, *once, "--chunks.size=128")) == 0
     options = json.loads((run / "options.json").read_text())
     assert options["size"] == 64

@@ -22,8 +22,8 @@ from furlong.plan.text import parse_action
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
 from furlong.planners.spaco import EXACT, sample_backwards
-from furlong.runtime.parallel.norm import clip_gradients
-from furlong.runtime.result import StepResult
+from furlong.runtime.distributed.fsdp import clip_gradients
+from furlong.runtime.step import StepResult
 from furlong.timeline import Record, Timeline
 from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting

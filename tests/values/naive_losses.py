@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from helpers.gradients import Batch, batch
+from helpers.batches import batch
+from helpers.tiny_families import build
+from helpers.wide_norms import widen_norms
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import furlong
+from furlong.testing import Batch
 
 COLUMNS = ("log_prob", "entropy", "log_sum_exp", "mean_logit", "kl")
 Columns = list[dict[str, Tensor]]
@@ -21,6 +25,14 @@ FUNCTION = furlong.values.stack(
     furlong.values.log_prob(TEMPERATURE), furlong.values.entropy(), furlong.values.log_sum_exp(),
     furlong.values.mean_logit(), furlong.values.top_k_kl(),
 )  # fmt: skip
+
+
+@functools.cache
+def shared(family: str = "llama") -> tuple[Any, furlong.Engine]:
+    """One model of a family for all tests, and its engine."""
+    tied = {"tie_word_embeddings": True} if family.endswith(" tied") else {}
+    model = widen_norms(build(family.removesuffix(" tied"), **tied))
+    return model, furlong.Engine(model)
 
 
 def answers() -> Batch:
@@ -34,6 +46,18 @@ def answers() -> Batch:
         sequence["teacher_ids"], sequence["teacher_log_probs"] = best.indices, best.values
         sequence["old"] = -4.5 + torch.randn(num_tokens, generator=generator, dtype=torch.float64)
     return sequences
+
+
+def whole_values(model: Any, sequences: Batch) -> list[Tensor]:
+    """Log-probabilities by the model's own forward, one sequence at a time."""
+    found = []
+    for sequence in sequences:
+        ids, labels = sequence["input_ids"], sequence["labels"]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        own = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        own = torch.where(labels[1:] != -100, own, torch.zeros_like(own))
+        found.append(torch.cat([own.new_zeros(1), own]))
+    return found
 
 
 def whole_columns(model: Any, sequences: Batch) -> Columns:
@@ -104,26 +128,15 @@ def grpo(columns: Columns, sequences: Batch) -> Tensor:
     return total / count
 
 
-def entropy_bonus(columns: Columns, sequences: Batch) -> Tensor:
-    return sum((-own["log_prob"] - 0.01 * own["entropy"]).sum() for own in columns)  # type: ignore[return-value]
-
-
-def smoothing(columns: Columns, sequences: Batch) -> Tensor:
+def every_column(columns: Columns, sequences: Batch) -> Tensor:
+    """Sums that `test_token_loss` takes in one phase."""
     return sum(  # type: ignore[return-value]
-        (-0.9 * own["log_prob"] - 0.1 * (own["mean_logit"] - own["log_sum_exp"])).sum()
+        (own["entropy"] - 0.1 * own["mean_logit"] + 1e-3 * own["log_sum_exp"] ** 2).sum()
+        + own["kl"].mean()
         for own in columns
     )
 
 
-def z_loss(columns: Columns, sequences: Batch) -> Tensor:
-    return sum((-own["log_prob"] + 1e-3 * own["log_sum_exp"] ** 2).sum() for own in columns)  # type: ignore[return-value]
-
-
-def distillation(columns: Columns, sequences: Batch) -> Tensor:
-    return sum(own["kl"].mean() for own in columns)  # type: ignore[return-value]
-
-
 LOSSES: dict[str, Callable[[Columns, Batch], Tensor]] = {
-    "dpo": dpo, "kto": kto, "grpo": grpo, "entropy bonus": entropy_bonus, "smoothing": smoothing,
-    "z-loss": z_loss, "distillation": distillation,
+    "dpo": dpo, "kto": kto, "grpo": grpo, "every column": every_column,
 }  # fmt: skip

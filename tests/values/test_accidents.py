@@ -11,14 +11,16 @@ from typing import Any
 import peft
 import pytest
 import torch
-from helpers.gradients import batch, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.tiny_families import build
+from naive_losses import whole_values
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import furlong
 from furlong.errors import ConfigError, UserError
-from furlong.runtime.memory.pools import Storage
+from furlong.kv.storage import Storage
+from furlong.testing import take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=8, keep="attention")
 SEQUENCES = batch([29, 4, 13], masked=[range(18)])
@@ -38,14 +40,7 @@ class Subject:
         self.truth = take_grads(self.model)
 
     def whole(self) -> list[Tensor]:
-        values = []
-        for sequence in SEQUENCES:
-            ids, labels = sequence["input_ids"], sequence["labels"]
-            logits = self.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-            own = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-            own = torch.where(labels[1:] != -100, own, torch.zeros_like(own))
-            values.append(torch.cat([own.new_zeros(1), own]))
-        return values
+        return whole_values(self.model, SEQUENCES)
 
     def values(self, **changes: Any) -> list[Tensor]:
         options = furlong.ChunkOptions(**{"size": 8, "keep": "attention", **changes})
@@ -58,7 +53,7 @@ class Subject:
 
     @property
     def taken_bytes(self) -> int:
-        return self.engine._followed.kept.opened.arena.taken_bytes
+        return self.engine._session.state.opened.arena.taken_bytes
 
 
 def loss_of(values: list[Tensor]) -> Tensor:
@@ -243,22 +238,12 @@ def parameter_replaced(s: Subject) -> None:
         s.model.lm_head.weight = before
 
 
-def three_accumulations(s: Subject) -> None:
-    for _ in range(3):
-        loss_of(s.values()).backward()
-    assert s.error(3) <= 1e-12
-
-
-def two_calls_one_backward(s: Subject) -> None:
-    (loss_of(s.values()) + loss_of(s.values(keep="kv"))).backward()
-    assert s.error(2) <= 1e-12
-
-
-def two_calls_backwards_reversed(s: Subject) -> None:
+def several_calls(s: Subject) -> None:
     first, second = loss_of(s.values(size=5)), loss_of(s.values(keep="input"))
     second.backward()
     first.backward()
-    assert s.error(2) <= 1e-12
+    (loss_of(s.values()) + loss_of(s.values(keep="kv"))).backward()
+    assert s.error(4) <= 1e-12
 
 
 def other_calls_between(s: Subject) -> None:
@@ -331,9 +316,9 @@ ACCIDENTS: list[Callable[[Subject], None]] = [
     without_gradients, frozen, one_sequence_used, long_sequence_unused, values_dropped,
     values_dropped_in_a_cycle, loss_fails, a_hook_fails_before_us, error_in_mid_backward,
     out_of_memory_in_mid_backward, error_in_the_forward, weight_changed_in_place, data_swapped,
-    data_of_the_head_swapped, parameter_replaced, three_accumulations, two_calls_one_backward,
-    two_calls_backwards_reversed, other_calls_between, a_scaler, a_checkpoint_around,
-    saved_on_the_cpu, hooks_on_parameters, evaluation_mode_between, a_call_inside_another,
+    data_of_the_head_swapped, parameter_replaced, several_calls, other_calls_between, a_scaler,
+    a_checkpoint_around, saved_on_the_cpu, hooks_on_parameters, evaluation_mode_between,
+    a_call_inside_another,
 ]  # fmt: skip
 
 
@@ -342,7 +327,7 @@ def test_accidents_leave_nothing_behind(subject: Subject, accident: Any) -> None
     own = dict(subject.model.named_parameters())
     accident(subject)
     assert subject.taken_bytes == 0
-    assert not subject.engine._followed.kept.busy.locked()
+    assert not subject.engine._session.state.busy.locked()
     assert all(p is own[n] for n, p in subject.model.named_parameters())
     subject.model.zero_grad()
     assert subject.model.config._attn_implementation == "sdpa"
@@ -370,10 +355,6 @@ def test_adapters_and_their_absence(adapted: Subject) -> None:
     with torch.no_grad(), adapted.model.disable_adapter():
         values, whole = adapted.values(), adapted.whole()
     torch.testing.assert_close(values, whole, rtol=1e-12, atol=1e-12)
-    loss = loss_of(adapted.values())
-    with adapted.model.disable_adapter(), pytest.raises(ConfigError, match="adapters are others"):
-        loss.backward()
-    assert adapted.taken_bytes == 0
     adapted.model.train()
 
 

@@ -12,7 +12,6 @@ import peft
 import pytest
 import torch
 from helpers import hybrids
-from helpers.gradients import take_grads, worst_relative_error
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from torch import Tensor
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import furlong
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
+from furlong.testing import take_grads, worst_relative_error
 
 BOUND = 1e-12
 IDS = torch.randint(3, 96, (3, 29), generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.gradients import batch, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.tiny_families import build
 from torch import Tensor
 
@@ -16,9 +16,10 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.models.describe import describe
 from furlong.planners.candidates import KEEPS
+from furlong.planners.decide import needs_beside_state
 from furlong.planners.orders import plan_two_phases
-from furlong.planners.pairs import needs_beside_state
-from furlong.runtime.tokens import keep as keep_module
+from furlong.runtime import keep_auto
+from furlong.testing import take_grads, worst_relative_error
 
 AUTO = furlong.ChunkOptions(size=8, keep="auto")
 LENS = [40, 33, 9]
@@ -26,7 +27,7 @@ SEQUENCES = batch(LENS)
 
 
 def taken_bytes(engine: furlong.Engine) -> int:
-    return engine._followed.kept.opened.arena.taken_bytes
+    return engine._session.state.opened.arena.taken_bytes
 
 
 def between_the_phases(engine: furlong.Engine, options: furlong.ChunkOptions) -> int:
@@ -72,7 +73,7 @@ def test_room_is_measured_at_the_first_call_alone(monkeypatch: pytest.MonkeyPatc
     """Equal calls have equal plans, whatever else the machine does in between."""
     model, free = build("llama"), [10**9, 0]
     trained = 3 * sum(p.nbytes for p in model.parameters())
-    monkeypatch.setattr(keep_module, "free_ram_budget_bytes", lambda: free.pop(0) + trained)
+    monkeypatch.setattr(keep_auto, "free_ram_budget_bytes", lambda: free.pop(0) + trained)
     engine = furlong.Engine(model)
     with torch.no_grad():
         engine.token_values(SEQUENCES, AUTO)
@@ -91,7 +92,7 @@ def test_the_door_decides_too(options: Any) -> None:
     def loss() -> Tensor:
         return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
 
-    value, arena = loss(), furlong.Engine(model)._followed.kept.opened.arena
+    value, arena = loss(), furlong.Engine(model)._session.state.opened.arena
     assert arena.taken_bytes == 0, "nothing lives between the phases"
     value.backward()
     found = take_grads(model)
@@ -104,7 +105,7 @@ def test_a_model_that_cannot_be_counted_keeps_kv(monkeypatch: pytest.MonkeyPatch
     def refuse(config: Any) -> Any:
         raise ConfigError(given="a config", required="sizes", source="a test", change="nothing")
 
-    monkeypatch.setattr(keep_module, "describe", refuse)
+    monkeypatch.setattr(keep_auto, "describe", refuse)
     engine = furlong.Engine(build("llama"))
     kv = between_the_phases(engine, furlong.ChunkOptions(size=8, keep="kv"))
     assert between_the_phases(engine, AUTO) == kv > 0

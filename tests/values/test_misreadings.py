@@ -8,13 +8,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from helpers.gradients import batch, take_grads, worst_relative_error
+from helpers.batches import batch
 from helpers.tiny_families import build
 from torch import Tensor
 
 import furlong
 from furlong.errors import ConfigError, DataError, UnsupportedModelError, UserError
-from furlong.runtime.tokens.outputs import _moved
+from furlong.runtime.head import _moved
+from furlong.testing import take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=8, keep="kv")
 IDS = torch.randint(3, 96, (2, 19), generator=torch.Generator().manual_seed(0))

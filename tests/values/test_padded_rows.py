@@ -11,13 +11,13 @@ import pytest
 import torch
 from helpers import hybrids
 from helpers.attention_families import twin_of
-from helpers.gradients import take_grads, worst_relative_error
 from helpers.tiny_families import build_other
 from test_door import CALLS, loss_of
 from torch import Tensor
 
 import furlong
-from furlong.errors import ConfigError
+from furlong.errors import DataError
+from furlong.testing import take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=8, keep="kv")
 
@@ -73,7 +73,7 @@ def test_sequences_with_positions_of_their_own_are_as_if_each_were_alone(
 def test_layers_that_carry_padding_in_their_states() -> None:
     model = furlong.chunked(hybrids.build("recurrent_gemma"), OPTIONS)
     for call in ("padded in front", "padded in front, with positions"):
-        with pytest.raises(ConfigError, match="padding in front: its own recurrent layers"):
+        with pytest.raises(DataError, match="padding in front: its own recurrent layers"):
             loss_of(model, CALLS[call])
     loss_of(model, CALLS["padded behind"]).backward()
 

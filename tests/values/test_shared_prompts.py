@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from helpers.attention_families import twin_of
+from helpers.batches import batch
 from helpers.forked import FOUR, NESTED, PAIR, Forked
-from helpers.gradients import Batch, batch, take_grads, worst_relative_error
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
-from torch import Tensor, nn
+from naive_losses import whole_values
+from torch import Tensor
 
 import furlong
-from furlong.runtime.inputs import shift_labels
-from furlong.runtime.tokens.joined import join_prompts
+from furlong.runtime.batch import join_prompts, shift_labels
+from furlong.testing import Batch, take_grads, worst_relative_error
 
 OTHERS = batch([11, 50], seed=5)
 
@@ -25,18 +26,6 @@ OTHERS = batch([11, 50], seed=5)
 @pytest.fixture(scope="module")
 def model() -> Any:
     return widen_norms(build("llama"))
-
-
-def whole_values(model: nn.Module, sequences: Batch) -> list[Tensor]:
-    """Log-probabilities by the model's own forward, one sequence at a time."""
-    found = []
-    for sequence in sequences:
-        ids, labels = sequence["input_ids"], sequence["labels"]
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        own = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        own = torch.where(labels[1:] != -100, own, torch.zeros_like(own))
-        found.append(torch.cat([own.new_zeros(1), own]))
-    return found
 
 
 def loss_of(values: list[Tensor]) -> Tensor:
@@ -69,14 +58,19 @@ def errors(
     engine = furlong.Engine(model)
     values = engine.token_values(sequences, furlong.ChunkOptions(**dials))
     loss(values).backward()
-    assert engine._followed.kept.opened.arena.taken_bytes == 0
+    assert engine._session.state.opened.arena.taken_bytes == 0
     moved = max(float((a - b).detach().abs().max()) for a, b in zip(values, truth, strict=True))
     return moved, worst_relative_error(take_grads(model), gradients)
 
 
-@pytest.mark.parametrize("keep", ["kv", "attention", "input"])
-@pytest.mark.parametrize("size", [16, 25])
-@pytest.mark.parametrize("tree", [PAIR, FOUR, NESTED], ids=["pair", "four", "nested"])
+@pytest.mark.parametrize(
+    ("tree", "size", "keep"),
+    [
+        (PAIR, 16, "kv"), (PAIR, 25, "input"), (PAIR, 16, "attention"),
+        (FOUR, 25, "kv"), (FOUR, 16, "input"), (FOUR, 16, "attention"),
+        (NESTED, 16, "kv"), (NESTED, 16, "input"), (NESTED, 25, "attention"),
+    ],
+)  # fmt: skip
 def test_answers_to_one_prompt_are_exact(model: Any, tree: Forked, size: int, keep: str) -> None:
     sequences = [OTHERS[0], *tree.answers(), OTHERS[1]]
     assert max(errors(model, sequences, size=size, keep=keep)) <= 1e-12
@@ -154,8 +148,7 @@ def test_odd_batches_are_exact(model: Any, make: Callable[[], Batch]) -> None:
     assert max(errors(model, make(), size=16, keep="kv")) <= 1e-12
 
 
-@pytest.mark.parametrize("used", [0, 1, 3])
-@pytest.mark.parametrize("keep", ["kv", "input"])
+@pytest.mark.parametrize(("used", "keep"), [(0, "kv"), (1, "input"), (3, "kv"), (3, "input")])
 def test_branches_that_nobody_uses_do_not_run(model: Any, used: int, keep: str) -> None:
     sequences = [*NESTED.answers(), OTHERS[1]]
     assert max(errors(model, sequences, lambda v: v[used].pow(2).sum(), size=16, keep=keep)) < 1e-12
@@ -231,16 +224,16 @@ def test_the_door_finds_prompts(side: str) -> None:
 
 def test_only_prompts_of_a_chunk_or_more_are_shared() -> None:
     shifted = shift_labels(NESTED.answers())
-    assert [len(s.input_ids) for s in join_prompts(shifted, 16).sequences] == [sum(NESTED.lens)]
+    assert [len(s.input_ids) for s in join_prompts(shifted, 16).planned] == [sum(NESTED.lens)]
     # the fork behind 23 tokens falls away
-    assert [len(s.input_ids) for s in join_prompts(shifted, 30).sequences] == [
+    assert [len(s.input_ids) for s in join_prompts(shifted, 30).planned] == [
         40 + 23 + 9 + 23 + 31 + 17 + 6
     ]
-    assert len(join_prompts(shifted, 41).sequences) == 2
-    assert len(join_prompts(shifted, 64).sequences) == 3
+    assert len(join_prompts(shifted, 41).planned) == 2
+    assert len(join_prompts(shifted, 64).planned) == 3
 
 
 def test_equal_tokens_at_other_positions_are_not_shared() -> None:
     one, other = shift_labels([PAIR.answers()[0]] * 2)
     moved = type(one)(other.input_ids, other.labels, first_position=1)
-    assert len(join_prompts([one, moved], 16).sequences) == 2
+    assert len(join_prompts([one, moved], 16).planned) == 2

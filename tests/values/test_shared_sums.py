@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import hybrids
+from helpers.batches import batch
 from helpers.forked import FOUR, NESTED, Forked
-from helpers.gradients import batch, num_labels, reference_loss, take_grads, worst_relative_error
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import furlong
 from furlong.errors import ConfigError, DataError
+from furlong.testing import num_labels, reference_loss, take_grads, worst_relative_error
 
 BOUND = 1e-12
 OPTIONS = [

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.gradients import take_grads, worst_relative_error
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from naive_losses import COLUMNS, FUNCTION, answers, whole_columns
@@ -15,6 +14,7 @@ from torch import Tensor
 
 import furlong
 from furlong.errors import ConfigError, DataError
+from furlong.testing import take_grads, worst_relative_error
 
 BOUND = 1e-12
 SEQUENCES = answers()
@@ -148,7 +148,7 @@ def test_the_arena_of_a_failed_loss_is_empty(subject: Any) -> None:
     with pytest.raises(ArithmeticError, match="in the loss"):
         engine.forward_backward(SEQUENCES, OPTIONS[0], token_loss=fail)
     model.zero_grad()
-    assert engine._followed.kept.opened.arena.taken_bytes == 0
+    assert engine._session.state.opened.arena.taken_bytes == 0
 
 
 def test_a_loss_of_another_shape_is_refused(subject: Any) -> None:

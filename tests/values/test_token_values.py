@@ -7,26 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.gradients import batch, take_grads, worst_relative_error
-from helpers.nightly import SEED
-from helpers.tiny_families import build
-from helpers.wide_norms import widen_norms
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from naive_losses import FUNCTION, LOSSES, answers, given_columns, whole_columns
+from naive_losses import FUNCTION, LOSSES, answers, given_columns, shared, whole_columns
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import furlong
 from furlong.errors import ConfigError, DataError, UserError
+from furlong.testing import take_grads, worst_relative_error
 
 BOUND = 1e-12
+FAMILIES = ["llama", "mixtral", "qwen2 tied"]
 SEQUENCES = answers()
-MODELS = {
-    "llama": lambda: build("llama"),
-    "mixtral": lambda: build("mixtral"),
-    "qwen2 tied": lambda: build("qwen2", tie_word_embeddings=True),
-}
 OPTIONS = [
     furlong.ChunkOptions(size=size, keep=keep, tier=tier, recompute_layers=layers)
     for size, keep, tier, layers in (
@@ -37,17 +28,16 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=FAMILIES)
 def subject(request: pytest.FixtureRequest) -> tuple[Any, furlong.Engine]:
-    model = widen_norms(MODELS[request.param]())
-    return model, furlong.Engine(model)
+    return shared(request.param)
 
 
 def taken_bytes(engine: furlong.Engine) -> int:
-    return engine._followed.kept.opened.arena.taken_bytes
+    return engine._session.state.opened.arena.taken_bytes
 
 
-@pytest.mark.parametrize(("loss", "options"), zip(LOSSES, itertools.cycle(OPTIONS)))
+@pytest.mark.parametrize(("loss", "options"), zip(itertools.cycle(LOSSES), OPTIONS))
 def test_losses_of_values_have_the_models_own_gradients(
     subject: Any, loss: str, options: furlong.ChunkOptions
 ) -> None:
@@ -89,82 +79,8 @@ def test_a_head_of_ones_own_on_hidden_states(subject: Any, options: furlong.Chun
     assert taken_bytes(engine) == 0
 
 
-TIERS: list[Any] = ["device", "host", {"attention": "host"}, "disk"]
-POLYNOMIALS = st.lists(
-    st.tuples(
-        st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=3),
-        st.floats(-2, 2),
-    ),
-    min_size=1, max_size=6,
-)  # fmt: skip
-
-
-CALLS = st.tuples(
-    st.lists(st.integers(2, 40), min_size=3, max_size=3), st.integers(3, 50),
-    st.sampled_from(["kv", "attention", "input"]), st.sampled_from(TIERS), POLYNOMIALS,
-    st.sampled_from(sorted(MODELS)),
-)  # fmt: skip
-
-
-@settings(max_examples=12, deadline=None)
-@given(CALLS)
-def test_any_polynomial_of_log_probs(drawn: tuple[Any, ...]) -> None:
-    check_polynomial(*drawn)
-
-
-@pytest.mark.slow
-@settings(max_examples=100 if SEED else 40, deadline=None)
-@given(CALLS)
-def test_many_polynomials_of_log_probs(drawn: tuple[Any, ...]) -> None:
-    check_polynomial(*drawn)
-
-
-def check_polynomial(
-    lens: list[int], size: int, keep: Any, tier: Any,
-    terms: list[tuple[list[tuple[int, int]], float]], family: str,
-) -> None:  # fmt: skip
-    """Terms: log-probabilities of (sequence, token) multiplied, times a factor."""
-    model, engine = _shared(family)
-    sequences = batch(lens)
-
-    def loss(values: list[Tensor]) -> Tensor:
-        total = sum(0 * own.sum() for own in values)
-        for tokens, factor in terms:
-            product = torch.tensor(factor, dtype=torch.float64)
-            for seq_id, token in tokens:
-                product = product * values[seq_id][1 + token % (lens[seq_id] - 1)] / 5
-            total = total + product
-        return total  # type: ignore[return-value]
-
-    whole = []
-    for sequence in sequences:
-        ids = sequence["input_ids"]
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        own = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        whole.append(torch.cat([own.new_zeros(1), own]))
-    loss(whole).backward()
-    truth = take_grads(model)
-    options = furlong.ChunkOptions(size=size, keep=keep, tier=tier)
-    loss(engine.token_values(sequences, options)).backward()
-    found = take_grads(model)
-    scale = max(float(x.abs().max()) for x in truth.values())
-    for name, x in truth.items():
-        assert float((found[name] - x).abs().max()) <= BOUND * max(scale, 1e-3), name
-
-
-_SHARED: dict[str, Any] = {}
-
-
-def _shared(family: str = "llama") -> Any:
-    """One model of a family for all examples."""
-    if family not in _SHARED:
-        model = widen_norms(MODELS[family]())
-        _SHARED[family] = model, furlong.Engine(model)
-    return _SHARED[family]
-
-
 def test_values_are_about_their_own_token() -> None:
-    _, engine = _shared()
+    _, engine = shared()
     values = engine.token_values(SEQUENCES, OPTIONS[0])
     for own, sequence in zip(values, SEQUENCES, strict=True):
         assert own.shape == sequence["labels"].shape and own.dtype == torch.float64
@@ -178,7 +94,7 @@ def test_values_are_about_their_own_token() -> None:
 
 
 def test_added_gradients_are_the_returned_ones() -> None:
-    model, engine = _shared()
+    model, engine = shared()
     grads = []
     for gradients in ("returned", "added"):
         model.zero_grad()
@@ -252,7 +168,7 @@ BAD: dict[str, Bad] = {
         [a()], {"options": furlong.ChunkOptions(sample={"chunks": 2})}, "chunks.sample",
         "leave sample out",
     ),
-    "other gradients": ([a()], {"gradients": "summed"}, "gradients 'summed'", "added adds"),
+    "other gradients": ([a()], {"gradients": "summed"}, "gradients='summed'", "added adds"),
     "no options": ([a()], {"options": None}, "options of type NoneType", "ChunkOptions(size="),
     "an id without an embedding": (
         [{"input_ids": torch.tensor([4, 96])}], {}, "token id 96", "resize_token_embeddings",
@@ -262,7 +178,7 @@ BAD: dict[str, Bad] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_told_in_four_parts(case: str) -> None:
-    _, engine = _shared()
+    _, engine = shared()
     sequences, changes, told, mended = BAD[case]
     arguments = {"options": OPTIONS[0], **changes}
     with pytest.raises(UserError) as error:
@@ -286,7 +202,7 @@ def test_a_stack_needs_a_function() -> None:
 
 
 def test_a_loss_that_is_no_scalar_is_autograds_own_error() -> None:
-    _, engine = _shared()
+    _, engine = shared()
     values = engine.token_values(SEQUENCES, OPTIONS[0])
     with pytest.raises(RuntimeError, match="scalar outputs"):
         values[0].backward()

@@ -16,15 +16,15 @@ import transformers
 import furlong
 from furlong.api import Engine
 from furlong.config.schema import DataConfig, ModelConfig, RunConfig
-from furlong.kv.pools.disk import DiskPool
-from furlong.kv.pools.host import HostPool
+from furlong.kv.disk import DiskPool
+from furlong.kv.host import HostPool
 from furlong.kv.store import KVStore
-from furlong.models.small.shrink import shrink_config
+from furlong.models.shrink import shrink_config
 from furlong.plan.plan import Chunk, Slice
 from furlong.plan.rows import ChunkRows, rows_of
-from furlong.runtime import executor
-from furlong.runtime.cells import chunk_inputs
-from furlong.runtime.cells.cell import Cell
+from furlong.runtime import batch, executor
+from furlong.runtime.cell import Cell
+from furlong.testing import take_grads
 from furlong.verify import run as verify_run
 from furlong.verify.checks import (
     Bound,
@@ -40,11 +40,10 @@ from furlong.verify.subject import (
     Subject,
     build_subject,
     sequences,
-    take_gradients,
 )
 
 OPTIONS = furlong.ChunkOptions(size=16)
-RECURRENT = ("qwen3_next", "mamba2", "olmo_hybrid", "jamba", "minimax", "kimi_linear")
+RECURRENT = ("qwen3_next", "zamba2", "olmo_hybrid", "jamba", "minimax", "kimi_linear")
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.1, "target_modules": "all-linear"}
 FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 8}, EXACT),
@@ -69,7 +68,7 @@ def llama() -> Subject:
     """Looked at by the engine before a test breaks it: the start-up check would refuse it."""
     subject = subject_of("llama")
     Engine(subject.model, max_seq_len=subject.max_seq_len).forward_backward(sequences(), OPTIONS)
-    take_gradients(subject.model)
+    take_grads(subject.model)
     return subject
 
 
@@ -105,7 +104,7 @@ def test_gradients_that_are_not_relayed_are_found(
     llama: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Engine(llama.model, max_seq_len=llama.max_seq_len)  # the start-up check, which would refuse it
-    monkeypatch.setattr(KVStore, "relayed", lambda *_: None)
+    monkeypatch.setattr(KVStore, "later_grads", lambda *_: None)
     finding = run(check_gradients, llama)
     assert not finding.passed and "model.layers." in finding.figure
 
@@ -138,14 +137,14 @@ def test_sequences_that_see_each_other_are_found(
 
 def test_a_token_that_nobody_sees_is_found(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Isolation alone would also hold for an engine that ignores its input."""
-    plain = chunk_inputs.chunk_inputs
+    plain = batch.chunk_inputs
 
     def blind(*arguments: Any) -> Any:
         found = plain(*arguments)
         found.input_ids.fill_(5)
         return found
 
-    monkeypatch.setattr(chunk_inputs, "chunk_inputs", blind)
+    monkeypatch.setattr(batch, "chunk_inputs", blind)
     assert not run(check_isolation, llama).passed
 
 
@@ -225,12 +224,13 @@ def test_the_runs_own_dials_are_proved(
 
 
 @pytest.mark.parametrize(
-    "model_type", ["zamba2", *(pytest.param(n, marks=pytest.mark.slow) for n in RECURRENT)]
+    "model_type", ["mamba2", *(pytest.param(n, marks=pytest.mark.slow) for n in RECURRENT)]
 )
 def test_recurrent_layers_are_proved_without_their_float32(model_type: str) -> None:
     subject = recurrent(model_type)
+    bound = bound_of(subject)
     for check in (check_gradients, check_isolation, check_accumulation):
-        finding = check(subject, bound_of(subject))
+        finding = check(subject, bound)
         assert finding.passed and finding.name, finding
 
 

@@ -10,7 +10,7 @@ import transformers
 
 from furlong.cli.main import main
 from furlong.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
-from furlong.models.small.shrink import shrink_config
+from furlong.models.shrink import shrink_config
 from furlong.verify import run as verify_run
 from furlong.verify.checks import Finding
 from furlong.verify.resume import FURLONG, check_resume

@@ -12,17 +12,11 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from furlong.plan.plan import Keep
-from papers.published.dials import Cut, Dials, Ladder
+from papers.published.dials import Ladder
 from papers.published.room import Room
 
 Method = Callable[[Room], Iterator[Ladder]]
 
-_KEPT: tuple[Keep, ...] = ("attention", "kv")
-_CUTS: tuple[tuple[bool, Cut], ...] = (
-    (False, "tokens"), (True, "tokens"), (False, "time"), (True, "time"),
-)  # fmt: skip
-"""Whether short sequences stay on one sp rank, and what chunks have equal."""
 _SLICES = (2, 4, 8, 16)
 
 
@@ -41,30 +35,11 @@ def seco(room: Room) -> Iterator[Ladder]:
 
 
 def infinipipe(room: Room) -> Iterator[Ladder]:
-    """InfiniPipe: pipelines of equal-time chunks, checkpointing by integer program."""
-    yield from _elastic(room, "InfiniPipe")
-
-
-def infinipipe_equal_tokens(room: Room) -> Iterator[Ladder]:
-    """InfiniPipe without workload-balanced chunking (its ablation)."""
-    yield from _elastic(room, "InfiniPipe, equal tokens", cut="tokens")
-
-
-def infinipipe_no_recompute(room: Room) -> Iterator[Ladder]:
-    """InfiniPipe without checkpointing (its ablation)."""
-    yield from _elastic(room, "InfiniPipe, no checkpointing", checkpointing="none")
-
-
-def infinipipe_full_recompute(room: Room) -> Iterator[Ladder]:
-    """InfiniPipe with every layer checkpointed (its ablation)."""
-    yield from _elastic(room, "InfiniPipe, full checkpointing", checkpointing="full")
-
-
-def _elastic(room: Room, method: str, **changes: Any) -> Iterator[Ladder]:
+    """InfiniPipe: pipelines of equal-time chunks, checkpointing per cell."""
     if room.layout.pp > 1:
         # to deal by the time of plans, each of which is searched, takes too long
         room = replace(room, balance="flops") if room.balance == "time" else room
-        yield (room.dials(method, walk="elastic", **({"cut": "time"} | changes)),)
+        yield (room.dials("InfiniPipe", walk="elastic", cut="time"),)
 
 
 def fpdt(room: Room) -> Iterator[Ladder]:
@@ -136,35 +111,6 @@ def seq1f1b_packed(room: Room) -> Iterator[Ladder]:
         yield (room.in_any_order(dials),)
 
 
-def combined(room: Room) -> Iterator[Ladder]:
-    """Combinations of no paper: state-aware 1F1B over chunks of equal time or equal tokens that mix
-    tails and short sequences, short sequences that stay on one sp rank, attention that is
-    remembered, any tier and stage height, replicas dealt by the time of their own plans; and whole
-    sequences on nested places of one pool."""
-    if room.is_pool:
-        yield (room.dials("furlong", walk="token-level", cut="places"),)
-        return
-    if room.balance in ("none", "tokens") and room.layout.dp > 1:
-        return
-    for tier, size, (local, cut) in product(room.tiers, room.sizes, _CUTS):
-        if (local and room.layout.sp == 1) or (cut == "time" and size >= room.longest_tokens):
-            continue
-        for keep in _KEPT:
-            # where all chunks are retained it does not matter what the others keep
-            dials = _chunked(room, size=size, keep=keep, tier=tier, local=local, cut=cut)
-            yield room.retaining(dials, all_too=keep == _KEPT[0])
-    if room.layout.pp == 1:
-        for tier, height, size in product(room.tiers, room.heights, room.sizes):
-            yield (
-                room.dials("furlong", walk="layer-first", size=size, stage_layers=height,
-                           keep="attention", tier=tier),
-            )  # fmt: skip
-
-
-def _chunked(room: Room, **values: Any) -> Dials:
-    return room.in_any_order(room.dials("furlong", hybrid=True, **values))
-
-
 PUBLISHED: dict[str, Method] = {
     "ChunkFlow": chunkflow,
     "InfiniPipe": infinipipe,
@@ -183,13 +129,4 @@ PUBLISHED: dict[str, Method] = {
 
 SHARING_WHOLE = (skrull, flexsp, hybrid_cp, ulysses, packed_1f1b, padded_1f1b)
 """Methods of whole sequences in groups: of layouts whose groups are larger than the heads allow
-they alone are asked. Combinations have places of one pool instead."""
-
-SEARCHED: dict[str, Method] = {"furlong": combined, **PUBLISHED}
-"""All methods that are searched: the published ones, and the combinations of none."""
-
-ABLATIONS: dict[str, Method] = {
-    "InfiniPipe, equal tokens": infinipipe_equal_tokens,
-    "InfiniPipe, no checkpointing": infinipipe_no_recompute,
-    "InfiniPipe, full checkpointing": infinipipe_full_recompute,
-}
+they alone are asked."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from furlong.cost.shape import ModelShape
@@ -10,14 +10,35 @@ from furlong.errors import DataError
 from furlong.plan.plan import Chunk, Slice
 from furlong.planners.chunks import (
     by_cost,
-    by_order,
-    longest_first,
     pack,
+    refuse_idle,
     refuse_unusable,
     sequence_work,
-    whole_groups,
+    split_equal_work,
 )
 from furlong.units import count_words
+
+
+def _longest_first(groups: Iterable[list[Chunk]]) -> list[list[Chunk]]:
+    return sorted(groups, key=lambda group: -sum(chunk.num_tokens for chunk in group))
+
+
+def whole_groups(seq_lens: Sequence[int]) -> list[list[Chunk]]:
+    """A group of one chunk for every sequence."""
+    return sliced_groups(seq_lens, num_slices=1)
+
+
+def sliced_groups(
+    seq_lens: Sequence[int], *, num_slices: int, quadratic: float = 0.0, linear: float = 1.0
+) -> list[list[Chunk]]:
+    """A group for every sequence, cut into `num_slices` chunks of equal tokens, or with `quadratic`
+    of equal work (`split_equal_work`); Seq1F1B's two ways."""
+    refuse_unusable(seq_lens)
+    work = {"quadratic": quadratic, "linear": linear}
+    return _longest_first(
+        [Chunk((piece,)) for piece in split_equal_work(seq_id, seq_len, num_slices, **work)]
+        for seq_id, seq_len in enumerate(seq_lens)
+    )
 
 
 def padded_groups(
@@ -44,9 +65,15 @@ def packed_groups(seq_lens: Sequence[int], chunk_size: int) -> list[list[Chunk]]
     """Whole sequences packed into chunks of at most `chunk_size` tokens; none is cut."""
     refuse_unusable(seq_lens)
     bins = pack(dict(enumerate(seq_lens)), chunk_size)
-    return longest_first(
+    return _longest_first(
         [Chunk(tuple(Slice(seq_id, 0, seq_lens[seq_id]) for seq_id in seq_ids))] for seq_ids in bins
     )
+
+
+def by_order(num_sequences: int, dp_size: int) -> list[list[int]]:
+    """The seq_ids of each replica, dealt in turn as a plain distributed sampler does."""
+    refuse_idle(num_sequences, dp_size)
+    return [list(range(replica, num_sequences, dp_size)) for replica in range(dp_size)]
 
 
 Balance = Literal["none", "tokens", "flops", "time"]

@@ -6,25 +6,23 @@ plan = build(dials, seq_lens, model)        # papers.published.build
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from furlong.cost.training import ZeroStage
 from furlong.plan.plan import Keep, Layout, Tier
-from furlong.planners.infinipipe import Mode
-from furlong.planners.options import ChunkOptions, dials_of, value_in_words
+from furlong.planners.options import value_in_words
 from papers.published.chunks import Balance
 from papers.published.group_order import GroupOrder
 
 Cut = Literal[
     "tokens", "time", "slices", "packed", "padded", "placed",
-    "places", "disjoint places", "places by length",
+    "disjoint places", "places by length",
 ]  # fmt: skip
 """Which tokens make a chunk: pieces of `size` tokens and packed short sequences; the same of equal
 time; every sequence in `slices` pieces; whole sequences packed up to `size`; each padded to `size`;
-whole sequences in micro-batches as Skrull pairs and places them; on nested places of one pool; on
-disjoint ones, as FlexSP does; on those that their lengths ask for, as Megatron-Core does."""
+whole sequences in micro-batches as Skrull pairs and places them; on disjoint places of one pool, as
+FlexSP does; on those that their lengths ask for, as Megatron-Core does."""
 
 Walk = Literal["state-aware", "token-level", "layer-first", "elastic"]
 """In which order cells run: ChunkFlow's 1F1B, Seq1F1B's, FPDT's, InfiniPipe's pipelines."""
@@ -56,8 +54,6 @@ class Dials:
     """In which order a pipeline runs its groups of chunks."""
     by_work: bool = False
     """Whether slices take equal work rather than equal tokens."""
-    local: bool = False
-    """Whether short sequences may stay on one device of an sp group."""
     num_retained: int | None = None
     keep: Keep | None = None
     tier: Tier = "device"
@@ -66,10 +62,6 @@ class Dials:
     """Layers of a stage on one device, layer-first."""
     recompute_layers: tuple[int, ...] = ()
     """Checkpointed layers of each stage; empty: none."""
-    checkpointing: Mode = "adaptive"
-    """InfiniPipe's choice of checkpointed layers."""
-    options: ChunkOptions | None = None
-    """The dials of a run, in the place of all these but layout, stages, zero and balance."""
 
     def __str__(self) -> str:
         return f"{self.method}: " + ", ".join([self.layout_words(), *self.words()])
@@ -77,7 +69,7 @@ class Dials:
     @property
     def is_pool(self) -> bool:
         """Whether dp and sp have no sizes: each sequence has a place of one pool."""
-        return self.cut in ("places", "disjoint places", "places by length")
+        return self.cut in ("disjoint places", "places by length")
 
     def layout_words(self) -> str:
         """The layout, or the size of the pool."""
@@ -92,8 +84,6 @@ class Dials:
     def values(self) -> dict[str, object]:
         """The dials that set this value apart from others of its method, by the names that a run
         file has for them where it has any."""
-        if self.options is not None:
-            return dict(dials_of(self.options))
         found = self._of_walk() | self._of_cut()
         if self.tier != "device":
             found["tier"] = self.tier
@@ -125,13 +115,11 @@ class Dials:
                 found |= {"slices": self.slices, "cut": f"equal {self._balanced}"}
             case "packed" | "placed" if len(self.stages) == 1:
                 found["micro-batch"] = self.size
-            case "places" | "disjoint places" | "places by length":
+            case "disjoint places" | "places by length":
                 found["whole sequences on"] = self.cut
         if self.cut in ("packed", "padded", "placed"):
             layers = sorted(set(self.recompute_layers)) or [0]
             found["recomputed layers"] = " to ".join(map(str, {layers[0]: 0, layers[-1]: 0}))
-        if self.local:
-            found["short sequences"] = "local"
         return found
 
     @property
@@ -142,16 +130,6 @@ class Dials:
     def cuts_by_size(self) -> bool:
         """Whether the search tries sizes of their chunks."""
         return self.cut in ("tokens", "time")
-
-    def agree(self, given: Mapping[str, object], *, strict: bool) -> bool:
-        """Whether they have the given values. `strict`: also each of the dials."""
-        if "size" in given and self.cut == "time":
-            return False  # chunks of equal time may hold more tokens than their size says
-        order = "layer-first" if self.walk == "layer-first" else "chunk-first"
-        own = {"tier": self.tier, "order": order, **self.values()}
-        return all(
-            own[name] == value if name in own else not strict for name, value in given.items()
-        )
 
     def planned_first(self) -> Dials:
         """The dials of the plan that is made before it is worth more effort: dealt by work where
@@ -170,7 +148,7 @@ class Dials:
             num_retained=None,
             keep=None,
             stage_layers=None,
-            tier=self.tier if self.cut == "time" else "device",
+            tier="device",
         )
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import Array
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.places import Division, Rates, Setting, Spot, Spots
+from furlong.planners.places import Division, Setting, Spot
 from papers.published.fastest import plan_fastest
 
 _AT_A_TIME = 32
@@ -52,23 +52,24 @@ def plan_flexsp(
     )  # fmt: skip
 
 
-def flexsp_divisions(division: Division) -> Iterator[Spots]:
+def flexsp_divisions(setting: Setting, count: int) -> Iterator[Division]:
     """The batch in micro-batches of similar lengths (as FlexSP cuts it), and of lengths as mixed as
     possible, each divided over disjoint groups; only those that fit."""
-    setting, (count, pool_size) = division.setting, division.loads.shape[1:]
-    batch = setting.rates.batch
-    seq_lens = batch.seq_lens
+    batch, seq_lens = setting.batch, setting.batch.seq_lens
     order = sorted(range(len(seq_lens)), key=lambda seq_id: -seq_lens[seq_id])
     mixed = [order[first::count] for first in range(count)]
-    partitions = _partitions(pool_size, batch.sizes[-1])
+    exponents = _partitions(batch.pool_size)
+    partitions = np.where(exponents < 0, -1, np.searchsorted(batch.sizes, 2.0**exponents))
     for cut in [mixed] if count == 1 else [_runs(order, seq_lens, count), mixed]:
-        if any(sum(seq_lens[i] for i in own) > setting.device_tokens * pool_size for own in cut):
+        if any(
+            sum(seq_lens[i] for i in own) > setting.device_tokens * batch.pool_size for own in cut
+        ):
             continue
-        spots: Spots = {}
+        spots: dict[int, Spot] = {}
         for number, own in enumerate(cut):
             spots |= _divide(own, number, setting, partitions)
         if len(spots) == len(seq_lens):
-            yield spots
+            yield Division(setting, count, spots)
 
 
 def _runs(order: Sequence[int], seq_lens: Sequence[int], count: int) -> list[list[int]]:
@@ -88,16 +89,16 @@ def _divide(
     micro_batch: int,
     setting: Setting,
     partitions: NDArray[np.int64],
-) -> Spots:
+) -> dict[int, Spot]:
     """The spots of one micro-batch whose sequences come by falling length, for the best of the
     partitions (A of them, each of up to B groups); none where no partition has room.
 
     Partitions are tried in the order of their bounds, a few at a time, until no bound is better.
     """
-    rates, sizes = setting.rates, np.array(setting.rates.batch.sizes)
-    held = setting.held(rates.batch.added[list(seq_ids)].transpose(2, 0, 1))
-    alone_s = np.where(held <= setting.device_tokens, rates.alone_s[list(seq_ids)], inf)
-    bounds_s = _bounds_s(alone_s, rates, partitions)
+    own, sizes = list(seq_ids), np.array(setting.batch.sizes)
+    held = setting.held(setting.batch.added[own].transpose(2, 0, 1))
+    alone_s = np.where(setting.fits[own], setting.alone_s[own], inf)
+    bounds_s = _bounds_s(alone_s, setting, partitions)
     by_bound = bounds_s.argsort(kind="stable")[:_MOST_PARTITIONS]
     best_s, best, chosen = inf, 0, np.zeros(0, dtype=int)
     for start in range(0, len(by_bound), _AT_A_TIME):
@@ -118,20 +119,20 @@ def _divide(
     }
 
 
-def _bounds_s(alone_s: Array, rates: Rates, partitions: NDArray[np.int64]) -> Array:
+def _bounds_s(alone_s: Array, setting: Setting, partitions: NDArray[np.int64]) -> Array:
     """(A,) seconds that the slowest group of each partition takes at least: as long as any sequence
     where it is done first, and as all of them, evenly spread, where they keep fewest devices busy.
 
     `alone_s`: (K, Z) of each sequence on each size, infinite where it has no room.
     """
-    sizes = np.array(rates.batch.sizes)
+    sizes = np.array(setting.batch.sizes)
     counts = (partitions[:, :, None] == np.arange(len(sizes))).sum(axis=1)
     kinds, of_partition = np.unique(counts > 0, axis=0, return_inverse=True)
     longest_s, busy_s = np.zeros((2, len(kinds)))
     for row, own in enumerate(kinds):
-        longest_s[row] = (rates.fixed_s + alone_s)[:, own].min(axis=1).max()
+        longest_s[row] = (setting.fixed_s + alone_s)[:, own].min(axis=1).max()
         busy_s[row] = (alone_s * sizes)[:, own].min(axis=1).sum()
-    spread_s = (busy_s[of_partition] + counts @ (sizes * rates.fixed_s)) / rates.batch.pool_size
+    spread_s = (busy_s[of_partition] + counts @ (sizes * setting.fixed_s)) / setting.batch.pool_size
     bounds_s: Array = np.maximum(longest_s[of_partition], spread_s)
     return bounds_s
 
@@ -147,7 +148,7 @@ def _fill(
     exists = partitions >= 0
     kind = np.maximum(partitions, 0)
     room = np.where(exists, float(setting.device_tokens), -1.0)
-    busy_s = np.where(exists, setting.rates.fixed_s[kind], inf)
+    busy_s = np.where(exists, setting.fixed_s[kind], inf)
     rows = np.arange(len(partitions))
     choices = np.zeros((len(held), len(partitions)), dtype=int)
     for place, (own_s, tokens) in enumerate(zip(alone_s, held, strict=True)):
@@ -160,9 +161,9 @@ def _fill(
     return np.where(exists, busy_s, 0.0).max(axis=1), choices
 
 
-def _partitions(num_devices: int, largest: int) -> NDArray[np.int64]:
-    """(A, B) every way to divide the devices into powers of two up to `largest`, the largest group
-    first, as exponents; -1: no group. Larger pools leave out groups of one, of two, ..."""
+def _partitions(num_devices: int) -> NDArray[np.int64]:
+    """(A, B) every way to divide the devices into powers of two, the largest group first, as
+    exponents; -1: no group. Larger pools leave out groups of one, of two, ..."""
     least = 0
     while num_devices >> least > _MOST_GROUPS:
         least += 1
@@ -176,7 +177,8 @@ def _partitions(num_devices: int, largest: int) -> NDArray[np.int64]:
                 yield (exponent + least,) * count + others
 
     units = num_devices >> least
-    found = list(divide(units, max(0, largest.bit_length() - 1 - least)))
+    largest = (num_devices & -num_devices).bit_length() - 1
+    found = list(divide(units, max(0, largest - least)))
     table = np.full((len(found), units), -1)
     for row, exponents in enumerate(found):
         table[row, : len(exponents)] = exponents

@@ -17,8 +17,8 @@ from typing import Literal
 from furlong.cost.model import CostModel
 from furlong.errors import UserError
 from furlong.plan.plan import Action, ChunkPlan, Computing
-from furlong.planners.question import fit
 from furlong.simulate.clock import time_actions
+from papers.fits import fit
 
 _MOST_TRIED = 64
 """Orders that a search times at most."""

@@ -10,12 +10,17 @@ each other; and N is searched, which Megatron leaves to the user.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from furlong.cost.model import CostModel
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.places import by_length
+from furlong.planners.places import Division, Setting, placed, smallest
 from papers.published.fastest import plan_fastest
+
+_STEPS_PER_DOUBLING = 4
+"""Numbers of tokens per device that are tried between one and twice as many."""
 
 
 def plan_hybrid_cp(
@@ -28,6 +33,14 @@ def plan_hybrid_cp(
 ) -> ChunkPlan:
     """The checked plan with the best number of tokens per device; the rest as in `plan_fastest`."""
     return plan_fastest(
-        seq_lens, model, by_length,
+        seq_lens, model, _by_length,
         pool_size=pool_size, budget_bytes=budget_bytes, recompute_layers=recompute_layers,
     )  # fmt: skip
+
+
+def _by_length(setting: Setting, num_micro_batches: int) -> Iterator[Division]:
+    lens, sizes = np.array(setting.batch.seq_lens), np.array(setting.batch.sizes)
+    is_power = sizes & (sizes - 1) == 0
+    tokens = np.where(is_power, lens[:, None] / sizes, np.inf)
+    most = [lens.max() / 2 ** (n / _STEPS_PER_DOUBLING) for n in range(4 * len(sizes))]
+    yield from placed(setting, num_micro_batches, (smallest(setting, tokens <= n) for n in most))

@@ -27,7 +27,8 @@ def join_in_step(
     regathers = model.training.regathers
     if regathers and len(plans[0].actions) == len(plans[0].stages) == 1:
         plans = fill_up(plans, model)
-    return join_replicas(plans, seq_ids, seq_lens, regathers=regathers)
+    plans = [replace(plan, regathers=regathers) for plan in plans]
+    return join_replicas(plans, seq_ids, seq_lens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,17 @@ from collections.abc import Collection, Iterator
 
 from furlong.plan.plan import Layout
 from furlong.planners.layouts import round_numbers
-from papers.published.catalogue import Method, combined, flexsp, hybrid_cp
+from papers.published.catalogue import Method, flexsp, hybrid_cp
 from papers.published.dials import Dials
 from papers.published.problem import Problem
 from papers.published.room import Room
 
-_METHODS = (combined, flexsp, hybrid_cp)
+_METHODS = (flexsp, hybrid_cp)
 """The methods that know a pool."""
 
 
 def pool_dials(problem: Problem, methods: Collection[Method]) -> Iterator[Dials]:
-    """The dials that the methods allow, with the values and sizes that are given. The axes of data
+    """The dials that the methods allow, with the sizes that are given. The axes of data
     and sequence parallelism are one, so that neither may have a size of its own. Pools of
     fewer devices may have more sizes of places: 12 have four, 13 have two."""
     given = (problem.dp, problem.sp, problem.pp)
@@ -30,9 +30,8 @@ def pool_dials(problem: Problem, methods: Collection[Method]) -> Iterator[Dials]
         for zero in problem.zeros_of(layout):
             room = Room(
                 layout=layout, stages=(problem.model.shape.num_layers,), zero=zero, balance="none",
-                longest_tokens=max(problem.seq_lens), sizes=(), heights=(), is_pool=True,
+                longest_tokens=max(problem.seq_lens), sizes=(), is_pool=True,
             )  # fmt: skip
             for method in methods:
                 for (dials,) in method(room) if method in _METHODS else ():
-                    if dials.agree(problem.given, strict=problem.strict):
-                        yield dials
+                    yield dials

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from furlong.cost.model import CostModel
 from furlong.cost.training import ZeroStage
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.plan import Layout, Tier
-from furlong.planners.question import MARGIN, DoesNotFitError, advice
+from furlong.planners.fits import DoesNotFitError, advice
+from furlong.planners.question import MARGIN
 from furlong.units import count_words, format_bytes
 from papers.published.dials import Dials
 from papers.published.replicas import Outcome
@@ -34,10 +35,6 @@ class Problem:
     margin: float = MARGIN
     """Share of the budget that plans leave free."""
     tiers: tuple[Tier, ...] = ("device",)
-    given: Mapping[str, object] = field(default_factory=dict)
-    """Values of dials by the names of a run file."""
-    strict: bool = True
-    """Whether dials must know each of the given ones."""
 
     def zeros_of(self, layout: Layout) -> tuple[ZeroStage, ...]:
         """Stages of ZeRO that are tried in a layout."""
@@ -58,15 +55,6 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class TriedDials:
-    """Dials, tried on the replica with the most work."""
-
-    dials: Dials
-    bound_s: float
-    """No step is faster, but for replicas dealt by time and groups in a searched order."""
-
-
-@dataclass(frozen=True)
 class Refusal:
     """Why dials have no plan."""
 
@@ -81,43 +69,23 @@ class Found:
     best: Outcome
     others: tuple[Outcome, ...]
     """Also planned whole, by step time."""
-    trials: tuple[TriedDials, ...]
-    """All that fit on one replica, by their bounds."""
-    refused: tuple[Refusal, ...]
-    num_pruned: int
-    """Left out because of their bounds, without those of layouts that were not opened."""
-    seconds: float
 
 
-class NothingOfferedError(ConfigError):
-    """No method has dials with the given values in any of the layouts."""
-
-
-def nothing_fits(problem: Problem, refused: Sequence[Refusal], *, offered: bool) -> ConfigError:
-    """The refusal that came nearest, in the words of the whole search. `offered`: whether methods
-    have had dials to offer at all."""
+def nothing_fits(problem: Problem, refused: Sequence[Refusal]) -> ConfigError:
+    """The refusal that came nearest, in the words of the whole search."""
     errors = [(r.dials, r.error) for r in refused]
     near = [(d, error) for d, error in errors if isinstance(error, DoesNotFitError)]
     count = count_words(len(errors), "candidate")
     source = f"the search over {count}"
     if near:
         dials, error = min(near, key=lambda pair: pair[1].lacking_bytes)
-        alone = (problem.dp, problem.sp, problem.pp) == (1, 1, 1)
-        training = problem.model.training
-        training = replace(training, zero_stage=max(problem.zeros, default=training.zero_stage))
         whole = format_bytes(int(problem.limit_bytes / (1 - problem.margin)))
         margin = f" ({whole} less a margin of {problem.margin:.0%})" if problem.margin else ""
         return ConfigError(
             given=f"of {count} none fits; nearest is {dials}, whose {error.given}",
             required=error.required + margin,
             source=source,
-            change=advice(
-                error.part,
-                training,
-                num_devices=problem.num_devices,
-                alone=alone,
-                all_sizes="size" not in problem.given,
-            ),
+            change=advice(error.part, problem.model.training, problem.num_devices),
         )
     for _, other in errors:
         if isinstance(other, UserError):
@@ -125,8 +93,7 @@ def nothing_fits(problem: Problem, refused: Sequence[Refusal], *, offered: bool)
                 given=other.given, required=other.required, source=other.source,
                 change=other.change,
             )  # fmt: skip
-    kind = ConfigError if offered else NothingOfferedError
-    return kind(
+    return ConfigError(
         given=f"{count_words(len(problem.seq_lens), 'sequence')} on"
         f" {count_words(problem.num_devices, 'device')}",
         required="a layout in which every replica has a sequence, and a method for it",

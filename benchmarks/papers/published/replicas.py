@@ -12,9 +12,9 @@ from furlong.cost.training import ZeroStage
 from furlong.errors import PlanError, UserError
 from furlong.plan.plan import Chunk, ChunkPlan, Layout
 from furlong.planners.chunks import by_cost, fitting_tokens, sequence_work
-from furlong.planners.places import PoolBatch, Rates
-from furlong.planners.question import fit
+from furlong.planners.places import PoolBatch, Setting
 from furlong.simulate.clock import time_actions
+from papers.fits import fit
 from papers.published.bounds import least_s
 from papers.published.build import build, groups_of, replica_model
 from papers.published.chunks import Balance, by_speed, deal_sequences
@@ -71,12 +71,6 @@ class ReplicaPlans:
             lens, groups = groups_of(dials, self.busiest(dials), model)
             self._chunks[key] = lens, [chunk for group in groups for chunk in group]
         return self._chunks[key]
-
-    def all_sharded(self, dials: Dials) -> bool:
-        """Whether its short sequences may be local, but none is."""
-        if not dials.local:
-            return False
-        return self.busiest_chunks(dials) == self.busiest_chunks(replace(dials, local=False))
 
     def sized(self, ladder: Ladder) -> Ladder:
         """Micro-batches of as many tokens as a device can hold; none where that is too few for the
@@ -138,7 +132,7 @@ class ReplicaPlans:
             return self._dealt_by_time[dials]
         dp, model = dials.layout.dp, replica_model(dials, self._model)
         pool = PoolBatch.of(self._seq_lens, model, dials.layout.sp)
-        alone = Rates(pool, sum(dials.recompute_layers))
+        alone = Setting(pool, sum(dials.recompute_layers))
         found: list[tuple[float, Dealt]] = []
         for work in (self._work, alone.alone_s[:, -1].tolist()):
             dealt, rounds = by_cost(work, dp), list[tuple[float, Dealt]]()
@@ -210,7 +204,7 @@ class ReplicaPlans:
         if key not in self._capacities:
             sp_size = dials.layout.sp
             self._capacities[key] = sp_size * fitting_tokens(
-                replica_model(dials, self._model), self._limit_bytes,
+                replica_model(dials, self._model).memory(self._limit_bytes),
                 dp_size=1, sp_size=sp_size, recompute_layers=sum(dials.recompute_layers),
             )  # fmt: skip
         return self._capacities[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -34,11 +34,7 @@ class Room:
     longest_tokens: int
     sizes: tuple[int, ...]
     """Sizes of chunks, in tokens of an sp group."""
-    heights: tuple[int, ...]
-    """Layers of a stage on one device, layer-first."""
     tiers: tuple[Tier, ...] = ("device",)
-    num_retained: int | None = None
-    """A number of retained chunks that is tried besides the others."""
     is_pool: bool = False
     """Whether all devices are one pool, on whose places whole sequences are."""
     gathers: bool = False
@@ -56,15 +52,12 @@ class Room:
         """The dials of a method that leaves the order of groups open, which tells in pipelines."""
         return replace(dials, group_order="searched") if self.layout.pp > 1 else dials
 
-    def retaining(self, dials: Dials, *, least: int = 0, all_too: bool = True) -> Ladder:
-        """A rung for each number of retained chunks from `least` on, falling. `all_too`: up to all
-        chunks of the longest sequence."""
+    def retaining(self, dials: Dials, *, least: int) -> Ladder:
+        """A rung for each number of retained chunks from `least` on, falling."""
         assert dials.size is not None
         num_chunks = -(-self.longest_tokens // dials.size)
-        numbers = {n for n in retained_numbers(num_chunks) if least <= n < num_chunks + all_too}
-        if self.num_retained is not None:
-            numbers.add(self.num_retained)
-        return tuple(replace(dials, num_retained=n) for n in sorted(numbers, reverse=True))
+        numbers = (n for n in reversed(retained_numbers(num_chunks)) if n >= least)
+        return tuple(replace(dials, num_retained=n) for n in numbers)
 
     def checkpointing(self, dials: Dials) -> Ladder:
         """A rung for each eighth of every stage's layers that is checkpointed, rising."""
@@ -101,24 +94,11 @@ def chunk_sizes(
     return tuple(size for size in sizes if longest_tokens <= MOST_CHUNKS * size)
 
 
-def stage_heights(num_layers: int) -> tuple[int, ...]:
-    """Powers of two below all layers."""
-    return tuple(1 << bits for bits in range(num_layers.bit_length() - 1))
-
-
-def within(values: Sequence[int], given: object) -> tuple[int, ...]:
-    """The given value, where there is one, in the place of all."""
-    return tuple(values) if given is None else (int(str(given)),)
-
-
 def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Iterator[Room]:
     """Every layout, ZeRO stage and way to deal of a problem, with chunks of at least `least` and
     less than `below` tokens per device. Raises ConfigError where there is no layout."""
-    lens, given, model = problem.seq_lens, problem.given, problem.model
-    mean_keys, longest, number = mean_attended_keys(lens), max(lens), given.get("num_retained")
-    heights = within(stage_heights(model.shape.num_layers), given.get("stage_layers"))
-    if model.shape.whole:
-        heights = ()
+    lens, model = problem.seq_lens, problem.model
+    mean_keys, longest = mean_attended_keys(lens), max(lens)
     cuts: dict[int, tuple[int, ...]] = {}
     found = layouts(
         problem.num_devices, model.shape, dp=problem.dp, sp=problem.sp, pp=problem.pp,
@@ -130,12 +110,11 @@ def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Itera
             continue
         if layout.pp not in cuts:
             cuts[layout.pp] = cut_layers(model.shape, layout.pp, mean_keys)
-        sizes = within(chunk_sizes(layout, longest, least=least, below=below), given.get("size"))
+        sizes = chunk_sizes(layout, longest, least=least, below=below)
         for zero, balance in product(problem.zeros_of(layout), ways_to_deal(layout, len(lens))):
             yield Room(
                 layout=layout, stages=cuts[layout.pp], zero=zero, balance=balance, sizes=sizes,
-                longest_tokens=longest, heights=heights, tiers=problem.tiers,
-                num_retained=None if number is None else int(str(number)),
+                longest_tokens=longest, tiers=problem.tiers,
                 gathers=layout in larger and len(larger) < len(found),
             )  # fmt: skip
 

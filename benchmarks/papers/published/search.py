@@ -1,6 +1,6 @@
 """One search over every planner: dials pruned by lower bounds, ranked by simulation.
 
-    found = search(Problem(seq_lens=lens, model=model, num_devices=64), SEARCHED)
+    found = search(Problem(seq_lens=lens, model=model, num_devices=64), PUBLISHED)
     found.best.plan, found.best.step_s, found.others[0].step_s
 
 Best first, with bounds. The work of the busiest replica, and all its tokens in one chunk, bound
@@ -12,8 +12,7 @@ Work is bounded by counts, never by a clock: equal problems have equal answers.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
@@ -22,16 +21,15 @@ from math import inf
 from furlong.cost.training import ZeroStage
 from furlong.errors import PlanError, UserError
 from furlong.plan.plan import Layout
-from furlong.planners.infinipipe import NotFasterError
-from furlong.planners.question import DoesNotFitError, fit
-from furlong.units import format_seconds
+from furlong.planners.fits import DoesNotFitError
+from papers.fits import fit
 from papers.published.bounds import stage_bounds_s
 from papers.published.build import replica_model
 from papers.published.catalogue import SHARING_WHOLE, Method
 from papers.published.dials import Dials, Ladder
 from papers.published.late import improve
 from papers.published.pools import pool_dials
-from papers.published.problem import Found, Problem, Refusal, TriedDials, nothing_fits
+from papers.published.problem import Found, Problem, Refusal, nothing_fits
 from papers.published.replicas import Outcome, ReplicaPlans
 from papers.published.room import Room, rooms_of
 
@@ -40,8 +38,6 @@ _LEAST_TOKENS = (1024, 256, 64)
 the smallest of them is the best."""
 _BETWEEN = 0.98
 """Least share of the bounds of powers of two that numbers between them may have."""
-_MOST_RIVALS = 8
-"""Plans that are walked in search of the next best."""
 
 QueueEntry = tuple[float, int, Room | Ladder]
 """An entry of a queue: a bound of the step, the place among equals, what it is a bound of."""
@@ -51,34 +47,26 @@ class _SlowerError(Exception):
     """No rung of a ladder from here on is faster than the best step."""
 
 
-def search(
-    problem: Problem, methods: Mapping[str, Method], *, tell: Callable[[str], None] | None = None
-) -> Found:
+def search(problem: Problem, methods: Mapping[str, Method]) -> Found:
     """The fastest plan of `problem` over all dials of `methods`.
 
-    `tell` is called with words for how far it is. Raises ConfigError where no plan fits: by how
-    much the nearest one fails, what to change; NothingOfferedError where there is none to try.
+    Raises ConfigError where no plan fits: by how much the nearest one fails, what to change.
     """
-    state, below = _Search(problem, methods, tell or (lambda words: None)), None
+    state, below = _Search(problem, methods), None
     state.plan_pools()  # first, for they are often the fastest: what cannot beat them is left out
     for least in _LEAST_TOKENS:
         state.run(least, below)
-        if "size" in problem.given or not state.wants_smaller(least):
+        if not state.wants_smaller(least):
             break
         below = least
     state.improve_best()
-    state.find_next_best()
     return state.found()
 
 
 class _Search:
-    def __init__(
-        self, problem: Problem, methods: Mapping[str, Method], tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, problem: Problem, methods: Mapping[str, Method]) -> None:
         self._problem = problem
         self._methods = methods
-        self._tell = tell
-        self._started_s = time.monotonic()
         self._replicas = ReplicaPlans(problem.seq_lens, problem.model, problem.limit_bytes)
         self._bounds_s: dict[Dials, float] = {}
         self._rooms_s: dict[Room, float] = {}
@@ -86,17 +74,16 @@ class _Search:
         self._too_large: dict[tuple[Layout, ZeroStage], DoesNotFitError | None] = {}
         """Where not even one token fits, and why; None where it does."""
         self._outcomes: list[Outcome] = []
-        self._trials: list[TriedDials] = []
+        self._tried: list[tuple[float, Dials]] = []
+        """Seconds of the busiest replica of the dials that fit it."""
         self._refused: list[Refusal] = []
         self._slower: list[tuple[float, Dials]] = []
-        self._num_pruned = self._num_rooms = 0
 
     def run(self, least: int, below: int | None) -> None:
         """Everything with chunks of at least `least` and less than `below` tokens per device."""
         rooms: list[QueueEntry] = []
         numbers = count()
         for room in rooms_of(self._problem, least=least, below=below):
-            self._num_rooms += 1
             heappush(rooms, (self._replicas.work_s(room.dials("any")), next(numbers), room))
         # InfiniPipe's chunks are known only when it has planned: it has to beat all others' best
         self._walk(self._walk(rooms, numbers), numbers)
@@ -108,16 +95,11 @@ class _Search:
         while queue:
             bound_s, _, item = heappop(queue)
             if bound_s >= self._best_s:
-                left = [other for _, _, other in (*queue, (bound_s, 0, item))]
-                self._num_pruned += sum(len(one) for one in left if not isinstance(one, Room))
                 break
             if not isinstance(item, Room):
                 if (own_s := self._sliced_s(item[0])) > bound_s:
                     heappush(queue, (own_s, next(numbers), item))
                     continue
-                least = f"what is left takes at least {format_seconds(bound_s)}"
-                best = f", best {format_seconds(self._best_s)}; {least}" if self._outcomes else ""
-                self._tell(f"{len(self._trials)} tried{best}")
                 self._climb_down(item)
             elif item not in self._rooms_s:
                 self._rooms_s[item] = max(bound_s, self._replicas.least_s(item.dials("any")))
@@ -147,55 +129,36 @@ class _Search:
     def plan_pools(self) -> None:
         """Tries whole sequences on places of one pool of all devices."""
         for dials in pool_dials(self._problem, self._methods.values()):
-            self._tell(f"{len(self._trials)} tried, {dials.method} places whole sequences")
             try:
                 self._outcomes.append(self._replicas.plan_whole(dials))
-                self._trials.append(TriedDials(dials, self._outcomes[-1].step_s))
+                self._tried.append((self._outcomes[-1].step_s, dials))
             except (UserError, PlanError) as error:
                 self._refused.append(Refusal(dials, error))
 
     def improve_best(self) -> None:
         """Gives the plans near the fastest the dials that are tried late."""
-        tried = [*self._slower, *((trial.bound_s, trial.dials) for trial in self._trials)]
-        improve(self._outcomes, tried, self._replicas)
-
-    def find_next_best(self) -> None:
-        """Tries, of those that were no faster, the fastest that fits."""
-        slower = sorted(self._slower, key=lambda pair: pair[0])
-        for step_s, dials in slower[: _MOST_RIVALS * bool(self._outcomes)]:
-            if self._try(dials, must_beat=False) is not None:
-                self._trials.append(TriedDials(dials, step_s))
-                return
+        improve(self._outcomes, [*self._slower, *self._tried], self._replicas)
 
     def found(self) -> Found:
         if not self._outcomes:
-            raise nothing_fits(self._problem, self._refused, offered=self._num_rooms == 0)
+            raise nothing_fits(self._problem, self._refused)
         best, *others = sorted(self._outcomes, key=lambda outcome: outcome.step_s)
-        return Found(
-            best=best,
-            others=tuple(others),
-            trials=tuple(sorted(self._trials, key=lambda trial: trial.bound_s)),
-            refused=tuple(self._refused),
-            num_pruned=self._num_pruned,
-            seconds=time.monotonic() - self._started_s,
-        )
+        return Found(best, tuple(others))
 
     @property
     def _best_s(self) -> float:
         return min((outcome.step_s for outcome in self._outcomes), default=float("inf"))
 
     def _ladders(self, room: Room) -> Iterator[Ladder]:
-        """The ladders that have the given dials and were not there yet."""
-        given, strict = self._problem.given, self._problem.strict
+        """The ladders that were not there yet."""
         for method in self._methods.values():
-            for ladder in method(room) if not room.gathers or method in SHARING_WHOLE else ():
-                rungs = tuple(d for d in ladder if d.agree(given, strict=strict))
+            for rungs in method(room) if not room.gathers or method in SHARING_WHOLE else ():
                 if not rungs or rungs[0] in self._seen:
                     continue
                 self._seen.add(rungs[0])
                 if rungs[0].cut in ("packed", "placed") and rungs[0].size is None:
                     rungs = self._replicas.sized(rungs)
-                if rungs and not self._replicas.all_sharded(rungs[0]):
+                if rungs:
                     yield rungs
 
     def _lacks(self, room: Room) -> DoesNotFitError | None:
@@ -242,7 +205,6 @@ class _Search:
             try:
                 place = self._highest(ladder)
             except _SlowerError:
-                self._num_pruned += len(ladder)
                 return
             if place is None:
                 return
@@ -268,7 +230,7 @@ class _Search:
                 low, high = (middle, high) if self._try(ladder[middle]) is None else (low, middle)
             step_s = self._try(ladder[high])
         assert step_s is not None
-        self._trials.append(TriedDials(ladder[high], step_s))
+        self._tried.append((step_s, ladder[high]))
         return high
 
     def _try(self, dials: Dials, *, must_beat: bool = True) -> float | None:
@@ -282,8 +244,6 @@ class _Search:
                 raise _SlowerError
             fit(plan, replica_model(dials, self._problem.model), self._problem.limit_bytes)
             return step_s
-        except NotFasterError:
-            raise _SlowerError from None
         except (UserError, PlanError) as error:
             self._refused.append(Refusal(dials, error))
             return None

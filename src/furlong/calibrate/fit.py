@@ -2,7 +2,8 @@
 
 Seconds are linear in the inverse rates: the cost model itself, asked with one of them at one and
 the others at nothing, gives each action's column. Where launches hide behind work (or work behind
-launches) an action belongs to the longer of the two, found again with every fit.
+launches) an action belongs to the longer of the two, found again with every fit. Fits are least
+squares of the relative error, so that small values count as much as large ones.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.calibration import nonnegative, relative_fit
-from furlong.cost.machine import Efficiency, HardwareSpec
+from furlong.cost.machine import Efficiency, Machine
 from furlong.cost.model import CostModel
-from furlong.plan.passes import Computed, passes
+from furlong.plan.passes import Computed, Pass, passes
 from furlong.plan.plan import ChunkPlan
 
 _EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
@@ -41,15 +41,8 @@ class Sample:
     seconds: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Residuals:
-    """Relative errors of what was fitted: predicted over measured, less one."""
-
-    by_pass: Mapping[Computed, tuple[float, ...]]
-
-
-def fit_rates(samples: Sequence[Sample], spec: HardwareSpec) -> dict[str, Any]:
-    """Fields of HardwareSpec that fit the samples best; `spec` gives the peak and what is no rate.
+def fit_rates(samples: Sequence[Sample], spec: Machine) -> dict[str, Any]:
+    """Fields of Machine that fit the samples best; `spec` gives the peak and what is no rate.
 
     Raises ValueError where the samples hold too little to tell the terms apart.
     """
@@ -57,7 +50,7 @@ def fit_rates(samples: Sequence[Sample], spec: HardwareSpec) -> dict[str, Any]:
     saturating = _EFFICIENCIES[:1] if spec.tile_tokens else _EFFICIENCIES
     names = [*_EFFICIENCIES, *(f"{name} half" for name in saturating), *_LAUNCHES, _BYTES]
     table, measured = _table(samples, spec, names)
-    found = _fit(table, measured)
+    found = relative_fit(table, measured)
     if spec.hides_launches:
         stages, _ = _table([_without_head(sample) for sample in samples], spec, names)
         found = _fit_hidden(stages, table - stages, measured, found, names)
@@ -75,7 +68,7 @@ def _fit_hidden(
         longer = stages.copy()
         longer[np.ix_(launched, is_work)] = 0.0
         longer[np.ix_(~launched, ~is_work)] = 0.0
-        found = _fit(longer + heads, measured)
+        found = relative_fit(longer + heads, measured)
     return found
 
 
@@ -84,27 +77,24 @@ def _without_head(sample: Sample) -> Sample:
     return replace(sample, model=replace(sample.model, shape=shape))
 
 
-def residuals(samples: Sequence[Sample]) -> Residuals:
-    """How the samples' own models, which are calibrated, predict them."""
+def residuals(samples: Sequence[Sample]) -> dict[Computed, list[float]]:
+    """Relative errors of the samples' own models, which are calibrated, by kind of pass."""
     by_pass: dict[Computed, list[float]] = {}
     for sample in samples:
-        costs = sample.model.costs(sample.plan)
-        for action, what, seconds in zip(
-            sample.plan.actions[0], passes(sample.plan, 0), sample.seconds, strict=True
+        predicted = _seconds(sample, sample.model.hardware)
+        for what, seconds, found in zip(
+            passes(sample.plan, 0), sample.seconds, predicted, strict=True
         ):
-            if what.computes != "nothing" and seconds >= _SHORTEST_S:
-                error = costs.compute_s(action, 0) / seconds - 1
-                by_pass.setdefault(what.computes, []).append(error)
-    return Residuals({name: tuple(errors) for name, errors in by_pass.items()})
+            if _counts(what, seconds):
+                by_pass.setdefault(what.computes, []).append(found / seconds - 1)
+    return by_pass
 
 
-def _fit(table: Array, measured: Array) -> Array:
-    return np.array(relative_fit(table.T, measured.tolist()))
+def _counts(what: Pass, seconds: float) -> bool:
+    return what.computes != "nothing" and seconds >= _SHORTEST_S
 
 
-def _table(
-    samples: Sequence[Sample], spec: HardwareSpec, names: Sequence[str]
-) -> tuple[Array, Array]:
+def _table(samples: Sequence[Sample], spec: Machine, names: Sequence[str]) -> tuple[Array, Array]:
     """(actions, names) columns and (actions,) measured seconds, of all actions that compute."""
     rows, measured = [], []
     for sample in samples:
@@ -118,7 +108,7 @@ def _table(
         for what, seconds, *row in zip(
             passes(sample.plan, 0), sample.seconds, *(columns[n] for n in names), strict=True
         ):
-            if what.computes != "nothing" and seconds >= _SHORTEST_S:
+            if _counts(what, seconds):
                 rows.append(row)
                 measured.append(seconds)
     if len(rows) < len(names):
@@ -126,7 +116,7 @@ def _table(
     return np.array(rows), np.array(measured)
 
 
-def _only(spec: HardwareSpec, name: str, half: float) -> HardwareSpec:
+def _only(spec: Machine, name: str, half: float) -> Machine:
     """Hardware on which all but one term is free, and that one has the rate one."""
     free: dict[str, Any] = dict.fromkeys(_EFFICIENCIES, _NO_COST)
     free |= dict.fromkeys(_LAUNCHES, 0.0) | {_BYTES: inf, "peak_flops_per_s": 1.0}
@@ -136,13 +126,13 @@ def _only(spec: HardwareSpec, name: str, half: float) -> HardwareSpec:
     return replace(spec, **free)
 
 
-def _seconds(sample: Sample, spec: HardwareSpec) -> Array:
+def _seconds(sample: Sample, spec: Machine) -> Array:
     costs = replace(sample.model, hardware=spec).costs(sample.plan)
     return np.array([costs.compute_s(action, 0) for action in sample.plan.actions[0]])
 
 
 def _fields(found: Mapping[str, float]) -> dict[str, Any]:
-    """Fields of HardwareSpec of inverse rates."""
+    """Fields of Machine of inverse rates."""
     fields: dict[str, Any] = {name: found[name] for name in _LAUNCHES}
     # where they cost nothing, what the spec assumed would come on top of all that was fitted
     fields[_BYTES] = 1 / found[_BYTES] if found[_BYTES] > 0 else inf
@@ -161,4 +151,27 @@ def fit_memory(rows: Sequence[Sequence[float]]) -> list[float]:
     for each coefficient). None is negative; errors are relative to all that was measured."""
     table = np.array(rows)
     lacking = np.maximum(table[:, 1], 0.0) / table[:, 0]
-    return nonnegative(table[:, 2:] / table[:, :1], lacking)
+    found: list[float] = _nonnegative(table[:, 2:] / table[:, :1], lacking).tolist()
+    return found
+
+
+def relative_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    """(slope, constant), neither negative, with the least sum of ((slope * x + constant) / y - 1)^2
+    for y > 0. Needs two different xs."""
+    slope, constant = relative_fit(np.stack([xs, np.ones(len(xs))], axis=1), np.array(ys))
+    return float(slope), float(constant)
+
+
+def relative_fit(table: Array, ys: Array) -> Array:
+    """Non-negative coefficients (n,) with the least squares of table (m, n) @ c / y (m,) - 1."""
+    return _nonnegative(table / ys[:, None], np.ones(len(ys)))
+
+
+def _nonnegative(table: Array, targets: Array) -> Array:
+    """Non-negative coefficients (n,) with the least squares of table (m, n) @ c - targets (m,)."""
+    from scipy.optimize import nnls  # half a second to import, and few callers fit
+
+    # columns of like size keep the solver's tolerance meaningful
+    scale = np.maximum(np.abs(table).max(axis=0), 1e-300)
+    solution: Array = nnls(table / scale, targets)[0] / scale
+    return solution

@@ -25,26 +25,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from furlong.api import Engine
-from furlong.calibrate.collectives import collective_links
-from furlong.calibrate.devices import clock_of, copy_links, measured_peak, optimizer_rate
-from furlong.calibrate.fit import Residuals, Sample, fit_memory, fit_rates, residuals
-from furlong.cost.calibration import Calibration, machine_of
-from furlong.cost.machine import THIS_CPU, HardwareSpec, spec_of_card, this_cpu
-from furlong.cost.memory import Heap
+from furlong.calibrate.fit import Sample, fit_memory, fit_rates, residuals
+from furlong.calibrate.measure import (
+    clock_of,
+    collective_links,
+    copy_links,
+    measured_peak,
+    optimizer_rate,
+)
+from furlong.cost.machine import Machine, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
+from furlong.cost.shape import ModelShape, known_models
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.families import SPECIAL_TOKENS
+from furlong.kv.storage import Storage
+from furlong.models.build import build_model, read_config
 from furlong.models.describe import describe
-from furlong.models.folders.build import build_model, read_config
-from furlong.models.folders.folder import check_folder
-from furlong.models.small.layers import cut_layers
+from furlong.models.folder import check_folder
+from furlong.models.shrink import cut_layers
+from furlong.plan.passes import Computed
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import predict
-from furlong.runtime.memory.measure import memory_bytes
-from furlong.runtime.memory.pools import Storage
+from furlong.runtime.profile import memory_bytes
 from furlong.units import count_words
 
 Tell = Callable[[str], None]
@@ -135,12 +139,9 @@ _MAX_POSITIONS = 2**17
 
 def default_config() -> Any:
     """The widths of Qwen2.5-0.5B."""
-    from transformers import Qwen2Config
+    from transformers import AutoConfig
 
-    return Qwen2Config(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=_MAX_POSITIONS,
-    )  # fmt: skip
+    return AutoConfig.for_model(**known_models()["Qwen2.5-0.5B"]["config"])
 
 
 def config_of(name: str) -> Any:
@@ -216,7 +217,7 @@ class Bench:
         self._engine = Engine(model, compute_dtype=compute_dtype, storage=storage)
         self._device = next(model.parameters()).device
         self._vocab_size = vocab_size
-        clock, pools = clock_of(self._device), self._engine._followed.kept.opened
+        clock, pools = clock_of(self._device), self._engine._session.state.opened
         # a thread's own time stands still while it waits for a tier
         self._clock = clock if clock is time.perf_counter else lambda: clock() + pools.waited_s
 
@@ -282,10 +283,11 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class CalibrationOutcome:
-    calibration: Calibration
+    machine: Machine
+    """The machine as it was measured."""
     results: tuple[TrialResult, ...]
-    residuals: Residuals
-    """Residuals of the actions that were fitted."""
+    residuals: dict[Computed, list[float]]
+    """Relative errors of the actions that were fitted, by kind of pass."""
 
 
 def calibrate(
@@ -306,41 +308,45 @@ def calibrate(
             " hide the rates, which is found when all is measured; without a model, figures of a"
             " wider one are measured, which serve it too"
         )
-    spec = spec_of(device)
+    spec, compute_dtype = spec_of(device), getattr(torch, dtype)
+    figures: dict[str, Any] = {}
     if device.type == "cpu":
-        spec = replace(spec, peak_flops_per_s=measured_peak(device, getattr(torch, dtype)))
+        figures["peak_flops_per_s"] = measured_peak(device, compute_dtype)
+        spec = replace(spec, **figures)
     training = replace(Training.in_dtype(dtype), optimizer_bytes=0)  # trials make no step
     runs: dict[Trial, list[Measured]] = {}
     models: dict[TrialModel, CostModel] = {}
-    rate = 0.0
     for name in get_args(TrialModel):
         if name == "own":
             cut = own_config(config, 1 if shape.layer_parameters(0) > _LARGE_LAYER else _NUM_LAYERS)
         else:
             cut = narrow_config(shape, _NUM_LAYERS)
-        model, cut_shape = build(cut, getattr(torch, dtype), device)
+        model, cut_shape = build(cut, compute_dtype, device)
         models[name] = CostModel(cut_shape, spec, training)
         largest = largest_chunk(name, models[name], device)
+        if positions := getattr(cut.get_text_config(), "max_position_embeddings", None):
+            # the longest sequence has twice as many tokens in the user's widths, else four times
+            largest = min(largest, positions // (2 if name == "own" else 4))
         own = [trial for trial in trials(largest) if trial.subject == name]
-        bench = Bench(model, compute_dtype=getattr(torch, dtype), vocab_size=cut_shape.vocab_size)
+        bench = Bench(model, compute_dtype=compute_dtype, vocab_size=cut_shape.vocab_size)
         tell(
             f"{name}: {len(own)} plans of {cut_shape.num_layers} layers of {cut_shape.hidden_size}"
         )
         _run_rounds(bench, own, runs, tell)
         if name == "own":
-            rate = optimizer_rate(model, device)
+            figures["optimizer_parameters_per_s"] = optimizer_rate(model, device)
         del model, bench
         tidy()
     tell("copies")
-    links = copy_links(device, disk_dir)
+    figures |= copy_links(device, disk_dir)
     if dist.is_initialized():
         tell(f"collectives of {dist.get_world_size()} processes")
-        links |= collective_links(device)
+        figures |= collective_links(device)
     measured = {trial: merged(done) for trial, done in runs.items()}
-    return _fitted(
-        measured, models, spec, dtype, device,
-        links=links, optimizer_parameters_per_s=rate, tell=tell, started_s=started_s,
-    )  # fmt: skip
+    on = _measured_on(models["own"].shape, dtype, device)
+    outcome = _fitted(measured, models, spec, figures, on)
+    tell(f"fitted after {time.monotonic() - started_s:.0f} s")
+    return outcome
 
 
 def device_of(name: str) -> torch.device:
@@ -357,12 +363,12 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def spec_of(device: torch.device) -> HardwareSpec:
+def spec_of(device: torch.device) -> Machine:
     """The assumed figures of a device."""
     if device.type != "cuda":
-        return this_cpu(measured=False)
+        return this_cpu()
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    return spec_of_card(torch.cuda.get_device_name(device), total_bytes)
+    return Machine.of_card(torch.cuda.get_device_name(device), total_bytes)
 
 
 def largest_chunk(subject: TrialModel, model: CostModel, device: torch.device) -> int:
@@ -398,16 +404,12 @@ def _run_rounds(
 def _fitted(
     measured: dict[Trial, Measured],
     models: dict[TrialModel, CostModel],
-    spec: HardwareSpec,
-    dtype: str,
-    device: torch.device,
-    *,
-    links: dict[str, Any],
-    optimizer_parameters_per_s: float,
-    tell: Tell,
-    started_s: float,
+    spec: Machine,
+    figures: dict[str, Any],
+    on: str,
 ) -> CalibrationOutcome:
-    is_cpu = device.type == "cpu"
+    """The calibration of `spec` with `figures`, and with rates and bytes that fit the trials."""
+    is_cpu = spec.device_type == "cpu"
     if is_cpu:
         measured = _without_process(measured, models)
     fitted = {t: m for t, m in measured.items() if not t.held_out}
@@ -423,33 +425,21 @@ def _fitted(
             source="the model to calibrate with",
             change="leave the model out, or name a wider one; end other work before",
         ) from error
-    memory = _fit_memory(fitted, models, is_cpu=is_cpu)
-    calibration = Calibration(
-        hardware=spec.name,
-        machine=machine_of(spec.name, spec.card),
-        dtype=dtype,
-        measured_on=_measured_on(models["own"].shape, dtype, device),
-        peak_flops_per_s=spec.peak_flops_per_s if spec.name == THIS_CPU else None,
-        optimizer_parameters_per_s=optimizer_parameters_per_s,
-        links=links,
-        **memory,
-        **rates,
-    )
-    after = {name: calibration.apply_to(model) for name, model in models.items()}
+    bytes_held = _fit_memory(fitted, models, is_cpu=is_cpu)
+    machine = spec.measured(figures | rates | bytes_held, on)
+    after = {name: replace(model, hardware=machine) for name, model in models.items()}
     predicted = {t: predict(after[t.subject], m.plan) for t, m in measured.items()}
     results = tuple(
         TrialResult(t, m, predicted[t].step_s, predicted[t].device_bytes)
         for t, m in measured.items()
     )
     unseen = [result for result in results if result.trial.held_out]
-    calibration = replace(
-        calibration,
-        time_error=max(abs(result.time_error) for result in unseen),
-        memory_error=max(0.0, max(-result.memory_error for result in results)),
-    )
+    errors = {
+        "time_error": max(abs(result.time_error) for result in unseen),
+        "memory_error": max(0.0, max(-result.memory_error for result in results)),
+    }
     calibrated = [Sample(after[t.subject], m.plan, m.seconds) for t, m in fitted.items()]
-    tell(f"fitted after {time.monotonic() - started_s:.0f} s")
-    return CalibrationOutcome(calibration, results, residuals(calibrated))
+    return CalibrationOutcome(machine.measured(errors, on), results, residuals(calibrated))
 
 
 def _without_process(
@@ -457,20 +447,16 @@ def _without_process(
 ) -> dict[Trial, Measured]:
     """Peaks as `memory.device` bounds them: without the interpreter and its libraries, which is
     what is in use before a plan beside the weights."""
-    found = [
-        m.before_bytes - _resting_bytes(models[trial.subject]) for trial, m in measured.items()
-    ]
+    found = []
+    for trial, m in measured.items():
+        training = models[trial.subject].training
+        weight_bytes = training.master_bytes or training.compute_bytes
+        found.append(m.before_bytes - models[trial.subject].shape.num_parameters * weight_bytes)
     process_bytes = max(0, sorted(found)[len(found) // 2])
     return {
         trial: replace(m, peak_bytes=max(1, m.peak_bytes - process_bytes))
         for trial, m in measured.items()
     }
-
-
-def _resting_bytes(model: CostModel) -> int:
-    """Bytes of the weights between steps."""
-    training = model.training
-    return model.shape.num_parameters * (training.master_bytes or training.compute_bytes)
 
 
 def _fit_memory(
@@ -479,21 +465,23 @@ def _fit_memory(
     *,
     is_cpu: bool,
 ) -> dict[str, Any]:
-    """Fields of Calibration: on a CPU what the heap holds, for graphs are counted exactly; on a GPU
+    """Fields of Machine: on a CPU what the heap holds, for graphs are counted exactly; on a GPU
     graphs, of which an allocator in blocks holds more than was asked for."""
+    terms = {"heap_blocks": 1.0, "heap_share": 1.0} if is_cpu else {"activation_factor": 2.0}
+    nothing: dict[str, Any] = {name: value - 1 for name, value in terms.items()}
     rows = []
     for trial, m in measured.items():
         model = models[trial.subject]
+        model = replace(model, hardware=replace(model.hardware, **nothing))
         counted = _peak_bytes(model, m)
-        others: list[CostModel] = [
-            replace(model, heap=Heap(blocks=1.0)), replace(model, heap=Heap(share=1.0)),
-        ] if is_cpu else [replace(model, activation_factor=2.0)]  # fmt: skip
-        columns = [_peak_bytes(other, m) - counted for other in others]
+        columns = []
+        for name, value in terms.items():
+            changed: dict[str, Any] = {name: value}
+            other = replace(model, hardware=replace(model.hardware, **changed))
+            columns.append(_peak_bytes(other, m) - counted)
         rows.append([m.peak_bytes, m.peak_bytes - counted, *columns])
-    found = fit_memory(rows)
-    if is_cpu:
-        return {"heap_blocks": found[0], "heap_share": found[1]}
-    return {"activation_factor": 1 + found[0]}
+    found = dict(zip(terms, fit_memory(rows), strict=True))
+    return found if is_cpu else {"activation_factor": 1 + found["activation_factor"]}
 
 
 def _peak_bytes(model: CostModel, measured: Measured) -> int:

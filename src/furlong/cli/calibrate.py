@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,37 @@ from typing import TYPE_CHECKING, Any
 from furlong.cli.flag_types import VerbParser, check_replaced
 from furlong.cli.output import tell_loading
 from furlong.errors import ConfigError
+from furlong.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from furlong.calibrate.run import CalibrationOutcome
     from furlong.config.schema import RunConfig
+    from furlong.cost.machine import Machine
 
 _DTYPES = ("bfloat16", "float32", "float64")
 _DEVICES = ("auto", "cpu", "cuda")
+_WORDS = {
+    "peak_flops_per_s": "peak of matrix products",
+    "linear": "matrices",
+    "attention_forward": "attention, forward",
+    "attention_backward": "attention, backward",
+    "pass_launch_s": "launches of a pass over a stage",
+    "layer_launch_s": "launches of a layer",
+    "slice_launch_s": "launches of a slice in a layer",
+    "activation_bytes_per_s": "kernels that pass bytes",
+    "optimizer_parameters_per_s": "optimizer",
+    "activation_factor": "graphs, measured over counted",
+    "heap_blocks": "freed blocks that the heap holds",
+    "heap_share": "share of a freed graph that it holds",
+}
+_PASSES = {
+    "to last kv": "forward to the last K,V",
+    "values": "forward",
+    "graph": "forward with its graph",
+    "backward": "backward",
+}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -23,20 +49,17 @@ def run(arguments: Sequence[str]) -> int:
     config = _run_config(chosen.subject)
     dtype = chosen.dtype or (config.model.dtype if config else "float32")
     disk_dir = _disk_dir(chosen, config)
-    from furlong.cost.calibration import calibration_file, check_place
-
     if chosen.out is not None:
         check_place(chosen.out, "--out")
     # torch and transformers are loaded when the command line has been found sound.
     tell_loading()
     from rich.console import Console
 
-    from furlong.calibrate.collectives import processes
-    from furlong.calibrate.report import tables
+    from furlong.calibrate.measure import processes
     from furlong.calibrate.run import calibrate, device_of, spec_of
 
     device = device_of(chosen.device)
-    out = chosen.out or calibration_file(spec_of(device).name, dtype)
+    out = chosen.out or spec_of(device).calibration_file(dtype)
     check_place(out, "the user's cache folder")
     _check_disk_dir(disk_dir, "--disk-dir" if chosen.disk_dir else "memory.disk_dir")
     console = Console()
@@ -49,11 +72,84 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     for table in tables(outcome):
         console.print(table)
-    outcome.calibration.save(out)
+    outcome.machine.save(out, dtype)
     print(f"calibration written to {out}")
     if chosen.out is None:
         print("furlong train and furlong plan use it from now on")
     return 0
+
+
+def check_place(file: Path, source: str) -> None:
+    """Make the folder of a calibration's file. Raises ConfigError where it cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        existed = file.exists()
+        with file.open("a", encoding="utf-8"):
+            pass
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(
+            given=f"{file}: {error.strerror}",
+            required="a file that can be written",
+            source=source,
+            change="give another place: --out FILE.json, or make the folder writable",
+        ) from error
+
+
+def tables(outcome: CalibrationOutcome) -> list[Table]:
+    """All that a calibration has to show: rates, residuals, predictions beside measurements."""
+    rates = [
+        (_WORDS.get(name, f"link: {name}"), _shown(name, value, outcome.machine))
+        for name, value in outcome.machine.measurements().items()
+        if not name.endswith("_error")
+    ]
+    passes = [
+        (_PASSES.get(name, name), str(len(errors)), f"{statistics.median(map(abs, errors)):.1%}",
+         f"{max(map(abs, errors)):.1%}")
+        for name, errors in outcome.residuals.items()
+    ]  # fmt: skip
+    plans: dict[bool, list[Sequence[str]]] = {False: [], True: []}
+    for result in outcome.results:
+        measured = result.measured
+        plans[result.trial.held_out].append((
+            str(result.trial), format_seconds(measured.step_s), format_seconds(result.predicted_s),
+            f"{result.time_error:+.1%}", format_bytes(measured.peak_bytes),
+            format_bytes(result.predicted_bytes), f"{result.memory_error:+.1%}",
+        ))  # fmt: skip
+    heads = ("plan", "step", "predicted", "error", "peak", "predicted", "error")
+    return [
+        _table("fitted", ("term", "measured"), rates),
+        _table("residuals", ("pass", "actions", "median", "worst"), passes),
+        _table("plans that were fitted", heads, plans[False]),
+        _table("plans that the fit has not seen", heads, plans[True]),
+    ]
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(*heads, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _shown(name: str, value: Any, machine: Machine) -> str:
+    """A measured figure with its unit."""
+    if name in ("linear", "attention_forward", "attention_backward"):
+        rate = format_count(value.best * machine.peak_flops_per_s)
+        half = f", half of it at {value.half_tokens:.0f} tokens" if value.half_tokens else ""
+        return f"{value.best:.0%} of the peak ({rate}FLOP/s){half}"
+    if name not in _WORDS:
+        return f"{format_seconds(value.latency_s)} and {format_bytes(value.bytes_per_s)}/s"
+    if name.endswith("flops_per_s"):
+        return f"{format_count(value)}FLOP/s"
+    if name.endswith("bytes_per_s"):
+        return f"{format_bytes(value)}/s"
+    if name.endswith("per_s"):
+        return f"{format_count(value)} parameters/s"
+    return format_seconds(value) if name.endswith("_s") else f"{value:.2f}"
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -96,13 +192,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_config(subject: str | None) -> RunConfig | None:
-    from furlong.config.sources import is_run_file
+    from furlong.config.sources import is_run_file, load_run
 
-    if subject is None or not is_run_file(subject):
-        return None
-    from furlong.config.sources import load_run
-
-    return load_run(subject)
+    return load_run(subject) if subject is not None and is_run_file(subject) else None
 
 
 def _disk_dir(chosen: argparse.Namespace, config: RunConfig | None) -> Path:
@@ -114,7 +206,7 @@ def _disk_dir(chosen: argparse.Namespace, config: RunConfig | None) -> Path:
 
 def _check_disk_dir(folder: Path, source: str) -> None:
     """Raises ConfigError, before anything is measured, where the disk tier could have no file."""
-    from furlong.kv.pools.disk import NamelessFile
+    from furlong.kv.disk import NamelessFile
 
     try:
         NamelessFile(folder).close()

@@ -1,19 +1,15 @@
-"""The parser of a verb's flags, readers of their values, and the error of a command line."""
+"""The parser of a verb's flags, the error of a command line, and files that it would replace."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from furlong.errors import ConfigError
-
-MAX_DEVICES = 65_536
-MAX_BATCH = 16_384
-"""Most sequences of one step's batch."""
-
 
 _BEGINNINGS = {
     ".png": (b"\x89png",), ".svg": (b"<?xml", b"<svg"),
@@ -32,28 +28,30 @@ class VerbParser(argparse.ArgumentParser):
         raise refusal(message, self._takes, f"see {self.prog} --help")
 
 
-def number(flag: str, lowest: int, most: int) -> Callable[[str], int]:
-    """A reader of a flag's whole number between two bounds. Raises ConfigError."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = lowest - 1
-        if not lowest <= value <= most:
-            shown = text if len(text) <= 40 else text[:40] + "..."
-            required = f"a whole number of at least {lowest} and at most {most:,}"
-            raise refusal(f"{flag} {shown}", required, f"give a number in it, such as {flag} 8")
-        return value
-
-    return read
-
-
 def refusal(
     given: str, required: str, change: str, source: str = "the command line"
 ) -> ConfigError:
     """The error of a command line, or of what it names."""
     return ConfigError(given=given, required=required, source=source, change=change)
+
+
+def check_output(path: Path, flag: str, endings: Sequence[str], *keys: str) -> None:
+    """Raise ConfigError for a name with another ending, and where `check_replaced` does."""
+    if path.suffix.lower() not in endings:
+        required = f"a name that ends in {' or '.join(endings)}"
+        raise refusal(f"{flag} {path}", required, "give the file another ending")
+    check_replaced(path, flag, *keys)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make the folder of what is written; raises ConfigError in the place of the system's error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        given = f"{path}: {error.strerror}"
+        raise refusal(given, "a file that can be written", "choose another place") from error
 
 
 def check_replaced(path: Path, flag: str, *keys: str) -> None:
@@ -80,10 +78,3 @@ def check_replaced(path: Path, flag: str, *keys: str) -> None:
             "choose another name, or remove the file",
             flag,
         )
-
-
-def check_num_devices(num_devices: int, source: str) -> None:
-    """Raises ConfigError for more devices than can be planned for."""
-    if num_devices > MAX_DEVICES:
-        given, most = f"{num_devices:,} devices", f"at most {MAX_DEVICES:,}"
-        raise refusal(given, most, "use fewer devices", source)

@@ -4,42 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.cli.flag_types import VerbParser, check_replaced
+from furlong.cli.flag_types import VerbParser, check_output, refusal, writing
 from furlong.cli.output import tell_loading
-from furlong.errors import ConfigError
 from furlong.units import count_words
 
 if TYPE_CHECKING:
     from furlong.config.schema import RunConfig
     from furlong.plan.lengths import Lengths
 
-_PICTURES = (".png", ".svg")
 _MAX_NAMED = 3
-
-
-def _refuse_flags_of_data(chosen: argparse.Namespace) -> None:
-    for flag, value, key in (
-        ("--format", chosen.format, "data.format"),
-        ("--split", chosen.split, "{path: ..., split: ...} in data.train"),
-    ):
-        if value is not None:
-            raise ConfigError(
-                given=f"{flag} with a run file",
-                required="the run's own data",
-                source="the command line",
-                change=f"write {key} in {chosen.data[0]}, or name the data instead of the run",
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    lengths: Lengths
-    title: str
-    max_seq_len: int | None
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -47,12 +23,14 @@ def run(arguments: Sequence[str]) -> int:
     from furlong.config.sources import is_run_file
     from furlong.report.patience import patience
 
-    run_file = len(chosen.data) == 1 and is_run_file(chosen.data[0])
-    if run_file:
-        _refuse_flags_of_data(chosen)
+    is_run = len(chosen.data) == 1 and is_run_file(chosen.data[0])
+    for flag, key in (("format", "data.format"), ("split", "{path: ..., split: ...}")):
+        if is_run and getattr(chosen, flag) is not None:
+            change = f"write {key} in {chosen.data[0]}, or name the data instead of the run"
+            raise refusal(f"--{flag} with a run file", "the run's own data", change)
     with patience("counting the lengths"):
-        found = _of_run(chosen) if run_file else _of_data(chosen)
-    _show(found, chosen.out, chosen.picture)
+        found = _of_run(chosen) if is_run else _of_data(chosen)
+    _show(*found, chosen.out, chosen.picture)
     return 0
 
 
@@ -75,28 +53,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the lengths: .json")
     parser.add_argument("--picture", metavar="FILE", type=Path, help="draw them: .png or .svg")
     chosen = parser.parse_args(arguments)
-    for flag, path, endings in (
-        ("--picture", chosen.picture, _PICTURES), ("--out", chosen.out, (".json",))
-    ):  # fmt: skip
-        if path is not None and path.suffix.lower() not in endings:
-            raise ConfigError(
-                given=f"{flag} {path}",
-                required=f"a name that ends in {' or '.join(endings)}",
-                source="the command line",
-                change="give the file another ending",
-            )
-        if path is not None:
-            check_replaced(path, flag, *(("lengths",) if path is chosen.out else ()))
+    if chosen.picture is not None:
+        check_output(chosen.picture, "--picture", (".png", ".svg"))
+    if chosen.out is not None:
+        check_output(chosen.out, "--out", (".json",), "lengths")
     return chosen
 
 
-def _of_run(chosen: argparse.Namespace) -> _Found:
-    """The training sequences of a run."""
+def _of_run(chosen: argparse.Namespace) -> tuple[Lengths, str, int | None]:
+    """The lengths of a run's training sequences, their title, and the length that is cut off."""
     from furlong.config.sources import load_run
 
     config = load_run(chosen.data[0])
     lengths, limit = count_run(config, chosen.tokenizer), config.data.max_seq_len
-    return _Found(lengths, f"{chosen.data[0]}: data.train", limit)
+    return lengths, f"{chosen.data[0]}: data.train", limit
 
 
 def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
@@ -118,14 +88,10 @@ def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     return _count(train.epoch_lens(config.train.seed))
 
 
-def _of_data(chosen: argparse.Namespace) -> _Found:
+def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str, None]:
     if chosen.tokenizer is None:
-        raise ConfigError(
-            given="data without a tokenizer",
-            required="--tokenizer, the hub id or folder of a model",
-            source="the command line",
-            change="add --tokenizer T, or name a run file",
-        )
+        required = "--tokenizer, the hub id or folder of a model"
+        raise refusal("data without a tokenizer", required, "add --tokenizer T, or name a run file")
     tell_loading()
     from furlong.data.load import load_data
     from furlong.data.sources import Source
@@ -136,12 +102,12 @@ def _of_data(chosen: argparse.Namespace) -> _Found:
     print(*data.describe(), sep="\n")
     num_more = len(chosen.data) - _MAX_NAMED
     title = ", ".join(chosen.data[:_MAX_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
-    return _Found(_count(data.seq_lens), title, None)
+    return _count(data.seq_lens), title, None
 
 
 def _tokenizer(name: str, source: str) -> Any:
     from furlong.data.tokenize import load_tokenizer
-    from furlong.models.folders.folder import check_name
+    from furlong.models.folder import check_name
 
     check_name(name, source)
     return load_tokenizer(name, source)
@@ -153,25 +119,18 @@ def _count(seq_lens: Any) -> Lengths:
     return count_lengths(seq_lens.tolist())
 
 
-def _show(found: _Found, out: Path | None, picture: Path | None) -> None:
-    from rich.console import Console
-
+def _show(
+    lengths: Lengths, title: str, max_seq_len: int | None, out: Path | None, picture: Path | None
+) -> None:
     from furlong.plan.lengths import write_lengths
-    from furlong.report.lengths import lengths_table, save_lengths_picture, summary_line
+    from furlong.report.lengths import format_lengths, save_lengths_picture, summary_line
 
-    Console().print(lengths_table(found.lengths, found.title))
-    print(summary_line(found.lengths))
+    print(format_lengths(lengths, title))
+    print(summary_line(lengths))
     if out is not None:
-        write_lengths(out, found.lengths)
+        write_lengths(out, lengths)
         print(f"lengths written to {out}")
     if picture is not None:
-        try:
-            save_lengths_picture(found.lengths, picture, found.title, max_seq_len=found.max_seq_len)
-        except OSError as error:
-            raise ConfigError(
-                given=f"{picture}: {error.strerror}",
-                required="a file that can be written",
-                source="--picture",
-                change="choose another place",
-            ) from error
+        with writing(picture):
+            save_lengths_picture(lengths, picture, title, max_seq_len=max_seq_len)
         print(f"picture written to {picture}")

@@ -1,17 +1,66 @@
-"""`furlong plan`: chooses a plan, or shows one that was saved or measured."""
+"""`furlong plan`: chooses a plan, or shows one that was saved or measured.
+
+A plan is shown in one way, wherever it comes from: as a page or as JSON, saved, drawn.
+"""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
-from furlong.cli.flag_types import MAX_BATCH, MAX_DEVICES, check_replaced, number, refusal
-
-if TYPE_CHECKING:
-    from furlong.config.sources import RunFlags
-    from furlong.report.patience import Tell
+from furlong.cli.flag_types import check_output, refusal, writing
+from furlong.cli.question import (
+    MAX_DEVICES,
+    PlanQuestion,
+    check_num_devices,
+    cost_model_of,
+    missing,
+    question_of,
+    run_of,
+    spec_of,
+)
+from furlong.config.sources import RunFlags, RunParser, is_run_file, read_flags
+from furlong.cost.machine import known_machines
+from furlong.errors import PlanError, UserError
+from furlong.plan.check import check
+from furlong.plan.lengths import read_lengths
+from furlong.plan.plan import ChunkPlan
+from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
+from furlong.planners.decide import (
+    Decision,
+    check_pair_dials,
+    decide,
+    decide_pairs,
+    division_in_words,
+    longest_sequence,
+)
+from furlong.planners.options import dials_in_words, dials_of
+from furlong.planners.orders import plan_two_phases
+from furlong.planners.predict import one_draw
+from furlong.planners.question import SIZES, Answer
+from furlong.planners.search import METHODS, best_plan, own_methods
+from furlong.planners.spaco import Sampling, num_drawn, sampling_in_words
+from furlong.report.patience import Tell, patience
+from furlong.report.report import PlanReport, report_plan
+from furlong.report.scene import Panel
+from furlong.report.text import (
+    Row,
+    comparison_json,
+    format_comparison,
+    format_figures,
+    format_report,
+    line,
+    runs_words,
+)
+from furlong.report.trace import save_trace
+from furlong.simulate.clock import measure
+from furlong.timeline import MEASURED, read_measured
+from furlong.units import count_words, format_count, format_seconds
 
 _USAGE = """\
 furlong plan RUN.yaml [FLAGS]
@@ -29,26 +78,34 @@ _OF_A_PLAN = (
     "--json", "--out", "--picture", "--trace",
 )  # fmt: skip
 """Flags, or what they begin with, that go with a plan which is there already."""
-_ENDINGS = {"--picture": (".png", ".svg"), "--trace": (".json",), "--out": (".json",)}
-
-_KEYS = {"--out": ("chunks", "actions"), "--trace": ("traceEvents",)}
-"""Keys of the files that furlong writes."""
+_PICTURES = (".png", ".svg")
+_FILES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "out": ((".json",), ("chunks", "actions")),
+    "picture": (_PICTURES, ()),
+    "trace": ((".json",), ("traceEvents",)),
+}
+"""Endings and keys of the files that are written."""
+_APART: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("smallest", "compare"), "one of both: --compare shows every method on given devices"),
+    (("smallest", "hardware", "devices"), "one of the last two at most: the other is looked for"),
+    (("compare", "out"), "one plan to write: --compare makes one per method"),
+    (("compare", "trace"), "one plan to write: --compare makes one per method"),
+)
+"""Flags that do not go together, and what is required."""
+_SLOWEST = 2
+"""Most seconds of a panel, in those of the fastest one: more would squeeze all others."""
+_ABOUT_PEAKS = (
+    "device peak: all memory in use; on a CPU that of the whole process, which plans do not predict"
+)
 
 
 def run(arguments: Sequence[str]) -> int:
     flags = parse_flags(arguments)
-    from furlong.cli.planning import show
-    from furlong.config.sources import is_run_file
-    from furlong.report.patience import patience
-
-    subject = flags.own.subject
+    own, subject = flags.own, flags.own.subject
     if subject is None or is_run_file(subject):
-        compares = flags.own.compare
-        with patience("comparing methods" if compares else "searching for a plan") as tell:
-            if flags.own.smallest:
-                _show_smallest(flags, tell)
-            else:
-                (show.show_comparison if compares else show.show_search)(flags, tell)
+        with patience("comparing methods" if own.compare else "searching for a plan") as tell:
+            show = _show_smallest if own.smallest else _show_fastest
+            (_show_comparison if own.compare else show)(flags, tell)
         return 0
     for name in sorted(flags.names):
         if not name.startswith(_OF_A_PLAN):
@@ -58,56 +115,14 @@ def run(arguments: Sequence[str]) -> int:
                 "leave the flag out, or name a run file or --lengths in its place",
             )
     if Path(subject).is_dir():
-        show.show_run(Path(subject), flags.own)
+        _show_run(Path(subject), own)
     else:
-        show.show_saved(subject, flags)
+        _show_saved(subject, flags)
     return 0
-
-
-def _show_smallest(flags: RunFlags, tell: Tell) -> None:
-    """The plan for the smallest known card that holds one, or for the fewest of --hardware's, in
-    powers of two. Raises ConfigError where none does."""
-    from furlong.cli.planning import show
-    from furlong.cli.planning.question import subject_of
-    from furlong.cost.machine import KNOWN, THIS_CPU, hardware
-    from furlong.errors import UserError
-    from furlong.report.text import line
-    from furlong.units import format_bytes
-
-    own, too_small, changes = flags.own, "", [{"devices": 2**n} for n in range(11)]
-    if own.hardware is None:
-        of_size: dict[int, str] = {}  # the slowest card of each
-        for name in sorted(KNOWN, key=lambda name: KNOWN[name].peak_flops_per_s):
-            of_size.setdefault(KNOWN[name].memory_bytes, name)
-        changes = [{"hardware": of_size[num_bytes]} for num_bytes in sorted(of_size)]
-    # what is wrong on every card is told as it is
-    asked = flags._replace(own=argparse.Namespace(**vars(own) | changes[0]))
-    given = subject_of(asked).config.memory.device
-    for changed in changes:
-        chosen = argparse.Namespace(**vars(own) | changed)
-        words = f"{chosen.devices or 1} x {chosen.hardware}"
-        tell(words + too_small)
-        try:
-            is_card = chosen.hardware != THIS_CPU
-            if given != "auto" and is_card and given > hardware(chosen.hardware).memory_bytes:
-                raise refusal(
-                    f"memory.device = {format_bytes(given)}", f"what a {chosen.hardware} has",
-                    "leave memory.device out, or lower it",
-                )  # fmt: skip
-            show.show_search(flags._replace(own=chosen), lambda _: None)
-        except UserError as error:
-            last, too_small = error, f"{too_small}{', ' if too_small else '; too small: '}{words}"
-        else:
-            if not own.json:
-                print(line("smallest", words + too_small))
-            return
-    raise refusal(f"{words}, the last of --smallest: {last.given}", last.required, last.change)
 
 
 def parse_flags(arguments: Sequence[str]) -> RunFlags:
     """The command line. Raises ConfigError; `--help` ends the process with SystemExit(0)."""
-    from furlong.config.sources import RunParser, read_flags
-
     parser = RunParser(prog="furlong plan", usage=_USAGE, allow_abbrev=False, description=_ABOUT)
     parser.add_argument("subject", nargs="?", metavar="RUN.yaml|PLAN.json|RUN_FOLDER")
     _add_flags(parser)
@@ -117,16 +132,16 @@ def parse_flags(arguments: Sequence[str]) -> RunFlags:
 
 
 # fmt: off
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_flags(parser: ArgumentParser) -> None:
     flag = parser.add_argument_group("the batch, the devices and the search").add_argument
     flag("--lengths", metavar="FILE|PRESET",
          help="lengths that furlong lengths wrote, or a preset (docs/presets.md)")
-    flag("--sequences", type=number("--sequences", 1, MAX_BATCH), metavar="N",
+    flag("--sequences", type=int, metavar="N",
          help="sequences of a step: the longest, and others drawn by train.seed"
          " (default: train.sequences_per_step of a run; all of a file; 64 of a preset)")
     flag("--hardware", metavar="NAME",
          help="a known device (docs/presets.md); cpu, and a run's default: this machine")
-    flag("--devices", type=number("--devices", 1, MAX_DEVICES), metavar="N",
+    flag("--devices", type=int, metavar="N",
          help="how many (default: the product of the sizes of parallel)")
     flag("--no-calibration", action="store_true",
          help="predict with assumed figures, not with those that furlong calibrate has measured")
@@ -137,38 +152,387 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
          help="the same batch under every method, each with its best layout")
     flag("--json", action="store_true", help="print one JSON object")
     flag("--out", metavar="FILE", type=Path, help="save the plan: .json")
-    flag("--picture", metavar="FILE", type=Path,
-         help=f"draw the timeline: {', '.join(_ENDINGS['--picture'])}")
+    flag("--picture", metavar="FILE", type=Path, help=f"draw the timeline: {', '.join(_PICTURES)}")
     flag("--trace", metavar="FILE", type=Path, help="write a trace that Perfetto opens: .json")
 # fmt: on
 
 
-def _check_outputs(chosen: argparse.Namespace) -> None:
-    for flag, endings in _ENDINGS.items():
-        path: Path | None = getattr(chosen, flag.removeprefix("--"))
-        if path is not None and path.suffix.lower() not in endings:
-            required = f"a name that ends in {', '.join(endings)}"
-            change = "give the file another ending"
-            if flag == "--out":
-                change += ", or leave --out out: a run's folder is of no use to a plan"
-            raise refusal(f"{flag} {path}", required, change)
-        if path is not None and not path.parent.is_dir():
-            change = f"make the folder {path.parent}, or choose another one"
-            raise refusal(f"{flag} {path}", "a file in a folder that exists", change)
+def _check_outputs(chosen: Namespace) -> None:
+    for name, (endings, keys) in _FILES.items():
+        path: Path | None = getattr(chosen, name)
         if path is not None:
-            check_replaced(path, flag, *_KEYS.get(flag, ()))
+            check_output(path, f"--{name}", endings, *keys)
     if chosen.out is not None and chosen.out == chosen.trace:
         given = f"--out and --trace {chosen.out}"
         raise refusal(given, "two files: a plan and a trace", "give one of them another name")
-    if chosen.smallest and (chosen.compare or (chosen.hardware and chosen.devices)):
+    for names, required in _APART:
+        if all(getattr(chosen, name) for name in names):
+            given = " with ".join(f"--{name}" for name in names)
+            raise refusal(given, required, "leave one of them out")
+
+
+class Found(NamedTuple):
+    """An answer to a question of the command line."""
+
+    decision: Decision
+    method: str
+    """Names of the planners of the batch's replicas."""
+    report: PlanReport
+
+    @property
+    def dials(self) -> str:
+        """The words for the dials; empty where all chunks are a method's own."""
+        answer = self.decision.answer
+        own = own_methods(answer.question) if answer else []
+        if set(own).issuperset(self.method.split(", ")):
+            return ""
+        return dials_in_words(self.decision.options)
+
+    @property
+    def words(self) -> str:
+        """The method, the layout and the dials."""
+        layout, stages = self.decision.layout, self.decision.stages
+        division = division_in_words(layout, stages) if layout.num_devices > 1 else ""
+        return ", ".join(filter(None, (self.method, division, self.dials)))
+
+
+def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found:
+    """The decision of a run on the batch's sequences, of one `method` or the question's own.
+
+    Raises ConfigError where no plan is predicted to fit.
+    """
+    batch, model, limits = question.batch, question.model, question.limits
+    if question.config.train.loss == "dpo":  # one call of a run, which takes the longest pair
+        method = "two phases"
+        check_pair_dials(question.config.chunks)
+        decision = decide_pairs(
+            [(batch.longest_tokens,) * 2], model=model, budgets=limits,
+            budget_words=question.budget_words, dials=question.given,
+        )  # fmt: skip
+        layers = model.shape.num_layers
+        plan = plan_two_phases(batch.seq_lens, decision.options, num_layers=layers)
+    else:
+        decision = decide(
+            batch.lengths, sequences_per_step=len(batch.seq_lens), model=model, limits=limits,
+            budget_words=question.budget_words, num_devices=question.num_devices,
+            seed=question.config.train.seed, steps=None if question.is_run else batch.seq_lens,
+            given=question.given, method=method or question.config.chunks.method, must_fit=True,
+            alone=question.is_run, tell=tell,
+        )  # fmt: skip
+        assert decision.answer is not None
+        method, plan = best_plan(batch.seq_lens, decision.answer)
+        plan = one_draw(plan, decision.options)
+    assert decision.model is not None
+    tell("a plan is found, it is measured")
+    report = report_plan(
+        plan, decision.model, limits.device_bytes, num_processes=question.num_devices
+    )
+    return Found(decision, method, report)
+
+
+def _show_fastest(flags: RunFlags, tell: Tell) -> None:
+    """The fastest plan that fits of what the command line asks for. Raises ConfigError."""
+    tell("reading what is to be planned")
+    question = question_of(flags)
+    tell("")
+    _show_found(find(question, tell), question, flags.own, tell)
+
+
+def _show_found(
+    found: Found, question: PlanQuestion, chosen: Namespace, tell: Tell, smallest: str = ""
+) -> None:
+    decision, method, report = found
+    plan, answer = report.plan, decision.answer
+    above, below = question.lines() | {"plan": found.words}, dict[str, str]()
+    values = question.to_json() | {
+        "method": method, "dials": dials_of(decision.options),
+        "auto": decision.words, "parallel": decision.layout_words,
+    } | report.to_json()  # fmt: skip
+    if (sampling := decision.options.sampling) is not None:
+        above["sample"] = _sample_words(plan, sampling)
+        drawn = {"num_drawn": num_drawn(plan), "num_chunks": len(plan.chunks)}
+        values["sample"] = asdict(sampling) | drawn
+    if answer is not None:
+        tell("looking for the longest sequence that would fit")
+        below["longest"], found_longest = _longest(question, answer)
+        values |= found_longest | _search_values(answer)
+    below |= {
+        "runs here": runs_words(report, question.model.hardware.name),
+        "auto": decision.words,
+        "parallel": decision.layout_words,
+        "search": _search_words(answer) if answer else "",
+        "smallest": smallest,
+    }
+    tell("drawing it")
+    _show_page(report, chosen, above, below, values)
+    if chosen.out is not None:
+        with writing(chosen.out):
+            chosen.out.write_text(save_plan(plan, question.made_for()), encoding="utf-8")
+        if not chosen.json:
+            print(f"wrote {chosen.out}")
+    _draw([report.panel(method, found.words)], chosen)
+
+
+def _search_words(answer: Answer) -> str:
+    return (
+        f"{count_words(len(answer.tried), 'candidate')} fit and were timed;"
+        f" {len(answer.refused)} did not fit, {answer.num_pruned} were left out by their bounds"
+        f" ({format_seconds(answer.seconds)})"
+    )
+
+
+def _search_values(answer: Answer) -> dict[str, Any]:
+    next_best: dict[str, Any] | None = None
+    if len(answer.tried) > 1:
+        one, step_s = answer.tried[1].candidate, answer.tried[1].step_s
+        next_best = {
+            "method": one.method, "layout": asdict(one.layout), "dials": dials_of(one.options),
+            "step_s": step_s,
+        }  # fmt: skip
+    return {
+        "next_best": next_best,
+        "search": {
+            "num_tried": len(answer.tried),
+            "num_refused": len(answer.refused),
+            "num_pruned": answer.num_pruned,
+            "seconds": answer.seconds,
+        },
+    }
+
+
+def _sample_words(plan: ChunkPlan, sampling: Sampling) -> str:
+    """The words for the draw of the plan that is shown."""
+    return (
+        f"{sampling_in_words(sampling)}: {num_drawn(plan):,} of"
+        f" {count_words(len(plan.chunks), 'chunk')} drawn in this step, another draw every step\n"
+        "labels are not known here: all chunks are drawn as those without labels are\n"
+        "step and memory are those of this draw; the dials fit with every chunk drawn"
+    )
+
+
+def _longest(question: PlanQuestion, answer: Answer) -> tuple[str, dict[str, Any]]:
+    """Whether the data's longest sequence fits, and the longest that would: words and values."""
+    tokens, own = question.batch.longest_tokens, max(question.batch.seq_lens)
+    positions = question.num_positions
+    most = None if positions is None or positions < own else positions
+    longest = longest_sequence(answer, start=own, num_positions=most)
+    fits = tokens <= max(longest.num_tokens, own)
+    values = {
+        "longest_of_data_fits": fits,
+        "longest_sequence_tokens": longest.num_tokens,
+        "longest_sequence_limit": longest.limit,
+    }
+    where = "in the batch" if tokens == own else f"the batch has {own:,}"
+    words = f"{count_words(tokens, 'token')} in the data ({where}):"
+    words += f" {'fits' if fits else 'does not fit'}\nalone, planned in the same way, "
+    if longest.limit == "positions":
+        words += f"{longest.num_tokens:,} would: the model's positions"
+    elif longest.num_tokens:
+        bound = "" if longest.limit == "memory" else "at least "
+        words += f"{bound}{format_count(longest.num_tokens)} would"
+    else:
+        words += "not even one token would"
+    if positions is not None and positions < tokens:
+        words += f"\nbut the model has {positions:,} positions: longer sequences need model.rope"
+    return words, values
+
+
+def _show_smallest(flags: RunFlags, tell: Tell) -> None:
+    """The plan for the smallest known card that holds one, or for the fewest of --hardware's, in
+    powers of two times the sizes that are given. Raises ConfigError where none does."""
+    own, of_size, known = flags.own, dict[int, str](), known_machines()
+    for name in sorted(known, key=lambda name: known[name].peak_flops_per_s):
+        of_size.setdefault(known[name].memory_bytes, name)  # the slowest card of each
+    cards = [of_size[size] for size in sorted(of_size)]
+    # what is wrong on every card is told as it is
+    asked = question_of(_with(flags, hardware=cards[0] if own.hardware is None else own.hardware))
+    least, budget = asked.num_devices, asked.config.memory.device
+    if own.hardware is None:
+        enough = [card for card in cards if budget == "auto" or budget <= known[card].memory_bytes]
+        trials = [(card, least) for card in enough or cards[-1:]]
+    elif set(SIZES) <= asked.given.keys() or asked.config.train.loss == "dpo":
+        trials = [(own.hardware, least)]
+    else:
+        trials = [(own.hardware, least * 2**n) for n in range(11) if least * 2**n <= MAX_DEVICES]
+    tried: list[str] = []
+    last: UserError | None = None
+    for card, count in trials:
+        changed = _with(flags, hardware=card, devices=count)
+        question = question_of(changed, asked.batch)
+        words = f"{count} x {card}"
+        without = f"; no plan for {', '.join(tried)}" if tried else ""
+        try:
+            found = find(question, _telling(words + without, tell))
+        except UserError as error:
+            if str(error) == str(last):  # it is not about the card
+                raise
+            last = error
+            tried.append(words)
+        else:
+            _show_found(found, question, changed.own, tell, words + without)
+            return
+    assert last is not None
+    raise refusal(f"{words}, the last of --smallest: {last.given}", last.required, last.change)
+
+
+def _with(flags: RunFlags, **changed: Any) -> RunFlags:
+    return flags._replace(own=Namespace(**vars(flags.own) | changed))
+
+
+def _show_comparison(flags: RunFlags, tell: Tell) -> None:
+    """One batch under every method, each with its own best plan: a table, and panels. Raises
+    ConfigError where no method has a plan."""
+    question, chosen = question_of(flags), flags.own
+    rows: list[Row] = []
+    panels: dict[str, Panel] = {}
+    for name in ("auto", *METHODS):
+        try:
+            found = find(question, _telling(name, tell), name)
+        except (UserError, PlanError) as error:
+            rows.append(Row(name, refusal=_reason(error)))
+            continue
+        method, report = found.method, found.report
+        words = found.dials if method == name else ": ".join(filter(None, (method, found.dials)))
+        rows.append(Row(name, words, report))
+        # the method that auto has chosen is drawn once, under its own name
+        shown = method if name == "auto" else name
+        panels[shown] = report.panel(name, found.words)
+    if chosen.json:
+        print(json.dumps(question.to_json() | {"methods": comparison_json(rows)}, indent=1))
+    else:
+        print(_lines(question.lines()))
+        print(format_comparison(rows))
+    if not panels:
         raise refusal(
-            f"--smallest with {'--compare' if chosen.compare else '--hardware and --devices'}",
-            "at most one of --hardware and --devices: the other is what is looked for",
-            "leave one of them out",
-        )
-    if chosen.compare and (chosen.out or chosen.trace):
+            f"none of {count_words(len(rows), 'method')} has a plan that fits", "at least one",
+            "do what one of them says", "the refusals above",
+        )  # fmt: skip
+    tell("drawing them")
+    drawn = sorted(panels.values(), key=lambda panel: panel.timeline.duration_s)
+    slowest_s = _SLOWEST * drawn[0].timeline.duration_s
+    drawn = [panel for panel in drawn if panel.timeline.duration_s <= slowest_s]
+    note = f": plans of at most {_SLOWEST} times the best one's time"
+    _draw(drawn, chosen, most_ranks=2, note=note)
+
+
+def _telling(what: str, tell: Tell) -> Tell:
+    return lambda words: tell(f"{what}: {words}" if words else what)
+
+
+def _reason(error: UserError | PlanError) -> str:
+    if isinstance(error, UserError):
+        return f"{error.given}; required: {error.required}; to mend it: {error.change}"
+    return str(error).splitlines()[0]
+
+
+def _show_saved(file: str, flags: RunFlags) -> None:
+    """A saved plan in seconds and bytes, of the model and the hardware that it was saved with or
+    that flags name."""
+    chosen = flags.own
+    if chosen.out is not None:
+        raise refusal(f"{file} with --out", "a plan that is searched", "copy the file")
+    plan, saved = _load(file)
+    num_devices, hardware = len(plan.actions) * plan.sp_size, chosen.hardware or saved["hardware"]
+    config = run_of(flags, saved["run"])
+    if hardware is None:
+        raise missing("--hardware")
+    spec = spec_of(hardware)
+    if config.memory.host != "auto":
+        spec = replace(spec, host_bytes=config.memory.host)
+    model = cost_model_of(config, spec, num_devices, calibrate=not chosen.no_calibration)
+    if sum(plan.stages) != model.shape.num_layers:
         raise refusal(
-            f"--compare with {'--out' if chosen.out else '--trace'}",
-            "one plan to write; --compare makes one per method",
-            "add --chunks.method=NAME in the place of --compare",
-        )
+            f"a model of {count_words(model.shape.num_layers, 'layer')}, {config.model.name}",
+            f"one of {count_words(sum(plan.stages), 'layer')}, as the plan's stages have them",
+            "give the model that the plan was made for", f"--model.name and {file}",
+        )  # fmt: skip
+    budget = config.memory.device
+    report = report_plan(plan, model, None if budget == "auto" else budget)
+    above = {"devices": f"{num_devices} x {spec.name}, {config.model.name}"}
+    _show_page(report, chosen, above, {"runs here": runs_words(report)}, report.to_json())
+    _draw([report.panel(Path(file).stem)], chosen)
+
+
+def _show_run(folder: Path, chosen: Namespace) -> None:
+    """The last measured step of a run."""
+    step, plan, timeline = read_measured(folder / MEASURED)
+    figures = measure(timeline, plan)
+    if chosen.json:
+        print(json.dumps({"step": step, **figures.to_json()}, indent=1))
+    else:
+        print(f"step {step} of {folder}, measured")
+        print(format_plan(plan))
+        print(format_figures(figures))
+        print(_ABOUT_PEAKS)
+    _draw([Panel(timeline, plan, f"{folder.resolve().name}, step {step}, measured")], chosen)
+
+
+def _load(file: str) -> tuple[ChunkPlan, dict[str, Any]]:
+    """A saved plan, with the run and the hardware that it was made for as far as it says them."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        plan = load_plan(text)
+        check_num_devices(len(plan.actions) * plan.sp_size, "the plan's ranks and sp_size")
+        check(plan)
+    except (OSError, UnicodeDecodeError) as error:
+        raise refusal(
+            f"{file}: {getattr(error, 'strerror', None) or error}",
+            "a run file (.yaml), a saved plan or a run folder that can be read", "check the path",
+        ) from error  # fmt: skip
+    except UserError as error:
+        if '"actions"' in text:
+            source = f"{file}, {error.source}"
+            raise refusal(error.given, error.required, error.change, source) from error
+        required = "a run file (.yaml), a saved plan or a run folder"
+        change = "name one, or count data with: furlong lengths DATA --tokenizer T --out FILE"
+        with suppress(UserError):
+            read_lengths(Path(file))
+            change = f"write --lengths {file}"
+        raise refusal(f"{file}, which is no saved plan", required, change) from error
+    except PlanError as error:
+        required, change = "a plan that keeps every rule", "undo edits, or make the plan again"
+        raise refusal(f"a plan with a {error}", required, change, file) from error
+    nothing: dict[str, Any] = {"run": {}, "hardware": None}
+    saved = read_made_for(text) or nothing
+    match saved:
+        case {"run": dict(), "hardware": str() | None}:
+            return plan, saved
+    required = "run and hardware as furlong plan --out writes them"
+    change = "make the plan again, or remove made_for"
+    raise refusal(f"made_for = {saved!r:.80}", required, change, file)
+
+
+def _show_page(
+    report: PlanReport, chosen: Namespace, above: Mapping[str, str], below: Mapping[str, str],
+    values: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Print a plan between lines `above` and `below`, whose empty ones are left out, or `values`
+    as JSON."""
+    if chosen.json:
+        print(json.dumps(values, indent=1))
+    else:
+        print("\n".join([_lines(above), format_report(report), _lines(below)]))
+
+
+def _lines(texts: Mapping[str, str]) -> str:
+    return "\n".join(line(name, text) for name, text in texts.items() if text)
+
+
+def _draw(
+    panels: Sequence[Panel], chosen: Namespace, *, most_ranks: int = 16, note: str = ""
+) -> None:
+    """Write the picture, and the trace of one panel, that are asked for, and print that they are
+    written; `note`: words for the picture in the place of those for its ranks. Raises ConfigError
+    where a file cannot be written."""
+    if chosen.picture is not None:
+        from furlong.report.picture import save_picture  # matplotlib loads slowly
+
+        with writing(chosen.picture):
+            shown = save_picture(panels, chosen.picture, most_ranks=most_ranks)
+        if not chosen.json:
+            print(f"wrote {chosen.picture}{note or (f'; {shown}' if shown else '')}")
+    if chosen.trace is not None:
+        with writing(chosen.trace):
+            save_trace(panels[0], chosen.trace)
+        if not chosen.json:
+            print(f"wrote {chosen.trace}")

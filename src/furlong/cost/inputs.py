@@ -1,14 +1,10 @@
-"""Names and files that a user gives, refused by name where they are not what they should be.
-
-JSON files of users, refused by name where they are not what they should be.
-
-Names that a user gives, looked up in a dict; an unknown one is refused with the nearest.
-"""
+"""Names and JSON files that a user gives, refused where they are not what they should be."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +29,11 @@ def read_object(file: str | Path, *, source: str, change: str) -> dict[str, Any]
             source=source, change=change,
         )  # fmt: skip
     return found
+
+
+def user_cache() -> Path:
+    """The folder in the user's cache for what was measured once."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "furlong"
 
 
 T = TypeVar("T")

@@ -9,8 +9,11 @@ docs/presets.md. K is 1,024 tokens.
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
@@ -39,55 +42,21 @@ class LengthPreset:
         return ((self.shortest_tokens, 0.0), *inside, (self.longest_tokens, 1.0))
 
 
-_BELOW_1K = "spread below 1K from 32 tokens on"
-PRESETS: dict[str, LengthPreset] = {
-    "lmsys-chunkflow": LengthPreset(
-        ((K, 0.90499), (4 * K, 0.99539), (8 * K, 0.99908), (32 * K, 0.99987), (128 * K, 0.99996)),
-        303 * K, 32, "LMSysChat1M, ChunkFlow Table 1", _BELOW_1K,
-    ),
-    "lmsys-skrull": LengthPreset(
-        ((K, 0.8712), (4 * K, 0.9935), (8 * K, 0.9987), (32 * K, 0.9998), (128 * K, 0.9999)),
-        1643 * K, 32, "LMSysChat1M, Skrull Table 1",
-        f"{_BELOW_1K}; a sequence beyond 208K fits no micro-batch of Skrull's, so its data was "
-        "filtered or cut in a way that the paper does not say",
-    ),
-    "chunkflow-evaluation": LengthPreset(
-        ((K, 0.9817), (4 * K, 0.9972), (8 * K, 0.9983), (32 * K, 0.9992), (128 * K, 0.9998)),
-        256 * K, 32, "ChunkFlow Table 2", _BELOW_1K,
-    ),
-    "wikipedia": LengthPreset(
-        ((K, 0.8788), (4 * K, 0.9934), (8 * K, 0.9992), (32 * K, 0.9999)),
-        78 * K, 32, "Wikipedia, Skrull Table 1", _BELOW_1K,
-    ),
-    "chatqa2": LengthPreset(
-        ((K, 0.2192), (4 * K, 0.3148), (8 * K, 0.4043), (32 * K, 0.9986)),
-        99 * K, 32, "ChatQA2-Long-SFT, Skrull Table 1", _BELOW_1K,
-    ),
-    "llama3-long-sft": LengthPreset(
-        ((4 * K, 0.9989), (16 * K, 0.9989)),
-        72 * K, 64, "Llama 3's long SFT mix: 99.89 % average under 1K, 0.11 % around 37K (Skrull "
-        "3.1, ChunkFlow 1)",
-        "short sequences spread from 64 to 4K (they average 0.95K), long ones from 16K to 72K "
-        "(they average 37K)",
-    ),
-    "github": LengthPreset(
-        ((8 * K, 0.915), (64 * K, 0.994)),
-        512 * K, 500, "GitHub, InfiniPipe 1: 91.5 % have no more than 8K tokens, 0.6 % exceed 64K "
-        "and hold 21.6 % of the tokens",
-        "the bounds 500 and 512K, chosen together so that sequences beyond 64K hold 21.6 % of the "
-        "tokens; InfiniPipe cuts at its context length (48K to 192K)",
-    ),
-    "commoncrawl": LengthPreset(
-        ((8 * K, 0.97), (64 * K, 0.9995)),
-        256 * K, 100, "CommonCrawl, InfiniPipe 5.1: named, its distribution is in a figure only",
-        "every number: a long tail between those of wikipedia and github",
-    ),
-}  # fmt: skip
+@cache
+def length_presets() -> dict[str, LengthPreset]:
+    """The presets of length_presets.toml by name."""
+    text = Path(__file__).with_name("length_presets.toml").read_text("utf-8")
+    return {name: _preset(**values) for name, values in tomllib.loads(text).items()}
+
+
+def _preset(stated: list[tuple[int, float]], longest_k: int, **values: Any) -> LengthPreset:
+    in_tokens = tuple((K * length, share) for length, share in stated)
+    return LengthPreset(stated=in_tokens, longest_tokens=K * longest_k, **values)
 
 
 def length_preset(name: str) -> LengthPreset:
     """The preset of that name. Raises ConfigError that names the nearest."""
-    return look_up(name, PRESETS, kind="length preset", source="the name of the lengths")
+    return look_up(name, length_presets(), kind="length preset", source="the name of the lengths")
 
 
 def sample_lengths(

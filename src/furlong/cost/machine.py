@@ -1,4 +1,7 @@
-"""HardwareSpec: a cluster as plain numbers, and how much of its peak a call reaches.
+"""Machine: a cluster's data sheet and what was measured of it, each figure with its source.
+
+    Machine.named("H100")                     # data sheet and assumptions
+    Machine.named("H100").calibrated("bfloat16")   # what furlong calibrate has measured, if it has
 
 Efficiency saturates with the tokens of a call: best * t / (t + half_tokens). Equivalently a call
 costs its FLOPs at the best rate plus a fixed time worth `half_tokens` tokens. Without it every
@@ -12,32 +15,39 @@ A bandwidth is what one device moves: `bytes_per_s` is a bus bandwidth in the se
 so that it does not depend on the size of the group. Between nodes it is one device's share of its
 node's adapters.
 
-Devices by name, each figure with its source. Peaks are dense from the vendor's data sheets: of
-bfloat16, of float32 outside the tensor cores
-(torch's default; no TF32), and the best of float64. Bandwidths are per device and direction;
-memory is what the driver reports, a little less or more than a data sheet's round number.
-What a data sheet does not say (efficiencies, launch times, reserved memory, how a node is cabled)
-is an assumption and says so; `furlong calibrate` replaces it by measurements.
+Data sheets are in known_machines.toml. What they do not say (efficiencies, launch times, reserved
+memory, how a node is cabled) is an assumption and says so. `furlong calibrate` measures it with the
+executor, and writes a JSON file for the card and the dtype in the user's cache.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import time
+import platform
+import re
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from math import inf
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-import numpy as np
 import psutil
 
-from furlong.cost.inputs import look_up
+from furlong.cost.inputs import look_up, read_object, user_cache
+from furlong.errors import ConfigError
+from furlong.units import format_bytes
 
 THIS_CPU = "cpu"
 MEASURED = "measured: "
 """Start of the source of a figure that a calibration has measured."""
+ASSUMED = "assumed; furlong calibrate measures them"
+VERSION = 1
+"""The version of a calibration's file."""
+_LEAST_MARGIN = 0.02
+"""Least share of a budget that is left free: no prediction of memory is better."""
 _CORE_FLOPS_PER_S = 5e10
 OPTIMIZER_STEP_BYTES = 30
 """AdamW reads a gradient (4 bytes), a master weight (4) and two moments (8) of each parameter, and
@@ -56,7 +66,7 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
-class HardwareSpec:
+class Machine:
     """One device of a cluster, and what joins it to the others."""
 
     name: str
@@ -89,20 +99,59 @@ class HardwareSpec:
     """Trained parameters that a step of the optimizer updates per second."""
     host_bytes: float = inf
     """Bytes that one device may keep in the memory of its host: its share of the node's."""
+    activation_factor: float = 1.0
+    """Bytes of a graph as they are held over those that are counted."""
+    heap_blocks: float = 0.0
+    """As in `cost.memory.PlanMemory`."""
+    heap_share: float = 0.0
+    time_error: float | None = None
+    """Largest relative error of the predicted steps that a calibration's fit has not seen."""
+    memory_error: float | None = None
+    """Largest share of a measured peak that a calibration's predictions lacked."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of each figure."""
+    origin: str = ASSUMED
+    """The origin of the figures in words, and how far they can be trusted."""
     device_type: str = "cuda"
     """Type, cuda or cpu: it decides the sizes of tiles and segments, and whether collectives run
     beside the computation (those of a CPU do not)."""
     card: str = ""
-    """The driver's name of a card that is not this one, but has the memory that is nearest: what is
-    measured on one holds for it alone."""
+    """The one device that measurements hold for: a CPU's name, cores and threads, or the driver's
+    name of a card that is not this one, but has the memory that is nearest."""
+
+    @classmethod
+    def named(cls, name: str) -> Machine:
+        """A device by name: a known card's, or `cpu` for this machine. Raises ConfigError that
+        names the nearest."""
+        known: dict[str, Machine | None] = {THIS_CPU: None, **known_machines()}
+        return look_up(name, known, kind="hardware", source="the hardware's name") or this_cpu()
+
+    @classmethod
+    def of_card(cls, device_name: str, memory_bytes: int) -> Machine:
+        """A card by its driver's name; of an unknown one the figures are those of the known one
+        with the nearest memory: good enough to rank plans by, not to tell a peak."""
+        if (found := known_card(device_name)) is not None:
+            return found
+        cards = known_machines().values()
+        nearest = min(cards, key=lambda known: abs(known.memory_bytes - memory_bytes))
+        return replace(nearest, card=device_name, memory_bytes=memory_bytes)
 
     @property
     def budget_bytes(self) -> int:
         return self.memory_bytes - self.reserved_bytes
 
-    def computing_in(self, dtype: str) -> HardwareSpec:
+    def budget_words(self, budget_bytes: int) -> str:
+        """The words for a budget that is given, with a warning where it is above the memory."""
+        if budget_bytes <= self.memory_bytes:
+            return "memory.device"
+        memory = format_bytes(self.memory_bytes)
+        return f"memory.device, more than the {memory} that {self.name} has"
+
+    def margin(self, otherwise: float) -> float:
+        """Share of a device's budget that plans should leave free."""
+        return otherwise if self.memory_error is None else max(_LEAST_MARGIN, self.memory_error)
+
+    def computing_in(self, dtype: str) -> Machine:
         """The device at its peak in `dtype`; as it is where no other peak is known (16 bits, and a
         CPU). The bytes of a wider matrix take longer to read, so more tokens hide that."""
         peak = self.wide_flops_per_s.get(dtype)
@@ -116,30 +165,115 @@ class HardwareSpec:
         }
         return replace(self, peak_flops_per_s=peak, **changed)
 
+    def measured(self, figures: Mapping[str, Any], on: str) -> Machine:
+        """The machine with what was measured in the place of what was assumed. `figures`: fields,
+        and links by name; `on`: model, dtype and versions that ran."""
+        links = {name: value for name, value in figures.items() if isinstance(value, Link)}
+        fields = {name: value for name, value in figures.items() if name not in links}
+        sources = {**self.sources, **dict.fromkeys(figures, MEASURED + on)}
+        return replace(self, links=self.links.with_links(links), sources=sources, **fields)
 
-def hardware(name: str) -> HardwareSpec:
-    """A device by name: one of KNOWN, or `cpu` for this machine, measured now.
+    def measurements(self) -> dict[str, Any]:
+        """Figures that were measured: values of fields, and links by name."""
+        links = self.links.by_name()
+        return {
+            name: links[name] if name in links else getattr(self, name)
+            for name, source in self.sources.items()
+            if source.startswith(MEASURED)
+        }
 
-    Raises ConfigError that names the nearest.
-    """
-    known: dict[str, HardwareSpec | None] = {THIS_CPU: None, **KNOWN}
-    return look_up(name, known, kind="hardware", source="the hardware's name") or this_cpu()
+    def calibration_file(self, dtype: str) -> Path:
+        """The file that `furlong calibrate` writes unless told otherwise, in the user's cache."""
+        name = self.name if self.device_type == "cpu" else self.card or self.name
+        return user_cache() / f"calibration-{re.sub(r'[^-.A-Za-z0-9]+', '-', name)}-{dtype}.json"
+
+    def calibrated(self, dtype: str, file: Path | None = None) -> Machine:
+        """The machine as it was measured in this dtype, in the user's cache or in a `file`; as it
+        is assumed to compute in it where it was not. A calibration's rates are shares of the peak
+        in 16 bits, in whatever dtype it measured them.
+
+        Raises ConfigError for a file that `save` has not written.
+        """
+        file, assumed = file or self.calibration_file(dtype), self.computing_in(dtype)
+        if not os.path.exists(file):
+            return assumed
+        texts, figures = _read_calibration(file)
+        if [texts[name] for name in _MADE_FOR] != [self.name, self.card, dtype]:
+            other, own = texts["machine"] or texts["hardware"], self.card or self.name
+            words = f"assumed: {file} was measured on another machine ({other}; this is {own})"
+            return replace(assumed, origin=words)
+        found = self.measured(figures, texts["measured_on"])
+        words = f"measured by furlong calibrate ({file})"
+        for what, error in (("times", found.time_error), ("peaks", found.memory_error)):
+            words += "" if error is None else f", {what} within {error:.0%}"
+        return replace(found, origin=words)
+
+    def save(self, file: str | Path, dtype: str) -> None:
+        """Write what was measured, as `calibrated` reads it."""
+        found = self.measurements()
+        sources = [self.sources[name].removeprefix(MEASURED) for name in found]
+        texts = self.name, self.card, dtype, sources[0] if sources else ""
+        links = {name: found.pop(name) for name in self.links.by_name() if name in found}
+        values = {"version": VERSION, **dict(zip(_TEXTS, texts, strict=True)), **found}
+        text = json.dumps(values | {"links": links}, indent=2, default=asdict)
+        Path(file).write_text(text + "\n", encoding="utf-8")
 
 
-def this_cpu(*, measured: bool = True) -> HardwareSpec:
-    """This machine: memory from the system, the rate from one short float32 matrix product.
+_MADE_FOR = ("hardware", "machine", "dtype")
+_TEXTS = (*_MADE_FOR, "measured_on")
+_EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
+_NUMBERS = (
+    "peak_flops_per_s", "pass_launch_s", "layer_launch_s", "slice_launch_s",
+    "activation_bytes_per_s", "optimizer_parameters_per_s", "activation_factor", "heap_blocks",
+    "heap_share", "time_error", "memory_error",
+)  # fmt: skip
 
-    Takes about a tenth of a second. `furlong calibrate` replaces the efficiencies by measured ones.
-    With `measured` False the rate is a fixed one per core, for decisions that no noise may turn.
-    """
+
+def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """The texts of a calibration's file, and its figures. Raises ConfigError for anything that
+    `Machine.save` has not written."""
+    source, again = f"the calibration file {file}", "run furlong calibrate again"
+    values = read_object(file, source=source, change=again)
+    if (version := values.pop("version", None)) != VERSION:
+        raise ConfigError(
+            given=f"version {version}", required=f"version {VERSION}", source=source, change=again
+        )
+    try:
+        texts = {name: str(values.pop(name)) for name in _TEXTS}
+        links = {n: Link(**_numbers(n, of)) for n, of in values.pop("links", {}).items()}
+        names = {*_LINKS, *(kind + end for kind in get_args(Collective) for end in ("", _BETWEEN))}
+        if unknown := [*(values.keys() - {*_NUMBERS, *_EFFICIENCIES}), *(links.keys() - names)]:
+            raise ValueError(f"unknown: {', '.join(map(str, unknown))}")
+        for name in _EFFICIENCIES:
+            if name in values:
+                values[name] = Efficiency(**_numbers(name, values[name]))
+        _numbers("", {name: values[name] for name in _NUMBERS if name in values})
+        return texts, values | links
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            given=str(error), required="what furlong calibrate writes", source=source, change=again
+        ) from error
+
+
+def _numbers(name: str, fields: dict[str, Any]) -> dict[str, float]:
+    for key, value in fields.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+            whole = f"{name}.{key}".removeprefix(".")
+            raise ValueError(f"{whole} = {value!r} is no number of at least 0")
+    return fields
+
+
+def this_cpu() -> Machine:
+    """This machine: memory from the system, a fixed rate per core, for decisions that no noise may
+    turn."""
     memory = psutil.virtual_memory().total
     cores = os.cpu_count() or 1
-    peak = _measured_flops_per_s() if measured else cores * _CORE_FLOPS_PER_S
     copy = 1e10
-    return HardwareSpec(
+    return Machine(
         name=THIS_CPU,
+        card=_cpu_words(),
         device_type="cpu",
-        peak_flops_per_s=peak,
+        peak_flops_per_s=cores * _CORE_FLOPS_PER_S,
         memory_bytes=memory,
         reserved_bytes=memory // 8,
         linear=Efficiency(0.7, 32),
@@ -152,6 +286,8 @@ def this_cpu(*, measured: bool = True) -> HardwareSpec:
         hides_launches=False,
         tile_tokens=CPU_TILE_TOKENS,
         host_bytes=memory - memory // 8,
+        heap_blocks=3.5,  # both as in the steps of docs/simulated-and-real.md
+        heap_share=2.0,
         links=ClusterLinks(
             devices_per_node=cores,
             within_node=Link(5e-5, copy / 2),
@@ -160,9 +296,7 @@ def this_cpu(*, measured: bool = True) -> HardwareSpec:
             disk=Link(1e-4, 5e8),
         ),
         sources={
-            "peak_flops_per_s": "measured now: numpy's float32 matrix product, best of five"
-            if measured
-            else "assumed: 50 GFLOP/s per core",
+            "peak_flops_per_s": "assumed: 50 GFLOP/s per core",
             "memory_bytes": "the system",
             "reserved_bytes": "assumed: an eighth for everything else that runs",
             "linear, attention_forward, attention_backward": "assumed; calibrate",
@@ -173,7 +307,21 @@ def this_cpu(*, measured: bool = True) -> HardwareSpec:
     )
 
 
-def one_of(spec: HardwareSpec, num_local: int) -> HardwareSpec:
+def _cpu_words() -> str:
+    """The CPU's name, its cores and its threads."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = os.environ.get("OMP_NUM_THREADS", "all")
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = named[0] if named else name
+    except OSError:
+        pass
+    return f"{name}, {cores} cores, threads: {threads}"
+
+
+def one_of(spec: Machine, num_local: int) -> Machine:
     """The device of one of `num_local` processes of a machine: these are a node, and have equal
     parts of a CPU's cores."""
     links = replace(spec.links, devices_per_node=num_local)
@@ -181,7 +329,7 @@ def one_of(spec: HardwareSpec, num_local: int) -> HardwareSpec:
     return replace(spec, links=links, peak_flops_per_s=spec.peak_flops_per_s / share)
 
 
-def are_links_measured(spec: HardwareSpec) -> bool:
+def are_links_measured(spec: Machine) -> bool:
     """Whether a calibration has measured a link between devices."""
     names = ("within_node", *get_args(Collective))
     return any(spec.sources.get(name, "").startswith(MEASURED) for name in names)
@@ -216,21 +364,9 @@ def _free_in_control_group(root: Path = Path("/sys/fs/cgroup")) -> int:
         return 2**62
 
 
-def _measured_flops_per_s() -> float:
-    """FLOPs per second of the best of five products of two float32 matrices, over all cores that
-    numpy uses."""
-    size = 768
-    a = np.ones((size, size), dtype=np.float32)
-    out = a @ a
-    best_s = float("inf")
-    for _ in range(5):
-        start_s = time.perf_counter()
-        np.matmul(a, a, out=out)
-        best_s = min(best_s, time.perf_counter() - start_s)
-    return 2 * size**3 / best_s
-
-
 Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p"]
+_BETWEEN = " between nodes"
+_LINKS = ("within_node", "between_nodes", "host", "disk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +388,22 @@ class ClusterLinks:
     host: Link
     """Link of a device to its host's memory, in one direction, with all devices at work."""
     disk: Link
-    collectives: Mapping[tuple[Collective, bool], Link] | None = None
-    """Calibrated values by (collective, between nodes?); the others use the two links above."""
+    collectives: Mapping[str, Link] = field(default_factory=dict)
+    """Measured links by collective, such as `all_reduce` or `all_reduce between nodes`; the others
+    use the two links above."""
 
     def link(self, collective: Collective, between: bool) -> Link:
         plain = self.between_nodes if between else self.within_node
-        return (self.collectives or {}).get((collective, between), plain)
+        return self.collectives.get(collective + _BETWEEN if between else collective, plain)
+
+    def by_name(self) -> dict[str, Link]:
+        return {name: getattr(self, name) for name in _LINKS} | dict(self.collectives)
+
+    def with_links(self, links: Mapping[str, Link]) -> ClusterLinks:
+        """With some links by name in the place of these."""
+        plain: dict[str, Any] = {name: links[name] for name in _LINKS if name in links}
+        collectives = {name: link for name, link in links.items() if name not in plain}
+        return replace(self, collectives={**self.collectives, **collectives}, **plain)
 
     def num_nodes(self, devices: Sequence[int]) -> int:
         """Nodes that a group of device numbers touches."""
@@ -302,149 +448,59 @@ class ClusterLinks:
         return self.effective(collective, group_size, num_nodes).seconds(moved)
 
 
-TIB = 2**40
-GIB = 2**30
-MIB = 2**20
-
-_ASSUMED = {
-    "best of linear, attention_*": "assumed, from what FlashAttention-2 (50 to 73 % of an A100's "
-    "peak) and Megatron-LM (52 %, everything included) report; calibrate",
-    "half_tokens": "assumed: 5/3 of the roofline's balance (peak over memory bandwidth as tokens); "
-    "gives an A100 the loss of small chunks in ChunkFlow's Table 6, and an RTX 3090 the 128 tokens "
-    "beyond which SeCO (4.2) sees little gain; calibrate",
-    "layer_launch_s": "assumed: some 25 kernels at 6 us, as eager modules launch them; calibrate",
-    "optimizer_parameters_per_s": "the bytes that AdamW passes over the memory's bandwidth",
-    "reserved_bytes": "assumed: context 0.5 GiB, and 3 % of gaps between allocated blocks",
-    "*_latency_s": "assumed: some 20 us within a node, 30 us between nodes; calibrate",
-    "host": "assumed: four fifths of the PCIe rate, one link per device",
-    "host_bytes": "one of equal shares of the node's, less an assumed tenth for the system",
-    "disk": "assumed: one NVMe drive shared by the node",
-}
+@cache
+def _known() -> dict[str, dict[str, Any]]:
+    """The tables of known_machines.toml."""
+    return tomllib.loads(Path(__file__).with_name("known_machines.toml").read_text("utf-8"))
 
 
-# bytes per second within a node of eight, between nodes, to the host; bytes of its host; source
-_Node = tuple[float, float, float, int, str]
-_DGX = "eight adapters of {} Gb/s for eight devices, 2 TB of memory"
-_DGX_A100: _Node = (300e9, 25e9, 25e9, 2 * TIB, f"DGX A100: {_DGX.format(200)}")
-_DGX_A100_40: _Node = (*_DGX_A100[:3], TIB, f"DGX A100: {_DGX.format(200)} (40 GB: 1 TB)")
-_DGX_H100: _Node = (450e9, 50e9, 50e9, 2 * TIB, f"DGX H100: {_DGX.format(400)}")
-_DGX_B200: _Node = (
-    900e9, 50e9, 50e9, 2 * TIB, "DGX B200: 400 Gb/s per device, 2 TB of memory (up to 4 TB)",
-)  # fmt: skip
-_INFINIPIPE: _Node = (
-    200e9, 6.25e9, 25e9, TIB,
-    "InfiniPipe, 5.1: NVLink 400 GB/s in both directions, one InfiniBand network of 400 Gb/s for "
-    "eight devices; assumed: 1 TB, as the smaller DGX A100 has",
-)  # fmt: skip
-_PC: _Node = (
-    20e9, 1.25e9, 25e9, 512 * GIB,
-    "assumed: a node of PCIe 4 cards without NVLink, one 100 Gb/s adapter and 512 GiB for eight",
-)  # fmt: skip
-_PC_5: _Node = (
-    40e9, 6.25e9, 50e9, TIB,
-    "assumed: a node of PCIe 5 cards, one 400 Gb/s adapter and 1 TiB for eight; bridges of NVLink, "
-    "which join two, are left out",
-)  # fmt: skip
-# best of matrices, of attention, of its backward
-_AMPERE, _HOPPER, _BLACKWELL = (0.62, 0.55, 0.48), (0.55, 0.50, 0.42), (0.50, 0.45, 0.38)
-_NO_FLOAT64 = "float64, which it does not tell: a 64th of float32"
-# TFLOP/s in 16 bits, float32, float64; bytes of memory, TB/s of it; node; efficiencies; sheet
-_Row = tuple[float, float, float, int, float, _Node, tuple[float, float, float], str]
-_SHEETS: dict[str, _Row] = {
-    "A100-40": (312, 19.5, 19.5, 40 * GIB, 1.555, _DGX_A100_40, _AMPERE,
-                "NVIDIA A100 SXM4 40GB data sheet"),
-    "A100-80": (312, 19.5, 19.5, 80 * GIB, 2.039, _DGX_A100, _AMPERE,
-                "NVIDIA A100 SXM4 80GB data sheet"),
-    "A800": (312, 19.5, 19.5, 80 * GIB, 2.039, _INFINIPIPE, _AMPERE, "as the A100 80GB"),
-    "H100": (989, 67, 67, 81559 * MIB, 3.35, _DGX_H100, _HOPPER, "NVIDIA H100 SXM5 data sheet"),
-    "H100-PCIe": (756, 51, 51, 81559 * MIB, 2.0, _PC_5, _HOPPER,
-                  "NVIDIA H100 data sheet, column PCIe, halved: no sparsity"),
-    "H100-NVL": (835, 60, 60, 95830 * MIB, 3.9, _PC_5, _HOPPER,
-                 "NVIDIA H100 data sheet, column NVL, halved: no sparsity"),
-    "H200": (989, 67, 67, 143771 * MIB, 4.8, _DGX_H100, _HOPPER, "NVIDIA H200 SXM data sheet"),
-    "B200": (2250, 75, 37, 183359 * MIB, 8.0, _DGX_B200, _BLACKWELL,
-             "NVIDIA DGX B200 data sheet, per device (float32, float64: HGX B200)"),
-    "RTX3090": (71, 35.6, 0.556, 24 * GIB, 0.936, _PC, _AMPERE,
-                "NVIDIA GA102 white paper, bf16 with float32 sums"),
-    "RTX4090": (165.2, 82.6, 1.29, 24 * GIB, 1.008, _PC, _AMPERE,
-                "NVIDIA Ada white paper, bf16 with float32 sums"),
-    "RTX5090": (209.5, 104.8, 1.64, 32607 * MIB, 1.792, _PC_5, _AMPERE,
-                "NVIDIA RTX Blackwell white paper, bf16 with float32 sums"),
-    "L40S": (362.05, 91.6, 1.43, 46068 * MIB, 0.864, _PC, _AMPERE,
-             f"NVIDIA L40S data sheet; {_NO_FLOAT64}"),
-    "L4": (121, 30.3, 0.473, 23034 * MIB, 0.3, _PC, _AMPERE,
-           f"NVIDIA L4 data sheet, halved: no sparsity; {_NO_FLOAT64}"),
-    "A10G": (70, 35, 0.547, 23028 * MIB, 0.6, _PC, _AMPERE,
-             f"NVIDIA A10G data sheet for AWS; {_NO_FLOAT64}"),
-}  # fmt: skip
+@cache
+def known_machines() -> dict[str, Machine]:
+    """The cards of known_machines.toml by name."""
+    return {name: _machine(name, **card) for name, card in _known()["cards"].items()}
 
 
-def _device(name: str, row: _Row) -> HardwareSpec:
-    tflops, wide, widest, memory_bytes, bandwidth, node, best, sheet = row
-    within, between, host, node_host_bytes, node_source = node
+def known_card(device_name: str) -> Machine | None:
+    """The card that the driver calls by this whole name."""
+    cards = _known()["cards"].items()
+    name = next((name for name, card in cards if device_name in card["driver_names"]), None)
+    return None if name is None else known_machines()[name]
+
+
+def _machine(
+    name: str, *, driver_names: list[str], tflops: list[float], memory_mib: int,
+    memory_tb_per_s: float, node: str, efficiency: str, source: str,
+) -> Machine:  # fmt: skip
+    sixteen, wide, widest = (each * 1e12 for each in tflops)
+    memory_bytes, of_node = memory_mib * 2**20, _known()["nodes"][node]
     # a matrix in 16 bits is read in the time in which peak / bandwidth tokens go through it
-    linear, forward, backward = (Efficiency(one, 5 / 3 * tflops / bandwidth) for one in best)
-    return HardwareSpec(
+    half_tokens = 5 / 3 * tflops[0] / memory_tb_per_s
+    linear, forward, backward = (
+        Efficiency(best, half_tokens) for best in _known()["efficiency"][efficiency]
+    )
+    return Machine(
         name=name,
-        peak_flops_per_s=tflops * 1e12,
-        wide_flops_per_s={"float32": wide * 1e12, "float64": widest * 1e12},
+        peak_flops_per_s=sixteen,
+        wide_flops_per_s={"float32": wide, "float64": widest},
         memory_bytes=memory_bytes,
-        reserved_bytes=GIB // 2 + int(0.03 * memory_bytes),
+        reserved_bytes=2**29 + int(0.03 * memory_bytes),
         linear=linear,
         attention_forward=forward,
         attention_backward=backward,
         layer_launch_s=1.5e-4,
-        optimizer_parameters_per_s=bandwidth * 1e12 / OPTIMIZER_STEP_BYTES,
+        optimizer_parameters_per_s=memory_tb_per_s * 1e12 / OPTIMIZER_STEP_BYTES,
         links=ClusterLinks(
             devices_per_node=8,
-            within_node=Link(2e-5, within),
-            between_nodes=Link(3e-5, between),
-            host=Link(1e-5, host),
+            within_node=Link(2e-5, of_node["within_node_bytes_per_s"]),
+            between_nodes=Link(3e-5, of_node["between_nodes_bytes_per_s"]),
+            host=Link(1e-5, of_node["host_bytes_per_s"]),
             disk=Link(1e-4, 5e8),
         ),
-        host_bytes=node_host_bytes * 9 // 10 // 8,
+        host_bytes=of_node["host_gib"] * 2**30 * 9 // 10 // 8,
         sources={
-            "peak_flops_per_s, wide_flops_per_s, bandwidth of memory": sheet,
+            "peak_flops_per_s, wide_flops_per_s, bandwidth of memory": source,
             "memory_bytes": "nvidia-smi on such a device",
-            "within_node, between_nodes, devices_per_node, memory of the host": node_source,
-            **_ASSUMED,
+            "within_node, between_nodes, devices_per_node, memory of the host": of_node["source"],
+            **_known()["assumed"],
         },
     )
-
-
-KNOWN = {name: _device(name, row) for name, row in _SHEETS.items()}
-
-
-# The driver's whole names: cards of one family and another form have other peaks.
-EXACT_NAMES = {
-    "NVIDIA A100-PCIE-40GB": "A100-40",
-    "NVIDIA A100-SXM4-40GB": "A100-40",
-    "NVIDIA A100 80GB PCIe": "A100-80",
-    "NVIDIA A100-SXM4-80GB": "A100-80",
-    "NVIDIA A10G": "A10G",
-    "NVIDIA A800-SXM4-80GB": "A800",
-    "NVIDIA B200": "B200",
-    "NVIDIA GeForce RTX 3090": "RTX3090",
-    "NVIDIA GeForce RTX 4090": "RTX4090",
-    "NVIDIA GeForce RTX 5090": "RTX5090",
-    "NVIDIA H100 80GB HBM3": "H100",
-    "NVIDIA H100 NVL": "H100-NVL",
-    "NVIDIA H100 PCIe": "H100-PCIe",
-    "NVIDIA H200": "H200",
-    "NVIDIA L4": "L4",
-    "NVIDIA L40S": "L40S",
-}
-
-
-def nearest_hardware(device_name: str, memory_bytes: int) -> str:
-    """The known hardware of that name, else the one whose memory is nearest: good enough to rank
-    plans by, not to tell a peak."""
-    if device_name in EXACT_NAMES:
-        return EXACT_NAMES[device_name]
-    return min(KNOWN, key=lambda name: abs(KNOWN[name].memory_bytes - memory_bytes))
-
-
-def spec_of_card(device_name: str, memory_bytes: int) -> HardwareSpec:
-    """The figures of `nearest_hardware`, with the card's own name if they are another one's."""
-    spec = hardware(nearest_hardware(device_name, memory_bytes))
-    return spec if device_name in EXACT_NAMES else replace(spec, card=device_name)

@@ -32,7 +32,7 @@ a GPU the tier host has buffers there for all of a step, which blocks of K,V are
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -43,8 +43,7 @@ from numpy.typing import NDArray
 
 from furlong.cost.shape import ModelShape, of_dtype
 from furlong.cost.training import Training
-from furlong.plan.liveness import input_frees, kv_frees
-from furlong.plan.passes import Pass, passes
+from furlong.plan.passes import Pass, input_frees, kv_frees, passes
 from furlong.plan.plan import (
     ON_DEVICE,
     Action,
@@ -61,7 +60,6 @@ from furlong.plan.plan import (
     Tier,
     Tiers,
     Unshard,
-    piece_lens_of,
 )
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 
@@ -85,6 +83,10 @@ _HELD: dict[str, tuple[Part, Kind | None]] = {
     "state gradients": ("states", None),
     "unsharded": ("weights", None),
 }
+
+
+_OF_A_LAYER: tuple[Part, ...] = ("activations", "states", "buffers")
+"""Parts of what is on the device only while a layer computes."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,6 @@ _FLOAT32 = 4
 class StageBytes:
     """Bytes per token of one stage on one sp process."""
 
-    input: float
-    """Bytes of the stage input; of token ids at stage 0."""
     graph_layers: tuple[float, ...]
     """Bytes of each layer's graph."""
     checkpointed: float
@@ -236,7 +236,6 @@ def stage_bytes(
     makes_one = is_last and training.lora is None
     logit = 3 * wide + (2 * element if element < _FLOAT32 else 0)
     return StageBytes(
-        input=TOKEN_BYTES if stage == 0 else hidden + TOKEN_BYTES,
         graph_layers=tuple(factor * of_dtype(each.saved, element, adapters) for each in own),
         checkpointed=hidden,
         attention_layers=tuple(
@@ -262,63 +261,24 @@ SPARE_BYTES = 2**22
 that."""
 _LARGEST_BLOCK = 2**25
 """glibc's DEFAULT_MMAP_THRESHOLD_MAX: larger blocks go back to the system when they are freed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heap:
-    """The heap as it was measured; it holds nothing where it was not, and on a GPU."""
-
-    blocks: float = 0.0
-    """Number of freed blocks of the largest size that it holds."""
-    share: float = 0.0
-    """Share that it holds of one layer of the largest graph, where more than one cell makes a
-    graph: a layer's backward frees its part of the graph while it takes as much for gradients."""
-
-    def held_bytes(self, shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> int:
-        """Bytes that it holds all through a step."""
-        if not self.blocks and not self.share:
-            return 0
-        largest = min(_largest_block(shape, training, plan, rank), _LARGEST_BLOCK)
-        held = self.blocks * largest
-        if self.share:
-            graphs = _layer_graphs(shape, training, plan, rank)
-            held += self.share * max(graphs) if len(graphs) > 1 else 0.0
-            if plan.tiers != ON_DEVICE:
-                held = min(held, SPARE * max(graphs, default=0.0) + SPARE_BYTES)
-        return round(held)
-
-
-NO_HEAP = Heap()
-
-
-def _largest_block(shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> float:
-    """Bytes of the largest block that comes and goes with the cells: activations, gradients of a
-    matrix."""
-    widest = max(shape.hidden_size, shape.q_size, *(n.width // n.num_active for n in shape.layers))
-    tokens = [plan.chunks[a.chunk].num_tokens for a in plan.actions[rank] if isinstance(a, Forward)]
-    largest = max(tokens, default=0) * widest * training.compute_bytes
-    if training.lora is None and any(isinstance(a, Backward) for a in plan.actions[rank]):
-        largest = max(largest, shape.hidden_size * widest * training.gradient_bytes)
-    return largest
-
-
-def _layer_graphs(shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> list[float]:
-    """Bytes per layer of every graph that the rank makes."""
-    cells = [stage_bytes(shape, plan.stages, s, training) for s in range(len(plan.stages))]
-    return [
-        plan.chunks[action.chunk].num_tokens
-        * cells[action.stage].graph(what.recompute_layers)
-        / plan.stages[action.stage]
-        for action, what in zip(plan.actions[rank], passes(plan, rank), strict=True)
-        if isinstance(action, (Forward, Recompute)) and what.computes == "graph"
-    ]
-
-
-# by whether the device is a CPU, where a tile of the loss also has a most
-_TILE_LOGITS = {False: 2**27, True: 2**22}
-_LEAST_TILE_TOKENS = {False: 64, True: 128}
-_MOST_CPU_TILE_TOKENS = 256
 _STAGING_BYTES, _NUM_LARGEST = 2**25, 5
+
+
+def tile_tokens(vocab_size: int, device_type: str) -> int:
+    """Tokens per tile of the loss, so that its logits stay small beside a chunk's activations.
+
+    On a CPU 128 to 256: fewer cost time, more cost memory and save little. One thread, float32, D
+    896, a trained head; milliseconds per token and MiB of peak above the start (the tile's logits
+    about three times, and the V x D gradient that autograd makes per tile):
+
+        tokens             64           128           256          1,024
+        V 4,096     0.32   58    0.31   51    0.26   59    0.25   90
+        V 32,000     3.3  191     2.5  258     2.5  367     2.1  387
+        V 151,936   16.7  561    13.5  600    12.8  668
+    """
+    if device_type == "cpu":
+        return min(max(2**22 // vocab_size, 128), 256)
+    return max(2**27 // vocab_size, 64)
 
 
 @dataclass(frozen=True)
@@ -332,17 +292,19 @@ class PlanMemory:
     """Measured over counted bytes of a graph."""
     overhead_bytes: int = 0
     """Bytes of a framework's own, counted as buffers all through the step."""
-    heap: Heap = NO_HEAP
-    """The C library's; the bytes that it holds are counted as buffers, too."""
+    heap_blocks: float = 0.0
+    """Number of freed blocks of the largest size that the C library's heap holds; 0 where it was
+    not measured, and on a GPU."""
+    heap_share: float = 0.0
+    """Share that the heap holds of one layer of the largest graph: what a layer frees leaves holes
+    between what it saves."""
     device_type: str = "cuda"
     """Type, cuda or cpu: it decides how large segments of the store and tiles of the loss are."""
 
     @property
     def tile_tokens(self) -> int:
-        """Rows of a tile of the loss, as `ops.loss` cuts it."""
-        on_cpu = self.device_type == "cpu"
-        tokens = max(_TILE_LOGITS[on_cpu] // self.shape.vocab_size, _LEAST_TILE_TOKENS[on_cpu])
-        return min(tokens, _MOST_CPU_TILE_TOKENS) if on_cpu else tokens
+        """Rows of a tile of the loss."""
+        return tile_tokens(self.shape.vocab_size, self.device_type)
 
     def cell(self, stages: tuple[int, ...], stage: int) -> StageBytes:
         """Bytes per token of a cell of one stage."""
@@ -354,12 +316,32 @@ class PlanMemory:
         logits = cell.logit * self.shape.vocab_size * tile
         return logits + (cell.head_gradient if backward else 0.0)
 
-    def staging_bytes(self, largest: float) -> float:
-        """Bytes of the device's buffers for the tier host, as `kv.pools` sizes them by the largest
-        tensor that goes there; a CPU computes on what lies there."""
-        if self.device_type == "cpu" or not largest:
-            return 0.0
-        return max(_STAGING_BYTES, _NUM_LARGEST * largest)
+    def heap_bytes(self, plan: ChunkPlan, rank: int) -> int:
+        """Bytes that the heap holds all through a step, counted as buffers."""
+        if not self.heap_blocks and not self.heap_share:
+            return 0
+        shape, training = self.shape, self.training
+        widest = max(
+            shape.hidden_size, shape.q_size, *(n.width // n.num_active for n in shape.layers)
+        )
+        blocks, graphs = [0.0], [0.0]  # bytes; of a graph those of one layer
+        for action, what in zip(plan.actions[rank], passes(plan, rank), strict=True):
+            if isinstance(action, (Forward, Recompute)):
+                tokens = plan.chunks[action.chunk].num_tokens / plan.sp_size
+                blocks.append(tokens * widest * training.compute_bytes)
+                if what.computes == "graph":
+                    cell = stage_bytes(shape, plan.stages, action.stage, training)
+                    graph = tokens * cell.graph(what.recompute_layers)
+                    graphs.append(graph / plan.stages[action.stage])
+            elif isinstance(action, Backward) and training.lora is None:
+                # the gradient of a matrix; embedding and head make theirs whole
+                is_end = action.stage in (0, len(plan.stages) - 1)
+                columns = max(widest, shape.vocab_size) if is_end else widest
+                blocks.append(shape.hidden_size * columns * training.gradient_bytes)
+        held = self.heap_blocks * min(max(blocks), _LARGEST_BLOCK) + self.heap_share * max(graphs)
+        if self.heap_share and plan.tiers != ON_DEVICE:
+            held = min(held, SPARE * max(graphs) + SPARE_BYTES)
+        return round(held)
 
     def budget_bytes(self, rank: int) -> int:
         return self.device_budget_bytes
@@ -380,8 +362,11 @@ class PlanMemory:
 
     def walk(self, plan: ChunkPlan, rank: int) -> tuple[MemoryCurve, PlanTraffic]:
         """The curve and the traffic, from one walk."""
-        unlike = _unlike(plan, rank, self.shape)
-        walks = [_Walk(self, plan, rank, process).run() for process in unlike]
+        # of the rank's own chunks only: a plan may have a thousand ranks
+        own = dict.fromkeys(a.chunk for a in plan.actions[rank] if isinstance(a, Forward))
+        loads = {i: _loads(plan.chunks[i], plan.sp_size, self.shape) for i in own}
+        processes = _unlike(plan, loads)
+        walks = [_Walk(self, plan, rank, process, loads).run() for process in processes]
         if len(walks) == 1:
             return walks[0]
         curves = [curve for curve, _ in walks]
@@ -393,25 +378,30 @@ class PlanMemory:
         return MemoryCurve(device, host, disk), most
 
 
-def _unlike(plan: ChunkPlan, rank: int, shape: ModelShape) -> list[int]:
-    """One process of the pool for all that hold as many tokens of every chunk of the rank, exchange
-    as many, get as many of others, and hold as many of every cut sequence."""
+def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
+    """(3, S) tokens of a chunk on each process of a pool: its own; those whose K,V it gets beyond
+    its own, and whose gradients it sends back; its own that travel to other processes."""
+    own, gathered, travelling = ([0.0] * sp_size for _ in range(3))
+    for piece in chunk.slices:
+        place, share = piece.place, piece.num_tokens * (1 / piece.place.size)
+        others = gathered_tokens(piece, place.first, shape) if place.size > 1 else 0.0
+        for process in range(place.first, place.stop):
+            own[process] += share
+            if place.size > 1:
+                gathered[process] += others
+                travelling[process] += share
+    return [[1.0] * sp_size if chunk.is_dummy else own, gathered, travelling]
+
+
+def _unlike(plan: ChunkPlan, loads: Mapping[int, list[list[float]]]) -> list[int]:
+    """One process of the pool for all that have equal loads, and hold as many tokens of every cut
+    sequence."""
     if plan.sp_size == 1:
         return [0]
-    rows: list[NDArray[np.float64]] = []
-    for chunk in {a.chunk: None for a in plan.actions[rank] if isinstance(a, Forward)}:
-        tokens, gathered, exchanged = np.zeros((3, plan.sp_size))
-        for piece in plan.chunks[chunk].slices:
-            who = slice(piece.place.first, piece.place.stop)
-            tokens[who] += piece.num_tokens / piece.place.size
-            gathered[who] += gathered_tokens(piece, piece.place.first, shape)
-            if piece.place.size > 1:
-                exchanged[who] += piece.num_tokens / piece.place.size
-            if piece.seq_id in plan.groups:
-                share = np.zeros(plan.sp_size)
-                share[who] = 1 / piece.place.size
-                rows.append(share)
-        rows += tokens, gathered, exchanged
+    rows = [row for of_chunk in loads.values() for row in of_chunk]
+    for piece in (piece for chunk in loads for piece in plan.chunks[chunk].slices):
+        if piece.seq_id in plan.groups:
+            rows.append([token_share(piece, process) for process in range(plan.sp_size)])
     processes: list[int] = np.unique(rows, axis=1, return_index=True)[1].tolist() if rows else [0]
     return processes
 
@@ -419,7 +409,15 @@ def _unlike(plan: ChunkPlan, rank: int, shape: ModelShape) -> list[int]:
 class _Walk:
     """Bytes that one process has in use, action by action."""
 
-    def __init__(self, memory: PlanMemory, plan: ChunkPlan, rank: int, process: int) -> None:
+    def __init__(
+        self,
+        memory: PlanMemory,
+        plan: ChunkPlan,
+        rank: int,
+        process: int,
+        loads: Mapping[int, list[list[float]]],
+    ) -> None:
+        """`loads`: of each chunk of the rank (`_loads`)."""
         self._memory, self._plan, self._rank, self._process = memory, plan, rank, process
         self._actions = plan.actions[rank]
         self._kv_frees, self._input_frees = kv_frees(plan, rank), input_frees(plan, rank)
@@ -435,19 +433,9 @@ class _Walk:
             if action.stage == 0
         }
         """chunk without a Backward -> the action that reads its token ids last."""
-        # of the rank's own chunks only: a plan may have a thousand ranks
-        own = {a.chunk: plan.chunks[a.chunk] for a in self._actions if isinstance(a, Forward)}
-        self._tokens = {i: _tokens_here(chunk, process) for i, chunk in own.items()}
-        self._exchanged = {
-            i: sum(s.num_tokens * token_share(s, process) for s in c.slices if s.place.size > 1)
-            for i, c in own.items()
-        }
-        """Tokens of the process's own part that travel, in each layer."""
-        self._gathered = {
-            i: sum(gathered_tokens(s, process, memory.shape) for s in chunk.slices)
-            for i, chunk in own.items()
-        }
-        """Tokens of which K,V come beyond the process's own part; their gradients go back."""
+        self._tokens, self._gathered, self._exchanged = (
+            {i: load[of][process] for i, load in loads.items()} for of in range(3)
+        )
         self._device = dict.fromkeys(PARTS, 0.0)
         self._lower: dict[Tier, float] = {"host": 0.0, "disk": 0.0}
         self._passing = dict.fromkeys(PARTS, 0.0)
@@ -479,9 +467,11 @@ class _Walk:
                 moved[i], self._moved = self._moved, np.zeros((4, len(KINDS)))
             self._passing = dict.fromkeys(PARTS, 0.0)
             self._end(action, i)
-        # blocks of K,V on their way are in the host tier's buffers
-        staging = self._memory.staging_bytes(self._largest)
-        device[:, PARTS.index("buffers")] += np.maximum(0, staging - staged)
+        if self._largest and self._memory.device_type != "cpu":
+            # the host tier's buffers, as `kv.pools` sizes them, and in them blocks of K,V on their
+            # way; a CPU computes on what lies there
+            staging = max(_STAGING_BYTES, _NUM_LARGEST * self._largest)
+            device[:, PARTS.index("buffers")] += np.maximum(0, staging - staged)
         host, disk = np.rint(lower).astype(np.int64).T
         curve = MemoryCurve(np.rint(device).astype(np.int64), host, disk)
         return curve, PlanTraffic(self._plan.tiers, *moved.swapaxes(0, 1))
@@ -544,8 +534,7 @@ class _Walk:
         self.add("weights", state.weights)
         self.add("gradients", state.gradients + unreduced)
         self.add("optimizer", state.optimizer)
-        heap = memory.heap.held_bytes(shape, memory.training, plan, self._rank)
-        overhead = memory.overhead_bytes + heap
+        overhead = memory.overhead_bytes + memory.heap_bytes(plan, self._rank)
         self.add("buffers", overhead + training.collective_bytes(*whose) + self._under_way())
         if not any(isinstance(action, Unshard) for action in self._actions):
             self.add("buffers", training.gathered_bytes(*whose))
@@ -557,10 +546,9 @@ class _Walk:
         most: dict[tuple[type[Action], int], float] = {}
         for action in self._actions:
             if isinstance(action, (Send, Recv)):
-                ahead = 1
-                if isinstance(action, Send):
-                    is_ahead = action.payload == "activation"
-                    ahead = len(self._plan.stages) - action.stage if is_ahead else 2
+                ahead = 1 if isinstance(action, Recv) else 2
+                if isinstance(action, Send) and action.payload == "activation":
+                    ahead = len(self._plan.stages) - action.stage
                 message = self._tokens[action.chunk] * self._cells[action.stage].message
                 key = type(action), action.peer
                 most[key] = max(most.get(key, 0.0), ahead * message)
@@ -574,6 +562,8 @@ class _Walk:
                     self._deliver(action.chunk, action.stage)
                 if what.computes != "nothing":
                     self._compute(action, what)
+                if what.loss:
+                    self._lose(action, backward=what.computes == "backward")
             case Recv(payload, chunk, stage):
                 message = self._tokens[chunk] * self._cells[stage].message
                 arrives = payload == "activation"
@@ -589,7 +579,7 @@ class _Walk:
         tokens, cell = self._tokens[chunk], self._cells[stage]
         message = tokens * cell.message
         if stage == 0:
-            self._hold("ids", chunk, 0, tokens * cell.input)
+            self._hold("ids", chunk, 0, tokens * TOKEN_BYTES)
         elif ("inputs", chunk, stage) not in self._held:
             self._hold("inputs", chunk, stage, message)
         if stage < len(self._plan.stages) - 1:
@@ -606,14 +596,11 @@ class _Walk:
         gathered = self._gathered[chunk] * cell.kv_layer
         exchanged = self._exchanged[chunk] * cell.exchange
         passing["buffers"] += tokens * cell.working + gathered + exchanged
-        backward = what.computes == "backward"
-        if what.loss:
-            passing["logits"] += self._memory.loss_bytes(cell, tokens, backward=backward)
         if what.writes_kv:
             for piece, stored in self._pieces(chunk, stage):
                 stored.write(self, piece)
             self._write_states(chunk, stage)
-        if backward:
+        if what.computes == "backward":
             again = range(what.remembered, what.recompute_layers)
             self._stream_kv(chunk, stage, range(height), again)
             self._backward(chunk, stage, recomputes=what.recompute_layers > 0)
@@ -639,6 +626,17 @@ class _Walk:
         if remembers := tokens * cell.attention(range(what.remembers)):
             self.write("attention", remembers, 2 * what.remembers, tokens * cell.widest_attention)
             self._hold("attention", chunk, stage, remembers)
+
+    def _lose(self, action: Forward | Recompute | RebuildKV | Backward, *, backward: bool) -> None:
+        """Head and loss run when no layer does; what is more is the action's peak."""
+        tokens, cell = self._tokens[action.chunk], self._cells[action.stage]
+        loss = self._memory.loss_bytes(cell, tokens, backward=backward)
+        hidden = tokens * cell.message  # the final hidden states, or their gradient
+        layer = sum(self._passing[part] for part in _OF_A_LAYER)
+        if self._plan.regathers:
+            self._passing["logits"] += loss  # the last layer's weights arrive meanwhile
+        elif loss + hidden > layer:
+            self._passing |= dict.fromkeys(_OF_A_LAYER, 0.0) | {"logits": loss, "buffers": hidden}
 
     def _graph(self, action: Forward | Recompute, what: Pass) -> None:
         chunk, stage = action.chunk, action.stage
@@ -762,22 +760,35 @@ class _Walk:
 
     def _pieces(self, chunk: int, stage: int) -> Iterator[tuple[int, StoredLayers]]:
         """The pieces of cut sequences in a chunk, each with every kind of layers that store it."""
-        memory = self._memory
         for seq_id, piece in self._plan.links[chunk]:
             if (seq_id, stage) not in self._stored:
-                self._stored[seq_id, stage] = stored_layers(
-                    memory.shape, self._plan, self._cells[stage], seq_id, stage,
-                    self._process, memory.device_type,
-                )  # fmt: skip
+                self._stored[seq_id, stage] = self._store(seq_id, stage)
             for stored in self._stored[seq_id, stage]:
                 yield piece, stored
 
-
-def _tokens_here(chunk: Chunk, process: int) -> float:
-    """Tokens of a chunk on one process."""
-    if chunk.is_dummy:
-        return 1.0
-    return sum(piece.num_tokens * token_share(piece, process) for piece in chunk.slices)
+    def _store(self, seq_id: int, stage: int) -> tuple[StoredLayers, ...]:
+        """Stored tokens of a cut sequence, one entry per window; none without a share of them."""
+        plan, shape, cell = self._plan, self._memory.shape, self._cells[stage]
+        group = plan.groups[seq_id][: plan.num_computed[seq_id]]
+        first_piece = next(s for s in plan.chunks[group[0]].slices if s.seq_id == seq_id)
+        if not token_share(first_piece, self._process):
+            return ()
+        share, first = shape.kv_share(first_piece.place.size), sum(plan.stages[:stage])
+        kv, gradients = cell.kv_layer * share, cell.kv_gradient_layer * share
+        num_tokens = segment_tokens(kv, self._memory.device_type)
+        layers: dict[int | None, list[int]] = {}
+        for i, layer in enumerate(shape.layers[first : first + plan.stages[stage]]):
+            if layer.attends:
+                layers.setdefault(layer.window, []).append(i)
+        found = []
+        for window, own in layers.items():
+            lens, tree = plan.piece_lens[seq_id], plan.trees.get(seq_id)
+            tokens = StoredTokens.of(lens, window, num_tokens, tree)
+            if plan.sampled:
+                drawn = (i for i, c in enumerate(group) if c in plan.trained)
+                tokens = tokens.with_gradients_of(drawn)
+            found.append(StoredLayers(tokens, window, tuple(own), kv, gradients, plan.tiers.kv))
+        return tuple(found)
 
 
 def token_share(piece: Slice, process: int) -> float:
@@ -800,9 +811,9 @@ class StoredLayers:
     """Tokens of one cut sequence that one process stores in the layers of a stage that share a
     window: K,V and their gradients, by segments.
 
-    On the device a layer's K,V come into being as a whole with the first piece that is written,
-    their gradients with the first backward that sees any of them; a segment of both dies with the
-    last piece that touches it (`plan.segments`).
+    A segment's K,V come into being with the first piece that is written to it, their gradients with
+    the first backward that sends any; both die with the last piece that touches it
+    (`plan.segments`). On the device they stay there.
 
     In a lower tier a segment is written once its last piece is, and read by every later pass whose
     attention runs and sees any of it. All gradients of a prefix but those of its newest NUM_HOT
@@ -851,9 +862,6 @@ class StoredLayers:
 
     def write(self, walk: _Walk, piece: int) -> None:
         """The K,V of a piece come into being."""
-        if self._on_device and not self._written:
-            for index in range(len(self.sizes)):
-                self._begin(walk, index)
         for index in self._touched(piece):
             if index not in self._written:
                 self._begin(walk, index)
@@ -891,11 +899,9 @@ class StoredLayers:
         """The Backward of a piece adds to the gradients of what it sees."""
         seen, sent_to = self.seen(piece), self._sent_to(piece)
         if self._on_device:
-            # the first gradient brings those of all segments
-            for index in self._written if sent_to else ():
-                if index not in self._hot and self._takes_gradients(index):
-                    self._hot.add(index)
-                    walk.add("kv_gradients", self._gradients[index])
+            new = [index for index in sent_to if index not in self._hot]
+            self._hot.update(new)
+            walk.add("kv_gradients", self._sum(new))
             return
         # all but the newest segments go back to the tier
         num_rest = bisect_left(sent_to, seen[-NUM_HOT:][0] if seen else 0)
@@ -949,10 +955,6 @@ class StoredLayers:
             return self._tokens.segments(parts[0])
         return sorted({index for part in parts for index in self._tokens.segments(part)})
 
-    def _takes_gradients(self, index: int) -> bool:
-        """Whether a segment holds tokens whose gradients are kept."""
-        return bool(self._tokens.gradients_in(range(*self._tokens.bounds[index : index + 2])))
-
     def _is_cold(self, index: int) -> bool:
         """Whether the gradients of a segment are in the lower tier."""
         return index in self._sent and index not in self._hot
@@ -960,34 +962,3 @@ class StoredLayers:
     def _sum(self, indices: Iterable[int]) -> float:
         """Bytes of the gradients of some segments."""
         return sum(self._gradients[index] for index in indices)
-
-
-def stored_layers(
-    shape: ModelShape,
-    plan: ChunkPlan,
-    cell: StageBytes,
-    seq_id: int,
-    stage: int,
-    process: int,
-    device_type: str,
-) -> tuple[StoredLayers, ...]:
-    """Stored tokens of a cut sequence at a stage, one entry per window; none on a process without a
-    share."""
-    group = plan.groups[seq_id][: plan.num_computed[seq_id]]
-    first_piece = next(s for s in plan.chunks[group[0]].slices if s.seq_id == seq_id)
-    if not token_share(first_piece, process):
-        return ()
-    share, first = shape.kv_share(first_piece.place.size), sum(plan.stages[:stage])
-    layers: dict[int | None, list[int]] = {}
-    for i in range(plan.stages[stage]):
-        if shape.layers[first + i].attends:
-            layers.setdefault(shape.windows[first + i], []).append(i)
-    lens, tree = piece_lens_of(plan, seq_id), plan.trees.get(seq_id)
-    kv, found = cell.kv_layer * share, []
-    for window, own in layers.items():
-        tokens = StoredTokens.of(lens, window, segment_tokens(kv, device_type), tree)
-        if plan.sampled:
-            tokens = tokens.with_gradients_of(i for i, c in enumerate(group) if c in plan.trained)
-        gradients = cell.kv_gradient_layer * share
-        found.append(StoredLayers(tokens, window, tuple(own), kv, gradients, plan.tiers.kv))
-    return tuple(found)

@@ -1,6 +1,6 @@
-"""CostModel: seconds and bytes of a plan's actions, composed of shape, hardware and training.
+"""CostModel: seconds and bytes of a plan's actions, composed of shape, machine and training.
 
-    model = CostModel(model_shape("Qwen2.5-7B"), hardware("H100"))
+    model = CostModel(model_shape("Qwen2.5-7B"), Machine.named("H100"))
     costs = model.costs(plan)               # the simulator's ActionCosts
     check(plan, model.memory())             # the checker's Memory
 
@@ -15,8 +15,6 @@ the best that they do: Megatron-Core's --overlap-grad-reduce and --overlap-param
 gather bucket by bucket in the last and the first micro-batch. Gradients of the embedding and the
 head are complete at the end only, and hide behind nothing. Nor does a CPU's process compute while
 it waits for others.
-
-Seconds of the optimizer's step, which follows the last action of a plan.
 """
 
 from __future__ import annotations
@@ -27,9 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from furlong.cost.machine import HardwareSpec
-from furlong.cost.memory import NO_HEAP, Heap, PlanMemory
+from furlong.cost.machine import Machine
+from furlong.cost.memory import PlanMemory
 from furlong.cost.seconds import (
+    ATTENTION_BACKWARD,
     Array,
     ChunkTable,
     Hidden,
@@ -38,6 +37,7 @@ from furlong.cost.seconds import (
     cell_parts,
     chunk_table,
     parts_of,
+    sequence_flops,
 )
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training, not_in_step
@@ -70,12 +70,8 @@ layers of 256 by 1,024, some 130 MiB for 896 by 4,864."""
 @dataclass(frozen=True)
 class CostModel:
     shape: ModelShape
-    hardware: HardwareSpec
+    hardware: Machine
     training: Training = field(default_factory=Training)
-    activation_factor: float = 1.0
-    """Bytes of a graph that a calibration measured over those that are counted."""
-    heap: Heap = NO_HEAP
-    """The C library's heap, as a calibration measured it."""
     _known: dict[tuple[Any, ...], StageSeconds] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -83,6 +79,10 @@ class CostModel:
     @property
     def device_type(self) -> str:
         return self.hardware.device_type
+
+    def calibrated(self, dtype: str) -> CostModel:
+        """On the machine as it was measured in this dtype, if it was (`Machine.calibrated`)."""
+        return replace(self, hardware=self.hardware.calibrated(dtype))
 
     def costs(self, plan: ChunkPlan, *, free: Collection[Hidden] = ()) -> PlanCosts:
         """Seconds of every action of `plan`. `free`: things that take no time, so that the
@@ -160,13 +160,25 @@ class CostModel:
             )  # fmt: skip
         return self._known[key]
 
+    def sequence_seconds(self, seq_lens: Sequence[int]) -> list[float]:
+        """Seconds of a forward and a backward of each whole sequence through the whole model on one
+        device with its kernels at their best, by which replicas are dealt sequences."""
+        machine, products = self.hardware, 3 if self.training.lora is None else 2
+        linear = products / machine.linear.best
+        attention = 1 / machine.attention_forward.best
+        attention += ATTENTION_BACKWARD / machine.attention_backward.best
+        flops = (sequence_flops(self.shape, n).times(linear, attention).total for n in seq_lens)
+        return [own / machine.peak_flops_per_s for own in flops]
+
     def memory(self, budget_bytes: int | None = None) -> PlanMemory:
         """Bytes of every action of any plan; the default budget is the device's."""
         budget = self.hardware.budget_bytes if budget_bytes is None else budget_bytes
+        machine = self.hardware
         kernels = self.device_type == "cpu" and self.training.compute_bytes == 2
         return PlanMemory(
             self.shape, self.training, budget,
-            activation_factor=self.activation_factor, heap=self.heap,
+            activation_factor=machine.activation_factor,
+            heap_blocks=machine.heap_blocks, heap_share=machine.heap_share,
             overhead_bytes=_CPU_KERNEL_BYTES if kernels else 0, device_type=self.device_type,
         )  # fmt: skip
 
@@ -184,7 +196,6 @@ class PlanCosts:
             model = replace(model, training=training)
         self._model = model
         self._plan = plan
-        self._free = free
         self._parts: dict[tuple[type[Action], int, int], tuple[PassPart, ...]] = {}
         self._firsts: dict[tuple[int, int], Computing] = {}
         """(stage, rank) -> the first Forward."""
@@ -336,27 +347,15 @@ class PlanCosts:
         return self._stages[stage].pass_seconds(parts, table)
 
 
-def optimizer_s(model: CostModel, stages: tuple[int, ...], num_alike: int) -> float:
-    """Seconds in which the slowest device of a layout updates its trained parameters.
-
-    `stages`: layers of each rank of the pipeline. `num_alike`: processes that hold the same stage,
-    dp x sp, beside the replicas of the model's training; under ZeRO each updates its share. All
-    plans of a layout and a ZeRO stage have the same; their own seconds end before it.
-    """
-    training = model.training
-    trained = max(
-        training.trained_parameters(model.shape, stages, frozenset((stage,)))
-        for stage in range(len(stages))
-    )
-    shards = num_alike * training.replicas if training.zero_stage else 1
-    return trained / (shards * model.hardware.optimizer_parameters_per_s)
-
-
 def update_s(model: CostModel, plan: ChunkPlan) -> float:
-    """Seconds of the optimizer's step behind a plan; none without a Backward."""
+    """Seconds of the optimizer's step behind a plan, on the device with most trained parameters;
+    none without a Backward. Under ZeRO a device updates its share of what others hold too."""
     if not plan.trained:
         return 0.0
-    held = [{a.stage for a in own if isinstance(a, Forward)} for own in plan.actions]
-    num_replicas = sum(0 in stages for stages in held)
-    layers = [sum(plan.stages[s] for s in own) for own in held[: len(held) // num_replicas]]
-    return optimizer_s(model, tuple(layers), num_replicas * plan.sp_size)
+    training = model.training
+    held = [frozenset(a.stage for a in own if isinstance(a, Forward)) for own in plan.actions]
+    trained = max(training.trained_parameters(model.shape, plan.stages, own) for own in set(held))
+    shards = 1
+    if training.zero_stage:
+        shards = sum(0 in own for own in held) * plan.sp_size * training.replicas
+    return trained / (shards * model.hardware.optimizer_parameters_per_s)

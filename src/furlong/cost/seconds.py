@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal
@@ -44,7 +44,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.machine import Collective, Efficiency, HardwareSpec, Link
+from furlong.cost.machine import Collective, Efficiency, Link, Machine
 from furlong.cost.memory import stage_bytes
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
@@ -106,6 +106,13 @@ _HEADS = ("head", "head and back")
 _NO_WAIT = Link(0.0, float("inf"))
 
 
+def _sums(factors: Array, rows: Array) -> Array:
+    """(P, S, C) sums of K rows (K, S, C) times the factors (P, K) of each part: tensordot, without
+    what it takes to be general."""
+    found: Array = np.dot(factors, rows.reshape(len(rows), -1))
+    return found.reshape(len(factors), *rows.shape[1:])
+
+
 class StageSeconds:
     """Seconds of one stage: of passes through it, of its weights and of its gradients.
 
@@ -117,7 +124,7 @@ class StageSeconds:
     def __init__(
         self,
         shape: ModelShape,
-        hardware: HardwareSpec,
+        hardware: Machine,
         training: Training,
         stages: tuple[int, ...],
         stage: int,
@@ -130,8 +137,11 @@ class StageSeconds:
     ) -> None:
         self._shape, self._hardware, self._training = shape, hardware, training
         self._stages, self._stage = stages, stage
-        self._flops = stage_flops(shape, stages, stage)
-        self._height = stages[stage]
+        first, self._height = sum(stages[:stage]), stages[stage]
+        self._layers = shape.layers[first : first + self._height]
+        self._linear_flops = sum(layer.flops for layer in self._layers)
+        """FLOPs of a token's forward through the layers."""
+        self._head_flops = 2 * shape.embedding_parameters * (stage == len(stages) - 1)
         firsts = [first_device(rank, layout) for rank in ranks]
         self._groups = [range(first, first + layout.sp) for first in firsts]
         """Devices of each sequence-parallel group that holds the stage."""
@@ -145,9 +155,8 @@ class StageSeconds:
             self._stream = None
         kv_token_bytes = shape.stored_size * element / layout.sp
         self._segment_tokens = segment_tokens(kv_token_bytes, hardware.device_type)
-        layers = range(sum(stages[:stage]), sum(stages[: stage + 1]))
-        lora = training.lora
-        self._lora = 2 * sum(lora.layer_parameters(shape, i) for i in layers) if lora else 0
+        lora, numbers = training.lora, range(first, first + self._height)
+        self._lora = 2 * sum(lora.layer_parameters(shape, i) for i in numbers) if lora else 0
         """Forward FLOPs per token of the stage's adapters."""
         cell = stage_bytes(shape, stages, stage, training)
         self._saved = cell.graph_layers
@@ -155,10 +164,11 @@ class StageSeconds:
         self._logits = cell.logit * shape.vocab_size
         """Bytes per token of logits, with their gradients."""
         self._rate = hardware.peak_flops_per_s * hardware.linear.best
-        self._windows = tuple(dict.fromkeys(self._flops.windows))
+        self._windows = tuple(dict.fromkeys(layer.window for layer in self._layers))
         self._unvisited = tuple(
-            dict.fromkeys(share for share, flops in self._flops.layer_idle if flops)
+            dict.fromkeys(layer.unvisited for layer in self._layers if layer.idle_parameters)
         )
+        """Shares of the experts that a token does not visit, of the layers with experts."""
         self._rows: dict[tuple[PassPart, ...], tuple[Array, ...]] = {}
         self.passes_gather = training.regathers and not unsharded
         """Whether every pass gathers its weights, and every backward reduces."""
@@ -170,7 +180,7 @@ class StageSeconds:
         links, gathered = tuple(self._sp_links.items()), (0.0, 0.0)
         if self._gathers:
             gathered = self._gathered_s(backward=False), self._gathered_s(backward=True)
-        return self._flops, self._saved, self._logits, self._lora, links, gathered
+        return self._layers, self._head_flops, self._saved, self._lora, links, gathered
 
     def pass_seconds(self, parts: tuple[PassPart, ...], table: ChunkTable) -> Array:
         """(P, S, C) parts of a pass over the stage, on every process."""
@@ -181,14 +191,14 @@ class StageSeconds:
         tokens, busy = table.tokens, (table.tokens > 0).astype(float)
         # E experts of which a token visits k: n tokens visit E (1 - (1 - k/E)^n) on average
         visited = [1 - share ** np.maximum(tokens - 1, 0) for share in self._unvisited]
-        local = np.tensordot(keys, self._attended(table.local_keys, tokens), 1)
-        shared = np.tensordot(keys, self._attended(table.shared_keys, tokens), 1)
+        local = _sums(keys, self._attended(table.local_keys, tokens))
+        shared = _sums(keys, self._attended(table.shared_keys, tokens))
         exchanged = np.multiply.outer(attending, self._exchanges_s(table))
-        seconds: Array = np.tensordot(matrices, np.stack([tokens, busy, *visited]), 1)
+        seconds = _sums(matrices, np.stack([tokens, busy, *visited]))
         seconds += np.maximum(local, exchanged) + shared
         if self._stream is not None:
             seconds += np.stack([self._waits_s(part, table) for part in parts])
-        launched = np.tensordot(launches, np.stack([busy, table.num_slices]), 1)
+        launched = _sums(launches, np.stack([busy, table.num_slices]))
         # a GPU computes while its host launches what follows
         both = np.maximum if self._hardware.hides_launches else np.add
         both(seconds, launched, out=seconds)
@@ -204,21 +214,22 @@ class StageSeconds:
         """Factors of one part: of tokens, of processes that have one, and of the experts that some
         of these visit, by the share that one token does not; of attended keys by window, and of
         keys per token of the process; layers that exchange; of processes and calls launched."""
-        hardware, flops, back = self._hardware, self._flops, part.work == "backward"
+        hardware, back = self._hardware, part.work == "backward"
         linear, passed = self._per_token(part)
         layers, attending = self._num_layers(part), self._attending(part)
         token_s = linear / self._rate + passed / hardware.activation_bytes_per_s
         process_s = linear * hardware.linear.half_tokens / self._rate
         matrices = [token_s, process_s]
         frozen = self._training.lora is not None
-        idle = flops.layer_idle[: layers - (part.work == "to last kv")]
+        passed_whole = self._layers[: layers - (part.work == "to last kv")]
         read_s = hardware.linear.half_tokens / self._rate * (1 + (back and not frozen))
         matrices += [
-            sum(each * read_s for own, each in idle if own == share) for share in self._unvisited
+            sum(2 * o.idle_parameters * read_s for o in passed_whole if o.unvisited == share)
+            for share in self._unvisited
         ]
         key_s = self._key_s(part)
         keys = [
-            sum(key_s[layer] for layer in attending if flops.windows[layer] == window)
+            sum(key_s[i] for i in attending if self._layers[i].window == window)
             for window in self._windows
         ]
         half_tokens = self._attention(part).half_tokens
@@ -290,25 +301,26 @@ class StageSeconds:
 
     def _per_token(self, part: PassPart) -> tuple[float, float]:
         """FLOPs of matrices, and bytes of saved tensors that pass, per token."""
-        flops, frozen = self._flops, self._training.lora is not None
+        linear, frozen = self._linear_flops, self._training.lora is not None
         match part.work:
             case "head":
-                return flops.head_per_token, self._logits / 3
+                return self._head_flops, self._logits / 3
             case "head and back":
-                return flops.head_per_token * (2 if frozen else 3), self._logits
+                return self._head_flops * (2 if frozen else 3), self._logits
             case "backward":
-                linear = flops.linear_per_token * (1 if frozen else 2) + 2 * self._lora
-                return linear, 2 * sum(self._saved)
+                return linear * (1 if frozen else 2) + 2 * self._lora, 2 * sum(self._saved)
             case "first layers":
                 adapters = self._lora * part.layers / max(1, self._height)
-                linear = sum(flops.layer_linear_per_token[: part.layers])
+                linear = sum(layer.flops for layer in self._layers[: part.layers])
                 return linear + adapters, sum(self._saved[: part.layers])
             case "to last kv":
-                tail, last = flops.tail_per_token, flops.layer_linear_per_token[-1]
-                passed = sum(self._saved) - self._saved[-1] * tail / last
-                return flops.linear_per_token + self._lora - tail, passed
+                # what is behind the last layer's K,V projection is left out
+                last = self._layers[-1]
+                tail = 2 * (last.matrices - last.before_kv)
+                passed = sum(self._saved) - self._saved[-1] * tail / last.flops
+                return linear + self._lora - tail, passed
             case _:
-                return flops.linear_per_token + self._lora, sum(self._saved)
+                return linear + self._lora, sum(self._saved)
 
     def _num_layers(self, part: PassPart) -> int:
         """Layers that the part passes; none behind the last."""
@@ -321,7 +333,7 @@ class StageSeconds:
         first, stop = part.remembered, self._num_layers(part) - (part.work == "to last kv")
         if part.work == "backward":
             first = 0
-        return [layer for layer in range(first, stop) if self._flops.attention_per_key[layer]]
+        return [i for i in range(first, stop) if self._layers[i].attends]
 
     def _attention(self, part: PassPart) -> Efficiency:
         backward = part.work == "backward"
@@ -331,7 +343,7 @@ class StageSeconds:
         """Seconds of an attended key in each layer, at the best efficiency."""
         times = ATTENTION_BACKWARD if part.work == "backward" else 1.0
         rate = self._hardware.peak_flops_per_s * self._attention(part).best
-        return [times * flops / rate for flops in self._flops.attention_per_key]
+        return [times * layer.key_flops / rate for layer in self._layers]
 
     def _exchange_s(self, size: int) -> float:
         """Seconds per token of a place's slices in the exchanges of one layer, without latencies:
@@ -357,8 +369,9 @@ class StageSeconds:
         matrices = np.where(tokens > 0, tokens + half_tokens, 0.0)
         own_s = self._per_token(part)[0] * matrices / self._rate / len(attending)
         slower = 1 + self._attention(part).half_tokens / np.maximum(tokens, 1e-9)
-        key_s, windows = self._key_s(part), self._flops.windows
-        for (window, each), count in Counter((windows[i], key_s[i]) for i in attending).items():
+        key_s, layers = self._key_s(part), self._layers
+        kinds = Counter((layers[i].window, key_s[i]) for i in attending)
+        for (window, each), count in kinds.items():
             keys_s = table.prefix_keys[window] * each * slower
             load_s = self._loads_s(table.prefix_tokens[window], part.work == "backward")
             total += count * self._stall_s(table.prefix_tokens[window], own_s, keys_s, load_s)
@@ -423,7 +436,9 @@ def chunk_table(
     kinds = list(dict.fromkeys(model.windows))
     shape = (sp_size, len(chunks))
     sizes = {piece.place.size for chunk in chunks for piece in chunk.slices} - {1}
-    calls = {size: attention_calls(model, size) for size in (1, *sizes)}
+    # zigzag balances causal attention, as in context parallelism: where inner groups divide a
+    # slice's rows, group b of c has the parts b and 2 c - 1 - b of 2 c
+    calls = {size: 1 + (model.inner_size(size) < size) for size in (1, *sizes)}
     tokens, num_slices = np.zeros(shape), np.zeros(shape)
     exchanged = {size: np.zeros(shape) for size in sorted(sizes)}
     local, shared, prefix, prefix_keys = (
@@ -441,29 +456,17 @@ def chunk_table(
             if size > 1:
                 exchanged[size][who, c] += n
             for window in kinds:
-                keys = computed_keys(start, start + n, window, tile_tokens)
-                (shared if size > 1 else local)[window][who, c] += keys / size
+                attended = attended_keys(start, start + n, window)
+                computed = attended + n * min(n, tile_tokens) / 2
+                (shared if size > 1 else local)[window][who, c] += computed / size
                 if start:
                     seen = start if window is None else min(start, window - 1)
                     if piece.seq_id != before:  # branches of one parent read it once
                         prefix[window][who, c] += seen * model.kv_share(size)
-                    earlier = attended_keys(start, start + n, window) - attended_keys(0, n, window)
+                    earlier = attended - attended_keys(0, n, window)
                     prefix_keys[window][who, c] += earlier / size
             before = piece.seq_id
     return ChunkTable(tokens, num_slices, exchanged, local, shared, prefix, prefix_keys)
-
-
-def attention_calls(model: ModelShape, place_size: int) -> int:
-    """Calls of attention that a slice takes on each process of its place (zigzag, as context
-    parallelism balances causal attention: parts b and 2 c - 1 - b of 2 c for group b of c)."""
-    return 1 if model.inner_size(place_size) == place_size else 2
-
-
-def computed_keys(start: int, stop: int, window: int | None, tile_tokens: int) -> float:
-    """Keys of the tokens [start, stop) of a sequence: those that they attend, and those of their
-    tiles behind the mask."""
-    num_tokens = stop - start
-    return attended_keys(start, stop, window) + num_tokens * min(num_tokens, tile_tokens) / 2
 
 
 ATTENTION_BACKWARD = 2.5
@@ -496,69 +499,8 @@ def attended_keys(start: int, stop: int, window: int | None = None) -> int:
     return below + (stop - full) * window
 
 
-@dataclass(frozen=True)
-class StageFlops:
-    """Work of one stage per token and per attended key; all figures are of a forward."""
-
-    linear_per_token: int
-    """FLOPs of all its layers."""
-    tail_per_token: int
-    """FLOPs of its last layer behind the K,V projection: a pass up to the last K,V leaves them
-    out."""
-    attention_per_key: tuple[int, ...]
-    """FLOPs of one (query, key) pair in each layer, over all heads; 0 in those without
-    attention."""
-    head_per_token: int
-    """FLOPs of the language-model head; 0 unless it is the last stage."""
-    layer_linear_per_token: tuple[int, ...]
-    windows: tuple[int | None, ...]
-    """The window of each layer."""
-    layer_idle: tuple[tuple[float, int], ...]
-    """For each layer the share of its experts that a token does not visit, and the FLOPs per token
-    that their matrices would take."""
-
-    def forward(self, num_tokens: float, keys: Mapping[int | None, float]) -> Flops:
-        """FLOPs without the head; `keys`: attended keys for each window of the stage's layers."""
-        attention = sum(
-            each * keys[window]
-            for each, window in zip(self.attention_per_key, self.windows, strict=True)
-        )
-        return Flops(self.linear_per_token * num_tokens, attention)
-
-    def sequence(self, seq_len: int) -> Flops:
-        """FLOPs of one whole sequence, head included."""
-        keys = {window: float(attended_keys(0, seq_len, window)) for window in {*self.windows}}
-        layers = self.forward(seq_len, keys)
-        return replace(layers, linear=layers.linear + self.head_per_token * seq_len)
-
-
-def stage_flops(shape: ModelShape, stages: tuple[int, ...], stage: int) -> StageFlops:
-    """The work of `stage`, of a model cut into `stages` (layers of each)."""
-    first = sum(stages[:stage])
-    layers = range(first, first + stages[stage])
-    linear = tuple(shape.layer_flops(layer) for layer in layers)
-    is_last = stage == len(stages) - 1
-    return StageFlops(
-        linear_per_token=sum(linear),
-        tail_per_token=_tail_flops(shape, layers[-1]) if layers else 0,
-        attention_per_key=tuple(shape.layers[layer].key_flops for layer in layers),
-        head_per_token=2 * shape.embedding_parameters if is_last else 0,
-        layer_linear_per_token=linear,
-        windows=tuple(shape.windows[layer] for layer in layers),
-        layer_idle=tuple(_idle(shape, layer) for layer in layers),
-    )
-
-
-def _idle(shape: ModelShape, layer: int) -> tuple[float, int]:
-    own = shape.layers[layer]
-    return own.unvisited, 2 * own.idle_parameters
-
-
-def _tail_flops(shape: ModelShape, layer: int) -> int:
-    """FLOPs of a layer per token behind what later chunks need of it."""
-    return 2 * (shape.layers[layer].matrices - shape.layers[layer].before_kv)
-
-
 def sequence_flops(shape: ModelShape, seq_len: int) -> Flops:
     """FLOPs of one whole sequence's forward through the whole model, head included."""
-    return stage_flops(shape, (shape.num_layers,), 0).sequence(seq_len)
+    keys = {window: float(attended_keys(0, seq_len, window)) for window in {*shape.windows}}
+    attention = sum(layer.key_flops * keys[layer.window] for layer in shape.layers)
+    return Flops(shape.token_flops * seq_len, attention)

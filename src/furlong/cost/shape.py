@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from furlong.cost.inputs import look_up, read_object
+from furlong.cost.inputs import look_up, read_object, user_cache
 from furlong.families import family_of
 from furlong.plan.rows import inner_size
 
@@ -67,6 +67,11 @@ class LayerShape:
     """By dtype (2 and 4 bytes an element)."""
     scan_saved: tuple[float, float] = (0.0, 0.0)
     """Bytes among `saved` that recurrences save, by dtype, all weights trained."""
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a token's forward, attention apart."""
+        return 2 * self.matrices + self.scan_flops
 
     @property
     def attends(self) -> bool:
@@ -177,9 +182,10 @@ class ModelShape:
         """All parameters of a layer."""
         return self.layers[layer].parameters
 
-    def layer_flops(self, layer: int) -> int:
-        """FLOPs of a layer's forward per token, attention apart."""
-        return 2 * self.layers[layer].matrices + self.layers[layer].scan_flops
+    @cached_property
+    def token_flops(self) -> int:
+        """FLOPs of a token's forward through the whole model, attention apart, head included."""
+        return sum(layer.flops for layer in self.layers) + 2 * self.embedding_parameters
 
     def state_bytes(self, layers: Iterable[int], element_bytes: int) -> int:
         """Bytes of the states that leave one chunk of a sequence in these layers."""
@@ -231,6 +237,7 @@ class ModelShape:
         return cls(**own)
 
 
+_PUBLISHERS = {"qwen": "qwen", "llama": "meta-llama"}
 _FIELDS = ModelShape.__dataclass_fields__.keys()
 
 
@@ -251,23 +258,41 @@ def _known_shape(name: str) -> ModelShape:
     return ModelShape.from_values(known_models()[name]["shape"])
 
 
+def is_known_model(name: str) -> bool:
+    """Whether a name is a known model's, bare or with its publisher on the hub; what others publish
+    under it may be another model."""
+    publisher, _, last = name.lower().rpartition("/")
+    own = next((own for start, own in _PUBLISHERS.items() if last.startswith(start)), "")
+    return last in {known.lower() for known in known_models()} and publisher in ("", own)
+
+
 def model_shape(name: str) -> ModelShape:
     """The shape of a model by name. Raises ConfigError that names the nearest."""
     names = {known: known for known in known_models()}
     return _known_shape(look_up(name, names, kind="model", source="the model's name"))
 
 
-def cached_shape(config_file: Path) -> tuple[ModelShape | None, Path]:
-    """The shape of a config.json that was measured before, and the file in the user's cache that
-    has it or would have it. Raises ConfigError for what is no config."""
+def cached_shape(config_file: Path, measure: Callable[[Path], ModelShape]) -> ModelShape:
+    """The shape of a config.json as it was measured before by the same furlong, torch and
+    transformers, else as `measure` finds it. Raises ConfigError for what is no config."""
     change = "give a model's config.json, or a folder that holds it"
     config = read_object(config_file, source="the model's name", change=change)
-    versions = [metadata.version(name) for name in ("torch", "transformers")]
-    text = json.dumps([config, versions, sorted(LayerShape.__dataclass_fields__)], sort_keys=True)
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    file = Path(base) / "furlong" / f"model-{key}.json"
+    versions = [metadata.version(name) for name in ("furlong", "torch", "transformers")]
+    key = _digest([config, versions, sorted(LayerShape.__dataclass_fields__)])
+    file = user_cache() / f"model-{key}.json"
     try:
-        return ModelShape.from_values(json.loads(file.read_text(encoding="utf-8"))), file
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None, file
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if saved["digest"] == _digest(saved["shape"]):
+            return ModelShape.from_values(saved["shape"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # no file, or a damaged one
+    shape = measure(config_file)
+    values = json.loads(json.dumps(shape.to_values()))
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"digest": _digest(values), "shape": values}), encoding="utf-8")
+    return shape
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -8,16 +8,53 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
 
 import torch
 from torch import Tensor
 
-from furlong.kv.extents import Extents
-from furlong.kv.pools.contract import poison_bytes
+
+class Extents:
+    """Free bytes of the range 0 to `num_bytes`, taken first fit and merged when given back."""
+
+    def __init__(self, num_bytes: int = 0) -> None:
+        self.num_bytes = num_bytes
+        self._holes = [(0, num_bytes)] * (num_bytes > 0)  # sorted (start, stop)
+
+    @property
+    def free_at_end_bytes(self) -> int:
+        start, stop = self._holes[-1] if self._holes else (0, 0)
+        return stop - start if stop == self.num_bytes else 0
+
+    def take(self, num_bytes: int) -> int | None:
+        """Start of `num_bytes` that were free, or None where no hole is large enough."""
+        for index, (start, stop) in enumerate(self._holes):
+            if stop - start >= num_bytes:
+                rest = (start + num_bytes, stop)
+                self._holes[index : index + 1] = [rest] * (stop - start > num_bytes)
+                return start
+        return None
+
+    def give(self, start: int, num_bytes: int) -> None:
+        stop = start + num_bytes
+        index = bisect_left(self._holes, (start, stop))
+        if index < len(self._holes) and self._holes[index][0] == stop:
+            stop = self._holes.pop(index)[1]
+        if index > 0 and self._holes[index - 1][1] == start:
+            index -= 1
+            start = self._holes.pop(index)[0]
+        self._holes.insert(index, (start, stop))
+
+    def grow(self, num_bytes: int) -> None:
+        """Append free bytes at the end."""
+        self.num_bytes += num_bytes
+        self.give(self.num_bytes - num_bytes, num_bytes)
+
 
 _ALIGNMENT_BYTES = 64
 _MIN_SLAB_BYTES = 2**26
+_NAN_BYTE = 0xFF
+"""A float of any width whose bytes are all this one is NaN."""
 
 
 class Arena:
@@ -54,21 +91,8 @@ class Arena:
         # `.data`: a version counter of its own, so that autograd sees writes to this piece only.
         return memory[start : start + num_bytes].view(dtype).view(shape).data
 
-    def split(self, tensor: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
-        """A tensor from `take`, cut along its first axis into parts that are given back each by
-        itself. The whole may be used as long as the parts in use are not given back."""
-        parts = tensor.split(list(rows))
-        if tensor.numel() == 0:
-            return parts
-        slab, start, stop = self._taken.pop(tensor.data_ptr())
-        for part in reversed([p for p in parts if p.numel()]):
-            first = start + part.data_ptr() - tensor.data_ptr()
-            self._taken[part.data_ptr()] = (slab, first, stop)
-            stop = first
-        return parts
-
     def give(self, tensor: Tensor) -> None:
-        """Give back what `take` or `split` returned."""
+        """Give back what `take` returned."""
         if tensor.numel() == 0:
             return
         slab, start, stop = self._taken.pop(tensor.data_ptr())
@@ -101,3 +125,8 @@ class Arena:
         assert start is not None
         self._slabs.append((memory, extents))
         return len(self._slabs) - 1, start
+
+
+def poison_bytes(x: Tensor) -> None:
+    """Fill contiguous x with NaN, so that a use after it was given back is seen."""
+    x.detach().view(-1).view(torch.uint8).fill_(_NAN_BYTE)

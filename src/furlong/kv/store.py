@@ -1,13 +1,18 @@
 """The KVStore: per sequence and layer, what later chunks need of earlier ones.
 
-K,V of a cut sequence, states of its recurrent layers (`furlong.kv.states`), and the gradients that
-later chunks send (float32 where K,V have 16 bits), made when the first one arrives. With a sliding
-window of w tokens only the last w-1 tokens of a chunk are kept: no later token sees the others, and
-what a later chunk sees stays contiguous, along its path where a sequence branches. With attention
-blocks only those of the block that is open at its end are kept. They lie in segments, the unit of
-freeing and of tiers (`furlong.plan.segments` says how they are cut).
+K,V of a cut sequence, states of its recurrent layers, and the gradients that later chunks send
+(float32 where K,V have 16 bits), made when the first one arrives. With a sliding window of w tokens
+only the last w-1 tokens of a chunk are kept: no later token sees the others, and what a later chunk
+sees stays contiguous, along its path where a sequence branches. With attention blocks only those of
+the block that is open at its end are kept. They lie in segments, the unit of freeing and of tiers
+(`furlong.plan.segments` says how they are cut): one dies when the last piece that touches it is
+freed. A recurrent state belongs to a sequence, a layer, a kind and a token boundary: it leaves
+where the token before the boundary is and enters where that behind it is. It is kept as long as the
+K,V of the piece that ends at the boundary, in the same tier. Whoever begins there reads it, and
+sends its gradient.
 
-Without a pool everything is in the arena. With one, segments travel, and bytes are counted by
+A segment is taken in the arena with its first piece. Without a pool it stays there. With one it
+goes through the pool once its last piece is written, and bytes are counted by
 
     S_p   stored tokens before piece p;  e_i  the end of segment i;  K_i, G_i  bytes of its K,V
           and of its gradients;  P_p  the segments that hold some of what piece p sees, that is
@@ -29,27 +34,326 @@ segment is alive costs one read and one write of the segment more.
 In the arena lie meanwhile, per sequence and layer: K,V of the segment that fills, the gradients of
 the newest `num_hot` segments and of those behind them that still wait for their own backward.
 
-    K key-value heads, S stored tokens, H head dim; `piece` is a chunk's position in its group
+    K key-value heads, S stored tokens, H head dim, tensors are token-major;
+    `piece` is a chunk's position in its group
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from furlong.kv.arena import Arena
-from furlong.kv.layer_segments import LayerSegments
-from furlong.kv.pools.contract import Pool
-from furlong.kv.pools.device import DevicePool
-from furlong.kv.segments import StoredBlock
-from furlong.kv.states import StateStore
+from furlong.kv.pools import DevicePool, Handle, Lease, Pool
+from furlong.plan.plan import Tree
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
-from furlong.plan.trees import Tree
 
-_MAX_FORWARD_TOKENS = 65_536
-_MAX_BACKWARD_TOKENS = 8192
-"""Keys per prefix block on the device; in the backward it bounds what a kernel call returns."""
+_T = TypeVar("_T")
+
+
+@dataclass
+class Segment:
+    """Stored tokens [start, stop); its tensors (S, 2, K, H) are in the arena or in the pool."""
+
+    start: int
+    stop: int
+    kv: Tensor | None = None
+    kv_handle: Handle | None = None
+    grad: Tensor | None = None
+    grad_handle: Handle | None = None
+    grad_lease: Lease | None = None
+    """Gradients that came back from the pool, while its blocks are read."""
+    has_news: bool = False
+    """Whether they have changed meanwhile."""
+    written: set[int] = field(default_factory=set)
+    """Pieces that were written since it came into being."""
+
+    def rows(self, tokens: range) -> slice:
+        """Where it holds those of `tokens` that it holds."""
+        start, stop = max(tokens.start, self.start), min(tokens.stop, self.stop)
+        return slice(start - self.start, stop - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """Implements `ops.attention.PrefixBlock`."""
+
+    kv: Tensor  # (S, 2, K, H)
+    distance: int
+    add: Callable[[Tensor, Tensor], None] | None
+
+    @property
+    def k(self) -> Tensor:
+        return self.kv[:, 0].transpose(0, 1)  # (K, S, H)
+
+    @property
+    def v(self) -> Tensor:
+        return self.kv[:, 1].transpose(0, 1)  # (K, S, H)
+
+    def add_grad(self, dk: Tensor, dv: Tensor) -> None:
+        assert self.add is not None, "the prefix was asked for without gradients"
+        self.add(dk, dv)
+
+
+def present(x: _T | None) -> _T:
+    assert x is not None
+    return x
+
+
+Kind = tuple[str, int]
+"""Kind of a state and its number in its layer."""
+Boundary = tuple[int, int, int]
+"""Sequence, layer, tokens of the sequence in front of it."""
+
+
+class StateStore:
+    """States at token boundaries in a pool; their gradients stay on the device."""
+
+    def __init__(self, pool: Pool, trained: Mapping[int, Collection[int]] | None = None) -> None:
+        """`trained`: for each cut sequence the boundaries where gradients are kept; None: all."""
+        self._pool = pool
+        self._trained = trained
+        self._handles: dict[Boundary, dict[Kind, Handle]] = {}
+        self._grads: dict[Boundary, dict[Kind, Tensor | None]] = {}
+
+    def write(self, at: Boundary, states: Mapping[Kind, Tensor]) -> None:
+        """Keep states that leave at a boundary; other kinds that have left there stay."""
+        kept = self._handles.setdefault(at, {})
+        for kind, state in states.items():
+            if kind in kept:
+                self._pool.drop(kept.pop(kind))
+            kept[kind] = self._pool.put(state.detach())
+
+    def read(self, at: Boundary) -> dict[Kind, Tensor]:
+        """Copies of the states at a boundary: a graph may hold them longer than the pool."""
+        assert at in self._handles, f"states at {at} (sequence, layer, token) are gone"
+        found = {}
+        for kind, handle in self._handles[at].items():
+            lease = self._pool.get(handle)
+            found[kind] = lease.tensor.clone()
+            lease.release()
+        return found
+
+    def send(self, at: Boundary, grads: Mapping[Kind, Tensor | None]) -> None:
+        """Keep gradients of the states at a boundary, from where they have entered."""
+        if self._trained is None or at[2] in self._trained[at[0]]:
+            detached = {kind: g if g is None else g.detach() for kind, g in grads.items()}
+            self._grads.setdefault(at, {}).update(detached)
+
+    def later_grads(self, at: Boundary, kinds: Iterable[Kind]) -> list[Tensor | None]:
+        """The gradients of some kinds that were sent to a boundary, which are then forgotten; None
+        for those that were not."""
+        sent = self._grads.get(at, {})
+        found = [sent.pop(kind, None) for kind in kinds]
+        if not sent:
+            self._grads.pop(at, None)
+        return found
+
+    def free(self, at: Boundary) -> None:
+        for handle in self._handles.pop(at, {}).values():
+            self._pool.drop(handle)
+        self._grads.pop(at, None)
+
+    def clear(self) -> None:
+        """Forget everything, after an error; clears the pool if anything was in it."""
+        if self._handles:
+            self._pool.clear()
+        self._handles.clear()
+        self._grads.clear()
+
+    @property
+    def num_buffers(self) -> int:
+        return len(self._handles) + len(self._grads)
+
+
+class LayerSegments:
+    """The segments of one sequence in one layer, and which pieces are alive."""
+
+    def __init__(
+        self, arena: Arena, pool: Pool | None, tokens: StoredTokens, like: Tensor, num_hot: int
+    ) -> None:
+        """`pool`: where segments wait, None in the arena. `like`: keys (K, T, H) of the layer;
+        `num_hot`: newest segments of a prefix whose gradients stay in the arena all the same."""
+        self.tokens = tokens
+        self.alive: set[int] = set()
+        self.segments = [Segment(start, stop) for start, stop in pairwise(tokens.bounds)]
+        self._arena, self._pool = arena, pool
+        self._num_hot = len(self.segments) if pool is None else num_hot
+        self._dtype = like.dtype
+        self._wide = torch.float32 if like.dtype.itemsize < 4 else like.dtype
+        self._token_shape = (2, like.shape[0], like.shape[2])
+
+    def write(self, piece: int, k: Tensor, v: Tensor) -> None:
+        """Keep what later pieces see of k, v (K, T, H)."""
+        tokens = self.tokens.of_piece(piece)
+        first = k.shape[1] - len(tokens)
+        again = piece not in self.alive
+        for segment in self._holding(tokens):
+            rows = segment.rows(tokens)
+            there = segment.start + rows.start - tokens.start + first
+            part = slice(there, there + rows.stop - rows.start)
+            if again:
+                self._zero_grad(segment, rows)
+            self._write_part(segment, rows, k[:, part], v[:, part])
+            segment.written.add(piece)
+            if self._pool is not None and segment.kv is not None:
+                held = range(segment.start, segment.stop)
+                if segment.written.issuperset(self.tokens.pieces(held)):
+                    segment.kv_handle = self._pool.put(segment.kv)
+                    self._arena.give(segment.kv)
+                    segment.kv = None
+        self.alive.add(piece)
+
+    def free(self, piece: int) -> None:
+        """Forget a piece, and the segments that no piece alive touches."""
+        self.alive.discard(piece)
+        for segment in self._holding(self.tokens.of_piece(piece)):
+            pieces = self.tokens.pieces(range(segment.start, segment.stop))
+            if self.alive.isdisjoint(pieces):
+                self._forget(segment)
+
+    def require_alive(self, seen: Sequence[range], what: str) -> None:
+        pieces = (p for run in seen for p in self.tokens.pieces(run))
+        missing = [p for p in pieces if p not in self.alive]
+        assert not missing, f"K,V of pieces {missing} of {what} are gone"
+
+    def blocks(self, seen: Sequence[range], *, gradients: bool) -> Iterator[StoredBlock]:
+        """A block per segment, or per part of one that is seen, the next segment on its way
+        meanwhile; with `gradients` the newest first."""
+        indices = dict.fromkeys(index for run in seen for index in self.tokens.segments(run))
+        step = -1 if gradients else 1
+        order = [self.segments[index] for index in indices][::step]
+        for number, segment in enumerate(order):
+            self._prefetch(order[number : number + 2], gradients=gradients)
+            lease = self._lease(segment.kv_handle)
+            kv = present(segment.kv if lease is None else lease.tensor)
+            for index, part in list(enumerate(seen))[::step]:
+                rows = segment.rows(part)
+                if rows.start >= rows.stop:
+                    continue
+                first = segment.start + rows.start
+                add = partial(self._add, segment, first) if gradients else None
+                distance = part.stop - first + sum(map(len, seen[index + 1 :]))
+                yield StoredBlock(kv[rows], distance, add)
+            # Not in a `finally`: a generator may be ended by the garbage collector, which must
+            # not touch tensors. After an error `clear` ends the leases.
+            if segment.has_news:
+                self._settle(segment, stays=number < self._num_hot)
+            if lease is not None:
+                lease.release()
+
+    def later_grads(self, piece: int) -> Tensor | None:
+        """dK,dV (S, 2, K, H) of a piece's stored tokens, or None if none were sent."""
+        tokens = self.tokens.of_piece(piece)
+        holding = self._holding(tokens)
+        if all(s.grad is None and s.grad_handle is None for s in holding):
+            return None
+        parts = []
+        for segment in holding:
+            rows = segment.rows(tokens)
+            if segment.grad is not None:
+                parts.append(segment.grad[rows])
+            elif (lease := self._lease(segment.grad_handle)) is not None:
+                parts.append(lease.tensor[rows].clone())
+                lease.release()
+            else:
+                shape = (rows.stop - rows.start, *self._token_shape)
+                parts.append(torch.zeros(shape, dtype=self._wide, device=self._arena.device))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def forget(self) -> None:
+        """Give everything back."""
+        for segment in self.segments:
+            self._forget(segment)
+
+    def forget_arena(self) -> bool:
+        """After an error give back what is in the arena; whether anything is in the pool."""
+        in_pool = any(s.kv_handle is not None or s.grad_handle is not None for s in self.segments)
+        for segment in self.segments:
+            segment.kv_handle = segment.grad_handle = None
+        self.forget()
+        return in_pool
+
+    def _holding(self, tokens: range) -> list[Segment]:
+        return [self.segments[index] for index in self.tokens.segments(tokens)]
+
+    def _lease(self, handle: Handle | None) -> Lease | None:
+        return None if handle is None else present(self._pool).get(handle)
+
+    def _prefetch(self, segments: Sequence[Segment], *, gradients: bool) -> None:
+        for segment in segments:
+            for handle in (segment.kv_handle, segment.grad_handle if gradients else None):
+                if handle is not None:
+                    present(self._pool).prefetch(handle)
+
+    def _write_part(self, segment: Segment, rows: slice, k: Tensor, v: Tensor) -> None:
+        """k, v (K, rows, H) into a segment, wherever it is."""
+        lease = self._lease(segment.kv_handle)
+        if lease is None and segment.kv is None:
+            segment.kv = self._take(segment, self._dtype)
+        into = present(segment.kv if lease is None else lease.tensor)[rows]
+        into[:, 0] = k.transpose(0, 1)
+        into[:, 1] = v.transpose(0, 1)
+        if lease is not None:
+            lease.write_back()
+
+    def _add(self, segment: Segment, first: int, dk: Tensor, dv: Tensor) -> None:
+        """dk, dv (K, tokens, H) to the gradients of a segment's tokens from `first` on."""
+        for part in self.tokens.gradients_in(range(first, first + dk.shape[1])):
+            if segment.grad is None and segment.grad_lease is None:
+                segment.grad_lease = self._lease(segment.grad_handle)
+                if segment.grad_lease is None:
+                    segment.grad = self._take(segment, self._wide).zero_()
+            lease = segment.grad_lease
+            grad = present(segment.grad if lease is None else lease.tensor)[segment.rows(part)]
+            own = slice(part.start - first, part.stop - first)
+            grad[:, 0] += dk[:, own].transpose(0, 1)
+            grad[:, 1] += dv[:, own].transpose(0, 1)
+            segment.has_news = True
+
+    def _settle(self, segment: Segment, *, stays: bool) -> None:
+        """Leave gradients that have changed in the arena, or send them to the pool."""
+        lease, segment.grad_lease, segment.has_news = segment.grad_lease, None, False
+        if lease is not None and not stays:
+            lease.write_back()
+        elif lease is not None:
+            segment.grad = self._take(segment, self._wide).copy_(lease.tensor)
+            lease.release()
+            present(self._pool).drop(present(segment.grad_handle))
+            segment.grad_handle = None
+        elif not stays:
+            grad = present(segment.grad)
+            segment.grad_handle = present(self._pool).put(grad)
+            self._arena.give(grad)
+            segment.grad = None
+
+    def _zero_grad(self, segment: Segment, rows: slice) -> None:
+        """A piece that is written again after it was freed begins without gradients."""
+        if segment.grad is not None:
+            segment.grad[rows] = 0
+        elif (lease := self._lease(segment.grad_handle)) is not None:
+            lease.tensor[rows] = 0
+            lease.write_back()
+
+    def _take(self, segment: Segment, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor (S, 2, K, H)."""
+        return self._arena.take((segment.stop - segment.start, *self._token_shape), dtype)
+
+    def _forget(self, segment: Segment) -> None:
+        for tensor in (segment.kv, segment.grad):
+            if tensor is not None:
+                self._arena.give(tensor)
+        for handle in (segment.kv_handle, segment.grad_handle):
+            if handle is not None:
+                present(self._pool).drop(handle)
+        segment.kv = segment.kv_handle = segment.grad = segment.grad_handle = None
+        segment.written.clear()
 
 
 class KVStore:
@@ -75,7 +379,9 @@ class KVStore:
         self._pool = pool
         self._num_hot = num_hot
         self._layers: dict[tuple[int, int], LayerSegments] = {}
-        self.states = StateStore(pool or DevicePool(arena), trained)
+        self._ends = {seq_id: list(accumulate(lens)) for seq_id, lens in pieces.items()}
+        ends = trained and {s: [self._ends[s][i] for i in own] for s, own in trained.items()}
+        self.states = StateStore(pool or DevicePool(arena), ends)
 
     def write(
         self, seq_id: int, layer: int, piece: int, k: Tensor, v: Tensor, window: int | None,
@@ -108,18 +414,15 @@ class KVStore:
         segments = self._layers[seq_id, layer]
         seen = segments.tokens.seen_from(piece, window)
         segments.require_alive(seen, f"sequence {seq_id}")
-        if self._pool is not None:
-            return segments.streamed(seen, gradients=gradients)
-        max_tokens = _MAX_BACKWARD_TOKENS if gradients else _MAX_FORWARD_TOKENS
-        return segments.blocks(seen, gradients=gradients, max_tokens=max_tokens)
+        return segments.blocks(seen, gradients=gradients)
 
-    def relayed(self, seq_id: int, layer: int, piece: int) -> tuple[int, Tensor, Tensor] | None:
+    def later_grads(self, seq_id: int, layer: int, piece: int) -> tuple[int, Tensor, Tensor] | None:
         """(index within the piece of the first kept token, dK, dV (K, kept tokens, H)) that later
         pieces have sent, or None if they sent nothing. Valid until the next call on the store."""
         segments = self._layers.get((seq_id, layer))
         if segments is None:
             return None
-        sent = segments.relayed(piece)
+        sent = segments.later_grads(piece)
         if sent is None:
             return None
         first = segments.tokens.lens[piece] - sent.shape[0]
@@ -127,7 +430,7 @@ class KVStore:
 
     def free(self, seq_id: int, layer: int, piece: int) -> None:
         """Forget a piece; a segment goes back when the last piece that touches it is forgotten."""
-        self.states.free(seq_id, layer, piece)
+        self.states.free((seq_id, layer, self._ends[seq_id][piece]))
         segments = self._layers.get((seq_id, layer))
         if segments is None:
             return

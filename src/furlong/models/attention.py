@@ -4,30 +4,44 @@ The cell that is being computed is bound to the attention modules for the length
 again for the recompute of a checkpoint inside a backward: some families drop keyword arguments on
 the way down, none drops its own modules.
 
+transformers passes through its cache what other ways do not tell: how many tokens came before
+(Llama 4 scales its queries by positions that it counts itself), and latents before they are
+expanded to keys and values (DeepSeek and all with its attention). So an attention module finds a
+cache of ours while a cell computes.
+
     T tokens, N query heads, K key-value heads, H head dim
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    MutableMapping,
+    Sequence,
+)
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import AttentionInterface
 
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.families import ATTENTION_BLOCK, CHUNKED
-from furlong.ops.latent_kv import Expansion
-from furlong.ops.layer_kv import AttentionRule
+from furlong.models.support import COMPILED_CALL, OTHER_FAMILY, refusal, rope_types
+from furlong.ops.attention import AttentionRule
+from furlong.ops.latent import Expansion
 from furlong.plan.passes import Pass
 
 ATTENTION_NAME = "furlong"
 CELL = "_furlong_cell"
-DOOR = "_furlong_door"
+SHARED_CACHE = "_furlong_shared_cache"
 
 # Keywords that say nothing of which tokens meet or how: what a call returns, and what positions
 # and packing already say by other means.
@@ -90,22 +104,41 @@ class BoundCell:
         return found if found and found.thread == threading.get_ident() else None
 
 
+ABSENT = object()
+"""The value of a key that is not there."""
+Change = tuple[MutableMapping[str, Any], str, Any]
+"""A namespace, a key in it, and the key's value for a while."""
+
+
+@contextmanager
+def patched(changes: Iterable[Change]) -> Iterator[None]:
+    """Within it keys have other values; on exit, also after an error, all are as they were."""
+    before: list[Change] = []
+    try:
+        for names, key, value in changes:
+            before.append((names, key, names.get(key, ABSENT)))
+            _put(names, key, value)
+        yield
+    finally:
+        for change in reversed(before):
+            _put(*change)
+
+
+def _put(names: MutableMapping[str, Any], key: str, value: Any) -> None:
+    if value is ABSENT:
+        names.pop(key, None)
+    else:
+        names[key] = value
+
+
 @contextmanager
 def bound(
     modules: Sequence[nn.Module], cell: CellAttention, what: Pass, positions: Tensor
 ) -> Iterator[None]:
     """Within it the attention of `modules` is that of a cell's pass, of tokens at `positions`."""
-    before = [module.__dict__.get(CELL) for module in modules]
-    for module in modules:
-        module.__dict__[CELL] = BoundCell(cell, what, positions, threading.get_ident())
-    try:
+    own = BoundCell(cell, what, positions, threading.get_ident())
+    with patched((vars(module), CELL, own) for module in modules):
         yield
-    finally:
-        for module, other in zip(modules, before, strict=True):
-            if other is None:
-                module.__dict__.pop(CELL, None)
-            else:
-                module.__dict__[CELL] = other
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # no guard could tell the cell
@@ -148,7 +181,9 @@ def attention(
             module, f"the keyword {', '.join(sorted(unknown))}", "keywords that furlong knows"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    shared = module.__dict__.get(DOOR)  # its cache knows which layer a block that several have is
+    shared = module.__dict__.get(
+        SHARED_CACHE
+    )  # its cache knows the layer of a block that several share
     layer: Any = module.layer_idx if shared is None else shared.layer
     block = attention_block(module, layer)
     q, k, v = as_attended(query, key, value)
@@ -215,11 +250,148 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def _refusal(
-    module: nn.Module, what: str, required: str, change: str = "train a model of another family"
+    module: nn.Module, what: str, required: str, change: str = OTHER_FAMILY
 ) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        given=f"{type(module).__name__} passes {what} to its attention",
-        required=required,
-        source="the model's attention",
-        change=change,
+    what = f"passes {what} to its attention"
+    return refusal(module, what, required, change, "the model's attention")
+
+
+class LayerCache:
+    """A cache for one call of one attention module."""
+
+    def __init__(self, module: nn.Module, bound: BoundCell) -> None:
+        self._module, self._bound = module, bound
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """Tokens before each one (T,) in its sequence, less those before it in the chunk: the
+        module adds the latter."""
+        positions = self._bound.positions
+        return positions - torch.arange(len(positions), device=positions.device)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Keys and values of the call alone: the store has those of others. Latents k and v
+        (1, 1, T, W) go to the store from here."""
+        if not _has_latents(self._module):
+            return k, v
+        widths = k.shape[-1], v.shape[-1]
+        latents = torch.cat((k, v), -1)[0, 0]
+        expand = _Expansion(self._module, widths[0], latents.device.type)
+        latents = self._bound.cell.take_latents(self._bound.what, layer_idx, latents, expand)
+        return latents[None, None].split(widths, -1)
+
+
+class _Expansion:
+    """The expansion of a module's latents, under the autocast in which it was made."""
+
+    def __init__(self, module: nn.Module, width: int, device_type: str) -> None:
+        """`width`: columns of a latent without the part that positions turn."""
+        self._module, self._width = module, width
+        self._device_type = "cpu" if device_type == "meta" else device_type
+        self._dtype = torch.get_autocast_dtype(self._device_type)
+        self._enabled = torch.is_autocast_enabled(self._device_type)
+
+    def __call__(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        parts = latents[None, None].tensor_split((self._width,), -1)
+        with torch.autocast(
+            self._device_type, self._dtype, enabled=self._enabled, cache_enabled=False
+        ):
+            k, v = as_attended(*self._module.expand_kv(*parts))  # type: ignore[operator]
+        return k, v
+
+
+def scales_by_position(module: nn.Module) -> bool:
+    """Whether an attention module scales its queries by positions that it takes from a cache."""
+    return bool(getattr(module, "attn_temperature_tuning", False))
+
+
+def _has_latents(module: nn.Module) -> bool:
+    """Whether an attention module makes keys and values of latents that pass through the cache.
+
+    What draws random numbers on the way (dropout of an adapter) would draw others each time.
+    """
+    return hasattr(module, "expand_kv") and not any(
+        isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in module.modules()
     )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _give_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    bound = BoundCell.to(module)
+    if bound is None:
+        return None
+    return args, {**kwargs, "past_key_values": LayerCache(module, bound)}
+
+
+_PINNED = "pinned"
+
+
+@contextmanager
+def chunked_attention(
+    base: nn.Module, max_seq_len: int | None, compiled: Collection[nn.Module] = ()
+) -> Iterator[None]:
+    """Within it the attention of every layer is ours, and attention modules that need a cache are
+    given one with each of a cell's passes. `compiled`: modules that stay compiled in place."""
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    ours = [(vars(x), "_attn_implementation_internal", ATTENTION_NAME) for x in _configs(base)]
+    with patched(ours), own_forward(base, max_seq_len, compiled), ExitStack() as stack:
+        for module in base.modules():
+            if scales_by_position(module) or _has_latents(module):
+                hook = module.register_forward_pre_hook(_give_cache, with_kwargs=True)
+                stack.callback(hook.remove)
+        yield
+
+
+@contextmanager
+def own_forward(
+    base: nn.Module, max_seq_len: int | None, compiled: Collection[nn.Module] = ()
+) -> Iterator[None]:
+    """Within it the model's modules but those of `compiled` run as they are written, once, and
+    return named outputs; its RoPE is that of the run."""
+    written = set(base.modules()).difference(compiled)
+    plain: list[Change] = [
+        # the plan decides what is recomputed
+        *((vars(m), "gradient_checkpointing", False) for m in base.modules()
+          if getattr(m, "gradient_checkpointing", False) is True),
+        *((vars(m), COMPILED_CALL, ABSENT) for m in written if COMPILED_CALL in vars(m)),
+        # a config that asks for tuples breaks transformers' own heads
+        *((vars(x), "return_dict", True) for x in _configs(base)
+          if getattr(x, "return_dict", True) is False),
+    ]  # fmt: skip
+    with patched(plain), patched(_pinned_longrope(base, max_seq_len)):
+        yield
+
+
+def _configs(base: nn.Module) -> list[Any]:
+    """The configs that the model's modules hold."""
+    return list({id(m.config): m.config for m in base.modules() if hasattr(m, "config")}.values())
+
+
+def _pinned_longrope(base: nn.Module, max_seq_len: int | None) -> Iterator[Change]:
+    """Let longrope choose its factors by the run's longest sequence, once, and keep them.
+
+    transformers chooses them per call, by the call's largest position: a chunk would choose
+    otherwise than the sequence that it is a piece of. A model has one type of RoPE, or one per
+    layer type.
+    """
+    if max_seq_len is None or "longrope" not in rope_types(base.config.get_text_config()):  # type: ignore[operator, union-attr]
+        return
+    for rotary in base.modules():
+        rope_type: Any = getattr(rotary, "rope_type", None)
+        if isinstance(rope_type, dict):
+            for layer_type in [name for name, t in rope_type.items() if t == "longrope"]:
+                _choose(rotary, max_seq_len, layer_type=layer_type)
+            pinned = {n: _PINNED if t == "longrope" else t for n, t in rope_type.items()}
+            yield vars(rotary), "rope_type", pinned
+        elif rope_type == "longrope":
+            _choose(rotary, max_seq_len)
+            yield vars(rotary), "rope_type", _PINNED
+
+
+def _choose(rotary: Any, max_seq_len: int, **layer_type: str) -> None:
+    """Make transformers choose the factors of a run of `max_seq_len` tokens."""
+    device = next(rotary.buffers()).device
+    longest = torch.tensor([[max_seq_len - 1]], device=device)
+    rotary(torch.zeros(1, device=device), longest, **layer_type)

@@ -26,14 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from furlong.cost.shape import NO_ATTENTION, LayerShape, ModelShape
 from furlong.errors import ConfigError, UserError
 from furlong.families import ATTENTION_DROPOUTS, INNER_CHUNKS, family_of, for_all_layers
-from furlong.models.causal_lm import CausalLM
-from furlong.models.folders.build import model_of_config, read_config
-from furlong.models.folders.files import reason
-from furlong.models.mixers.relay import SliceRows
+from furlong.models.build import model_of_config, read_config
+from furlong.models.decoder import HFDecoder
+from furlong.models.folder import reason
+from furlong.models.mixers import SliceRows
 from furlong.models.rope import num_positions
-from furlong.models.small.layers import cut_layers
+from furlong.models.shrink import cut_layers
 from furlong.models.support import refuse_config
-from furlong.ops.layer_kv import AttentionRule
+from furlong.ops.attention import AttentionRule
 from furlong.plan.passes import Pass
 
 _TOKENS = 128
@@ -144,7 +144,7 @@ class _AnyDtype(TorchDispatchMode):
 class _Chunk(_AnyDtype):
     """A chunk on its way through the layers of a model, and the cell in which its tokens meet."""
 
-    def __init__(self, model: CausalLM, num_tokens: int) -> None:
+    def __init__(self, model: HFDecoder, num_tokens: int) -> None:
         super().__init__()
         layers, base = model.layers, model.base
         self.layers = [_Layer() for _ in layers]
@@ -311,12 +311,12 @@ def _measured(config: Any, source: str) -> ModelShape:
     return _model_shape(whole, tuple(shapes[kind] for kind in kinds), chunks)
 
 
-def _built(config: Any, source: str, dtype: torch.dtype) -> CausalLM:
+def _built(config: Any, source: str, dtype: torch.dtype) -> HFDecoder:
     model = model_of_config(config, source, dtype=dtype).eval()
-    return CausalLM(model, max_seq_len=num_positions(config))
+    return HFDecoder(model, max_seq_len=num_positions(config))
 
 
-def _kinds(model: CausalLM, listed: Sequence[str]) -> list[tuple[int, Any]]:
+def _kinds(model: HFDecoder, listed: Sequence[str]) -> list[tuple[int, Any]]:
     """For each layer the number of its own parameters, and all else that tells it from others;
     `listed`: keys of the config with an entry per layer."""
     lists = [getattr(model.config, name) for name in listed]
@@ -332,7 +332,7 @@ def _kinds(model: CausalLM, listed: Sequence[str]) -> list[tuple[int, Any]]:
 
 def _cut(
     config: Any, kept: Sequence[int], listed: Sequence[str], kinds: Sequence[Any], source: str
-) -> list[CausalLM] | None:
+) -> list[HFDecoder] | None:
     """Models of some layers in two dtypes, None where these are others than within the whole."""
     values = config.to_dict()
     cut_layers(config, values, kept)
@@ -351,7 +351,7 @@ def _num_tokens(config: Any) -> int:
     return max(_TOKENS, *(2 * size for size in sizes if isinstance(size, int)), 0)
 
 
-def _passed(model: CausalLM, adapted: Sequence[nn.Linear]) -> _Chunk:
+def _passed(model: HFDecoder, adapted: Sequence[nn.Linear]) -> _Chunk:
     """A chunk that has passed the model: under adapters of these matrices; none: all is trained."""
     num_tokens = _num_tokens(model.config)
     if adapted:
@@ -427,7 +427,7 @@ def _layer_shape(layers: Sequence[_Layer], parameters: int, config: Any) -> Laye
 
 
 def _model_shape(
-    whole: CausalLM, layers: tuple[LayerShape, ...], chunks: Sequence[_Chunk]
+    whole: HFDecoder, layers: tuple[LayerShape, ...], chunks: Sequence[_Chunk]
 ) -> ModelShape:
     config, base, decoder = whole.config, whole.base, whole.decoder
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()

@@ -1,22 +1,302 @@
-"""Refusal by name of models that could not be trained exactly, and what is worth a note."""
+"""Refusal by name of models that could not be trained exactly, and what is worth a note.
+
+Chunks enter a model at its decoder. Whatever a wrapper does in a forward of its own would be left
+out silently, so each is taken off where that changes nothing, or refused by name. Wrappers that act
+when their root module is called (FSDP2's, which gathers sharded weights) see every pass as a call
+of the root: before its layers are swapped for those of a stage, also the first time.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from furlong.errors import UnsupportedModelError
 from furlong.families import (
     ATTENTION_BLOCK,
     ATTENTION_DROPOUTS,
-    CAUSAL_LAYER_TYPES,
     CHUNKED,
     INDEXERS,
+    KNOWN_LAYER_TYPES,
+    PICKS_KEYS,
     RECURRENT_LAYER_TYPES,
-    TOKEN_LAYER_TYPES,
     family_of,
 )
+
+FSDP_METHOD = "furlong_pass"
+
+_T = TypeVar("_T", bound=Tensor)
+
+
+def add_fsdp_method(base: nn.Module) -> str:
+    """Give a model the method by which passes enter it, for a wrapper to be told of; returns the
+    method's name.
+
+    `register_fsdp_forward_method(base, add_fsdp_method(base))`; a model that nothing wraps needs
+    none.
+    """
+    base.__dict__[FSDP_METHOD] = MethodType(_call, base)
+    return FSDP_METHOD
+
+
+def is_sharded(base: nn.Module) -> bool:
+    """Whether its weights were divided among processes by us, who enter it by its method."""
+    return FSDP_METHOD in base.__dict__
+
+
+def call_root(base: nn.Module, run: Callable[[], _T]) -> _T:
+    """The outcome of `run`, called inside the model's method if it has one."""
+    method = base.__dict__.get(FSDP_METHOD)
+    return run() if method is None else method(run)
+
+
+def _call(base: nn.Module, run: Callable[[], _T]) -> _T:
+    return run()
+
+
+VERIFIED_ADAPTERS = (
+    "LORA",
+    "IA3",
+    "VERA",
+    "OFT",
+    "LN_TUNING",
+    "TRAINABLE_TOKENS",
+    "ADAPTION_PROMPT",
+)
+"""peft's types whose gradients were compared with those of the whole forward; LORA is also DoRA
+and adapters of bare parameters (`target_parameters`)."""
+
+# by class name, so that distributed packages need not be imported to look for them
+_WRAPPERS = {
+    "FullyShardedDataParallel": "FSDP's wrapper",
+    "FSDPModule": "FSDP2's fully_shard",
+    "DeepSpeedEngine": "DeepSpeed's engine",
+    "CheckpointWrapper": "torch's checkpoint_wrapper, whose second forward runs in the backward",
+    "OptimizedModule": "a compiled layer (torch.compile)",
+}
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `nn.Module.compile` puts the compiled call of a module."""
+_BACKWARD = ("backward_hooks", "backward_pre_hooks")
+_MENDS = {
+    "CheckpointWrapper": "leave it out: the plan decides what is recomputed (ChunkOptions.keep)",
+    "OptimizedModule": "compile layers in place: layer.compile()",
+}
+
+
+def bare_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a compiled model or a model with peft's adapters.
+
+    Raises UnsupportedModelError for wrappers of several devices and for adapters that change more
+    than the layers they are put into.
+    """
+    if not isinstance(model, nn.Module):
+        raise refusal(model, "is no model", "a causal decoder of transformers", "pass the model")
+    bare: Any = getattr(model, "_orig_mod", model)  # torch.compile(model)
+    if isinstance(bare, DataParallel | DistributedDataParallel):
+        raise refusal(
+            bare,
+            f"is wrapped in {type(bare).__name__}",
+            "one process on one device",
+            "pass model.module; gradients are then this process's own and are not reduced",
+        )
+    if hasattr(bare, "get_base_model"):
+        refuse_adapters(bare)
+        bare = bare.get_base_model()
+        bare = getattr(bare, "_orig_mod", bare)
+    if hasattr(bare, "peft_config"):  # put in by transformers' own add_adapter
+        refuse_adapters(bare)
+    refuse_wrappers(bare)
+    return bare  # type: ignore[no-any-return]
+
+
+def compiled_in_place(model: nn.Module) -> list[nn.Module]:
+    """The modules on which `nn.Module.compile` was called."""
+    return [module for module in model.modules() if module.__dict__.get(COMPILED_CALL)]
+
+
+def around(model: nn.Module, bare: nn.Module) -> list[nn.Module]:
+    """The modules whose forward chunks pass by: `model`, what it wraps, and the bare model."""
+    names = [name for name, module in model.named_modules() if module is bare][:1]
+    found = [model]
+    for name in (part for path in names for part in path.split(".") if part):
+        found.append(found[-1].get_submodule(name))
+    return found if found[-1] is bare else [model, bare]
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for shards, compiled layers and checkpoint wrappers within."""
+    for name, module in model.named_modules():
+        known = [c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS]
+        if known and not (known == ["FSDPModule"] and is_sharded(model)):
+            raise refusal(
+                model,
+                f"has {_WRAPPERS[known[0]]} at {name or 'its root'}",
+                "modules as transformers builds them, whole on one device",
+                _MENDS.get(
+                    known[0], "pass the model before it is sharded; Engine(ranks=...) does it"
+                ),
+            )
+
+
+def refuse_adapters(model: Any) -> None:
+    """Raise UnsupportedModelError for adapters of peft that were not verified to be exact."""
+    configs = model.peft_config
+    for config in configs.values() if isinstance(configs, dict) else [configs]:
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if getattr(config, "alora_invocation_tokens", None):
+            what = "aLoRA (alora_invocation_tokens), which looks for its tokens in a whole sequence"
+        elif config.is_prompt_learning:
+            what = f"prompt learning ({kind}), whose virtual tokens precede every sequence"
+        elif kind == "ADALORA":
+            what = "AdaLoRA, which adds a term to the loss of a whole forward"
+        elif kind not in VERIFIED_ADAPTERS:
+            what = f"adapters of type {kind}, which were never compared with a whole forward"
+        else:
+            continue
+        raise refusal(
+            model,
+            f"has {what}",
+            f"adapters of type {', '.join(VERIFIED_ADAPTERS)}",
+            "use LoRA or another type of the list",
+        )
+
+
+def refuse_placement(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for weights that are quantised, offloaded, on two devices, or
+    divided by others."""
+    config: Any = getattr(model, "config", None)
+    method = getattr(model, "quantization_method", None)
+    packed = next((n for n, p in model.named_parameters() if not p.is_floating_point()), None)
+    if getattr(config, "quantization_config", None) or method or packed:
+        what = f"{packed} holds packed numbers" if packed else str(method or "quantization_config")
+        raise refusal(
+            model,
+            f"is quantised ({what})",
+            "floating-point weights",
+            "load the model without quantization, in bfloat16",
+        )
+    parted = next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if parted is not None and not is_sharded(model):
+        raise refusal(
+            model,
+            f"has parts of weights ({parted} is a DTensor)",
+            "weights that are whole, or divided by furlong.Engine(ranks=...)",
+            "pass the model before it is divided",
+        )
+    devices = sorted({str(p.device) for p in model.parameters()})
+    hooks = [getattr(m, "_hf_hook", None) for m in model.modules()]
+    if len(devices) > 1 or "meta" in devices or any(_offloads(hook) for hook in hooks):
+        raise refusal(
+            model,
+            f"is spread over {', '.join(devices)} or offloaded (accelerate's device_map)",
+            "all weights on one device",
+            "load it without device_map and move it with model.to(device)",
+        )
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for hooks on parameters, which would see the gradient of each
+    chunk alone, or nothing where processes share a weight."""
+    for name, parameter in model.named_parameters():
+        hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if parameter.requires_grad and any(hooks):
+            raise refusal(
+                model,
+                f"has a hook on {name}: it would run once per chunk, on a part of the gradient",
+                "no hooks on parameters, as optimizers inside the backward use",
+                "change .grad, or update the weights, after forward_backward",
+            )
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for a trained embedding with sparse gradients."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and any(p.requires_grad for p in module.parameters()):
+            raise refusal(
+                model,
+                f"has sparse gradients at {name}",
+                "dense gradients, to which those of other chunks can be added in place",
+                f"set {name}.sparse = False, or freeze it",
+            )
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for hooks of modules that may change gradients. Those of the
+    model itself do not run."""
+    everywhere = vars(nn.modules.module)
+    names = ["all modules"] * any(everywhere[f"_global_{kind}"] for kind in _BACKWARD)
+    names += [
+        name
+        for name, module in model.named_modules()
+        if name and any(getattr(module, f"_{kind}") for kind in _BACKWARD)
+    ]
+    if names:
+        raise refusal(
+            model,
+            f"has a backward hook on {names[0]}: it would see the gradients of one chunk, of which "
+            "a norm or a bound is another one",
+            "no full backward hooks of modules, of which nobody can tell whether they change "
+            "gradients token by token",
+            "change .grad after the backward",
+        )
+
+
+def _offloads(hook: Any) -> bool:
+    """Whether one of accelerate's hooks moves weights in and out during a forward."""
+    inner: Iterator[Any] = iter(getattr(hook, "hooks", ()))
+    return bool(getattr(hook, "offload", False)) or any(_offloads(h) for h in inner)
+
+
+OTHER_FAMILY = "train a model of another family"
+
+
+def refusal(
+    model: nn.Module, what: str, required: str, change: str = OTHER_FAMILY,
+    source: str = "the model that was passed",
+) -> UnsupportedModelError:  # fmt: skip
+    return UnsupportedModelError(
+        given=f"{type(model).__name__} {what}", required=required, source=source, change=change
+    )
+
+
+_REFUSED: tuple[tuple[Callable[[Any], object], str, str, str], ...] = (
+    (
+        lambda text: not isinstance(getattr(text, "num_hidden_layers", None), int),
+        "names no num_hidden_layers", "one stack of decoder layers", OTHER_FAMILY,
+    ),
+    (
+        lambda text: ", ".join(sorted(_layer_types(text) - KNOWN_LAYER_TYPES)),
+        "has layers of type {}", "layers in which tokens meet in causal attention, whole or with a "
+        "sliding window, or in a state", OTHER_FAMILY,
+    ),
+    (
+        lambda text: CHUNKED in _layer_types(text) and not getattr(text, ATTENTION_BLOCK, None),
+        f"has layers of type {CHUNKED}, and its config names no {ATTENTION_BLOCK}",
+        "the tokens of an attention block", f"set config.{ATTENTION_BLOCK}, or the layers' own "
+        "types",
+    ),
+    (
+        lambda text: getattr(text, "use_bidirectional_attention", None),
+        "attends in both directions", "causal attention", OTHER_FAMILY,
+    ),
+    (
+        lambda text: "dynamic" in rope_types(text),
+        "has RoPE of type dynamic, whose frequencies depend on the length of each call",
+        "position embeddings that depend on the position alone",
+        "choose another type, such as yarn or linear, in config.rope_parameters",
+    ),
+    (
+        lambda text: getattr(text, "output_router_logits", False),
+        "adds a router loss (output_router_logits=True), which mixes all tokens of a batch",
+        "no router loss", "set config.output_router_logits = False",
+    ),
+)  # fmt: skip
+"""For the config of a decoder: what tells of a fault, the fault, what is required, the change."""
 
 
 def refuse_unsupported(
@@ -25,41 +305,38 @@ def refuse_unsupported(
     """Raise UnsupportedModelError for what is known to break exactness."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder"):
-        raise _unsupported(model, "is no transformers model", "a causal decoder of transformers")
+        raise _of_config(model, "is no transformers model", "a causal decoder of transformers")
     head = model.get_output_embeddings()  # type: ignore[operator]
     if getattr(config, "is_encoder_decoder", False) or (needs_head and head is None):
-        raise _unsupported(model, "has no causal language-model head", "a ...ForCausalLM model")
-    for place, module in (
-        *((("head", head),) if head is not None else ()),
-        ("input embeddings", model.get_input_embeddings()),  # type: ignore[operator]
-    ):
+        raise _of_config(model, "has no causal language-model head", "a ...ForCausalLM model")
+    places = {} if head is None else {"head": head}
+    places["input embeddings"] = model.get_input_embeddings()  # type: ignore[operator]
+    for place, module in places.items():
         if getattr(getattr(module, "weight", None), "ndim", 0) != 2:
-            raise _unsupported(
+            raise _of_config(
                 model,
                 f"has a {place} of type {type(module).__name__}, without a weight of shape (V, D)",
                 "one matrix that tells the size of the vocabulary",
                 "use torch.nn.Linear and torch.nn.Embedding",
             )
         if getattr(module, "scale_grad_by_freq", False):
-            raise _unsupported(
+            raise _of_config(
                 model,
                 f"has a {place} with scale_grad_by_freq=True, which counts the tokens of one call",
                 "gradients that are sums over tokens: a chunk is one call of many",
                 "set scale_grad_by_freq = False",
             )
-    name = type(model).__name__
+    name, text = type(model).__name__, config.get_text_config()
     refuse_config(config, name, f"the model ({name}) and its config")
-    text = config.get_text_config()
-    if not isinstance(getattr(text, "num_hidden_layers", None), int):
-        raise _unsupported(model, "names no num_hidden_layers", "one stack of decoder layers")
-    _refuse_layers(model, text)
-    _refuse_rope(model, text, max_seq_len)
-    if getattr(text, "output_router_logits", False):
-        raise _unsupported(
+    for tells, what, required, change in _REFUSED:
+        if found := tells(text):
+            raise _of_config(model, what.format(found), required, change)
+    if "longrope" in rope_types(text) and max_seq_len is None:
+        raise _of_config(
             model,
-            "adds a router loss (output_router_logits=True), which mixes all tokens of a batch",
-            "no router loss",
-            "set config.output_router_logits = False",
+            "has RoPE of type longrope, with one set of factors for short and one for long runs",
+            "the length of the run's longest sequence, to choose the set once",
+            "pass max_seq_len to forward_backward or Engine",
         )
     if model.training:
         refuse_attention_dropout(model)
@@ -73,7 +350,7 @@ def refuse_config(config: Any, given: str, source: str) -> None:
     text = config.get_text_config()
     keys = [key for key, x in text.to_dict().items() if key.startswith(INDEXERS) and x is not None]
     if keys:
-        what = f"picks the keys of each token with a learned indexer ({', '.join(sorted(keys))})"
+        what = f"{PICKS_KEYS} ({', '.join(sorted(keys))})"
     else:
         what = family_of(text.model_type).not_in_chunks
     if not what:
@@ -83,14 +360,14 @@ def refuse_config(config: Any, given: str, source: str) -> None:
         required="layers in which each token sees all tokens before it, those of a window or a "
         "block, or a state in transformers' cache",
         source=source,
-        change="train a model of another family",
+        change=OTHER_FAMILY,
     )
 
 
 def refuse_attention_dropout(model: nn.Module) -> None:
     """Raise UnsupportedModelError if the config names an attention dropout above 0."""
     if attention_dropout(model) > 0:
-        raise _unsupported(
+        raise _of_config(
             model,
             f"has attention dropout {attention_dropout(model)}",
             "no attention dropout: a chunk cannot draw what the whole sequence would have drawn",
@@ -98,12 +375,14 @@ def refuse_attention_dropout(model: nn.Module) -> None:
         )
 
 
-def refuse_mixerless(model: nn.Module) -> None:
-    """Raise UnsupportedModelError if the config names recurrent layers, of which none has shown."""
+def refuse_mixerless(model: nn.Module, layers: range) -> None:
+    """Raise UnsupportedModelError if the config names recurrent ones among layers of which none has
+    shown a state."""
     text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    named = set(getattr(text, "layer_types", None) or ()) & RECURRENT_LAYER_TYPES
+    types = getattr(text, "layer_types", None) or ()
+    named = set(types[layers.start : layers.stop]) & RECURRENT_LAYER_TYPES
     if named:
-        raise _unsupported(
+        raise _of_config(
             model,
             f"has layers of type {', '.join(sorted(named))} that touch no cache",
             "recurrent layers that keep their states in one of transformers' caches",
@@ -144,52 +423,12 @@ def rope_types(text_config: Any) -> set[str]:
     return {str(entry.get("rope_type", "default")) for entry in entries}
 
 
-def _refuse_layers(model: nn.Module, text: Any) -> None:
-    known = CAUSAL_LAYER_TYPES | RECURRENT_LAYER_TYPES | TOKEN_LAYER_TYPES
-    unknown = set(getattr(text, "layer_types", None) or ()) - known
-    if unknown:
-        raise _unsupported(
-            model,
-            f"has layers of type {', '.join(sorted(unknown))}",
-            "layers in which tokens meet in causal attention, whole or with a sliding window, "
-            "or in a state",
-        )
-    if CHUNKED in (getattr(text, "layer_types", None) or ()) and not getattr(
-        text, ATTENTION_BLOCK, None
-    ):
-        raise _unsupported(
-            model,
-            f"has layers of type {CHUNKED}, and its config names no {ATTENTION_BLOCK}",
-            "the tokens of an attention block",
-            f"set config.{ATTENTION_BLOCK}, or the layers' own types",
-        )
-    if getattr(text, "use_bidirectional_attention", None):
-        raise _unsupported(model, "attends in both directions", "causal attention")
+def _layer_types(text: Any) -> set[str]:
+    return set(getattr(text, "layer_types", None) or ())
 
 
-def _refuse_rope(model: nn.Module, text: Any, max_seq_len: int | None) -> None:
-    types = rope_types(text)
-    if "dynamic" in types:
-        raise _unsupported(
-            model,
-            "has RoPE of type dynamic, whose frequencies depend on the length of each call",
-            "position embeddings that depend on the position alone",
-            "choose another type, such as yarn or linear, in config.rope_parameters",
-        )
-    if "longrope" in types and max_seq_len is None:
-        raise _unsupported(
-            model,
-            "has RoPE of type longrope, with one set of factors for short and one for long runs",
-            "the length of the run's longest sequence, to choose the set once",
-            "pass max_seq_len to forward_backward or Engine",
-        )
-
-
-def _unsupported(
-    model: nn.Module, what: str, required: str, change: str = "train a model of another family"
+def _of_config(
+    model: nn.Module, what: str, required: str, change: str = OTHER_FAMILY
 ) -> UnsupportedModelError:
-    name = type(model).__name__
-    return UnsupportedModelError(
-        given=f"{name} {what}", required=required, source=f"the model ({name}) and its config",
-        change=change,
-    )  # fmt: skip
+    source = f"the model ({type(model).__name__}) and its config"
+    return refusal(model, what, required, change, source)

@@ -1,42 +1,24 @@
-"""Cross-entropy over tiles of labelled tokens, so that logits exist for one tile at a time.
+"""The head by tiles of labelled rows: logits exist for one tile at a time.
 
-Which rows have a label is known beforehand, and the sum stays on the device: nothing here waits for
-the device. A chunk without labels never touches the head.
+A loss and a value of tokens are the same thing here: a function of the logits of single tokens.
+Which rows have a label is known beforehand, and sums stay on the device: nothing here waits for it.
 
-T tokens of the chunk, R rows of it that have a label, D hidden size, V vocabulary
+    T rows of hidden states, R of them with a label, t of a tile, D hidden size, V vocabulary
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from furlong.errors import ConfigError
+
 IGNORE_INDEX = -100
-_MAX_LOGITS = {"cpu": 2**22, "cuda": 2**27}
-_MIN_TILE_TOKENS, _MAX_TILE_TOKENS = {"cpu": 128}, {"cpu": 256}
-"""A tile on a CPU has 128 to 256 rows: fewer cost time, more cost memory and save little.
-
-One thread, float32, a trained head; milliseconds per token and MiB of peak above the start (the
-tile's logits about three times, and the V x D gradient that autograd makes per tile):
-
-    rows                  64           128           256          1,024
-    V 4,096    D 384   0.16   33    0.15   35    0.14   45    0.13   78
-    V 4,096    D 896   0.32   58    0.31   51    0.26   59    0.25   90
-    V 32,000   D 384    1.5  121     1.1  192     1.0  287     1.0  381
-    V 32,000   D 896    3.3  191     2.5  258     2.5  367     2.1  387
-    V 151,936  D 384    7.8  264     6.5  301     5.5  451
-    V 151,936  D 896   16.7  561    13.5  600    12.8  668
-"""
-
-
-def tile_tokens(vocab_size: int, device: torch.device) -> int:
-    """Tokens per tile so that a tile's logits stay small beside a chunk's activations."""
-    tokens = _MAX_LOGITS.get(device.type, 2**25) // vocab_size
-    tokens = max(tokens, _MIN_TILE_TOKENS.get(device.type, 64))
-    return min(tokens, _MAX_TILE_TOKENS.get(device.type, tokens))
 
 
 def labelled_rows(labels: Tensor) -> Tensor:
@@ -44,69 +26,99 @@ def labelled_rows(labels: Tensor) -> Tensor:
     return torch.nonzero(labels != IGNORE_INDEX).flatten()
 
 
-def tiled_loss(
-    head: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    labels: Tensor,
-    *,
-    rows: Tensor,
-    max_tile_tokens: int,
-    grad_scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The summed loss of a chunk and the gradient of `grad_scale * loss` by the hidden states.
-
-    `head` maps (t, D) to logits (t, V); `hidden` (T, D); `labels` (R,), already shifted; `rows`
-    (R,), on the same device, has the row of each label: others never reach the head, and one that
-    several tokens follow does with each. The gradient is added to the head's parameters and
-    returned by the hidden states (T, D). The loss is a float64 scalar on the device, computed in
-    float32, or in float64 for float64 logits.
-    """
-    grad = torch.zeros_like(hidden)
-    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for tile, its_labels in _labelled_tiles(rows, labels, max_tile_tokens):
-        tile_hidden = hidden.detach()[tile].requires_grad_()  # (t, D)
-        with torch.enable_grad():
-            loss = cross_entropy(wide(head(tile_hidden)), its_labels, reduction="sum")
-            (loss * grad_scale).backward()  # type: ignore[no-untyped-call]
-        assert tile_hidden.grad is not None
-        grad.index_add_(0, tile, tile_hidden.grad)
-        total += loss.detach()
-    return total, grad
-
-
-def token_losses(
-    head: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    labels: Tensor,
-    *,
-    rows: Tensor,
-    max_tile_tokens: int,
-) -> Tensor:
-    """The loss of every row (T,), float64, 0 where there is no label; without gradients.
-
-    Arguments as in `tiled_loss`.
-    """
-    losses = torch.zeros(len(hidden), dtype=torch.float64, device=hidden.device)
-    with torch.no_grad():
-        for tile, its_labels in _labelled_tiles(rows, labels, max_tile_tokens):
-            logits = wide(head(hidden[tile]))  # (t, V)
-            each = cross_entropy(logits, its_labels, reduction="none").double()
-            losses.index_add_(0, tile, each)
-    return losses
-
-
-def tiles(rows: Tensor, max_tile_tokens: int) -> tuple[Tensor, ...]:
-    """Rows (R,) in tiles of at most so many."""
-    return rows.split(max_tile_tokens) if len(rows) else ()  # split makes one tile of no rows
-
-
-def _labelled_tiles(
-    rows: Tensor, labels: Tensor, max_tile_tokens: int
-) -> Iterable[tuple[Tensor, Tensor]]:
-    """Tiles of rows (R,), each with its labels."""
-    return zip(tiles(rows, max_tile_tokens), tiles(labels, max_tile_tokens), strict=True)
-
-
 def wide(logits: Tensor) -> Tensor:
     """Logits in float32, or in float64 where they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def label_losses(logits: Tensor, labels: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
+    """The cross-entropy (t,) of each label."""
+    return cross_entropy(logits, labels, reduction="none")
+
+
+@dataclass(frozen=True, slots=True)
+class TiledHead:
+    """A head and a function of the logits of single tokens, called tile by tile.
+
+    Both ways take hidden states (T, D), `rows` (R,), `labels` (R,), already shifted, and `extras`
+    (R, ...), on one device: rows without a label never reach the head, and one that several tokens
+    follow does with each.
+    """
+
+    head: Callable[[Tensor], Tensor]
+    """Hidden states (t, D) -> logits (t, V)."""
+    function: Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
+    """Logits (t, V) in float32 or wider, labels (t,), extras (t, ...) -> (t,) or (t, k)."""
+    max_tile_tokens: int
+    modes: Callable[[], AbstractContextManager[object]] = nullcontext
+    """torch's, within which the head runs."""
+    source: str = "fn"
+    """The argument that the function was, for messages."""
+    takes_columns: bool = True
+    """Whether a token may have several values."""
+
+    def forward(
+        self, hidden: Tensor, rows: Tensor, labels: Tensor, extras: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """The values (R, ...) without a graph; None of no row."""
+        with torch.no_grad():
+            found = [
+                self._of_tile(hidden[tile], labels[at], some)
+                for tile, at, some in self._tiles(rows, extras)
+            ]
+        if any(x.shape[1:] != found[0].shape[1:] for x in found):
+            raise self._refusal(f"{found[0].shape[1:]} values per token, then others")
+        return torch.cat(found) if found else None
+
+    def backward(
+        self, hidden: Tensor, rows: Tensor, labels: Tensor, extras: Mapping[str, Tensor],
+        cotangents: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The gradient (T, D) by the hidden states where the values' is `cotangents` (R, ...), and
+        the values again. The head's parameters get theirs."""
+        gradient, found = torch.zeros_like(hidden), []
+        for tile, at, some in self._tiles(rows, extras):
+            tile_hidden = hidden.detach()[tile].requires_grad_()  # (t, D)
+            with torch.enable_grad():
+                values = self._of_tile(tile_hidden, labels[at], some)
+            if values.requires_grad:
+                torch.autograd.backward(values, cotangents[at].to(values.dtype))
+            if tile_hidden.grad is not None:
+                gradient.index_add_(0, tile, tile_hidden.grad)
+            found.append(values.detach())
+        return gradient, torch.cat(found) if found else hidden.new_zeros(0)
+
+    def _tiles(
+        self, rows: Tensor, extras: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Tensor, slice, dict[str, Tensor]]]:
+        start = 0
+        # split makes one tile of no rows
+        for tile in rows.split(self.max_tile_tokens) if len(rows) else ():
+            at = slice(start, start + len(tile))
+            yield tile, at, {name: x[at] for name, x in extras.items()}
+            start = at.stop
+
+    def _of_tile(self, hidden: Tensor, labels: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
+        with self.modes():
+            values = self.function(wide(self.head(hidden)), labels, extras)
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        widths = (1, 2) if self.takes_columns else (1,)
+        if (
+            not isinstance(values, Tensor)
+            or values.ndim not in widths
+            or len(values) != len(labels)
+            or not values.is_floating_point()
+        ):
+            is_odd = isinstance(values, Tensor) and not values.is_floating_point()
+            dtype = f"{values.dtype} ".removeprefix("torch.") if is_odd else ""
+            raise self._refusal(f"{dtype}{shape} for {len(labels)} tokens")
+        return values
+
+    def _refusal(self, given: str) -> ConfigError:
+        columns = ", or (t, k) for k of them" if self.takes_columns else ""
+        return ConfigError(
+            given=f"{self.source} returned {given}",
+            required=f"one floating-point value per token: a tensor of shape (t,){columns}",
+            source=f"{self.source}, called with logits (t, V), labels (t,) and extras (t, ...)",
+            change="reduce over the vocabulary alone: the loss is made of what comes back",
+        )

@@ -26,19 +26,6 @@ FIRST_BUCKET_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class LengthBucket:
-    """The sequences of more than `above` and at most `upto` tokens."""
-
-    above: int
-    upto: int
-    num_sequences: int
-    num_tokens: int
-    num_pairs: int
-    """Query-key pairs of causal attention, seq_len * (seq_len + 1) / 2 for each sequence: the
-    FLOPs of attention without a window are proportional to them."""
-
-
-@dataclass(frozen=True, slots=True)
 class Lengths:
     """A multiset of sequence lengths."""
 
@@ -55,6 +42,8 @@ class Lengths:
 
     @property
     def num_pairs(self) -> int:
+        """Query-key pairs of causal attention, seq_len * (seq_len + 1) / 2 for each sequence: the
+        FLOPs of attention without a window are proportional to them."""
         return sum(n * (n + 1) // 2 * count for n, count in self.counts)
 
     @property
@@ -76,12 +65,18 @@ class Lengths:
         buckets = []
         for exponent in range(_exponent(self.counts[0][0]), _exponent(self.longest) + 1):
             upto = 2**exponent
-            own = Lengths(tuple(pair for pair in self.counts if _exponent(pair[0]) == exponent))
+            own = tuple(pair for pair in self.counts if _exponent(pair[0]) == exponent)
             above = upto // 2 if upto > FIRST_BUCKET_TOKENS else 0
-            buckets.append(
-                LengthBucket(above, upto, own.num_sequences, own.num_tokens, own.num_pairs)
-            )
+            buckets.append(LengthBucket(own, above, upto))
         return tuple(buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBucket(Lengths):
+    """The sequences of more than `above` and at most `upto` tokens."""
+
+    above: int
+    upto: int
 
 
 def count_lengths(seq_lens: Iterable[int]) -> Lengths:

@@ -1,18 +1,30 @@
-"""The passes of a plan: the part of its cell that each action computes, writes and remembers.
+"""The passes of a plan: what each action computes, writes and remembers, and what dies behind it.
 
 Executor, cost model and memory walk read it here; none of them decides it anew. A forward stops as
 early as its plan allows: at the last stage, where nobody waits for an output, behind the last K,V
 projection, or before it starts if no later chunk reads K,V either. A chunk that is not drawn in a
 sampled plan waits for no output either, unless the plan reports its loss. In a plan of two phases
 the caller waits for every output.
+
+The K,V of a cell come into being with its Forward (if a later chunk reads them) and again with each
+RebuildKV. They are read by every action of later chunks of the same sequence (where it branches, of
+those that go on from them) at the same stage, and held for the cell's own Recompute and Backward.
+Each life ends with the last such action before the next one that makes them anew. So with
+`keep="input"` and a RebuildKV they die after the last forward of their sequence, and cells that
+never get a Backward die after their last reader.
+
+The input of a cell behind the first stage is born when the stage before delivers it. It dies with
+the last pass that reads it, or becomes the gradient of that input in the cell's Backward. The
+gradient is there from that Backward on, and dies with the Backward of the stage before.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Literal
 
-from furlong.plan.plan import Backward, ChunkPlan, Forward, RebuildKV, Recompute
+from furlong.plan.plan import COMPUTING, Backward, ChunkPlan, Forward, RebuildKV, Recompute
 
 Computed = Literal["nothing", "to last kv", "values", "graph", "backward"]
 """How far a pass goes: not at all; the stage up to its last layer's K,V projection; the stage
@@ -56,7 +68,7 @@ def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
     """One pass for every action of `rank`; NOTHING for actions that compute nothing."""
     actions = plan.actions[rank]
     trained = {(a.chunk, a.stage) for a in actions if isinstance(a, Backward)}
-    forwards: dict[tuple[int, int], tuple[Forward, Pass]] = {}
+    forwards: dict[tuple[int, int], Pass] = {}
     graphs: dict[tuple[int, int], Pass] = {}
     found: list[Pass] = []
     for action in actions:
@@ -64,14 +76,13 @@ def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
         match action:
             case Forward():
                 cell = action.chunk, action.stage
-                what = _of_forward(plan, action, trained=cell in trained)
-                forwards[cell] = action, what
+                what = forwards[cell] = _of_forward(plan, action, trained=cell in trained)
             case Recompute(chunk, stage, layers):
-                remembered = forwards[chunk, stage][1].remembers
+                remembered = forwards[chunk, stage].remembers
                 what = Pass("graph", remembered=remembered, recompute_layers=layers)
             case RebuildKV(chunk, stage):
                 # nothing behind the last projection runs, so its layer's attention is not needed
-                known = min(forwards[chunk, stage][1].remembers, plan.stages[stage] - 1)
+                known = min(forwards[chunk, stage].remembers, plan.stages[stage] - 1)
                 what = Pass("to last kv", writes_kv=True, remembered=known)
             case Backward(chunk, stage):
                 graph = graphs[chunk, stage]
@@ -112,3 +123,64 @@ def _of_forward(plan: ChunkPlan, action: Forward, *, trained: bool) -> Pass:
     if continues:
         return Pass("to last kv", writes_kv=True, remembers=min(remembers, height - 1))
     return NOTHING
+
+
+def kv_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For every action of `rank`, the (chunk, stage) cells whose K,V die right after it.
+
+    The list is read backwards: the first user of a cell's K,V that is found is their last one.
+    """
+    actions, links = plan.actions[rank], plan.links
+    frees: list[list[tuple[int, int]]] = [[] for _ in actions]
+    last_use: dict[tuple[int, int], int] = {}
+    unread: dict[tuple[int, int], list[int]] = {}
+    """For each unbranched sequence and stage, a heap of the pieces to which no reader is known."""
+    for index, action in reversed(list(enumerate(actions))):
+        if not isinstance(action, COMPUTING):
+            continue
+        chunk, stage = cell = action.chunk, action.stage
+        makes_kv = isinstance(action, RebuildKV)
+        makes_kv |= isinstance(action, Forward) and plan.continues[chunk]
+        if makes_kv:
+            frees[last_use.pop(cell, index)].append(cell)
+        elif not isinstance(action, Forward):
+            last_use.setdefault(cell, index)
+        for seq_id, piece in links[chunk]:
+            group, tree = plan.groups[seq_id], plan.trees.get(seq_id)
+            if tree is not None:
+                read = tree.path(piece)
+            else:  # all earlier pieces, each once
+                if (seq_id, stage) not in unread:
+                    unread[seq_id, stage] = list(range(len(group)))
+                pieces = unread[seq_id, stage]
+                if makes_kv:
+                    heappush(pieces, piece)
+                read = []
+                while pieces and pieces[0] < piece:
+                    read.append(heappop(pieces))
+            for earlier in read:
+                last_use.setdefault((group[earlier], stage), index)
+    return tuple(tuple(reversed(cells)) for cells in frees)
+
+
+def input_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For every action of `rank`, the (chunk, stage) cells whose input dies right after it.
+
+    An input that a Recompute reads last lives on: the Backward behind it overwrites it with its
+    gradient, or frees it where no stage before is trained.
+    """
+    if len(plan.stages) == 1:
+        return ((),) * len(plan.actions[rank])
+    last_read: dict[tuple[int, int], int] = {}
+    for index, (action, what) in enumerate(
+        zip(plan.actions[rank], passes(plan, rank), strict=True)
+    ):
+        if isinstance(action, (Forward, Recompute, RebuildKV)) and action.stage:
+            cell = action.chunk, action.stage
+            if what is not NOTHING or cell not in last_read:
+                last_read[cell] = index
+    frees: dict[int, list[tuple[int, int]]] = {}
+    for cell, index in last_read.items():
+        if not isinstance(plan.actions[rank][index], Recompute):
+            frees.setdefault(index, []).append(cell)
+    return tuple(tuple(frees.get(index, ())) for index in range(len(plan.actions[rank])))

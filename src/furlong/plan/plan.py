@@ -1,22 +1,25 @@
-"""The values that a plan is made of: slices, chunks, actions, the plan itself.
+"""The values that a plan is made of: slices, chunks, actions, the plan itself, and its layout.
 
 A plan walks a grid. Its columns are chunks (at most `chunk_size` tokens of one or more sequences),
 its rows are stages (consecutive layers); a cell is (chunk, stage). For each rank the plan lists the
 actions over those cells, in order. Everything here is immutable and free of torch.
 
-The division of devices into replicas, pools and stages, as a value.
+A sequence may branch: one prompt with several answers, laid out as one sequence.
 
-Lengths of the pieces of cut sequences: what a sequence has in each chunk of its group.
+    tokens      0          75       92       110         a prompt, then two answers to it
+    pieces      [ prompt  )[ one   )[ two    )           two goes on from token 75: its parent
+
+A piece sees its path: its parent, the parent of that, and so on; positions go on along it. Pieces
+are laid out depth-first, so that those behind a piece, all that see it, are consecutive too.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
-
-from furlong.plan.trees import Bounds, Tree, positions_behind, tree_of
 
 Keep = Literal["input", "kv", "attention", "all"]
 """The part of a cell that survives its forward: the stage input; and its K,V; and every layer's
@@ -61,10 +64,9 @@ FIRST_PROCESS = Place(0, 1)
 
 
 def place_sizes(sp_size: int) -> tuple[int, ...]:
-    """Sizes that places of a pool may have, rising: the powers of two that divide it, and all of
-    it. A place begins at a multiple of its size, so that any two are nested or apart."""
-    powers = {1 << bits for bits in range(sp_size.bit_length()) if sp_size % (1 << bits) == 0}
-    return tuple(sorted(powers | {sp_size}))
+    """Sizes that places of a pool may have, rising: its divisors. A place begins at a multiple of
+    its size, so that a process is in one place of each size."""
+    return tuple(size for size in range(1, sp_size + 1) if sp_size % size == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Chunk:
     """The unit of one forward.
 
     A slice with `start > 0` has a prefix: the earlier tokens of its sequence, or of its path where
-    that branches (`furlong.plan.trees`). Slices on larger places come first, those of one size by
+    that branches. Slices on larger places come first, those of one size by
     their first process: the order of their exchanges. A chunk without slices is a dummy: each
     process passes one token of no sequence, without a label.
     """
@@ -185,6 +187,38 @@ ON_PARAMETERS = (Unshard, Reshard, Reduce)
 Action = Computing | Send | Recv | Unshard | Reshard | Reduce
 
 
+Bounds = tuple[int, int, int]
+"""A slice: its first token, the one behind its last, and the one behind what it goes on from."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Pieces of one sequence, numbered depth-first; a plain sequence is a line of them."""
+
+    parents: tuple[int, ...]
+    """The piece that each one goes on from, an earlier one; -1 for the first."""
+
+    @cached_property
+    def continued(self) -> tuple[bool, ...]:
+        """Whether any piece goes on from each one."""
+        followed = set(self.parents)
+        return tuple(piece in followed for piece in range(len(self.parents)))
+
+    def path(self, piece: int) -> list[int]:
+        """The pieces that a piece sees, from the first one on."""
+        found = []
+        while (piece := self.parents[piece]) >= 0:
+            found.append(piece)
+        return found[::-1]
+
+    def stops(self, lens: Sequence[int]) -> list[int]:
+        """The position behind each piece, where a piece has one slice of so many tokens."""
+        found: list[int] = []
+        for parent, n in zip(self.parents, lens, strict=True):
+            found.append(n + (found[parent] if parent >= 0 else 0))
+        return found
+
+
 @dataclass(frozen=True)
 class ChunkPlan:
     """The actions of every rank on one global batch."""
@@ -241,16 +275,20 @@ class ChunkPlan:
     def trees(self) -> dict[int, Tree]:
         """For each sequence that branches, how the chunks of its group follow one another."""
         return {
-            seq_id: tree_of([self.bounds(seq_id, c) for c in self.groups.get(seq_id, ())])
+            seq_id: _tree_of([self.bounds(seq_id, c) for c in self.groups.get(seq_id, ())])
             for seq_id in {s.seq_id for c in self.chunks for s in c.slices if s.parent is not None}
         }
 
     @cached_property
     def _behind(self) -> dict[int, dict[int, int]]:
-        return {
-            seq_id: positions_behind(b for c in self.groups[seq_id] for b in self.bounds(seq_id, c))
-            for seq_id in self.trees
-        }
+        """For each branching sequence, the position of the token behind each slice, by token."""
+        behind: dict[int, dict[int, int]] = {}
+        for seq_id in self.trees:
+            own = behind[seq_id] = {0: 0}
+            bounds = (b for c in self.groups[seq_id] for b in self.bounds(seq_id, c))
+            for start, stop, before in sorted(bounds):
+                own[stop] = own[before] + stop - start
+        return behind
 
     def bounds(self, seq_id: int, chunk: int) -> list[Bounds]:
         """(start, stop, what it goes on from) of a sequence's slices in a chunk."""
@@ -283,6 +321,17 @@ class ChunkPlan:
         }
 
     @cached_property
+    def piece_lens(self) -> dict[int, list[int]]:
+        """For each sequence that is cut, its tokens in each of its chunks that has a Forward."""
+        return {
+            seq_id: [
+                sum(stop - start for start, stop, _ in self.bounds(seq_id, chunk))
+                for chunk in group[: self.num_computed[seq_id]]
+            ]
+            for seq_id, group in self.groups.items()
+        }
+
+    @cached_property
     def continues(self) -> tuple[bool, ...]:
         """For each chunk, whether a later chunk reads its K,V."""
         return tuple(any(self.is_read(*pair) for pair in pairs) for pairs in self.links)
@@ -307,6 +356,18 @@ class ChunkPlan:
         if all(whole):
             return "packed"
         return "hybrid" if any(whole) else "split"
+
+
+def _tree_of(group: Sequence[Sequence[Bounds]]) -> Tree:
+    """The tree of a sequence's slices, by chunk; those that share a chunk go on from one piece.
+
+    Raises KeyError where a slice goes on from a token at which no earlier one ends.
+    """
+    by_stop, parents = {0: -1}, []
+    for number, slices in enumerate(group):
+        parents.append(by_stop[slices[0][2]])
+        by_stop |= {stop: number for _, stop, _ in slices}
+    return Tree(tuple(parents))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -336,15 +397,3 @@ def first_device(plan_rank: int, layout: Layout) -> int:
     """
     replica, stage = divmod(plan_rank, layout.pp)
     return (stage * layout.dp + replica) * layout.sp
-
-
-def piece_lens(plan: ChunkPlan) -> dict[int, list[int]]:
-    """Tokens of each cut sequence in each chunk of its group that has a Forward, by `seq_id`."""
-    return {seq_id: piece_lens_of(plan, seq_id) for seq_id in plan.groups}
-
-
-def piece_lens_of(plan: ChunkPlan, seq_id: int) -> list[int]:
-    """Tokens of a cut sequence in each chunk of its group that has a Forward."""
-    computed = plan.groups[seq_id][: plan.num_computed[seq_id]]
-    bounds = (plan.bounds(seq_id, chunk) for chunk in computed)
-    return [sum(stop - start for start, stop, _ in own) for own in bounds]

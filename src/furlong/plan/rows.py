@@ -12,9 +12,9 @@ messages and losses read them here, and none of them decides anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import gcd
 from operator import attrgetter
 
@@ -24,6 +24,7 @@ Run = tuple[int, int, int]
 """Consecutive rows: (whose they are, start, stop)."""
 
 
+@cache
 def inner_size(size: int, num_heads: int, num_kv_heads: int) -> int:
     """Processes in each inner group of a place of `size`: as many as can divide the query heads,
     where each process has whole K,V heads or shares one. The place is size / inner such groups:
@@ -135,10 +136,15 @@ class ChunkRows:
 
     def runs(self) -> Iterator[tuple[Run, int]]:
         """Each run of tokens, with the row of its first."""
-        row = 0
-        for run in self.tokens:
-            yield run, row
-            row += run[2] - run[1]
+        return _with_rows(self.tokens)
+
+
+def _with_rows(runs: Iterable[Run]) -> Iterator[tuple[Run, int]]:
+    """Each run, with the row of its first token where they lie behind one another."""
+    row = 0
+    for run in runs:
+        yield run, row
+        row += run[2] - run[1]
 
 
 def rows_of(
@@ -210,12 +216,10 @@ def _placed(
 ) -> tuple[PlacedSlice, ...]:
     """The slices of a level with the query rows of an inner place, whose tokens are `runs`."""
     stretches: list[list[Stretch]] = [[] for _ in slices]
-    row = 0
-    for at, start, stop in runs:
+    for (at, start, stop), row in _with_rows(runs):
         piece = slices[at][1]
         first = position(piece) + start - piece.start
         stretches[at].append(Stretch(row, row + stop - start, first))
-        row += stop - start
     found: list[PlacedSlice] = []
     key, before = 0, -1
     for (index, piece), own in zip(slices, stretches, strict=True):
@@ -228,22 +232,19 @@ def _placed(
 
 def _key_runs(inners: Sequence[Sequence[Run]]) -> tuple[Run, ...]:
     """Where the tokens of all slices, in order, lie among the rows of each inner place."""
-    found: list[tuple[tuple[int, int], Run]] = []
-    for inner, runs in enumerate(inners):
-        row = 0
-        for at, start, stop in runs:
-            found.append(((at, start), (inner, row, row + stop - start)))
-            row += stop - start
-    return tuple(run for _, run in sorted(found))
+    found = sorted(
+        ((at, start), (inner, row, row + stop - start))
+        for inner, runs in enumerate(inners)
+        for (at, start, stop), row in _with_rows(runs)
+    )
+    return tuple(run for _, run in found)
 
 
 def _cut(runs: Sequence[Run], rows: range) -> list[Run]:
     """Those tokens of consecutive runs that lie in `rows`."""
     found: list[Run] = []
-    row = 0
-    for seq_id, start, stop in runs:
+    for (seq_id, start, stop), row in _with_rows(runs):
         first, end = max(rows.start, row), min(rows.stop, row + stop - start)
         if first < end:
             found.append((seq_id, start + first - row, start + end - row))
-        row += stop - start
     return found

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from furlong.plan.trees import Tree
+from furlong.plan.plan import Tree
 
 NUM_HOT = 2
 """Newest segments of a prefix whose gradients stay on the device though K,V live elsewhere."""
 _SEGMENT_STEP = 128
-"""cuDNN takes no other keys (`furlong.ops.cudnn`)."""
+"""cuDNN takes no other keys (`furlong.ops.backends.cudnn`)."""
 _MIN_SEGMENT_TOKENS, _MAX_SEGMENT_TOKENS = 512, 8192
 _SEGMENT_BYTES = {"cpu": 2**21}
 _SEGMENT_BYTES_ELSEWHERE = 2**25
@@ -69,12 +69,8 @@ class StoredTokens:
 
     def with_gradients_of(self, pieces: Iterable[int]) -> StoredTokens:
         """These tokens with gradients of some pieces alone, which ascend."""
-        parts: list[range] = []
-        for piece in pieces:
-            if not (own := self.of_piece(piece)):
-                continue
-            parts.append(own)
-        return replace(self, with_gradients=tuple(_joined(parts)))
+        parts = _joined(own for piece in pieces if (own := self.of_piece(piece)))
+        return replace(self, with_gradients=tuple(parts))
 
     def gradients_in(self, tokens: range) -> list[range]:
         """The part of `tokens` whose gradients are kept, as ranges."""
@@ -87,10 +83,6 @@ class StoredTokens:
                 break
             found.append(range(max(part.start, tokens.start), min(part.stop, tokens.stop)))
         return found
-
-    @property
-    def num_segments(self) -> int:
-        return len(self.bounds) - 1
 
     def seen_from(self, piece: int, window: int | None) -> tuple[range, ...]:
         """Stored tokens before `piece` that its tokens see, as ranges behind one another."""

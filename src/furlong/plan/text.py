@@ -23,7 +23,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from furlong.errors import UserError
 from furlong.plan.plan import (
@@ -67,12 +67,8 @@ def format_action(action: Action) -> str:
             return f"send {payload} {chunk}.{stage} to {peer}"
         case Recv(payload, chunk, stage, peer):
             return f"recv {payload} {chunk}.{stage} from {peer}"
-        case Unshard(stage):
-            return f"unshard {stage}"
-        case Reshard(stage):
-            return f"reshard {stage}"
-        case Reduce(stage):
-            return f"reduce {stage}"
+        case Unshard(stage) | Reshard(stage) | Reduce(stage):
+            return f"{type(action).__name__.lower()} {stage}"
 
 
 def _number(value: float) -> str:
@@ -110,7 +106,7 @@ def parse_action(text: str, *, source: str = "an action's text") -> Action:
                 return build(*found.groups())
     except ValueError:
         pass  # a factor that is no number
-    raise unreadable(repr(text), "an action such as 'F3.0 kv', 'R3.0', 'B3.0' or 'K3.0'", source)
+    raise _unreadable(repr(text), "an action such as 'F3.0 kv', 'R3.0', 'B3.0' or 'K3.0'", source)
 
 
 def format_chunk(chunk: Chunk, sp_size: int = 1) -> str:
@@ -141,7 +137,7 @@ def parse_chunk(text: str, *, sp_size: int = 1, source: str = "a chunk's text") 
         found = _SLICE.fullmatch(word)
         if not found or (found[5] and int(found[5]) < int(found[4])):
             forms = "slices such as '0:0-4096', '0:0-4096@2', '0:0-4096@4-7' or '0:92-110<75'"
-            raise unreadable(repr(text), forms, source)
+            raise _unreadable(repr(text), forms, source)
         seq_id, start, stop = map(int, found.groups()[:3])
         first, last, whole, parent = found.groups()[3:]
         place = Place(0, sp_size if whole else 1)
@@ -151,7 +147,7 @@ def parse_chunk(text: str, *, sp_size: int = 1, source: str = "a chunk's text") 
     return Chunk(tuple(slices))
 
 
-def unreadable(given: str, required: str, source: str = "a saved plan") -> UserError:
+def _unreadable(given: str, required: str, source: str = "a saved plan") -> UserError:
     """The error for a text that is no plan, or no part of one."""
     return UserError(
         given=given,
@@ -234,35 +230,27 @@ def load_plan(text: str) -> ChunkPlan:
     try:
         saved = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise unreadable(f"text that is no JSON ({error})", "a saved plan") from None
+        raise _unreadable(f"text that is no JSON ({error})", "a saved plan") from None
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         version = saved.get("version") if isinstance(saved, dict) else None
-        raise unreadable(f"version {version!r}", f"version {VERSION}")
-    expected = {"version", *(field.name for field in fields(ChunkPlan))}
+        raise _unreadable(f"version {version!r}", f"version {VERSION}")
     saved.pop(_MADE_FOR, None)
-    if saved.keys() != expected:
-        odd = ", ".join(sorted(saved.keys() ^ expected))
-        raise unreadable(f"fields missing or unknown: {odd}", ", ".join(sorted(expected)))
-    for name in _SWITCHES:
-        if not isinstance(saved[name], bool):
-            raise unreadable(f"{name} = {saved[name]!r}", "true or false")
-    plain: dict[str, Any] = {name: saved[name] for name in _SWITCHES}
-    plain |= {name: _whole_numbers([saved[name]], name)[0] for name in _NUMBERS}
-    if not isinstance(saved["actions"], list):
-        raise unreadable("actions that are no list", "one list of actions per rank")
+    _require_fields(saved, {"version", *(field.name for field in fields(ChunkPlan))}, "fields")
+    plain: dict[str, Any] = {name: _all(bool, [saved[name]], name)[0] for name in _SWITCHES}
+    plain |= {name: _all(int, [saved[name]], name)[0] for name in _NUMBERS}
     return ChunkPlan(
-        seq_lens=_whole_numbers(saved["seq_lens"], "seq_lens"),
+        seq_lens=_all(int, saved["seq_lens"], "seq_lens"),
         chunks=tuple(
             parse_chunk(chunk, sp_size=plain["sp_size"], source=f"chunk {index} of a saved plan")
-            for index, chunk in enumerate(_texts(saved["chunks"], "chunks"))
+            for index, chunk in enumerate(_all(str, saved["chunks"], "chunks"))
         ),
-        stages=_whole_numbers(saved["stages"], "stages"),
+        stages=_all(int, saved["stages"], "stages"),
         actions=tuple(
             tuple(
                 parse_action(action, source=f"rank {rank}, action {index} of a saved plan")
-                for index, action in enumerate(_texts(actions, f"actions of rank {rank}"))
+                for index, action in enumerate(_all(str, actions, f"actions of rank {rank}"))
             )
-            for rank, actions in enumerate(saved["actions"])
+            for rank, actions in enumerate(_all(list, saved["actions"], "actions"))
         ),
         tiers=_tiers(saved["tiers"]),
         **plain,
@@ -276,27 +264,34 @@ def read_made_for(text: str) -> Any:
 
 
 def _tiers(values: Any) -> Tiers:
-    kinds = [field.name for field in fields(Tiers)]
-    required = f"a tier for each of {', '.join(kinds)}"
-    if not isinstance(values, dict):
-        raise unreadable(f"tiers = {values!r:.80}", required)
-    if odd := values.keys() ^ set(kinds):
-        raise unreadable(f"kinds of tiers missing or unknown: {', '.join(sorted(odd))}", required)
+    _require_fields(values, {field.name for field in fields(Tiers)}, "tiers")
     for kind, tier in values.items():
         if tier not in get_args(Tier):
             words = f"one of {', '.join(get_args(Tier))}"
-            raise unreadable(f"tiers.{kind} = {tier!r:.80}", words)
+            raise _unreadable(f"tiers.{kind} = {tier!r:.80}", words)
     return Tiers(**values)
 
 
-def _whole_numbers(values: Any, name: str) -> tuple[int, ...]:
+def _require_fields(values: Any, expected: set[str], name: str) -> None:
+    required = ", ".join(sorted(expected))
+    if not isinstance(values, dict):
+        raise _unreadable(f"{name} = {values!r:.80}", required)
+    if odd := values.keys() ^ expected:
+        raise _unreadable(f"{name} missing or unknown: {', '.join(sorted(odd))}", required)
+
+
+_T = TypeVar("_T")
+_REQUIRED: dict[type, str] = {
+    bool: "true or false",
+    int: "whole numbers",
+    str: "a list of short texts",
+    list: "one list of texts per rank",
+}
+
+
+def _all(kind: type[_T], values: Any, name: str) -> tuple[_T, ...]:
+    """The values of a list, all of one kind."""
     # bool is an int to Python, and true no length to us
-    if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise unreadable(f"{name} = {values!r:.80}", "whole numbers")
+    if not isinstance(values, list) or any(type(value) is not kind for value in values):
+        raise _unreadable(f"{name} = {values!r:.80}", _REQUIRED[kind])
     return tuple(values)
-
-
-def _texts(values: Any, name: str) -> list[str]:
-    if not isinstance(values, list) or any(not isinstance(value, str) for value in values):
-        raise unreadable(f"{name} = {values!r:.80}", "a list of short texts")
-    return values

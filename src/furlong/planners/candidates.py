@@ -13,6 +13,7 @@ memory must hold the exact plan, for any draw may be of all chunks.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from furlong.plan.plan import (
     Forward,
     Keep,
     Layout,
+    Place,
     RebuildKV,
     Recompute,
     Slice,
@@ -43,7 +45,7 @@ from furlong.plan.plan import (
     Tiers,
 )
 from furlong.plan.segments import NUM_HOT, segment_tokens
-from furlong.planners.chunks import Groups, by_cost, group_chunks, sequence_work, shard
+from furlong.planners.chunks import Groups, by_cost, group_chunks, shard
 from furlong.planners.layouts import first_alike
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import (
@@ -61,6 +63,10 @@ from furlong.units import count_words
 CHUNKS = "chunks"
 """The name of the plans of dials that no published system has fixed."""
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 65_536
+_FEW_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20, 24)
+"""Numbers of chunks of a replica's step of which one more or less is worth a look."""
+_FILLED = 0.97
+"""Share of a chunk that packed sequences fill."""
 KEEPS: tuple[Keep, ...] = ("attention", "kv", "input")
 """The keeps without a graph, of which the first takes least work and the last least memory."""
 
@@ -110,16 +116,21 @@ def chunks(
     dealt = deal_steps(space)
     share = question.sequences_per_step / len(question.seq_lens)
     found = []
-    for size in sizes(space):
+    step_tokens = max(sum(space.seq_lens[i] for i in own) for step in dealt for own in step)
+    for size in sizes(space, step_tokens):
         groups = busiest_groups(space, dealt, size)
         estimate = TimeEstimate(
             space.model, one_list(groups), sp_size=layout.sp, stages=space.stages,
             num_steps=len(groups),
         )  # fmt: skip
         longest, bounds = longest_step(space, size), bounds_of(space, size)
+        # nothing runs again, so all other dials with this size take longer
+        fastest_s = share * estimate.seconds(ChunkOptions(size=size, keep="all"))
         for options in options_of(space, size, question.limits.lower_tiers):
             each = zip(*(bound.needs(options) for bound in bounds), strict=True)
-            least, about_s = Needs(*map(max, each)), share * estimate.seconds(options)
+            least, about_s = Needs(*map(max, each)), fastest_s
+            if fastest_s < question.beat_s:
+                about_s = share * estimate.seconds(options)
             found.append(
                 Candidate(
                     method,
@@ -174,28 +185,23 @@ def least_s(
     return float(seconds.sum(axis=(1, 2)).max())
 
 
-def state_of(space: Space) -> int:
-    """Bytes of weights, gradients and optimizer on the device that has most of them."""
-    model, layout = space.model, space.layout
-    stages = space.stages or (model.shape.num_layers,)
-    state = model.training.state_bytes
-    return max(
-        state(model.shape, stages, frozenset((stage,)), layout.dp * layout.sp).total
-        for stage in range(len(stages))
-    )
-
-
-def sizes(space: Space) -> list[int]:
+def sizes(space: Space, step_tokens: int = 0) -> list[int]:
     """Chunk sizes: the given one, or powers of two of tokens per process of a pool, up to one that
-    holds the longest sequence."""
+    holds the longest sequence, or the `step_tokens` of the replica with most tokens; and those that
+    cut them evenly into few chunks: a rest takes nearly as long as a full one, and a chunk that no
+    step fills needs memory for nothing."""
     if "size" in space.given:
         return [space.given["size"]]
-    sp_size = space.layout.sp
-    found = [SMALLEST_CHUNK * sp_size]
-    while found[-1] < min(space.longest, LARGEST_CHUNK * sp_size):
+    unit, largest = SMALLEST_CHUNK * space.layout.sp, LARGEST_CHUNK * space.layout.sp
+    found = [unit]
+    while found[-1] < min(max(space.longest, step_tokens), largest):
         found.append(2 * found[-1])
-    few = [size for size in found if space.longest <= space.most_chunks * size]
-    return few or found[-1:]
+    few = [size for size in found if space.longest <= space.most_chunks * size] or found[-1:]
+    even = [unit * math.ceil(step_tokens / (_FILLED * unit * n)) for n in reversed(_FEW_CHUNKS)]
+    even = [size for size in even if few[0] <= size <= largest]
+    if space.layout == ONE_DEVICE:
+        return sorted({*few, *even[-3:]})
+    return [size for size in few if not even or size < even[0]] + even
 
 
 def options_of(space: Space, size: int, lower: Sequence[Tier]) -> Iterator[ChunkOptions]:
@@ -306,8 +312,8 @@ Dealt = list[list[list[int]]]
 
 
 def deal_steps(space: Space) -> Dealt:
-    """The sequences of each step, dealt to its replicas by their work, as a run deals them."""
-    work = sequence_work(space.seq_lens, space.model.shape)
+    """The sequences of each step, dealt to its replicas by their seconds, as a run deals them."""
+    work = space.model.sequence_seconds(space.seq_lens)
     steps = []
     for first in range(0, len(work), space.sequences_per_step):
         own = work[first : first + space.sequences_per_step]
@@ -322,14 +328,21 @@ def busiest_groups(space: Space, dealt: Dealt, size: int) -> list[list[list[Chun
     found = []
     for step in dealt:
         groups = group_chunks([space.seq_lens[i] for i in step[0]], ChunkOptions(size=size))
-        shared = groups if space.layout.sp == 1 else shard(groups, space.layout.sp)
-        found.append([[_renamed(chunk, step[0]) for chunk in group] for group in shared])
+        found.append(_renamed(groups, step[0], Place(0, space.layout.sp)))
     return found
 
 
-def _renamed(chunk: Chunk, seq_ids: Sequence[int] | Mapping[int, int]) -> Chunk:
-    """The chunk with `seq_ids[i]` for the sequence i."""
-    return Chunk(tuple(replace(piece, seq_id=seq_ids[piece.seq_id]) for piece in chunk.slices))
+def _renamed(
+    groups: Groups, seq_ids: Sequence[int] | Mapping[int, int], place: Place
+) -> list[list[Chunk]]:
+    """The groups with `seq_ids[i]` for the sequence i, every slice on one place."""
+    return [
+        [
+            Chunk(tuple(Slice(seq_ids[s.seq_id], s.start, s.stop, place) for s in chunk.slices))
+            for chunk in group
+        ]
+        for group in groups
+    ]
 
 
 def longest_step(space: Space, size: int) -> list[int]:
@@ -367,9 +380,8 @@ def _numbered(seq_lens: Sequence[int], groups: Groups) -> tuple[Sequence[int], l
     """The lengths of the sequences that groups have, which are numbered by them from 0."""
     found = {piece.seq_id for group in groups for chunk in group for piece in chunk.slices}
     numbers = {seq_id: number for number, seq_id in enumerate(sorted(found))}
-    return [seq_lens[seq_id] for seq_id in numbers], [
-        [_renamed(chunk, numbers) for chunk in group] for group in groups
-    ]
+    place = groups[0][0].slices[0].place
+    return [seq_lens[seq_id] for seq_id in numbers], _renamed(groups, numbers, place)
 
 
 def _pipeline(space: Space, groups: Groups, options: ChunkOptions) -> ChunkPlan:
@@ -418,8 +430,8 @@ class TimeEstimate:
         chunks = [chunks[i] for i in order]
         self._behind = behind[order]
         """Chunks behind each one in its group, ascending."""
-        tile_tokens = model.hardware.tile_tokens
-        self._table = chunk_table(chunks, model.shape, sp_size, tile_tokens)
+        # of the first process alone: all have the same part of every slice
+        self._table = chunk_table(chunks, model.shape, 1, model.hardware.tile_tokens)
         self._tokens = sum(chunk.num_tokens for chunk in chunks) / sp_size
         self._prefix_tokens = sum(chunk.slices[0].start for chunk in chunks) / sp_size
         self._sums: dict[tuple[tuple[int, ...], int, PassPart], list[float]] = {}
@@ -491,7 +503,7 @@ class TimeEstimate:
             seconds = self._model.pass_seconds(
                 (part,), self._table, stages, stage, layout=Layout(sp=self._sp_size)
             )
-            self._sums[key] = [0.0, *np.cumsum(seconds[0].max(axis=0)).tolist()]
+            self._sums[key] = [0.0, *np.cumsum(seconds[0, 0]).tolist()]
         return self._sums[key]
 
     def _copies_s(self, options: ChunkOptions) -> float:
@@ -610,8 +622,8 @@ class ByteBound:
         tiers, keep, height = options.tiers, options.keep, stages[-1]
         used: dict[Tier, float] = {"device": self._static_bytes, "host": 0.0, "disk": 0.0}
         used["device"] += (tokens - done) * TOKEN_BYTES
-        used["device"] += current * (cell.working + cell.message)
-        used["device"] += self._memory.loss_bytes(cell, current, backward=True)
+        loss = self._memory.loss_bytes(cell, current, backward=True)
+        used["device"] += current * cell.message + max(loss, current * cell.working)
         if keep == "all":
             whole = self._cell((num_layers,))
             again = min(num_layers, options.recompute_layers * len(stages))

@@ -1,7 +1,7 @@
 """ChunkFlow: chunks of equal tokens, and pipelines that know which of them depend on each other.
 
 Yuan et al., ICML 2025 (arXiv 2503.02356). A sequence longer than a chunk is cut into pieces of
-`size` tokens, shorter ones are packed whole (Algorithm 1: `chunks.split_long`, `chunks.pack`). Of a
+`size` tokens, shorter ones are packed whole (Algorithm 1: `chunks.group_chunks`, `.pack`). Of a
 cut sequence the forwards ascend and all but the last `num_retained` pieces (the paper's K) drop
 their graphs; backwards descend, each behind the recompute of what was dropped, with K,V and dK,dV
 kept for the sequence (Algorithm 2: `orders.schedule_group`). In a pipeline the backwards of a
@@ -11,9 +11,10 @@ is recomputed takes 4 units where a retained one takes 3 (forward 1, backward 2)
 
 Errata: the listing of Algorithm 2 retains about N - K pieces (the text, K of N, is right), and
 recomputes ascending, where dK,dV of a piece would be incomplete: gradients then err by 28 to 40 %.
-Algorithm 1 puts a sequence of exactly `size` tokens into no list; it is short. The paper gives no
-algorithm for state-aware 1F1B: the rule here gives the bubbles of its Figures 2, 6b and 7 exactly,
-57.14, 47.83 and 60 %; for 6a 53.85 % where it prints 54.1 %.
+Algorithm 1 puts a sequence of exactly `size` tokens into no list; it is short. Of Figure 5 chunks
+4 to 6 run twice, not 3. The paper gives no algorithm for state-aware 1F1B: the rule here gives the
+bubbles (Eq. 1, where a recompute is no useful work) of its Figures 2, 6b and 7 exactly, 57.14,
+47.83 and 60 %; for 6a 53.85 % where it prints 54.1 %.
 
 Ours: `size` and `num_retained` are searched by the cost model's seconds, where the paper runs a
 grid of them. Longest sequences go first. A tail piece shares no chunk with short sequences.

@@ -5,7 +5,7 @@
 
 The search is that of `planners.search`; what is given holds. Times are those of a run's first
 steps, or of some sequences of them; the longest sequence of the data must fit. `longest_sequence`
-finds the longest one that a decision could still train.
+finds the longest one that a decision could still train, `decide_pairs` decides for a run on pairs.
 """
 
 from __future__ import annotations
@@ -14,47 +14,34 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from math import ceil, inf
+from functools import partial
+from itertools import accumulate, product
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 from furlong.cost.machine import are_links_measured
+from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.lengths import Lengths, draw_lengths
-from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
-from furlong.planners.candidates import SMALLEST_CHUNK, space_of, state_of
-from furlong.planners.options import ChunkOptions, dials_of, fixed_options, value_in_words
-from furlong.planners.orders import plan_replica
-from furlong.planners.predict import Needs, Prediction, needs_of, predict_step
-from furlong.planners.question import (
-    SIZES,
-    Answer,
-    DoesNotFitError,
-    Limits,
-    Question,
-    Trial,
-    advice,
-)
-from furlong.planners.search import SLACK, search, walkable, whole_model
+from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Keep, Layout, Tiers
+from furlong.planners.candidates import KEEPS, Space, sizes
+from furlong.planners.fits import nearest, nothing_fits
+from furlong.planners.options import ChunkOptions, dials_in_words, fixed_options
+from furlong.planners.orders import plan_replica, plan_two_phases
+from furlong.planners.predict import Needs, Prediction, needs_of, predict_step, step_s
+from furlong.planners.question import Answer, Limits, Question, Trial
+from furlong.planners.search import METHODS, SLACK, search, walkable, whole_model
 from furlong.planners.spaco import Sampling
-from furlong.units import count_words, format_bytes, format_seconds
+from furlong.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from furlong.config.schema import ChunksConfig, ModelConfig
 
 
-_NEEDS = {
-    "spaco": "chunks.sample, a layout",
-    "infinipipe": "a pipeline (parallel.pp above 1)",
-    "skrull": "a pool (parallel.sp above 1) without a pipeline",
-    "places": "a pool (parallel.sp above 1) without a pipeline",
-    "seco": "no pipeline, keep kv, num_retained 0, order chunk-first",
-}
-"""The needs of each method, which it cannot do without."""
 MAX_CHUNKS = 2048
-"""Chunks of the sequences that are tried: more take too long to plan for a figure."""
+"""Most chunks of the longest sequence: more take too long to plan."""
 MAX_ACTIONS = 6_000
 """Most actions of one rank in a plan that is tried."""
 MAX_TOKENS = 2**28
@@ -90,7 +77,8 @@ def longest_sequence(
         )  # fmt: skip
         if answer.best is not answer.dials:
             with suppress(UserError):
-                yield answer.best.candidate.plan_of([num_tokens])
+                own = METHODS[answer.best.candidate.method](question, layout)
+                yield next(iter(own)).plan_of([num_tokens])
 
     def try_length(num_tokens: int) -> ChunkPlan | None:
         """The plan, or None where there is none that fits."""
@@ -131,11 +119,16 @@ _MIN_STEPS = 4
 """
 _MOST_TIMES = 8
 """Devices whose number multiplies `_MAX_TOKENS`, at most."""
-_MAX_CHUNKS = 2048
-"""Most chunks of the longest sequence, in a search."""
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MOST_LAYOUTS = 3
 """Layouts that are named, of those that are slower and of those that do not fit."""
+
+
+Pair = tuple[int, int]
+"""Tokens of both sequences."""
+_NUM_TIMED = 3
+"""Pairs whose steps are timed, evenly spread over their lengths."""
+_STATE = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -204,8 +197,8 @@ def decide(
         longest, sequences_per_step, dict(given or {}), method, seed,
         lengths.num_pairs / lengths.num_tokens,
     )  # fmt: skip
-    if longest > _MAX_CHUNKS * question.given.get("size", inf):
-        words = f"more than {_MAX_CHUNKS:,} chunks are not searched: by the fixed rule"
+    if longest > MAX_CHUNKS * question.given.get("size", inf):
+        words = f"more than {MAX_CHUNKS:,} chunks are not searched: by the fixed rule"
         options = fixed_options(longest, question.dials)
         return _unsearched(options, words, question, walkable(question)[0])
     answer = search(question, tell)
@@ -216,27 +209,18 @@ def decide(
         raise error
     budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
     words = f"small chunks, for no plan is predicted to fit {budget}: {error.given}"
-    return _unsearched(_smallest(longest, question.dials), words, question, _nearest(answer)[1])
+    return _unsearched(smallest(longest, question.dials), words, question, nearest(answer)[1])
 
 
 def _decision(answer: Answer, budget_words: str) -> Decision:
     question, layout = answer.question, answer.best.candidate.layout
-    dials = chunk_trials(answer, layout)
     is_one = question.num_devices == 1
     return Decision(
-        answer.dials.candidate.options, why(answer, dials, budget_words), answer,
+        answer.dials.candidate.options, why(answer, budget_words), answer,
         question.model if is_one else whole_model(question.model_of(layout)),
         layout=layout, stages=question.stages_of(layout),
         layout_words="" if is_one else layouts_in_words(answer),
     )  # fmt: skip
-
-
-def chunk_trials(answer: Answer, layout: Layout) -> list[Trial]:
-    """The plans of dials that fit in a layout, the fastest first or the chosen one."""
-    return [
-        trial for trial in answer.tried
-        if trial.candidate.layout == layout and trial.candidate.longest
-    ]  # fmt: skip
 
 
 def _unsearched(options: ChunkOptions, words: str, question: Question, layout: Layout) -> Decision:
@@ -264,11 +248,118 @@ def sample_steps(
     return [step[(2 * i + 1) * len(step) // (2 * count)] for i in range(count)]
 
 
-def _smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:
+def smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:
     """Options that need little, with the dials that are given."""
     size = min(1024, fixed_options(longest).size)
     small: dict[str, Any] = {"size": size, "num_retained": 0, "keep": "kv"}
     return ChunkOptions(**(small | dict(given)))
+
+
+def decide_pairs(
+    pairs: Sequence[Pair],
+    *,
+    model: CostModel,
+    budgets: Limits,
+    budget_words: str,
+    dials: Mapping[str, Any] | None = None,
+    must_fit: bool = True,
+) -> Decision:
+    """The options of a run whose loss stands between two phases, of a pair of sequences in each
+    call: the fastest with which the longest pair fits, by the time of a few. `dials`: those given.
+
+    Between the phases lives what the chunks of both sequences keep: `attention` runs no attention
+    again, `kv` all of it once more, `input` every forward, and memory falls in this order whatever
+    the lengths are. Where no plan is predicted to fit, small
+    chunks that keep K,V are taken; with `must_fit` that is a ConfigError."""
+    given, longest = dict(dials or {}), max(map(max, pairs))
+    ordered = sorted(pairs, key=sum)
+    largest = max(pairs, key=lambda pair: (sum(pair), max(pair)))
+    timed = [ordered[(2 * i + 1) * len(ordered) // (2 * _NUM_TIMED)] for i in range(_NUM_TIMED)]
+    found = []
+    for options in _candidates(Space(model, largest, 1, longest, given), budgets):
+        plan_of = partial(plan_two_phases, options=options, num_layers=model.shape.num_layers)
+        needs = needs_of(model.memory().curve(plan_of(largest), 0))
+        if budgets.hold(needs):
+            found.append((sum(step_s(model, plan_of(pair)) for pair in timed), needs, options))
+    if found:
+        fastest_s = min(seconds for seconds, *_ in found)
+        alike = [one for one in found if one[0] <= fastest_s * (1 + SLACK)]
+        _, needs, options = min(alike, key=lambda one: (one[1].device_bytes, one[0]))
+        words = (
+            f"{dials_in_words(options)}: the fastest of {len(found)} that fit"
+            f" {format_bytes(budgets.device_bytes)} ({budget_words}) less {budgets.margin:.0%} for"
+            f" what no prediction sees, one pair at a time; {needs_in_words(needs)} predicted"
+        )
+        return Decision(options, words, model=model)
+    if must_fit:
+        raise ConfigError(
+            given=f"a pair of {largest[0]:,} and {largest[1]:,} tokens, of which no plan is"
+            " predicted to fit",
+            required="memory for what both keep between forward and backward, within"
+            f" {format_bytes(budgets.limit_bytes)}",
+            source=f"{budget_words}, and the search over plans in two phases",
+            change="raise memory.device, lower data.max_seq_len, or use model.lora",
+        )
+    words = "small chunks, for no plan is predicted to fit"
+    return Decision(smallest(longest, given), words, model=model)
+
+
+def check_pair_dials(chunks: ChunksConfig) -> None:
+    """Raises ConfigError for dials that two phases have not."""
+    retained = chunks.num_retained
+    for name, value, is_odd, change in (
+        ("keep", chunks.keep, chunks.keep == "all", "set it to attention, kv or input"),
+        ("order", chunks.order, chunks.order == "layer-first", "remove it"),
+        ("stage_layers", chunks.stage_layers, chunks.stage_layers != "auto", "remove it"),
+        ("num_retained", retained, retained not in ("auto", 0), "remove it, or set it to 0"),
+        ("method", chunks.method, chunks.method != "auto", "remove it"),
+        ("sample", "{...}", chunks.sample is not None, "remove it"),
+    ):
+        if is_odd:
+            raise ConfigError(
+                given=f"chunks.{name} = {value} with train.loss: dpo",
+                required="chunk-first plans without a graph between forward and backward, where"
+                " the loss of a pair is made, and exact gradients",
+                source=f"chunks.{name} and train.loss",
+                change=change,
+            )
+
+
+def _candidates(space: Space, budgets: Limits) -> Iterator[ChunkOptions]:
+    """Keeps and chunk sizes; tiers on the device, then what is read least often lower first."""
+    given = space.given
+    keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else KEEPS
+    for size, keep in product(sizes(space), keeps):
+        tiers = [Tiers()]
+        for lower in budgets.lower_tiers:
+            tiers += [Tiers(attention=lower)] if keep == "attention" else []
+            tiers += [Tiers(attention=lower, kv=lower)]
+        for tier in [given["tier"]] if "tier" in given else tiers:
+            yield ChunkOptions(size=size, keep=keep, num_retained=0, tier=tier)
+
+
+def with_keep(
+    seq_lens: Sequence[int], options: ChunkOptions, memory: PlanMemory, budgets: Limits
+) -> ChunkOptions:
+    """The options with a keep in the place of auto: the first of `KEEPS` whose plan the budgets
+    hold beside weights, gradients and optimizer; where none does the last one, which needs least.
+    """
+    for keep in KEEPS:
+        found = replace(options, keep=keep)
+        plan = plan_two_phases(seq_lens, found, num_layers=memory.shape.num_layers)
+        if budgets.hold(needs_beside_state(plan, memory)):
+            break
+    return found
+
+
+def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
+    """Most bytes that a plan in two phases needs of each tier, besides weights, gradients and
+    optimizer; with the final hidden states that it gives out, and their gradient."""
+    curve = memory.curve(plan, 0)
+    columns = [index for index, part in enumerate(PARTS) if part not in _STATE]
+    per_token = 2 * memory.shape.hidden_size * memory.training.compute_bytes
+    device = int(curve.device[:, columns].sum(axis=1).max()) + per_token * sum(plan.seq_lens)
+    return Needs(device, int(curve.host.max()), int(curve.disk.max()))
 
 
 def training_of(model: ModelConfig) -> Training:
@@ -293,18 +384,23 @@ def given_dials(chunks: ChunksConfig) -> dict[str, Any]:
     return given
 
 
-def why(answer: Answer, dials: Sequence[Trial], budget_words: str) -> str:
+def why(answer: Answer, budget_words: str) -> str:
     """The chosen dials of a layout, their reason, and the price of the next best."""
-    limits, (best, *others) = answer.question.limits, dials
+    limits, (best, *others) = answer.question.limits, answer.chunked
     budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
     why = f"the fastest that fits {budget} less {limits.margin:.0%} for what no prediction sees"
     if answer.alike > 1 and answer.question.num_devices == 1:
         why = f"needs least memory of {answer.alike} plans within {SLACK:.0%} of {why}"
     chosen = answer.best
     own = f"{chosen.candidate.method} batch by batch, else " if chosen is not best else ""
+    if not limits.hold(best.needs):  # only a method by name goes on without dials that fit
+        return (
+            f"{own}{dials_in_words(best.candidate.options)}, in evaluations: no dials are predicted"
+            f" to fit {budget}; {needs_in_words(best.needs)} predicted for a step of theirs"
+        )
     words = (
         f"{own}{dials_in_words(best.candidate.options)}: {why}; {needs_in_words(best.needs)}"
-        f" predicted; next best of {len(dials)} that were tried and fit: "
+        f" predicted; next best of {1 + len(others)} that were tried and fit: "
     )
     if not others:
         return f"{words}none"
@@ -312,118 +408,6 @@ def why(answer: Answer, dials: Sequence[Trial], budget_words: str) -> str:
     change = compared(other.step_s / best.step_s)
     needs = needs_in_words(other.needs)
     return f"{words}{dials_in_words(other.candidate.options)}: {change}, {needs}"
-
-
-def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
-    """The message of a search in which nothing fits in any layout, with the budgets that would
-    do."""
-    question = answer.question
-    limits, (nearest, layout) = question.limits, _nearest(answer)
-    training = question.model_of(layout).training
-    state_bytes = state_of(space_of(question, layout))
-    if nearest is not None:
-        error = _plan_lacks(answer, nearest, training, alone=alone)
-    elif state_bytes > limits.limit_bytes:
-        limit = format_bytes(limits.limit_bytes)
-        error = ConfigError(
-            given=f"weights, gradients and optimizer of {format_bytes(state_bytes)} on each device",
-            required=f"at most {limit} ({format_bytes(limits.device_bytes)} less a margin of"
-            f" {limits.margin:.0%})",
-            source="the search over the plans of a layout",
-            change=advice("state", training, num_devices=layout.num_devices, alone=alone),
-        )
-    else:
-        raise _nothing_offered(question)
-    if question.num_devices == 1:
-        return error
-    given, source = error.given, error.source
-    some = [one for one, _ in answer.too_large]
-    some += dict.fromkeys(trial.candidate.layout for trial in answer.refused)
-    if len(some) > 1:
-        source = f"the search over {len(some)} layouts"
-        given = f"in none of {len(some)} layouts a plan fits; nearest is {layout}: {given}"
-    ways = ["start more processes"]
-    fixed = [name for name in ("sp", "pp") if all(getattr(one, name) == 1 for one in some)]
-    if fixed:
-        named = " and ".join(f"parallel.{name}" for name in fixed)
-        ways.insert(0, f"set {named} to auto")
-    return ConfigError(
-        given=given, required=error.required, source=source,
-        change=f"{', '.join(ways)}; or {error.change}",
-    )  # fmt: skip
-
-
-def _nearest(answer: Answer) -> tuple[Trial | None, Layout]:
-    """The plan that lacks least, or None where the state of a layout lacks less; and its layout."""
-    question, limits = answer.question, answer.question.limits
-    refused, too_large = answer.refused, sorted(answer.too_large, key=lambda pair: pair[1])
-    least = limits.lacking(refused[0].needs) if refused else inf
-    for layout, lacking_bytes in too_large:
-        state_bytes = state_of(space_of(question, layout))
-        if lacking_bytes < least and state_bytes > limits.limit_bytes:
-            return None, layout
-    if refused:
-        return refused[0], refused[0].candidate.layout
-    return None, too_large[0][0] if too_large else question.layouts()[0]
-
-
-def _nothing_offered(question: Question) -> ConfigError:
-    dials = ", ".join(f"{name} {value}" for name, value in question.given.items())
-    layouts = question.layouts()
-    return ConfigError(
-        given=f"chunks.method = {question.method}"
-        + (f" with {dials}" if dials else "")
-        + f" on {count_words(question.num_devices, 'device')}",
-        required=f"{_NEEDS.get(question.method, 'a layout')}, dials and a batch for which the"
-        " method has a plan that fits",
-        source=f"chunks.method, in {count_words(len(layouts), 'layout')}",
-        change=f"give fewer of {', '.join((*SIZES, 'chunks'))}, start more processes, or use"
-        " another method",
-    )
-
-
-def _plan_lacks(answer: Answer, nearest: Trial, training: Training, *, alone: bool) -> ConfigError:
-    """The message of the plan that lacks least."""
-    limits, needs, options = answer.question.limits, nearest.needs, nearest.candidate.options
-    plans = count_words(len(answer.refused) + answer.num_pruned, "plan")
-    words = f"of {plans} none fits; nearest is {dials_in_words(options)}"
-    most = {"device": limits.limit_bytes, "host": limits.host_bytes, "disk": limits.disk_bytes}
-    lacking = {
-        tier: used
-        for (tier, limit), used in zip(most.items(), needs, strict=True)
-        if limit is not None and used > limit
-    }
-    if "device" not in lacking:
-        tier, used = next(iter(lacking.items()))
-        return ConfigError(
-            given=f"{words}, which needs {format_bytes(used)} on the {tier}",
-            required=f"at most {format_bytes(most[tier] or 0)}",
-            source=f"memory.{tier}",
-            change="leave more on the device (chunks.tier), or less to keep (chunks.keep);"
-            f" {_enough({tier: used})}",
-        )
-    error = DoesNotFitError(0, nearest.curve.peak, limits.limit_bytes, training)
-    lacking["device"] = ceil(needs.device_bytes / (1 - limits.margin))
-    own = format_bytes(limits.device_bytes)
-    # no run has smaller chunks: that advice would lead nowhere
-    part = "state" if alone and options.size <= SMALLEST_CHUNK else error.part
-    return ConfigError(
-        given=f"{words}, whose {error.given}",
-        required=f"{error.required} ({own} less a margin of {limits.margin:.0%})",
-        source=f"the search over {plans} of one device",
-        change=f"{advice(part, training, alone=alone)}; {_enough(lacking)}",
-    )
-
-
-def _enough(needed: Mapping[str, int]) -> str:
-    """The smallest budgets with which a plan fits, rounded up to a MiB."""
-    amounts = (f"memory.{tier}: {-(-used // 2**20)}MiB" for tier, used in needed.items())
-    return f"the smallest that would do is {', with '.join(amounts)}"
-
-
-def dials_in_words(options: ChunkOptions) -> str:
-    """The dials of a plan as text, each as its name and value."""
-    return ", ".join(f"{name} {value_in_words(value)}" for name, value in dials_of(options).items())
 
 
 def needs_in_words(needs: Needs) -> str:
@@ -463,7 +447,7 @@ def layouts_in_words(answer: Answer) -> str:
         for one, trial in fastest.items()
         if one != layout
     ]
-    others += [f"{one} is about {compared(s / best.step_s)}" for one, s in slower]
+    others += [f"{one} is at least {max(0, s / best.step_s - 1):.1%} slower" for one, s in slower]
     words = [f"{head}: {format_seconds(best.step_s)} predicted per step"]
     words += _some(others, "more are slower")
     words += _some(

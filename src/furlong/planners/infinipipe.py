@@ -2,84 +2,73 @@
 
 Wang et al., arXiv 2509.21275. The longest sequence is cut into slices of equal time, the mesh, and
 longer ones than its first slice by the same mesh; short ones are packed with each other or behind
-tails (Algorithm 1). Chunks run in token-level 1F1B, sequences of most chunks first
-(`orders.plan_seq1f1b`). Cells on one diagonal of that schedule recompute the same number of layers:
-what one of them adds to the step, the others hide in the bubble that it makes. So one integer per
-diagonal is asked for, n + P - 1 of them (n chunks, P stages), with the smallest sum for which no
-stage ever holds more than it has room for (Eqs. 15 to 20). Slice numbers are tried from the
-smallest; the plan that the event simulation finds fastest is returned.
+tails (Algorithm 1: `cut_and_pack`). Chunks run in token-level 1F1B, sequences of most chunks first
+(`orders.seq1f1b_cells`). Cells on one diagonal of that schedule recompute the same number of
+layers: what one of them adds to the step, the others hide in the bubble that it makes (Eqs. 15 and
+16). So one integer per diagonal is asked for, K + P - 1 of them (K chunks, P stages), with the
+smallest sum for which no stage ever holds more than it has room for (Eqs. 17 to 20:
+`choose_layers`). Several pipelines may run one after the other: sequences of equally many chunks
+stay together, and the division of least overhead is a shortest path (Eqs. 12 to 14: `_pipelines`).
+Slice numbers are tried from the smallest; the plan that the event simulation finds fastest wins.
 
-Ours: `adaptive` finds the layers greedily; the paper's integer program is the mode `exact`. The
-batch is parted among two pipelines at most, one after the other (Eqs. 12 to 14; "usually at most
-two" in the paper's runs). Bytes and seconds are the cost model's; only the time by which the
-mesh is cut is a fit to it, of the paper's form a1 x^2 + a2 x (Eqs. 1 and 4).
+Ours: the layers are found greedily; the paper's integer program is the mode `exact`. Bytes are the
+memory simulation's, in place of Eqs. 5 to 10, and seconds the cost model's; only the time by which
+the mesh is cut is a fit to it, of the paper's form a1 x^2 + a2 x (Eqs. 1 and 4).
 
-Errata: as printed the threshold of Algorithm 1 can fall, and its loop never ends: here it is only
-raised over buckets that have room, and by a tenth at most, then a new bucket is opened (as printed
-buckets of tails grow to half as much time again; steps that take 1 to 2.5 % less in simulation).
-The last slice of a sequence counts as its tail also where the mesh fits exactly.
+Errata: the window of Eq. 7 is one chunk more than the forwards ahead; Eq. 11 divides by the
+sequence-parallel degree a time that is of one stage already. As printed the threshold of
+Algorithm 1 can fall, and its loop never ends: here it is only raised over buckets that have room,
+and by a tenth at most, then a new bucket is opened (as printed buckets of tails grow to half as
+much time again; steps that take 1 to 2.5 % less in simulation). The last slice of a sequence counts
+as its tail also where the mesh fits exactly, so that its K,V have no reader.
 
-    P stages, W moments of a stage, K chunks of a pipeline in forward order
+    P stages, K chunks, D = K + P - 1 diagonals of a pipeline, R moments of any of its stages
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise, takewhile
 from math import inf
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp, nnls
 
-from furlong.cost.memory import PlanMemory, StageBytes
+from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.plan.plan import (
-    ON_DEVICE,
-    Action,
-    Backward,
-    Chunk,
-    ChunkPlan,
-    Forward,
-    Layout,
-    Place,
-    Slice,
-    Tiers,
-)
+from furlong.plan.plan import Action, Backward, Chunk, ChunkPlan, Forward, Layout, Place, Slice
+from furlong.planners.candidates import ByteBound, Share
 from furlong.planners.chunks import Groups, refuse_unusable, shard, split_equal_work
-from furlong.planners.layouts import cut_layers, mean_attended_keys
+from furlong.planners.fits import DoesNotFitError
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import (
     assemble,
-    backward_places,
-    count_ahead,
     number_chunks,
     recompute_on_diagonals,
     seq1f1b_cells,
     with_messages,
 )
-from furlong.planners.question import Candidate, DoesNotFitError, Question
+from furlong.planners.question import Candidate, Question
 from furlong.simulate.clock import time_actions
 from furlong.units import count_words
 
-Mode = Literal["adaptive", "exact", "none", "full"]
-"""Layers recomputed: chosen per diagonal, greedily or by integer program; none; all."""
 Array = NDArray[np.float64]
-Part = tuple[range, tuple[int, ...]]
-"""A pipeline: its groups, and the layers that the cells of each of its diagonals recompute."""
+Integers = NDArray[np.int64]
+Pipeline = tuple[range, Sequence[int]]
+"""Its groups, and the layers that the cells of each of its diagonals recompute."""
 
+_MOST_SLICES = 64
+"""Pieces of the longest sequence."""
 _PATIENCE = 3
 """Slice numbers in a row that bring nothing before the search ends."""
-_FEW_SLICE_NUMBERS = 4
-"""Slice numbers that a search works out: a plan is made while a step runs."""
+_ROUNDING_BYTES = 16
+"""Room that is left: the memory simulation rounds each part."""
 _MAX_REPAIRS = 3
-_ROUNDING_BYTES = 8
-"""Bytes of slack: the memory simulation rounds each part. What that hides, that of the plan itself
-finds."""
+"""Times that a plan which needs more than its loads said is made again with so much more left."""
+_FEW_DIAGONALS = 8
 MAX_GROWTH = 1.1
 """Multiple of its first value to which the threshold of time may grow; infinite in the paper."""
 _MAX_NODES = 10_000
@@ -87,108 +76,86 @@ _MAX_NODES = 10_000
 which a limit of seconds would not give."""
 
 
-class NotFasterError(ConfigError):
-    """Error where no plan is faster than the one that is to be beaten."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InfiniPipePlan:
-    """A plan of InfiniPipe's."""
-
-    plan: ChunkPlan
-    pipelines: tuple[Part, ...]
-    """Those that run one after the other."""
-    predicted_s: float
-    """Seconds of the step by the event simulation."""
-    num_slices: int = 0
-    """Chunks of the longest sequence."""
-
-    @property
-    def recomputed_layers(self) -> int:
-        """Sum of the layers of all diagonals (Eq. 17)."""
-        return sum(sum(layers) for _, layers in self.pipelines)
-
-
 def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
     """One for a pipeline: its plans search by themselves, and have to beat `question.beat_s`."""
     if layout.pp == 1:
         return
     model, stages = question.model_of(layout), question.stages_of(layout)
+    if question.method == "auto" and not _may_fit(question, layout, model, stages):
+        return
 
     def plan_of(seq_lens: Sequence[int]) -> ChunkPlan:
         return plan_infinipipe(
-            seq_lens, model, num_stages=layout.pp, sp_size=layout.sp, stages=stages,
-            budget_bytes=question.limits.limit_bytes, max_tried=_FEW_SLICE_NUMBERS,
-            beat_s=question.beat_s,
-        ).plan  # fmt: skip
+            seq_lens, model, stages=stages, sp_size=layout.sp,
+            budget_bytes=question.limits.limit_bytes, beat_s=question.beat_s,
+        )  # fmt: skip
 
     yield Candidate("infinipipe", layout, ChunkOptions(), 0.0, plan_of)
+
+
+def _may_fit(question: Question, layout: Layout, model: CostModel, stages: tuple[int, ...]) -> bool:
+    """Whether the longest sequence may fit in the finest slices, with every layer recomputed."""
+    # slices of equal time are longer than half of the mean
+    size = max(1, question.longest // (2 * _MOST_SLICES))
+    options = ChunkOptions(size=size, keep="all", recompute_layers=max(stages))
+    share = Share(stages=stages, sp_size=layout.sp, group_size=layout.dp * layout.sp)
+    return all(
+        question.limits.hold(ByteBound(model, question.longest, size, share=one).needs(options))
+        for one in (share, replace(share, stage=len(stages) - 1))
+    )
 
 
 def plan_infinipipe(
     seq_lens: Sequence[int],
     model: CostModel,
     *,
-    num_stages: int,
+    stages: Sequence[int],
     sp_size: int = 1,
     budget_bytes: int | None = None,
-    stages: Sequence[int] | None = None,
-    tiers: Tiers = ON_DEVICE,
-    balance: Literal["time", "tokens"] = "time",
-    checkpointing: Mode = "adaptive",
-    max_slices: int = 64,
-    max_tried: int = 64,
+    exact: bool = False,
     beat_s: float = inf,
-) -> InfiniPipePlan:
-    """A checked plan of one replica of num_stages x sp_size devices that fits `budget_bytes` each.
+) -> ChunkPlan:
+    """A checked plan of one replica of len(stages) x sp_size devices that fits `budget_bytes` each.
 
-    `stages`: layers per stage, default those that balance the stages' work; rank s holds stage s.
-    With sp_size > 1 every slice is sharded over the sp group. `balance` and `checkpointing` switch
-    parts of the method off. `max_tried`: slice numbers that are worked out once one fits; `beat_s`:
-    a step that the plan has to beat.
+    `stages`: layers per stage; rank s holds stage s. With sp_size > 1 every slice is sharded over
+    the sp group. `beat_s`: a step that the plan has to beat.
 
-    Raises DataError for unusable lengths, NotFasterError where no plan can beat `beat_s`, and
-    DoesNotFitError for the plan that lacks least if no slice number up to `max_slices` fits.
+    Raises DataError for unusable lengths, ConfigError where no plan can beat `beat_s`, and
+    DoesNotFitError for the plan that lacks least where no slice number fits.
     """
     refuse_unusable(seq_lens)
-    batch = _Batch(
-        tuple(seq_lens), model, model.memory(budget_bytes),
-        tuple(stages or cut_layers(model.shape, num_stages, mean_attended_keys(seq_lens))),
-        sp_size, tiers, checkpointing,
-    )  # fmt: skip
-    longest, best, lacking = max(seq_lens), None, []
-    least_s, num_tried, without_gain = inf, 0, 0
-    for num_slices in slice_numbers(min(max_slices, longest)):
-        if without_gain >= _PATIENCE or num_tried >= max_tried:
+    memory = model.memory(budget_bytes)
+    batch = _Batch(tuple(seq_lens), model, memory, tuple(stages), sp_size, exact)
+    longest, best, refused = max(seq_lens), None, []
+    least_s, without_gain = inf, 0
+    for num_slices in slice_numbers(min(_MOST_SLICES, longest)):
+        if without_gain == _PATIENCE:
             break
-        work = EQUAL_TOKENS
-        if balance == "time":
-            work = fit_work(model, longest, num_slices, batch.stages, sp_size, tiers)
+        work = fit_work(model, longest, num_slices, batch.stages, sp_size)
         groups = shard(cut_and_pack(seq_lens, num_slices, work), sp_size)
-        found = batch.plan_of(groups, beat_s)
-        without_gain += best is not None or isinstance(found, float)
-        if isinstance(found, float):
-            if best is None and found < least_s:
-                least_s, without_gain = found, 0
-        elif isinstance(found, InfiniPipePlan):
-            num_tried += 1
-            if found.predicted_s < beat_s:
-                best, beat_s, without_gain = found, found.predicted_s, 0
-                best = replace(best, num_slices=num_slices)
-            least_s = min(least_s, found.predicted_s)
-        else:
-            lacking.append((*found, num_slices, groups))
+        step_s = batch.step_s(batch.one_pipeline(groups))  # with recomputed layers it takes longer
+        if step_s < beat_s:
+            plan = batch.fitting_plan(groups)
+            if plan is None:
+                refused.append(groups)
+                without_gain += best is not None
+                continue
+            step_s = batch.step_s(plan)
+            if step_s < beat_s:
+                best, beat_s = plan, step_s
+        without_gain = 0 if step_s < least_s else without_gain + 1
+        least_s = min(least_s, step_s)
     if best is not None:
-        check(best.plan, batch.memory)
+        check(best, memory)
         return best
-    if least_s < inf:
-        raise NotFasterError(
-            given=f"a step of at least {least_s:.3g} s however it is cut",
-            required=f"less than {beat_s:.3g} s",
-            source="the step that InfiniPipe's plan has to beat",
-            change="take the other plan",
-        )
-    raise batch.no_room(*min(lacking, key=lambda one: one[0]))
+    if least_s == inf:
+        raise batch.no_room(refused)
+    raise ConfigError(
+        given=f"a step of at least {least_s:.3g} s however it is cut",
+        required=f"less than {beat_s:.3g} s",
+        source="the step that InfiniPipe's plan has to beat",
+        change="take the other plan",
+    )
 
 
 def slice_numbers(most: int) -> Iterator[int]:
@@ -209,306 +176,258 @@ class _Batch:
     memory: PlanMemory
     stages: tuple[int, ...]
     sp_size: int
-    tiers: Tiers
-    mode: Mode
+    exact: bool
 
-    def plan_of(self, groups: Groups, beat_s: float) -> InfiniPipePlan | float | tuple[float, int]:
-        """The best plan of these groups, which are listed by falling numbers of chunks; the seconds
-        that one takes at least, where these are not below `beat_s`; or, where none fits, the bytes
-        that lack with all that the mode may recompute, and the rank that lacks them."""
-        if beat_s < inf:
-            plain = self._in_a_row(groups, [(range(len(groups)), ())], checked=False)
-            least_s = time_actions(plain, self.model.costs(plain)).duration_s
-            if least_s >= beat_s:
-                return least_s
-        budget = self.memory.device_budget_bytes
-        room = np.full(len(self.stages), float(budget + _ROUNDING_BYTES))
-        for _ in range(_MAX_REPAIRS):
-            if (parts := self._parts(groups, room)) is None:
-                break
-            plan = self._in_a_row(groups, parts, checked=False)
-            excess = np.array(self._used_bytes(plan)) - budget
-            if excess.max() <= 0:
-                seconds = time_actions(plan, self.model.costs(plan)).duration_s
-                return InfiniPipePlan(plan=plan, pipelines=tuple(parts), predicted_s=seconds)
-            room -= np.maximum(excess, 0)
-        used = self._used_bytes(self._smallest(groups))
-        return max((most - budget, rank) for rank, most in enumerate(used))
-
-    def no_room(
-        self, lacking_bytes: float, rank: int, num_slices: int, groups: Groups
-    ) -> DoesNotFitError:
-        number = "no" if self.mode == "none" else "every"
-        return DoesNotFitError(
-            rank,
-            self.memory.curve(self._smallest(groups), rank).peak,
-            self.memory.device_budget_bytes,
-            self.model.training,
-            num_devices=len(self.stages) * self.sp_size,
-            with_what=f"the longest sequence of {count_words(max(self.seq_lens), 'token')} cut "
-            f"into {count_words(num_slices, 'chunk')} and {number} layer recomputed",
+    def plan(self, groups: Groups, pipelines: Sequence[Pipeline]) -> ChunkPlan:
+        return in_a_row(
+            self.seq_lens, groups, pipelines, self.stages, sp_size=self.sp_size, checked=False
         )
 
-    def _smallest(self, groups: Groups) -> ChunkPlan:
-        """All groups in one pipeline, with all recomputed that the mode may."""
-        number = 0 if self.mode == "none" else max(self.stages)
-        layers = (number,) * (sum(map(len, groups)) + len(self.stages) - 1)
-        return self._in_a_row(groups, [(range(len(groups)), layers)])
+    def one_pipeline(self, groups: Groups, own: range | None = None, layers: int = 0) -> ChunkPlan:
+        """The plan of one pipeline of all groups, or its `own`, each diagonal with the same number
+        of layers."""
+        own = range(len(groups)) if own is None else own
+        num_diagonals = sum(len(groups[i]) for i in own) + len(self.stages) - 1
+        return self.plan(groups, [(own, [layers] * num_diagonals)])
 
-    def _in_a_row(
-        self, groups: Groups, parts: Sequence[Part], *, checked: bool = True
-    ) -> ChunkPlan:
-        return in_a_row(
-            self.seq_lens, groups, parts, self.stages, sp_size=self.sp_size, tiers=self.tiers,
-            checked=checked,
-        )  # fmt: skip
+    def step_s(self, plan: ChunkPlan) -> float:
+        return time_actions(plan, self.model.costs(plan)).duration_s
 
-    def _used_bytes(self, plan: ChunkPlan) -> list[int]:
+    def used_bytes(self, plan: ChunkPlan) -> list[int]:
+        """(P,) the most that each rank needs."""
         return [max(self.memory.peak_bytes_of_actions(plan, s)) for s in range(len(self.stages))]
 
-    def _parts(self, groups: Groups, room: Array) -> list[Part] | None:
-        """All groups in one pipeline, or parted in two, sequences of equally many chunks together,
-        whichever has less overhead; None where they do not fit. A pipeline costs a warm-up and a
+    def fitting_plan(self, groups: Groups) -> ChunkPlan | None:
+        """The plan of these groups, those of most chunks first, with least overhead."""
+        spare_bytes = _ROUNDING_BYTES
+        for _ in range(_MAX_REPAIRS):
+            pipelines = self._pipelines(groups, spare_bytes)
+            if pipelines is None:
+                break
+            plan = self.plan(groups, pipelines)
+            lacking_bytes = max(self.used_bytes(plan)) - self.memory.device_budget_bytes
+            if lacking_bytes <= 0:
+                return plan
+            spare_bytes += lacking_bytes
+        plan = self.one_pipeline(groups, layers=max(self.stages))
+        return plan if max(self.used_bytes(plan)) <= self.memory.device_budget_bytes else None
+
+    def _pipelines(self, groups: Groups, spare_bytes: int) -> list[Pipeline] | None:
+        """The pipelines of least overhead; None where nothing fits. Each costs a warm-up and a
         cool-down, and each of its layers a forward (Eq. 13)."""
-        counts = [len(group) for group in groups]
         cells_s = self.model.cell_seconds(
-            [chunk for group in groups for chunk in group], self.stages, sp_size=self.sp_size,
-            kv=self.tiers.kv,
-        )  # fmt: skip
+            [chunk for group in groups for chunk in group], self.stages, sp_size=self.sp_size
+        )  # (P, K, 2)
         ends_s = (len(self.stages) - 1) * float(cells_s.sum(axis=2).mean())
         layer_s = float(cells_s[..., 0].mean()) * len(self.stages) / sum(self.stages)
-        least_s, best = inf, None
-        cuts = [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
-        for edges in ([0, len(counts)], *([0, cut, len(counts)] for cut in cuts)):
-            overhead_s, parts = (len(edges) - 1) * ends_s, list[Part]()
-            if overhead_s >= least_s:
-                break
-            ranges = [range(a, b) for a, b in pairwise(edges)]
-            for own, pipeline in zip(ranges, self._loads(groups, ranges, room), strict=True):
-                if (layers := choose_layers(pipeline, self.mode)) is None:
-                    break
-                overhead_s += layer_s * sum(layers)
-                parts.append((own, layers))
-            if len(parts) == len(ranges) and overhead_s < least_s:
-                least_s, best = overhead_s, parts
-        return best
+        last = len(groups)
+        edges: list[int] = []  # where groups have at most half the chunks of those before
+        for i, group in enumerate(groups):
+            if 2 * len(group) <= len(groups[edges[-1] if edges else 0]):
+                edges.append(i)
+        stretches = [
+            (start, stop)
+            for stop in (*edges, last)
+            for start in (0, *edges)
+            if start < stop and stop - start < last
+        ]
+        found: dict[int, tuple[float, list[Pipeline]]] = {0: (0.0, [])}  # of the first groups
+        for start, stop in [(0, last), *stretches]:
+            if start not in found:
+                continue
+            before_s, before = found[start]
+            least_s = before_s + ends_s * (1 if stop == last else 2)
+            if last in found and least_s >= found[last][0]:
+                continue
+            own = range(start, stop)
+            loads = loads_of(self.one_pipeline(groups, own), self.memory, spare_bytes)
+            layers = choose_layers(loads, self.exact)
+            if layers is None:
+                continue
+            overhead_s = before_s + ends_s + layer_s * float(layers.sum())
+            if stop not in found or overhead_s < found[stop][0]:
+                found[stop] = overhead_s, [*before, (own, layers.tolist())]
+        return found[last][1] if last in found else None
 
-    def _loads(
-        self, groups: Groups, ranges: Sequence[range], room: Array
-    ) -> Iterator[PipelineLoads]:
-        """The stages' loads in pipelines of these groups, one after the other, by the memory
-        simulation with nothing recomputed."""
-        plain = self._in_a_row(groups, [(own, ()) for own in ranges], checked=False)
-        tokens = np.array([c.num_tokens for c in plain.chunks]) / self.sp_size
-        cells = [self.memory.cell(self.stages, stage) for stage in range(len(self.stages))]
-        used = []  # (2 K) of each stage: at each forward and each backward
-        for stage, actions in enumerate(plain.actions):
-            walked = self.memory.peak_bytes_of_actions(plain, stage)
-            pairs = zip(walked, actions, strict=True)
-            used.append(np.array([n for n, a in pairs if isinstance(a, Forward | Backward)], float))
-        start = 0
-        for own in ranges:
-            counts = [len(groups[i]) for i in own]
-            stop = start + sum(counts)
-            loads = []
-            for stage, cell in enumerate(cells):
-                acting, is_backward, alive = moments_of(counts, len(cells), stage)
-                plain_bytes = used[stage][2 * start : 2 * stop]
-                again = (max(cell.graph_layers) * tokens[start:stop])[acting] * is_backward
-                full = plain_bytes + again > room[stage]  # at other moments all fits in any case
-                loads.append(
-                    StageLoad(
-                        alive[full].astype(float), plain_bytes[full], acting[full], again[full],
-                        _saved_per_layer(cell) * tokens[start:stop], float(room[stage]),
-                    )
-                )  # fmt: skip
-            yield PipelineLoads(tuple(counts), self.stages, tuple(loads))
-            start = stop
+    def no_room(self, refused: Sequence[Groups]) -> DoesNotFitError:
+        """The error for the groups that lack least with every layer recomputed."""
+        smallest = [self.one_pipeline(groups, layers=max(self.stages)) for groups in refused]
+        plan = min(smallest, key=lambda plan: max(self.used_bytes(plan)))
+        used = self.used_bytes(plan)
+        rank, num_slices = used.index(max(used)), max(map(len, plan.groups.values()), default=1)
+        return DoesNotFitError(
+            rank, self.memory.curve(plan, rank).peak, self.memory.device_budget_bytes,
+            self.model.training, num_devices=len(self.stages) * self.sp_size,
+            with_what=f"the longest sequence of {count_words(max(self.seq_lens), 'token')} cut "
+            f"into {count_words(num_slices, 'chunk')} and every layer recomputed",
+        )  # fmt: skip
 
 
 def in_a_row(
     seq_lens: Sequence[int],
     groups: Groups,
-    parts: Sequence[Part],
+    pipelines: Sequence[Pipeline],
     stages: tuple[int, ...],
     *,
     sp_size: int = 1,
-    tiers: Tiers = ON_DEVICE,
     checked: bool = True,
 ) -> ChunkPlan:
-    """Token-level 1F1B of each part of the groups, one part after the other; no layers: none."""
+    """Token-level 1F1B of each pipeline, one after the other."""
     numbered, num_stages = number_chunks(groups), len(stages)
     cells: list[list[Action]] = [[] for _ in stages]
-    for own, layers in parts:
-        part = numbered[own.start : own.stop]
-        counts = [len(chunks) for chunks in part]
-        spread = recompute_on_diagonals(layers, counts, stages) if layers else [[]] * num_stages
-        for stage in range(num_stages):
-            cells[stage] += seq1f1b_cells(part, num_stages, stage, spread[stage])
+    for own, layers in pipelines:
+        chunks = numbered[own.start : own.stop]
+        rows = recompute_on_diagonals(layers, [len(one) for one in chunks], stages)
+        for stage, row in enumerate(rows):
+            cells[stage] += seq1f1b_cells(chunks, num_stages, stage, row)
     lists = [with_messages(own, stage, num_stages) for stage, own in enumerate(cells)]
-    return assemble(seq_lens, groups, stages, lists, sp_size=sp_size, tiers=tiers, checked=checked)
-
-
-def moments_of(
-    counts: Sequence[int], num_stages: int, stage: int
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """The cells of one stage of a pipeline in the order in which they run: (W,) the chunk, (W,)
-    whether it is a backward, (W, K) whether a chunk's graph is there."""
-    number, ahead = sum(counts), count_ahead(counts, num_stages, stage)
-    chunks, places = np.arange(number), np.array(backward_places(counts))
-    starts = np.where(chunks < ahead, chunks, 2 * chunks - ahead)
-    stops = np.where(places + ahead < number, ahead + 2 * places + 1, number + places)
-    acting = np.zeros(2 * number, dtype=np.int64)
-    acting[starts], acting[stops] = chunks, chunks
-    is_backward = np.isin(np.arange(2 * number), stops)
-    moment = np.arange(2 * number)[:, None]
-    return acting, is_backward, (starts <= moment) & (moment <= stops)
-
-
-def _saved_per_layer(cell: StageBytes) -> float:
-    """Bytes per token by which the graph shrinks with each checkpointed layer at least."""
-    sizes = [cell.graph(count) for count in range(len(cell.graph_layers) + 1)]
-    return min(
-        ((sizes[0] - size) / count for count, size in enumerate(sizes) if count), default=0.0
-    )
+    return assemble(seq_lens, groups, stages, lists, sp_size=sp_size, checked=checked)
 
 
 @dataclass(frozen=True)
-class StageLoad:
-    """Bytes that one stage of one pipeline holds, at each moment when it may hold too many."""
+class Loads:
+    """Moments at which a stage of a pipeline may hold more bytes than it has room for."""
 
-    alive: Array
-    """(W, K) Whether a chunk is between the start of its forward and the end of its backward."""
-    plain_bytes: Array
-    """(W,) Bytes with nothing checkpointed."""
-    acting: NDArray[np.int64]
-    """(W,) The chunk whose forward or backward runs."""
-    again_bytes: Array
-    """(W,) Bytes more if the acting chunk recomputes: the layer at work in its backward."""
+    excess_bytes: Array
+    """(R,) Bytes above the room with nothing recomputed."""
     saved_bytes: Array
-    """(K,) Bytes less for each checkpointed layer."""
-    room_bytes: float
+    """(R, D) Bytes less for each layer that a diagonal recomputes, of graphs that are there."""
+    again_bytes: Array
+    """(R,) Bytes more if the acting chunk recomputes: the layer at work in its backward."""
+    acting: Integers
+    """(R,) The diagonal of the chunk whose forward or backward runs."""
+    heights: Integers
+    """(R,) Layers of the stage, which recomputes no more of them."""
 
-    def excess_bytes(self, layers: NDArray[np.int64]) -> Array:
-        """(W,) Bytes above the room with those layers of each chunk recomputed."""
-        used = self.plain_bytes - self.alive @ (self.saved_bytes * layers)
-        excess: Array = used + self.again_bytes * (layers[self.acting] > 0) - self.room_bytes
-        return excess
+    def lacking_bytes(self, layers: Integers) -> Array:
+        """(R,) Bytes above the room with that many layers of each diagonal (D,) recomputed."""
+        felt = np.minimum(layers, self.heights[:, None])  # (R, D)
+        lacking: Array = self.excess_bytes - np.einsum("rd,rd->r", self.saved_bytes, felt)
+        lacking += self.again_bytes * (layers[self.acting] > 0)
+        return lacking
 
-
-@dataclass(frozen=True)
-class PipelineLoads:
-    """One pipeline: its groups' numbers of chunks, its stages' layers, what each stage holds."""
-
-    counts: tuple[int, ...]
-    heights: tuple[int, ...]
-    loads: tuple[StageLoad, ...]
-
-    @property
-    def num_diagonals(self) -> int:
-        return sum(self.counts) + len(self.heights) - 1
-
-    def lacking_bytes(self, layers: Sequence[int]) -> float:
-        """Bytes by which the fullest stage exceeds its room; at most 0 where all fit."""
-        spread = np.array(recompute_on_diagonals(layers, self.counts, self.heights))
-        pairs = zip(self.loads, spread, strict=True)
-        return max(float(load.excess_bytes(own).max(initial=-inf)) for load, own in pairs)
+    def fit(self, layers: Integers) -> bool:
+        """Whether every stage has room all the time."""
+        return bool(self.lacking_bytes(layers).max(initial=-inf) <= 0)
 
 
-def choose_layers(pipeline: PipelineLoads, mode: Mode) -> tuple[int, ...] | None:
-    """The layers that each diagonal recomputes so that every stage has room; None: there are
-    none. With `exact` their sum is the least."""
-    none, full = ((n,) * pipeline.num_diagonals for n in (0, max(pipeline.heights)))
-    if mode != "full" and pipeline.lacking_bytes(none) <= 0:
-        return none
-    found = _least_layers(pipeline) if mode == "exact" else None
-    if mode == "adaptive" or (mode == "exact" and found is None):
-        found = _greedy_layers(pipeline)
-    if found is None and mode != "none" and pipeline.lacking_bytes(full) <= 0:
-        return full
+def loads_of(plan: ChunkPlan, memory: PlanMemory, spare_bytes: int = 0) -> Loads:
+    """The loads of a plan's only pipeline, which recomputes nothing, by the memory simulation. It
+    may be of some chunks alone: buffers are as large as all of them ask for."""
+    backwards = np.array([a.chunk for a in plan.actions[0] if isinstance(a, Backward)])
+    places, first = np.argsort(backwards), backwards.min()
+    last, num_diagonals = len(plan.stages) - 1, len(backwards) + len(plan.stages) - 1
+    excess, saved, again, acting, heights = [], [], [], [], []
+    for stage, (height, actions) in enumerate(zip(plan.stages, plan.actions, strict=True)):
+        cell = memory.cell(plan.stages, stage)
+        means = np.cumsum(cell.graph_layers) / np.arange(1, height + 1)
+        layer_bytes = means.min() - cell.checkpointed  # of a token, at least, saved by each layer
+        alive = np.zeros(num_diagonals)  # bytes that a layer of each graph that is there would save
+        device = memory.curve(plan, stage).device  # (actions, parts)
+        for action, parts in zip(actions, device.tolist(), strict=True):
+            if not isinstance(action, Forward | Backward):
+                continue
+            diagonal = places[action.chunk - first] + last - stage
+            tokens = plan.chunks[action.chunk].num_tokens / plan.sp_size
+            alive[diagonal] = layer_bytes * tokens
+            is_backward = isinstance(action, Backward)
+            more = max(cell.graph_layers) * tokens * is_backward
+            lacks = sum(parts) + spare_bytes - memory.device_budget_bytes
+            moments = [(lacks, more)]
+            if is_backward and (loss := parts[PARTS.index("logits")]):
+                # the loss runs before a layer recomputes, and is over when one is at work
+                at_work = tokens * (cell.working + cell.exchange * (plan.sp_size > 1))
+                moments = [(lacks, 0.0), (lacks - loss + at_work, more)]
+            for lacks, more in moments:
+                if lacks + more > 0:  # at other moments all fits in any case
+                    excess.append(lacks)
+                    saved.append(alive.copy())
+                    again.append(more)
+                    acting.append(diagonal)
+                    heights.append(height)
+            if is_backward:
+                alive[diagonal] = 0.0
+    return Loads(
+        np.array(excess, float), np.array(saved).reshape(-1, num_diagonals),
+        np.array(again, float), np.array(acting, int), np.array(heights, int),
+    )  # fmt: skip
+
+
+def choose_layers(loads: Loads, exact: bool = False) -> Integers | None:
+    """(D,) the layers that each diagonal recomputes so that every stage has room, of least sum
+    where `exact`; None: there are none.
+
+    Greedily: a layer more on the diagonal that relieves most, until no stage lacks room; then fewer
+    where later ones have made them needless. The better of two ways to weigh relief: bytes, and
+    shares of what a moment lacks; of few diagonals, where a layer is a percent of a step, also
+    without each of them.
+    """
+    found = _least_layers(loads) if exact and len(loads.heights) else None
+    if found is None:
+        tried = [_relieved(loads, by_shares) for by_shares in (False, True)]
+        num_diagonals = loads.saved_bytes.shape[1]
+        if len(loads.heights) and num_diagonals <= _FEW_DIAGONALS:
+            for one in np.eye(num_diagonals):
+                others = replace(loads, saved_bytes=loads.saved_bytes * (1 - one))
+                tried.append(_relieved(others, by_shares=False))
+        found = min((layers for layers in tried if layers is not None), key=np.sum, default=None)
     return found
 
 
-def _greedy_layers(pipeline: PipelineLoads) -> tuple[int, ...] | None:
-    """A layer more on the diagonal that relieves most, until no stage lacks room; then fewer where
-    later ones have made them needless. The better of two ways to weigh relief: bytes, and shares of
-    what a moment lacks."""
-    found = [_relieved(pipeline, shares) for shares in (False, True)]
-    return min((layers for layers in found if layers is not None), key=sum, default=None)
-
-
-def _relieved(pipeline: PipelineLoads, shares: bool) -> tuple[int, ...] | None:
-    last = len(pipeline.heights) - 1
-    layers = np.zeros(pipeline.num_diagonals, dtype=np.int64)
-    places = np.array(backward_places(pipeline.counts))
-    while True:
-        gain, fits = np.zeros(len(layers)), True
-        for stage, (load, height) in enumerate(zip(pipeline.loads, pipeline.heights, strict=True)):
-            diagonals = places + last - stage  # (K,)
-            own = np.minimum(layers[diagonals], height)
-            excess = load.excess_bytes(own)
-            rows = np.flatnonzero(excess > 0)
-            if len(rows):
-                fits, lacks = False, excess[rows, None]
-                relief = saved = load.alive[rows] * load.saved_bytes
-                acting = load.acting[rows]  # who recomputes for the first time needs bytes for it
-                costs = np.where(own[acting] > 0, 0.0, load.again_bytes[rows])
-                relief = relief - costs[:, None] * (acting[:, None] == np.arange(len(own)))
-                relief = np.clip(relief, 1e-3 * saved, lacks) / (lacks if shares else 1.0)
-                gain[diagonals] += relief.sum(axis=0) * (own < height)
-        if fits:
-            break
+def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
+    layers = np.zeros(loads.saved_bytes.shape[1], dtype=np.int64)
+    while (lacking := loads.lacking_bytes(layers)).max(initial=-inf) > 0:
+        rows = np.flatnonzero(lacking > 0)
+        lacks, acting = lacking[rows, None], loads.acting[rows]
+        saved = loads.saved_bytes[rows] * (layers < loads.heights[rows, None])  # (rows, D)
+        relief = saved.copy()
+        # who recomputes for the first time needs bytes for it
+        relief[range(len(rows)), acting] -= np.where(layers[acting] > 0, 0, loads.again_bytes[rows])
+        relief = np.clip(relief, 1e-3 * saved, lacks) / (lacks if by_shares else 1.0)
+        gain = relief.sum(axis=0)
         if gain.max() <= 0:
             return None
-        layers[int(gain.argmax())] += 1
+        layers[gain.argmax()] += 1
     for diagonal in np.argsort(layers, kind="stable"):
         while layers[diagonal]:
             layers[diagonal] -= 1
-            if pipeline.lacking_bytes(layers.tolist()) > 0:
+            if not loads.fit(layers):
                 layers[diagonal] += 1
                 break
-    return tuple(layers.tolist())
+    return layers
 
 
-def _least_layers(pipeline: PipelineLoads) -> tuple[int, ...] | None:
+def _least_layers(loads: Loads) -> Integers | None:
     """The layers of least sum (Eq. 20) by one integer program; None where the solver has none.
 
     Variables: the layers of each diagonal, as a sum of one integer per level of the stages'
     heights, of which a stage feels those up to its own; and whether the diagonal has any.
     """
-    num_diagonals, num_stages = pipeline.num_diagonals, len(pipeline.heights)
-    places = np.array(backward_places(pipeline.counts))
-    tops = sorted(set(pipeline.heights))
-    most = np.diff([0, *tops]).astype(float)
-    coefficients, needed = [], []
-    for stage, (load, height) in enumerate(zip(pipeline.loads, pipeline.heights, strict=True)):
-        rows = np.flatnonzero(load.plain_bytes + load.again_bytes > load.room_bytes)
-        saved, again = np.zeros((2, len(rows), num_diagonals))
-        diagonals = places + num_stages - 1 - stage
-        saved[:, diagonals] = load.alive[rows] * load.saved_bytes
-        again[np.arange(len(rows)), diagonals[load.acting[rows]]] = load.again_bytes[rows]
-        scale = np.maximum(saved.max(axis=1, initial=0.0), 1.0)[:, None]
-        felt = [saved * (top <= height) for top in tops]
-        coefficients.append(np.concatenate([*felt, -again], axis=1) / scale)
-        needed.append((load.plain_bytes - load.room_bytes)[rows] / scale[:, 0])
+    from scipy.optimize import Bounds, LinearConstraint, milp  # half a second to import
+
+    num_diagonals = loads.saved_bytes.shape[1]
+    tops = np.unique(loads.heights)
+    most = np.diff(tops, prepend=0).astype(float)
+    again = np.zeros_like(loads.saved_bytes)
+    again[range(len(again)), loads.acting] = loads.again_bytes
+    felt = [loads.saved_bytes * (top <= loads.heights[:, None]) for top in tops]
+    scale = np.maximum(loads.saved_bytes.max(axis=1, keepdims=True), 1.0)
+    room = LinearConstraint(np.hstack([*felt, -again]) / scale, lb=loads.excess_bytes / scale[:, 0])
     # a level of a diagonal is used only if the diagonal is
     eye = np.eye(num_diagonals)
-    linked = np.concatenate([np.kron(-np.eye(len(tops)), eye), np.kron(most, eye).T], axis=1)
+    linked = np.hstack([np.kron(-np.eye(len(tops)), eye), np.kron(most, eye).T])
     found = milp(
         np.repeat([1.0] * len(tops) + [0.0], num_diagonals),
-        constraints=[
-            LinearConstraint(np.concatenate(coefficients), lb=np.concatenate(needed)),
-            LinearConstraint(linked, lb=0),
-        ],
+        constraints=[room, LinearConstraint(linked, lb=0)],
         bounds=Bounds(0, np.repeat([*most, 1.0], num_diagonals)),
         integrality=np.ones((len(tops) + 1) * num_diagonals),
         options={"node_limit": _MAX_NODES, "mip_rel_gap": 0.0},
     )
     if found.x is None:
         return None
-    levels = np.rint(found.x).astype(int).reshape(-1, num_diagonals)[:-1]
-    layers = tuple(levels.sum(axis=0).tolist())
-    return layers if pipeline.lacking_bytes(layers) <= 0 else None
+    levels = np.rint(found.x).astype(np.int64).reshape(-1, num_diagonals)[:-1]
+    layers: Integers = levels.sum(axis=0)
+    return layers if loads.fit(layers) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,15 +443,7 @@ class SliceWork:
         return self.quadratic * (stop**2 - start**2) + self.linear * (stop - start)
 
 
-EQUAL_TOKENS = SliceWork(0.0, 1.0)
-"""Work that balances tokens alone: the ablation without workload-balanced chunking."""
-
-
-def cut_and_pack(
-    seq_lens: Sequence[int],
-    num_slices: int,
-    work: SliceWork,
-) -> list[list[Chunk]]:
+def cut_and_pack(seq_lens: Sequence[int], num_slices: int, work: SliceWork) -> list[list[Chunk]]:
     """Groups of chunks, those of most chunks first, then those of most tokens.
 
     A group is the pieces of one sequence longer than the mesh's first slice, the last of them with
@@ -541,47 +452,31 @@ def cut_and_pack(
     """
     refuse_unusable(seq_lens)
     longest = max(seq_lens)
-    mesh = [
-        s.num_tokens
-        for s in split_equal_work(
-            0, longest, num_slices, quadratic=work.quadratic, linear=work.linear
-        )
-    ]
+    slices = split_equal_work(0, longest, num_slices, quadratic=work.quadratic, linear=work.linear)
+    mesh = [piece.num_tokens for piece in slices]
     most_tokens = max(mesh)
-    pieces = {
-        seq_id: cut(seq_id, seq_len, mesh)
-        for seq_id, seq_len in enumerate(seq_lens)
-        if seq_len > most_tokens
-    }
-    tails = [own[-1] for own in pieces.values()]
-    buckets = pack_balanced(
-        {seq_id: seq_len for seq_id, seq_len in enumerate(seq_lens) if seq_id not in pieces},
+    long = [cut(i, n, mesh) for i, n in enumerate(seq_lens) if n > most_tokens]
+    tails = [own[-1] for own in long]
+    behind = pack_balanced(
+        {i: n for i, n in enumerate(seq_lens) if n <= most_tokens},
         [(tail.num_tokens, work.of(tail.start, tail.stop)) for tail in tails],
         work,
         most_tokens=most_tokens,
         most_work=max(work.of(0, longest) / len(mesh), work.of(0, most_tokens)),
     )
-    packed = [
-        tuple(Slice(seq_id, 0, seq_lens[seq_id]) for seq_id in seq_ids) for seq_ids in buckets
-    ]
+    short = [tuple(Slice(i, 0, seq_lens[i]) for i in seq_ids) for seq_ids in behind]
     groups = [
-        [*(Chunk((piece,)) for piece in own[:-1]), Chunk((own[-1], *behind))]
-        for own, behind in zip(pieces.values(), packed, strict=False)
+        [*(Chunk((piece,)) for piece in own[:-1]), Chunk((own[-1], *packed))]
+        for own, packed in zip(long, short, strict=False)
     ]
-    groups += [[Chunk(slices)] for slices in packed[len(tails) :]]
+    groups += [[Chunk(packed)] for packed in short[len(tails) :]]
     return sorted(groups, key=lambda own: (-len(own), -sum(chunk.num_tokens for chunk in own)))
 
 
 def cut(seq_id: int, seq_len: int, mesh: Sequence[int]) -> list[Slice]:
     """Slices of the mesh's sizes while tokens remain behind them, and the tail."""
-    pieces: list[Slice] = []
-    start = 0
-    for size in mesh:
-        if start + size >= seq_len:
-            break
-        pieces.append(Slice(seq_id, start, start + size))
-        start += size
-    return [*pieces, Slice(seq_id, start, seq_len)]
+    bounds = takewhile(lambda bound: bound < seq_len, accumulate(mesh, initial=0))
+    return [Slice(seq_id, start, stop) for start, stop in pairwise([*bounds, seq_len])]
 
 
 def pack_balanced(
@@ -623,31 +518,23 @@ def pack_balanced(
 
 
 def fit_work(
-    model: CostModel,
-    longest: int,
-    num_slices: int,
-    stages: tuple[int, ...],
-    sp_size: int = 1,
-    tiers: Tiers = ON_DEVICE,
+    model: CostModel, longest: int, num_slices: int, stages: tuple[int, ...], sp_size: int = 1
 ) -> SliceWork:
     """The paper's a1 and a2 for the slowest stage, forward and backward together, from equal pieces
     of a sequence of `longest` tokens, about `num_slices` of them: efficiencies depend on their
     size. What a chunk costs however few its tokens is fitted too and left out."""
-    place = Place(0, sp_size)
+    from scipy.optimize import nnls  # half a second to import
+
     slices = []
-    cuts = (max(1, num_slices // 2), num_slices, 2 * num_slices)
-    for seq_id, count in enumerate(cuts):
+    for count in (max(1, num_slices // 2), num_slices, 2 * num_slices):
         bounds = np.unique(np.linspace(0, longest, count + 1).astype(int)).tolist()
-        slices += [Slice(seq_id, start, stop, place) for start, stop in pairwise(bounds)]
+        slices += [Slice(0, start, stop, Place(0, sp_size)) for start, stop in pairwise(bounds)]
     chunks = [Chunk((piece,)) for piece in slices]
-    cells = model.cell_seconds(chunks, stages, sp_size=sp_size, kv=tiers.kv)
-    seconds = cells.sum(axis=2)
-    seconds = seconds[seconds.sum(axis=1).argmax()]
-    start = np.array([piece.start for piece in slices], dtype=float)
-    stop = np.array([piece.stop for piece in slices], dtype=float)
-    terms = np.stack([stop**2 - start**2, stop - start, np.ones_like(start)], axis=1)
+    seconds = model.cell_seconds(chunks, stages, sp_size=sp_size).sum(axis=2)  # (P, K)
+    seconds = seconds[seconds.sum(axis=1).argmax()]  # (K,)
+    terms = np.array([(s.stop**2 - s.start**2, s.num_tokens, 1) for s in slices], dtype=float)
     scale = terms.max(axis=0)
     # errors count relative to the piece's own time
-    (quadratic, linear, _), _ = nnls(terms / scale / seconds[:, None], np.ones_like(seconds))
-    fitted = SliceWork(float(quadratic / scale[0]), float(linear / scale[1]))
-    return fitted if fitted.quadratic or fitted.linear else EQUAL_TOKENS
+    found, _ = nnls(terms / scale / seconds[:, None], np.ones_like(seconds))
+    quadratic, linear, _ = (found / scale).tolist()
+    return SliceWork(quadratic, linear) if quadratic or linear else SliceWork(0.0, 1.0)

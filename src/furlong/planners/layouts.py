@@ -137,9 +137,7 @@ def cut_layers(shape: ModelShape, num_stages: int, mean_keys: float = 0.0) -> tu
 
     `mean_keys`: keys that a token of the batch attends on average.
     """
-    work = [
-        shape.layer_flops(i) + layer.key_flops * mean_keys for i, layer in enumerate(shape.layers)
-    ]
+    work = [layer.flops + layer.key_flops * mean_keys for layer in shape.layers]
     work[-1] += 2.0 * shape.embedding_parameters
     before = [0.0, *accumulate(work)]
     slowest, _ = _cut(before, num_stages, np.maximum)

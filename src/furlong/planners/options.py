@@ -17,6 +17,7 @@ from furlong.planners.spaco import Sampling, sampling_of
 
 TIER_KINDS = tuple(field.name for field in fields(Tiers))
 """Kinds of memory that a mapping of tiers may name."""
+_KEEPS, _ORDERS, _TIERS = get_args(Keep), get_args(Order), get_args(Tier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class ChunkOptions:
         if self.keep == "auto":
             _refuse(
                 "keep", "auto",
-                f"one of {', '.join(get_args(Keep))}: with auto only Engine.token_values,"
+                f"one of {', '.join(_KEEPS)}: with auto only Engine.token_values,"
                 " Engine.hidden_states and furlong.chunked choose",
                 "name one; furlong plan and furlong train search for it",
             )  # fmt: skip
@@ -77,8 +78,8 @@ class ChunkOptions:
             _check_whole(name, getattr(self, name), lowest)
         if not isinstance(self.hybrid, bool):
             _refuse("hybrid", self.hybrid, "True or False", "pass a boolean")
-        _check_among("keep", self.keep, (*get_args(Keep), "auto"))
-        _check_among("order", self.order, get_args(Order))
+        _check_among("keep", self.keep, (*_KEEPS, "auto"))
+        _check_among("order", self.order, _ORDERS)
         object.__setattr__(self, "tier", checked_tier(self.tier))
         object.__setattr__(self, "sample", sampling_of(self.sample))
         if self.order == "layer-first":
@@ -99,19 +100,19 @@ def checked_tier(value: object) -> Tier | Tiers:
     Raises ConfigError.
     """
     if isinstance(value, Tiers):
-        value = asdict(value)
+        value = {kind: getattr(value, kind) for kind in TIER_KINDS}
     if not isinstance(value, Mapping):
-        _check_among("tier", value, get_args(Tier), or_else=" or a mapping of kinds to them")
+        _check_among("tier", value, _TIERS, or_else=" or a mapping of kinds to them")
         return value  # type: ignore[return-value]
     for kind, tier in value.items():
         if kind not in TIER_KINDS:
             near = difflib.get_close_matches(str(kind), TIER_KINDS, n=1)
             change = f"did you mean {near[0]}?" if near else f"remove {kind}"
             _refuse("tier", dict(value), f"kinds among {', '.join(TIER_KINDS)}", change)
-        _check_among(f"tier.{kind}", tier, get_args(Tier))
+        _check_among(f"tier.{kind}", tier, _TIERS)
     tiers = Tiers(**value)
-    alike = set(asdict(tiers).values())
-    return tiers.kv if len(alike) == 1 else tiers
+    alike = all(getattr(tiers, kind) == tiers.kv for kind in TIER_KINDS)
+    return tiers.kv if alike else tiers
 
 
 def _check_whole(name: str, value: object, lowest: int) -> None:
@@ -164,3 +165,8 @@ def value_in_words(value: object) -> str:
     if not isinstance(value, Mapping):
         return str(value)
     return "{" + ", ".join(f"{name}: {inner}" for name, inner in value.items()) + "}"
+
+
+def dials_in_words(options: ChunkOptions) -> str:
+    """The dials of a plan as text, each as its name and value."""
+    return ", ".join(f"{name} {value_in_words(value)}" for name, value in dials_of(options).items())

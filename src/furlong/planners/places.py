@@ -13,27 +13,33 @@ free, and all is priced by the cost model: loads add, and its `pass_seconds` pri
 ways to place a sequence at once.
 
     F sums of a load, K sequences, Z sizes of places, P parts of a step's passes,
-    M micro-batches, W processes, N divisions
+    M micro-batches, W processes, N sequences or divisions at a time
 """
 
 from __future__ import annotations
 
-import heapq
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import inf
+from functools import cached_property
+from math import ceil, inf
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.memory import gathered_tokens
 from furlong.cost.model import CostModel
-from furlong.cost.seconds import Array, ChunkTable, attention_calls, cell_parts, computed_keys
+from furlong.cost.seconds import (
+    Array,
+    ChunkTable,
+    StageSeconds,
+    cell_parts,
+    chunk_table,
+)
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.plan.plan import Chunk, ChunkPlan, Layout, Place, Slice, place_sizes
+from furlong.plan.plan import Chunk, ChunkPlan, Forward, Layout, Place, Slice, place_sizes
 from furlong.planners.chunks import (
     by_place,
     chunk_by_chunk,
@@ -46,26 +52,19 @@ from furlong.planners.question import Candidate, Question
 
 _LARGEST_POOL = 128
 """Devices of a pool on which whole sequences are placed: it takes minutes to place them on more."""
-_NUM_IMPROVED = 6
+_NUM_IMPROVED = 8
 """Starts, the best ones, that are improved a little; then the best of them goes on."""
-_FEW_TRIES = 240
-_NUM_TRIES = 2400
-"""Sequences that it tries to move or swap."""
-_NUM_TRIES_OF_A_STEP = 60
+_FEW_CHANGES = 60
+_NUM_CHANGES = 600
+"""Moves and swaps that it makes."""
+_NUM_CHANGES_OF_A_STEP = 20
 """The same while a step runs: far more would make the steps wait, and gain a percent."""
 _MOST_SPOTS = 2**18
 """Most sequences times processes times micro-batches for which every spot of each is looked at,
 unless there is no other start."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    step_s: float
-    setting: Setting
-    num_micro_batches: int
-    spots: Spots
-    is_roomy: bool = False
-    """Whether no process holds half of what it could."""
+_MOST_TRIED = 2**20
+"""Loads of processes at which the search of all divisions gives up, with all changes: about a
+second."""
 
 
 def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
@@ -74,13 +73,14 @@ def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
         return
     model, limit_bytes = question.model_of(layout), question.limits.limit_bytes
 
-    def plan_of(seq_lens: Sequence[int]) -> ChunkPlan:
+    def plan_of(seq_lens: Sequence[int], beside: ChunkPlan | None = None) -> ChunkPlan:
         return plan_places(
             seq_lens, model, pool_size=layout.sp, budget_bytes=limit_bytes,
-            num_tries=_NUM_TRIES_OF_A_STEP,
+            num_changes=_NUM_CHANGES_OF_A_STEP,
+            enough_s=0.0 if beside is None else passes_s(beside, model),
         )  # fmt: skip
 
-    yield Candidate("places", layout, ChunkOptions(), 0.0, plan_of)
+    yield Candidate("places", layout, ChunkOptions(), 0.0, plan_of, plan_beside=plan_of)
 
 
 def plan_places(
@@ -90,99 +90,98 @@ def plan_places(
     pool_size: int,
     budget_bytes: int | None = None,
     recompute_layers: int | None = None,
-    num_tries: int = _NUM_TRIES,
+    num_changes: int = _NUM_CHANGES,
+    enough_s: float = 0.0,
 ) -> ChunkPlan:
     """A checked plan of one rank, a pool of `pool_size` devices.
 
     `budget_bytes` of a device: None takes the hardware's. `recompute_layers`: checkpointed layers;
-    None tries every number. `num_tries`: how long improvement goes on, in sequences.
+    None tries every number. `num_changes`: how long improvement goes on, `enough_s`: the seconds
+    of passes at which it ends.
     Raises ConfigError where the longest sequence fits on no place.
     """
     refuse_unusable(seq_lens)
     batch = PoolBatch.of(seq_lens, model, pool_size)
     num_layers = model.shape.num_layers
-    if len(seq_lens) == 1:
-        num_tries = 0  # a start has compared all its places
     tried = range(num_layers + 1) if recompute_layers is None else [recompute_layers]
-    starts = _starts(settings(batch, budget_bytes, tried))
+    starts = _starts(settings(batch, budget_bytes, tried), enough_s)
     if not starts:
         raise nothing_fits(batch, tried[-1], budget_bytes)
-    few = [_improved(start, min(_FEW_TRIES, num_tries)) for start in starts[:_NUM_IMPROVED]]
-    best = min(few, key=lambda start: start.step_s)
-    best = _optimum(best) or _improved(best, num_tries)
-    return plan_of(batch, best.spots, best.setting.rates.recompute_layers, budget_bytes)
-
-
-def _optimum(start: _Start) -> _Start | None:
-    """The fastest division in the setting of a start with one micro-batch; None where there are
-    more micro-batches, or too many divisions to know."""
-    if start.num_micro_batches > 1:
-        return None
-    division = Division(start.setting, 1)
-    spots = fastest_spots(division, start.step_s)
-    if spots is None:
-        return None
-    division.reset(spots or start.spots)
-    return replace(start, step_s=division.step_s(), spots=division.spots)
-
-
-def _improved(start: _Start, num_tries: int) -> _Start:
-    setting, count = start.setting, start.num_micro_batches
-    division = Division(setting, count)
-    division.reset(start.spots)
-    step_s = improve(division, num_tries)
-    return _Start(step_s, setting, count, dict(division.spots))
-
-
-def _starts(found: Sequence[Setting]) -> list[_Start]:
-    """The starts of every setting whose bound is below the best of all, fastest first."""
-    roomy: dict[int, int] = {}
-    queue = [
-        (setting.least_s(setting.fewest), number, setting.fewest)
-        for number, setting in enumerate(found)
-    ]
-    heapq.heapify(queue)
-    starts: list[_Start] = []
-    best_s = inf
-    while queue:
-        bound_s, number, count = heapq.heappop(queue)
-        if bound_s >= best_s:
+    places = sum(pool_size // size for size in batch.sizes)
+    most_tried = _MOST_TRIED * min(num_changes, _NUM_CHANGES) // _NUM_CHANGES
+    are_few = pool_size * places ** len(seq_lens) <= most_tried
+    best, solved = starts[0], set[int]()
+    """Checkpointed layers with which the fastest division is known."""
+    for start in starts[:_NUM_IMPROVED]:
+        layers = start.setting.recompute_layers
+        if best.step_s() <= enough_s:
             break
-        setting = found[number]
-        if number > roomy.get(count, number):
-            continue  # what it adds to the room was not needed
-        own = _starts_of(setting, count)
-        if own:
-            starts += own
-            best_s = min(best_s, *(start.step_s for start in own))
-            if any(start.is_roomy for start in own):
-                roomy[count] = min(number, roomy.get(count, number))
-        elif count < len(setting.rates.batch.seq_lens):
-            heapq.heappush(queue, (setting.least_s(count + 1), number, count + 1))
-    return sorted(starts, key=lambda start: start.step_s)
-
-
-def _starts_of(setting: Setting, num_micro_batches: int) -> list[_Start]:
-    """The best start that every way to start has in a setting; improvement ends elsewhere from
-    each."""
-    division, batch = Division(setting, num_micro_batches), setting.rates.batch
-    num_spots = len(batch.seq_lens) * batch.pool_size * num_micro_batches
-    found: list[_Start] = []
-    for way in (by_targets, by_length, uniform, greedy):
-        if way is greedy and found and num_spots > _MOST_SPOTS:
+        if layers in solved:
             continue
-        own: list[_Start] = []
-        for spots in way(division):
-            division.reset(spots)
-            roomy = 2 * setting.held(division.loads).max() <= setting.device_tokens
-            own.append(_Start(division.step_s(), setting, num_micro_batches, spots, bool(roomy)))
-        found += sorted(own, key=lambda start: start.step_s)[:1]
+        if are_few and take_fastest(start, best.step_s(), most_tried):
+            solved.add(layers)
+        else:
+            improve(start, min(_FEW_CHANGES, num_changes))
+        best = min(best, start, key=Division.step_s)
+    known = best.setting.recompute_layers in solved or best.step_s() <= enough_s
+    if not known and not take_fastest(best, best.step_s(), most_tried):
+        improve(best, num_changes)
+    return plan_of(batch, best.spots, best.setting.recompute_layers, budget_bytes)
+
+
+def passes_s(plan: ChunkPlan, model: CostModel) -> float:
+    """Seconds of the passes of a plan of one rank, as `Division.step_s` counts them."""
+    layers = [action.recompute_layers for action in plan.actions[0] if isinstance(action, Forward)]
+    cells_s = model.cell_seconds(
+        plan.chunks, plan.stages, sp_size=plan.sp_size, recompute_layers=layers[:1]
+    )
+    return float(cells_s.sum())
+
+
+def _starts(found: Iterable[Setting], enough_s: float) -> list[Division]:
+    """The starts of every setting whose bound is below the best of all, fastest first; no more once
+    one takes `enough_s`."""
+    starts: list[Division] = []
+    best_s = inf
+    fastest: dict[int, Spots] = {}
+    """For a number of micro-batches the fastest start in the last setting."""
+    roomy: dict[int, int] = {}
+    """The same, and checkpointed layers of which more bring nothing: there is room, or the fastest
+    start stays the same."""
+    for setting in sorted(found, key=lambda setting: setting.least_s(setting.fewest)):
+        layers, own = setting.recompute_layers, list[Division]()
+        for count in range(setting.fewest, len(setting.batch.seq_lens) + 1):
+            if own or layers > roomy.get(count, layers) or setting.least_s(count) >= best_s:
+                break
+            if best_s <= enough_s:
+                break
+            own = starts_of(setting, count)
+            if own:
+                first = min(own, key=Division.step_s)
+                best_s = min(best_s, first.step_s())
+                if first.is_roomy() or fastest.get(count) == first.spots:
+                    roomy[count] = min(layers, roomy.get(count, layers))
+                fastest[count] = first.spots
+        starts += own
+    return sorted(starts, key=Division.step_s)
+
+
+def starts_of(setting: Setting, num_micro_batches: int) -> list[Division]:
+    """The best starts that every way to start has in a setting; improvement ends elsewhere from
+    each."""
+    batch = setting.batch
+    found: list[Division] = []
+    for ways in _sizes_tried(setting, num_micro_batches):
+        found += [*placed(setting, num_micro_batches, ways)][-2:]
+    num_spots = len(batch.seq_lens) * batch.pool_size * num_micro_batches
+    if not found or num_spots <= _MOST_SPOTS:
+        found += greedy(setting, num_micro_batches)
     return found
 
 
 TOKENS, _CALLS, GATHERED = range(3)
 """Sums of a load that do not depend on sizes or windows: tokens, calls of attention, and tokens of
-which K,V come beyond the process's own part (`cost.memory.stored_layers.gathered_tokens`)."""
+which K,V come beyond the process's own part (`cost.memory.gathered_tokens`)."""
 _NUM_PLAIN = 3
 _A_LITTLE = 1e-6
 """Tokens of a process that has next to nothing to do."""
@@ -196,14 +195,23 @@ class PoolBatch:
     model: CostModel
     pool_size: int
     sizes: tuple[int, ...]
-    """Sizes of places, rising from 1: powers of two that divide the pool."""
+    """Sizes of places, rising from 1."""
     added: Array
     """(K, Z, F) what each sequence adds to every process of a place of each size."""
 
     @classmethod
     def of(cls, seq_lens: Sequence[int], model: CostModel, pool_size: int) -> PoolBatch:
-        sizes = tuple(n for n in place_sizes(pool_size) if n & (n - 1) == 0)
-        added = np.array([[_added(n, size, sizes, model) for size in sizes] for n in seq_lens])
+        sizes = place_sizes(pool_size)
+        pieces = [Slice(0, 0, n, Place(0, size)) for n in seq_lens for size in sizes]
+        table = chunk_table(
+            [Chunk((piece,)) for piece in pieces],
+            model.shape, pool_size, model.hardware.tile_tokens,
+        )  # fmt: skip
+        gathered = [gathered_tokens(piece, 0, model.shape) for piece in pieces]
+        exchanged, local, shared = table.exchanged_tokens, table.local_keys, table.shared_keys
+        keys = [*exchanged.values(), *local.values(), *shared.values()]
+        rows = [table.tokens[0], table.num_slices[0], gathered, *(each[0] for each in keys)]
+        added = np.stack(rows, axis=-1).reshape(len(seq_lens), len(sizes), len(rows))
         return cls(tuple(seq_lens), model, pool_size, sizes, added)
 
     @property
@@ -215,6 +223,25 @@ class PoolBatch:
         """Sums of a load: tokens of the slices on the process's place of each size but 1; sums of
         attended keys follow."""
         return slice(_NUM_PLAIN, _NUM_PLAIN + len(self.sizes) - 1)
+
+    @cached_property
+    def passes(self) -> tuple[StageSeconds, StageSeconds]:
+        """Seconds of passes, and the same without what has a floor: launches and gathered weights;
+        experts are read once, whatever visits them."""
+        model, layout = self.model, Layout(sp=self.pool_size)
+        floorless = replace(
+            model,
+            hardware=replace(model.hardware, layer_launch_s=0.0, pass_launch_s=0.0),
+            shape=replace(
+                model.shape,
+                layers=tuple(replace(n, num_experts=n.num_active) for n in model.shape.layers),
+            ),
+        )
+        stages, ranks = (model.shape.num_layers,), (0,)
+        return (
+            model.stage_seconds(stages, 0, layout=layout, ranks=ranks),
+            floorless.stage_seconds(stages, 0, layout=layout, ranks=ranks, free=["gathers"]),
+        )
 
     def table(self, loads: Array) -> ChunkTable:
         """Loads (F, ...) as the cost model takes them."""
@@ -231,70 +258,41 @@ class PoolBatch:
         )
 
 
-def _added(seq_len: int, size: int, sizes: Sequence[int], model: CostModel) -> list[float]:
-    """(F,) what a sequence adds to each process of a place."""
-    windows = dict.fromkeys(model.shape.windows)
-    tile_tokens = model.hardware.tile_tokens
-    keys = [computed_keys(0, seq_len, window, tile_tokens) / size for window in windows]
-    exchanged = [seq_len * float(size == other) for other in sizes[1:]]
-    nothing = [0.0] * len(keys)
-    own = [*keys, *nothing] if size == 1 else [*nothing, *keys]
-    piece, calls = Slice(0, 0, seq_len, Place(0, size)), attention_calls(model.shape, size)
-    gathered = gathered_tokens(piece, 0, model.shape)
-    return [seq_len / size, calls, gathered, *exchanged, *own]
+class Setting:
+    """A number of checkpointed layers: the seconds of loads, and the tokens that a process can then
+    hold at a time."""
 
-
-class Rates:
-    """Seconds of loads, with one number of checkpointed layers."""
-
-    def __init__(self, batch: PoolBatch, recompute_layers: int) -> None:
+    def __init__(
+        self,
+        batch: PoolBatch,
+        recompute_layers: int,
+        device_tokens: float = inf,
+        gather_weight: float = 0.0,
+    ) -> None:
         self.batch = batch
         self.recompute_layers = recompute_layers
-        model = batch.model
-        stages, layout = (model.shape.num_layers,), Layout(sp=batch.pool_size)
-        self._parts = sum(cell_parts(stages, 0, recompute_layers), ())
-        self._floored = model.stage_seconds(stages, 0, layout=layout, ranks=(0,))
-        zero_stage = min(2, model.training.zero_stage)
-        floorless = replace(
-            model,
-            hardware=replace(model.hardware, layer_launch_s=0.0, pass_launch_s=0.0),
-            # experts are read once, whatever visits them
-            shape=replace(
-                model.shape,
-                layers=tuple(replace(n, num_experts=n.num_active) for n in model.shape.layers),
-            ),
-            training=replace(model.training, zero_stage=zero_stage),
-        )
-        self._floorless = floorless.stage_seconds(stages, 0, layout=layout, ranks=(0,))
+        self.device_tokens = device_tokens
+        self._gather_weight = gather_weight
+        self._parts = sum(cell_parts((batch.model.shape.num_layers,), 0, recompute_layers), ())
+        self.fewest = max(1, ceil(sum(batch.seq_lens) / (batch.pool_size * device_tokens)))
+        """Micro-batches."""
+        added = batch.added.transpose(2, 0, 1)
+        self.fits: NDArray[np.bool_] = self.held(added) <= device_tokens
+        """(K, Z) whether a place of each size has room for each sequence."""
         little = np.where(batch.added[0] > 0, _A_LITTLE, 0.0).T
         little[batch.exchange_rows.stop :] = 0.0  # no keys
-        self.least_s: Array = self.seconds(little)[:, 0]
+        self.floor_s: Array = self.seconds(little)[:, 0]
         """(P,) of a micro-batch, whatever is in it."""
         self.fixed_s: Array = self.seconds(little, floors=False).sum(axis=0)
         """(Z,) what a process takes that has anything to do on a place, before its first token and
-        without what has a floor: launches and gathered weights."""
-        alone = self.seconds(batch.added.transpose(2, 0, 1), floors=False).sum(axis=0)
-        self.alone_s: Array = alone - self.fixed_s
+        without what has a floor."""
+        self.alone_s: Array = self.seconds(added, floors=False).sum(axis=0) - self.fixed_s
         """(K, Z) what each sequence adds to that on every process of its place."""
 
     def seconds(self, loads: Array, *, floors: bool = True) -> Array:
         """(P, ...) seconds of every part of the passes for loads (F, ...)."""
-        seconds = self._floored if floors else self._floorless
+        seconds = self.batch.passes[0 if floors else 1]
         return seconds.pass_seconds(self._parts, self.batch.table(loads))
-
-
-class Setting:
-    """A number of checkpointed layers, with the tokens that a process can then hold at a time."""
-
-    def __init__(
-        self, batch: PoolBatch, recompute_layers: int, device_tokens: int, gather_weight: float
-    ) -> None:
-        self.rates = Rates(batch, recompute_layers)
-        self.device_tokens = device_tokens
-        self._gather_weight = gather_weight
-        num_tokens = sum(batch.seq_lens)
-        self.fewest = -(-num_tokens // (batch.pool_size * device_tokens))
-        """Micro-batches."""
 
     def held(self, loads: Array) -> Array:
         """(...) tokens of `device_tokens` that loads (F, ...) take up: K and V that are gathered
@@ -304,44 +302,46 @@ class Setting:
 
     def even_s(self, num_micro_batches: int) -> Array:
         """(P,) seconds of the step's parts with all work spread evenly over all processes."""
-        batch = self.rates.batch
+        batch = self.batch
         load = batch.added[:, 0].sum(axis=0)[:, None] / (batch.pool_size * num_micro_batches)
-        even_s: Array = num_micro_batches * self.rates.seconds(load)[:, 0]
+        even_s: Array = num_micro_batches * self.seconds(load)[:, 0]
         return even_s
 
     def least_s(self, num_micro_batches: int) -> float:
         """About the seconds that no step undercuts: neither is it shorter than all work spread
         evenly, nor than any one sequence on its best place, with empty other micro-batches."""
-        rates = self.rates
-        alone_s = (rates.alone_s + rates.fixed_s).min(axis=1).max()
-        others_s = (num_micro_batches - 1) * rates.least_s.sum()
+        alone_s = (self.alone_s + self.fixed_s).min(axis=1).max()
+        others_s = (num_micro_batches - 1) * self.floor_s.sum()
         return float(max(self.even_s(num_micro_batches).sum(), alone_s + others_s))
 
 
 def settings(
     batch: PoolBatch, budget_bytes: int | None, recompute_layers: Iterable[int]
 ) -> list[Setting]:
-    """The settings in which the longest sequence has room."""
-    model, pool_size, largest = batch.model, batch.pool_size, batch.sizes[-1]
-    budget = model.hardware.budget_bytes if budget_bytes is None else budget_bytes
-    share = model.shape.kv_share(largest) * largest
-    """K,V that a process of the largest place keeps, over its own part."""
-    whole = max((n for n in batch.sizes if model.shape.kv_share(n) * n == 1), default=1)
-    longest = batch.added[np.argmax(batch.seq_lens)].T
+    """The settings in which the longest sequence has room, up to one whose room is never full."""
+    model, shape, pool_size = batch.model, batch.model.shape, batch.pool_size
+    memory = model.memory(budget_bytes)
+    gathering = [n for n in batch.sizes if shape.kv_share(n) * n > 1]
+    whole = max(n for n in batch.sizes if n not in gathering)
     found = []
     for layers in recompute_layers:
-        own, gathered = (
+        own, *gathered = (
             fitting_tokens(
-                model, budget, dp_size=1, sp_size=pool_size, recompute_layers=layers,
-                place_size=size,
+                memory, dp_size=1, sp_size=pool_size, recompute_layers=layers, place_size=size
             )
-            for size in (whole, largest)
+            for size in (whole, *gathering)
         )  # fmt: skip
         # bytes grow on straight lines: what lies between two loads that fit does too
-        weight = (own / max(1, gathered) - 1) / (share - 1) if share > 1 else 0.0
-        setting = Setting(batch, layers, own, weight) if own else None
-        if setting is not None and setting.held(longest).min() <= own:
-            found.append(setting)
+        weights = [
+            (own / max(1, tokens) - 1) / (shape.kv_share(size) * size - 1)
+            for size, tokens in zip(gathering, gathered, strict=True)
+        ]
+        if own:
+            setting = Setting(batch, layers, own, max(weights, default=0.0))
+            if setting.fits[np.argmax(batch.seq_lens)].any():
+                found.append(setting)
+            if setting.held(batch.added.max(axis=1).T).sum() <= setting.device_tokens:
+                break  # all sequences fit on one process: more room brings nothing
     return found
 
 
@@ -351,8 +351,10 @@ _POWER = 96
 """Exponent of the norm that stands for a maximum: the larger, the nearer to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+class Spot(NamedTuple):
     """Where a sequence is: micro-batch, number of the size of its place, first process."""
 
     micro_batch: int
@@ -360,216 +362,204 @@ class Spot:
     first: int
 
 
-Spots = dict[int, Spot]
+Spots = Mapping[int, Spot]
 """Where each sequence is."""
 
 
 class Division:
     """Sequences on spots; it is changed in place."""
 
-    def __init__(self, setting: Setting, num_micro_batches: int) -> None:
+    def __init__(self, setting: Setting, num_micro_batches: int, spots: Spots) -> None:
         self.setting = setting
-        self.rates = setting.rates
-        self.spots: Spots = {}
-        self._seconds: Array | None = None
-        batch = setting.rates.batch
-        self.loads = np.zeros((batch.added.shape[2], num_micro_batches, batch.pool_size))
-
-    def put(self, seq_id: int, spot: Spot) -> None:
-        self.spots[seq_id], self._seconds = spot, None
-        self.loads[self._slots(spot)] += self.rates.batch.added[seq_id, spot.kind][:, None]
-
-    def take(self, seq_id: int) -> Spot:
-        """The spot that it leaves."""
-        spot, self._seconds = self.spots.pop(seq_id), None
-        self.loads[self._slots(spot)] -= self.rates.batch.added[seq_id, spot.kind][:, None]
-        return spot
+        num_sums, pool_size = setting.batch.added.shape[2], setting.batch.pool_size
+        self.loads = np.zeros((num_sums, num_micro_batches, pool_size))
+        self.reset(spots)
 
     def reset(self, spots: Spots) -> None:
         """To other spots of all sequences."""
-        self.spots, self._seconds = {}, None
+        self.spots: dict[int, Spot] = {}
         self.loads[:] = 0.0
         for seq_id, spot in spots.items():
             self.put(seq_id, spot)
 
+    def put(self, seq_id: int, spot: Spot) -> None:
+        """Move a sequence, or place an absent one."""
+        self._seconds: Array | None = None
+        if seq_id in self.spots:
+            self._change(self.loads, seq_id, self.spots[seq_id], -1)
+        self.spots[seq_id] = spot
+        self._change(self.loads, seq_id, spot)
+
+    def _change(self, loads: Array, seq_id: int, spot: Spot, times: int = 1) -> None:
+        batch = self.setting.batch
+        slots = slice(spot.first, spot.first + batch.sizes[spot.kind])
+        loads[:, spot.micro_batch, slots] += times * batch.added[seq_id, spot.kind][:, None]
+
     def seconds(self) -> Array:
         """(P, M, W) of every slot."""
         if self._seconds is None:
-            self._seconds = self.rates.seconds(self.loads)
+            self._seconds = self.setting.seconds(self.loads)
         return self._seconds
 
     def step_s(self) -> float:
         return float(self.seconds().max(axis=2).sum())
 
-    def norm_s(self) -> float:
-        """The same with a norm in the place of every maximum over processes: it falls, too, where
-        one of several that are about as slow gets faster."""
-        return float(_norms(self.seconds()[:, None])[0])
+    def is_roomy(self) -> bool:
+        """Whether no process holds half of what it could."""
+        return bool(2 * self.setting.held(self.loads).max() <= self.setting.device_tokens)
 
-    def best_spot(self, seq_id: int, but: Spot | None = None) -> tuple[Spot, float] | None:
-        """The spot with the least norm for an absent sequence, and that norm; `but` is left out.
-        None where no spot has room."""
-        batch, before = self.rates.batch, self.seconds()
-        loads = self.loads[:, None] + batch.added[seq_id].T[:, :, None, None]
-        after = self.rates.seconds(loads)  # (P, Z, M, W)
-        scale = after.max(axis=(1, 2, 3)).reshape(-1, 1, 1)
-        powers = (before / scale) ** _POWER
-        grown = (after / scale[:, None]) ** _POWER - powers[:, None]
-        sums = powers.sum(axis=2, keepdims=True)
-        now_s = scale * sums ** (1 / _POWER)
-        held, room = self.setting.held(loads), self.setting.device_tokens * (1 + _ALIKE)
-        best: tuple[Spot, float] | None = None
+    def moves(self, seq_ids: Sequence[int]) -> list[tuple[float, Spot]]:
+        """For each of the sequences, absent or not, the norm of its best spot but its own, infinite
+        where no spot has room, and that spot. The norm stands for the step: it falls, too, where
+        one of several processes that are about as slow gets faster."""
+        batch = self.setting.batch
+        before = np.repeat(self.loads[:, None], len(seq_ids), axis=1)  # (F, N, M, W)
+        for i, seq_id in enumerate(seq_ids):
+            if seq_id in self.spots:
+                self._change(before[:, i], seq_id, self.spots[seq_id], -1)
+        added = batch.added[seq_ids].transpose(2, 0, 1)  # (F, N, Z)
+        after = before[:, :, None] + added[..., None, None]  # (F, N, Z, M, W)
+        after_s, before_s = self.setting.seconds(after), self.setting.seconds(before)
+        scale = after_s.max(axis=(2, 3, 4))[..., None, None]  # (P, N, 1, 1)
+        powers = (before_s / scale) ** _POWER  # (P, N, M, W)
+        grown = (after_s / scale[..., None]) ** _POWER - powers[:, :, None]  # (P, N, Z, M, W)
+        sums = powers.sum(axis=-1, keepdims=True)
+        now_s = scale * sums ** (1 / _POWER)  # (P, N, M, 1)
+        fits = self._have_room(after)
+        best = [(inf, Spot(0, 0, 0))] * len(seq_ids)
         for kind, size in enumerate(batch.sizes):
-            there = sums + _by_place(grown[:, kind], size).sum(axis=-1)
-            more_s = (scale * there ** (1 / _POWER) - now_s).sum(axis=0)
-            more_s[_by_place(held[kind], size).max(axis=-1) > room] = np.inf
-            if but is not None and but.kind == kind:
-                more_s[but.micro_batch, but.first // size] = np.inf
-            number, place = divmod(int(more_s.argmin()), more_s.shape[1])
-            least_s = float(more_s[number, place])
-            if np.isfinite(least_s) and (best is None or least_s < best[1]):
-                best = Spot(number, kind, place * size), least_s
-        return best and (best[0], best[1] + float(now_s.sum()))
+            there = sums + _by_place(grown[:, :, kind], size).sum(axis=-1)
+            more_s = (scale * there ** (1 / _POWER) - now_s).sum(axis=0)  # (N, M, W / size)
+            more_s[~_by_place(fits[:, kind], size).all(axis=-1)] = inf
+            for i, seq_id in enumerate(seq_ids):
+                own = self.spots.get(seq_id)
+                if own is not None and own.kind == kind:
+                    more_s[i, own.micro_batch, own.first // size] = inf
+                number, place = divmod(int(more_s[i].argmin()), more_s.shape[2])
+                least_s = float(more_s[i, number, place])
+                best[i] = min(best[i], (least_s, Spot(number, kind, place * size)))
+        norms_s = now_s.sum(axis=(0, 2, 3)).tolist()
+        # by what they add: of most it is less than the last digit of the norm
+        return [(now + more, spot) for now, (more, spot) in zip(norms_s, best, strict=True)]
 
     def swap_norms(self, seq_id: int, others: Sequence[int]) -> Array:
         """(N,) each if `seq_id` and one of the others changed spots; infinite where that has no
         room."""
-        added, here = self.rates.batch.added, self.spots[seq_id]
+        here = self.spots[seq_id]
         loads = np.repeat(self.loads[:, None], len(others), axis=1)
         for i, other in enumerate(others):
             there = self.spots[other]
-            for spot, comes, goes in ((here, other, seq_id), (there, seq_id, other)):
-                batch, first, kind = spot.micro_batch, spot.first, spot.kind
-                change = added[comes, kind] - added[goes, kind]
-                loads[:, i, batch, first : first + self.rates.batch.sizes[kind]] += change[:, None]
-        most = self.setting.held(loads).max(axis=(1, 2))
-        fits = most <= self.setting.device_tokens * (1 + _ALIKE)
-        return np.where(fits, _norms(self.rates.seconds(loads)), np.inf)
+            for one, spot, times in (
+                (seq_id, here, -1), (other, there, -1), (seq_id, there, 1), (other, here, 1),
+            ):  # fmt: skip
+                self._change(loads[:, i], one, spot, times)
+        fits = self._have_room(loads).all(axis=(1, 2))
+        seconds = self.setting.seconds(loads)  # (P, N, M, W)
+        most = np.maximum(seconds.max(axis=-1, keepdims=True), 1e-30)
+        norms = most[..., 0] * ((seconds / most) ** _POWER).sum(axis=-1) ** (1 / _POWER)
+        return np.where(fits, norms.sum(axis=(0, 2)), inf)
 
-    def swap(self, one: int, other: int) -> None:
-        here, there = self.take(one), self.take(other)
-        self.put(one, there)
-        self.put(other, here)
+    def _have_room(self, loads: Array) -> NDArray[np.bool_]:
+        return self.setting.held(loads) <= self.setting.device_tokens * (1 + _ALIKE)
 
-    def _slots(self, spot: Spot) -> tuple[slice, int, slice]:
-        stop = spot.first + self.rates.batch.sizes[spot.kind]
-        return slice(None), spot.micro_batch, slice(spot.first, stop)
-
-
-def _norms(seconds: Array) -> Array:
-    """(P, N, M, W) seconds of N divisions -> (N,) the sums of their norms over processes."""
-    most = np.maximum(seconds.max(axis=-1, keepdims=True), 1e-30)
-    powers = ((seconds / most) ** _POWER).sum(axis=-1)
-    norms: Array = (most[..., 0] * powers ** (1 / _POWER)).sum(axis=(0, 2))
-    return norms
+    def slowest(self) -> list[int]:
+        """Sequences on the slowest process of any part of any micro-batch."""
+        slots = {(m, int(w)) for row in self.seconds().argmax(axis=2) for m, w in enumerate(row)}
+        sizes = self.setting.batch.sizes
+        return [
+            seq_id
+            for seq_id, (micro_batch, kind, first) in self.spots.items()
+            if any((micro_batch, w) in slots for w in range(first, first + sizes[kind]))
+        ]
 
 
-def _by_place(values: Array, size: int) -> Array:
+def _by_place(values: NDArray[Scalar], size: int) -> NDArray[Scalar]:
     """(..., W) -> (..., W / size, size): the processes of every place of a size."""
     return values.reshape(*values.shape[:-1], -1, size)
 
 
-_STEPS_PER_DOUBLING = 4
-"""Numbers of tokens per device that are tried between one and twice as many."""
+Kinds = tuple[int, ...]
+"""For each sequence the number of the size of its place."""
 _TARGETS = tuple(1 + 0.02 * step for step in range(8))
 """Multiples of the mean seconds of a slot that are tried as a target."""
+_HIDDEN = 1.1
+"""How much longer, about, sequences take each alone than beside others, where exchanges hide."""
 
 
-def greedy(division: Division) -> Iterator[Spots]:
+def greedy(setting: Setting, num_micro_batches: int) -> Iterator[Division]:
     """Every sequence, the longest first, where the step's norm grows least; nothing where one
     finds no room."""
-    division.reset({})
-    lens = division.rates.batch.seq_lens
-    for seq_id in sorted(range(len(lens)), key=lambda i: -lens[i]):
-        found = division.best_spot(seq_id)
-        if found is None:
+    division = Division(setting, num_micro_batches, {})
+    for seq_id in np.argsort(-np.array(setting.batch.seq_lens), kind="stable").tolist():
+        ((norm_s, spot),) = division.moves([seq_id])
+        if norm_s == inf:
             return
-        division.put(seq_id, found[0])
-    yield dict(division.spots)
+        division.put(seq_id, spot)
+    yield division
 
 
-def by_targets(division: Division) -> Iterator[Spots]:
-    """Dual approximation (Turek, Ludwig, Tiwari 1994): if no process may take longer than a target,
-    every sequence has a smallest place; those on large places go first, to where they end earliest.
-    Aligned places of falling sizes leave no holes."""
-    rates = division.rates
-    num_slots = division.loads.shape[1] * division.loads.shape[2]
-    mean_s = float(rates.alone_s[:, 0].sum()) / num_slots
-    seen: set[tuple[int, ...]] = set()
-    for target in _TARGETS:
-        kinds = _smallest_kinds(division, target * mean_s)
-        if tuple(kinds) in seen:
-            continue
-        seen.add(tuple(kinds))
-        found = earliest_first(division, kinds)
-        if found is not None:
-            yield found
+def _sizes_tried(setting: Setting, num_micro_batches: int) -> Iterator[list[Kinds]]:
+    """One size for all, as static sequence parallelism has them; and by dual approximation (Turek,
+    Ludwig, Tiwari 1994): if no process may take longer than a target, every sequence has a smallest
+    place. Aligned places of falling sizes leave no holes."""
+    batch, alone_s = setting.batch, setting.alone_s
+    yield [(kind,) * len(alone_s) for kind in range(len(batch.sizes))]
+    mean_s = alone_s[:, 0].sum() / (num_micro_batches * batch.pool_size)
+    yield [smallest(setting, setting.fixed_s + alone_s <= n * mean_s) for n in _TARGETS]
+    lens, sizes = np.array(batch.seq_lens), np.array(batch.sizes)
+    tokens = [lens.max() / 2 ** (step / 4) for step in range(4 * len(sizes))]
+    yield [smallest(setting, lens[:, None] / sizes <= n) for n in tokens]
 
 
-def uniform(division: Division) -> Iterator[Spots]:
-    """All sequences on places of one size, as static sequence parallelism has them."""
-    batch = division.rates.batch
-    ways = (earliest_first(division, [k] * len(batch.seq_lens)) for k in range(len(batch.sizes)))
-    yield from (spots for spots in ways if spots is not None)
+def smallest(setting: Setting, is_short: NDArray[np.bool_]) -> Kinds:
+    """The smallest size that has room for each sequence and on which it is short, (K, Z)."""
+    fits = is_short & setting.fits
+    last = len(setting.batch.sizes) - 1
+    return tuple(np.where(fits.any(axis=1), fits.argmax(axis=1), last).tolist())
 
 
-def by_length(division: Division) -> Iterator[Spots]:
-    """Sizes by length alone, as Megatron-Core's hybrid context parallelism chooses them: the next
-    power of two of length / N, for numbers N of tokens per device that give other sizes, those
-    first whose sequences take least: as long as the others may be faster, and only what fits."""
-    rates, batch = division.rates, division.rates.batch
-    lens, last = np.array(batch.seq_lens), len(batch.sizes) - 1
-    queue: dict[tuple[int, ...], float] = {}
-    for step in range(_STEPS_PER_DOUBLING * last + 1):
-        most = lens.max() / 2 ** (step / _STEPS_PER_DOUBLING)
-        kinds = np.ceil(np.log2(lens / most)).clip(0, last).astype(int)
-        alone_s = rates.alone_s[range(len(lens)), kinds]
-        spread_s = (alone_s * np.array(batch.sizes)[kinds]).sum() / batch.pool_size
-        queue[tuple(kinds.tolist())] = max(spread_s, (alone_s + rates.fixed_s[kinds]).max())
+def placed(setting: Setting, num_micro_batches: int, ways: Iterable[Kinds]) -> Iterator[Division]:
+    """Divisions with these sizes, each faster than the one before, those first whose sequences take
+    least: as long as others may be faster, and only what fits."""
+    sizes, queue = np.array(setting.batch.sizes), dict[Kinds, float]()
+    for kinds in ways:
+        own = list(kinds)
+        alone_s = setting.alone_s[range(len(own)), own]
+        spread_s = float((alone_s * sizes[own]).sum()) / setting.batch.pool_size
+        queue[kinds] = max(spread_s, float((alone_s + setting.fixed_s[own]).max()))
     best_s = inf
-    for sizes, bound_s in sorted(queue.items(), key=lambda one: one[1]):
-        if bound_s >= best_s:
+    for kinds, bound_s in sorted(queue.items(), key=lambda one: one[1]):
+        if bound_s >= _HIDDEN * best_s:
             break
-        found = earliest_first(division, sizes)
-        if found is not None:
-            division.reset(found)
-            best_s = min(best_s, division.step_s())
-            yield found
+        spots = earliest_first(setting, num_micro_batches, kinds)
+        if spots is not None:
+            division = Division(setting, num_micro_batches, spots)
+            if division.step_s() < best_s:
+                best_s = division.step_s()
+                yield division
 
 
-def _smallest_kinds(division: Division, target_s: float) -> list[int]:
-    """For each sequence the number of the smallest size that holds it within the target."""
-    rates, setting = division.rates, division.setting
-    short = rates.fixed_s + rates.alone_s <= target_s
-    fits = setting.held(rates.batch.added.transpose(2, 0, 1)) <= setting.device_tokens
-    last = len(rates.batch.sizes) - 1
-    chosen = np.where((short & fits).any(axis=1), (short & fits).argmax(axis=1), last)
-    kinds: list[int] = chosen.tolist()
-    return kinds
-
-
-def earliest_first(division: Division, kinds: Sequence[int]) -> Spots | None:
+def earliest_first(setting: Setting, num_micro_batches: int, kinds: Kinds) -> Spots | None:
     """Sequences on places of given sizes, or larger ones where those have no room, the largest
     places first and of those the longest work, each to where it ends earliest; None where one finds
     no room."""
-    rates, setting = division.rates, division.setting
-    held = setting.held(rates.batch.added.transpose(2, 0, 1))
-    _, num_batches, pool_size = division.loads.shape
-    busy_s, tokens = np.zeros((num_batches, pool_size)), np.zeros((num_batches, pool_size))
-    work_s = rates.alone_s[range(len(kinds)), kinds]
-    spots: Spots = {}
+    batch = setting.batch
+    held = setting.held(batch.added.transpose(2, 0, 1))
+    busy_s, tokens = np.zeros((2, num_micro_batches, batch.pool_size))
+    work_s = setting.alone_s[range(len(kinds)), kinds]
+    spots: dict[int, Spot] = {}
     for seq_id in sorted(range(len(kinds)), key=lambda i: (-kinds[i], -work_s[i])):
-        for kind in range(kinds[seq_id], len(rates.batch.sizes)):
-            size, share = rates.batch.sizes[kind], held[seq_id, kind]
-            until = busy_s.reshape(num_batches, -1, size).max(axis=2)
-            full = tokens.reshape(num_batches, -1, size).max(axis=2) + share
-            until[full > setting.device_tokens] = np.inf
-            batch, place = divmod(int(until.argmin()), until.shape[1])
-            if np.isfinite(until[batch, place]):
-                where = batch, slice(place * size, (place + 1) * size)
-                busy_s[where] += rates.alone_s[seq_id, kind]
-                tokens[where] += share
-                spots[seq_id] = Spot(batch, kind, place * size)
+        for kind in range(kinds[seq_id], len(batch.sizes)):
+            size = batch.sizes[kind]
+            until = _by_place(busy_s, size).max(axis=2)
+            full = _by_place(tokens, size).max(axis=2) + held[seq_id, kind]
+            until[full > setting.device_tokens] = inf
+            number, place = divmod(int(until.argmin()), until.shape[1])
+            if until[number, place] < inf:
+                slots = slice(place * size, (place + 1) * size)
+                busy_s[number, slots] += setting.alone_s[seq_id, kind]
+                tokens[number, slots] += held[seq_id, kind]
+                spots[seq_id] = Spot(number, kind, place * size)
                 break
         else:
             return None
@@ -578,142 +568,95 @@ def earliest_first(division: Division, kinds: Sequence[int]) -> Spots | None:
 
 _NUM_TRIED = 6
 """Sequences whose moves are compared for every change."""
-_NUM_PARTNERS = 16
+_NUM_PARTNERS = 32
 """Sequences that one is tried against in a swap."""
 _TENURE = 6
 """Changes, at least, for which a sequence that has moved stays; at most nearly twice as many."""
 
 
-def improve(division: Division, num_tries: int) -> float:
-    """Seconds of the step of the best division that is found with so many tries, each of one
-    sequence's moves or swaps; `division` is that one afterwards."""
+def improve(division: Division, num_changes: int) -> None:
+    """The best division that tabu search finds with so many changes: of the best moves of some
+    sequences, and the swaps of the first one, the best is made."""
     draw = random.Random(0)
-    best_s, best_spots = division.step_s(), dict(division.spots)
+    best_s, best = division.step_s(), dict(division.spots)
     stays: dict[int, int] = {}
     """Until which change each sequence that has moved stays."""
-    tried = change = 0
-    while tried < num_tries:
-        change += 1
-        free = [i for i in _slowest(division) if stays.get(i, 0) < change] or [*division.spots]
+    for change in range(num_changes):
+        free = [i for i in division.slowest() if stays.get(i, -1) < change] or [*division.spots]
         chosen = draw.sample(free, min(_NUM_TRIED, len(free)))
-        tried += len(chosen) + 1
-        for seq_id in _change(division, chosen, stays, change):
+        moves = [
+            (norm_s, {seq_id: spot})
+            for seq_id, (norm_s, spot) in zip(chosen, division.moves(chosen), strict=True)
+        ]
+        one = chosen[0]
+        others = [i for i, spot in division.spots.items() if spot != division.spots[one]]
+        others = [i for i in others if stays.get(i, -1) < change]
+        if others:
+            others = draw.sample(others, min(_NUM_PARTNERS, len(others)))
+            norms_s = division.swap_norms(one, others)
+            other = others[norms_s.argmin()]
+            swapped = {one: division.spots[other], other: division.spots[one]}
+            moves.append((float(norms_s.min()), swapped))
+        least_s, moved = min(moves, key=lambda move: move[0])
+        for seq_id, spot in moved.items() if least_s < inf else ():
+            division.put(seq_id, spot)
             stays[seq_id] = change + _TENURE + draw.randrange(_TENURE)
-        step_s = division.step_s()
-        if step_s < best_s:
-            best_s, best_spots = step_s, dict(division.spots)
-    division.reset(best_spots)
-    return best_s
+        if division.step_s() < best_s:
+            best_s, best = division.step_s(), dict(division.spots)
+    division.reset(best)
 
 
-def _change(
-    division: Division, chosen: list[int], stays: dict[int, int], change: int
-) -> tuple[int, ...]:
-    """Makes the best of the moves of the chosen sequences and of the swaps of the first one;
-    returns those that have moved."""
-    least_s = np.inf
-    best: tuple[int, Spot] | None = None
-    for seq_id in chosen:
-        spot = division.take(seq_id)
-        found = division.best_spot(seq_id, but=spot)
-        division.put(seq_id, spot)
-        if found is not None and found[1] < least_s:
-            least_s, best = found[1], (seq_id, found[0])
-    others = [i for i in _partners(division, chosen[0]) if stays.get(i, 0) < change]
-    norms_s = division.swap_norms(chosen[0], others)
-    if others and norms_s.min() < least_s:
-        division.swap(chosen[0], partner := others[norms_s.argmin()])
-        return chosen[0], partner
-    if best is None:
-        return ()
-    division.take(best[0])
-    division.put(*best)
-    return best[:1]
-
-
-def _slowest(division: Division) -> list[int]:
-    """Sequences on the slowest process of any part of any micro-batch, most work first."""
-    rates, slowest = division.rates, division.seconds().argmax(axis=2)
-    slots = {(batch, int(slot)) for row in slowest for batch, slot in enumerate(row)}
-    found = [
-        seq_id
-        for seq_id, spot in division.spots.items()
-        if any(
-            (spot.micro_batch, process) in slots
-            for process in range(spot.first, spot.first + rates.batch.sizes[spot.kind])
-        )
-    ]
-    return sorted(found, key=lambda i: -rates.alone_s[i, division.spots[i].kind])
-
-
-def _partners(division: Division, seq_id: int) -> list[int]:
-    """The sequences whose exchange with `seq_id` would make both places' seconds most alike."""
-    rates, here = division.rates, division.spots[seq_id]
-    busy_s = division.seconds().sum(axis=0)
-    by_kind = [_by_place(busy_s, size).max(axis=-1) for size in rates.batch.sizes]
-    at = np.array([(s.micro_batch, s.kind, s.first) for _, s in sorted(division.spots.items())])
-    busy_there = np.array([by_kind[k][m, f // rates.batch.sizes[k]] for m, k, f in at.tolist()])
-    kinds, alone_s, ids = at[:, 1], rates.alone_s, range(len(at))
-    gains_s = alone_s[seq_id, here.kind] - alone_s[:, here.kind]
-    costs_s = alone_s[seq_id, kinds] - alone_s[ids, kinds]
-    after_s = np.abs(busy_there[seq_id] - gains_s - busy_there - costs_s)
-    after_s[(gains_s <= 0) | (at == at[seq_id]).all(axis=1)] = np.inf
-    nearest: list[int] = after_s.argsort(kind="stable")[:_NUM_PARTNERS].tolist()
-    return [other for other in nearest if np.isfinite(after_s[other])]
-
-
-_MOST_TRIED = 2**20
-"""Loads of processes that are looked at: about a second."""
-
-
-def fastest_spots(division: Division, step_s: float) -> Spots | None:
-    """The spots of the fastest division in one micro-batch; empty where none takes less than
-    `step_s` seconds, None where there are too many to know."""
-    setting, batch = division.setting, division.rates.batch
-    width, even_s = batch.pool_size, setting.even_s(1)[:, None]
+def take_fastest(division: Division, step_s: float, most_tried: int = _MOST_TRIED) -> bool:
+    """Put the fastest of all divisions in one micro-batch in the place of one, if it takes less
+    than `step_s` seconds; False where there are more micro-batches, or too many to know."""
+    setting, batch = division.setting, division.setting.batch
+    if division.loads.shape[1] > 1:
+        return False
+    width, even_s, left = batch.pool_size, setting.even_s(1)[:, None], most_tried
     places = [
         Spot(0, kind, first)
         for kind, size in enumerate(batch.sizes)
         for first in range(0, width, size)
     ]
+    # N divisions of the longest sequences: their loads (F, N, W), and where these are (N, K)
     loads, taken = np.zeros((batch.added.shape[2], 1, width)), np.zeros((1, 0), dtype=int)
-    steps_s, left = np.zeros(1), _MOST_TRIED
-    order = sorted(range(len(batch.seq_lens)), key=lambda i: -batch.seq_lens[i])
+    order = np.argsort(-np.array(batch.seq_lens), kind="stable").tolist()
     for seq_id in order:
         grown: list[tuple[Array, NDArray[np.int64], Array]] = []
         for number, spot in enumerate(places):
             rows = _first_alike(loads, batch.sizes, spot)
             left -= width * int(rows.sum())
             if left < 0:
-                return None
+                return False
             after = loads[:, rows]
             there = slice(spot.first, spot.first + batch.sizes[spot.kind])
             after[..., there] += batch.added[seq_id, spot.kind][:, None, None]
             # more load is never faster, and no part of a step is faster than all work spread evenly
-            parts_s = np.maximum(setting.rates.seconds(after).max(axis=2), even_s).sum(axis=0)
-            fits = setting.held(after).max(axis=1) <= setting.device_tokens
-            kept = fits & (parts_s < step_s)
+            steps_s = np.maximum(setting.seconds(after).max(axis=2), even_s).sum(axis=0)
+            kept = (setting.held(after).max(axis=1) <= setting.device_tokens) & (steps_s < step_s)
             own = np.full((int(kept.sum()), 1), number)
-            grown.append((after[:, kept], np.hstack([taken[rows][kept], own]), parts_s[kept]))
+            grown.append((after[:, kept], np.hstack([taken[rows][kept], own]), steps_s[kept]))
         loads = np.concatenate([one[0] for one in grown], axis=1)
-        taken = np.concatenate([one[1] for one in grown])
-        steps_s = np.concatenate([one[2] for one in grown])
+        taken, steps_s = (np.concatenate([one[n] for one in grown]) for n in (1, 2))
         if not len(taken):
-            return {}
-    fastest: list[int] = taken[steps_s.argmin()].tolist()
-    return {seq_id: places[number] for seq_id, number in zip(order, fastest, strict=True)}
+            return True
+    fastest = taken[steps_s.argmin()].tolist()
+    division.reset({i: places[number] for i, number in zip(order, fastest, strict=True)})
+    return True
 
 
 def _first_alike(loads: Array, sizes: Sequence[int], spot: Spot) -> NDArray[np.bool_]:
-    """(N,) whether no place before `spot` is like it: neither its own loads nor those of a larger
-    place that it is in are those of a neighbour within the next larger one."""
-    first = np.ones(loads.shape[1], dtype=bool)
-    for size, larger in pairwise((*sizes[spot.kind :], loads.shape[2])):
-        start = spot.first // size * size
-        for other in range(spot.first // larger * larger, start, size):
-            alike = loads[..., other : other + size] == loads[..., start : start + size]
-            first &= ~alike.all(axis=(0, 2))
-    return first
+    """(N,) whether no place before `spot` is like it: it, or a place around it, has not the loads
+    (F, N, W) of another with which it could change, all other places staying places."""
+    first, stop = spot.first, spot.first + sizes[spot.kind]
+    found = np.ones(loads.shape[1], dtype=bool)
+    for size in sizes[spot.kind :]:
+        start = first // size * size
+        for other in range(0, start if stop <= start + size else 0, size):
+            if all(size % n == 0 or other // n == (start + size - 1) // n for n in sizes):
+                alike = loads[..., other : other + size] == loads[..., start : start + size]
+                found &= ~alike.all(axis=(0, 2))
+    return found
 
 
 def plan_of(

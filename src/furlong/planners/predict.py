@@ -19,7 +19,7 @@ from furlong.plan.plan import ON_DEVICE, Action, Chunk, ChunkPlan
 from furlong.planners.chunks import Groups
 from furlong.planners.layouts import first_alike
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import number_chunks, plan_groups, stages_of, walk_group
+from furlong.planners.orders import number_chunks, plan_on_device, stages_of, walk_group
 from furlong.planners.spaco import sampled
 from furlong.simulate.clock import Times, time_actions
 
@@ -78,8 +78,10 @@ def simulated_s(
     stages. The one behind it is there too, for it hands gradients back.
     """
     if options.sampling is not None:
-        whole = plan_groups(seq_lens, groups, options, num_layers=model.shape.num_layers,
-                            sp_size=sp_size)  # fmt: skip
+        num_layers = model.shape.num_layers
+        whole = plan_on_device(
+            seq_lens, options, num_layers=num_layers, groups=groups, sp_size=sp_size
+        )
         return step_s(model, one_draw(whole, options))
     stages = stages_of(model.shape.num_layers, options)
     count, walked = count_kinds(model.shape, stages)

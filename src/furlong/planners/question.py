@@ -14,20 +14,19 @@ On a CPU the host's RAM is the device's: `memory.device` is the budget of everyt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Any, Literal
 
-from furlong.cost.memory import MemoryCurve, Part
+from furlong.cost.memory import MemoryCurve
 from furlong.cost.model import CostModel
-from furlong.cost.training import Training, ZeroStage
+from furlong.cost.training import ZeroStage
 from furlong.errors import ConfigError
 from furlong.plan.plan import ChunkPlan, Layout, Tier
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import Needs
-from furlong.report.scene import PART_WORDS
 from furlong.units import format_bytes
 
 MARGIN = 0.10
@@ -35,176 +34,6 @@ MARGIN = 0.10
 calibration says what its own predictions lacked: of twelve steps that no fit had seen, measured on
 a CPU, predicted peaks lacked 5.2 % at most (docs/benchmarks.md), and a run has more that no plan
 counts. Gaps between allocated blocks are the hardware's `reserved_bytes`."""
-_STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
-_SMALLER = ("use smaller chunks (chunks.size)",)
-_SHORTER = ("use shorter sequences (data.max_seq_len)",)
-_WAYS: dict[str, tuple[str, ...]] = {
-    "activations": (*_SMALLER, "keep less of them (chunks.keep, chunks.num_retained)"),
-    "kv": _SHORTER,
-    "kv_gradients": _SHORTER,
-    "states": ("use larger chunks (chunks.size): a state is kept at the end of each", *_SHORTER),
-    "logits": _SMALLER,
-    "buffers": _SMALLER,
-}
-"""Ways to need less of a part of memory."""
-_LARGER, _SEVERAL = "use a larger sp or pp", "use several devices"
-_WAYS_WITH_MORE = {
-    "activations": (_LARGER,),
-    "kv": ("keep K,V on the host (chunks.tier) if the method can", _LARGER),
-}
-
-
-def advice(
-    part: str,
-    training: Training,
-    *,
-    num_devices: int = 1,
-    alone: bool = False,
-    all_sizes: bool = False,
-) -> str:
-    """Advice for a plan of `num_devices` whose memory goes into `part`; `alone`: on one device that
-    is given; `all_sizes`: chunks of every size were tried."""
-    ways = ["give it a larger memory.device"] if alone else []
-    if part == "state" or (all_sizes and _SMALLER[0] in _WAYS[part]):
-        if num_devices > 1 and training.zero_stage < 3:
-            ways += ["shard all of the state (ZeRO-3)"]
-        if not alone:
-            shared = "use several devices, which share the state (ZeRO)"
-            ways += [shared if num_devices == 1 else "use more devices"]
-        ways += ["train LoRA adapters (model.lora)"] * (training.lora is None)
-        ways += _SHORTER * (part == "activations")
-        ways += ["use a smaller model"]
-    else:
-        more = () if alone else _WAYS_WITH_MORE.get(part.removesuffix("_gradients"), ())
-        ways += [_SEVERAL if way == _LARGER and num_devices == 1 else way for way in more]
-        ways += _WAYS[part]
-    *first, last = ways
-    return f"{', '.join(first)}, or {last}" if first else last
-
-
-class DoesNotFitError(ConfigError):
-    """A plan needs more memory than a rank has."""
-
-    def __init__(
-        self,
-        rank: int,
-        peak: Mapping[Part, int],
-        budget_bytes: int,
-        training: Training,
-        *,
-        num_devices: int = 1,
-        with_what: str = "",
-    ) -> None:
-        needed = sum(peak.values())
-        self.lacking_bytes = needed - budget_bytes
-        state = sum(peak[part] for part in _STATE)
-        rest = {part: n for part, n in peak.items() if part not in _STATE and n > 0}
-        largest = max(rest, key=rest.__getitem__, default="state")
-        # with the state alone above the budget nothing else helps
-        self.part: str = "state" if state > budget_bytes else largest
-        """Part of memory that takes the most: `state`, or a part besides it."""
-        parts = ", ".join(
-            f"{PART_WORDS.get(part, part)} {format_bytes(n)}"
-            for part, n in sorted(peak.items(), key=lambda pair: -pair[1])
-            if n > 0
-        )
-        super().__init__(
-            given=f"rank {rank} needs {format_bytes(needed)}"
-            + (f" with {with_what}" if with_what else "")
-            + f": {parts}",
-            required=f"at most {format_bytes(budget_bytes)}, which lacks "
-            f"{format_bytes(self.lacking_bytes)}",
-            source="the memory of a device",
-            change=advice(self.part, training, num_devices=num_devices),
-        )
-
-
-def fit(
-    plan: ChunkPlan, model: CostModel, budget_bytes: int | None = None, *, with_what: str = ""
-) -> int:
-    """The peak bytes of the rank that needs most. Raises DoesNotFitError at the first rank whose
-    device has less, ConfigError at the first whose share of its host's memory is smaller.
-    `with_what`: words for what the plan computes."""
-    memory, host_bytes = model.memory(budget_bytes), model.hardware.host_bytes
-    num_devices = len(plan.actions) * plan.sp_size * model.training.replicas
-    peak = 0
-    for rank in range(len(plan.actions)):
-        curve = memory.curve(plan, rank)
-        needed = sum(curve.peak.values())
-        if needed > memory.budget_bytes(rank):
-            raise DoesNotFitError(
-                rank, curve.peak, memory.budget_bytes(rank), model.training,
-                num_devices=num_devices, with_what=with_what,
-            )  # fmt: skip
-        if (on_host := int(curve.host.max(initial=0))) > host_bytes:
-            raise ConfigError(
-                given=f"rank {rank} needs {format_bytes(on_host)} of its host's memory",
-                required=f"at most {format_bytes(host_bytes)}: memory.host, or a device's share"
-                " of its node",
-                source="the memory of the host",
-                change="raise memory.host if the node has more, keep less (chunks.keep), or use"
-                " more devices",
-            )
-        peak = max(peak, needed)
-    return peak
-
-
-def tier_budgets(
-    tier: Any,
-    host: int | Literal["auto"],
-    disk: int,
-    *,
-    on_cpu: bool,
-    free_host_bytes: int | None = None,
-) -> tuple[int | None, int]:
-    """Bytes of host and disk that a plan may use; 0: none, None: no limit.
-
-    `tier`: chunks.tier, or None or auto. `host`, `disk`: memory.host and memory.disk.
-    `free_host_bytes`: what auto means on a GPU; None where that is not known. Raises ConfigError.
-    """
-    tiers = set() if tier in (None, "auto") else _named(tier)
-    if on_cpu:
-        if host not in ("auto", 0):
-            raise ConfigError(
-                given=f"memory.host = {format_bytes(int(host))} on a CPU",
-                required="memory.device alone: on a CPU it is the budget of everything in RAM",
-                source="memory.host",
-                change="remove memory.host, and add what it gives to memory.device",
-            )
-        if "host" in tiers:
-            raise ConfigError(
-                given=f"chunks.tier = {tier!r} on a CPU",
-                required="device or disk: on a CPU the host's RAM is the device's",
-                source="chunks.tier",
-                change="remove host from chunks.tier, or write disk and add memory.disk",
-            )
-        return 0, _disk(tiers, disk)
-    host_bytes = free_host_bytes if host == "auto" else host
-    if host_bytes == 0 and "host" in tiers:
-        raise _no_room("host")
-    return host_bytes, _disk(tiers, disk)
-
-
-def _named(tier: Any) -> set[str]:
-    tiers = ChunkOptions(tier=tier).tiers
-    return {tiers.kv, tiers.inputs, tiers.attention, tiers.graphs}
-
-
-def _disk(tiers: set[str], disk: int) -> int:
-    if disk == 0 and "disk" in tiers:
-        raise _no_room("disk")
-    return disk
-
-
-def _no_room(tier: str) -> ConfigError:
-    return ConfigError(
-        given=f"chunks.tier on the {tier} with memory.{tier} = 0",
-        required=f"memory.{tier} above 0, for what is to live there",
-        source=f"chunks.tier and memory.{tier}",
-        change=f"add memory.{tier}, such as 64GiB, or change chunks.tier",
-    )
-
-
 SIZES = ("dp", "sp", "pp")
 """Names of a layout's sizes among what is given; the others are dials of `ChunkOptions`."""
 
@@ -225,24 +54,72 @@ class Limits:
         return int(self.device_bytes * (1 - self.margin))
 
     @property
+    def of_tiers(self) -> dict[Tier, int | None]:
+        """The limit of each tier, without the margin."""
+        return {"device": self.limit_bytes, "host": self.host_bytes, "disk": self.disk_bytes}
+
+    @property
     def lower_tiers(self) -> tuple[Tier, ...]:
         """The tiers that are there, besides the device."""
-        tiers: tuple[Tier, ...] = ("host", "disk")
-        limits = self.host_bytes, self.disk_bytes
-        return tuple(tier for tier, limit in zip(tiers, limits, strict=True) if limit != 0)
+        return tuple(t for t, limit in self.of_tiers.items() if t != "device" and limit != 0)
+
+    def exceeded(self, needs: Needs) -> dict[Tier, int]:
+        """The tiers that have less than is needed of them, with these bytes."""
+        return {
+            tier: used
+            for (tier, limit), used in zip(self.of_tiers.items(), needs, strict=True)
+            if limit is not None and used > limit
+        }
 
     def hold(self, needs: Needs) -> bool:
         """Whether each tier has room for what is needed of it."""
-        return not self.lacking(needs)
+        return not self.exceeded(needs)
 
     def lacking(self, needs: Needs) -> int:
         """Bytes that do not fit, of all tiers together; 0 where it fits."""
-        limits = self.limit_bytes, self.host_bytes, self.disk_bytes
-        return sum(
-            max(0, used - limit)
-            for used, limit in zip(needs, limits, strict=True)
-            if limit is not None
+        return sum(used - (self.of_tiers[tier] or 0) for tier, used in self.exceeded(needs).items())
+
+
+def tier_budgets(
+    tier: Any,
+    host: int | Literal["auto"],
+    disk: int,
+    *,
+    on_cpu: bool,
+    free_host_bytes: int | None = None,
+) -> tuple[int | None, int]:
+    """Bytes of host and disk that a plan may use; 0: none, None: no limit.
+
+    `tier`: chunks.tier, or None or auto. `host`, `disk`: memory.host and memory.disk.
+    `free_host_bytes`: what auto means on a GPU; None where that is not known. Raises ConfigError.
+    """
+    named = set()
+    if tier not in (None, "auto"):
+        named = set(asdict(ChunkOptions(tier=tier).tiers).values())
+    if on_cpu and host not in ("auto", 0):
+        raise ConfigError(
+            given=f"memory.host = {format_bytes(int(host))} on a CPU",
+            required="memory.device alone: on a CPU it is the budget of everything in RAM",
+            source="memory.host",
+            change="remove memory.host, and add what it gives to memory.device",
         )
+    if on_cpu and "host" in named:
+        raise ConfigError(
+            given=f"chunks.tier = {tier!r} on a CPU",
+            required="device or disk: on a CPU the host's RAM is the device's",
+            source="chunks.tier",
+            change="remove host from chunks.tier, or write disk and add memory.disk",
+        )
+    host_bytes = 0 if on_cpu else free_host_bytes if host == "auto" else host
+    for name, num_bytes in (("host", host_bytes), ("disk", disk)):
+        if num_bytes == 0 and name in named:
+            raise ConfigError(
+                given=f"chunks.tier on the {name} with memory.{name} = 0",
+                required=f"memory.{name} above 0, for what is to live there",
+                source=f"chunks.tier and memory.{name}",
+                change=f"add memory.{name}, such as 64GiB, or change chunks.tier",
+            )
+    return host_bytes, disk
 
 
 @dataclass(frozen=True)
@@ -294,7 +171,7 @@ class Question:
         dp, sp, pp = (self.given.get(name) for name in SIZES)
         find = partial(layouts, self.num_devices, self.model.shape, dp=dp, sp=sp, pp=pp)
         found = find()
-        return found + [one for one in find(gathers=True) if one.pp == 1 and one not in found]
+        return found + [one for one in find(gathers=True) if one not in found]
 
     def stages_of(self, layout: Layout) -> tuple[int, ...]:
         """Layers of each stage of a pipeline; empty without one."""
@@ -303,6 +180,16 @@ class Question:
         if len(self.stages) == layout.pp:
             return self.stages
         return cut_layers(self.model.shape, layout.pp, self.mean_keys)
+
+    def state_bytes(self, layout: Layout) -> int:
+        """Bytes of weights, gradients and optimizer on the device that has most of them."""
+        model = self.model_of(layout)
+        stages = self.stages_of(layout) or (model.shape.num_layers,)
+        state = model.training.state_bytes
+        return max(
+            state(model.shape, stages, frozenset((stage,)), layout.dp * layout.sp).total
+            for stage in range(len(stages))
+        )
 
     def model_of(self, layout: Layout) -> CostModel:
         """The model of one replica's plan, with whose replicas and pools a stage's state is shared
@@ -334,6 +221,18 @@ class Candidate:
     busiest_s: Callable[[], float] | None = None
     """Seconds of all steps of the busiest replica, where there is a shorter way to them than the
     clock over its plans."""
+    plan_beside: Callable[[Sequence[int], ChunkPlan], ChunkPlan] | None = None
+    """The same as `plan_of` for a replica that need not be faster than another one with its plan,
+    where that is sooner found."""
+
+    def stands_in_for(self, chosen: Candidate) -> bool:
+        """Whether one replica may take the plan of these dials while another takes the chosen one:
+        in one layout, and with the same stages, as all replicas of a step have."""
+        if self.layout != chosen.layout or not self.longest:
+            return False
+        if not chosen.longest and self.options.tiers.kv != "device":
+            return False  # a method's own chunks have their K,V there, and replicas the same tiers
+        return bool(chosen.longest) or self.layout.dp == 1 or self.options.order == "chunk-first"
 
 
 Candidates = Callable[[Question, Layout], Iterable[Candidate]]
@@ -366,6 +265,8 @@ class Answer:
     least."""
     slower: tuple[tuple[Layout, float], ...] = ()
     """Layouts of which no plan was timed, with the seconds that a step takes, about or at least."""
+    error: Exception | None = None
+    """Why a method by name that makes its own chunks has no plan, where it has said so."""
     alike: int = 1
     """Plans like the chosen one within the slack of its time."""
     num_pruned: int = 0
@@ -378,11 +279,12 @@ class Answer:
         return self.tried[0]
 
     @property
+    def chunked(self) -> list[Trial]:
+        """The plans of dials that stand in for the chosen one, which a run needs beside a method's
+        own chunks: the chosen one itself, or the fastest, first."""
+        chosen = self.best.candidate
+        return [trial for trial in self.tried if trial.candidate.stands_in_for(chosen)]
+
+    @property
     def dials(self) -> Trial:
-        """The plan of dials in the chosen layout, which a run needs beside a method's own chunks:
-        the chosen one, or the fastest there."""
-        layout = self.best.candidate.layout
-        return next(
-            trial for trial in self.tried
-            if trial.candidate.layout == layout and trial.candidate.longest
-        )  # fmt: skip
+        return self.chunked[0]

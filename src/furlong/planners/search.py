@@ -14,9 +14,10 @@ Batch by batch `BatchPlans` asks the same planners, and takes the fastest by the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log2
 
 from furlong.cost.model import CostModel, update_s
 from furlong.errors import ConfigError, PlanError, UserError
@@ -31,58 +32,50 @@ from furlong.planners.candidates import (
     least_s,
     num_lowered,
     space_of,
-    state_of,
 )
 from furlong.planners.chunks import (
     by_cost,
-    sequence_work,
 )
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_kept, plan_replica, stages_of
 from furlong.planners.predict import Needs, needs_of, step_s
 from furlong.planners.question import Answer, Candidate, Candidates, Question, Trial
-from furlong.units import format_seconds
+from furlong.units import count_words, format_seconds
 
 SLACK = 0.02
 """Plans whose times differ by less are alike: no prediction is better."""
-LAYOUT_SLACK = 0.005
+LAYOUT_SLACK = 1e-4
 """The same of plans in different layouts, which the clock compares as they will run."""
 _NEAR = 0.005
 """Share by which the size named in a message of what would fit may be wrong."""
 _MAX_ACTIONS = 16_000
 """Actions that are walked and simulated in all on one device once a plan fits, twice as many while
 none does: then the search ends."""
+_LESS_AGAIN = 0.9
+"""Share of the budget that a method by name keeps when a step of it did not fit."""
 _MOST_FITTING = 4
-"""Plans of chunks that fit and are timed in each layout of several devices."""
-_MOST_REPLICAS = 8
-"""Replicas that are all planned by methods with chunks of their own; of more the busiest alone."""
+"""Plans of chunks that fit and are timed in each layout of several devices, and of each chunk size
+with which replicas wait for each other."""
+_WAITING = 0.05
+"""Share of the busiest replica's seconds that a step of all takes longer where replicas wait."""
 LOCAL = "local sequences"
 """Chunks with whole sequences on one process of a pool where that balances."""
 
 Tell = Callable[[str], None]
 
-
-def spaco(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """SeCO with a backward of drawn chunks only, as `chunks.sample` says (planners/spaco.py)."""
-    if "sample" in question.given:
-        for candidate in seco.candidates(question, layout):
-            yield replace(candidate, method="spaco")
-
-
 METHODS: Mapping[str, Candidates] = {
     "chunkflow": chunkflow.candidates,
     "seco": seco.candidates,
-    "spaco": spaco,
+    "spaco": seco.sampled_candidates,
     "infinipipe": infinipipe.candidates,
     "skrull": skrull.candidates,
     "fpdt": fpdt.candidates,
     "places": places.candidates,
 }
 """The published systems, by the names of `chunks.method`."""
-_AUTO = ("places", "infinipipe")
-"""Methods that `auto` asks beside all dials of chunks; what the others offer is among these."""
-_OWN_CHUNKS = (*_AUTO, "skrull")
-"""Methods that make chunks of their own."""
+_OWN_CHUNKS = ("places", "skrull", "infinipipe")
+"""Methods that make chunks of their own: `auto` asks them beside all dials of chunks, among which
+is what the others offer."""
 
 
 def search(question: Question, tell: Tell | None = None) -> Answer:
@@ -96,13 +89,15 @@ def search(question: Question, tell: Tell | None = None) -> Answer:
     if question.method in _OWN_CHUNKS and question.dials:
         raise _refuse_dials(question)
     state = _Search(question, tell or (lambda words: None))
-    state.run()
+    state.run(own_methods(question))
     if not state.fitting:
         finer = replace(
             question, most_chunks=4 * question.most_chunks, most_cells=4 * question.most_cells
         )
+        error = state.error
         state = _Search(finer, tell or (lambda words: None))
-        state.run()
+        state.run(own=[])  # methods with chunks of their own cut as finely as they can
+        state.error = error
     if not state.fitting:
         state.try_least()
     return state.answer(started_s)
@@ -121,7 +116,7 @@ def _refuse_dials(question: Question) -> ConfigError:
 def own_methods(question: Question) -> list[str]:
     """Methods that make their own chunks among those that a question leaves."""
     if question.method == "auto":
-        return [] if question.dials else list(_AUTO)
+        return [] if question.dials else list(_OWN_CHUNKS)
     return [question.method] if question.method in _OWN_CHUNKS else []
 
 
@@ -136,27 +131,32 @@ class _Search:
         self._slower: dict[Layout, float] = {}
         self._busiest: dict[Layout, float] = {}
         """Seconds of steps that were timed on their busiest replica alone, and are slower."""
+        self._waiting: set[tuple[Layout, int]] = set()
+        """Chunk sizes with which replicas wait for each other: no estimate knows, so others may be
+        faster."""
         self._found: list[Candidate] = []
-        self._num_actions = self._num_left = 0
+        self._num_actions = 0
+        self.error: Exception | None = None
+        """Why a method that fits its plans itself has none."""
         self._spaces: dict[Layout, tuple[Space, Dealt]] = {}
 
-    def run(self) -> None:
+    def run(self, own: Sequence[str]) -> None:
+        """Try the methods with chunks of their own, and all dials unless one of them is named."""
         bounded = []
         for layout in self._layouts:
             space = space_of(self._question, layout)
             self._spaces[layout] = space, deal_steps(space)
-            state_bytes = state_of(space)
+            state_bytes = self._question.state_bytes(layout)
             if not self._is_one and state_bytes > self._limits.limit_bytes:
                 self._too_large.append((layout, state_bytes - self._limits.limit_bytes))
             else:
                 bounded.append((0.0 if self._is_one else self._least_s(layout), layout))
         bounded.sort(key=lambda pair: pair[0])
-        own = own_methods(self._question)
         # places first, for they are often the fastest; planners that search last, to beat the best
         for method in (name for name in own if name != "infinipipe"):
             for bound_s, layout in bounded:
                 self._walk(layout, bound_s, METHODS[method])
-        if not own or self._question.method == "auto":
+        if self._question.method not in _OWN_CHUNKS:
             for bound_s, layout in bounded:
                 self._walk(layout, bound_s, METHODS.get(self._question.method, chunks))
         if "infinipipe" in own:
@@ -184,19 +184,33 @@ class _Search:
         if bound_s >= best_s:
             self._slower[layout] = bound_s
             return
-        if best_s < inf:
-            left = f"what is left takes at least {format_seconds(bound_s)}"
-            self._tell(f"{len(self.fitting)} tried, best {format_seconds(best_s)}; {left}")
+        self._tell_found(bound_s)
         num_steps = len(self._spaces[layout][1])
         beat_s = best_s if num_steps == 1 else inf
-        seconds: set[float] = set()
-        """Estimates of the plans that fit: dials that do not act make the same plan again."""
+        seconds: dict[int, set[float]] = defaultdict(set)
+        """Estimates of the plans that fit, by chunk size: dials that do not act make the same plan
+        again."""
+        fitting: set[ChunkOptions] = set()
+        """Their dials with all on the device: what is offloaded for no need gains nothing."""
         for candidate in method(replace(self._question, beat_s=beat_s), layout):
             self._found.append(candidate)
-            if candidate.least is not None and not self._limits.hold(candidate.least):
+            self._tell_found(bound_s)
+            on_device = replace(candidate.options, tier="device")
+            if on_device in fitting or not self._may_fit(candidate):
                 continue
-            if not self._is_done(candidate, len(seconds)) and self._try(candidate):
-                seconds.add(candidate.estimate_s)
+            size = candidate.options.size
+            known = [size] if (layout, size) in self._waiting else [
+                other for other in seconds if (layout, other) not in self._waiting
+            ]  # fmt: skip
+            num_fitting = sum(len(seconds[other]) for other in known)
+            if not self._is_done(candidate, num_fitting) and self._try(candidate):
+                seconds[size].add(candidate.estimate_s)
+                fitting.add(on_device)
+
+    def _tell_found(self, bound_s: float) -> None:
+        best = f"best {format_seconds(self._best_s)}" if self.fitting else "none fits so far"
+        left = f"; what is left takes at least {format_seconds(bound_s)}" if bound_s else ""
+        self._tell(f"{count_words(len(self._found), 'candidate')}, {best}{left}")
 
     def _is_done(self, candidate: Candidate, num_fitting: int) -> bool:
         estimate_s = candidate.estimate_s
@@ -229,30 +243,34 @@ class _Search:
                 return True
         if not self._is_one:
             plans = plans_of(space, dealt, candidate.plan_of)
-            busy_s = mean_step_s(space, dealt, plans)
+            busiest_s, busy_s = busy_s, mean_step_s(space, dealt, plans)
+            if busy_s > busiest_s * (1 + _WAITING):
+                self._waiting.add((candidate.layout, candidate.options.size))
         self._num_actions += self._simulated(candidate)
         self.fitting.append(replace(trial, step_s=busy_s))
         return True
 
     def _try_planned(self, candidate: Candidate) -> bool:
-        """Try a planner that fits its plans itself: first for the busiest replica, which no step
-        takes less than. Of many replicas that one alone is planned."""
+        """Try a planner that fits its plans itself: first for the busiest replica, for no step
+        takes less than one of its replicas."""
         space, dealt = self._spaces[candidate.layout]
         share = space.sequences_per_step / len(space.seq_lens)
         try:
-            busiest = plans_of(space, [step[:1] for step in dealt], candidate.plan_of)
-            found_s = share * sum(step_s(space.model, own[0]) for own in busiest)
-            if found_s >= self._best_s:
+            plans = plans_of(space, [step[:1] for step in dealt], candidate.plan_of)
+            if share * sum(step_s(space.model, own[0]) for own in plans) >= self._best_s:
                 return False
-            if 1 < candidate.layout.dp <= _MOST_REPLICAS:
-                others = plans_of(space, [step[1:] for step in dealt], candidate.plan_of)
-                busiest = [[*a, *b] for a, b in zip(busiest, others, strict=True)]
-        except (UserError, PlanError):  # none of its plans fits, or none is faster
+            for step, own in zip(dealt, plans, strict=True):
+                beside = candidate.plan_beside
+                for seq_ids in step[1:]:
+                    lens = [space.seq_lens[i] for i in seq_ids]
+                    own.append(beside(lens, own[0]) if beside else candidate.plan_of(lens))
+                    if share * step_s(space.model, own[-1]) >= self._best_s:
+                        return False
+        except (UserError, PlanError) as error:  # none of its plans fits, or none is faster
+            self.error = error
             return False
-        trial = self._walked(candidate, [own[0] for own in busiest], space.model)
-        if candidate.layout.dp <= _MOST_REPLICAS:
-            found_s = mean_step_s(space, dealt, busiest)
-        self.fitting.append(replace(trial, step_s=found_s))
+        trial = self._walked(candidate, [own[0] for own in plans], space.model)
+        self.fitting.append(replace(trial, step_s=mean_step_s(space, dealt, plans)))
         return True
 
     def _walked(self, candidate: Candidate, plans: Sequence[ChunkPlan], model: CostModel) -> Trial:
@@ -273,33 +291,60 @@ class _Search:
         return num_chunks * (14 if options.sampling is None else 4 * num_stages)
 
     def _find_dials(self) -> None:
-        """Find dials for the chosen layout, which a run needs beside a method's own chunks. A
-        layout in which none fits is given up."""
+        """Find dials that stand in for the chosen plan, which a run needs beside a method's own
+        chunks. Where none fits, the plans of such methods in that layout are given up, unless the
+        method is named and plans the longest sequence itself: then dials that lack least do."""
         while self.fitting:
-            layout = self._ranked()[0].candidate.layout
-            if any(trial.candidate.longest for trial in self.fitting
-                   if trial.candidate.layout == layout):  # fmt: skip
+            chosen = self._ranked()[0].candidate
+            if any(trial.candidate.stands_in_for(chosen) for trial in self.fitting):
                 return
-            for candidate in chunks(self._question, layout):
-                self._found.append(candidate)
-                if candidate.least is None or self._limits.hold(candidate.least):
-                    plan = candidate.plan_of(candidate.longest)
-                    trial = self._walked(candidate, [plan], self._spaces[layout][0].model)
-                    if self._limits.hold(trial.needs):
-                        self.fitting.append(replace(trial, step_s=candidate.estimate_s))
-                        return
-            self.fitting = [t for t in self.fitting if t.candidate.layout != layout]
+            offered = [c for c in chunks(self._question, chosen.layout) if c.stands_in_for(chosen)]
+            self._found += offered
+            space, dealt = self._spaces[chosen.layout]
+            for candidate in filter(self._may_fit, offered):
+                trial = self._walked(candidate, [candidate.plan_of(candidate.longest)], space.model)
+                if self._limits.hold(trial.needs):
+                    plans = plans_of(space, dealt, candidate.plan_of)
+                    step_s = mean_step_s(space, dealt, plans)
+                    self.fitting.append(replace(trial, step_s=step_s))
+                    return
+            if offered and chosen.method == self._question.method and self._plans_longest(chosen):
+                spare = min(offered, key=lambda c: self._limits.lacking(c.least or Needs(0)))
+                trial = self._walked(spare, [spare.plan_of(spare.longest)], space.model)
+                self.fitting.append(replace(trial, step_s=spare.estimate_s))
+                return
+            self.fitting = [
+                trial for trial in self.fitting
+                if trial.candidate.layout != chosen.layout or trial.candidate.longest
+            ]  # fmt: skip
+
+    def _plans_longest(self, candidate: Candidate) -> bool:
+        """Whether a planner that fits its plans itself has one of the longest sequence."""
+        try:
+            candidate.plan_of([self._question.longest])
+        except (UserError, PlanError) as error:
+            self.error = error
+            return False
+        return True
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        return candidate.least is None or self._limits.hold(candidate.least)
 
     def try_least(self) -> None:
         """Find what lacks least, for the message that no plan fits."""
         lacking = self._limits.lacking
         known = {(trial.candidate.layout, trial.candidate.options) for trial in self._refused}
+        most = self._num_actions + 2 * _MAX_ACTIONS
         bounded = [(c.least, c) for c in self._found if c.least is not None]
         for least, candidate in sorted(
-            bounded, key=lambda pair: (lacking(pair[0]), pair[1].estimate_s)
+            bounded, key=lambda pair: (lacking(pair[0]), sum(pair[0]), pair[1].estimate_s)
         ):
             nearest = min((lacking(t.needs) for t in self._refused), default=inf)
-            if self.fitting or nearest <= lacking(least) + _NEAR * sum(least):
+            short = lacking(least)
+            near = _NEAR * sum(least) if short else 0  # what may fit is tried
+            if self.fitting or nearest <= short + near:
+                break
+            if nearest < inf and self._num_actions > most:
                 break
             if (candidate.layout, candidate.options) not in known:
                 self._try(candidate)
@@ -318,12 +363,11 @@ class _Search:
     def _alike(self) -> list[Trial]:
         """The plans within the slack of the fastest one; on one device those of its order, its
         stages and its tiers."""
-        fastest = min(
-            self.fitting,
-            key=lambda t: (t.step_s, num_lowered(t.candidate.options.tiers)),
-        )
+        method = self._question.method
+        wanted = [t for t in self.fitting if t.candidate.method == method] or self.fitting
+        fastest = min(wanted, key=lambda t: (t.step_s, num_lowered(t.candidate.options.tiers)))
         slack = SLACK if self._is_one else LAYOUT_SLACK
-        near = [t for t in self.fitting if t.step_s <= fastest.step_s * (1 + slack)]
+        near = [t for t in wanted if t.step_s <= fastest.step_s * (1 + slack)]
         return [t for t in near if not self._is_one or _walk_of(t) == _walk_of(fastest)]
 
     def answer(self, started_s: float) -> Answer:
@@ -347,6 +391,7 @@ class _Search:
             ),
             too_large=tuple((layout, n) for layout, n in too_large.items() if n),
             slower=tuple(pair for pair in slower.items() if pair[0] not in opened),
+            error=self.error if self._question.method != "auto" and not tried else None,
             alike=len(self._alike()) if tried else 0,
             num_pruned=len(self._found) - len(tried) - len(self._refused),
             seconds=time.monotonic() - started_s,
@@ -431,18 +476,19 @@ class BatchPlans:
         frozen_layers: int = 0,
     ) -> tuple[str, ChunkPlan]:
         """The name and the plan of one replica's sequences that is predicted to be fastest: that of
-        the dials `options`, which is `plan`, unless another one gains more than a prediction may be
-        wrong. A method that is named is what runs: raises UserError where it has no plan."""
+        the dials `options`, which is `plan`, unless another one is faster by more than the slack
+        with which layouts were compared. A method that is named is what runs: raises UserError
+        where it has no plan."""
         model, question = self.question.model_of(self.layout), self.question
+        if question.method in _OWN_CHUNKS:
+            return question.method, self._plan_by_name(seq_lens, plan, options)
         # smaller chunks than at the start: what was predicted to fit did not
         is_free = options == self.options and not self.has_shrunk and not plan.frozen_stages
         own = own_methods(question) if is_free and options.tiers.kv == "device" else []
         if question.method != "auto":
-            if own:
-                return question.method, self._plan_of(own[0], seq_lens, inf)
-            return (CHUNKS if question.method in _OWN_CHUNKS else question.method), plan
+            return question.method, plan
         plan_s = step_s(model, plan)
-        best, best_s = (CHUNKS, plan), plan_s * (1 - SLACK)
+        best, best_s = (CHUNKS, plan), plan_s * (1 - LAYOUT_SLACK)
         found = []
         if plan.sp_size > 1:
             local = plan_replica(
@@ -463,6 +509,26 @@ class BatchPlans:
                 best, best_s = (name, one), one_s
         return best
 
+    def _plan_by_name(
+        self, seq_lens: Sequence[int], plan: ChunkPlan, options: ChunkOptions
+    ) -> ChunkPlan:
+        """The plan of the method that is named. Where a step did not fit, although it was predicted
+        to, and the dials' chunks were halved, in a tenth less memory for each time."""
+        method = self.question.method
+        if plan.frozen_stages:
+            raise ConfigError(
+                given=f"chunks.method = {method}, and {count_words(plan.frozen_stages, 'stage')}"
+                " without trained weights",
+                required="trained weights on every stage",
+                source="chunks.method, and the model's frozen weights or adapters",
+                change="leave chunks.method out, or train weights of the first layers too",
+            )
+        times = log2(max(1.0, self.options.size / options.size))
+        limits = self.question.limits
+        less = replace(limits, device_bytes=int(limits.device_bytes * _LESS_AGAIN**times))
+        asked = replace(self, question=replace(self.question, limits=less))
+        return asked._plan_of(method, seq_lens, inf)
+
     def _plan_of(self, method: str, seq_lens: Sequence[int], beat_s: float) -> ChunkPlan:
         """The plan of a method with its own chunks, with the tiers of the dials, for replicas have
         the same ones: nothing of it lies there."""
@@ -479,7 +545,8 @@ def best_plan(
     question, layout = answer.question, answer.best.candidate.layout
     options = answer.dials.candidate.options if options is None else options
     shape = question.model.shape
-    dealt = by_cost(sequence_work(seq_lens, shape), min(layout.dp, len(seq_lens)))
+    work_s = question.model.sequence_seconds(seq_lens)
+    dealt = by_cost(work_s, min(layout.dp, len(seq_lens)))
     asked = BatchPlans(question, layout, options)
     names, plans = [], []
     for own in dealt:

@@ -1,26 +1,27 @@
-"""The rules by which chunks of a plan get a backward, and its factors (SpaCO, Li et al., 2025).
+"""SpaCO: a backward of drawn chunks only, with factors that make up for the others.
 
-Forwards stay exact, so only the set of surviving paths is random. A contribution to the gradient
-that reaches its parameters through h earlier chunks needs h + 1 drawn chunks, the one with the loss
-among them. A Backward multiplies its own loss by a and the dK,dV that later chunks sent by c, which
-gives that contribution the weight a c^h; it is unbiased if a c^h times its survival is 1.
+Li et al., Findings of ACL 2025 (arXiv 2505.16710), Algorithm 2. Forwards stay exact, so only the
+set of surviving paths is random (Eqs. 2 to 5). A contribution to the gradient that reaches its
+parameters through h earlier chunks needs h + 1 drawn chunks, the one with the loss among them
+(Eq. 6). A Backward multiplies its own loss by a and the dK,dV that later chunks sent by c, which
+gives that contribution the weight a c^h; it is unbiased if a c^h times the probability of those
+draws is 1 (`expected_weight`).
 
     unbiased   chunk i by itself with any probability p_i above 0, a = c = 1/p_i: exact for every h.
                Proof by induction from the last chunk down: E[1{drawn} / p_i * gradient of i, given
                the chunks behind] is that gradient
     fixed      exactly n of k chunks, a = k/n, c = (k-1)/(n-1): exact for h <= 1, low beyond
-    paper      exactly n of k chunks, a = 1, c = k/n, as in Algorithm 2 of the paper: n/k of what
-               a = c = k/n would give, which is itself low for h >= 1. An optimizer that divides by
-               the size of gradients (Adam) does not see a common factor, so the paper's runs learn
+    paper      exactly n of k chunks, a = 1, c = k/n, as in Algorithm 2: n/k of what a = c = k/n
+               would give, which is itself low for h >= 1. An optimizer that divides by the size of
+               gradients (Adam) does not see a common factor, so the paper's runs learn
 
-No constant a and c are exact for h = 0, 1, 2 when exactly n chunks are drawn: inclusions are not
-independent, while the paper's (k/n)^p takes them to be.
+Errata: Eqs. 8 to 10 compensate by (k/n)^p, as if inclusions were independent, and count one chunk
+too few where a chain begins at the loss; no constant a and c are exact for h = 0, 1, 2 when exactly
+n chunks are drawn. Algorithm 2 lacks the loss's factor, and runs over the drawn chunks in any order
+where it must descend. Its condition "chunks >= layers" is layers + 1.
 
-A plan without the backwards of chunks that were not drawn (SpaCO, Li et al., 2025).
-
-Words for a run's sample, and the refusal of one that leaves no chunk out.
-
-Such a run would compute exact gradients, which is hardly what its user means.
+Ours: `unbiased`; draws inside any plan, not SeCO's alone; what no drawn chunk reads is not computed
+unless the whole loss is reported. `seco.sampled_candidates` offers the plans of the method spaco.
 """
 
 from __future__ import annotations
@@ -89,36 +90,34 @@ class Sampling:
     from torch's generator."""
 
     def __post_init__(self) -> None:
-        rate, chunks, rule, is_free = self.rate, self.chunks, self.rule, self.rule == "unbiased"
-        is_rate = f"a number above 0, of at least {_LEAST_RATE}, and at most 1"
-        for is_wrong, given, required, *change in (
-            ((rate is None) == (chunks is None),
-             f"rate = {rate}, chunks = {chunks}", "one of rate and chunks"),
-            (not (rate is None or _is_number(rate, _LEAST_RATE, 1)), f"rate = {rate!r}", is_rate),
-            (not (chunks is None or _is_whole(chunks, 1)),
-             f"chunks = {chunks!r}", "a whole number of at least 1"),
-            (rule not in get_args(Rule), f"rule = {rule!r}", f"one of {', '.join(get_args(Rule))}"),
-            (not (self.label_rate is None or _is_number(self.label_rate, _LEAST_RATE, 1)),
-             f"label_rate = {self.label_rate!r}", is_rate),
-            (is_free and self.cap is not None, f"cap = {self.cap!r} with rule unbiased",
+        is_free, a_rate = self.rule == "unbiased", f"a number from {_LEAST_RATE} to 1, above 0"
+        for name, fits, required in (
+            ("rate", _is_within(self.rate, float, _LEAST_RATE, 1), a_rate),
+            ("chunks", _is_within(self.chunks, int, 1), "a whole number of at least 1"),
+            ("rule", self.rule in get_args(Rule), f"one of {', '.join(get_args(Rule))}"),
+            ("label_rate", _is_within(self.label_rate, float, _LEAST_RATE, 1), a_rate),
+            ("cap", _is_within(self.cap, float, 1), "a number of at least 1"),
+            ("report_loss", isinstance(self.report_loss, bool), "true or false"),
+            ("seed", _is_within(self.seed, int, -math.inf), "a whole number, or none"),
+        ):
+            if not fits:
+                raise _unusable(f"{name} = {getattr(self, name)!r}", required)
+        if (self.rate is None) == (self.chunks is None):
+            raise _unusable(f"rate = {self.rate}, chunks = {self.chunks}", "one of rate and chunks")
+        for is_wrong, name, required, change in (
+            (is_free and self.cap is not None, "cap",
              "no cap: a smaller relay factor would make the estimate biased",
              "remove cap, or set rule to fixed"),
-            (not is_free and self.label_rate is not None,
-             f"label_rate = {self.label_rate!r} with rule {rule}",
+            (not is_free and self.label_rate is not None, "label_rate",
              "no label_rate: all chunks of a sequence are as likely",
              "remove label_rate, or set rule to unbiased"),
-            (not is_free and chunks == 1, f"chunks = 1 with rule {rule}",
+            (not is_free and self.chunks == 1, "chunks",
              "at least 2: the gradient of a single chunk has no other to go through",
              "draw more chunks, or set rule to unbiased"),
-            (not (self.cap is None or _is_number(self.cap, 1)), f"cap = {self.cap!r}",
-             "a number of at least 1", "raise cap, or leave it out"),
-            (not isinstance(self.report_loss, bool),
-             f"report_loss = {self.report_loss!r}", "true or false"),
-            (not (self.seed is None or _is_whole(self.seed)),
-             f"seed = {self.seed!r}", "a whole number, or none"),
         ):  # fmt: skip
             if is_wrong:
-                raise _unusable(given, required, *change)
+                given = f"{name} = {getattr(self, name)!r} with rule {self.rule}"
+                raise _unusable(given, required, change)
 
     def share(self, num_chunks: int) -> float:
         """The budget of a sequence of so many chunks, as a share of them."""
@@ -157,13 +156,12 @@ def sampling_of(value: object) -> Sampling | None:
 def draw(has_labels: Sequence[bool], sampling: Sampling, rng: random.Random) -> dict[int, Factors]:
     """Positions and factors of the drawn chunks of one sequence; `has_labels`: which of its chunks
     have labels."""
-    num_chunks = len(has_labels)
     if sampling.rule == "unbiased":
         chances = sampling.probabilities(has_labels)
         return {i: Factors(1 / p, 1 / p) for i, p in enumerate(chances) if rng.random() < p}
-    num_drawn = sampling.num_drawn(num_chunks)
-    factors = fixed_factors(sampling, num_chunks)
-    return dict.fromkeys(sorted(rng.sample(range(num_chunks), num_drawn)), factors)
+    num_chunks = len(has_labels)
+    drawn = rng.sample(range(num_chunks), sampling.num_drawn(num_chunks))
+    return dict.fromkeys(sorted(drawn), fixed_factors(sampling, num_chunks))
 
 
 def fixed_factors(sampling: Sampling, num_chunks: int) -> Factors:
@@ -173,27 +171,16 @@ def fixed_factors(sampling: Sampling, num_chunks: int) -> Factors:
         return EXACT
     scale = num_chunks / num_drawn
     cap = math.inf if sampling.cap is None else sampling.cap
-    match sampling.rule:
-        case "fixed":
-            return Factors(scale, min(cap, (num_chunks - 1) / (num_drawn - 1)))
-        case "paper":
-            return Factors(1.0, min(cap, scale))
-    raise ValueError(f"{sampling.rule} has no constant factors")
-
-
-def survival(num_chunks: int, num_drawn: int, hops: int) -> float:
-    """Probability that a contribution through `hops` earlier chunks survives a uniform draw of
-    exactly `num_drawn`: prod over r = 0..hops of (n - r) / (k - r)."""
-    if hops >= num_drawn:
-        return 0.0
-    return math.prod((num_drawn - r) / (num_chunks - r) for r in range(hops + 1))
+    if sampling.rule == "paper":
+        return Factors(1.0, min(cap, scale))
+    return Factors(scale, min(cap, (num_chunks - 1) / (num_drawn - 1)))
 
 
 def expected_weight(num_chunks: int, num_drawn: int, hops: int, factors: Factors) -> float:
-    """The weight a c^h of a contribution times its survival: 1 where the draw is unbiased for that
-    many hops."""
+    """The weight a c^h of a contribution through h earlier chunks times the probability that all
+    its chunks are among `num_drawn` (Eq. 6): 1 where the draw is unbiased for that many hops."""
     weight = factors.loss_factor * factors.relay_factor**hops
-    return weight * survival(num_chunks, num_drawn, hops)
+    return weight * math.prod(max(0, num_drawn - r) / (num_chunks - r) for r in range(hops + 1))
 
 
 def draw_chunks(
@@ -216,12 +203,11 @@ def draw_chunks(
     return drawn | dict.fromkeys(whole, EXACT)
 
 
-def _is_whole(value: object, lowest: float = -math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= lowest
-
-
-def _is_number(value: object, lowest: float, highest: float = math.inf) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+def _is_within(value: object, kind: type, lowest: float, highest: float = math.inf) -> bool:
+    """Whether a value is None, or a finite number of a kind within bounds."""
+    if value is None:
+        return True
+    is_number = isinstance(value, int | kind) and not isinstance(value, bool)
     return is_number and lowest <= value <= highest and value < math.inf  # type: ignore[operator]
 
 
@@ -269,19 +255,12 @@ def sample_backwards(
     }
     computed = range(len(plan.chunks)) if report_loss else read | trained.keys()
     retained = _retained(plan, trained)
-    found = replace(
-        plan,
-        actions=tuple(
-            tuple(
-                kept
-                for action in actions
-                if (kept := _sampled_action(action, trained, read, computed, retained))
-            )
-            for actions in plan.actions
-        ),
-        sampled=True,
-        report_loss=report_loss,
-    )
+    lists = [
+        [_sampled_action(action, trained, read, computed, retained) for action in actions]
+        for actions in plan.actions
+    ]
+    kept = tuple(tuple(action for action in own if action is not None) for own in lists)
+    found = replace(plan, actions=kept, sampled=True, report_loss=report_loss)
     check(found)
     return found
 
@@ -350,25 +329,19 @@ def check_sampling(
     `size`: most tokens in a chunk. `longest`: tokens of the data's longest sequence.
     `has_unlabelled`: whether a chunk of some sequence that is cut may be without labels.
     """
-    num_chunks = -(-longest // size)
-    rate, all_of_them = sampling.rate, f"{count_words(num_chunks, 'chunk')} of the longest sequence"
-    is_free = sampling.rule == "unbiased"
+    num_chunks, is_free = -(-longest // size), sampling.rule == "unbiased"
+    share = sampling.share(num_chunks) if is_free else sampling.num_drawn(num_chunks) / num_chunks
+    budget = "rate" if sampling.chunks is None else "chunks"
     for is_wrong, keys, given, required, change in (
         (num_chunks == 1, "size and chunks.sample",
          f"chunks.size = {size:,}, and a longest sequence of {count_words(longest, 'token')}",
          "a sequence of several chunks: those of a single one are always computed exactly",
          "lower chunks.size"),
-        (sampling.chunks is not None and sampling.chunks >= num_chunks, "sample.chunks",
-         f"chunks.sample.chunks = {sampling.chunks}, and {all_of_them} ({longest:,} tokens)",
-         f"at most {num_chunks - 1:,}: else every chunk is drawn",
-         "lower chunks.sample.chunks or chunks.size"),
-        (sampling.share(num_chunks) == 1, "sample.rate", f"chunks.sample.rate = {rate}",
-         "a rate below 1: else every chunk is drawn", "lower chunks.sample.rate"),
-        (not is_free and sampling.num_drawn(num_chunks) == num_chunks, "sample.rate",
-         f"chunks.sample.rate = {rate}, which draws {num_chunks:,} of the {all_of_them}"
-         f" ({longest:,} tokens)",
-         f"a rate that leaves one out; rule {sampling.rule} draws two at least",
-         "lower chunks.sample.rate or chunks.size"),
+        (share == 1, f"sample.{budget}",
+         f"chunks.sample.{budget} = {getattr(sampling, budget)}, which draws all of the "
+         f"{count_words(num_chunks, 'chunk')} of the longest sequence ({longest:,} tokens)",
+         "a draw that leaves one out" + "; it has two at least" * (not is_free),
+         f"lower chunks.sample.{budget} or chunks.size"),
         (is_free and not has_unlabelled and sampling.label_rate in (None, 1), "sample.label_rate",
          "chunks.sample with rule unbiased and labels in every chunk, as plain text has them",
          "chunks.sample.label_rate below 1: chunks with labels are drawn at that rate, by default"
@@ -398,11 +371,5 @@ def sampling_in_words(sampling: Sampling) -> str:
 
 def num_drawn(plan: ChunkPlan) -> int:
     """Number of chunks whose backward counts; where none was drawn, one runs with factors of 0."""
-    return len(
-        {
-            action.chunk
-            for actions in plan.actions
-            for action in actions
-            if isinstance(action, Backward) and (action.loss_factor or action.relay_factor)
-        }
-    )
+    backwards = [a for actions in plan.actions for a in actions if isinstance(a, Backward)]
+    return len({a.chunk for a in backwards if a.loss_factor or a.relay_factor})

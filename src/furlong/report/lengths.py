@@ -9,45 +9,30 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
-from rich.table import Table
-from rich.text import Text
 
 from furlong.plan.lengths import LengthBucket, Lengths
 from furlong.report.scene import FAINT, INK, LIMIT, tint
+from furlong.report.text import align
 from furlong.units import count_words, format_count, plural
-
-PICTURES = (".png", ".svg")
 
 _PERCENTILES = (("median", 50.0), ("p90", 90.0), ("p99", 99.0))
 _SHARES = (("sequences", "#7b8798"), ("tokens", "#3d7ac6"), ("attention FLOPs", "#e38b29"))
-_DPI = 150
-_HEIGHT = 4.6
-"""The picture's height in inches."""
-_TITLE_CHAR, _ABOUT_CHAR = 0.125, 0.07
-"""Inches of an average character of the title, and of the line below it."""
 _BAR = 0.27
 """The width of a bar, in a bucket that is 1 wide."""
 _LABELLED_SHARE = 0.045
 _FEWEST_BUCKETS = 6
+_TITLE_CHARS = 62
+"""Most characters of a title, of which the end is shown."""
 
 
-def lengths_table(lengths: Lengths, title: str) -> Table:
-    """A row per bucket, and the whole below."""
-    name = Text(title, style="table.title")  # no markup is read out of a file's name
-    table = Table(title=name, title_justify="left", show_footer=True)
-    table.add_column("tokens", "all", justify="right")
-    table.add_column("sequences", f"{lengths.num_sequences:,}", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("of the tokens", format_count(lengths.num_tokens), justify="right")
-    table.add_column("of attention FLOPs", justify="right")
+def format_lengths(lengths: Lengths, title: str) -> str:
+    """The title, and a table with a row per bucket and the whole below."""
+    rows = [["tokens", "sequences", "share", "of the tokens", "of attention FLOPs"]]
     for bucket in lengths.buckets():
-        sequences, tokens, flops = _shares(bucket, lengths)
-        table.add_row(
-            f"{bucket.above + 1:,} to {bucket.upto:,}",
-            f"{bucket.num_sequences:,}",
-            *(_percent(share) for share in (sequences, tokens, flops)),
-        )
-    return table
+        span, shares = f"{bucket.above + 1:,} to {bucket.upto:,}", _shares(bucket, lengths)
+        rows.append([span, f"{bucket.num_sequences:,}", *map(_percent, shares)])
+    rows.append(["all", f"{lengths.num_sequences:,}", "", format_count(lengths.num_tokens), ""])
+    return "\n".join([title, *align(rows)])
 
 
 def summary_line(lengths: Lengths) -> str:
@@ -67,58 +52,45 @@ def save_lengths_picture(
         f" {format_count(lengths.num_tokens)} {plural(lengths.num_tokens, 'token')};"
         f" {summary_line(lengths)}"
     )
-    width = max(7.5, 1.9 + 0.76 * len(buckets), 1.2 + _ABOUT_CHAR * len(about))
-    most_chars = int((width - 1.2) / _TITLE_CHAR)
-    shown = title if len(title) <= most_chars else f"…{title[1 - most_chars :]}"
-    figure = Figure(figsize=(width, _HEIGHT), facecolor="white")
+    shown = title if len(title) <= _TITLE_CHARS else f"…{title[1 - _TITLE_CHARS :]}"
+    inches = max(9.0, 1.9 + 0.76 * len(buckets)), 4.6
+    figure = Figure(figsize=inches, facecolor="white")
     figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.12)
     axes = figure.add_subplot()
     axes.set_title(shown, loc="left", fontsize=13, color=INK, weight="bold", pad=54,
                    parse_math=False)  # fmt: skip
     axes.annotate(about, (0, 1), (0, 36), xycoords="axes fraction", textcoords="offset points",
                   fontsize=9, color=FAINT)  # fmt: skip
-    _draw_bars(axes, buckets, lengths)
-    _style(axes, buckets)
+    _draw_bars(axes, [_shares(bucket, lengths) for bucket in buckets])
+    axes.set_xticks(range(len(buckets)), [f"≤ {_short(bucket.upto)}" for bucket in buckets])
+    axes.set_xlabel("tokens in a sequence", fontsize=9, color=FAINT, labelpad=6)
+    axes.set_ylabel("share of the whole", fontsize=9, color=FAINT, labelpad=6)
     if max_seq_len is not None and max_seq_len < lengths.longest:
         _draw_limit(axes, buckets, max_seq_len)
     axes.legend(
         loc="lower left", bbox_to_anchor=(0, 1.04), ncols=len(_SHARES), frameon=False,
-        borderaxespad=0, fontsize=9, handlelength=1.0, handleheight=0.9, columnspacing=1.6,
-        borderpad=0, labelcolor=INK,
+        borderaxespad=0, fontsize=9, handlelength=1.0, borderpad=0, labelcolor=INK,
     )  # fmt: skip
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=150)
 
 
-def _draw_bars(axes: Axes, buckets: Sequence[LengthBucket], lengths: Lengths) -> None:
-    shares = [_shares(bucket, lengths) for bucket in buckets]
+def _draw_bars(axes: Axes, shares: Sequence[tuple[float, ...]]) -> None:
     for number, (name, colour) in enumerate(_SHARES):
-        places = [x + (number - 1) * (_BAR + 0.02) for x in range(len(buckets))]
+        places = [x + (number - 1) * (_BAR + 0.02) for x in range(len(shares))]
         heights = [share[number] for share in shares]
-        axes.bar(places, heights, _BAR, color=colour, label=name)
-        for x, share in zip(places, heights, strict=True):
-            if share >= _LABELLED_SHARE:
-                axes.annotate(
-                    _label(share), (x, share), (0, 2), textcoords="offset points",
-                    fontsize=7 if share < 0.995 else 6, color=tint(INK, 0.2), ha="center",
-                    va="bottom", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
-                )  # fmt: skip
-    axes.set_ylim(0, 1.08 * max(max(share) for share in shares))
-
-
-def _style(axes: Axes, buckets: Sequence[LengthBucket]) -> None:
-    free = max(0, _FEWEST_BUCKETS - len(buckets)) / 2
-    axes.set_xlim(-0.6 - free, len(buckets) - 0.4 + free)
-    axes.set_xticks(range(len(buckets)), [f"≤ {_short(bucket.upto)}" for bucket in buckets])
-    axes.set_xlabel("tokens in a sequence", fontsize=9, color=FAINT, labelpad=6)
-    axes.set_ylabel("share of the whole", fontsize=9, color=FAINT, labelpad=6)
+        bars = axes.bar(places, heights, _BAR, color=colour, label=name)
+        labels = [f"{floor(100 * own + 0.5)}%" if own >= _LABELLED_SHARE else "" for own in heights]
+        axes.bar_label(bars, labels, padding=2, fontsize=7, color=tint(INK, 0.2))
+    free = max(0, _FEWEST_BUCKETS - len(shares)) / 2
+    axes.set_xlim(-0.6 - free, len(shares) - 0.4 + free)
+    axes.set_ylim(0, 1.08 * max(map(max, shares)))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    axes.tick_params(labelsize=9, labelcolor=INK, color=FAINT, length=0)
+    axes.tick_params(labelsize=9, labelcolor=INK, length=0)
     axes.grid(axis="y", color=tint(FAINT, 0.8), linewidth=0.7)
     axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(tint(FAINT, 0.4))
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.spines.bottom.set_color(tint(FAINT, 0.4))
 
 
 def _draw_limit(axes: Axes, buckets: Sequence[LengthBucket], max_seq_len: int) -> None:
@@ -143,11 +115,6 @@ def _shares(bucket: LengthBucket, lengths: Lengths) -> tuple[float, float, float
 
 def _percent(share: float) -> str:
     return "0" if share == 0 else f"{share:.1%}" if share >= 0.001 else "< 0.1%"
-
-
-def _label(share: float) -> str:
-    """Per cent without a fraction; half of one goes up."""
-    return f"{floor(100 * share + 0.5)}%"
 
 
 def _short(tokens: int) -> str:

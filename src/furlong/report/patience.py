@@ -14,10 +14,13 @@ Tell = Callable[[str], None]
 
 
 @contextmanager
-def patience(what: str, *, every_s: float = 10.0, speaks: bool = True) -> Iterator[Tell]:
+def patience(what: str, *, every_s: float = 0, speaks: bool = True) -> Iterator[Tell]:
     """Print `what` to stderr every `every_s` seconds while the block runs, with the seconds so far
-    and the words that the function it yields was last told. `speaks`: whether this process does."""
-    last = [""]
+    and the words that the function it yields was last told. `speaks`: whether this process does.
+
+    0: every 3 seconds on a terminal, where somebody waits, else every 10.
+    """
+    every_s, last = every_s or (3.0 if sys.stderr.isatty() else 10.0), [""]
     over = threading.Event()
     started_s = time.monotonic()
 

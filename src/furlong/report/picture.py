@@ -1,4 +1,4 @@
-"""Scenes as PNG or SVG: a row per rank, its memory under it, scenes one below the other.
+"""Timelines as PNG or SVG: a row per rank, its memory under it, one panel below the other.
 
 A picture is a column of axes whose heights are inches and whose fonts are points, so that a picture
 of two ranks and one of twenty have the same type and bars.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import ceil, log2
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -28,9 +27,8 @@ from furlong.report.scene import (
     DARKEST,
     FAINT,
     GREY,
-    HATCHES,
     INK,
-    KIND_WORDS,
+    KINDS,
     LANE,
     LIMIT,
     LINE,
@@ -39,15 +37,16 @@ from furlong.report.scene import (
     PART_WORDS,
     Bar,
     Kind,
+    Panel,
     RankScene,
     Scene,
     fill,
     hue,
     ink_on,
-    is_alone,
+    make_scenes,
     tint,
 )
-from furlong.units import format_bytes, format_count, plural
+from furlong.units import format_bytes, format_count, format_seconds, plural
 
 _LEFT, _RIGHT, _RIGHT_OF_MEMORY = 0.95, 0.25, 1.25
 _EDGE, _TITLE, _NOTE, _AXIS, _GAP, _SPACE, _THIN = 0.12, 0.28, 0.18, 0.5, 0.14, 0.04, 0.1
@@ -55,6 +54,8 @@ _EDGE, _TITLE, _NOTE, _AXIS, _GAP, _SPACE, _THIN = 0.12, 0.28, 0.18, 0.5, 0.14, 
 ranks and within one, a track of messages or copies."""
 _DASHES = (0, (5, 3))
 _DPI = 150
+_LABEL = 8
+"""Points of the letters on a bar."""
 _MOST_LETTERS = 128
 """Letters of a line under a title that the narrowest picture has room for."""
 MOST_SEQUENCES = 8
@@ -68,32 +69,38 @@ _Row = tuple[float, Callable[[Axes], None] | None]
 """A height in inches, and the way to draw it; None for what stays empty."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Sizes:
     """The sizes that all rows of a picture share, in inches but for two."""
 
-    width: float
-    longest: float
-    """The end of the time axis."""
-    cells: float
-    memory: tuple[float, float]
-    """The heights of a device's memory and of that below it."""
-    most_bytes: tuple[int, int]
-    """The bytes of these heights."""
+    def __init__(self, scenes: Sequence[Scene]) -> None:
+        ranks = [rank for scene in scenes for rank in scene.ranks]
+        most_cells = max((len(rank.on("compute")) for rank in ranks), default=0)
+        self.width = min(16.5, max(9.8, most_cells * 0.08))
+        self.longest = max(scene.duration for scene in scenes) or 1.0
+        """The end of the time axis."""
+        self.cells = 0.44 if len(ranks) <= 8 else 0.3
+        # a few ranks share the height of a screen
+        device = min(1.7, max(0.36, 3.6 / max(len(ranks), 1)))
+        self.memory = device, max(0.24, 0.4 * device)
+        """The heights of a device's memory and of that below it."""
+        self.most_bytes = [max(scene.highest_bytes[i] for scene in scenes) for i in (0, 1)]
+        """The bytes of these heights."""
 
 
-def save_picture(scenes: Sequence[Scene], path: Path) -> None:
-    """Write the scenes, on one scale of time and one of memory, as `path` says: .png or .svg."""
-    sizes = _sizes(scenes)
+def save_picture(panels: Sequence[Panel], path: Path, *, most_ranks: int = 16) -> str:
+    """Draw timelines, on one scale of time and one of memory, as `path` says: .png or .svg.
+
+    Of each panel at most `most_ranks` ranks are drawn; returns the words for the choice in the
+    first one, if any.
+    """
+    scenes = make_scenes(panels, most_ranks)
+    sizes = _Sizes(scenes)
     figure = Figure(facecolor="white", dpi=_DPI)
     groups = [entries for entries in legend(scenes) if entries]
     legends = [_fitting_legend(figure, entries, sizes.width + _RIGHT) for entries in groups]
     heights = [one.get_window_extent().height / _DPI + 0.08 for one in legends]
     rows = [row for scene in scenes for row in _rows(scene, sizes)]
-    # who looks at the first of many wants the legend there
-    margins = [_EDGE, _EDGE + sum(heights) + 0.08]
-    above, below = margins if len(scenes) == 1 else margins[::-1]
-    inches = [above, *(height for height, _ in rows), below]
+    inches = [_EDGE + sum(heights) + 0.08, *(height for height, _ in rows), _EDGE]
     right = _RIGHT_OF_MEMORY if sizes.most_bytes[0] else _RIGHT
     width, height = _LEFT + sizes.width + right, sum(inches)
     figure.set_size_inches(width, height)
@@ -104,26 +111,12 @@ def save_picture(scenes: Sequence[Scene], path: Path) -> None:
     for number, (_, draw) in enumerate(rows, start=1):
         if draw is not None:
             draw(figure.add_subplot(grid[number], xlim=(0, sizes.longest), frame_on=False))
-    top = below if len(scenes) == 1 else height - _EDGE
+    top = height - _EDGE
     for one, own in zip(legends, heights, strict=True):
         one.set_bbox_to_anchor((_LEFT / width, top / height))
         top -= own
     figure.savefig(path)
-
-
-def _sizes(scenes: Sequence[Scene]) -> _Sizes:
-    """Sizes that suit the number of ranks: a few share the height of a screen."""
-    ranks = [rank for scene in scenes for rank in scene.ranks]
-    device, lower = (max(scene.highest_bytes[i] for scene in scenes) for i in (0, 1))
-    memory = min(1.7, max(0.36, 3.6 / max(len(ranks), 1)))
-    most_cells = max((len(rank.on("compute")) for rank in ranks), default=0)
-    return _Sizes(
-        width=min(16.5, max(9.8, most_cells * 0.08)),
-        longest=max(scene.duration for scene in scenes) or 1.0,
-        cells=0.44 if len(ranks) <= 8 else 0.3,
-        memory=(memory, max(0.24, 0.4 * memory)),
-        most_bytes=(device, lower),
-    )
+    return scenes[0].shown
 
 
 def _rows(scene: Scene, sizes: _Sizes) -> Iterator[_Row]:
@@ -138,7 +131,7 @@ def _rows(scene: Scene, sizes: _Sizes) -> Iterator[_Row]:
                 most = 1.04 * sizes.most_bytes[tier]
                 yield height, partial(_draw_memory, scene, rank, tier, most, height >= 0.7)
         yield _GAP, None
-    yield _SPACE, partial(_draw_time_axis, scene.panel.time_unit)
+    yield _SPACE, _draw_time_axis
     yield _AXIS, None
 
 
@@ -158,9 +151,9 @@ def _draw_lane(scene: Scene, rank: RankScene, sizes: _Sizes, axes: Axes) -> None
     axes.broken_barh([(0, scene.duration)], (0, sizes.cells), color=LANE, linewidth=0)
     _draw_cells(axes, scene, rank.on("compute"), sizes)
     for number, track in enumerate(scene.thin_tracks):
-        bars = [bar for bar in rank.on(track) if bar.seconds > 0]
-        spans = [(bar.record.start_s, bar.seconds) for bar in bars]
+        bars = [bar for bar in rank.on(track) if bar.span[1] > 0]
         y, colours = sizes.cells + (number + 0.3) * _THIN, [fill(GREY, bar.kind) for bar in bars]
+        spans = [bar.span for bar in bars]
         axes.broken_barh(spans, (y, 0.7 * _THIN), color=colours, linewidth=0.5)
 
 
@@ -169,24 +162,22 @@ def _draw_cells(axes: Axes, scene: Scene, bars: Sequence[Bar], sizes: _Sizes) ->
     looks: dict[tuple[str, Kind], list[tuple[float, float]]] = defaultdict(list)
     edges: dict[float, list[tuple[float, float]]] = defaultdict(list)
     for bar in bars:
-        colour, span = scene.chunks[bar.chunk].colour, (bar.record.start_s, bar.seconds)
-        inches = bar.seconds * sizes.width / sizes.longest
-        looks[colour, bar.kind].append(span)
+        colour, inches = scene.chunks[bar.chunk].colour, bar.span[1] * sizes.width / sizes.longest
+        looks[colour, bar.kind].append(bar.span)
         # a white edge parts neighbours, unless it would be all that is left of them
-        edges[0.8 if inches > 0.12 else 0.3 if inches > 0.03 else 0.0].append(span)
-        fitting = (size for size in (9, 7) if size * 0.64 * len(bar.label) < inches * 72 - 3)
-        if size := next(fitting, 0):
+        edges[0.8 if inches > 0.12 else 0.3 if inches > 0.03 else 0.0].append(bar.span)
+        if 0.64 * _LABEL * len(bar.label) < inches * 72 - 3:
             face = fill(colour, bar.kind)
             ground = {"facecolor": face, "linewidth": 0, "boxstyle": "round,pad=0.1"}
             axes.text(
                 (bar.record.start_s + bar.record.stop_s) / 2, sizes.cells / 2, bar.label,
-                fontsize=size, color=ink_on(face), ha="center", va="center_baseline",
-                bbox=ground if bar.kind in HATCHES else None,
+                fontsize=_LABEL, color=ink_on(face), ha="center", va="center_baseline",
+                bbox=ground if KINDS[bar.kind].hatch else None,
             )  # fmt: skip
     y = 0, sizes.cells
     for (colour, kind), spans in looks.items():
         axes.broken_barh(spans, y, facecolor=fill(colour, kind), edgecolor=tint(colour, 0.25),
-                         hatch=HATCHES.get(kind), linewidth=0)  # fmt: skip
+                         hatch=KINDS[kind].hatch, linewidth=0)  # fmt: skip
     for width, spans in edges.items():
         edge = "white" if width else "none"
         axes.broken_barh(spans, y, facecolor="none", edgecolor=edge, linewidth=width)
@@ -197,7 +188,7 @@ def _draw_memory(
 ) -> None:
     """Draw the parts of the memory on the device (tier 0) or below it (1) as a stack, and write the
     peaks beside it."""
-    steps, limit = (rank.device, rank.limit_bytes) if tier == 0 else (rank.lower, None)
+    steps, limit = (rank.lower, 0) if tier else (rank.device, scene.panel.limit_bytes)
     axes.set_ylim(0, most)
     axes.axhline(0, color=LINE, linewidth=1.6)
     axes.set_xticks([])
@@ -228,20 +219,14 @@ def _draw_memory(
         _write(axes, 1, 1 + 11 * number, text, 8, colour)
 
 
-def _draw_time_axis(time_unit: str, axes: Axes) -> None:
-    longest = axes.get_xlim()[1]
-    scale, unit = 1.0, time_unit
-    if time_unit == "s" and not 1 <= longest < 600:
-        scale, unit = (1e3, "ms") if longest < 1 else (1 / 60, "min")
+def _draw_time_axis(axes: Axes) -> None:
     axes.set_frame_on(True)
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.spines.bottom.set_color(FAINT)
     axes.set_yticks([])
-    axes.set_xlim(0, longest * scale)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=14, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda time, _: f"{time:,.10g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda time_s, _: format_seconds(time_s)))
     axes.tick_params(labelsize=9, color=FAINT, labelcolor=FAINT, length=3)
-    axes.set_xlabel(f"time ({unit})", fontsize=9, color=FAINT, labelpad=2)
 
 
 def _write(
@@ -253,63 +238,63 @@ def _write(
                   textcoords="offset points", color=colour, parse_math=False, **how)  # fmt: skip
 
 
-class LegendEntry(NamedTuple):
-    """One thing that a picture shows, and its look."""
-
-    text: str
-    colours: tuple[str, ...] = ()
-    """The colours that stand for it, side by side; none where the text stands alone."""
-    kind: Kind | None = None
-    """A kind of action, by whose shade and hatch the colours are changed."""
-    dashed: bool = False
+_Handle = Line2D | tuple[Patch, ...]
 
 
-def legend(scenes: Sequence[Scene]) -> list[list[LegendEntry]]:
-    """The actions, the chunks and the memory of the scenes of one picture."""
+def legend(scenes: Sequence[Scene]) -> list[list[tuple[str, _Handle]]]:
+    """The words and looks of all that the scenes show: actions, chunks, memory."""
     ranks = [rank for scene in scenes for rank in scene.ranks]
-    kinds = {bar.kind for rank in ranks for bar in rank.bars if bar.seconds > 0}
-    alone = all(is_alone(scene.panel.plan) for scene in scenes)
-    words = KIND_WORDS | ({"collective": "adding gradients up"} if alone else {})
-    actions = [LegendEntry(words[kind], (GREY,), kind) for kind in words if kind in kinds]
+    kinds = {bar.kind for rank in ranks for bar in rank.bars if bar.span[1] > 0}
+    actions = [(look.words, _patches(GREY, kind=kind)) for kind, look in KINDS.items()
+               if kind in kinds]  # fmt: skip
     parts = {part for rank in ranks for part in (*rank.device.parts, *rank.lower.parts)}
-    memory = [
-        LegendEntry(_MEMORY_WORDS.get(part, part), (colour,))
+    memory: list[tuple[str, _Handle]] = [
+        (_MEMORY_WORDS.get(part, part), _patches(colour))
         for part, colour in PART_COLOURS.items()
         if part in parts
     ]
-    if any(rank.limit_bytes and rank.device.parts for rank in ranks):
-        memory.append(LegendEntry("limit of device memory", (LIMIT,), dashed=True))
-    return [[*actions, LegendEntry("idle", (LANE,))], _chunk_entries(scenes), memory]
+    if any(scene.panel.limit_bytes and scene.highest_bytes[0] for scene in scenes):
+        dashes = Line2D([], [], color=LIMIT, linewidth=1.2, linestyle=_DASHES)
+        memory.append(("limit of device memory", dashes))
+    return [[*actions, ("idle", _patches(LANE))], _chunk_entries(scenes), memory]
 
 
-def _chunk_entries(scenes: Sequence[Scene]) -> list[LegendEntry]:
+def _chunk_entries(scenes: Sequence[Scene]) -> list[tuple[str, _Handle]]:
     seen = {
         scene.chunks[bar.chunk].sequence
         for scene in scenes for rank in scene.ranks for bar in rank.on("compute")
     }  # fmt: skip
-    entries: list[LegendEntry] = []
+    entries: list[tuple[str, _Handle]] = []
     if None in seen:
-        words = "whole sequences (two shades, to tell neighbouring chunks apart)"
-        entries.append(LegendEntry(words, PACKED_COLOURS))
+        words = "whole sequences (four shades, to tell neighbouring chunks apart)"
+        entries.append((words, _patches(*PACKED_COLOURS)))
     cut = scenes[0].cut  # all scenes of a picture agree on it
     shown = [(place, seq_id) for place, seq_id in enumerate(cut) if seq_id in seen]
     for place, seq_id in shown[:MOST_SEQUENCES]:
-        shades = tuple(tint(hue(place), -DARKEST * left) for left in (1, 0.5, 0))
+        shades = _patches(*(tint(hue(place), -DARKEST * left) for left in (1, 0.5, 0)))
         words = f"sequence {seq_id}, {format_count(cut[seq_id])} {plural(cut[seq_id], 'token')}"
-        entries.append(LegendEntry(words, shades))
+        entries.append((words, shades))
     if shown:
         more = len(shown) - MOST_SEQUENCES
         again = f"; {more} shorter ones in the same colours again" if more > 0 else ""
-        entries.append(LegendEntry(f"(cut, from dark to light along its chunks{again})"))
+        words = f"(cut, from dark to light along its chunks{again})"
+        entries.append((words, Line2D([], [], color="none", linewidth=0)))
     return entries
 
 
-def _fitting_legend(figure: Figure, entries: Sequence[LegendEntry], width: float) -> Legend:
+def _patches(*colours: str, kind: Kind | None = None) -> tuple[Patch, ...]:
+    """A field for each colour, side by side; `kind`: whose shade and hatch they have."""
+    hatch, edge = KINDS[kind].hatch if kind else None, tint(GREY, 0.25)
+    faces = [fill(colour, kind) if kind else colour for colour in colours]
+    return tuple(Patch(facecolor=f, edgecolor=edge, hatch=hatch, linewidth=0.3) for f in faces)
+
+
+def _fitting_legend(figure: Figure, entries: Sequence[tuple[str, _Handle]], width: float) -> Legend:
     """A legend in as many columns as fit into a width in inches."""
-    handles: list[Any] = [_handle(entry) for entry in entries]
+    words, handles = zip(*entries, strict=True)
     for num_columns in range(len(entries), 0, -1):
         one = figure.legend(
-            handles, [entry.text for entry in entries], ncols=num_columns, loc="upper left",
+            handles, words, ncols=num_columns, loc="upper left",
             frameon=False, borderpad=0, borderaxespad=0, fontsize=8.5, labelcolor=INK,
             handlelength=1.8, columnspacing=1.4, labelspacing=0.75,
             handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
@@ -318,13 +303,3 @@ def _fitting_legend(figure: Figure, entries: Sequence[LegendEntry], width: float
             break
         one.remove()
     return one
-
-
-def _handle(entry: LegendEntry) -> Line2D | tuple[Patch, ...]:
-    if entry.dashed or not entry.colours:
-        colour, width = (*entry.colours, "none")[0], 1.2 if entry.dashed else 0
-        return Line2D([], [], color=colour, linewidth=width, linestyle=_DASHES)
-    kind = entry.kind
-    faces = [fill(colour, kind) if kind else colour for colour in entry.colours]
-    hatch, edge = HATCHES.get(kind) if kind else None, tint(GREY, 0.25)
-    return tuple(Patch(facecolor=f, edgecolor=edge, hatch=hatch, linewidth=0.3) for f in faces)

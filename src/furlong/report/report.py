@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from furlong.cost.memory import MemoryCurve, Part, PlanTraffic, tier_of
 from furlong.cost.model import CostModel, PlanCosts, update_s
 from furlong.cost.seconds import Array, Hidden, PassPart, chunk_table
-from furlong.plan.check import missing_to_run
-from furlong.plan.plan import COMPUTING, ON_DEVICE, ChunkPlan, Computing, Forward, Place
+from furlong.plan.plan import COMPUTING, ON_DEVICE, ChunkPlan, Computing
 from furlong.report.scene import Panel, ranks_per_replica
 from furlong.simulate.clock import StepFigures, measure, simulate
 from furlong.timeline import Timeline
+from furlong.units import format_bytes
 
-
-@dataclass(frozen=True, slots=True)
-class Breakdown:
-    """Shares of all ranks' time; they add up to 1."""
-
-    compute: float
-    """Forwards, backwards and recomputation of the slowest process of each pool, without what they
-    wait for inside."""
-    all_to_all: float
-    """Exchanges of sharded slices, as far as no attention hides them."""
-    collectives: float
-    """Weights gathered and gradients reduced, as far as no computation hides it (FSDP)."""
-    copies: float
-    """Copies between tiers, as far as no computation hides them."""
-    idle_and_p2p: float
-    """Idle time, and waiting for messages."""
+Wait = Literal["compute", "all_to_all", "collectives", "copies", "idle_and_p2p"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +43,8 @@ class PlanReport:
     plan: ChunkPlan
     timeline: Timeline
     figures: StepFigures
-    breakdown: Breakdown
+    breakdown: dict[Wait, float]
+    """The shares of all ranks' time, by what it goes into; they add up to 1."""
     memory: tuple[RankMemory, ...]
     """One per rank: of its process that needs most."""
     traffic: tuple[PlanTraffic, ...]
@@ -70,8 +56,8 @@ class PlanReport:
     """Seconds of the optimizer's step behind it, which no other figure counts."""
     budget_bytes: int
     """Budget of one device."""
-    num_tokens: int
-    """Tokens of the batch, padding left out."""
+    host_budget_bytes: int
+    """A device's share of the memory of its host."""
     num_processes: int
     """Processes that are there to run it."""
     curves: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
@@ -83,7 +69,7 @@ class PlanReport:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_tokens / self.step_s if self.step_s else 0.0
+        return sum(self.plan.seq_lens) / self.step_s if self.step_s else 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -91,8 +77,28 @@ class PlanReport:
 
     @property
     def missing(self) -> str:
-        """The words for what the plan needs beyond the processes; empty where they run it."""
-        return missing_to_run(self.plan, self.num_tokens, num_processes=self.num_processes)
+        """The words for what the plan needs beyond the processes and their memory; empty where they
+        run it."""
+        needed = len(self.plan.actions) * self.plan.sp_size
+        parts = self.lacks
+        if self.plan.regathers and self.layout["pp"] > 1:
+            parts.append("a pipeline that gathers its weights with every pass (ZeRO-3)")
+        if needed != self.num_processes:
+            parts.append(f"{needed} processes that run it by furlong.Engine.run")
+        return ", ".join(parts)
+
+    @property
+    def lacks(self) -> list[str]:
+        """The words for each tier of which a rank needs more than there is."""
+        host_bytes = max(rank.host_bytes for rank in self.memory)
+        return [
+            f"{format_bytes(needed)} on a {tier} that has {format_bytes(budget)}"
+            for tier, needed, budget in (
+                ("device", self.peak_bytes, self.budget_bytes),
+                ("host", host_bytes, self.host_budget_bytes),
+            )
+            if needed > budget
+        ]
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -106,11 +112,10 @@ class PlanReport:
 
     def panel(self, title: str, note: str = "") -> Panel:
         """The plan as one panel of a picture."""
-        limits = (self.budget_bytes,) * len(self.memory)
         if self.plan.sp_size > 1:
             idle = f"{self.pool_idle_ratio:.1%} of the processes' time in passes is idle"
             note = "; ".join(filter(None, (note, idle)))
-        return Panel(self.timeline, self.plan, title, limits, note=note, memory=self.curves)
+        return Panel(self.timeline, self.plan, title, note, self.budget_bytes, self.curves)
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -121,17 +126,14 @@ class PlanReport:
             "tokens_per_s": self.tokens_per_s,
             "bubble_ratio": self.figures.bubble_ratio,
             "pool_idle_ratio": self.pool_idle_ratio,
-            "processes_without_tokens": processes_without_tokens(self.plan),
-            "breakdown": asdict(self.breakdown),
+            "breakdown": self.breakdown,
             "budget_bytes": self.budget_bytes,
             "peak_bytes": self.peak_bytes,
             "memory": [
                 {
                     "rank": rank,
                     "device_bytes": own.device_bytes,
-                    "host_bytes": own.host_bytes,
-                    "disk_bytes": own.disk_bytes,
-                    "parts": own.parts,
+                    **asdict(own),
                     "moved": {
                         kind: {
                             "tier": tier_of(traffic.tiers, kind),
@@ -144,6 +146,7 @@ class PlanReport:
                 for rank, (own, traffic) in enumerate(zip(self.memory, self.traffic, strict=True))
             ],
             "figures": self.figures.to_json(),
+            "fits": not self.lacks,
             "runs_here": not self.missing,
             "missing_to_run": self.missing,
         }
@@ -153,14 +156,12 @@ def report_plan(
     plan: ChunkPlan,
     model: CostModel,
     budget_bytes: int | None = None,
-    num_tokens: int | None = None,
     *,
     num_processes: int = 1,
 ) -> PlanReport:
     """Simulate a plan that has passed `plan.check` and measure it.
 
-    `budget_bytes`: of a device. `num_tokens`: of the batch; None: as many as the plan has, which
-    may pad. `num_processes`: those that are there to run it.
+    `budget_bytes`: of a device. `num_processes`: those that are there to run it.
     """
     costs, memory = model.costs(plan), model.memory(budget_bytes)
     walks = [memory.walk(plan, rank) for rank in range(len(plan.actions))]
@@ -185,7 +186,7 @@ def report_plan(
         pool_idle_ratio=_pool_idle_ratio(plan, model),
         update_s=update_s(model, plan),
         budget_bytes=memory.device_budget_bytes,
-        num_tokens=sum(plan.seq_lens) if num_tokens is None else num_tokens,
+        host_budget_bytes=int(model.hardware.host_bytes),
         num_processes=num_processes,
         curves=tuple(curves),
     )
@@ -193,7 +194,7 @@ def report_plan(
 
 def _break_down(
     plan: ChunkPlan, model: CostModel, costs: PlanCosts, figures: StepFigures
-) -> Breakdown:
+) -> dict[Wait, float]:
     """The shares of a simulated step's time.
 
     A wait inside computing actions is what they take less when it is free; the waits that the plan
@@ -212,28 +213,15 @@ def _break_down(
         free.append(wait)
         without_s = _computing_s(plan, model.costs(plan, free=free))
         inside[wait], with_s = (with_s - without_s) / total_s, without_s
-    return Breakdown(
-        compute=1 - figures.idle_ratio - sum(inside.values()) if figures.ranks else 0.0,
-        all_to_all=inside["all-to-all"],
-        collectives=shares["collectives"] + inside["gathers"],
-        copies=shares["copies"] + inside["streams"],
-        idle_and_p2p=shares["messages"] + shares["waiting"],
-    )
-
-
-def processes_without_tokens(plan: ChunkPlan) -> list[tuple[int, int]]:
-    """(rank, process of its pool) of all processes that hold no token of any chunk."""
-    found = []
-    for rank, actions in enumerate(plan.actions):
-        used: set[int] = set()
-        for chunk in {action.chunk for action in actions if isinstance(action, Forward)}:
-            tokens: Counter[Place] = Counter()
-            for piece in plan.chunks[chunk].slices:
-                tokens[piece.place] += piece.num_tokens
-            for place, count in tokens.items():  # in equal parts, the first ones get the rest
-                used.update(range(place.first, place.first + min(place.size, count)))
-        found += [(rank, process) for process in range(plan.sp_size) if process not in used]
-    return found
+    return {
+        # the slowest process of each pool, without what it waits for inside
+        "compute": 1 - figures.idle_ratio - sum(inside.values()) if figures.ranks else 0.0,
+        "all_to_all": inside["all-to-all"],  # as far as no attention hides it
+        # weights gathered and gradients reduced, as far as no computation hides it
+        "collectives": shares["collectives"] + inside["gathers"],
+        "copies": shares["copies"] + inside["streams"],  # as far as no computation hides them
+        "idle_and_p2p": shares["messages"] + shares["waiting"],
+    }
 
 
 def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:

@@ -7,10 +7,11 @@ tells the kind of action. The colours of a group differ for the colour-blind too
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -20,7 +21,6 @@ from furlong.plan.passes import computed_late
 from furlong.plan.plan import (
     COMPUTING,
     MESSAGES,
-    ON_PARAMETERS,
     Action,
     Backward,
     ChunkPlan,
@@ -41,12 +41,10 @@ SHARE_WORDS = {
     "recompute": "recompute",
     "copies": "waiting for copies",
     "messages": "waiting for messages",
-    "collectives": "waiting for collectives",
+    "collectives": "gathering and reducing",
     "waiting": "idle",
 }
 """Words for the names of StepFigures.shares()."""
-ALONE_WORDS = SHARE_WORDS | {"collectives": "adding gradients up"}
-"""Words for the same on one device."""
 PART_WORDS = {"kv": "K,V", "kv_gradients": "dK,dV"}
 """The parts of memory that are not called what they are in code."""
 
@@ -56,42 +54,10 @@ def is_alone(plan: ChunkPlan) -> bool:
     return len(plan.actions) * plan.sp_size == 1
 
 
-def format_time(value: float, unit: str) -> str:
-    """A time of a timeline in its unit."""
-    if unit == "s":
-        return format_seconds(value)
-    return f"{value:,.0f} {unit}" if value >= 10_000 else f"{value:.4g} {unit}"
-
-
-def share_words(figures: StepFigures, *, alone: bool) -> str:
+def share_words(figures: StepFigures) -> str:
     """The shares of the ranks' time, in words."""
-    words, shares = ALONE_WORDS if alone else SHARE_WORDS, figures.shares()
-    return "   ·   ".join(f"{words[n]} {share:.1%}" for n, share in shares.items() if share >= 5e-4)
-
-
-def title_words(panel: Panel, figures: StepFigures) -> str:
-    """The name of a plan, its bubble ratio, time and peak memory. One device waits for no other."""
-    peak = max(figures.peak_device_bytes, default=0)
-    parts = (
-        panel.title,
-        "" if is_alone(panel.plan) else f"bubble {figures.bubble_ratio:.1%}",
-        f"step {format_time(figures.duration_s, panel.time_unit)}",
-        f"peak {format_bytes(peak)}" if peak else "",
-    )
-    return "   ·   ".join(filter(None, parts))
-
-
-def batch_words(plan: ChunkPlan) -> str:
-    """The size of a plan's batch and of its grid."""
-    dummies, num_tokens = sum(chunk.is_dummy for chunk in plan.chunks), sum(plan.seq_lens)
-    more = f" and {count_words(dummies, 'dummy chunk')}" if dummies else ""
-    ranks = "" if is_alone(plan) else f", {count_words(len(plan.actions), 'rank')}"
-    return (
-        f"{count_words(len(plan.seq_lens), 'sequence')},"
-        f" {format_count(num_tokens)} {plural(num_tokens, 'token')},"
-        f" {count_words(len(plan.chunks) - dummies, 'chunk')}{more},"
-        f" {count_words(len(plan.stages), 'stage')}{ranks}"
-    )
+    shares = {SHARE_WORDS[name]: share for name, share in figures.shares().items()}
+    return "   ·   ".join(f"{word} {share:.1%}" for word, share in shares.items() if share >= 5e-4)
 
 
 def choose_ranks(
@@ -100,25 +66,19 @@ def choose_ranks(
     """All ranks, or at most `most`: whole replicas, those whose cells end last; of one replica
     that is too long itself, ranks spread over its stages. And the words for the choice, empty where
     all ranks are shown."""
-    num_ranks = len(plan.actions)
+    num_ranks, size = len(plan.actions), ranks_per_replica(plan)
     if num_ranks <= most:
         return tuple(range(num_ranks)), ""
-    size = ranks_per_replica(plan)
-    ends = [0.0] * (num_ranks // size)
+    ends_s = [0.0] * (num_ranks // size)
     for record in timeline.records:
         if record.lane == "compute":
-            replica = record.rank // size
-            ends[replica] = max(ends[replica], record.stop_s)
-    slowest = sorted(range(len(ends)), key=lambda replica: -ends[replica])
-    chosen = slowest[: max(1, most // size)]
-    gap = max(1.0, (size - 1) / max(most - 1, 1))
-    own = [round(i * gap) for i in range(min(size, most))]
-    shown = tuple(replica * size + rank for replica in sorted(chosen) for rank in own)
+            ends_s[record.rank // size] = max(ends_s[record.rank // size], record.stop_s)
+    last = sorted(range(len(ends_s)), key=lambda replica: -ends_s[replica])[: max(1, most // size)]
+    own = np.linspace(0, size - 1, min(size, most)).round().astype(int).tolist()
+    shown = tuple(replica * size + rank for replica in sorted(last) for rank in own)
     words = f"shown: {len(shown)} of {num_ranks} ranks"
-    if len(ends) > 1:
-        alone = f"replica {chosen[0]}, which of {len(ends)} ends last"
-        several = f"the {len(chosen)} replicas of {len(ends)} that end last"
-        words += f", of {alone if len(chosen) == 1 else several}"
+    if len(ends_s) > 1:
+        words += f", of {len(last)} of {count_words(len(ends_s), 'replica')}: what ends last"
     return shown, words
 
 
@@ -137,10 +97,6 @@ def held_stages(plan: ChunkPlan) -> list[tuple[int, ...]]:
     ]
 
 
-Kind = Literal[
-    "forward", "recompute", "rebuild", "backward", "activation", "gradient", "collective", "copy"
-]
-
 SEQUENCE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Hues of cut sequences, the longest first; they repeat when there are more (after Okabe, Ito)."""
 PACKED_COLOURS = ("#2b4256", "#cfc08a", "#8780cc", "#86793f")
@@ -148,11 +104,9 @@ PACKED_COLOURS = ("#2b4256", "#cfc08a", "#8780cc", "#86793f")
 DARKEST = 0.35
 """How much black the first chunk of a cut sequence has; the last one has none."""
 GREY = "#7b8798"
-
 INK, FAINT, LINE, LIMIT = "#1d2530", "#667080", "#c3c9d3", "#c8372d"
 LANE = "#eef0f4"
 """The ground on which a rank's actions stand: what stays free of them is idle."""
-
 PART_COLOURS = {
     "weights": "#55606f",
     "gradients": "#8d96a3",
@@ -171,31 +125,42 @@ PART_COLOURS = {
 """Fills of the parts of memory, from the bottom of a stack to its top; `in use` is the total, where
 nothing more is known."""
 
-MESSAGE_COLOURS: dict[Kind, str] = {
-    "activation": "#2b3442",
-    "gradient": "#8a93a3",
-    "collective": "#b0752b",
-    "copy": PART_COLOURS["host"],
-}
-KIND_WORDS: dict[Kind, str] = {
-    "forward": "forward",
-    "recompute": "recompute",
-    "rebuild": "rebuild K,V",
-    "backward": "backward",
-    "activation": "activation message",
-    "gradient": "gradient message",
-    "collective": "collectives",
-    "copy": "copies between tiers",
+Kind = Literal[
+    "forward", "recompute", "rebuild", "backward", "activation", "gradient", "collective", "copy"
+]
+Track = Literal["compute", "link", "copy"]
+
+
+class KindLook(NamedTuple):
+    """The way in which actions of a kind are shown."""
+
+    words: str
+    track: Track
+    letter: str = ""
+    colour: str = ""
+    """Its own colour; empty where it has that of its chunk."""
+    white: float = 0.0
+    """The share of white in the chunk's colour."""
+    hatch: str | None = None
+
+
+KINDS: dict[Kind, KindLook] = {
+    "forward": KindLook("forward", "compute", "F", white=0.5),
+    "recompute": KindLook("recompute", "compute", "R", white=0.82, hatch="//////"),
+    "rebuild": KindLook("rebuild K,V", "compute", "K", white=0.82, hatch="......"),
+    "backward": KindLook("backward", "compute", "B"),
+    "activation": KindLook("activation message", "link", colour="#2b3442"),
+    "gradient": KindLook("gradient message", "link", colour="#8a93a3"),
+    "collective": KindLook("gathering and reducing", "link", colour="#b0752b"),
+    "copy": KindLook("copies between tiers", "copy", colour=PART_COLOURS["host"]),
 }
 """The kinds in the order of a legend."""
-LIGHTER: dict[Kind, float] = {"forward": 0.5, "recompute": 0.82, "rebuild": 0.82}
-HATCHES: dict[Kind, str] = {"recompute": "//////", "rebuild": "......"}
 
 
 def fill(colour: str, kind: Kind) -> str:
     """The shade of a kind: a forward is light, a backward full, a second computation almost white
     (and hatched); messages have colours of their own."""
-    return MESSAGE_COLOURS.get(kind) or tint(colour, LIGHTER.get(kind, 0.0))
+    return KINDS[kind].colour or tint(colour, KINDS[kind].white)
 
 
 def tint(colour: str, share: float) -> str:
@@ -211,6 +176,22 @@ def ink_on(colour: str) -> str:
     return "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 140 else INK
 
 
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A timeline, the plan that it is of, and what a picture says about them."""
+
+    timeline: Timeline
+    plan: ChunkPlan
+    title: str = ""
+    note: str = ""
+    """A line under the title."""
+    limit_bytes: int = 0
+    """The bytes that each rank may use on its device; 0 where that is not known."""
+    memory: tuple[MemoryCurve, ...] = ()
+    """The bytes of each rank by parts, as a cost model counts them; empty: only totals are
+    known, those of the timeline."""
+
+
 class ChunkLook(NamedTuple):
     """The colour of a chunk, and the sequence that is cut, in this plan or in another of the
     picture, and that it holds a piece of; None where there is none."""
@@ -219,77 +200,36 @@ class ChunkLook(NamedTuple):
     sequence: int | None
 
 
-def _cut_sequences(plans: Iterable[ChunkPlan]) -> dict[int, int]:
-    """The tokens of each sequence that some plan cuts, the longest first."""
-    tokens: dict[int, int] = {}
-    for plan in plans:
-        for seq_id in plan.groups:
-            # a method's padding is not the sequence's
-            tokens[seq_id] = min(tokens.get(seq_id, plan.seq_lens[seq_id]), plan.seq_lens[seq_id])
-    return dict(sorted(tokens.items(), key=lambda item: (-item[1], item[0])))
+class Bar(NamedTuple):
+    """A record with its place in a picture."""
+
+    kind: Kind
+    label: str
+    """The letter of the kind and the cell, where there is a letter."""
+    record: Record
+
+    @property
+    def track(self) -> Track:
+        return KINDS[self.kind].track
+
+    @property
+    def chunk(self) -> int:
+        """The number of its chunk; -1 where it belongs to none."""
+        chunk: int = getattr(self.record.action, "chunk", -1)
+        return chunk
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The start, and the seconds from there."""
+        return self.record.start_s, self.record.stop_s - self.record.start_s
 
 
-def hue(place: int) -> str:
-    """The colour of the cut sequence at a place of `Scene.cut`."""
-    return SEQUENCE_COLOURS[place % len(SEQUENCE_COLOURS)]
-
-
-def _colour_chunks(
-    plan: ChunkPlan, timeline: Timeline, cut: Mapping[int, int]
-) -> tuple[ChunkLook, ...]:
-    hues = {seq_id: hue(place) for place, seq_id in enumerate(cut)}
-    tones = _tones(timeline)
-    looks: list[ChunkLook] = []
-    for chunk, links in enumerate(plan.links):
-        slices = plan.chunks[chunk].slices
-        if links:
-            seq_id, position = links[0]
-            left = 1 - _done(plan, seq_id, position)
-            looks.append(ChunkLook(tint(hues[seq_id], -DARKEST * left), seq_id))
-        elif len(slices) == 1 and slices[0].seq_id in hues:
-            looks.append(ChunkLook(hues[slices[0].seq_id], slices[0].seq_id))
-        else:
-            looks.append(ChunkLook(PACKED_COLOURS[tones.get(chunk, 0)], None))
-    return tuple(looks)
-
-
-def _done(plan: ChunkPlan, seq_id: int, position: int) -> float:
-    """Share of a cut sequence's chunks before one, where it branches of those on its longest
-    path: branches that are equally far from the start look alike."""
-    tree = plan.trees.get(seq_id)
-    if tree is None:
-        return position / (len(plan.groups[seq_id]) - 1)
-    return len(tree.path(position)) / max(len(tree.path(n)) for n in range(len(tree.parents)))
-
-
-def _tones(timeline: Timeline) -> dict[int, int]:
-    """A tone for each chunk, in turn, unless a neighbour has it already in the order in which a
-    rank runs cells of one kind."""
-    runs: dict[tuple[int, type], list[int]] = defaultdict(list)
-    for record in sorted(timeline.records, key=lambda record: record.start_s):
-        action = record.action
-        if record.lane == "compute" and isinstance(action, COMPUTING):
-            runs[record.rank, type(action)].append(action.chunk)
-    near: dict[int, set[int]] = defaultdict(set)
-    for run in runs.values():
-        for one, other in pairwise(run):
-            near[one].add(other)
-            near[other].add(one)
-    tones: dict[int, int] = {}
-    for chunk in dict.fromkeys(chunk for run in runs.values() for chunk in run):
-        taken = Counter(tones[other] for other in near[chunk] - {chunk} if other in tones)
-        in_turn = [(len(tones) + i) % len(PACKED_COLOURS) for i in range(len(PACKED_COLOURS))]
-        tones[chunk] = min(in_turn, key=taken.__getitem__)
-    return tones
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Bytes by part, from each of `times` to the next; both are empty where none are in use."""
+class Steps(NamedTuple):
+    """Bytes by part, from each of `times` to the next."""
 
     times: tuple[float, ...]
     parts: dict[str, tuple[int, ...]]
-    """The parts from the bottom of a stack to its top, each with a number for each time."""
+    """The parts in use from the bottom of a stack to its top, with a number for each time."""
 
     @property
     def totals(self) -> list[int]:
@@ -298,113 +238,6 @@ class Steps:
     @property
     def peak(self) -> int:
         return max(self.totals, default=0)
-
-
-def memory_steps(
-    records: Sequence[Record], actions: Sequence[Action], lower: str, curve: MemoryCurve | None
-) -> tuple[Steps, Steps]:
-    """The memory of one rank, on its device and below it, from the records of its `actions`.
-
-    `curve`: what the cost model counts for these actions, by parts. Without it only the totals are
-    known, and `lower` names the tiers below the device.
-    """
-    # what is still on its way when the rank goes on says nothing about the rank's memory
-    settled = [r for r in records if r.lane == "compute" or _waits(r)]
-    settled.sort(key=lambda record: record.start_s)
-    times = [record.start_s for record in settled]
-    if curve is None:
-        device = {"in use": [record.device_bytes for record in settled]}
-        return _steps(times, device), _steps(times, {lower: [r.host_bytes for r in settled]})
-    places = _places(settled, actions)
-    moments = [*zip(times, places, places, strict=True)]
-    for (one, place), (other, behind) in pairwise(zip(settled, places, strict=True)):
-        if one.stop_s < other.start_s:  # idle: what either had at work for itself is not there
-            moments.append((one.stop_s, place, behind))
-    moments.sort(key=lambda moment: moment[0])
-    times = [time for time, _, _ in moments]
-    before, after = [place for _, place, _ in moments], [place for _, _, place in moments]
-    rows = np.minimum(curve.device[before], curve.device[after])
-    device = {part: rows[:, i].tolist() for i, part in enumerate(PARTS)}
-    below = {
-        name: np.minimum(tier[before], tier[after]).tolist()
-        for name, tier in (("host", curve.host), ("disk", curve.disk))
-    }
-    return _steps(times, device), _steps(times, below)
-
-
-def _steps(times: Sequence[float], parts: Mapping[str, Sequence[int]]) -> Steps:
-    """The steps from 0 on, without what changes nothing; of several at one time the last stands."""
-    shown = {name: parts[name] for name in PART_COLOURS if any(parts.get(name, ()))}
-    if not shown:
-        return Steps((), {})
-    last_at = {time: index for index, time in enumerate(times)}
-    rows = {time: tuple(values[i] for values in shown.values()) for time, i in last_at.items()}
-    kept: list[tuple[float, tuple[int, ...]]] = []
-    for time, row in rows.items():
-        if not kept or row != kept[-1][1]:
-            kept.append((time if kept else 0.0, row))
-    columns = zip(*(row for _, row in kept), strict=True)
-    return Steps(tuple(time for time, _ in kept), dict(zip(shown, columns, strict=True)))
-
-
-def _places(records: Sequence[Record], actions: Sequence[Action]) -> list[int]:
-    """The place of each record's action in the list of its rank; equal ones run in their order."""
-    places: dict[Action, deque[int]] = defaultdict(deque)
-    for place, action in enumerate(actions):
-        places[action].append(place)
-    return [places[record.action].popleft() for record in records]
-
-
-def _waits(record: Record) -> bool:
-    """Whether the rank waits for an action that is no cell."""
-    return record.lane != "copy" and isinstance(record.action, (Recv, Reshard, Reduce))
-
-
-Track = Literal["compute", "link", "copy"]
-
-_CELLS: dict[type[Action], tuple[Kind, str]] = {
-    Forward: ("forward", "F"),
-    Recompute: ("recompute", "R"),
-    RebuildKV: ("rebuild", "K"),
-    Backward: ("backward", "B"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """A timeline, the plan that it is of, and what a picture says about them."""
-
-    timeline: Timeline
-    plan: ChunkPlan
-    title: str = ""
-    limits_bytes: tuple[int, ...] | None = None
-    """The bytes that each rank may use on its device."""
-    time_unit: str = "s"
-    """The unit of the timeline's times: "s", or another word if its costs had no hardware."""
-    ranks: tuple[int, ...] | None = None
-    """The ranks that a picture shows; None: all. Title and shares are of all."""
-    note: str = ""
-    """A line under the title: what else there is to say, such as which ranks are shown."""
-    memory: tuple[MemoryCurve, ...] = ()
-    """The bytes of each rank by parts, as a cost model counts them; empty: only totals are
-    known, those of the timeline."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A record with its place in a picture."""
-
-    track: Track
-    kind: Kind
-    chunk: int
-    """The number of its chunk; -1 where it belongs to none."""
-    label: str
-    """The letter of the kind and the cell, where there is a letter."""
-    record: Record
-
-    @property
-    def seconds(self) -> float:
-        return self.record.stop_s - self.record.start_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +251,6 @@ class RankScene:
     device: Steps
     lower: Steps
     """The memory in host and disk."""
-    limit_bytes: int | None
 
     def on(self, track: Track) -> list[Bar]:
         """The bars of one track."""
@@ -427,14 +259,17 @@ class RankScene:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """All that is drawn of one panel."""
+    """All that is drawn of one panel. Title and lines are of all ranks."""
 
     panel: Panel
     title: str
+    """The name of the plan, its bubble ratio, time and peak memory. One device waits for none."""
     lines: tuple[str, ...]
     """The lines under the title: note, batch, shares of the ranks' time."""
     duration: float
     ranks: tuple[RankScene, ...]
+    shown: str
+    """The words for the choice of ranks; empty where all are shown."""
     chunks: tuple[ChunkLook, ...]
     cut: dict[int, int]
     """The tokens of each cut sequence of the picture, the longest first."""
@@ -442,44 +277,75 @@ class Scene:
     @property
     def thin_tracks(self) -> list[Track]:
         """The tracks besides the cells that have something to show."""
-        seen = {bar.track for rank in self.ranks for bar in rank.bars if bar.seconds > 0}
+        seen = {bar.track for rank in self.ranks for bar in rank.bars if bar.span[1] > 0}
         return [track for track in ("link", "copy") if track in seen]
 
     @property
     def highest_bytes(self) -> tuple[int, int]:
         """The most that a rank's device and the tiers below it hold, or may hold."""
-        limits = [rank.limit_bytes or 0 for rank in self.ranks if rank.device.parts]
-        device = max([rank.device.peak for rank in self.ranks] + limits, default=0)
-        return device, max((rank.lower.peak for rank in self.ranks), default=0)
+        device = max(rank.device.peak for rank in self.ranks)
+        lower = max(rank.lower.peak for rank in self.ranks)
+        return max(device, self.panel.limit_bytes) if device else 0, lower
 
 
-def make_scenes(panels: Sequence[Panel]) -> list[Scene]:
-    """The scenes of one picture, which agree on the colours of the sequences that are cut."""
-    cut = _cut_sequences(panel.plan for panel in panels)
-    return [_make_scene(panel, cut) for panel in panels]
+def make_scenes(panels: Sequence[Panel], most_ranks: int = sys.maxsize) -> list[Scene]:
+    """The scenes of one picture, of at most `most_ranks` ranks each; they agree on the colours of
+    the sequences that are cut."""
+    tokens: dict[int, int] = {}
+    for plan in (panel.plan for panel in panels):
+        for seq_id in plan.groups:
+            tokens[seq_id] = min(tokens.get(seq_id, plan.seq_lens[seq_id]), plan.seq_lens[seq_id])
+    cut = dict(sorted(tokens.items(), key=lambda item: (-item[1], item[0])))
+    return [_make_scene(panel, cut, most_ranks) for panel in panels]
 
 
-def _make_scene(panel: Panel, cut: dict[int, int]) -> Scene:
+def _make_scene(panel: Panel, cut: dict[int, int], most_ranks: int) -> Scene:
     plan, figures = panel.plan, measure(panel.timeline, panel.plan)
     by_rank: dict[int, list[Record]] = defaultdict(list)
     for record in panel.timeline.records:
         by_rank[record.rank].append(record)
-    numbers = range(len(figures.ranks)) if panel.ranks is None else panel.ranks
-    ranks = tuple(_rank(panel, rank, by_rank[rank]) for rank in numbers)
-    shares = share_words(figures, alone=is_alone(plan))
+    ranks, shown = choose_ranks(plan, panel.timeline, most_ranks)
+    late = computed_late(plan)
+    peak, alone = max(figures.peak_device_bytes, default=0), is_alone(plan)
+    title = (
+        panel.title,
+        "" if alone else f"bubble {figures.bubble_ratio:.1%}",
+        f"step {format_seconds(figures.duration_s)}",
+        f"peak {format_bytes(peak)}" if peak else "",
+    )
     several = "a rank's memory is that of the device that needs most" if plan.sp_size > 1 else ""
+    note = "; ".join(filter(None, (panel.note, shown)))
+    lines = note, _batch_words(plan), share_words(figures), several
     return Scene(
         panel=panel,
-        title=title_words(panel, figures),
-        lines=tuple(filter(None, (panel.note, batch_words(plan), shares, several))),
+        title="   ·   ".join(filter(None, title)),
+        lines=tuple(filter(None, lines)),
         duration=figures.duration_s,
-        ranks=ranks,
-        chunks=_colour_chunks(plan, panel.timeline, cut),
+        ranks=tuple(_rank(panel, rank, by_rank[rank], late) for rank in ranks),
+        shown=shown,
+        chunks=_colour_chunks(plan, cut),
         cut=cut,
     )
 
 
-def _rank(panel: Panel, rank: int, records: Sequence[Record]) -> RankScene:
+def _batch_words(plan: ChunkPlan) -> str:
+    """The size of a plan's batch and of its grid."""
+    dummies, num_tokens = sum(chunk.is_dummy for chunk in plan.chunks), sum(plan.seq_lens)
+    more = f" and {count_words(dummies, 'dummy chunk')}" if dummies else ""
+    ranks = "" if is_alone(plan) else f", {count_words(len(plan.actions), 'rank')}"
+    return (
+        f"{count_words(len(plan.seq_lens), 'sequence')},"
+        f" {format_count(num_tokens)} {plural(num_tokens, 'token')},"
+        f" {count_words(len(plan.chunks) - dummies, 'chunk')}{more},"
+        f" {count_words(len(plan.stages), 'stage')}{ranks}"
+    )
+
+
+def _rank(
+    panel: Panel, rank: int, records: Sequence[Record], late: Collection[tuple[int, int]]
+) -> RankScene:
+    """The row of a rank. `late`: the cells that are computed first by their Recompute, which is
+    shown as a forward."""
     plan = panel.plan
     stages = sorted({r.action.stage for r in records if not isinstance(r.action, MESSAGES)})
     names = ["device" if is_alone(plan) else f"rank {rank}"]
@@ -489,39 +355,115 @@ def _rank(panel: Panel, rank: int, records: Sequence[Record]) -> RankScene:
     if plan.sp_size > 1:
         names.append(count_words(plan.sp_size, "device"))
     curve = panel.memory[rank] if panel.memory else None
-    actions = plan.actions[rank] if rank < len(plan.actions) else ()
     tiers = [tier for tier in ("host", "disk") if tier in asdict(plan.tiers).values()]
-    device, lower = memory_steps(records, actions, " and ".join(tiers) or "host", curve)
-    instant = {
-        (r.action.chunk, r.action.stage)
-        for r in records
-        if isinstance(r.action, Forward) and r.start_s == r.stop_s
-    }
-    late = computed_late(plan) & instant
-    bars = (_bar(record, late, with_stage=len(stages) > 1) for record in records)
-    return RankScene(
-        rank=rank,
-        name="\n".join(names),
-        bars=tuple(sorted(bars, key=lambda bar: bar.record.start_s)),
-        device=device,
-        lower=lower,
-        limit_bytes=panel.limits_bytes[rank] if panel.limits_bytes else None,
-    )
+    device, lower = memory_steps(records, plan.actions[rank], " and ".join(tiers) or "host", curve)
+    bars = []
+    for record in sorted(records, key=lambda record: record.start_s):
+        kind, action = _kind(record, late), record.action
+        label = KINDS[kind].letter
+        if isinstance(action, COMPUTING) and label:
+            label += f"{action.chunk}.{action.stage}" if len(stages) > 1 else f"{action.chunk}"
+        bars.append(Bar(kind, label, record))
+    return RankScene(rank, "\n".join(names), tuple(bars), device, lower)
 
 
-def _bar(record: Record, late: Collection[tuple[int, int]], *, with_stage: bool) -> Bar:
-    """The bar of a record. `late`: cells whose recompute is the first time that they are computed,
-    and is shown as the forward that it is counted as."""
+def _kind(record: Record, late: Collection[tuple[int, int]]) -> Kind:
     action = record.action
-    chunk = -1 if isinstance(action, ON_PARAMETERS) else action.chunk
     if record.lane == "copy":
-        return Bar("copy", "copy", chunk, "", record)
+        return "copy"
     if isinstance(action, MESSAGES):
-        return Bar("link", action.payload, chunk, "", record)
-    if type(action) not in _CELLS:
-        return Bar("link", "collective", chunk, "", record)
-    kind, letter = _CELLS[type(action)]
-    if isinstance(action, Recompute) and (chunk, action.stage) in late:
-        kind, letter = _CELLS[Forward]
-    label = f"{letter}{chunk}" + (f".{action.stage}" if with_stage else "")
-    return Bar("compute", kind, chunk, label, record)
+        return action.payload
+    if isinstance(action, Recompute):
+        return "forward" if (action.chunk, action.stage) in late else "recompute"
+    kinds: dict[type[Action], Kind] = {
+        Forward: "forward", RebuildKV: "rebuild", Backward: "backward",
+    }  # fmt: skip
+    return kinds.get(type(action), "collective")
+
+
+def memory_steps(
+    records: Sequence[Record], actions: Sequence[Action], lower: str, curve: MemoryCurve | None
+) -> tuple[Steps, Steps]:
+    """The memory of one rank, on its device and below it, from the records of its `actions`.
+
+    `curve`: what the cost model counts for these actions, by parts. Without it only the totals are
+    known, and `lower` names the tiers below the device.
+    """
+    # what is still on its way when the rank goes on says nothing about the rank's memory
+    settled = [
+        r for r in records
+        if r.lane == "compute"
+        or (r.lane == "link" and isinstance(r.action, (Recv, Reshard, Reduce)))
+    ]  # fmt: skip
+    settled.sort(key=lambda record: record.start_s)
+    if not settled:
+        return Steps((), {}), Steps((), {})
+    if curve is None:
+        on_device, below = ["in use"], [lower]
+        used = np.array([(r.device_bytes, r.host_bytes) for r in settled])
+    else:
+        on_device, below = list(PARTS), ["host", "disk"]
+        counted = np.column_stack([curve.device, curve.host, curve.disk])
+        used = counted[_places(settled, actions)]  # (records, parts and tiers)
+    rows = {0.0: used[0]}  # of several at one time the last stands
+    for (one, own), (other, following) in pairwise(zip(settled, used, strict=True)):
+        if one.stop_s < other.start_s:  # idle: what either had at work for itself is not there
+            rows[one.stop_s] = np.minimum(own, following)
+        rows[other.start_s] = following
+    table = np.array([*rows.values()])  # (times, parts and tiers)
+    columns = dict(zip((*on_device, *below), table.T.tolist(), strict=True))
+    shown = [name for name in PART_COLOURS if any(columns.get(name, ()))]
+    device, lower_tiers = (
+        {name: tuple(columns[name]) for name in shown if name in names}
+        for names in (on_device, below)
+    )
+    return Steps(tuple(rows), device), Steps(tuple(rows), lower_tiers)
+
+
+def _places(records: Sequence[Record], actions: Sequence[Action]) -> list[int]:
+    """The place of each record's action in the list of its rank; equal ones run in their order."""
+    places: dict[Action, deque[int]] = defaultdict(deque)
+    for place, action in enumerate(actions):
+        places[action].append(place)
+    return [places[record.action].popleft() for record in records]
+
+
+def hue(place: int) -> str:
+    """The colour of the cut sequence at a place of `Scene.cut`."""
+    return SEQUENCE_COLOURS[place % len(SEQUENCE_COLOURS)]
+
+
+def _colour_chunks(plan: ChunkPlan, cut: Mapping[int, int]) -> tuple[ChunkLook, ...]:
+    hues = {seq_id: hue(place) for place, seq_id in enumerate(cut)}
+    tones = _tones(plan)
+    looks: list[ChunkLook] = []
+    for index, links in enumerate(plan.links):
+        slices = plan.chunks[index].slices
+        if links:
+            seq_id, position = links[0]
+            left = 1 - _done(plan, seq_id, position)
+            looks.append(ChunkLook(tint(hues[seq_id], -DARKEST * left), seq_id))
+        elif len(slices) == 1 and slices[0].seq_id in hues:
+            looks.append(ChunkLook(hues[slices[0].seq_id], slices[0].seq_id))
+        else:
+            looks.append(ChunkLook(tones.get(index, PACKED_COLOURS[0]), None))
+    return tuple(looks)
+
+
+def _done(plan: ChunkPlan, seq_id: int, position: int) -> float:
+    """Share of a cut sequence's chunks before one, where it branches of those on its longest
+    path: branches that are equally far from the start look alike."""
+    tree = plan.trees.get(seq_id)
+    if tree is None:
+        return position / (len(plan.groups[seq_id]) - 1)
+    return len(tree.path(position)) / max(len(tree.path(n)) for n in range(len(tree.parents)))
+
+
+def _tones(plan: ChunkPlan) -> dict[int, str]:
+    """The colours of chunks that are not cut: in turn along the list of each rank."""
+    tones: dict[int, str] = {}
+    for actions in plan.actions:
+        own = dict.fromkeys(action.chunk for action in actions if isinstance(action, Forward))
+        whole = [chunk for chunk in own if not plan.links[chunk] and chunk not in tones]
+        tones |= zip(whole, cycle(PACKED_COLOURS), strict=False)
+    return tones

@@ -16,13 +16,11 @@ from furlong.cost.memory import PARTS, tier_of
 from furlong.plan.passes import computed_late, passes
 from furlong.plan.plan import ChunkPlan, Forward, Keep, Recompute
 from furlong.plan.text import tiers_in_words
-from furlong.report.report import PlanReport, processes_without_tokens
+from furlong.report.report import PlanReport, Wait
 from furlong.report.scene import (
-    ALONE_WORDS,
     PART_WORDS,
     SHARE_WORDS,
     choose_ranks,
-    format_time,
     held_stages,
     is_alone,
     share_words,
@@ -30,14 +28,14 @@ from furlong.report.scene import (
 from furlong.simulate.clock import StepFigures
 from furlong.units import count_words, format_bytes, format_count, format_seconds
 
-BREAKDOWN_WORDS = {
+BREAKDOWN_WORDS: dict[Wait, str] = {
     "compute": "compute",
     "all_to_all": "all-to-all",
     "collectives": "collectives",
     "copies": "copies",
     "idle_and_p2p": "idle and P2P",
 }
-"""Words for the fields of a plan report's Breakdown."""
+"""Words for the shares of a plan report's breakdown."""
 MOVED_WORDS = {
     "kv": "K,V",
     "kv_gradients": "dK,dV",
@@ -65,9 +63,9 @@ def format_report(report: PlanReport) -> str:
     """The page of a plan: its chunks and actions, its seconds, its bytes."""
     plan, figures, alone = report.plan, report.figures, is_alone(report.plan)
     breakdown = "   ·   ".join(
-        f"{word} {getattr(report.breakdown, name):.1%}"
-        for name, word in BREAKDOWN_WORDS.items()
-        if getattr(report.breakdown, name) >= 5e-4
+        f"{BREAKDOWN_WORDS[name]} {share:.1%}"
+        for name, share in report.breakdown.items()
+        if share >= 5e-4
     )
     each = f" ({format_count(report.tokens_per_s / _num_devices(plan))} per device)"
     whose = "" if alone else "ranks' "
@@ -84,7 +82,7 @@ def format_report(report: PlanReport) -> str:
         f" {format_count(report.tokens_per_s)} tokens/s{'' if alone else each}"
         + (f"\n{format_seconds(update)} more for the optimizer" if update else ""),
         "bubble": f"{figures.bubble_ratio:.1%} of the {whose}time is no first forward and no"
-        f" backward\n{share_words(figures, alone=alone)}",
+        f" backward\n{share_words(figures)}",
         "pool": _pool_words(report),
         "time": breakdown,
         "memory": _memory_words(report),
@@ -107,19 +105,8 @@ def runs_words(report: PlanReport, train_on: str = "") -> str:
     return "yes, from Python: furlong.Engine.run takes a plan; furlong train chooses its own"
 
 
-def num_retained(plan: ChunkPlan) -> int:
-    """The most chunks of one sequence that keep their graphs at a stage."""
-    retained = {(a.chunk, a.stage) for a in _forwards(plan) if a.keep == "all"}
-    counts = (
-        sum((chunk, stage) in retained for chunk in group)
-        for group in plan.groups.values()
-        for stage in range(len(plan.stages))
-    )
-    return max(counts, default=0)
-
-
 def _chunk_words(plan: ChunkPlan) -> str:
-    kinds = Counter(plan.kind(index) for index in range(len(plan.chunks)))
+    kinds = Counter(map(plan.kind, range(len(plan.chunks))))
     dummies = kinds.pop("dummy", 0)
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     sizes = [chunk.num_tokens for chunk in plan.chunks if not chunk.is_dummy]
@@ -137,12 +124,11 @@ def _chunk_words(plan: ChunkPlan) -> str:
 def _kept_words(plan: ChunkPlan) -> str:
     """The number of cells that keep each thing between forward and backward."""
     keeps = Counter(action.keep for action in _forwards(plan))
-    cells = ", ".join(
+    return ", ".join(
         f"{words} of {count_words(keeps[keep], 'cell')}"
         for keep, words in _KEPT_WORDS.items()
         if keeps[keep]
     )
-    return cells + (f"; num_retained {num_retained(plan)}" if plan.groups else "")
 
 
 def _recompute_words(plan: ChunkPlan) -> list[str]:
@@ -168,7 +154,9 @@ def _recompute_words(plan: ChunkPlan) -> list[str]:
         texts.setdefault(text, []).append(stage)
     if len(plan.stages) == 1:
         return list(texts)
-    return [f"{_named('stage', stages)}: {text}" for text, stages in texts.items()]
+    return [
+        f"stage{'s' * (len(stages) > 1)} {_spans(stages)}: {text}" for text, stages in texts.items()
+    ]
 
 
 def _order_words(plan: ChunkPlan) -> str:
@@ -201,13 +189,11 @@ def _layout_words(report: PlanReport) -> str:
     elif sizes != (size,):
         of_pool = f", sequences on {' or '.join(map(str, sizes))} of a pool's {size} devices"
     axes = " x ".join(f"{name} {layout[name]}" for name in ("dp", "sp", "pp"))
-    heights = [f"{n} of {height}" for height, n in sorted(Counter(plan.stages).items())]
-    many = len(plan.stages) > (16 if len(heights) > 1 else 4)
-    layers = ", ".join(heights if many else map(str, plan.stages))
-    if is_alone(plan):
-        return f"one device; {count_words(len(plan.stages), 'stage')}, layers per stage: {layers}"
+    devices = f"{axes} = {count_words(_num_devices(plan), 'device')}{of_pool}"
+    runs = [(height, len(list(equal))) for height, equal in groupby(plan.stages)]
+    layers = ", ".join(f"{num} x {height}" if num > 1 else f"{height}" for height, num in runs)
     return (
-        f"{axes} = {count_words(_num_devices(plan), 'device')}{of_pool};"
+        f"{'one device' if is_alone(plan) else devices};"
         f" {count_words(len(plan.stages), 'stage')}, layers per stage: {layers}"
     )
 
@@ -218,28 +204,19 @@ def _pool_words(report: PlanReport) -> str:
         return ""
     idle = report.pool_idle_ratio
     why = ": the slowest of a pool holds the others up" if idle >= 5e-4 else ""
-    words = [f"{idle:.1%} of the processes' time in passes is idle{why}"]
-    without = processes_without_tokens(report.plan)
-    for rank, pairs in groupby(without, key=lambda pair: pair[0]):
-        names = _named("process", [process for _, process in pairs], "processes")
-        words.append(f"rank {rank}: {names} never get a token")
-    return "\n".join(words)
+    return f"{idle:.1%} of the processes' time in passes is idle{why}"
 
 
 def _memory_words(report: PlanReport) -> str:
     """The rank that needs most, and what is left of its budget."""
     peaks = [rank.device_bytes for rank in report.memory]
-    worst = max(range(len(peaks)), key=peaks.__getitem__)
-    left = report.budget_bytes - peaks[worst]
+    left = report.budget_bytes - max(peaks)
     over = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
+    peak, budget = f"peak {format_bytes(max(peaks))}", f"budget {format_bytes(report.budget_bytes)}"
     if is_alone(report.plan):
-        budget = format_bytes(report.budget_bytes)
-        return f"peak {format_bytes(peaks[worst])}, budget {budget}: {over}"
-    return (
-        f"peak {format_bytes(peaks[worst])} on rank {worst},"
-        f" budget {format_bytes(report.budget_bytes)} per device: {over}"
-        + (f"; a rank is {report.plan.sp_size} devices" if report.plan.sp_size > 1 else "")
-    )
+        return f"{peak}, {budget}: {over}"
+    of_pool = f"; a rank is {report.plan.sp_size} devices" if report.plan.sp_size > 1 else ""
+    return f"{peak} on rank {peaks.index(max(peaks))}, {budget} per device: {over}{of_pool}"
 
 
 def _memory_table(report: PlanReport) -> list[str]:
@@ -271,11 +248,6 @@ def _memory_table(report: PlanReport) -> list[str]:
     return [*align(rows), *([f"({note})"] if note else [])]
 
 
-def _named(noun: str, numbers: list[int], plural: str = "") -> str:
-    """`stage 4`, `stages 0, 3-5`; the numbers ascend."""
-    return f"{noun if len(numbers) == 1 else plural or noun + 's'} {_spans(numbers)}"
-
-
 def _spans(numbers: list[int]) -> str:
     runs: list[list[int]] = []
     for number in numbers:
@@ -288,39 +260,30 @@ def _spans(numbers: list[int]) -> str:
 
 def _forwards(plan: ChunkPlan) -> list[Forward]:
     """The Forwards of all ranks, without those of dummies."""
-    return [
-        action
-        for actions in plan.actions
-        for action in actions
-        if isinstance(action, Forward) and not plan.chunks[action.chunk].is_dummy
-    ]
+    every = (a for actions in plan.actions for a in actions if isinstance(a, Forward))
+    return [action for action in every if not plan.chunks[action.chunk].is_dummy]
 
 
 def _num_devices(plan: ChunkPlan) -> int:
     return len(plan.actions) * plan.sp_size
 
 
-def format_figures(figures: StepFigures, time_unit: str = "s", *, alone: bool = False) -> str:
-    """The step's time, its bubble ratio, and what each rank's time goes into.
-
-    `time_unit`: "s", or another word where the costs had no hardware.
-    """
-    columns: dict[str, list[str]] = (
-        {} if alone else {"rank": list(map(str, range(len(figures.ranks))))}
-    )
-    for name, word in (ALONE_WORDS if alone else SHARE_WORDS).items():
+def format_figures(figures: StepFigures) -> str:
+    """The step's time, its bubble ratio, and what each rank's time goes into."""
+    columns = {"rank": list(map(str, range(len(figures.ranks))))}
+    for name, word in SHARE_WORDS.items():
         seconds = [getattr(rank, f"{name}_s") for rank in figures.ranks]
         if any(s > 0 for s in seconds):
-            columns[word] = [format_time(s, time_unit) for s in seconds]
+            columns[word] = list(map(format_seconds, seconds))
     for word, peaks in (
         ("device peak", figures.peak_device_bytes), ("host and disk peak", figures.peak_host_bytes),
     ):  # fmt: skip
         if any(peaks):
             columns[word] = list(map(format_bytes, peaks))
     lines = [
-        f"step {format_time(figures.duration_s, time_unit)}, bubble {figures.bubble_ratio:.2%} "
+        f"step {format_seconds(figures.duration_s)}, bubble {figures.bubble_ratio:.2%} "
         "(time without a first forward or a backward)",
-        share_words(figures, alone=alone),
+        share_words(figures),
     ]
     return "\n".join([*lines, *align([list(columns), *zip(*columns.values(), strict=True)])])
 
@@ -338,12 +301,10 @@ def align(rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> list[
     ]
 
 
-_FAR = 10
-"""Most seconds of a row of the table, in those of the fastest."""
 _WIDTH = 160
 """Most characters of a reason for having no plan; `--json` has all of it."""
 _SHARES = {name: word for name, word in BREAKDOWN_WORDS.items() if name != "compute"}
-"""Columns of the time in which nothing is computed, by the fields of Breakdown."""
+"""Columns of the time in which nothing is computed."""
 
 
 @dataclass(frozen=True)
@@ -351,25 +312,24 @@ class Row:
     """A method and its best plan, or why it has none."""
 
     method: str
-    layout: str = ""
     dials: str = ""
     report: PlanReport | None = None
     refusal: str = ""
 
 
 def format_comparison(rows: Sequence[Row]) -> str:
-    """The methods that have a plan, fastest first; in footnotes those that take many times as long,
-    and those that have none, with the reason."""
-    every = _by_time(rows)
-    planned = [pair for pair in every if pair[1].step_s <= _FAR * every[0][1].step_s]
+    """The methods that have a plan, fastest first; in footnotes those that have none, with the
+    reason."""
+    planned = _by_time(rows)
     table = [[
         "method", "dp x sp x pp", "runs here", "s/step", "vs best", "tokens/s", "bubble",
         "idle in pools", *_SHARES.values(), "peak", "dials",
     ]]  # fmt: skip
     for row, report in planned:
-        shares = [getattr(report.breakdown, name) for name in _SHARES]
+        shares = [report.breakdown[name] for name in _SHARES]
+        layout = " x ".join(str(report.layout[name]) for name in ("dp", "sp", "pp"))
         table.append([
-            row.method, row.layout, "no" if report.missing else "yes",
+            row.method, layout, "no" if report.missing else "yes",
             format_seconds(report.step_s), f"{report.step_s / planned[0][1].step_s:.2f}x",
             format_count(report.tokens_per_s), f"{report.figures.bubble_ratio:.1%}",
             *(f"{share:.1%}" for share in (report.pool_idle_ratio, *shares)),
@@ -380,10 +340,6 @@ def format_comparison(rows: Sequence[Row]) -> str:
         own for own in zip(*table, strict=True) if not {"", "0.0%", "-0.0%"}.issuperset(own[1:])
     ]
     lines = align(list(zip(*columns, strict=True)), left=("method", "dials"))
-    lines += [
-        f"{row.method}: {report.step_s / every[0][1].step_s:.0f}x the time of the fastest"
-        for row, report in every[len(planned) :]
-    ]
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.report is None:
@@ -397,7 +353,7 @@ def comparison_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The methods as plain values, in the same order."""
     planned = _by_time(rows)
     values: list[dict[str, Any]] = [
-        {"method": row.method, "layout": row.layout, "dials": row.dials}
+        {"method": row.method, "dials": row.dials}
         | {"relative": report.step_s / planned[0][1].step_s, **report.to_json()}
         for row, report in planned
     ]

@@ -1,144 +1,710 @@
-"""The sequences of one step, as far as a process has them, and the plan that they are for."""
+"""The sequences of a step and the rows of a chunk: ids, labels, extras, shared prefixes.
+
+Labels are shifted before cutting: the label of a chunk's last token is the first token of the next.
+Where a sequence branches, a token has as many labels as there are tokens that follow it. A process
+without a token has one row of no sequence, without a label.
+
+Extras are tensors per token, of the caller's own names. Entry t of each is about token t, as its
+label is. It is shifted with the labels, so that it meets the hidden state that predicts token t.
+
+Sequences that begin alike are joined to trees: what they share is computed once. Equal first tokens
+at equal positions have equal hidden states. They are compared token by token, and shared where they
+make at least a chunk; so are those behind a fork, as agents' traces have them. What each sequence
+is, its labels and whatever is computed of its tokens stay its own.
+
+    T  rows of the process;  R  labels of these rows;  B  rows of a padded batch
+    i  number of a sequence in its call;  `seq_id`  one of a tree, as the plan numbers them
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from furlong.errors import ConfigError, DataError
-from furlong.models.causal_lm import CausalLM
-from furlong.plan.plan import Chunk, ChunkPlan, Forward
+from furlong.ops.loss import IGNORE_INDEX, labelled_rows
+from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute, Slice
 from furlong.plan.rows import ChunkRows
-from furlong.runtime.cells.loss_head import FinalHead
-from furlong.runtime.inputs import (
-    ShiftedSequence,
-    TreePart,
-    count_valid_tokens,
-    no_data,
-    refused_data,
-    shift_labels,
-    whole_number,
-)
+from furlong.planners.chunks import Forks
+from furlong.planners.options import ChunkOptions
+
+WEIGHTS = "token_weights"
+"""The extra by which losses are multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedSequences:
-    """A plan with its sequences, by seq_id: those that are not here are empty."""
+class ShiftedSequence:
+    input_ids: Tensor  # (T,) int64
+    labels: Tensor  # (T,) int64, label t is what token t predicts
+    first_position: int = 0
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    """By name: (T, ...), entry t about token t."""
 
-    plan: ChunkPlan
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of a sequence of the call, in one of the plan."""
+
+    sequence: int
+    """The number of that sequence in its call."""
+    token: int
+    """The number of the first token in that sequence."""
+    start: int
+    """Where in the plan's sequence the tokens lie: [start, stop)."""
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedSequence:
+    """A sequence of the plan: one of the call's, or several that share what they begin with."""
+
+    input_ids: Tensor  # (T,) int64
+    first_position: int
+    spans: tuple[Span, ...]
+    """One; of a joined or branching sequence those of all paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The sequences of a step, and how those of its plan are made of them."""
+
     sequences: Sequence[ShiftedSequence]
+    """By number in the call; those that are not here are empty."""
+    planned: Sequence[JoinedSequence]
+    """By `seq_id`."""
+    seq_lens: Sequence[int]
+    """Tokens of each sequence of the call, wherever it is."""
     num_labels: int | None
-    """Tokens with a label in the whole batch, None where this process does not know them."""
-    make_head: Callable[[CausalLM, ChunkPlan], FinalHead] | None = None
-    """The head of another loss than the cross-entropy."""
+    """Labels of the whole batch; None where this process does not know them."""
+    forks: Forks = field(default_factory=dict)
+
+    def within(self, seq_id: int, start: int, stop: int) -> Iterator[tuple[int, range, int]]:
+        """(i, its tokens, the distance of the first one from `start`) of all that lies in [start,
+        stop) of a sequence of the plan; tokens that several sequences share come with each."""
+        for span in self.planned[seq_id].spans:
+            tokens = range(max(start, span.start), min(stop, span.stop))
+            if tokens:
+                first = span.token + tokens.start - span.start
+                yield span.sequence, range(first, first + len(tokens)), tokens.start - start
+
+    def runs(self, rows: ChunkRows) -> Iterator[tuple[int, range, int]]:
+        """(i, its tokens, the row of the first one) of all that lies in a chunk."""
+        for (seq_id, start, stop), row in rows.runs():
+            for index, tokens, distance in self.within(seq_id, start, stop):
+                yield index, tokens, row + distance
+
+    def labels_of(self, index: int, tokens: range) -> tuple[Tensor, Tensor]:
+        """Which of a sequence's tokens, from the first of them on, have a label (r,); the labels
+        (r,)."""
+        rows = labelled_rows(labels := self.sequences[index].labels[tokens.start : tokens.stop])
+        return rows, labels[rows]
+
+    def members(self, piece: Slice) -> set[int]:
+        """The sequences of the call that have tokens in a slice."""
+        return {i for i, *_ in self.within(piece.seq_id, piece.start, piece.stop)}
+
+    def extras_of(self, inputs: ChunkInputs) -> dict[str, Tensor]:
+        """The extras (R, ...) of a chunk's labels, on their device."""
+        names = self.sequences[inputs.tokens[0][0]].extras if inputs.tokens else ()
+        return {
+            name: sent_to(
+                inputs.labels.device,
+                torch.cat([_at(self.sequences[i].extras[name], at) for i, at in inputs.tokens]),
+            )
+            for name in names
+        }
 
 
-def require_plan(plan: object) -> ChunkPlan:
-    """Raise ConfigError for what is no ChunkPlan."""
-    if not isinstance(plan, ChunkPlan):
-        raise ConfigError(
-            given=f"a plan of type {type(plan).__name__}",
-            required="a ChunkPlan",
-            source="the arguments of Engine.run",
-            change="pass what Engine.plan returns",
+def batch_of(sequences: Sequence[ShiftedSequence], seq_lens: Sequence[int] | None = None) -> Batch:
+    """A batch whose plan has the same sequences. `seq_lens`: with those that are not here, which
+    are empty."""
+    lens = [len(s.input_ids) for s in sequences]
+    is_whole = seq_lens is None or lens == list(seq_lens)
+    planned = [
+        JoinedSequence(s.input_ids, s.first_position, (Span(i, 0, 0, lens[i]),))
+        for i, s in enumerate(sequences)
+    ]
+    num_labels = count_valid_tokens(sequences) if is_whole else None
+    return Batch(sequences, planned, lens if seq_lens is None else seq_lens, num_labels)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInputs:
+    input_ids: Tensor  # (T,) int64
+    position_ids: Tensor  # (T,) int64, from each slice's own place in its sequence
+    labels: Tensor  # (R,) int64, shifted
+    labelled_rows: Tensor  # (R,) int64, the row of each label
+    rows: ChunkRows
+    tokens: Sequence[tuple[int, Tensor]]
+    """(i, those of its tokens (r,) that are the labels), run by run, in their order."""
+
+
+def labelled_chunks(plan: ChunkPlan, batch: Batch) -> set[int]:
+    """The chunks that have a label."""
+    return {
+        number
+        for number, chunk in enumerate(plan.chunks)
+        if any(
+            len(batch.labels_of(index, tokens)[0])
+            for s in chunk.slices
+            for index, tokens, _ in batch.within(s.seq_id, s.start, s.stop)
         )
-    return plan
+    }
 
 
-def batch_of(
-    plan: ChunkPlan,
-    sequences: object,
-    rank: int,
-    find_rows: Callable[[], Callable[[Chunk], ChunkRows]],
-) -> PlannedSequences:
-    """The batch of sequences that a caller has passed for a plan; their labels are shifted.
+class BatchInputs:
+    """The inputs of a rank's chunks: each is built once, and forgotten after its last action."""
 
-    `sequences`: all, in order, or a mapping of seq_id to each whose tokens this process reads, one
-    of those that obey the list of `rank`. `find_rows` returns which rows of a chunk it has. Raises
-    DataError unless the sequences are of the lengths that the plan was made for.
+    def __init__(
+        self,
+        plan: ChunkPlan,
+        rank: int,
+        batch: Batch,
+        device: torch.device,
+        rows_of: Callable[[Chunk], ChunkRows],
+    ) -> None:
+        """`rows_of`: which rows of a chunk this process has."""
+        self._plan, self._batch, self._device = plan, batch, device
+        self._rows_of = rows_of
+        self._built: dict[int, ChunkInputs] = {}
+        last = {
+            action.chunk: index
+            for index, action in enumerate(plan.actions[rank])
+            if isinstance(action, (Forward, Recompute, RebuildKV, Backward))
+        }
+        self._ends = {index: chunk for chunk, index in last.items()}
+
+    def of(self, chunk: int) -> ChunkInputs:
+        if chunk not in self._built:
+            slices, trees = self._plan.chunks[chunk].slices, self._plan.trees
+            branches = {
+                (s.seq_id, s.start): self._plan.position(s) for s in slices if s.seq_id in trees
+            }
+            rows = self._rows_of(self._plan.chunks[chunk])
+            self._built[chunk] = chunk_inputs(rows, self._batch, self._device, branches)
+        return self._built[chunk]
+
+    def end(self, index: int) -> None:
+        """Forget the chunk whose last action is number `index`."""
+        self._built.pop(self._ends.get(index, -1), None)
+
+
+def chunk_inputs(
+    rows: ChunkRows,
+    batch: Batch,
+    device: torch.device,
+    branches: Mapping[tuple[int, int], int] | None = None,
+) -> ChunkInputs:
+    """The inputs of a process's rows of one chunk, on their way to the device. `branches`: by
+    sequence and first token, the position of runs for which it is another than that token."""
+    ids, positions = [], []
+    for (seq_id, start, stop), _ in rows.runs():
+        sequence = batch.planned[seq_id]
+        ids.append(sequence.input_ids[start:stop])
+        first = sequence.first_position + (branches or {}).get((seq_id, start), start)
+        positions.append(torch.arange(first, first + stop - start, device="cpu"))
+    if not rows.tokens:
+        ids = positions = [torch.zeros(1, dtype=torch.int64, device="cpu")]
+    none = torch.zeros(0, dtype=torch.int64, device="cpu")
+    labels, labelled, found = [none], [none], []
+    for index, tokens, row in batch.runs(rows):
+        at, own_labels = batch.labels_of(index, tokens)
+        labels.append(own_labels)
+        labelled.append(at + row)
+        found.append((index, at + tokens.start + 1))
+    sent = [sent_to(device, torch.cat(x)) for x in (ids, positions, labels, labelled)]
+    return ChunkInputs(sent[0], sent[1], sent[2], sent[3], rows, found)
+
+
+def sent_to(device: torch.device, x: Tensor) -> Tensor:
+    """A copy on the device, for which the host does not wait."""
+    if device.type == "cuda" and not x.is_cuda:
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+def _at(x: Tensor, tokens: Tensor) -> Tensor:
+    return x[sent_to(x.device, tokens)]
+
+
+def shift_labels(
+    sequences: object, *, extras: Collection[str] | None = (), needs_labels: bool = True
+) -> list[ShiftedSequence]:
+    """Check sequences of unshifted labels and shift them by one token; shifted ones stay.
+
+    `extras`: names of which a sequence must have one that has extras at all; None: any. Without
+    `needs_labels`, and beside weights, the ids are the labels that are left out. Raises DataError
+    for what is no list of sequences, for a sequence that is empty, has other keys, or is not made
+    of two equally long int64 vectors; for extras of other lengths, that require a gradient or that
+    not all sequences have.
     """
-    if not isinstance(sequences, Mapping):
-        shifted = along_paths(plan, shift_labels(sequences))
-        _require_lens([len(s.input_ids) for s in shifted], plan.seq_lens)
-        return PlannedSequences(plan, shifted, count_valid_tokens(shifted))
-    own: dict[Any, ShiftedSequence] = dict(
-        zip(sequences, shift_labels(sequences.values()), strict=True)
+    if not isinstance(sequences, Iterable) or isinstance(sequences, Mapping | Tensor | str):
+        raise refused_data(f"sequences of type {type(sequences).__name__}", "a list of sequences")
+    shifted = [
+        sequence
+        if isinstance(sequence, ShiftedSequence)
+        else _shift(sequence, index, extras, needs_labels)
+        for index, sequence in enumerate(sequences)
+    ]
+    for index, sequence in enumerate(shifted):
+        _require_extras(index, sequence.extras, len(sequence.input_ids), shifted[0].extras)
+    return shifted
+
+
+def _shift(
+    sequence: object, index: int, extras: Collection[str] | None, needs_labels: bool
+) -> ShiftedSequence:
+    if not isinstance(sequence, Mapping):
+        raise refused_data(
+            f"sequence {index} of type {type(sequence).__name__}", "a dict of input_ids and labels"
+        )
+    if "input_ids" not in sequence:
+        found = ", ".join(map(str, sequence)) or "nothing"
+        raise refused_data(
+            f"sequence {index} without input_ids, with {found}", "a dict of input_ids and labels"
+        )
+    own = {key: x for key, x in sequence.items() if key not in ("input_ids", "labels")}
+    if own and extras is not None and own.keys().isdisjoint(extras):
+        unknown = sorted(map(str, own))
+        raise refused_data(
+            f"sequence {index} with {', '.join(unknown)}",
+            "input_ids and labels alone: padding, packing and positions are furlong's own",
+            "leave padding tokens and other keys out; give tokens without a loss the label -100",
+        )
+    input_ids, labels = sequence.get("input_ids"), sequence.get("labels")
+    if labels is None and (not needs_labels or WEIGHTS in own):
+        labels = input_ids
+    if (
+        not _is_token_vector(input_ids)
+        or not _is_token_vector(labels)
+        or input_ids.shape != labels.shape
+        or len(input_ids) == 0
+    ):
+        both = _is_token_vector(input_ids) and _is_token_vector(labels) and len(input_ids)
+        raise refused_data(
+            f"sequence {index} with input_ids {_describe(input_ids)}, labels {_describe(labels)}",
+            "input_ids and labels as int64 tensors of one shape (T,), T at least 1",
+            *(("give each token a label, -100 where it has none",) if both else ()),
+        )
+    for name, tensor in (("input_ids", input_ids), ("labels", labels)):
+        if tensor.layout != torch.strided or tensor.is_meta:
+            where = "on meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+            raise refused_data(f"sequence {index} with {name} {where}", "dense tensors with values")
+    last = torch.full((1,), IGNORE_INDEX, device="cpu")
+    return ShiftedSequence(input_ids, torch.cat([labels[1:].cpu(), last]), extras=own)
+
+
+def whole_number(value: object, name: str) -> int:
+    """A whole number above 0 as an int: also one of numpy, or a tensor of one integer.
+
+    Raises ConfigError, with the argument's name, for anything else.
+    """
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = -1
+    if not 0 < number < 2**63:
+        short = isinstance(value, float | str) or (isinstance(value, int) and number < 2**63)
+        shown = f"{value!r:.60}" if short else _describe(value)
+        raise ConfigError(
+            given=f"{name} {shown}",
+            required="a whole number above 0 (None: the default)",
+            source="the arguments of furlong.Engine or forward_backward",
+            change=f"pass {name} as an int",
+        )
+    return number
+
+
+def check_compute_dtype(dtype: object) -> None:
+    """Raise ConfigError for what is no floating-point dtype of at least 16 bits."""
+    wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+    if dtype is not None and not wide:
+        raise ConfigError(
+            given=f"compute_dtype {dtype!r:.60}",
+            required="torch.bfloat16, torch.float16, torch.float32, torch.float64 or None",
+            source="the arguments of furlong.Engine or forward_backward",
+            change="pass compute_dtype=torch.bfloat16, or leave it out",
+        )
+
+
+def check_ranges(
+    sequences: Sequence[ShiftedSequence],
+    *,
+    num_input_ids: int,
+    vocab_size: int,
+    longest_tokens: int | None,
+) -> None:
+    """Raise DataError for ids without an embedding, labels without a logit, too long sequences.
+
+    num_input_ids: ids 0 to this less one have an embedding; vocab_size: the same of labels;
+    longest_tokens: of a sequence, None without a bound.
+    """
+    for index, sequence in enumerate(sequences):
+        num_tokens = len(sequence.input_ids)
+        if not num_tokens:  # another rank has it
+            continue
+        last_position = sequence.first_position + num_tokens
+        if longest_tokens is not None and last_position > longest_tokens:
+            raise refused_data(
+                f"sequence {index} of {last_position:,} tokens",
+                f"at most {longest_tokens:,}, the smaller of max_seq_len and the model's positions",
+                "pass a larger max_seq_len, cut the sequence, or extend the model's RoPE",
+            )
+        first, last = (int(bound) for bound in sequence.input_ids.aminmax())
+        if first < 0 or last >= num_input_ids:
+            raise refused_data(
+                f"sequence {index} with token id {first if first < 0 else last}",
+                f"ids from 0 to {num_input_ids - 1}, which have an embedding",
+                "use the model's own tokenizer, or resize_token_embeddings",
+            )
+        labels = sequence.labels[sequence.labels != IGNORE_INDEX]
+        if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= vocab_size):
+            wrong = labels[(labels < 0) | (labels >= vocab_size)]
+            raise refused_data(
+                f"sequence {index} with label {int(wrong[0])}",
+                f"labels from 0 to {vocab_size - 1}, or {IGNORE_INDEX} for none",
+                "use the model's own tokenizer, or resize_token_embeddings",
+            )
+
+
+def require_seq_lens(seq_lens: object) -> list[int]:
+    """Lengths of sequences as ints. Raises ConfigError for what is none, or not a whole number."""
+    if not isinstance(seq_lens, Iterable) or isinstance(seq_lens, Mapping | str):
+        raise ConfigError(
+            given=f"seq_lens of type {type(seq_lens).__name__}",
+            required="a list with the number of tokens of each sequence",
+            source="the arguments of Engine.plan",
+            change="pass [len(ids) for ids in ...]",
+        )
+    lens = [whole_number(seq_len, "seq_lens") for seq_len in seq_lens]
+    if not lens:
+        raise no_data("no sequences", "at least one sequence")
+    return lens
+
+
+def count_valid_tokens(sequences: Sequence[ShiftedSequence]) -> int:
+    """Tokens that have a label, over all sequences."""
+    return sum(int((sequence.labels != IGNORE_INDEX).sum()) for sequence in sequences)
+
+
+def _is_token_vector(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim == 1
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def refused_data(
+    given: str,
+    required: str,
+    change: str = "pass one dict per sequence, unpadded, without a batch axis",
+) -> DataError:
+    source = "the sequences that were passed"
+    return DataError(given=given, required=required, source=source, change=change)
+
+
+def no_data(
+    given: str,
+    required: str,
+    change: str = "leave batches without labels out, or pass num_valid_tokens",
+) -> DataError:
+    """A call without anything to train on."""
+    return refused_data(given, required, change)
+
+
+def require_options(options: object) -> None:
+    """Raise ConfigError for what is no `ChunkOptions`."""
+    if not isinstance(options, ChunkOptions):
+        raise ConfigError(
+            given=f"options of type {type(options).__name__}",
+            required="furlong.ChunkOptions",
+            source="the options that were passed",
+            change="pass furlong.ChunkOptions(size=..., keep=...)",
+        )
+
+
+_Ids = NDArray[np.int64]
+
+
+def join_prompts(sequences: Sequence[ShiftedSequence], least_tokens: int) -> Batch:
+    """The sequences of a call, those joined that share their first `least_tokens` or more."""
+    batch = batch_of(sequences)
+    if sum(len(sequence.input_ids) > least_tokens for sequence in sequences) < 2:
+        return batch
+    ids = [sequence.input_ids.cpu().numpy() for sequence in sequences]
+    firsts = [sequence.first_position for sequence in sequences]
+    order = sorted(range(len(ids)), key=lambda i: (firsts[i], ids[i].astype(">i8").tobytes()))
+    alike = [
+        _num_alike(ids[i], ids[j]) if firsts[i] == firsts[j] else 0 for i, j in pairwise(order)
+    ]
+    groups = _groups(range(len(order)), alike, least_tokens)
+    if all(len(group) == 1 for group in groups):
+        return batch
+    joined: list[JoinedSequence] = []
+    forks: dict[int, list[tuple[int, int]]] = {}
+    for group in groups:
+        tree = _Joining(sequences, order, alike, least_tokens)
+        tree.grow(group, 0, 0)
+        if tree.forks:
+            forks[len(joined)] = tree.forks
+        joined.append(tree.joined())
+    return replace(batch, planned=joined, forks=forks)
+
+
+class _Joining:
+    """The tree of one group of sequences, laid out depth-first."""
+
+    def __init__(
+        self, sequences: Sequence[ShiftedSequence], order: Sequence[int], alike: Sequence[int],
+        least_tokens: int,
+    ) -> None:  # fmt: skip
+        """`order`: sequences by their tokens; `alike`: equal first tokens of two neighbours."""
+        self.forks: list[tuple[int, int]] = []
+        self._sequences, self._order = sequences, order
+        self._alike, self._least_tokens = alike, least_tokens
+        self._ids: list[Tensor] = []
+        self._spans: list[Span] = []
+        self._num_tokens = 0
+
+    def grow(self, group: range, depth: int, parent: int) -> None:
+        """Lay out sequences of the order, behind the `depth` tokens that all share, which end at
+        token `parent` of the tree."""
+        least = depth + self._least_tokens
+        for own in _groups(group, self._alike, least):
+            stop = len(self._sequences[self._order[own[0]]].input_ids)
+            if len(own) > 1:
+                stop = min(self._alike[at] for at in own[:-1])
+            end = self._lay(own, depth, stop, parent)
+            if len(own) > 1:
+                self.grow(own, stop, end)
+
+    def joined(self) -> JoinedSequence:
+        """The tree as one sequence of the plan."""
+        first = self._sequences[self._spans[0].sequence].first_position
+        return JoinedSequence(torch.cat(self._ids), first, tuple(self._spans))
+
+    def _lay(self, own: range, start: int, stop: int, parent: int) -> int:
+        """Lay out the tokens [start, stop) that sequences of the order share; their end."""
+        if start == stop:  # a sequence that ends where others go on
+            return parent
+        at, end = self._num_tokens, self._num_tokens + stop - start
+        if parent != at:
+            self.forks.append((at, parent))
+        members = [self._order[number] for number in own]
+        self._ids.append(self._sequences[members[0]].input_ids[start:stop])
+        self._spans += [Span(i, start, at, end) for i in members]
+        self._num_tokens = end
+        return end
+
+
+def _groups(numbers: range, alike: Sequence[int], least: int) -> list[range]:
+    """Runs of consecutive numbers of which neighbours share at least `least` tokens."""
+    starts = [numbers.start] + [at + 1 for at in numbers[:-1] if alike[at] < least]
+    return [range(a, b) for a, b in pairwise([*starts, numbers.stop])]
+
+
+def _num_alike(one: _Ids, other: _Ids) -> int:
+    """The first tokens that are equal."""
+    num_tokens = min(len(one), len(other))
+    differ = one[:num_tokens] != other[:num_tokens]
+    return int(differ.argmax()) if differ.any() else num_tokens
+
+
+# What tokenizers and collators make, and would be read by nobody.
+_NO_EXTRAS = {"attention_mask", "position_ids", "token_type_ids"}
+
+
+def _require_extras(
+    index: int, extras: Mapping[str, object], num_tokens: int, first: Mapping[str, object]
+) -> None:
+    """`first`: the extras of sequence 0, which have been checked."""
+    if extras.keys() != first.keys():
+        odd = ", ".join(sorted(map(str, extras.keys() ^ first.keys())))
+        raise refused_data(
+            f"sequence {index}, which has not the same extras as sequence 0: {odd}",
+            "the same names in all sequences of a call",
+            "give each sequence every extra",
+        )
+    unread = ", ".join(sorted(_NO_EXTRAS & extras.keys()))
+    if unread:
+        raise refused_data(
+            f"sequence {index} with {unread}",
+            "input_ids, labels and extras of your own: padding, packing and positions are "
+            "furlong's own",
+            "leave padding tokens and these keys out",
+        )
+    for name, x in extras.items():
+        if not isinstance(x, Tensor) or not x.ndim or len(x) != num_tokens:
+            is_tensor = isinstance(x, Tensor)
+            what = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise refused_data(
+                f"sequence {index} of {num_tokens} tokens with {name} {what}",
+                f"a tensor of shape ({num_tokens}, ...): entry t is about token t",
+                f"pad {name} with zeros where a token has none"
+                if is_tensor
+                else f"pass torch.tensor({name})",
+            )
+        if name == WEIGHTS and x.ndim != 1:
+            raise refused_data(
+                f"sequence {index} with {WEIGHTS} {tuple(x.shape)}",
+                "one weight per token: a tensor of shape (T,)",
+                "pass a vector",
+            )
+        own, others = x.shape[1:], first[name].shape[1:]  # type: ignore[attr-defined]
+        if own != others:
+            raise refused_data(
+                f"sequence {index} with {name} {tuple(x.shape)}, where sequence 0 has"
+                f" {tuple(others)} of each token",
+                "the same shape (T, ...) behind T in all sequences of a call",
+                f"pad {name} to one shape",
+            )
+        if x.requires_grad:
+            raise DataError(
+                given=f"sequence {index} with {name}, which requires a gradient",
+                required="extras without one: the backward goes to the model's parameters alone",
+                source="the sequences that were passed",
+                change=f"pass {name}.detach(), and make what needs its gradient of the values",
+            )
+
+
+# What collators add for kernels that we do not call: all of it follows from position_ids.
+IMPLIED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+_CARRIES_PADDING = {"recurrent_gemma"}
+"""Model types whose recurrent layers in transformers go over padding, though a mask names it."""
+
+
+def read_padded(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    labels: Tensor | None = None,
+    *,
+    has_cache: bool,
+    model_type: str,
+) -> tuple[list[ShiftedSequence], list[int]]:
+    """The sequences of a batch of token ids (B, T), in order, and in which of the B * T cells each
+    begins.
+
+    `attention_mask` (B, T): ones, with zeros in front of them or behind. `position_ids` (B, T) or
+    (1, T): default the column, padding counted. With neither mask nor cache (`has_cache`: whether
+    transformers would make one) a sequence begins wherever positions do not go on by 1, as
+    transformers has it. `labels` (B, T), unshifted; None: there are none. `model_type`: that of the
+    model which reads the batch. Raises DataError for anything else, and for labels that padding
+    predicts.
+    """
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or not input_ids.numel():
+        raise unreadable(f"input_ids {_shown(input_ids)}", "token ids of shape (B, T)")
+    positions = _positions(input_ids, position_ids)
+    bounds = _bounds(input_ids, attention_mask)
+    predicted = torch.full(input_ids.shape, IGNORE_INDEX, device="cpu")  # by each token: the next
+    if labels is not None:
+        predicted[:, :-1] = labels[:, 1:]
+        if attention_mask is not None and (lost := labels_of_padding(labels, attention_mask)):
+            raise padding_read(f"{lost} labels")
+    sequences, cells = [], []
+    for index, (start, stop) in enumerate(bounds):
+        own = positions[index, start:stop]
+        breaks = (own.diff() != 1).nonzero().flatten() + 1
+        beside = "an attention_mask" if attention_mask is not None else "a cache" * has_cache
+        if len(breaks) and beside:
+            raise unreadable(
+                f"position_ids that jump within row {index}, beside {beside}",
+                "positions that go on by 1: there transformers takes a row for one sequence",
+                "leave the attention_mask out of packed rows, and pass use_cache=False",
+            )
+        for a, b in pairwise([start, *(breaks + start).tolist(), stop]):
+            first = int(positions[index, a])
+            sequences.append(ShiftedSequence(input_ids[index, a:b], predicted[index, a:b], first))
+            cells.append(index * input_ids.shape[1] + a)
+    if any(sequence.first_position < 0 for sequence in sequences):
+        raise unreadable("position_ids below 0", "positions from 0 on")
+    if (
+        model_type in _CARRIES_PADDING
+        and attention_mask is not None
+        and not bool(attention_mask[:, 0].all())
+    ):
+        raise unreadable(
+            f"a batch of {model_type} with padding in front: its own recurrent layers carry padding"
+            " on in their states",
+            "padding behind",
+            "pad behind",
+        )
+    return sequences, cells
+
+
+def labels_of_padding(labels: Tensor, attention_mask: Tensor) -> int:
+    """How many labels (B, T), unshifted, tokens of padding predict."""
+    return int(((labels[:, 1:] != IGNORE_INDEX) & (attention_mask[:, :-1] == 0)).sum())
+
+
+def padding_read(what: str) -> DataError:
+    """The refusal of `what` that is made of padding."""
+    return unreadable(
+        f"{what} of what tokens of padding predict",
+        "a loss of real tokens alone: padding does not go through the chunks",
+        "give padding, and the first token of a row that is padded in front, the label -100, or "
+        "pad behind",
     )
-    needed = read_sequences(plan, rank, find_rows())
-    missing = [seq_id for seq_id in needed if seq_id not in own]
-    others = [seq_id for seq_id in own if seq_id not in range(len(plan.seq_lens))]
-    if missing or others:
-        raise refused_data(
-            f"no sequence {missing[0]}" if missing else f"a sequence {others[0]!r:.60}",
-            f"at least those of list {rank} of the plan that this process reads: {_listed(needed)}",
-            "pass a mapping of seq_id to sequence, or all sequences of the batch in a list",
+
+
+def _bounds(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, int]]:
+    """The first and the last column but one of each row's tokens."""
+    num_rows, num_columns = input_ids.shape
+    if mask is None:
+        return [(0, num_columns)] * num_rows
+    if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
+        raise unreadable(
+            f"attention_mask {_shown(mask)}",
+            f"shape {tuple(input_ids.shape)}: ones of tokens, zeros of padding",
+            "leave it out where nothing is padded: attention is causal, and position_ids tell the"
+            " sequences of a packed row",
         )
-    ids = [seq_id for seq_id in range(len(plan.seq_lens)) if seq_id in own]
-    _require_lens([len(own[i].input_ids) for i in ids], [plan.seq_lens[i] for i in ids])
-    shifted = along_paths(plan, among(own, len(plan.seq_lens)))
-    is_whole = len(ids) == len(plan.seq_lens)
-    return PlannedSequences(plan, shifted, count_valid_tokens(shifted) if is_whole else None)
+    bounds = []
+    for index, row in enumerate(mask.detach().cpu()):
+        inside = row.nonzero().flatten()
+        is_odd = not len(inside) or int(inside[-1] - inside[0]) >= len(inside)
+        if is_odd or bool((row[inside] != 1).any()):
+            what = "holes" if len(inside) else "no token"
+            raise unreadable(
+                f"an attention_mask with {what} in row {index}",
+                "one run of ones per row, zeros before or behind it",
+            )
+        bounds.append((int(inside[0]), int(inside[-1]) + 1))
+    return bounds
 
 
-def along_paths(plan: ChunkPlan, sequences: Sequence[ShiftedSequence]) -> list[ShiftedSequence]:
-    """The sequences of a plan; those that branch with the tokens that follow one another. The label
-    of a branch's first token is what the token predicts that it goes on from."""
-    found = list(sequences)
-    for seq_id in plan.trees.keys() & range(len(found)):
-        bounds = sorted(b for c in plan.groups[seq_id] for b in plan.bounds(seq_id, c))
-        parts = [TreePart(seq_id, start, start, stop - 1, start) for start, stop, _ in bounds]
-        parts += [
-            TreePart(seq_id, start - 1, before - 1, before, start - 1)
-            for start, _, before in bounds
-            if before
-        ]
-        found[seq_id] = replace(found[seq_id], parts=tuple(parts))
-    return found
+def _positions(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+    """Positions (B, T) on the CPU."""
+    num_rows, num_columns = input_ids.shape
+    if position_ids is None:
+        return torch.arange(num_columns, device="cpu").expand(num_rows, -1)
+    shapes = ((num_rows, num_columns), (1, num_columns))
+    if not isinstance(position_ids, Tensor) or tuple(position_ids.shape) not in shapes:
+        raise unreadable(
+            f"position_ids {_shown(position_ids)}", f"shape {shapes[0]}, or one row for all",
+            "pass a position for each token, or leave them out",
+        )  # fmt: skip
+    return position_ids.detach().cpu().expand(num_rows, -1)
 
 
-def among(own: Mapping[Any, ShiftedSequence], num_sequences: int) -> list[ShiftedSequence]:
-    """A batch by seq_id, of which only `own` sequences are here: the others are empty."""
-    none = torch.empty(0, dtype=torch.int64, device="cpu")
-    absent = ShiftedSequence(none, none)
-    return [own.get(seq_id, absent) for seq_id in range(num_sequences)]
+def _shown(x: object) -> str:
+    return f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
 
 
-def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int | None) -> int:
-    """The divisor of the summed loss, in tokens. Raises DataError where nothing has a label, or
-    where nobody says how many have one."""
-    if num_valid_tokens is not None:
-        return whole_number(num_valid_tokens, "num_valid_tokens")
-    if own_valid_tokens is None:
-        raise DataError(
-            given="a part of the batch's sequences, without num_valid_tokens",
-            required="the labelled tokens of the whole batch, by which the loss is divided",
-            source="the arguments of Engine.run",
-            change="pass num_valid_tokens, or all sequences of the batch",
-        )
-    if not own_valid_tokens:
-        raise no_data("no token with a label to divide the loss by", "at least one label")
-    return own_valid_tokens
-
-
-def read_sequences(plan: ChunkPlan, rank: int, rows_of: Callable[[Chunk], ChunkRows]) -> list[int]:
-    """Sequences of which a process reads tokens or labels: at the first stage and at the last."""
-    ends = {0, len(plan.stages) - 1}
-    own = {a.chunk for a in plan.actions[rank] if isinstance(a, Forward) and a.stage in ends}
-    return sorted({seq_id for chunk in own for seq_id, *_ in rows_of(plan.chunks[chunk]).tokens})
-
-
-def _require_lens(lens: Sequence[int], required: Sequence[int]) -> None:
-    if tuple(lens) != tuple(required):
-        raise refused_data(
-            f"sequences of {_listed(lens)} tokens",
-            f"the plan's: {_listed(required)}",
-            "pass the sequences for which the plan was made, in their order",
-        )
-
-
-def _listed(lens: Sequence[int]) -> str:
-    shown = ", ".join(map(str, lens[:8]))
-    return f"{shown}, ... ({len(lens)} of them)" if len(lens) > 8 else shown or "no"
+def unreadable(given: str, required: str, change: str = "pad or pack as TRL does") -> DataError:
+    """The refusal of a padded or packed batch."""
+    return DataError(
+        given=given, required=required, change=change,
+        source="a data collator, or the call of a model that furlong.chunked has changed",
+    )  # fmt: skip

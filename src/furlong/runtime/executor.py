@@ -1,22 +1,28 @@
-"""Carries out one rank's actions on a device. It decides nothing: the plan says what comes when."""
+"""The executor carries out one rank's actions. It decides nothing: the plan says what comes when.
+
+Hidden states between stages lie in the pool `inputs`: a cell's input, whose buffer its Backward
+fills with the gradient of that input, for the stage before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import product
-from typing import Unpack
+from typing import Any, Protocol, Unpack
 
 import torch
 from torch import Tensor
 
-from furlong.models.attention import KVReady
-from furlong.models.causal_lm import CausalLM
-from furlong.ops.backend import Backend
-from furlong.ops.exchange import Exchange
+from furlong.kv.pools import Handle
+from furlong.kv.storage import Pools
+from furlong.models.attention import CellAttention, KVReady
+from furlong.models.decoder import HFDecoder
+from furlong.models.mixers import Event
+from furlong.ops.backends.base import Backend
+from furlong.ops.sequence_parallel import Exchange
 from furlong.plan.check import check
-from furlong.plan.liveness import input_frees, kv_frees
-from furlong.plan.passes import Pass, passes
+from furlong.plan.passes import Pass, input_frees, kv_frees, passes
 from furlong.plan.plan import (
     ON_DEVICE,
     Action,
@@ -31,21 +37,42 @@ from furlong.plan.plan import (
     Send,
     Unshard,
 )
-from furlong.runtime.cells.cell import Cell
-from furlong.runtime.cells.chunk_inputs import BatchInputs
-from furlong.runtime.cells.layout import chunk_pieces, open_store, rows_on
-from furlong.runtime.cells.live_cell import LiveCell, last_actions
-from furlong.runtime.cells.loss_head import FinalHead, loss_head
-from furlong.runtime.cells.stage_inputs import StageInputs
-from furlong.runtime.comms import Comms
-from furlong.runtime.inputs import ShiftedSequence, count_valid_tokens
-from furlong.runtime.memory.heap import FreedMemory, process_heap
-from furlong.runtime.memory.ledger import Ledger
-from furlong.runtime.memory.pools import Pools
-from furlong.runtime.memory.saved_graphs import SavedGraph, saving
-from furlong.runtime.recorder import Measuring, Recorder
+from furlong.runtime.batch import Batch, BatchInputs, count_valid_tokens
+from furlong.runtime.cell import Cell, chunk_pieces, open_store, rows_on
+from furlong.runtime.distributed.comms import Comms
+from furlong.runtime.head import Head, LossHead
+from furlong.runtime.profile import FreedMemory, Measuring, Recorder, process_heap
 from furlong.runtime.rng import RNGState, replayed
+from furlong.runtime.saved_graphs import SavedGraph
 from furlong.timeline import Timeline
+
+
+def last_actions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
+    """By (chunk, stage): the index of the last action on each cell of a rank."""
+    computing = (Forward, Recompute, RebuildKV, Backward)
+    return {(a.chunk, a.stage): i for i, a in enumerate(actions) if isinstance(a, computing)}
+
+
+class Layers(Protocol):
+    """Layers that a cell computes: a `models.decoder.Stage`, or one mixer alone."""
+
+    layers: range
+
+    @property
+    def events(self) -> tuple[Event, ...] | None: ...
+    def run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor: ...
+
+
+class _Entered(torch.autograd.Function):
+    """A leaf that a hook or a layer may change in place: what it returns is no view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class Executor:
@@ -53,9 +80,9 @@ class Executor:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: HFDecoder,
         plan: ChunkPlan,
-        sequences: Sequence[ShiftedSequence],
+        batch: Batch,
         *,
         num_valid_tokens: int,
         backend: Backend,
@@ -65,18 +92,24 @@ class Executor:
         num_labels: int | None = None,
         process: int = 0,
         exchange: Exchange | None = None,
-        head: FinalHead | None = None,
+        head: Head | None = None,
         modes: Callable[[], AbstractContextManager[object]] = nullcontext,
+        stages: Sequence[Layers] | None = None,
+        make_cell: Callable[..., Cell] | None = None,
+        embedded: Callable[[int], Tensor] | None = None,
         **measuring: Unpack[Measuring],
     ) -> None:
         """`num_labels`: those of the whole batch, None if all sequences are there. `process`: its
         number among those that obey the rank's actions together, which `exchange`. `head`: what
-        takes final hidden states; `modes`: torch's, within which passes run."""
+        takes final hidden states; `modes`: torch's, within which passes run. `stages`: others than
+        the model's own. `embedded`: the leaf (1, T, D) at which a chunk's last pass of a first
+        stage begins; backwards then end at the inputs of stages, and no weight gets a gradient."""
         comms.accept(plan)
         check(plan)
         self._model, self._plan, self._rank, self._divisor = model, plan, rank, num_valid_tokens
         self._backend, self._pools, self._comms = backend, pools, comms
-        self._stages = model.stages(plan.stages)
+        self._stages = stages or model.stages(plan.stages)
+        self._make_cell, self._embedded = make_cell or Cell, embedded
         model.require_frozen(sum(plan.stages[: plan.frozen_stages]))
         self._actions = plan.actions[rank]
         self._passes = passes(plan, rank)
@@ -84,21 +117,24 @@ class Executor:
         self._ends = {index: at for at, index in own.items()}
         model.require_held(i for stage in {s for _, s in own} for i in self._stages[stage].layers)
         self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
-        self._num_labels = num_labels or count_valid_tokens(sequences)
+        self._num_labels = num_labels or count_valid_tokens(batch.sequences)
         rows_of, self._exchange = rows_on(model, plan, process, exchange), exchange
-        self._inputs = BatchInputs(plan, rank, sequences, model.device, rows_of)
+        self._inputs = BatchInputs(plan, rank, batch, model.device, rows_of)
         self._store = open_store(plan, pools)
         self._graphs = None if plan.tiers.graphs == "device" else pools.of(plan.tiers.graphs)
         self._attention = pools.of(plan.tiers.attention)
         heap = None if plan.tiers == ON_DEVICE else process_heap(model.device)
         self._freed = FreedMemory(heap, self._passes)
-        self._ledger, self._num_done = Ledger(), 0
-        self._hidden = StageInputs(pools.of(plan.tiers.inputs), self._ledger)
+        self._num_done, self._skipped = 0, frozenset[int]()
+        self._between = pools.of(plan.tiers.inputs)
+        self._hidden: dict[tuple[int, int], Handle] = {}
+        self._gradients: dict[tuple[int, int], Handle] = {}
+        """By (chunk, stage): inputs (T, D) of cells behind the first stage, and their gradients."""
         self._outbox: dict[tuple[str, int, int], Tensor] = {}
-        self._live: dict[tuple[int, int], LiveCell] = {}
+        self._cells: dict[tuple[int, int], Cell] = {}
         self._kv_dead, self._input_dead = kv_frees(plan, rank), input_frees(plan, rank)
         self._draws = any(module.training for module in model.model.modules())
-        self._head, self._modes = head or loss_head(model, plan), modes
+        self._head, self._modes = head or LossHead(model, plan, batch), modes
         self._recorder = Recorder(pools, rank, **measuring)
         self.token_losses = self._head.token_losses
         """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
@@ -119,36 +155,48 @@ class Executor:
         """Obey actions up to number `stop`, where the last call ended; see `run`."""
         try:
             while self._num_done < stop:
-                self._act(self._num_done)
+                index, action = self._num_done, self._actions[self._num_done]
+                if getattr(action, "chunk", None) not in self._skipped:
+                    self._comms.before(index)
+                    self._recorder.begin(action)
+                    self._expect_for(self._actions[index + 1 : index + 2])
+                    self._obey(action, self._passes[index])
+                    self._free_after(index)
+                    self._recorder.end(action)
                 self._num_done += 1
                 watch()
             if stop == len(self._actions):
-                self._ledger.assert_empty()
-                assert not self._outbox and not self._store.num_buffers, "messages or K,V are left"
+                left = self._cells or self._hidden or self._gradients or self._outbox
+                assert not left and not self._store.num_buffers, "cells, messages or K,V are left"
         except BaseException as error:
             self.abandon()
             self._comms.give_up(error, self._actions[self._num_done :])
             raise
 
-    def _act(self, index: int) -> None:
-        action = self._actions[index]
-        self._recorder.begin(action)
-        self._hidden.expect_for(self._actions[index + 1 : index + 2])
-        self._comms.before(index)
-        self._obey(action, self._passes[index])
+    def skip(self, chunks: frozenset[int]) -> None:
+        """Forget chunks of a single stage of which no further action runs, with all that go on
+        from them."""
+        self._skipped = chunks
+        for chunk in chunks:
+            self._free_kv(chunk, 0)
+            self._cells.pop((chunk, 0)).forget()
+
+    def _free_after(self, index: int) -> None:
         for chunk, stage in self._kv_dead[index]:
             self._free_kv(chunk, stage)
-        for cell in self._input_dead[index]:
-            self._hidden.drop(cell)
+        for at in self._input_dead[index]:
+            self._between.drop(self._hidden.pop(at))
         self._inputs.end(index)
-        if index in self._ends:
-            del self._live[self._ends[index]]  # no later action uses it
+        if index in self._ends:  # no later action uses it
+            cell = self._cells.pop(self._ends[index])
+            assert cell.output is None and not cell.saved_attention, "a graph or attention is left"
         self._freed.end(index)
-        self._recorder.end(action)
 
     def abandon(self) -> None:
         """Forget everything that is alive, after an error."""
-        for alive in (self._live, self._outbox, self._store, self._pools):
+        for cell in self._cells.values():
+            cell.output = None  # its graph leads back to the cell
+        for alive in (self._cells, self._outbox, self._store, self._pools):
             alive.clear()
 
     def _obey(self, action: Action, what: Pass) -> None:
@@ -160,9 +208,9 @@ class Executor:
             case Send(payload, chunk, stage):
                 self._comms.send(action, self._outbox.pop((payload, chunk, stage)))
             case Recv("activation", chunk, stage):
-                self._hidden.deliver((chunk, stage + 1), self._comms.recv(action))
+                self._deliver_input((chunk, stage + 1), self._comms.recv(action))
             case Recv("gradient", chunk, stage):
-                self._hidden.deliver_gradient((chunk, stage), self._comms.recv(action))
+                self._deliver_gradient((chunk, stage), self._comms.recv(action))
             case Unshard(stage):
                 self._comms.unshard(stage)
             case Reshard(stage):
@@ -173,45 +221,42 @@ class Executor:
     def _compute(self, action: Forward | Recompute | RebuildKV, what: Pass) -> None:
         at = action.chunk, action.stage
         if isinstance(action, Forward):
-            self._live[at] = LiveCell(self._open(*at))
+            self._cells[at] = self._open(*at)
             if self._draws and what.computes != "nothing":
-                self._live[at].rng = RNGState.read(self._model.device)
-        live = self._live[at]
-        if what.writes_kv:
-            self._ledger.hold("kv", *at)
-        if what.remembers:
-            self._ledger.hold("attention", *at)
-        with replayed(None if isinstance(action, Forward) else live.rng, self._model.device):
+                self._cells[at].rng = RNGState.read(self._model.device)
+        cell = self._cells[at]
+        with replayed(None if isinstance(action, Forward) else cell.rng, self._model.device):
             match what.computes:
                 case "to last kv":
                     with torch.no_grad(), suppress(KVReady):
-                        self._run(live, at, what)
+                        self._run(cell, at, what)
                 case "values":
                     with torch.no_grad():
-                        hidden = self._run(live, at, what)
+                        hidden = self._run(cell, at, what)
                         if what.loss:
                             self._head.evaluate(hidden, self._inputs.of(action.chunk))
                     self._deliver(action, hidden)
                 case "graph":
-                    self._ledger.hold("graph", *at)
                     if self._graphs is not None and isinstance(action, Forward):
-                        live.saved = SavedGraph(self._graphs)  # a recomputed one is used at once
-                    with torch.enable_grad(), saving(live.saved, self._model.model):
-                        live.output = self._run(live, at, what)
+                        cell.saved = SavedGraph(self._graphs)  # a recomputed one is used at once
+                    with torch.enable_grad(), cell.saving(self._model.model):
+                        cell.output = self._run(cell, at, what)
+                    if self._embedded is not None and action.stage == 0:
+                        cell.x = self._embedded(action.chunk)
                     if isinstance(action, Forward):
-                        self._deliver(action, live.output)
+                        self._deliver(action, cell.output)
         if what.computes != "graph":
-            live.cell.end_pass()
+            cell.end_pass()
 
-    def _run(self, live: LiveCell, at: tuple[int, int], what: Pass) -> Tensor:
+    def _run(self, cell: Cell, at: tuple[int, int], what: Pass) -> Tensor:
         """Hidden states (T, D) behind the stage; raises KVReady for a pass to the last K,V."""
         chunk, stage = at
-        own, cell = self._inputs.of(chunk), live.cell
+        own = self._inputs.of(chunk)
         before = RNGState.read(self._model.device) if self._draws else None
         cell.begin_pass(what)
         try:
             with self._modes():
-                x = own.input_ids if stage == 0 else self._leaf(live, at, what)
+                x = own.input_ids if stage == 0 else self._leaf(cell, at, what)
                 hidden = self._stages[stage].run(x, own.position_ids, cell, what)
         except KVReady:
             cell.require_met(self._model.name)
@@ -223,78 +268,103 @@ class Executor:
         cell.require_met(self._model.name)
         return hidden
 
-    def _leaf(self, live: LiveCell, at: tuple[int, int], what: Pass) -> Tensor:
+    def _leaf(self, cell: Cell, at: tuple[int, int], what: Pass) -> Tensor:
         """A copy of the stage's input (T, D), which a hook may change in place; of a graph a leaf,
         whose gradient is the input's."""
-        lease = self._hidden.read(at)
+        lease = self._between.get(self._hidden[at])
         x = lease.tensor.clone()
         lease.release()
-        if what.computes == "graph":
-            live.x = x.requires_grad_(at[1] > self._plan.frozen_stages)
-        return x
+        if what.computes != "graph" or at[1] <= self._plan.frozen_stages:
+            return x
+        cell.x = x.requires_grad_()
+        return _Entered.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
     def _deliver(self, action: Action, hidden: Tensor) -> None:
         """Hand a stage's output (T, D) to the next stage."""
         assert not isinstance(action, (Send, Recv, Unshard, Reshard, Reduce))
         following = action.chunk, action.stage + 1
         if following in self._last_action:
-            self._hidden.deliver(following, hidden)
+            self._deliver_input(following, hidden)
         elif following[1] < len(self._stages):
             self._outbox["activation", action.chunk, action.stage] = hidden.detach()
 
+    def _deliver_input(self, cell: tuple[int, int], hidden: Tensor) -> None:
+        assert cell not in self._hidden, f"cell {cell} has an input"
+        self._hidden[cell] = self._between.put(hidden.detach())
+
+    def _deliver_gradient(self, cell: tuple[int, int], gradient: Tensor) -> None:
+        """Keep the gradient of a cell's input for the stage before, in the input's place."""
+        assert cell not in self._gradients, f"the input of cell {cell} has a gradient"
+        handle = self._hidden.pop(cell, None)
+        if handle is None:
+            handle = self._between.put(gradient)
+        else:
+            self._between.overwrite(handle, gradient)
+        self._gradients[cell] = handle
+
+    def _expect_for(self, actions: Sequence[Action]) -> None:
+        """Begin to bring what is there between stages that these actions read."""
+        for action in actions:
+            handle = None
+            match action:
+                case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
+                    handle = self._hidden.get((chunk, stage))
+                case Backward(chunk, stage):
+                    handle = self._gradients.get((chunk, stage + 1))
+            if handle is not None:
+                self._between.prefetch(handle)
+
     def _backward(self, action: Backward, what: Pass) -> None:
         at = action.chunk, action.stage
-        live = self._live[at]
-        assert live.output is not None
-        live.cell.relay_factor = action.relay_factor
+        cell = self._cells[at]
+        assert cell.output is not None
+        cell.relay_factor = action.relay_factor
         if what.loss:
             own = self._inputs.of(action.chunk)
-            gradient = self._head.gradient(live.output, own, action.loss_factor, self._divisor)
+            gradient = self._head.gradient(cell.output, own, action.loss_factor, self._divisor)
             if not self._head.num_labels and self._last_backward[action.stage] is action:
-                self._head.no_rows(live.output)
-            self._pull(action, live.output, gradient)
+                self._head.no_rows(cell.output)
+            self._pull(action, cell, gradient)
         else:
-            following = action.chunk, action.stage + 1
-            lease = self._hidden.read_gradient(following)
-            self._pull(action, live.output, lease.tensor)
+            handle = self._gradients.pop((action.chunk, action.stage + 1))
+            lease = self._between.get(handle)
+            self._pull(action, cell, lease.tensor)
             lease.release()
-            self._hidden.drop(following)
-        live.forget_graph()
-        if self._ledger.holds("attention", *at):
-            self._ledger.release("attention", *at)
-        self._ledger.release("graph", *at)
-        self._return_gradient(at, live)
+            self._between.drop(handle)
+        cell.forget()
+        self._return_gradient(at, cell)
 
-    def _pull(self, action: Backward, output: Tensor, gradient: Tensor) -> None:
+    def _pull(self, action: Backward, cell: Cell, gradient: Tensor) -> None:
+        output, ends = cell.output, None if self._embedded is None else cell.x
+        assert output is not None
         is_last = self._last_backward[action.stage] is action
         with self._comms.backward(action.stage, is_last=is_last):
             if output.requires_grad:
-                torch.autograd.backward(output, gradient)
+                torch.autograd.backward(output, gradient, inputs=ends)
             elif is_last:  # nothing is trained below the head, whose own backwards are over
                 self._head.no_rows(output)
 
-    def _return_gradient(self, at: tuple[int, int], live: LiveCell) -> None:
+    def _return_gradient(self, at: tuple[int, int], cell: Cell) -> None:
         """Hand the gradient of a cell's input to the stage before, if that is trained."""
         chunk, stage = at
         if stage == 0:
             return
         if stage > self._plan.frozen_stages:
-            assert live.x is not None and live.x.grad is not None
+            assert cell.x is not None and cell.x.grad is not None
             if (chunk, stage - 1) in self._last_action:
-                self._hidden.deliver_gradient(at, live.x.grad)
+                self._deliver_gradient(at, cell.x.grad)
                 return
-            self._outbox["gradient", chunk, stage] = live.x.grad
-        if self._ledger.holds("input", *at):
-            self._hidden.drop(at)
+            self._outbox["gradient", chunk, stage] = cell.x.grad
+        if at in self._hidden:
+            self._between.drop(self._hidden.pop(at))
 
     def _open(self, chunk: int, stage: int) -> Cell:
         own = self._stages[stage]
-        return Cell(
+        return self._make_cell(
             self._inputs.of(chunk).rows, chunk_pieces(self._plan, chunk), self._store,
             self._backend, self._attention, own.layers, own.events, self._exchange,
         )  # fmt: skip
 
     def _free_kv(self, chunk: int, stage: int) -> None:
-        self._ledger.release("kv", chunk, stage)
         for (seq_id, index), layer in product(self._plan.links[chunk], self._stages[stage].layers):
             self._store.free(seq_id, layer, index)

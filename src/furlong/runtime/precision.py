@@ -6,15 +6,73 @@ dtype and are added to float32 sums at once. (bf16 sums over 64 chunks cost 0.8 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from furlong.errors import ConfigError
+
+class ParameterGroup:
+    """Parameters of some modules, in whose places leaves compute between `put` and `restore`.
+
+    A leaf may be the parameter itself, have another dtype, lie on another device or be filled from
+    elsewhere. Its gradients are added to `.grad` as they arrive where that is wide enough and
+    beside them; else to a sum in float32 or wider, which `reduce` adds to `.grad`, rounded once.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], returned: dict[int, Tensor] | None = None
+    ) -> None:
+        """`returned`: where all gradients are summed, by the parameter's id, and stay; no `.grad`
+        is touched."""
+        self.parameters: dict[int, nn.Parameter] = {}
+        self._places: list[tuple[int, nn.Module, str]] = []
+        self._all_apart = returned is not None
+        self._sums = {} if returned is None else returned
+        self._own_grads: dict[int, Tensor | None] = {}
+        """The earlier `.grad` of a parameter that is its own leaf, while gradients are summed."""
+        self._handles: list[RemovableHandle] = []
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places.append((id(parameter), module, name))
+                    self.parameters[id(parameter)] = parameter
+
+    def put(self, leaf_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        """Let `leaf_of` each parameter compute in all its places."""
+        leaves = {key: leaf_of(parameter) for key, parameter in self.parameters.items()}
+        for key, module, name in self._places:
+            module._parameters[name] = leaves[key]
+        for key, leaf in leaves.items():
+            parameter, hear = self.parameters[key], None
+            if self._all_apart or _is_narrow(parameter) or leaf.device != parameter.device:
+                hear = partial(_sum, self._sums, key)
+                if leaf is parameter:
+                    self._own_grads[key], parameter.grad = parameter.grad, None
+            elif leaf is not parameter:
+                hear = partial(_add, parameter)
+            if hear is not None and leaf.requires_grad:
+                self._handles.append(leaf.register_post_accumulate_grad_hook(hear))
+
+    def restore(self) -> None:
+        """Put the parameters back into their places; sums wait for `reduce`, or a next `put`."""
+        while self._handles:
+            self._handles.pop().remove()
+        for key, module, name in self._places:
+            module._parameters[name] = self.parameters[key]
+        while self._own_grads:
+            key, grad = self._own_grads.popitem()
+            self.parameters[key].grad = grad
+
+    def reduce(self) -> None:
+        """Add the sums to the `.grad` of restored parameters, and forget them."""
+        for key, parameter in self.parameters.items():
+            total = self._sums.pop(key, None)
+            if total is not None:
+                parameter.grad = _added(parameter, total)
 
 
 @contextmanager
@@ -28,123 +86,60 @@ def compute_parameters(
     """Within it the model's parameters are `compute_dtype` (None: as they are).
 
     `unchanged`: parameters that keep their dtype. With `returned` all compute on leaves of their
-    own, and their gradients, summed in float32 or wider, end there by the parameter's id; no
-    `.grad` and no hook is touched. Otherwise gradients end in the `.grad` of the model's own
-    parameters, added in place. Those of 16-bit computations are summed in float32; a parameter that
-    is itself 16-bit gets its sum on exit, rounded once. Hooks of `Tensor.register_hook` see the sum
-    of this call, once, on exit. On exit, also after an error, the model holds its own parameters
-    again. Raises ConfigError for a hook that returns no gradient.
+    own, and their gradients end there; see `ParameterGroup`. Otherwise they end in the `.grad` of
+    the model's own parameters, added in place. On exit, also after an error, the model holds its
+    own parameters again.
     """
-    places, parameters = _places(model)
-    as_they_are = {id(parameter) for parameter in unchanged}
-    sums: dict[int, Tensor] = {}
-    """Gradients of this call that are added to `.grad` on exit."""
-    handles = []
-    grads_before = {
-        key: p.grad for key, p in parameters.items() if returned is None and _is_apart(p)
-    }
+    group = ParameterGroup(model.modules(), returned)
+    kept = {id(parameter) for parameter in unchanged}
+
+    def leaf_of(parameter: nn.Parameter) -> nn.Parameter:
+        is_kept = compute_dtype is None or id(parameter) in kept
+        dtype = parameter.dtype if is_kept else compute_dtype
+        is_changed = returned is not None or parameter.dtype != dtype
+        if not (is_changed and parameter.is_floating_point()):
+            return parameter
+        return nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+
     try:
-        for key, parameter in parameters.items():
-            dtype = parameter.dtype if key in as_they_are else compute_dtype or parameter.dtype
-            leaf = _leaf(parameter, dtype, is_own=returned is not None)
-            for module, name in places[key]:
-                module._parameters[name] = leaf
-            if not leaf.requires_grad:
-                continue
-            if returned is not None:
-                handles.append(
-                    leaf.register_post_accumulate_grad_hook(partial(_sum, returned, key))
-                )
-            elif key in grads_before:
-                parameter.grad = None
-                handles.append(leaf.register_post_accumulate_grad_hook(partial(_sum, sums, key)))
-            elif leaf is not parameter:
-                handles.append(leaf.register_post_accumulate_grad_hook(partial(_add, parameter)))
+        group.put(leaf_of)
         yield
-        for key in sums:
-            sums[key] = _heard(parameters[key], sums[key])
-        for key, before in grads_before.items():
-            parameters[key].grad = _added(parameters[key], before, sums.pop(key, None))
-    except BaseException:
-        for key, before in grads_before.items():
-            parameters[key].grad = before
-        raise
     finally:
-        for handle in handles:
-            handle.remove()
-        for key, parameter in parameters.items():
-            for module, name in places[key]:
-                module._parameters[name] = parameter
-
-
-def _places(
-    model: nn.Module,
-) -> tuple[dict[int, list[tuple[nn.Module, str]]], dict[int, nn.Parameter]]:
-    """By id of each parameter: the modules that hold it, each with its name there; and itself."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-                parameters[id(parameter)] = parameter
-    return places, parameters
+        group.restore()
+    if returned is None:
+        group.reduce()
 
 
 @contextmanager
-def forgotten_gradients(model: nn.Module) -> Iterator[None]:
-    """After an error within it, parameters that had no gradient before have none again."""
+def added_gradients(model: nn.Module, *, keeps_zeros: bool = False) -> Iterator[None]:
+    """Within it trained parameters have a `.grad`. Those that had none before have none afterwards
+    where nothing has reached them, unless `keeps_zeros`: what was not drawn has a gradient of
+    zeros, which an optimizer must see. After an error within it they all have none.
+
+    Made in the first backward, gradients would lie among the short-lived tensors of the heap and
+    keep it from shrinking.
+    """
     without = [parameter for parameter in model.parameters() if parameter.grad is None]
+    made: list[tuple[nn.Parameter, Tensor, int]] = []
+    for parameter in without:
+        is_whole = type(parameter) is nn.Parameter and not _is_narrow(parameter)
+        if is_whole and parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
+            made.append((parameter, parameter.grad, parameter.grad._version))
     try:
         yield
     except BaseException:
         for parameter in without:
             parameter.grad = None
         raise
+    for parameter, zeros, version in () if keeps_zeros else made:
+        if parameter.grad is zeros and zeros._version == version:
+            parameter.grad = None
 
 
-@contextmanager
-def made_gradients(model: nn.Module, *, keeps_zeros: bool = False) -> Iterator[None]:
-    """Within it trained parameters have a `.grad`; those that nothing has reached lose it again,
-    unless `keeps_zeros`: what was not drawn has a gradient of zeros, which an optimizer must see.
-
-    Made in the first backward, gradients would lie among the short-lived tensors of the heap and
-    keep it from shrinking.
-    """
-    sparse = {id(p) for m in model.modules() if getattr(m, "sparse", False) for p in m.parameters()}
-    made: list[tuple[nn.Parameter, Tensor, int]] = []
-    for parameter in model.parameters():
-        is_usual = type(parameter) is nn.Parameter and id(parameter) not in sparse
-        if not is_usual or not parameter.requires_grad or parameter.grad is not None:
-            continue
-        if not _is_apart(parameter):
-            parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
-            made.append((parameter, parameter.grad, parameter.grad._version))
-    try:
-        yield
-    finally:
-        for parameter, zeros, version in () if keeps_zeros else made:
-            if parameter.grad is zeros and zeros._version == version:
-                parameter.grad = None
-
-
-def _leaf(parameter: nn.Parameter, dtype: torch.dtype, *, is_own: bool) -> nn.Parameter:
-    """The parameter that computes in a parameter's place: itself where nothing is changed, or with
-    `is_own` an alias of it."""
-    is_own = is_own or parameter.dtype != dtype or bool(_hooks(parameter))
-    if not parameter.is_floating_point() or not is_own:
-        return parameter
-    return nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-
-
-def _hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], Any]]:
-    """Hooks of `Tensor.register_hook`: each may change the gradient that it sees."""
-    return list((getattr(parameter, "_backward_hooks", None) or {}).values())
-
-
-def _is_apart(parameter: nn.Parameter) -> bool:
+def _is_narrow(parameter: nn.Parameter) -> bool:
     """Whether this call's gradient is summed apart from `.grad`, to be added to it on exit."""
-    return parameter.dtype.itemsize < 4 or bool(_hooks(parameter))
+    return parameter.dtype.itemsize < 4
 
 
 def _add(parameter: nn.Parameter, leaf: Tensor) -> None:
@@ -159,46 +154,21 @@ def _add(parameter: nn.Parameter, leaf: Tensor) -> None:
 def _sum(sums: dict[int, Tensor], key: int, leaf: Tensor) -> None:
     """Add the gradient of what computes in a parameter's place to a float32 or wider sum."""
     assert leaf.grad is not None
-    wide = torch.promote_types(leaf.dtype, torch.float32)
-    # a sparse sum and a dense one (of tied parameters) add up in one order only
-    if key not in sums:
-        sums[key] = leaf.grad.to(wide)
-    elif sums[key].is_sparse and not leaf.grad.is_sparse:
-        sums[key] = leaf.grad.to(wide).add_(sums[key])
-    else:
+    if key in sums:
         sums[key].add_(leaf.grad)
+    else:
+        sums[key] = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32))
     leaf.grad = None
 
 
-def _heard(parameter: nn.Parameter, total: Tensor) -> Tensor:
-    """A gradient as the parameter's own hooks leave it, returned or changed in place."""
-    for hook in _hooks(parameter):
-        seen = total.to(_grad_dtype(parameter))
-        version = seen._version
-        changed = hook(seen)
-        if changed is None:
-            changed = seen if seen._version != version else total
-        if not isinstance(changed, Tensor) or changed.shape != total.shape:
-            what = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
-            raise ConfigError(
-                given=f"a hook on a gradient of shape {tuple(total.shape)} that returned {what}",
-                required="a gradient of the same shape, or None",
-                source="Tensor.register_hook on a parameter of the model",
-                change="return the changed gradient",
-            )
-        total = changed.to(total.dtype)
-    return total
-
-
-def _added(parameter: nn.Parameter, before: Tensor | None, total: Tensor | None) -> Tensor | None:
-    """`.grad` with the sum of this call added to it: in place, as autograd does."""
-    if before is None or total is None:
-        return before if total is None else total.to(_grad_dtype(parameter))
-    wide = torch.promote_types(before.dtype, total.dtype)
-    if before.is_sparse:
-        return total.to(wide).add(before).to(before.dtype)
+def _added(parameter: nn.Parameter, total: Tensor) -> Tensor:
+    """`.grad` with a sum added to it: in place, as autograd does."""
+    grad, total = parameter.grad, total.to(parameter.device)
+    if grad is None:
+        return total.to(_grad_dtype(parameter))
+    wide = torch.promote_types(grad.dtype, total.dtype)
     with torch.no_grad():
-        return before.copy_(before.to(wide).add(total))
+        return grad.copy_(grad.to(wide).add(total))
 
 
 def _grad_dtype(parameter: nn.Parameter) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The random generators that a forward may draw from: their state, and replaying it."""
+"""State that a forward and its recomputation share: random generators and modes of modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +67,14 @@ def independent_draws(process: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         resume.write(device)
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Within it any mode may be set; afterwards every module has its own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -2,88 +2,304 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from typing import Unpack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
 
-import torch.distributed as dist
+import torch
+from torch import Tensor
 
 from furlong.cost.memory import PlanMemory
 from furlong.cost.training import Training
-from furlong.errors import PlanError, UserError
+from furlong.errors import ConfigError, DataError, PlanError, UserError
+from furlong.models.decoder import HFDecoder
 from furlong.models.describe import describe
-from furlong.models.wrappers import refuse_hooks
-from furlong.plan.plan import ChunkPlan
-from furlong.runtime.batch import PlannedSequences, batch_of, divisor_of, require_plan
-from furlong.runtime.checks.surroundings import drawn, untrainable
+from furlong.plan.plan import Chunk, ChunkPlan, Forward
+from furlong.plan.rows import ChunkRows
+from furlong.planners.chunks import Forks
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders import plan_replica
+from furlong.planners.spaco import sampled
+from furlong.runtime.batch import (
+    WEIGHTS,
+    Batch,
+    ShiftedSequence,
+    Span,
+    batch_of,
+    check_ranges,
+    no_data,
+    refused_data,
+    require_options,
+    shift_labels,
+    whole_number,
+)
+from furlong.runtime.caller import drawn, untrainable
+from furlong.runtime.distributed.comms import require_layout, stages_of
+from furlong.runtime.distributed.consensus import (
+    Facts,
+    Planned,
+    agreed,
+    checksums,
+    joined,
+    planned,
+    together,
+)
 from furlong.runtime.executor import Executor
-from furlong.runtime.followed_model import FollowedModel
-from furlong.runtime.inputs import check_ranges
-from furlong.runtime.parallel.agreement import Facts, agreed
-from furlong.runtime.parallel.comms import require_layout, stages_of
-from furlong.runtime.parallel.likeness import checksums, trained_names
-from furlong.runtime.parallel.recovery import made_together
-from furlong.runtime.precision import forgotten_gradients, made_gradients
-from furlong.runtime.recorder import Measuring
-from furlong.runtime.result import StepResult
-from furlong.runtime.rng import independent_draws
+from furlong.runtime.head import Head, LossHead
+from furlong.runtime.profile import Measuring
+from furlong.runtime.session import Session
+from furlong.timeline import Timeline
 
 
-def batch_for(followed: FollowedModel, plan: object, sequences: object) -> PlannedSequences:
-    """The batch that a caller has passed to this process; see `batch_of` for `sequences`."""
+def require_plan(plan: object) -> ChunkPlan:
+    """Raise ConfigError for what is no ChunkPlan."""
+    if not isinstance(plan, ChunkPlan):
+        raise ConfigError(
+            given=f"a plan of type {type(plan).__name__}",
+            required="a ChunkPlan",
+            source="the arguments of Engine.run",
+            change="pass what Engine.plan returns",
+        )
+    return plan
+
+
+def batch_for(
+    session: Session, plan: object, sequences: object, *,
+    extras: Collection[str] | None = (WEIGHTS,), weights: Sequence[float] | None = None,
+) -> tuple[ChunkPlan, Batch]:  # fmt: skip
+    """The plan and the batch that a caller has passed to this process; labels are shifted.
+
+    `sequences`: all, in order, or a mapping of seq_id to each whose tokens this process reads.
+    `extras`: see `shift_labels`. Raises DataError unless the sequences are of the lengths that the
+    plan was made for, and `weights` one for each sequence of an exact plan.
+    """
     plan = require_plan(plan)
     if plan.two_phases:
         raise PlanError("a plan of two phases has no loss: Engine.token_values makes and obeys it")
-    if followed.ranks is not None:
-        require_layout(plan, followed.ranks)
-    return batch_of(plan, sequences, followed.rank, lambda: followed.rows_of(plan))
+    if session.ranks is not None:
+        require_layout(plan, session.ranks)
+    if weights is not None and (len(weights) != len(plan.seq_lens) or plan.sampled):
+        raise refused_data(
+            f"{len(weights)} weights of a plan with {len(plan.seq_lens)} sequences"
+            + ", which samples" * plan.sampled,
+            "a number for each sequence of an exact plan",
+            "pass one for each seq_id, or leave weights out",
+        )
+    needs_labels = extras is not None
+    if not isinstance(sequences, Mapping):
+        shifted = shift_labels(sequences, extras=extras, needs_labels=needs_labels)
+        _require_lens([len(s.input_ids) for s in shifted], plan.seq_lens)
+        return plan, along_paths(plan, batch_of(shifted))
+    shifted = shift_labels(sequences.values(), extras=extras, needs_labels=needs_labels)
+    own: dict[Any, ShiftedSequence] = dict(zip(sequences, shifted, strict=True))
+    needed = read_sequences(plan, session.rank, session.rows_of(plan))
+    missing = [seq_id for seq_id in needed if seq_id not in own]
+    others = [seq_id for seq_id in own if seq_id not in range(len(plan.seq_lens))]
+    if missing or others:
+        raise refused_data(
+            f"no sequence {missing[0]}" if missing else f"a sequence {others[0]!r:.60}",
+            f"at least those of list {session.rank} of the plan that this process reads: "
+            f"{_listed(needed)}",
+            "pass a mapping of seq_id to sequence, or all sequences of the batch in a list",
+        )
+    ids = [seq_id for seq_id in range(len(plan.seq_lens)) if seq_id in own]
+    _require_lens([len(own[i].input_ids) for i in ids], [plan.seq_lens[i] for i in ids])
+    return plan, along_paths(plan, among(own, plan.seq_lens))
+
+
+def along_paths(plan: ChunkPlan, batch: Batch) -> Batch:
+    """The batch of a plan; sequences that branch with the tokens that follow one another. The label
+    of a branch's first token is what the token predicts that it goes on from."""
+    planned = list(batch.planned)
+    for seq_id in plan.trees.keys() & range(len(planned)):
+        bounds = sorted(b for c in plan.groups[seq_id] for b in plan.bounds(seq_id, c))
+        spans = [Span(seq_id, start, start, stop - 1) for start, stop, _ in bounds]
+        spans += [
+            Span(seq_id, start - 1, before - 1, before) for start, _, before in bounds if before
+        ]
+        planned[seq_id] = replace(planned[seq_id], spans=tuple(spans))
+    return replace(batch, planned=planned)
+
+
+def among(own: Mapping[Any, ShiftedSequence], seq_lens: Sequence[int]) -> Batch:
+    """A batch by seq_id, of which only `own` sequences are here: the others are empty."""
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    absent = ShiftedSequence(none, none)
+    return batch_of([own.get(seq_id, absent) for seq_id in range(len(seq_lens))], seq_lens)
+
+
+def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int | None) -> int:
+    """The divisor of the summed loss, in tokens. Raises DataError where nothing has a label, or
+    where nobody says how many have one."""
+    if num_valid_tokens is not None:
+        return whole_number(num_valid_tokens, "num_valid_tokens")
+    if own_valid_tokens is None:
+        raise DataError(
+            given="a part of the batch's sequences, without num_valid_tokens",
+            required="the labelled tokens of the whole batch, by which the loss is divided",
+            source="the arguments of Engine.run",
+            change="pass num_valid_tokens, or all sequences of the batch",
+        )
+    if not own_valid_tokens:
+        raise no_data("no token with a label to divide the loss by", "at least one label")
+    return own_valid_tokens
+
+
+def read_sequences(plan: ChunkPlan, rank: int, rows_of: Callable[[Chunk], ChunkRows]) -> list[int]:
+    """Sequences of which a process reads tokens or labels: at the first stage and at the last."""
+    ends = {0, len(plan.stages) - 1}
+    own = {a.chunk for a in plan.actions[rank] if isinstance(a, Forward) and a.stage in ends}
+    return sorted({seq_id for chunk in own for seq_id, *_ in rows_of(plan.chunks[chunk]).tokens})
+
+
+def _require_lens(lens: Sequence[int], required: Sequence[int]) -> None:
+    if tuple(lens) != tuple(required):
+        raise refused_data(
+            f"sequences of {_listed(lens)} tokens",
+            f"the plan's: {_listed(required)}",
+            "pass the sequences for which the plan was made, in their order",
+        )
+
+
+def _listed(lens: Sequence[int]) -> str:
+    shown = ", ".join(map(str, lens[:8]))
+    return f"{shown}, ... ({len(lens)} of them)" if len(lens) > 8 else shown or "no"
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    loss: float
+    """The summed loss divided by the divisor."""
+    loss_sum: float
+    num_valid_tokens: int
+    """Tokens with a label in this call."""
+    timeline: Timeline
+    token_losses: tuple[Tensor, ...] = ()
+    """Losses of an evaluation (backward=False): one (T,) float64 tensor per sequence, on the CPU.
+    Entry t is the loss of token t + 1 given those up to t; 0 where that has no label."""
+    plan: ChunkPlan | None = None
+    """The plan that ran, of which the timeline tells."""
+    host_bytes: int = 0
+    """Most bytes at a time in the tier host."""
+    disk_bytes: int = 0
+    has_drawn: bool = False
+    """Whether a forward in train mode drew random numbers on this process."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other figures of the loss, by name."""
+
+
+def planner_of(
+    session: Session, options: ChunkOptions, *, backward: bool
+) -> Callable[[Sequence[int], Forks | None], ChunkPlan]:
+    """A function that plans the sequences of one replica, by their lengths and, on one device,
+    where they branch. Among several stages a collective; what it returns is none."""
+    model, ranks = session.model, session.ranks
+    is_staged = ranks is not None and ranks.pp > 1
+    frozen = session.num_frozen_layers if backward and is_staged else 0
+
+    def plan(seq_lens: Sequence[int], forks: Forks | None = None) -> ChunkPlan:
+        require_options(options)
+        is_cut = backward and options.order == "layer-first"
+        return plan_replica(
+            seq_lens, options,
+            num_layers=model.num_layers, backward=backward, forks=forks,
+            stages=session.heights if is_staged else (),
+            sp_size=1 if ranks is None else ranks.sp,
+            frozen_layers=model.num_frozen_layers if is_cut and not is_staged else frozen,
+        )  # fmt: skip
+
+    return plan
+
+
+def planned_batch(
+    session: Session, options: ChunkOptions, read: Callable[[], Batch], *, backward: bool
+) -> tuple[ChunkPlan, Batch, range]:
+    """The plan and the batch of the sequences that all replicas `read`, and the numbers of this
+    one's among them. Where one process raises an error, all do."""
+    ranks, planner = session.ranks, planner_of(session, options, backward=backward)
+
+    def make() -> tuple[Batch, Planned]:
+        batch = read()
+        lens = [len(tree.input_ids) for tree in batch.planned]
+        return batch, planned(planner(lens, batch.forks), batch, ranks)
+
+    batch, found = together(ranks, make)
+    own = range(len(batch.sequences))
+    if ranks is not None:
+        found, own = joined(ranks, found)
+        whole = among(dict(zip(own, batch.sequences, strict=True)), found.plan.seq_lens)
+        batch = replace(whole, num_labels=found.num_labels)
+    return with_draw(session, found.plan, options, found.labelled), batch, own
+
+
+def with_draw(
+    session: Session,
+    plan: ChunkPlan,
+    options: ChunkOptions,
+    labelled: Collection[int] = (),
+) -> ChunkPlan:
+    """The plan of the whole batch with its draw, the same on all processes, if `options` ask for
+    one. `labelled`: chunks whose labels decide with which probability they are drawn."""
+    sampling = options.sampling
+    if sampling is None or not plan.trained:
+        return plan
+    if sampling.seed is None:
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        sampling = replace(sampling, seed=session.by_first(seed))
+    return sampled(plan, sampling, labelled)
 
 
 def take_step(
-    followed: FollowedModel,
-    find: Callable[[], PlannedSequences],
+    session: Session,
+    find: Callable[[], tuple[ChunkPlan, Batch]],
     num_valid_tokens: int | None,
     watch: Callable[[], None],
+    *,
+    head: Callable[[HFDecoder, ChunkPlan, Batch], Head] = LossHead,
     **measuring: Unpack[Measuring],
 ) -> StepResult:
-    """Take the step of a batch, which `find` returns; where that raises an error, no process takes
-    it. The other arguments are those of `Engine.run`."""
-    model = followed.model
-    followed.require_settled()
-    batch, facts = agreed(followed.ranks, lambda: _prepared(followed, find(), num_valid_tokens))
-    plan, num_labels, trains = batch.plan, batch.num_labels, bool(batch.plan.trained)
+    """Take the step of a plan and its batch, which `find` returns; where that raises an error, no
+    process takes it. `head`: makes what takes final hidden states. The other arguments are those of
+    `Engine.run`."""
+    model = session.model
+    session.require_settled()
+    (plan, batch), own = together(
+        session.ranks, lambda: _prepared(session, *find(), num_valid_tokens)
+    )
+    facts = agreed(session.ranks, own)
+    num_labels, trains = batch.num_labels, bool(plan.trained)
     if trains and not facts.trains:
         raise untrainable(model)
-    if trains and followed.ranks is not None and followed.ranks.pp > 1:
-        followed.kept.trained_layers = layers_of(plan, followed.rank)
-    comms, pools = followed.comms(plan), followed.kept.opened
+    if trains and session.ranks is not None and session.ranks.pp > 1:
+        session.state.trained_layers = layers_of(plan, session.rank)
+    comms, pools = session.comms(plan), session.state.opened
     with ExitStack() as stack:
 
         def make() -> Executor:
             if len(plan.stages) > 1:
-                followed.require_checked(plan.stages)
-            _take_pinned(followed, plan)
+                session.require_checked(plan.stages)
+            _take_pinned(session, plan)
             pools.reset_peaks()
-            for context in _surroundings(followed, plan):
-                stack.enter_context(context)
+            stack.enter_context(session.computing(plan))
             return Executor(
-                model, plan, batch.sequences,
+                model, plan, batch,
                 num_valid_tokens=facts.divisor,
                 num_labels=facts.divisor if num_labels is None else num_labels,
-                backend=followed.kept.backend, pools=pools, comms=comms, rank=followed.rank,
-                process=followed.process, exchange=followed.exchange,
-                head=batch.make_head and batch.make_head(model, plan), **measuring,
+                backend=session.state.backend, pools=pools, comms=comms, rank=session.rank,
+                process=session.process, exchange=session.exchange,
+                head=head(model, plan, batch), **measuring,
             )  # fmt: skip
 
-        executor = made_together(followed.ranks, make)
-        with followed.settling(comms):
+        executor = together(session.ranks, make)
+        with session.settling(comms):
             loss_sum, timeline = executor.run(watch)
     if num_labels is None:
         num_labels = executor.num_labels
     assert num_labels == executor.num_labels, "the plan met other labels than the batch has"
-    followed.kept.has_drawn |= executor.has_drawn
+    session.state.has_drawn |= executor.has_drawn
     if trains and executor.has_drawn:
-        followed.note(drawn(model))
+        session.note(drawn(model))
     losses = tuple(losses.cpu() for losses in executor.token_losses)
     return StepResult(
         loss_sum / facts.divisor, loss_sum, num_labels, timeline, losses, plan,
@@ -92,11 +308,11 @@ def take_step(
     )  # fmt: skip
 
 
-def _take_pinned(followed: FollowedModel, plan: ChunkPlan) -> None:
+def _take_pinned(session: Session, plan: ChunkPlan) -> None:
     """Take the pinned memory that a plan needs before its first action: seconds for each 10 GB,
     once. A plan with no more tokens than those before finds it there; what cannot be predicted,
     and what `memory.host` does not hold, is taken as the step goes on."""
-    model, pools = followed.model, followed.kept.opened
+    model, pools = session.model, session.state.opened
     lower = {plan.tiers.kv, plan.tiers.inputs, plan.tiers.attention, plan.tiers.graphs}
     if model.device.type != "cuda" or "host" not in lower:
         return
@@ -109,60 +325,41 @@ def _take_pinned(followed: FollowedModel, plan: ChunkPlan) -> None:
         shape = describe(model.config)
     except UserError:
         return
-    dtype = followed.compute_dtype or next(model.model.parameters()).dtype
+    dtype = session.compute_dtype or next(model.model.parameters()).dtype
     memory = PlanMemory(shape, Training.in_dtype(str(dtype).removeprefix("torch.")), 0)
-    num_bytes = int(memory.curve(plan, followed.rank).host.max())
+    num_bytes = int(memory.curve(plan, session.rank).host.max())
     limit_bytes = pools.storage.host_bytes
     if limit_bytes is None or num_bytes <= limit_bytes:
         pools.host.reserve(num_bytes, limit_bytes)
     pools.reserved[kind] = most
 
 
-def _surroundings(
-    followed: FollowedModel, plan: ChunkPlan
-) -> Iterator[AbstractContextManager[None]]:
-    """The contexts in which a plan is obeyed, each to be entered before the next is made."""
-    model = followed.model
-    if plan.trained:
-        yield forgotten_gradients(model.model)
-        yield followed.adding_up_tied()
-        yield made_gradients(model.model, keeps_zeros=plan.sampled)
-    yield followed.computing(regathers=plan.regathers)
-    yield model.installed()
-    if followed.ranks is not None:  # masks of dropout must not be the same on all
-        yield independent_draws(dist.get_rank(followed.ranks.group), model.device)
-
-
 def _prepared(
-    followed: FollowedModel, batch: PlannedSequences, num_valid_tokens: int | None
-) -> tuple[PlannedSequences, Facts]:
-    """The batch and what this process knows of it. Raises for what it cannot take."""
-    model, plan = followed.model, batch.plan
+    session: Session, plan: ChunkPlan, batch: Batch, num_valid_tokens: int | None
+) -> tuple[tuple[ChunkPlan, Batch], Facts]:
+    """The step and what this process knows of it. Raises for what it cannot take."""
+    model = session.model
     divisor = divisor_of(num_valid_tokens, batch.num_labels)
     check_ranges(
         batch.sequences, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
         longest_tokens=model.longest_tokens,
     )  # fmt: skip
-    if plan.trained:
-        refuse_hooks(model.model)
     num_frozen = model.num_layers  # the executor compares where the model is whole
-    if followed.kept.pipeline is not None:
-        _require_stage(followed, plan)
+    if session.state.pipeline is not None:
+        _require_stage(session, plan)
         num_frozen = model.num_frozen_layers if plan.frozen_stages else num_frozen
     trains = any(parameter.requires_grad for parameter in model.model.parameters())
-    if followed.ranks is None:
-        return batch, Facts(plan, divisor, num_frozen, trains)
-    own = trained_names(model), checksums(batch.sequences)
-    return batch, Facts(plan, divisor, num_frozen, trains, *own)
+    sums = checksums(session.ranks, model, batch.sequences)
+    return (plan, batch), Facts(plan, divisor, num_frozen, trains, sums)
 
 
-def _require_stage(followed: FollowedModel, plan: ChunkPlan) -> None:
+def _require_stage(session: Session, plan: ChunkPlan) -> None:
     """Raise PlanError for layers that this process lacks, or of which it has old weights."""
-    model, before = followed.model, followed.kept.trained_layers
+    model, before = session.model, session.state.trained_layers
     model.stages(plan.stages)  # of other heights than the model has
-    own = layers_of(plan, followed.rank)
+    own = layers_of(plan, session.rank)
     model.require_held(own)
-    if len(model.held) > len(own) and before not in (None, own):
+    if len(model.local_layers) > len(own) and before not in (None, own):
         raise PlanError(
             f"the plan runs {own} of the layers here, where an earlier one has trained {before}: "
             "this process has the whole model, but old weights of its other layers"

@@ -23,14 +23,13 @@ Where two ranks wait only for each other, the order in which they are looked at 
 times follow from the plan. Left out: the links of different pairs of ranks share no bandwidth.
 
 Behind the clock: the figures of a timeline, simulated or measured (seconds of each rank, the bubble
-ratio), and `UnitCosts`, costs without hardware, as ChunkFlow's figures have them: time is
-proportional to tokens, a backward takes twice as long as a forward, messages take no time.
+ratio).
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from typing import Any, Literal, Protocol
@@ -53,64 +52,7 @@ from furlong.plan.plan import (
 from furlong.timeline import Lane, Record, Timeline
 
 Collective = tuple[type[Action] | Literal["pass", "gathering", "reducing"], int]
-"""The kind of a collective, and its stage. Every rank numbers its occurrences from 0."""
-
-
-class Collectives:
-    """The ranks that have come to each collective, and its end; writes the times of its actions."""
-
-    def __init__(
-        self,
-        plan: ChunkPlan,
-        compute_s: Callable[[Action, int], float],
-        start_s: list[list[float]],
-        stop_s: list[list[float]],
-    ) -> None:
-        self._plan = plan
-        self._compute_s = compute_s
-        self._start_s, self._stop_s = start_s, stop_s
-        shared = _shared_stages(plan)
-        self.joins = [_joins(plan, rank, shared) for rank in range(len(plan.actions))]
-        """Per rank and action, the collective that it is part of."""
-        self._come: dict[Collective, dict[int, int]] = defaultdict(dict)
-        """Per collective, its ranks, each with how many occurrences it has come to."""
-        for rank, joins in enumerate(self.joins):
-            for key in joins:
-                if key is not None:
-                    self._come[key][rank] = 0
-        self._waiting: dict[Collective, list[list[tuple[int, int, float]]]] = defaultdict(list)
-        """Per collective and occurrence, the (rank, place in its list, time) that have come."""
-        self.settled_s: dict[Collective, list[float]] = defaultdict(list)
-        """Per collective, when each occurrence stops, as far as all have come."""
-        self._link_free_s = [0.0] * len(plan.actions)
-
-    def join(self, rank: int, index: int, now: float) -> tuple[Collective, int]:
-        """Come to the collective of an action; the last rank to come settles its times."""
-        key = self.joins[rank][index]
-        assert key is not None
-        occurrence = self._come[key][rank]
-        self._come[key][rank] += 1
-        waiting = self._waiting[key]
-        if occurrence == len(waiting):
-            waiting.append([])
-        waiting[occurrence].append((rank, index, now))
-        if len(waiting[occurrence]) == len(self._come[key]):
-            self._settle(key, waiting[occurrence])
-        return key, occurrence
-
-    def _settle(self, key: Collective, joined: list[tuple[int, int, float]]) -> None:
-        on_link = isinstance(key[0], type)
-        start = max(max(at, self._link_free_s[one]) if on_link else at for one, _, at in joined)
-        own_s = [self._compute_s(self._plan.actions[one][i], one) for one, i, _ in joined]
-        stop = start + max(own_s)
-        for (one, i, _), seconds in zip(joined, own_s, strict=True):
-            # a link is in use to the end; a rank that is through with its pass only waits
-            self._start_s[one][i], self._stop_s[one][i] = start, stop
-            if on_link:
-                self._link_free_s[one] = stop
-            else:
-                self._stop_s[one][i] = start + seconds
-        self.settled_s[key].append(stop)
+"""The kind of a collective, and its stage."""
 
 
 def _shared_stages(plan: ChunkPlan) -> frozenset[int]:
@@ -145,7 +87,8 @@ def _joins(plan: ChunkPlan, rank: int, shared: frozenset[int]) -> list[Collectiv
 
 
 _Pair = tuple[int, int]
-_Key = _Pair | Collective
+_Joined = tuple[Collective, int]
+"""A collective, and which of its occurrences, for every rank numbers them from 0."""
 _LINKED = (Send, Recv, Unshard, Reduce)
 
 
@@ -222,14 +165,14 @@ def time_actions(plan: ChunkPlan, costs: ActionCosts, *, copies: CopyCosts | Non
 
 
 class Clock:
-    """One run of the clock. Ranks are generators that yield what they wait for."""
+    """One run of the clock. Ranks are generators that yield the one event that they wait for: a
+    message of a channel, or an occurrence of a collective."""
 
     def __init__(
         self, plan: ChunkPlan, costs: ActionCosts, copies: CopyCosts | None = None
     ) -> None:
-        self._plan = plan
-        self._costs = costs
-        self._copies = copies
+        self._plan, self._costs, self._copies = plan, costs, copies
+        ranks, shared = range(len(plan.actions)), _shared_stages(plan)
         self._start_s = [[-1.0] * len(actions) for actions in plan.actions]
         self._stop_s = [[-1.0] * len(actions) for actions in plan.actions]
         self._copy_stop_s: dict[tuple[int, int], float] = {}
@@ -237,29 +180,34 @@ class Clock:
         """Per channel, when each message starts and stops, as far as that is known."""
         self._received: Counter[_Pair] = Counter()
         """Per channel, the messages that the receiver has taken."""
-        self._together = Collectives(plan, costs.compute_s, self._start_s, self._stop_s)
-        self._awake = deque(range(len(plan.actions)))
-        self._sleeping: dict[_Key, list[int]] = defaultdict(list)
+        self._joins = [_joins(plan, rank, shared) for rank in ranks]
+        """Per rank and action, the collective that it is part of."""
+        self._num_ranks = Counter(key for joins in self._joins for key in set(joins) if key)
+        self._joined: Counter[tuple[Collective, int]] = Counter()
+        """Per collective and rank, the occurrences that it has come to."""
+        self._come: dict[_Joined, list[tuple[int, int, float]]] = defaultdict(list)
+        """The (rank, place in its list, time) that have come to an occurrence."""
+        self._settled_s: dict[_Joined, float] = {}
+        """When an occurrence stops, once all have come."""
+        self._link_free_s = [0.0 for _ in ranks]
 
     def run(self) -> Times:
         walks = [self._walk(rank) for rank in range(len(self._plan.actions))]
-        while self._awake:
-            rank = self._awake.popleft()
-            key = next(walks[rank], None)
-            if key is not None:
-                self._sleeping[key].append(rank)
+        waits: list[object] = []
+        before: list[object] | None = None
+        while waits != before:  # each rank as far as it gets, until none gets on
+            before, waits = waits, [next(walk, None) for walk in walks]
         stuck = [(rank, s.index(-1.0)) for rank, s in enumerate(self._stop_s) if -1.0 in s]
         if stuck:
             raise self._deadlock(stuck)
         return Times(self._start_s, self._stop_s, self._copy_stop_s)
 
-    def _walk(self, rank: int) -> Iterator[_Key]:
+    def _walk(self, rank: int) -> Iterator[object]:
         """Go through a rank's list; yield what it waits for, where that has no time yet."""
         actions, starts, stops = self._plan.actions[rank], self._start_s[rank], self._stop_s[rank]
-        joins = self._together.joins[rank]
         now = 0.0  # when the rank is free for its next action
         index = 0
-        unsharding: dict[int, tuple[Collective, int]] = {}  # by stages that no cell has used yet
+        unsharding: dict[int, _Joined] = {}  # by stages that no cell has used yet
         while index < len(actions):
             action = actions[index]
             if isinstance(action, (Send, Recv)):
@@ -274,13 +222,13 @@ class Clock:
                 index += 1
                 continue
             if unsharding and action.stage in unsharding:
-                now = max(now, (yield from self._end(*unsharding.pop(action.stage))))
-            if joins[index] is None:
+                now = max(now, (yield from self._end(unsharding.pop(action.stage))))
+            if self._joins[rank][index] is None:
                 starts[index] = now
                 stops[index] = free = now + self._costs.compute_s(action, rank)
             else:
                 # the last rank to come writes this one's start and stop
-                free = yield from self._end(*self._join(rank, index, now))
+                free = yield from self._end(self._join(rank, index, now))
                 if not self._plan.regathers:
                     free = stops[index]
             if self._copies and (copy_s := self._copies.copy_s(action, rank)):
@@ -291,7 +239,7 @@ class Clock:
 
     def _exchange(
         self, rank: int, index: int, now: float
-    ) -> Generator[_Key, None, tuple[int, float]]:
+    ) -> Generator[object, None, tuple[int, float]]:
         """The message at `index`: how many actions that was, and when the rank is free again."""
         action = self._plan.actions[rank][index]
         if isinstance(action, Send):
@@ -300,14 +248,13 @@ class Clock:
             start = max(now, spans[-1][1]) if spans else now
             stop = start + self._costs.transfer_s(action, rank)
             spans.append((start, stop))
-            self._awake.extend(self._sleeping.pop(channel, ()))
         else:
             assert isinstance(action, Recv)
             channel = action.peer, rank
             spans, message = self._spans[channel], self._received[channel]
             self._received[channel] += 1
             while len(spans) <= message:
-                yield channel
+                yield channel, message
             start, stop = spans[message]
             stop = max(stop, now)
             start = min(max(start, now), stop)
@@ -315,19 +262,36 @@ class Clock:
         self._start_s[rank][index], self._stop_s[rank][index] = start, stop
         return 1, now
 
-    def _join(self, rank: int, index: int, now: float) -> tuple[Collective, int]:
-        """Come to a collective; the last of its ranks wakes those that wait for its end."""
-        key, occurrence = self._together.join(rank, index, now)
-        if len(self._together.settled_s[key]) > occurrence:
-            self._awake.extend(self._sleeping.pop(key, ()))
-        return key, occurrence
+    def _join(self, rank: int, index: int, now: float) -> _Joined:
+        """Come to a collective; the last of its ranks settles its times, and wakes the others."""
+        key = self._joins[rank][index]
+        assert key is not None
+        joined = key, self._joined[key, rank]
+        self._joined[key, rank] += 1
+        come = self._come[joined]
+        come.append((rank, index, now))
+        if len(come) == self._num_ranks[key]:
+            self._give_times(joined, self._come.pop(joined))
+        return joined
 
-    def _end(self, key: Collective, occurrence: int) -> Generator[_Key, None, float]:
+    def _give_times(self, joined: _Joined, come: list[tuple[int, int, float]]) -> None:
+        on_link = isinstance(joined[0][0], type)
+        start = max(max(at, self._link_free_s[rank]) if on_link else at for rank, _, at in come)
+        own_s = [self._costs.compute_s(self._plan.actions[rank][i], rank) for rank, i, _ in come]
+        stop = start + max(own_s)
+        for (rank, i, _), seconds in zip(come, own_s, strict=True):
+            # a link is in use to the end; a rank that is through with its pass only waits
+            self._start_s[rank][i] = start
+            self._stop_s[rank][i] = stop if on_link else start + seconds
+            if on_link:
+                self._link_free_s[rank] = stop
+        self._settled_s[joined] = stop
+
+    def _end(self, joined: _Joined) -> Generator[object, None, float]:
         """Wait until a collective has its times; when it stops."""
-        settled_s = self._together.settled_s[key]
-        while len(settled_s) <= occurrence:
-            yield key
-        return settled_s[occurrence]
+        while joined not in self._settled_s:
+            yield joined
+        return self._settled_s[joined]
 
     def _deadlock(self, stuck: list[tuple[int, int]]) -> PlanError:
         grid = Grid(self._plan)
@@ -455,35 +419,3 @@ def _field(record: Record, late: frozenset[tuple[int, int]]) -> str | None:
         is_first = isinstance(action, Forward) != ((action.chunk, action.stage) in late)
         return "forward_s" if is_first else "recompute_s"
     return _FIELDS.get(type(action))
-
-
-class UnitCosts:
-    """ActionCosts of one plan, in units instead of seconds; a dummy counts one token.
-
-    Layers that a Forward or a Recompute has checkpointed run once more within the Backward
-    (InfiniPipe, Eq. 11).
-    """
-
-    def __init__(self, plan: ChunkPlan) -> None:
-        self._tokens = [chunk.num_tokens or 1 for chunk in plan.chunks]
-        mean = max(1, sum(plan.stages)) / max(1, len(plan.stages))
-        self._heights = [num_layers / mean for num_layers in plan.stages]
-        self._again: dict[tuple[int, int], float] = {}
-        """Share of a cell's layers that its Backward recomputes."""
-        for actions in plan.actions:
-            for action in actions:
-                if isinstance(action, (Forward, Recompute)) and action.recompute_layers:
-                    share = action.recompute_layers / plan.stages[action.stage]
-                    self._again[action.chunk, action.stage] = share
-
-    def compute_s(self, action: Action, rank: int) -> float:
-        match action:
-            case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
-                return self._tokens[chunk] * self._heights[stage]
-            case Backward(chunk, stage):
-                share = 2 + self._again.get((chunk, stage), 0.0)
-                return self._tokens[chunk] * self._heights[stage] * share
-        return 0.0
-
-    def transfer_s(self, action: Send, rank: int) -> float:
-        return 0.0

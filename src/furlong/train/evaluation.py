@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from furlong.data.loader import Batch
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.modes import modes_kept
+from furlong.runtime.rng import modes_kept
 from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting
 from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.processes.watch import EVALUATION
 
 if TYPE_CHECKING:
-    from furlong.runtime.result import StepResult
+    from furlong.runtime.step import StepResult
 
 HELD_OUT, TRAINING = "held-out", "training"
 """Names of what is evaluated: `data.eval`, and a share of the training sequences."""

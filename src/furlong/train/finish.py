@@ -10,7 +10,7 @@ import torch
 
 from furlong.api import Engine
 from furlong.config.schema import RunConfig
-from furlong.models.folders.build import export_model
+from furlong.models.build import export_model
 from furlong.train.checkpoints.folder import write_json
 from furlong.train.figures.report import TrainReport, list_export
 from furlong.train.loop import LoopFigures

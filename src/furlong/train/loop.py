@@ -24,7 +24,7 @@ from furlong.train.step import TrainedStep, train_step
 from furlong.units import format_bytes
 
 if TYPE_CHECKING:
-    from furlong.runtime.result import StepResult
+    from furlong.runtime.step import StepResult
 
 
 @dataclass(frozen=True, slots=True)

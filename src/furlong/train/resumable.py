@@ -21,8 +21,7 @@ from furlong.plan.plan import ChunkPlan
 from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import Prediction
-from furlong.report.measured import MEASURED, MeasuredStep
-from furlong.timeline import Timeline
+from furlong.timeline import MEASURED, MeasuredStep, Timeline
 from furlong.train.batches.draws import step_options
 from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting
@@ -46,7 +45,7 @@ from furlong.train.whole import all_names, trained
 from furlong.units import format_seconds
 
 if TYPE_CHECKING:
-    from furlong.runtime.result import StepResult
+    from furlong.runtime.step import StepResult
 
 
 def run_resumable(

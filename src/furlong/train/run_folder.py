@@ -16,7 +16,7 @@ from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run, load_run
 from furlong.errors import CheckpointError, ConfigError
 from furlong.planners.decide import Decision
-from furlong.report.measured import MEASURED
+from furlong.timeline import MEASURED
 from furlong.train.checkpoints.folder import (
     DAMAGED,
     STATE,

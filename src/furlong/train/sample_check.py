@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from furlong.data.loader import Batch
-from furlong.ops.scarcity import is_out_of_memory
+from furlong.ops.backends.select import is_out_of_memory
 from furlong.planners.options import ChunkOptions
 from furlong.planners.spaco import num_drawn
-from furlong.runtime.memory.measure import give_back_memory
+from furlong.runtime.profile import give_back_memory
 from furlong.runtime.rng import RNGState
 from furlong.train.evaluation import evaluating
 from furlong.train.processes.watch import STEP
 from furlong.train.step import trained_parameters
 
 if TYPE_CHECKING:
-    from furlong.runtime.result import StepResult
+    from furlong.runtime.step import StepResult
     from furlong.train.batches.engines import Engines
 
 _NAME = f"{STEP} check"

@@ -14,7 +14,7 @@ from torch import nn
 from furlong.data.loader import Batch
 from furlong.errors import DivergenceError
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.memory.measure import memory_bytes, peak_memory_bytes
+from furlong.runtime.profile import memory_bytes, peak_memory_bytes
 from furlong.train.batches.draws import drawn_share, step_options
 from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting
@@ -23,7 +23,7 @@ from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.processes.watch import STEP
 
 if TYPE_CHECKING:
-    from furlong.runtime.result import StepResult
+    from furlong.runtime.step import StepResult
 
 
 @dataclass(frozen=True, slots=True)

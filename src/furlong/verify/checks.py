@@ -8,24 +8,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from furlong.api import Engine
-from furlong.models.small.shrink import VOCAB_SIZE
+from furlong.models.shrink import VOCAB_SIZE
 from furlong.ops.loss import IGNORE_INDEX
+from furlong.testing import Batch, Gradients, num_labels, take_grads, worst_error
 from furlong.verify.subject import (
     CHUNK_SIZE,
     EXACT,
     LENS,
     ROUNDED,
     WIDE,
-    Batch,
-    Gradients,
     Subject,
-    num_labels,
-    rounded_to_float32,
     sequences,
-    take_gradients,
     true_gradients,
-    worst_error,
+    watched_forward,
 )
 
 # One chunk per sequence or less, an odd one, and everything in a chunk.
@@ -62,7 +57,7 @@ def bound_of(subject: Subject) -> Bound:
     """
     if subject.is_wide:
         return Bound(WIDE, f"bound {WIDE:.0e}: float32 inside its layers made float64")
-    rounded = rounded_to_float32(subject)
+    rounded = sorted(watched_forward(subject).found)
     if not rounded:
         return Bound(EXACT, f"bound {EXACT:.0e}")
     reason = f"bound {ROUNDED:.0e}: transformers itself rounds {' and '.join(rounded)} to float32"
@@ -73,14 +68,12 @@ def check_gradients(subject: Subject, bound: Bound) -> Finding:
     """Every parameter's gradient and the loss against the model's own, for several chunk sizes."""
     batch = sequences()
     loss, truth = true_gradients(subject, batch)
-    worst, where = -1.0, ""
+    found = []
     for size in _SIZES:
         given_loss, given = _chunked(subject, batch, size=size)
-        error, name = worst_error(given, truth)
-        loss_error = _gap(given_loss, loss) / abs(loss)
-        for candidate, told in ((error, name), (loss_error, "the loss")):
-            if candidate > worst:
-                worst, where = candidate, f"{told}, chunks of {size}"
+        errors = worst_error(given, truth), (_gap(given_loss, loss) / abs(loss), "the loss")
+        found += [(error, f"{told}, chunks of {size}") for error, told in errors]
+    worst, where = max(found, key=lambda one: one[0])
     figure = f"worst relative error {worst:.1e} of {len(truth)} ({where}); {bound.reason}"
     return Finding("gradients", figure, worst <= bound.error)
 
@@ -112,11 +105,11 @@ def check_accumulation(subject: Subject, bound: Bound) -> Finding:
     """One call, or one call per sequence with the global count: the same sum."""
     batch = sequences()
     _, truth = _chunked(subject, batch)
-    engine = _engine(subject)
+    engine = subject.engine()
     with subject.computing():
         for sequence in batch:
             engine.forward_backward([sequence], subject.options, num_labels(batch))
-    error, name = worst_error(take_gradients(subject.model), truth)
+    error, name = worst_error(take_grads(subject.model), truth)
     figure = f"one call or {len(batch)}: relative error {error:.1e} ({name}); {bound.reason}"
     return Finding("accumulation", figure, error <= bound.error)
 
@@ -127,22 +120,16 @@ def _gap(one: float, other: float) -> float:
     return math.inf if math.isnan(gap) else gap
 
 
-def _engine(subject: Subject) -> Engine:
-    return Engine(subject.model, max_seq_len=subject.max_seq_len, storage=subject.storage)
-
-
 def _chunked(subject: Subject, batch: Batch, size: int = CHUNK_SIZE) -> tuple[float, Gradients]:
-    engine = _engine(subject)
     options = replace(subject.options, size=size)
     with subject.computing():
-        loss = engine.forward_backward(batch, options).loss
-    return loss, take_gradients(subject.model)
+        loss = subject.engine().forward_backward(batch, options).loss
+    return loss, take_grads(subject.model)
 
 
 def _loss(subject: Subject, batch: Batch) -> float:
-    engine = _engine(subject)
     with subject.computing():
-        return engine.forward_backward(batch, subject.options, backward=False).loss
+        return subject.engine().forward_backward(batch, subject.options, backward=False).loss
 
 
 def _without_labels(batch: Batch, changed: int) -> Batch:

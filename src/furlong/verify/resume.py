@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from furlong.config.schema import RunConfig, TrainConfig
-from furlong.models.folders.build import build_model, export_model
-from furlong.models.small.shrink import LONGEST_TOKENS, VOCAB_SIZE
+from furlong.models.build import build_model, export_model
+from furlong.models.shrink import LONGEST_TOKENS, VOCAB_SIZE
 from furlong.train.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT
 from furlong.verify.checks import Finding
 from furlong.verify.subject import CHUNK_SIZE

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from furlong.config.schema import DataConfig, ModelConfig, RunConfig
-from furlong.models.folders.build import model_of_config, read_config
-from furlong.models.folders.folder import check_folder
-from furlong.models.small.shrink import LONGEST_TOKENS, shrink_config
-from furlong.planners.decide import dials_in_words, given_dials
-from furlong.planners.options import ChunkOptions, fixed_options
-from furlong.runtime.memory.pools import Storage
+from furlong.kv.storage import Storage
+from furlong.models.build import model_of_config, read_config
+from furlong.models.folder import check_folder
+from furlong.models.shrink import LONGEST_TOKENS, shrink_config
+from furlong.planners.decide import given_dials
+from furlong.planners.options import ChunkOptions, dials_in_words, fixed_options
 from furlong.units import format_seconds
 from furlong.verify.checks import (
     Finding,

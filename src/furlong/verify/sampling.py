@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from furlong.api import Engine
 from furlong.config.schema import RunConfig
-from furlong.models.small.shrink import LONGEST_TOKENS
+from furlong.models.shrink import LONGEST_TOKENS
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.decide import given_dials
 from furlong.planners.options import fixed_options
@@ -31,19 +31,16 @@ from furlong.planners.spaco import (
     sample_backwards,
     sampling_in_words,
 )
-from furlong.runtime.cells.chunk_inputs import labelled_chunks
-from furlong.runtime.inputs import shift_labels
+from furlong.report.text import align
+from furlong.runtime.batch import batch_of, labelled_chunks, shift_labels
+from furlong.testing import Batch, Gradients, take_grads, worst_error
 from furlong.verify.checks import Bound, Finding, bound_of
 from furlong.verify.subject import (
     ROUNDED,
-    Batch,
-    Gradients,
     Subject,
-    computes_in_float32,
     sequences,
-    take_gradients,
     true_gradients,
-    worst_error,
+    watched_forward,
 )
 
 NUM_CHUNKS = 6
@@ -103,7 +100,7 @@ def bound_of_mean(subject: Subject) -> Bound:
     """
     if subject.is_wide:
         return bound_of(subject)
-    if not computes_in_float32(subject):
+    if not watched_forward(subject).has_float32:
         return Bound(UNBIASED, f"bound {UNBIASED:.0e}")
     reason = f"bound {ROUNDED:.0e}: transformers itself rounds to float32 in this family"
     return Bound(ROUNDED, reason)
@@ -150,10 +147,11 @@ def in_small(sampling: Sampling, num_chunks: int) -> Sampling:
 def measure(subject: Subject, sampling: Sampling, batch: Batch) -> OverDraws:
     """Every sampled gradient of a batch of one sequence, weighed by its probability."""
     _, truth = true_gradients(subject, batch)
-    engine = Engine(subject.model, max_seq_len=subject.max_seq_len, storage=subject.storage)
+    engine = subject.engine()
     options = replace(subject.options, size=SIZE, sample=None)
     whole = engine.plan([len(batch[0]["input_ids"])], options)
-    chunks, labelled = whole.groups[0], labelled_chunks(whole, shift_labels(batch))
+    chunks, labelled = whole.groups[0], labelled_chunks(whole, batch_of(shift_labels(batch)))
+    exact = _flat(truth, truth)
     mean: Gradients = {}
     num_draws, share, square = 0, 0.0, 0.0
     for chance, drawn in all_draws(sampling, [chunk in labelled for chunk in chunks]):
@@ -161,21 +159,21 @@ def measure(subject: Subject, sampling: Sampling, batch: Batch) -> OverDraws:
         plan = sample_backwards(whole, trained, report_loss=sampling.report_loss)
         with subject.computing():
             engine.run(plan, batch)
-        given = take_gradients(subject.model)
+        given = take_grads(subject.model)
         for name, gradient in given.items():
             mean[name] = mean.get(name, 0) + chance * gradient
         num_draws += 1
         share += chance * len(drawn) / len(chunks)
-        square += chance * _distance(given, truth) ** 2
-    norm = _norm(truth)
+        square += chance * float((_flat(given, truth) - exact).square().sum())
     worst_bias, worst_name = worst_error(mean, truth)
+    norm, drawn_mean = float(exact.norm()), _flat(mean, truth)
     return OverDraws(
         num_draws=num_draws,
         share=share,
-        bias=_distance(mean, truth) / norm,
+        bias=float((drawn_mean - exact).norm()) / norm,
         worst_bias=worst_bias,
         worst_name=worst_name,
-        cosine=_product(mean, truth) / (_norm(mean) * norm),
+        cosine=float(drawn_mean @ exact) / (float(drawn_mean.norm()) * norm),
         error=math.sqrt(square) / norm,
     )
 
@@ -221,19 +219,9 @@ def _with_labels_from(first: int) -> Batch:
     return [{"input_ids": input_ids, "labels": labels}]
 
 
-def _product(one: Gradients, other: Gradients) -> float:
-    """The inner product; what one of them lacks (an expert that no token chose) is zero."""
-    return sum(float((one[name] * other[name]).sum()) for name in one.keys() & other.keys())
-
-
-def _norm(gradients: Gradients) -> float:
-    return math.sqrt(_product(gradients, gradients))
-
-
-def _distance(one: Gradients, other: Gradients) -> float:
-    zero = torch.zeros(())
-    names = one.keys() | other.keys()
-    return _norm({name: one.get(name, zero) - other.get(name, zero) for name in names})
+def _flat(gradients: Gradients, like: Gradients) -> Tensor:
+    """One vector; what is not there (an expert that no token chose) is zero."""
+    return torch.cat([gradients.get(n, torch.zeros_like(x)).flatten() for n, x in like.items()])
 
 
 def _table(small: Sampling, measured: dict[str, OverDraws]) -> tuple[str, ...]:
@@ -248,7 +236,7 @@ def _table(small: Sampling, measured: dict[str, OverDraws]) -> tuple[str, ...]:
     return (
         f"{sampling_in_words(small)}: every draw of a sequence of {NUM_CHUNKS} chunks, beside its"
         " exact gradient (norm 1)",
-        *_aligned([heads, *rows]),
+        *align([heads, *rows], left=heads[:1]),
         "error: distance of a single draw, root mean square",
     )
 
@@ -269,16 +257,5 @@ def _weights(sampling: Sampling, num_chunks: int) -> tuple[str, ...]:
     return (
         "expected weight (1: unbiased) of a gradient through so many earlier chunks, here and at"
         " data.max_seq_len",
-        *_aligned(rows),
-    )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return tuple(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        ).rstrip()
-        for row in rows
+        *align(rows, left=["drawn"]),
     )

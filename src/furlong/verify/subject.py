@@ -6,26 +6,26 @@ transformers' SDPA attention where the family has it, and cross-entropy in float
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from furlong.api import Engine
 from furlong.families import family_of
-from furlong.models.folders.build import build_model
-from furlong.models.small.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, VOCAB_SIZE
+from furlong.kv.storage import Storage
+from furlong.models.build import build_model
+from furlong.models.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, VOCAB_SIZE
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.memory.pools import Storage
-from furlong.verify.wide import Wide
+from furlong.testing import Batch, Gradients, reference_loss, take_grads
 
 EXACT = 1e-12
 ROUNDED = 2e-6
@@ -37,8 +37,33 @@ _NUM_PROMPT_TOKENS = (2 * CHUNK_SIZE + 3, 4)
 # Freshly drawn weights give attention that looks at all tokens alike, which would prove little.
 _SPREAD = 5.0
 
-Batch = list[dict[str, Tensor]]
-Gradients = dict[str, Tensor]
+
+class Wide(TorchDispatchMode):  # type: ignore[misc]
+    """Within it every kernel that is asked for float32 gives float64, also in a backward, and so
+    does one that is asked for nothing: tables of decays are made so.
+
+    Recurrent layers of transformers sum in float32 over inner chunks of tokens, in whatever dtype
+    the weights are. Their gradients partly cancel, and change with the inner chunk in the fifth
+    digit: no bound tells that from an error.
+    """
+
+    def __enter__(self) -> Self:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._default)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **{name: _wide(value) for name, value in (kwargs or {}).items()})
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 @dataclass(frozen=True)
@@ -53,6 +78,9 @@ class Subject:
     """Where the tiers of these dials live."""
     is_wide: bool = False
     """Whether what its layers round to float32 stays in float64: recurrent ones sum in it."""
+
+    def engine(self) -> Engine:
+        return Engine(self.model, max_seq_len=self.max_seq_len, storage=self.storage)
 
     def computing(self) -> AbstractContextManager[object]:
         """Within it the model is computed, here and in chunks."""
@@ -82,8 +110,6 @@ def build_subject(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base.config, "attn_logit_softcapping", None):
         base.set_attn_implementation("eager")  # SDPA has no softcap
-    if hasattr(base, "set_experts_implementation"):
-        base.set_experts_implementation("eager")  # the others know no float64
     spread_weights(model, seed=seed)
     return Subject(model, options, storage=storage, is_wide=is_wide)
 
@@ -115,54 +141,14 @@ def sequences(*, seed: int = 0) -> Batch:
     return batch
 
 
-def num_labels(batch: Batch) -> int:
-    return sum(int((s["labels"][1:] != IGNORE_INDEX).sum()) for s in batch)
-
-
 def true_gradients(subject: Subject, batch: Batch) -> tuple[float, Gradients]:
     """Mean loss and gradients by the model's own forward."""
-    divisor, total = num_labels(batch), 0.0
-    for sequence in batch:
-        with subject.computing():
-            logits = subject.model(input_ids=sequence["input_ids"][None], use_cache=False).logits[0]
-            loss = cross_entropy(
-                logits[:-1].double(), sequence["labels"][1:],
-                ignore_index=IGNORE_INDEX, reduction="sum",
-            )  # fmt: skip
-            (loss / divisor).backward()
-        total += float(loss.detach())
-    return total / divisor, take_gradients(subject.model)
+    with subject.computing():
+        loss = reference_loss(subject.model, batch)
+    return loss, take_grads(subject.model)
 
 
-def take_gradients(model: nn.Module) -> Gradients:
-    """The gradients, which are then cleared."""
-    taken = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return taken
-
-
-def worst_error(given: Gradients, truth: Gradients) -> tuple[float, str]:
-    """The largest relative L2 error of a parameter's gradient, and its name; inf if one lacks
-    or is NaN.
-
-    A gradient that is zero but for rounding has no direction: it counts against a billionth of the
-    norm of all.
-    """
-    if given.keys() != truth.keys():
-        return float("inf"), min(given.keys() ^ truth.keys())
-    floor = 1e-9 * float(torch.stack([g.norm() for g in truth.values()]).norm())
-    errors = {
-        name: float((given[name] - truth[name]).norm()) / max(float(truth[name].norm()), floor)
-        for name in truth
-    }
-    for name, error in errors.items():
-        if math.isnan(error):
-            return float("inf"), name
-    worst = max(errors, key=lambda name: errors[name])
-    return errors[worst], worst
-
-
-class _Float32Watch(TorchFunctionMode):
+class Float32Watch(TorchFunctionMode):
     """Notes where a float64 model sums over tokens in float32.
 
     That is attention's softmax, (B, N, T, T), and weights that are cast to float32, whose gradients
@@ -189,18 +175,9 @@ class _Float32Watch(TorchFunctionMode):
         return out
 
 
-def rounded_to_float32(subject: Subject) -> list[str]:
-    """Names of what the model's own forward sums over tokens in float32, among float64 weights."""
-    return sorted(_watched(subject).found)
-
-
-def computes_in_float32(subject: Subject) -> bool:
-    """Whether the model's own forward computes anything in float32, if only for each token."""
-    return _watched(subject).has_float32
-
-
-def _watched(subject: Subject) -> _Float32Watch:
-    watch = _Float32Watch()
+def watched_forward(subject: Subject) -> Float32Watch:
+    """Note what the model's own forward computes in float32, among float64 weights."""
+    watch = Float32Watch()
     with watch, subject.computing():
         subject.model(input_ids=sequences()[1]["input_ids"][None], use_cache=False)
     return watch

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from furlong.errors import ConfigError
-from furlong.kv.pools import disk
-from furlong.kv.pools.disk import DiskPool
+from furlong.kv import disk
+from furlong.kv.disk import DiskPool
 
 CPU = torch.device("cpu")
 

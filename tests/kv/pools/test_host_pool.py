@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from furlong.kv.pools.host import HostPool, _HostPlaces, pinned_memory
+from furlong.kv.host import HostPool, _HostPlaces, pinned_memory
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_what_is_reserved_is_taken_once_and_suffices(monkeypatch):
         pinned.append(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
-    monkeypatch.setattr("furlong.kv.pools.host.pinned_memory", pin)
+    monkeypatch.setattr("furlong.kv.host.pinned_memory", pin)
     places, record = _HostPlaces(torch.device("cuda")), 58_720_256 + 917_504
     total = 41 * 2**30 // record * record
     for _ in range(2):

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from furlong.errors import ConfigError
 from furlong.kv.arena import Arena
-from furlong.kv.pools.device import DevicePool
-from furlong.kv.pools.disk import DiskPool
-from furlong.kv.pools.host import HostPool
-from furlong.kv.pools.staged import Budget
+from furlong.kv.disk import DiskPool
+from furlong.kv.host import HostPool
+from furlong.kv.pools import Budget, DevicePool
 
 CPU = torch.device("cpu")
 POOLS = ["device", "host", "disk"]

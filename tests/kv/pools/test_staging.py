@@ -1,7 +1,6 @@
 import torch
 
-from furlong.kv.pools.lanes import Past
-from furlong.kv.pools.staging import Staging
+from furlong.kv.pools import Event, Staging
 
 MIB = 2**20
 
@@ -10,7 +9,7 @@ def staging(num_largest):
     def allocate(num_bytes):
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
-    return Staging(allocate, 32 * MIB, lambda event: None, Past, num_largest)
+    return Staging(allocate, 32 * MIB, lambda event: None, Event, num_largest)
 
 
 def test_a_tensor_larger_than_the_limit_is_prefetched_where_several_of_the_largest_are_let():
@@ -22,7 +21,7 @@ def test_a_tensor_larger_than_the_limit_is_prefetched_where_several_of_the_large
     assert own.has_room(56 * MIB)
     in_use.append(own.take(56 * MIB))
     assert not own.has_room(56 * MIB)
-    own.give(in_use.pop(), Past())
+    own.give(in_use.pop(), Event())
     assert own.has_room(56 * MIB) and own.total_bytes == 3 * 56 * MIB
     four = staging(5)
     for size in (8, 16, 8, 16):
@@ -30,7 +29,7 @@ def test_a_tensor_larger_than_the_limit_is_prefetched_where_several_of_the_large
         four.take(size * MIB)
 
 
-class Later(Past):
+class Later(Event):
     """Done after so many looks."""
 
     def __init__(self, num_looks: int) -> None:

@@ -19,7 +19,7 @@ from furlong.data.load import load_data
 from furlong.data.loader import iterate_batches, sequence_tensors
 from furlong.data.sources import Source
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
-from furlong.models.folders.build import build_model
+from furlong.models.build import build_model
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
 
 CPU = torch.device("cpu")

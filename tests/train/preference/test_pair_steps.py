@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers.gradients import take_grads, worst_relative_error
+from helpers.faults import fail_at
 from helpers.pair_runs import pair_flags
 from helpers.tiny_families import build
 from helpers.tiny_runs import TinyRun
@@ -18,7 +17,7 @@ import furlong
 from furlong.cli.main import main
 from furlong.errors import DataError
 from furlong.report.patience import patience
-from furlong.runtime.executor import Executor
+from furlong.testing import take_grads, worst_relative_error
 
 STEPS = ("--train.steps=2", "--train.epochs=null", "--model.dtype=float64", "--chunks.keep=kv")
 
@@ -42,14 +41,7 @@ def test_a_step_that_does_not_fit(
     small = tiny_run.arguments(tmp_path / "small", *flags, "--chunks.size=64")
     assert main(small) == 0
     assert "data.train: the reference: " in capsys.readouterr().err
-    original, count = Executor._obey, iter(range(10**9))
-
-    def obey(executor: Executor, action: Any, what: Any) -> None:
-        if executor._last_backward and next(count) == failing:
-            raise torch.OutOfMemoryError("no memory for this action")
-        original(executor, action, what)
-
-    monkeypatch.setattr(Executor, "_obey", obey)
+    fail_at(monkeypatch, {failing}, torch.OutOfMemoryError("no memory for this action"))
     large = tiny_run.arguments(tmp_path / "large", *flags, "--chunks.size=128")
     assert main(large) == 0
     (found, size), (expected, _) = final(tmp_path / "large"), final(tmp_path / "small")

@@ -18,7 +18,7 @@ from furlong.plan.plan import Layout
 from furlong.plan.text import format_action
 from furlong.planners.options import ChunkOptions
 from furlong.planners.search import BatchPlans
-from furlong.runtime.parallel.recovery import made_together
+from furlong.runtime.distributed.consensus import together
 from furlong.train.batches.draws import with_draw
 from furlong.train.batches.plans import BatchPlan, SharedPlans, Wanted, plan_batch, plan_own
 from furlong.train.processes.together import ALONE, Processes
@@ -26,7 +26,7 @@ from furlong.train.processes.watch import PLAN
 
 if TYPE_CHECKING:
     from furlong.api import Engine
-    from furlong.runtime.result import StepResult
+    from furlong.runtime.step import StepResult
 
 
 def _tokens(seq_lens: Sequence[int]) -> Sequence[float]:
@@ -112,7 +112,7 @@ class Engines:
             return planned, batch.part(self.engine.reads(planned.plan), device)
 
         # ids come onto the device: a process that lacks memory for them tells the others
-        planned, own = made_together(self.engine.ranks, prepare)
+        planned, own = together(self.engine.ranks, prepare)
         plan, self.method = planned.plan, planned.method or None
         return self.engine.run(
             plan, own, batch.num_valid_tokens, weights=weights, watch=watch,

@@ -16,9 +16,9 @@ from typing import TypeVar
 import torch
 
 from furlong.errors import ConfigError, UserError
-from furlong.ops.scarcity import is_out_of_memory
+from furlong.ops.backends.select import is_out_of_memory
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.memory.measure import give_back_memory
+from furlong.runtime.profile import give_back_memory
 from furlong.runtime.rng import RNGState
 
 _T = TypeVar("_T")

@@ -28,7 +28,7 @@ from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_kept, plan_replica
 from furlong.planners.search import BatchPlans
-from furlong.runtime.parallel.recovery import reason_of
+from furlong.runtime.distributed.consensus import reason_of
 from furlong.train.processes.together import Processes
 
 _FAILURE = "failed: "

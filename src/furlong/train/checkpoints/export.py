@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from furlong.data.tokenize import load_tokenizer
-from furlong.models.adapters import merge_adapters
-from furlong.models.folders.build import export_model
+from furlong.models.build import export_model, merge_adapters
 from furlong.train.checkpoints.checkpoint import load_tensors, one_process
 from furlong.train.checkpoints.exportable import Exportable
 from furlong.train.checkpoints.fingerprints import base_fingerprint, check_base

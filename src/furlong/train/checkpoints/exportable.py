@@ -9,7 +9,7 @@ from typing import Any
 from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.folders.folder import check_export_folder, check_files
+from furlong.models.folder import check_export_folder, check_files
 from furlong.train.checkpoints.folder import (
     MANIFEST,
     STATE,

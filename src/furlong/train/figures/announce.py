@@ -7,10 +7,10 @@ from dataclasses import asdict
 import torch
 
 from furlong.config.schema import RunConfig
+from furlong.kv.storage import Storage
 from furlong.planners.decide import Decision, division_in_words
 from furlong.planners.options import dials_of, value_in_words
 from furlong.planners.spaco import sampling_in_words
-from furlong.runtime.memory.pools import Storage
 from furlong.train.setup.decide import DIALS
 from furlong.train.whole import ModelSize
 from furlong.units import format_bytes, format_count

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from furlong.cost.machine import EXACT_NAMES, KNOWN
+from furlong.cost.machine import known_card
 from furlong.cost.seconds import sequence_flops
 from furlong.cost.shape import ModelShape
 from furlong.errors import UserError
@@ -47,11 +47,11 @@ def build_meter(
 
     The peaks that are known are those of bfloat16 on the devices of `cost.machine`.
     """
-    if device_name not in EXACT_NAMES or dtype != torch.bfloat16:
+    card = known_card(device_name or "")
+    if card is None or dtype != torch.bfloat16:
         return None
     try:
         shape = describe(config)
     except UserError:
         return None
-    peak = KNOWN[EXACT_NAMES[device_name]].peak_flops_per_s
-    return MfuMeter(shape, peak, has_frozen_base, num_devices)
+    return MfuMeter(shape, card.peak_flops_per_s, has_frozen_base, num_devices)

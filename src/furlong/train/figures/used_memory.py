@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from furlong.runtime.memory.measure import (
+from furlong.runtime.profile import (
     file_bytes,
     give_back_memory,
     memory_bytes,
@@ -51,8 +51,8 @@ class UsedMemory:
 
     def restart(self) -> None:
         """Let the peak start again from what is in use now."""
-        if self.budget_bytes is not None:
-            give_back_memory(self.device)  # else each step counts what the last one has freed
+        if self.device.type != "cuda":
+            give_back_memory(self.device)  # else a step counts what was freed before it
         reset_peak_memory(self.device)
 
     def peak_bytes(self) -> int:

@@ -26,7 +26,7 @@ from furlong.data.tokenize import IGNORE_INDEX
 from furlong.data.tokenize import Sequence as Tokens
 from furlong.plan.plan import Backward, Forward
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.result import StepResult
+from furlong.runtime.step import StepResult
 from furlong.timeline import Record, Timeline
 from furlong.train.batches.engines import Engines
 from furlong.train.preference.losses import Answer, PairLoss, figures_of, means

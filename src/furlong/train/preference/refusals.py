@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from furlong.config.schema import RunConfig
 from furlong.errors import ConfigError
-from furlong.planners.pairs import check_dials
+from furlong.planners.decide import check_pair_dials
 
 
 def check_pairs(config: RunConfig, num_processes: int) -> None:
@@ -12,7 +12,7 @@ def check_pairs(config: RunConfig, num_processes: int) -> None:
     if config.train.loss == "sft":
         return
     if num_processes == 1:
-        check_dials(config.chunks)
+        check_pair_dials(config.chunks)
         return
     if config.chunks.sample is not None:
         raise ConfigError(

@@ -12,11 +12,17 @@ from typing import Any, Literal
 import torch
 
 from furlong.errors import ConfigError, UserError
-from furlong.models.causal_lm import CausalLM
-from furlong.runtime.checks.differences import differences
-from furlong.runtime.checks.trial import GRADIENTS, Run, random_ids, rounded_again, watched
-from furlong.runtime.modes import modes_kept
+from furlong.models.decoder import HFDecoder
+from furlong.runtime.check import (
+    GRADIENTS,
+    Run,
+    cut_embeddings,
+    differences,
+    random_ids,
+    rounded_again,
+)
 from furlong.runtime.precision import compute_parameters
+from furlong.runtime.rng import modes_kept
 
 _NUM_TOKENS = 16
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
@@ -24,13 +30,13 @@ _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 _LIGER = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
-def put_kernels(adapter: CausalLM, kernels: Literal["liger", "hub"], dtype: torch.dtype) -> None:
+def put_kernels(adapter: HFDecoder, kernels: Literal["liger", "hub"], dtype: torch.dtype) -> None:
     """Give modules of a model, where it computes, the forward of Liger's or of the hub's kernels.
 
     Raises ConfigError where the library is missing, fails, knows nothing of the model, or computes
     something else, and for a stage of a pipeline, which cannot be compared.
     """
-    if adapter.held != range(adapter.num_layers):
+    if adapter.local_layers != range(adapter.num_layers):
         raise _refusal(kernels, "in a pipeline, whose stages hold no whole model to compare")
     model, base = adapter.model, adapter.base
     before = {id(m): m.__dict__.get("forward") for m in base.modules()}
@@ -79,15 +85,15 @@ def _apply(base: Any, kernels: str) -> None:
         family.update(own)  # it also changes the classes of every later model
 
 
-def _outcome(model: CausalLM) -> Run:
+def _outcome(model: HFDecoder) -> Run:
     """Hidden states (T, D), their gradient by the embeddings, and those by trained vectors."""
     (ids,) = random_ids(model, [_NUM_TOKENS])
     vectors = [p for p in model.base.parameters() if p.requires_grad and p.ndim == 1]
-    with watched(model) as watch:
+    with cut_embeddings(model) as embedded:
         hidden = model.whole_hidden(ids)
         generator = torch.Generator().manual_seed(1)
         cotangent = torch.randn(hidden.shape, generator=generator).to(hidden)
-        leaves = [watch.leaves[0], *vectors]
+        leaves = [embedded[0], *vectors]
         first, *others = torch.autograd.grad(hidden, leaves, cotangent, materialize_grads=True)
     outcome = {"hidden states": hidden.detach(), GRADIENTS: first[0]}
     if others:

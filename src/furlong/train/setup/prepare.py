@@ -23,22 +23,20 @@ from furlong.data.load import describe_shared, load_data
 from furlong.data.loader import Batch, LoaderState, count_steps, describe_batches, iterate_batches
 from furlong.data.tokenize import load_tokenizer
 from furlong.errors import ConfigError
-from furlong.models.causal_lm import CausalLM
-from furlong.models.folders.build import build_model, read_config
-from furlong.models.folders.check import check_model
-from furlong.models.folders.folder import check_folder
+from furlong.kv.storage import Storage
+from furlong.models.build import build_model, check_model, read_config
+from furlong.models.decoder import HFDecoder
+from furlong.models.folder import check_folder
 from furlong.plan.plan import Layout
-from furlong.planners.chunks import sequence_work
 from furlong.planners.decide import Decision
-from furlong.runtime.memory.pools import Storage
-from furlong.runtime.parallel.ranks import Ranks, make_ranks
+from furlong.runtime.distributed.mesh import Ranks, make_ranks
 from furlong.train.checkpoints.state import check_data
 from furlong.train.disk import check_room
 from furlong.train.processes.launch import Launch
 from furlong.train.processes.together import Processes
 from furlong.train.run_folder import CHECKPOINTS, RunFolder
 from furlong.train.setup.architecture import architecture_of, check_architecture
-from furlong.train.setup.decide import decide_options, with_budget
+from furlong.train.setup.decide import decide_options
 from furlong.train.setup.decided import decision_of, values_of
 from furlong.train.setup.kernels import put_kernels
 from furlong.train.setup.start import source_of
@@ -103,7 +101,7 @@ def decided(
             num_processes=launch.num_processes, num_local=launch.num_local,
         )  # fmt: skip
         check_free(storage, decision)
-        return with_budget(decision, config, device, launch.num_local)
+        return decision
 
     if processes.num_processes == 1:
         return decide()
@@ -154,10 +152,8 @@ def engine_of(
 
 
 def work_of(model: CostModel | None) -> Callable[[Sequence[int]], Sequence[float]]:
-    """FLOPs of each sequence; its tokens where the model's work cannot be counted."""
-    if model is None:
-        return lambda seq_lens: seq_lens
-    return partial(sequence_work, shape=model.shape)
+    """Seconds of each sequence; its tokens where the model's work cannot be counted."""
+    return model.sequence_seconds if model is not None else lambda seq_lens: seq_lens
 
 
 def check_run_room(config: RunConfig, trained_bytes: int, folder: Path, num_steps: int) -> None:
@@ -189,7 +185,7 @@ def fused(config: RunConfig, model: Any) -> Any:
     settings = config.model
     if settings.kernels == "none" and not settings.compile:
         return model
-    adapter = CausalLM(model, max_seq_len=config.data.max_seq_len)
+    adapter = HFDecoder(model, max_seq_len=config.data.max_seq_len)
     if settings.kernels != "none":
         put_kernels(adapter, settings.kernels, getattr(torch, settings.dtype))
     for layer in adapter.layers if settings.compile else ():

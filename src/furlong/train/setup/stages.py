@@ -7,9 +7,9 @@ from typing import Any
 from furlong.config.schema import RunConfig
 from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError, UserError
+from furlong.models.build import read_config
 from furlong.models.describe import describe
-from furlong.models.folders.build import read_config
-from furlong.models.folders.folder import check_folder
+from furlong.models.folder import check_folder
 from furlong.plan.plan import Layout
 from furlong.planners.layouts import cut_layers, mean_attended_keys
 from furlong.planners.orders import stage_heights

@@ -13,7 +13,7 @@ from typing import Any
 from furlong.config.schema import RunConfig, SourceConfig
 from furlong.data.sources import Source, list_files
 from furlong.errors import ConfigError
-from furlong.models.folders.folder import check_files
+from furlong.models.folder import check_files
 from furlong.planners.decide import given_dials
 from furlong.train.checkpoints.folder import read_state
 from furlong.train.figures.report import TrainReport

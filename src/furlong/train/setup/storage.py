@@ -11,10 +11,10 @@ import torch
 from furlong.config.schema import RunConfig, names_tier
 from furlong.cost.machine import free_ram_budget_bytes
 from furlong.errors import ConfigError
-from furlong.kv.pools.disk import NamelessFile
+from furlong.kv.disk import NamelessFile
+from furlong.kv.storage import Storage
 from furlong.planners.decide import Decision
 from furlong.planners.question import tier_budgets
-from furlong.runtime.memory.pools import Storage
 from furlong.units import format_bytes
 
 

@@ -1,0 +1,261 @@
+"""Measurements without a plan: the peak of a CPU, the optimizer, copies between tiers, collectives.
+
+A link's latency and bandwidth are a line through the seconds of a few sizes. All processes of a
+torchrun measure collectives together.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from furlong.calibrate.fit import relative_line
+from furlong.cost.machine import Collective, Link
+from furlong.kv.disk import DiskPool
+from furlong.kv.host import HostPool
+from furlong.kv.pools import Pool
+from furlong.ops.sequence_parallel import AllToAll, combine, combined, dispatch, dispatched
+from furlong.plan.plan import Chunk, Place, Slice
+from furlong.plan.rows import rows_of
+from furlong.runtime.profile import Clock
+
+_RECORD_BYTES = (2**18, 2**20, 2**22)
+"""Bytes of a put or get; a segment of K,V has 1 to 8 MiB."""
+_TOTAL_BYTES = 2**26
+_NUM_REPEATS = 5
+_MATRIX = 1024
+_MOST_PARAMETERS = 2**25
+"""About as many are enough to tell the optimizer's rate, whose state takes twice their memory."""
+_COLLECTIVE_BYTES = (2**14, 2**18, 2**21, 2**23)
+"""At the wide end of a collective."""
+_HEAD_DIM = 64
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the best of a few products of large square matrices."""
+    a = torch.randn(_MATRIX, _MATRIX, device=device).to(dtype)
+    seconds = _shortest_s(lambda: a @ a, device)
+    return 2.0 * _MATRIX**3 / seconds
+
+
+def optimizer_rate(model: Any, device: torch.device) -> float:
+    """Parameters per second of AdamW's step."""
+    parameters: list[Any] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad and sum(p.numel() for p in parameters) < _MOST_PARAMETERS:
+            parameters.append(parameter)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=0.0)
+    optimizer.step()  # makes its state
+    seconds = _shortest_s(optimizer.step, device, repeats=2)
+    model.zero_grad(set_to_none=True)
+    return float(sum(p.numel() for p in parameters)) / seconds
+
+
+def copy_links(device: torch.device, disk_dir: Path) -> dict[str, Link]:
+    """Links to the tiers below a device, by the pools' own puts and gets: host (of a GPU), disk.
+
+    Raises ConfigError for a folder that cannot be the disk tier's.
+    """
+    links = {"disk": _link(lambda: DiskPool(disk_dir, device), device)}
+    if device.type == "cuda":
+        links["host"] = _link(lambda: HostPool(device), device)
+    return links
+
+
+def _link(open_pool: Callable[[], Pool], device: torch.device) -> Link:
+    """The slower direction's seconds per byte and per operation."""
+    directions: dict[str, list[float]] = {"out": [], "back": []}
+    for num_bytes in _RECORD_BYTES:
+        x = torch.zeros(num_bytes // 4, device=device)
+        count = max(4, _TOTAL_BYTES // num_bytes // 4)
+        seconds = [_round_trip_s(open_pool(), x, count) for _ in range(2)]
+        for i, direction in enumerate(directions.values()):
+            direction.append(min(pair[i] for pair in seconds) / count)
+    slower = max(directions.values(), key=lambda seconds: seconds[-1])
+    each, latency = relative_line([float(n) for n in _RECORD_BYTES], slower)
+    return Link(latency_s=latency, bytes_per_s=1 / each)
+
+
+def _round_trip_s(pool: Pool, x: Tensor, count: int) -> tuple[float, float]:
+    """Seconds of `count` puts, then of as many gets with the next one on its way."""
+    started_s = time.perf_counter()
+    handles = [pool.put(x) for _ in range(count)]
+    pool.get(handles[-1]).release()  # reads behind the last write
+    _wait(x)
+    written_s = time.perf_counter()
+    for i, handle in enumerate(handles):
+        if i + 1 < count:
+            pool.prefetch(handles[i + 1])
+        pool.get(handle).release()
+    _wait(x)
+    read_s = time.perf_counter()
+    for handle in handles:
+        pool.drop(handle)
+    pool.close()
+    return written_s - started_s, read_s - written_s
+
+
+def _wait(x: Tensor) -> None:
+    if x.device.type == "cuda":
+        torch.cuda.synchronize(x.device)
+
+
+def _shortest_s(
+    work: Callable[[], Any], device: torch.device, *, repeats: int = _NUM_REPEATS
+) -> float:
+    clock = clock_of(device)
+    best_s = float("inf")
+    for _ in range(repeats):
+        start_s = clock()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best_s = min(best_s, clock() - start_s)
+    return best_s
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for a device's actions: where one thread computes, that thread's own time, which
+    other processes do not stretch."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter
+
+
+def world_size() -> int:
+    """Processes that torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def processes(device: torch.device) -> Iterator[bool]:
+    """Within it the processes of a torchrun are joined; yields whether this is the first one."""
+    if world_size() == 1:
+        yield True
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield dist.get_rank() == 0
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def collective_links(device: torch.device) -> dict[str, Link]:
+    """A link by the name of each collective, over all processes; ` between nodes` behind it where
+    they are on several. A bandwidth is a bus bandwidth, as `cost.machine` counts it; that of
+    an all-to-all includes its packing.
+
+    Every process of the group calls it. A collective that the backend does not have is left out.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
+    suffix = " between nodes" if local < dist.get_world_size() else ""
+    links = {}
+    for name in get_args(Collective):
+        try:
+            seconds = [_seconds(name, num_bytes, device) for num_bytes in _COLLECTIVE_BYTES]
+        except RuntimeError as error:
+            if "support" not in str(error):
+                raise
+            continue
+        moved = [_moved_bytes(name, num_bytes) for num_bytes in _COLLECTIVE_BYTES]
+        each, latency = relative_line(moved, seconds)
+        if each > 0:
+            links[f"{name}{suffix}"] = Link(latency / _num_calls(name), 1 / each)
+    return links
+
+
+def _num_calls(name: Collective) -> int:
+    """Collectives in what is measured of one kind, which share its bytes."""
+    return 2 if name == "all_to_all" else 1
+
+
+def _moved_bytes(name: Collective, num_bytes: int) -> float:
+    """Bytes that one device sends, where the wide end of a collective holds `num_bytes`."""
+    if name == "p2p":
+        return num_bytes
+    size = dist.get_world_size()
+    return num_bytes * (size - 1) / size * (2 if name == "all_reduce" else 1)
+
+
+def _seconds(name: Collective, num_bytes: int, device: torch.device) -> float:
+    """The shortest of a few calls; of the processes the slowest."""
+    call = _call(name, num_bytes, device)
+    call()
+    shortest = float("inf")
+    for _ in range(_NUM_REPEATS):
+        dist.barrier()
+        started_s = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        shortest = min(shortest, time.perf_counter() - started_s)
+    slowest = torch.tensor(shortest, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _call(name: Collective, num_bytes: int, device: torch.device) -> Callable[[], object]:
+    """A collective over buffers of their own; `num_bytes` at its wide end."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    part = torch.zeros(max(1, num_bytes // 4 // size), device=device)
+    wide = torch.zeros(part.numel() * size, device=device)
+    other = torch.zeros_like(wide)
+    match name:
+        case "all_reduce":
+            return lambda: dist.all_reduce(wide)
+        case "all_gather":
+            gather = _renamed("all_gather_single", "all_gather_into_tensor")
+            return lambda: gather(wide, part)
+        case "reduce_scatter":
+            scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+            return lambda: scatter(part, wide)
+        case "all_to_all":
+            return _attention_ways(num_bytes, device)
+        case "p2p":
+            return lambda: _to_the_next(wide, other, rank, size)
+
+
+def _attention_ways(num_bytes: int, device: torch.device) -> Callable[[], object]:
+    """The way of queries, keys and values to the heads of attention and that of its output back:
+    two all-to-alls of about `num_bytes` in all, which are packed and unpacked as in a layer."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    num_tokens = max(1, num_bytes // (4 * 4 * size * _HEAD_DIM))
+    chunk = Chunk((Slice(0, 0, num_tokens * size, Place(0, size)),))
+    (level,) = rows_of(chunk, rank, sp_size=size, q_heads=size, kv_heads=size).exchanged
+    assert dist.group.WORLD is not None
+    exchange = AllToAll({size: dist.group.WORLD})
+    q, k, v = (torch.zeros(size, num_tokens, _HEAD_DIM, device=device) for _ in range(3))
+
+    def there_and_back() -> object:
+        came_in = dispatch(exchange, level, (q,), (k, v))()
+        (rows,) = dispatched(level, came_in, (size,), (size, size))
+        back = combine(exchange, level, [(rows[:1].contiguous(),)])()
+        return combined(level, back, (size,), ())[0].transpose(0, 1).contiguous()
+
+    return there_and_back
+
+
+def _renamed(name: str, before: str) -> Callable[..., object]:
+    """A function of torch.distributed that had another name up to torch 2.12."""
+    function: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
+    return function
+
+
+def _to_the_next(wide: torch.Tensor, other: torch.Tensor, rank: int, size: int) -> None:
+    """Every process sends to the next one and receives from the one before."""
+    operations = [
+        dist.P2POp(dist.isend, wide, (rank + 1) % size),
+        dist.P2POp(dist.irecv, other, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()

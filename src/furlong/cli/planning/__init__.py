@@ -1,1 +1,0 @@
-"""The work of `furlong plan` once its flags are read."""

@@ -1,0 +1,442 @@
+"""The question of `furlong plan`: a batch, a model on devices, and the options that are given."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from math import floor, prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from furlong.cli.flag_types import check_replaced, refusal
+from furlong.cost.machine import (
+    THIS_CPU,
+    Machine,
+    free_ram_budget_bytes,
+    one_of,
+    this_cpu,
+)
+from furlong.cost.model import CostModel
+from furlong.cost.shape import ModelShape, cached_shape, is_known_model, known_models, model_shape
+from furlong.errors import UserError
+from furlong.plan.lengths import (
+    Lengths,
+    count_lengths,
+    draw_lengths,
+    read_lengths,
+    write_lengths,
+)
+from furlong.planners.decide import FREE_RAM, MAX_CHUNKS, given_dials, training_of
+from furlong.planners.question import MARGIN, SIZES, Limits, tier_budgets
+from furlong.planners.spaco import check_sampling
+from furlong.units import count_words, format_bytes, format_count, plural
+
+if TYPE_CHECKING:
+    from furlong.config.schema import RunConfig
+    from furlong.config.sources import RunFlags
+
+MAX_DEVICES = 65_536
+MAX_BATCH = 16_384
+"""Most sequences of one step's batch."""
+_OF_A_PRESET = 64
+"""Sequences that are drawn from a preset, which has no end."""
+_LIMIT, _PER_STEP = "--data.max_seq_len", "--train.sequences_per_step"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """The sequences of one step."""
+
+    seq_lens: tuple[int, ...]
+    source: str
+    """The origin of the sequences, in words."""
+    lengths: Lengths
+    """Lengths of all of the data; of a preset those that were drawn."""
+    longest_tokens: int
+    """Tokens of the longest sequence of the data, which the batch has unless they are a preset."""
+
+    def __str__(self) -> str:
+        count = count_words(len(self.seq_lens), "sequence")
+        total = sum(self.seq_lens)
+        tokens = f"{format_count(total)} {plural(total, 'token')}"
+        return f"{count}, {tokens}, longest {max(self.seq_lens):,}: {self.source}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanQuestion:
+    """The question of a command line, and the words for it."""
+
+    config: RunConfig
+    is_run: bool
+    """Whether there is data, which `furlong train` could train on."""
+    batch: PlannedBatch
+    model: CostModel
+    """Figures of one device."""
+    limits: Limits
+    budget_words: str
+    """The origin of the device's budget."""
+    num_devices: int
+    given: Mapping[str, Any]
+    """Sizes of the layout, and dials."""
+
+    @property
+    def num_positions(self) -> int | None:
+        """Positions of the model after the run's `model.rope`; None where they are unknown."""
+        shape, rope = self.model.shape, self.config.model.rope
+        if rope is None or shape.num_positions is None:
+            return shape.num_positions
+        original = rope.original_max_position_embeddings or shape.original_positions
+        if rope.factor is not None:
+            return floor(rope.factor * (original or shape.num_positions))
+        return max(shape.num_positions, self.config.data.max_seq_len)
+
+    def lines(self) -> dict[str, str]:
+        """The lines over an answer, by their first words; empty ones are left out."""
+        model, limits, count = self.model, self.limits, self.num_devices
+        shape, lora, machine = model.shape, model.training.lora, model.hardware
+        trained = f"LoRA of rank {lora.rank}" if lora else "all weights trained"
+        name = "cpu (this machine)" if machine.name == THIS_CPU else machine.name
+        budgets = format_bytes(limits.device_bytes)
+        if limits.host_bytes:
+            budgets += f" and {format_bytes(limits.host_bytes)} of the host's memory"
+        return {
+            "batch": str(self.batch),
+            "model": f"{self.config.model.name}: {format_count(shape.num_parameters)} parameters,"
+            f" {count_words(shape.num_layers, 'layer')}{_kinds(model)}; {trained}"
+            + ", ZeRO-1"
+            * (count > 1),
+            "devices": f"{count} x {name}, a budget of {budgets}" + " each" * (count > 1),
+            "figures": machine.origin,
+            "warning": self.budget_words if limits.device_bytes > machine.memory_bytes else "",
+        }
+
+    def made_for(self) -> dict[str, Any]:
+        """Plain values that are saved with a plan, to predict it again."""
+        given = {"device": self.config.memory.device, "host": self.config.memory.host}
+        return {
+            "run": {"model": self.config.model.model_dump(mode="json"), "memory": given},
+            "hardware": self.model.hardware.name,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        seq_lens = self.batch.seq_lens
+        return {
+            "batch": {
+                "source": self.batch.source,
+                "num_sequences": len(seq_lens),
+                "num_tokens": sum(seq_lens),
+                "longest_tokens": max(seq_lens),
+                "longest_of_data_tokens": self.batch.longest_tokens,
+            },
+            "model": self.config.model.name,
+            "hardware": self.model.hardware.name,
+            "num_devices": self.num_devices,
+            "device_memory_bytes": self.model.hardware.memory_bytes,
+            "host_budget_bytes": self.limits.host_bytes,
+        }
+
+
+def _kinds(model: CostModel) -> str:
+    """The layers of a model that are not attention with keys and values of its own."""
+    shape, kinds = model.shape, []
+    if count := sum(layer.is_recurrent for layer in shape.layers):
+        num_bytes = shape.state_bytes(range(shape.num_layers), model.training.compute_bytes)
+        kinds.append(f"{count} recurrent, {format_bytes(num_bytes)} of states after each chunk")
+    if shape.has_latents:
+        count = sum(layer.attends for layer in shape.layers)
+        kinds.append(f"{count} with latent attention")
+    return f" ({'; '.join(kinds)})" if kinds else ""
+
+
+def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuestion:
+    """The question of a command line, about `batch` where that is known. Raises ConfigError."""
+    config, own = run_of(flags), flags.own
+    is_run = own.subject is not None or "--data.train" in flags.names
+    if own.hardware is None and not is_run:
+        raise missing("--hardware")
+    batch = batch or batch_of(flags, config)
+    # the sizes of a run hold, as they do when it trains; without one what no flag gives is searched
+    sizes = {name: getattr(config.parallel, name) for name in SIZES}
+    sizes = {
+        name: size for name, size in sizes.items()
+        if size != "auto" and (is_run or f"--parallel.{name}" in flags.names)
+    }  # fmt: skip
+    check_num_devices(prod(sizes.values()), "the product of dp, sp and pp")
+    num_devices: int = prod(sizes.values()) if own.devices is None else own.devices
+    check_num_devices(num_devices, "--devices")
+    if config.train.loss == "dpo":
+        _check_one_pair(flags, num_devices)
+        sizes = {}
+    spec = spec_of(THIS_CPU if own.hardware is None else own.hardware, num_devices)
+    dials = given_dials(config.chunks)
+    _check_dials(dials, batch)
+    if "sample" in dials and (num_devices != 1 or own.compare):
+        given = f"{num_devices} devices" if num_devices != 1 else "--compare"
+        raise refusal(
+            f"{given}, and a run with chunks.sample",
+            "one device and the search of furlong train: others are among exact plans",
+            "plan the run as it is, or a copy of it without chunks.sample",
+            "the command line and the run file's key chunks.sample",
+        )
+    host_bytes, disk_bytes = tier_budgets(
+        dials.get("tier"), config.memory.host, config.memory.disk,
+        on_cpu=spec.name == THIS_CPU, free_host_bytes=int(spec.host_bytes),
+    )  # fmt: skip
+    assert host_bytes is not None  # the hardware's is known
+    budget = config.memory.device
+    if budget != "auto":
+        budget_words = spec.budget_words(budget)
+    else:
+        budget, budget_words = spec.budget_bytes, f"of one {spec.name}"
+        if is_run and spec.name == THIS_CPU:  # as furlong train takes it
+            budget, budget_words = free_ram_budget_bytes() // num_devices, FREE_RAM
+            budget_words += f" over {num_devices} processes" if num_devices > 1 else ""
+    spec = replace(spec, host_bytes=host_bytes)
+    model = cost_model_of(config, spec, num_devices, calibrate=not own.no_calibration)
+    return PlanQuestion(
+        config=config, is_run=is_run, batch=batch, model=model,
+        limits=Limits(budget, host_bytes, disk_bytes, model.hardware.margin(MARGIN)),
+        budget_words=budget_words, num_devices=num_devices, given=dials | sizes,
+    )  # fmt: skip
+
+
+def _check_one_pair(flags: RunFlags, num_devices: int) -> None:
+    """Raise ConfigError for more than one pair on one device."""
+    own = flags.own
+    for given in (
+        f"{num_devices} devices" if num_devices > 1 else "", own.compare and "--compare",
+        "" if own.sequences is None else f"--sequences {own.sequences}",
+    ):  # fmt: skip
+        if given:
+            raise refusal(
+                f"{given} with train.loss: dpo",
+                "one device, and one pair: each call of a step takes a pair in two phases",
+                "leave it out, or plan with --train.loss=sft",
+            )
+
+
+def _check_dials(dials: Mapping[str, Any], batch: PlannedBatch) -> None:
+    """Raise ConfigError for more chunks than can be planned for, and for a meaningless sample."""
+    longest, size = max(batch.seq_lens), dials.get("size", sys.maxsize)
+    if longest > size * MAX_CHUNKS:
+        raise refusal(
+            f"chunks of {count_words(size, 'token')}, {-(-longest // size):,} of them in the"
+            f" longest sequence of {longest:,}",
+            f"at most {MAX_CHUNKS:,} chunks of one sequence",
+            f"raise chunks.size to {-(-longest // MAX_CHUNKS):,}, or use shorter sequences",
+            "chunks.size and the lengths",
+        )
+    if "sample" in dials:
+        check_sampling(dials["sample"], size=dials["size"], longest=batch.lengths.longest)
+
+
+def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
+    """The batch of a run file, of --data.train, or of --lengths; of pairs both answers of one, as
+    long as the longest sequence. Raises ConfigError."""
+    own, seed = flags.own, config.train.seed
+    is_run = own.subject is not None or "--data.train" in flags.names
+    limit = config.data.max_seq_len if is_run or _LIMIT in flags.names else sys.maxsize
+    count, name, is_pair = own.sequences, own.lengths, config.train.loss == "dpo"
+    if count is None and (is_run or _PER_STEP in flags.names):
+        count = config.train.sequences_per_step
+    if name is not None and not os.path.exists(name) and not name.endswith(".json"):
+        batch = _of_preset(name, _OF_A_PRESET if count is None else count, seed, limit)
+    else:
+        if name is None:
+            name, lengths = _counted(own.subject, config)
+        else:
+            lengths = read_lengths(Path(name))
+        too_long = config.data.too_long
+        if too_long == "error" and (not is_run or _LIMIT in flags.names):
+            too_long = "drop"
+        kept = _limited(lengths, name, limit, too_long)
+        left_out = lengths.num_sequences - kept.num_sequences
+        batch = _draw(kept, name, 1 if is_pair else count, seed, left_out)
+    if not is_pair:
+        return batch
+    longest = batch.lengths.longest
+    words = f"a pair of the longest of {name}, the most that is in one call"
+    return PlannedBatch((longest, longest), words, batch.lengths, longest)
+
+
+def _limited(lengths: Lengths, name: str, limit: int, too_long: str) -> Lengths:
+    """The lengths as a run has them that refuses, truncates or drops what is longer."""
+    if too_long == "error" and lengths.longest > limit:
+        raise refusal(
+            f"a sequence of {count_words(lengths.longest, 'token')} in {name}",
+            f"at most data.max_seq_len = {count_words(limit, 'token')}, with data.too_long: error",
+            "raise data.max_seq_len, or set data.too_long to truncate or drop",
+            "the run's data.max_seq_len",
+        )
+    counts: Counter[int] = Counter()
+    for seq_len, times in lengths.counts:
+        if seq_len <= limit or too_long == "truncate":
+            counts[min(seq_len, limit)] += times
+    if not counts:
+        shortest = count_words(lengths.counts[0][0], "token")
+        raise refusal(
+            f"data.max_seq_len = {limit:,}", f"at least {shortest}, the shortest of {name}",
+            "raise data.max_seq_len", "the batch to plan",
+        )  # fmt: skip
+    return Lengths(tuple(sorted(counts.items())))
+
+
+def _draw(
+    lengths: Lengths, source: str, count: int | None, seed: int, left_out: int
+) -> PlannedBatch:
+    """The longest sequence and others in a random order, `count` in all, each once unless there are
+    fewer; all of them for None. Raises ConfigError."""
+    number, longest = lengths.num_sequences, lengths.longest
+    longer = f", {left_out:,} longer ones left out" if left_out else ""
+    _check_count(number if count is None else count, source)
+    if count is None or count >= number:
+        again = f", {count / number:.3g} times over" if count and count > number else ""
+        words = f"all of {source}{longer}{again}, in the order of seed {seed}"
+        return PlannedBatch(draw_lengths(lengths, count or number, seed), words, lengths, longest)
+    *shorter, (_, times) = lengths.counts
+    others = Lengths((*shorter, *([(longest, times - 1)] if times > 1 else [])))
+    drawn = draw_lengths(others, count - 1, seed) if count > 1 else ()
+    words = f"the longest of the {number:,} of {source}{longer}"
+    if drawn:
+        words += f", and {count - 1:,} others drawn with seed {seed}"
+    return PlannedBatch((longest, *drawn), words, lengths, longest)
+
+
+def _of_preset(name: str, count: int, seed: int, limit: int) -> PlannedBatch:
+    from furlong.cost.lengths import length_preset, sample_lengths
+
+    _check_count(count, name)
+    seq_lens = sample_lengths(name, count, seed, max_seq_len=limit)
+    most = f" of at most {count_words(limit, 'token')}" if limit < sys.maxsize else ""
+    words = f"drawn from the preset {name}{most} with seed {seed}"
+    longest = min(limit, length_preset(name).longest_tokens)
+    return PlannedBatch(seq_lens, words, count_lengths(seq_lens), longest)
+
+
+def _counted(file: str | None, config: RunConfig) -> tuple[str, Lengths]:
+    """The name and the lengths of a run's data. They are counted where there is no file of them
+    beside the run file, or an old one: that loads torch and the tokenizer."""
+    if file is None:
+        return "data.train", _count(config)
+    counted = Path(file).with_name(f"{Path(file).stem}.lengths.json")
+    named = (s if isinstance(s, str) else s.path for s in config.data.train)
+    sources = [Path(file), *map(Path, named)]
+    if counted.exists():
+        written = counted.stat().st_mtime
+        if all(not path.exists() or path.stat().st_mtime <= written for path in sources):
+            return str(counted), read_lengths(counted)
+    check_replaced(counted, f"the lengths of {file}", "lengths")
+    print(f"counting the lengths of {file}'s sequences into {counted}", file=sys.stderr)
+    lengths = _count(config)
+    write_lengths(counted, lengths)
+    return str(counted), lengths
+
+
+def _count(config: RunConfig) -> Lengths:
+    from furlong.cli.lengths import count_run
+
+    with redirect_stdout(sys.stderr):
+        return count_run(config)
+
+
+def _check_count(count: int, source: str) -> None:
+    if not 1 <= count <= MAX_BATCH:
+        raise refusal(
+            f"{count:,} sequences of {source} in one step",
+            f"at least 1 and at most {MAX_BATCH:,}",
+            "say how many a step takes with --sequences N",
+            "the batch to plan: all sequences of a file of lengths, else train.sequences_per_step",
+        )  # fmt: skip
+
+
+def check_num_devices(num_devices: int, source: str) -> None:
+    """Raise ConfigError for a number of devices that cannot be planned for."""
+    if not 1 <= num_devices <= MAX_DEVICES:
+        required = f"at least 1 and at most {MAX_DEVICES:,}"
+        raise refusal(f"{num_devices:,} devices", required, "use another number of devices", source)
+
+
+def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunConfig:
+    """The run that is planned: a run file's, or one of flags alone. `made_for`: values of a run
+    that were saved with a plan. Raises ConfigError."""
+    from furlong.config.sources import merge, read_run_file
+
+    file = flags.own.subject
+    if made_for is None and file is not None:
+        return merge(flags, read_run_file(file), file)
+    values: dict[str, Any] = dict(made_for or {})
+    if "--data.train" not in flags.names:
+        # The schema asks for data; a plan needs no more of it than its lengths.
+        if file is None and flags.own.lengths is None:
+            raise missing("--lengths")
+        values["data"] = {"train": file or flags.own.lengths}
+    if "model" not in values and not any(name.startswith("--model") for name in flags.names):
+        raise missing("--model.name")
+    return merge(flags, values, file or "no run file")
+
+
+def missing(flag: str) -> UserError:
+    """The error for a flag without which there is nothing to plan."""
+    required = "RUN.yaml, PLAN.json or RUN_FOLDER; or --lengths, --model.name and --hardware"
+    return refusal(f"no {flag}", required, f"add {flag}, or see furlong plan --help")
+
+
+def spec_of(name: str, num_devices: int = 1) -> Machine:
+    """Hardware by name. This machine's rates are the assumed ones of `furlong train`, so that both
+    decide alike; several devices are so many processes on it."""
+    if name != THIS_CPU:
+        return Machine.named(name)
+    return one_of(this_cpu(), num_devices)
+
+
+def cost_model_of(
+    config: RunConfig, spec: Machine, num_devices: int, *, calibrate: bool
+) -> CostModel:
+    """The cost model of a run on a device, as it was calibrated if it was. Raises ConfigError."""
+    is_shared = num_devices > 1
+    training = replace(
+        training_of(config.model), zero_stage=1 if is_shared else 0, gathers=is_shared
+    )
+    shape, dtype = _model_shape_of(config.model.name), config.model.dtype
+    measured = spec.calibrated(dtype) if calibrate else spec.computing_in(dtype)
+    return CostModel(shape, measured, training)
+
+
+def _model_shape_of(name: str) -> ModelShape:
+    """The shape of a config.json, a folder that holds one, a known name, or a model of the hub.
+
+    Raises ConfigError.
+    """
+    path = Path(name).expanduser()
+    if os.path.exists(path) or path.suffix == ".json" or name.startswith((".", "/", "~")):
+        return _measured_shape(path)
+    if "/" not in name or is_known_model(name):
+        return model_shape(name.rpartition("/")[2])
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return _measured_shape(Path(hf_hub_download(name, "config.json")))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise refusal(
+            f"{name}: {str(error).splitlines()[0]}",
+            f"a config.json, a model on the hub, or one of {', '.join(sorted(known_models()))}",
+            "check the name or the network, or give the path of a config.json",
+            "the model's name",
+        ) from error
+
+
+def _measured_shape(path: Path) -> ModelShape:
+    """The shape of a config.json, or of the folder that holds one: as it was measured before, else
+    measured with transformers, which takes seconds. Raises UserError."""
+
+    def measure(file: Path) -> ModelShape:
+        from furlong.models.describe import describe_file
+
+        return describe_file(file)
+
+    return cached_shape(path / "config.json" if path.is_dir() else path, measure)

@@ -1,0 +1,227 @@
+"""The pool on disk: one nameless file, read and written past the page cache.
+
+Mapped files would count as resident memory, and buffered writes put the writer to sleep once the
+kernel has too many dirty pages; O_DIRECT does neither. The file is unlinked as soon as it is open,
+so that nothing is left behind, not even by a crash."""
+
+from __future__ import annotations
+
+import errno
+import io
+import mmap
+import os
+import sys
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from furlong.errors import ConfigError
+from furlong.kv.arena import Extents
+from furlong.kv.host import pinned_memory
+from furlong.kv.pools import PAGE_BYTES, STAGING_BYTES, Budget, StagedPool, ThreadLane, padded
+from furlong.units import format_bytes
+
+_SYNC_BYTES = 2**26
+"""Dirty pages that a filesystem without O_DIRECT may gather."""
+_IN_RAM = ("tmpfs", "ramfs")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskPool(StagedPool):
+    """Tensors of `device` in a file in `folder`; two threads write and read it.
+
+    ConfigError for a folder that cannot take it, at once, and for a full disk, at `put`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        *,
+        budget: Budget | None = None,
+        staging_bytes: int = STAGING_BYTES,
+        poison: bool = False,
+    ) -> None:
+        self.file = NamelessFile(folder)
+        super().__init__(
+            _DiskPlaces(self.file, device.type == "cuda"), device, ThreadLane,
+            budget=budget, staging_bytes=staging_bytes, poison=poison,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    start: int
+    num_bytes: int
+
+
+@dataclass
+class _DiskPlaces:
+    file: NamelessFile
+    pins_staging: bool
+    extents: Extents = field(default_factory=Extents)
+
+    name = "the disk"
+    budget_key = "memory.disk"
+    stages_on_host = True
+
+    def take(self, num_bytes: int) -> _Place:
+        size = padded(num_bytes)
+        start = self.extents.take(size)
+        if start is None:
+            more = size - self.extents.free_at_end_bytes
+            self.file.reserve(self.extents.num_bytes, more)
+            self.extents.grow(more)
+            start = self.extents.take(size)
+            assert start is not None
+        return _Place(start, num_bytes)
+
+    def give(self, place: _Place) -> None:
+        self.extents.give(place.start, padded(place.num_bytes))
+
+    def allocate_staging(self, num_bytes: int) -> Tensor:
+        if self.pins_staging:
+            pinned = pinned_memory(num_bytes + PAGE_BYTES)
+            if pinned is not None:
+                first = -pinned.data_ptr() % PAGE_BYTES
+                return pinned[first : first + num_bytes]
+        # Private: shared pages, Python's default, would count as shared memory of the process.
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def write(self, place: _Place, staged: Tensor) -> None:
+        self.file.write(_whole_pages(staged), place.start)
+
+    def read(self, place: _Place, staged: Tensor) -> None:
+        self.file.read(_whole_pages(staged), place.start)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _whole_pages(staged: Tensor) -> memoryview:
+    """The pages that hold `staged`, as bytes of the buffer that it begins."""
+    pages = staged.as_strided((padded(staged.numel()),), (1,))
+    return pages.numpy().data
+
+
+class NamelessFile:
+    """An open file without a name in `folder`, gone with the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._dirty_bytes = 0
+        if not hasattr(os, "O_DIRECT"):
+            raise ConfigError(
+                given=f"{folder} for the disk tier, on {sys.platform}",
+                required="Linux",
+                source="memory.disk_dir",
+                change="leave the tier disk out",
+            )
+        _refuse_ram(folder)
+        try:
+            direct = _open_direct(folder)
+            self.is_direct = direct is not None
+            descriptor = _open(folder) if direct is None else direct
+        except OSError as error:
+            raise self._told(error) from error
+        self._file = io.FileIO(descriptor, "r+")  # closed with the pool, or with us
+
+    def reserve(self, start: int, num_bytes: int) -> None:
+        """Make sure that the disk has room for so many bytes from `start` on."""
+        try:
+            os.posix_fallocate(self._file.fileno(), start, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise self._told(error, num_bytes) from error
+            os.ftruncate(self._file.fileno(), start + num_bytes)  # reserves nothing
+
+    def write(self, pages: memoryview, start: int) -> None:
+        done = 0
+        try:
+            while done < len(pages):
+                done += os.pwrite(self._file.fileno(), pages[done:], start + done)
+            self._dirty_bytes += 0 if self.is_direct else done
+            if self._dirty_bytes > _SYNC_BYTES:
+                self._dirty_bytes = 0
+                os.fdatasync(self._file.fileno())
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise self._told(error, len(pages)) from error
+
+    def read(self, pages: memoryview, start: int) -> None:
+        done = 0
+        try:
+            while done < len(pages):
+                count = os.preadv(self._file.fileno(), [pages[done:]], start + done)
+                if not count:
+                    raise OSError(errno.EIO, "the file has become shorter")
+                done += count
+            if not self.is_direct:
+                os.posix_fadvise(self._file.fileno(), start, done, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise self._told(error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _told(self, error: OSError, num_bytes: int = 0) -> ConfigError:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        more = f", {format_bytes(num_bytes)} more were needed" if num_bytes else ""
+        change = "name a folder that exists, on a disk that can be written to"
+        if error.errno in _NO_ROOM:
+            change = "make room there, name a folder on a larger disk, or lower memory.disk"
+        return ConfigError(
+            given=f"{self.folder} for the disk tier: {reason}{more}",
+            required="a folder on a disk with room for all that the plan keeps there",
+            source="memory.disk_dir",
+            change=change,
+        )
+
+
+def _refuse_ram(folder: Path) -> None:
+    """ConfigError for a folder whose files lie in RAM."""
+    try:
+        resolved = folder.resolve()
+        mounts = psutil.disk_partitions(all=True)
+    except OSError:
+        return
+    above = [m for m in reversed(mounts) if resolved.is_relative_to(m.mountpoint)]
+    kind = max(above, key=lambda m: len(m.mountpoint)).fstype if above else ""
+    if kind in _IN_RAM:
+        raise ConfigError(
+            given=f"{folder}, which is on a {kind}: its files are in RAM",
+            required="a folder on a disk",
+            source="memory.disk_dir",
+            change="name a folder on a disk; what may stay in RAM belongs to memory.device or, on a"
+            " GPU, to the tier host",
+        )
+
+
+def _open(folder: Path, flags: int = 0) -> int:
+    """A new file for reading and writing, without its name."""
+    name = folder / f".furlong-{uuid.uuid4().hex}"
+    descriptor = os.open(name, flags | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    name.unlink()
+    return descriptor
+
+
+def _open_direct(folder: Path) -> int | None:
+    """Such a file past the page cache, tried with one page; None where the system refuses."""
+    descriptor = None
+    try:
+        descriptor = _open(folder, os.O_DIRECT)
+        page = mmap.mmap(-1, PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        os.pwrite(descriptor, page, 0)
+        os.preadv(descriptor, [page], 0)
+    except OSError as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return None
+    return descriptor

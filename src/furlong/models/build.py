@@ -1,0 +1,631 @@
+"""Models in and out: from a hub id or folder to a trainable model, and back to a folder.
+
+Trained weights are float32 (float64 if that is asked for), frozen weights have the compute's dtype.
+Files are checked before weights are loaded or data are read: only their headers are read. Random
+weights are drawn by name: a module has the same ones in whatever part of a model it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+from zlib import crc32
+
+import psutil
+import torch
+from torch import nn
+
+from furlong.errors import ConfigError, UnsupportedModelError, UserError
+from furlong.families import family_of
+from furlong.models.decoder import HFDecoder
+from furlong.models.folder import (
+    check_config_values,
+    check_export_folder,
+    check_folder,
+    check_folder_files,
+    check_generation,
+    check_readable,
+    check_sizes,
+    reason,
+    with_adapters,
+)
+from furlong.models.placeholders import adapted_elsewhere, hold, holding_class, placeholders
+from furlong.models.rope import apply_rope, check_length, check_rope
+from furlong.models.support import refuse_config
+from furlong.units import format_bytes, format_count
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_INEXACT = ("F8", "F6", "F4", "C64", "C128")
+_DISTRIBUTED = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+
+
+def check_weights(source: str) -> None:
+    """Raise ConfigError unless the safetensors files of a folder or hub id are all there, readable
+    and whole. The files of a hub id are downloaded later; of them only the index is read."""
+    folder = Path(source)
+    if not folder.is_dir():
+        _check_hub_index(source)
+        return
+    if any(_DISTRIBUTED.fullmatch(path.name) for path in folder.iterdir()):
+        raise _no_weights(
+            f"{folder} holds a distributed checkpoint (shard-*-model-*.safetensors)",
+            "write the weights with save_pretrained into another folder",
+        )
+    if os.path.lexists(folder / WEIGHTS):  # also a link that leads nowhere
+        names = [WEIGHTS]
+    elif os.path.lexists(folder / INDEX):
+        names = _shards(folder / INDEX)
+    else:
+        raise _without_safetensors(folder)
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing and names != [WEIGHTS]:
+        raise _no_weights(
+            f"{folder} without {len(missing)} of the {len(names)} files that {INDEX} lists,"
+            f" {missing[0]} among them",
+            "download or copy the whole model once more",
+        )
+    for name in names:
+        _check_header(folder / name)
+
+
+def _check_header(file: Path) -> None:
+    """Raise ConfigError for a safetensors file that is unreadable, cut off or something else."""
+    from safetensors import SafetensorError, safe_open
+
+    check_readable(file)
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError) as error:
+        raise _no_weights(
+            f"{file}, which is cut off or no safetensors file: {reason(error)}",
+            "download or copy the file once more",
+        ) from error
+    for name, dtype in dtypes.items():
+        # buffers, such as masks of old families, may be of any other kind
+        if dtype not in _FLOATS and (name.endswith("weight") or dtype.startswith(_INEXACT)):
+            raise _no_weights(
+                f"{file}, whose {name} is of dtype {dtype}: quantized, or no float at all",
+                "use the model's checkpoint in bfloat16 or float32",
+            )
+
+
+def _shards(index: Path) -> list[str]:
+    """The names of the files that an index lists, sorted. Raises ConfigError."""
+    check_readable(index)
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(listed.values()))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _no_weights(
+            f"{index}, which is no index of weights: {reason(error)}",
+            "download or copy the file once more",
+        ) from error
+    for name in names:
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+        ):
+            raise _no_weights(
+                f"{index}, which lists {name!r}",
+                "keep the weights as .safetensors files beside the index",
+            )
+    if not names:
+        raise _no_weights(f"{index}, which lists no file", "download or copy the file once more")
+    return names
+
+
+def _check_hub_index(hub_id: str) -> None:
+    from transformers.utils import cached_file
+
+    try:
+        index = cached_file(
+            hub_id, INDEX,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )  # fmt: skip
+    except Exception:  # whatever is wrong with the hub, the download itself says better
+        return
+    if index is not None:
+        _shards(Path(index))
+
+
+def _without_safetensors(folder: Path) -> ConfigError:
+    names = sorted(path.name for path in folder.iterdir())
+    pickles = [name for name in names if name.endswith(_PICKLES) and name != "training_args.bin"]
+    others = [name for name in names if name.endswith((".safetensors", ".gguf", ".npz"))]
+    if pickles:
+        return _no_weights(
+            f"{folder} without {WEIGHTS}; {pickles[0]} is a pickle, which is not read, for it can"
+            " hold a program",
+            "convert it, if you trust it, with transformers: AutoModelForCausalLM"
+            f".from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER)",
+        )
+    if others:
+        return _no_weights(
+            f"{folder} without {WEIGHTS} or {INDEX}; there is {', '.join(others[:3])}",
+            "use the folder that save_pretrained of transformers writes",
+        )
+    return _no_weights(f"{folder} without {WEIGHTS}", "use a folder with weights")
+
+
+def _no_weights(given: str, change: str) -> ConfigError:
+    return ConfigError(
+        given=given,
+        required="weights (safetensors)",
+        source="model.name",
+        change=f"{change}; or set model.init: random",
+    )
+
+
+def draw_weights(model: Any, seed: int, device: torch.device) -> None:
+    """Give a model on meta weights and buffers, as transformers draws them for each module.
+
+    Each module has a generator state of its own, made of `seed` and its name. Changes the CPU's
+    global generator. Raises UnsupportedModelError for a family that leaves a weight as it is.
+    """
+    model.to_empty(device=device)
+    floats = [
+        (name, tensor)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.is_floating_point()
+    ]
+    with torch.no_grad():
+        for _, tensor in floats:
+            tensor.fill_(torch.nan)
+        _draw(model, "", model, seed)
+        model.tie_weights(recompute_mapping=False)  # a stage may lack the head
+    for name, tensor in floats:
+        if bool(tensor.isnan().any()):
+            raise UnsupportedModelError(
+                given=f"{type(model).__name__}, whose family gives {name} no random start",
+                required="a family that fills every weight of a model that is built without memory",
+                source="model.init: random",
+                change="start from weights (model.init: pretrained)",
+            )
+
+
+def draw_adapters(model: nn.Module, seed: int) -> None:
+    """Draw the weights of LoRA adapters of peft anew, by name, where there are any."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            _seed(name, seed)
+            for adapter in module.active_adapters:
+                module.reset_lora_parameters(adapter, True)
+
+
+def _draw(module: nn.Module, name: str, owner: Any, seed: int) -> None:
+    """Children come first, and a model inside a model fills its own modules, as in transformers."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        owner = module
+    for child_name, child in module.named_children():
+        _draw(child, f"{name}.{child_name}", owner, seed)
+    _seed(name, seed)
+    owner._init_weights(module)
+
+
+def _seed(name: str, seed: int) -> None:
+    torch.default_generator.manual_seed(crc32(f"{seed}/{name}".encode()))
+
+
+def add_adapters(model: nn.Module, lora: dict[str, Any], whole: nn.Module | None = None) -> Any:
+    """The model with adapters, its own weights frozen.
+
+    `lora` holds `rank`, `alpha`, `dropout`, `target_modules`. `whole`, for a model that holds one
+    stage: the whole model, on meta, which is changed. A stage without any of the modules has no
+    adapter. Raises ConfigError, also for a name among others that fits no module of the whole.
+    """
+    if whole is not None:
+        add_adapters(whole, lora)
+        try:
+            return _adapted(model, lora)
+        except ConfigError:  # not of the whole model: none of these modules is here
+            return model.requires_grad_(False)
+    adapted = _adapted(model, lora)
+    modules = lora["target_modules"]
+    found = adapted.base_model.targeted_module_names
+    for name in () if isinstance(modules, str) else modules:
+        if not any(own == name or own.endswith(f".{name}") for own in found):
+            raise _no_such_modules(model, modules, f"{name} fits none")
+    return adapted
+
+
+def merge_adapters(model: Any) -> Any:
+    """The model whose weights have their adapters added, in float32, so that they are rounded once.
+
+    Where adapters change one of two tied weights, the two are untied: they are no longer equal.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    base = model.get_base_model()
+    modules = base.get_input_embeddings(), base.get_output_embeddings()
+    embeddings, head = (getattr(module, "base_layer", module) for module in modules)
+    if embeddings.weight is head.weight and (embeddings, head) != modules:
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        for config in (base.config, base.config.get_text_config()):
+            config.tie_word_embeddings = False
+        base.all_tied_weights_keys = {}
+    return model.merge_and_unload()
+
+
+def _adapted(model: nn.Module, lora: dict[str, Any]) -> Any:
+    import peft
+
+    modules = lora["target_modules"]
+    settings = peft.LoraConfig(
+        r=lora["rank"],
+        lora_alpha=lora["alpha"],
+        lora_dropout=lora["dropout"],
+        target_modules=modules if isinstance(modules, str) else list(modules),
+        exclude_modules=adapted_elsewhere(model) or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with warnings.catch_warnings():
+            # peft asks transformers for it by an older name.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            # merge_adapters unties what is no longer equal
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+            return peft.get_peft_model(model, settings)
+    except Exception as error:  # modules may be of any kind, and names are regular expressions
+        unknown = "not found in the base model" in str(error)
+        raise _no_such_modules(model, modules, None if unknown else reason(error)) from error
+
+
+def _no_such_modules(model: nn.Module, modules: Any, why: str | None) -> ConfigError:
+    linear = {name.removesuffix(".base_layer").rpartition(".")[2]
+              for name, module in model.named_modules()
+              if isinstance(module, nn.Linear) and ".lora_" not in name}  # fmt: skip
+    told = modules if isinstance(modules, str) else ", ".join(modules)
+    is_rank = why is not None and not why.endswith("fits none")
+    return ConfigError(
+        given=f"model.lora.target_modules = {told}" + (f": {why}" if why else ""),
+        required=f"all-linear, or names among {', '.join(sorted(linear))}",
+        source="model.lora",
+        change="name modules that the model has" + (", or lower model.lora.rank" * is_rank),
+    )
+
+
+BASE = "base"
+"""The folder of an export of adapters that holds the changed config of their base."""
+_BASE_TOLD = (
+    "the adapters belong to their base with another RoPE (model.rope), which peft, transformers"
+    " and others that read adapter_config.json do not set: load them with"
+    " AutoModelForCausalLM.from_pretrained('{folder}',"
+    " config=AutoConfig.from_pretrained('{folder}/{base}')), or merge them: furlong export RUN"
+    " --merge"
+)
+# Attention and experts are transformers' default (SDPA, or eager where a family has none) whatever
+# config.json asks for: a name there could be that of a kernel on a hub, or a missing package.
+_OWN_KERNELS: dict[str, Any] = {"attn_implementation": None, "experts_implementation": None}
+
+
+def build_model(
+    name: str,
+    *,
+    init: Literal["pretrained", "random"] = "pretrained",
+    dtype: torch.dtype = torch.float32,
+    lora: dict[str, Any] | None = None,
+    rope: dict[str, Any] | None = None,
+    max_seq_len: int | None = None,
+    seed: int = 0,
+    layers: range | None = None,
+) -> Any:
+    """A transformers decoder in train mode.
+
+    `name` is a hub id or a local folder; `init="random"` needs config.json only and draws from
+    `seed`, each module by its name. `lora` holds `rank`, `alpha`, `dropout`, `target_modules` and
+    freezes everything else. `rope` holds `rope_type` and its keys (models.rope); `max_seq_len` is
+    the run's longest sequence, for which the model must have positions. `layers`: those that this
+    process holds (None: all); nothing of other stages is built or read (models.placeholders).
+    Raises ConfigError or UnsupportedModelError.
+    """
+    source = check_folder(name)
+    trained_dtype = torch.promote_types(dtype, torch.float32)
+    loaded_dtype = trained_dtype if lora is None else dtype
+    config = read_config(source, rope=rope, max_seq_len=max_seq_len)
+    with torch.random.fork_rng(devices=[]):
+        if init == "random":
+            model = model_of_config(config, source, dtype=loaded_dtype)
+            if layers is not None:
+                hold(model, placeholders(model, layers))
+            draw_weights(model, seed, torch.device("cpu"))
+        else:
+            model = _load_weights(source, config, loaded_dtype, layers)
+        if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the others know no float64
+        if lora is not None:
+            whole = None if layers is None else model_of_config(config, source, dtype=loaded_dtype)
+            model = add_adapters(model, lora, whole)
+        draw_adapters(model, seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(trained_dtype)
+    return model.train()
+
+
+def export_model(
+    model: Any,
+    tokenizer: Any,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype,
+    rope: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes a folder that transformers (or, for adapters, peft) loads; returns it.
+
+    Weights are written in `dtype`. `rope` is what has changed the model's own: of adapters, which
+    have no place for it, the folder `BASE` holds the config of their base, and this is told. The
+    folder appears whole or not at all. Raises ConfigError if it is there already.
+    """
+    folder = Path(folder)
+    check_export_folder(folder)
+    aside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        _write_model(model, aside, dtype)
+        if has_other_base := rope is not None and hasattr(model, "peft_config"):
+            model.get_base_model().config.save_pretrained(aside / BASE)
+            with (aside / "README.md").open("a", encoding="utf-8") as card:
+                card.write(f"\n{_BASE_TOLD.format(folder=folder.name, base=BASE)}\n")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        os.rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    if has_other_base:
+        print(f"warning: {_BASE_TOLD.format(folder=folder, base=BASE)}")
+    return folder
+
+
+def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    is_adapter = hasattr(model, "peft_config")
+    with _hushed(is_reading=False):
+        if is_adapter:
+            for adapters in model.peft_config.values():
+                base = adapters.base_model_name_or_path or ""
+                if os.path.isdir(base):  # a relative one would be another folder elsewhere
+                    adapters.base_model_name_or_path = os.path.abspath(base)
+            model.save_pretrained(folder)
+        else:
+            model.save_pretrained(folder, state_dict=_cast(model, dtype))
+    if not is_adapter:
+        # transformers notes the dtype of the weights in memory, not of those it was handed.
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        config = json.loads(text) | {"dtype": str(dtype).removeprefix("torch.")}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_config(
+    source: str, *, rope: dict[str, Any] | None = None, max_seq_len: int | None = None
+) -> Any:
+    """The transformers config of a hub id or folder, with `rope` written into it.
+
+    Raises ConfigError, also if the model has fewer positions than `max_seq_len`.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if Path(source).is_dir():
+        check_folder_files(Path(source))
+    values: dict[str, Any] = {}
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(source)
+        check_config_values(values, source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **_OWN_KERNELS)
+        refuse_config(config, f"model type {config.model_type}", f"{source}, config.json")
+        check_sizes(config, source)
+        check_rope(config, source)
+        if rope is not None:
+            apply_rope(config, rope, max_seq_len=max_seq_len)
+        if max_seq_len is not None:
+            check_length(config, max_seq_len, has_rope=rope is not None)
+    except UserError:
+        raise
+    except Exception as error:  # a family's own code may make anything of a broken file
+        raise ConfigError(
+            given=f"{source}, config.json: {reason(error, values)}",
+            required="a model whose config.json transformers can read without remote code",
+            source="model.name",
+            change="mend config.json, or use the model's own"
+            if Path(source).exists()
+            else "check the name, the connection to the hub, or use a local folder",
+        ) from error
+    return config
+
+
+def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
+    """The whole model of a config, on meta: without memory for its weights.
+
+    Raises UnsupportedModelError if transformers knows none, and ConfigError if it cannot build or
+    write one of this config.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _check_kind(config, source)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_OWN_KERNELS)
+        # What cannot be written would be found out when the run exports its model.
+        with TemporaryDirectory() as folder:
+            model.config.save_pretrained(folder)
+        return model
+    except Exception as error:  # a family's own code may make anything of wrong sizes
+        raise ConfigError(
+            given=f"{source}, config.json: {reason(error, vars(config))}",
+            required="sizes and names of which transformers can build the model",
+            source="model.name",
+            change="mend config.json, or use the model's own",
+        ) from error
+
+
+def _check_kind(config: Any, source: str) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    refused = family_of(config.model_type).refused
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or refused:
+        raise UnsupportedModelError(
+            given=f"model type {config.model_type}" + (f", which {refused}" if refused else ""),
+            required="a decoder with causal attention that AutoModelForCausalLM knows",
+            source=f"{source}, config.json",
+            change="choose a causal language model",
+        )
+
+
+def _load_weights(source: str, config: Any, dtype: torch.dtype, layers: range | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    _check_kind(config, source)
+    check_weights(source)
+    check_generation(source)
+    opened: Any = AutoModelForCausalLM
+    others: dict[str, nn.Module] = {}
+    if layers is not None:
+        whole = model_of_config(config, source, dtype=dtype)
+        others, config = placeholders(whole, layers), whole.config
+        opened = holding_class(type(whole), others)
+    try:
+        with _hushed():
+            model, loaded = opened.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,  # the other kind is a pickle
+                ignore_mismatched_sizes=True,  # told below
+                output_loading_info=True,
+                **_OWN_KERNELS,
+            )
+    except Exception as error:  # of the family's code, of safetensors, of the hub
+        raise ConfigError(
+            given=f"{source}: {reason(error, vars(config))}",
+            required="weights (safetensors) of the model that config.json describes",
+            source="model.name",
+            change="use a folder with whole weights and its own config.json, or set"
+            " model.init: random",
+        ) from error
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise with_adapters(source)
+    # transformers fills what the files lack, or have in another shape, with random numbers.
+    for what, names in (
+        ("lacks", sorted(loaded["missing_keys"])),
+        ("has in another shape", sorted(name for name, *_ in loaded["mismatched_keys"])),
+    ):
+        if names:
+            raise ConfigError(
+                given=f"{source} {what} {len(names)} weights, {names[0]} among them",
+                required="every weight of the model, as its config.json says",
+                source="model.name",
+                change="use the whole model's folder, or model.init: random",
+            )
+    if layers is not None:
+        model.__class__ = type(whole)
+        _require_tied(model, source)
+    elsewhere = tuple(f"{name}." for name in others)
+    if unused := sorted(key for key in loaded["unexpected_keys"] if not key.startswith(elsewhere)):
+        print(f"{source}: {len(unused)} tensors are no weights of the model and are left out,"
+              f" {unused[0]} among them")  # fmt: skip
+    return model
+
+
+def _require_tied(model: Any, source: str) -> None:
+    """Raise ConfigError for a stage with a head of its own where config.json has it tied: the first
+    stage, which has no head, could not know."""
+    tied: Any = model.config.get_text_config().tie_word_embeddings
+    weights = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+    if tied and all(isinstance(w, nn.Parameter) for w in weights) and weights[0] is not weights[1]:
+        raise ConfigError(
+            given=f"{source}, with tie_word_embeddings in config.json and two different weights",
+            required="a config that says whether head and input embeddings are one weight, for a"
+            " pipeline of several stages",
+            source="model.name",
+            change="set tie_word_embeddings to false in config.json",
+        )
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights in `dtype`; tied weights stay one tensor, so that they are written once."""
+    casts: dict[int, torch.Tensor] = {}
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        weights[name] = tensor
+        if tensor.is_floating_point():
+            weights[name] = casts.setdefault(tensor.data_ptr(), tensor.to(dtype))
+    return weights
+
+
+@contextmanager
+def _hushed(*, is_reading: bool = True) -> Iterator[None]:
+    """Without transformers' reports, which are told as errors here, and without bars but for a
+    reading on a terminal."""
+    from transformers.utils import logging
+
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not (is_reading and sys.stderr.isatty()):
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()
+
+
+_LEAST_BYTES = 2
+"""Bytes of a weight in the smallest dtype in which a model is loaded."""
+
+
+def check_model(
+    name: str,
+    *,
+    init: Literal["pretrained", "random"] = "random",
+    rope: dict[str, Any] | None = None,
+    max_seq_len: int,
+) -> None:
+    """Raise UserError for a hub id or folder whose model cannot be trained at this length.
+
+    The model is built without memory for its weights; of their files only names and headers are
+    looked at, and only if `init` says that they are read. What the forward does is only known to
+    the self-check of the engine.
+    """
+    source = check_folder(name)
+    config = read_config(source, rope=rope, max_seq_len=max_seq_len)
+    if init == "pretrained":
+        check_weights(source)
+        check_generation(source)
+    model = model_of_config(config, source, dtype=torch.float32)
+    HFDecoder(model.train(), max_seq_len=max_seq_len)
+    _check_memory(model, source)
+
+
+def _check_memory(model: torch.nn.Module, source: str) -> None:
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    machine_bytes = psutil.virtual_memory().total + psutil.swap_memory().total
+    if num_weights * _LEAST_BYTES > machine_bytes:
+        raise ConfigError(
+            given=f"{format_count(num_weights)} parameters, of which even bfloat16 takes"
+            f" {format_bytes(num_weights * _LEAST_BYTES)}",
+            required=f"at most {format_bytes(machine_bytes)}, the memory of this machine, in which"
+            " a model is loaded before it goes to a device",
+            source=f"{source}, config.json",
+            change="use a smaller model or a larger machine; or mend the sizes in config.json",
+        )

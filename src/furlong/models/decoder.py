@@ -1,0 +1,525 @@
+"""The adapter of a Hugging Face decoder: its stages and its head.
+
+A stage is consecutive layers, fed and read at its layers. The decoder's list of layers is swapped
+in place for the length of a pass. `PlaceholderLayer` stands for every layer of another stage,
+`Inject` for the layer before the stage, `Capture` for that behind it. So what a family does
+between embedding and first layer (multiplier, positions, dropout), or behind the last layer,
+touches no other stage; config, layer indices and parameter names stay those of the whole model.
+
+    T tokens of a chunk, D hidden size, V vocabulary
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from furlong.errors import PlanError, UnsupportedModelError, UserError
+from furlong.families import family_of, for_all_layers
+from furlong.models.attention import (
+    CellAttention,
+    KVReady,
+    bound,
+    called_within,
+    chunked_attention,
+    hooked,
+    own_forward,
+    patched,
+)
+from furlong.models.mixers import (
+    Called,
+    Event,
+    Mixer,
+    Probed,
+    cache_argument,
+    find,
+    inputs_of,
+    relaying,
+    watching,
+)
+from furlong.models.placeholders import (
+    Capture,
+    Inject,
+    PlaceholderLayer,
+    decoder_of,
+    in_place_of,
+    layer_list,
+    local_layers_of,
+    returned,
+    uncuttable,
+)
+from furlong.models.rope import num_positions
+from furlong.models.states import EmptyCache, SliceCache
+from furlong.models.support import (
+    COMPILED_CALL,
+    bare_model,
+    call_root,
+    compiled_in_place,
+    is_sharded,
+    refuse_mixerless,
+    refuse_unsupported,
+)
+from furlong.ops.backends.select import is_of_machine
+from furlong.plan.passes import Pass
+
+
+@dataclass
+class DecoderOutput(MoeModelOutputWithPast):  # type: ignore[misc]
+    """The output of a decoder of which only the hidden states are there."""
+
+    def __getattr__(self, name: str) -> Any:
+        """None for any field that some family's head looks for."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None
+
+
+class HeadStub(nn.Module):
+    """Stands in the decoder's place: its input is its output. What a head asks of the decoder
+    beside its output (Falcon-H1's multiplier) is the decoder's own."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_decoder"] = decoder  # not a child: its parameters stay where they are
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattr__(name)
+        return getattr(self._decoder, name)
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> DecoderOutput:
+        return DecoderOutput(last_hidden_state=inputs_embeds)
+
+
+class Stage:
+    """Layers [layers.start, layers.stop) of a model; the first also embeds, the last has a head."""
+
+    def __init__(self, model: HFDecoder, layers: range) -> None:
+        self.layers = layers
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == model.num_layers
+        self._model = model
+        self._is_whole = self.is_first and self.is_last
+        if not self._is_whole:
+            self._list_name, _ = layer_list(model.base)
+            self._inject, self._capture = Inject(), Capture()
+            self._list = nn.ModuleList(self._slots(model.layers))
+
+    @property
+    def events(self) -> tuple[Event, ...] | None:
+        """Events of the stage's layers, in order; None: attention in each of them."""
+        own = self._model.events
+        return None if own is None else tuple(e for e in own if e[1] in self.layers)
+
+    def run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
+        """Hidden states (T, D) behind the stage's last layer; final ones behind the last stage.
+
+        x: token ids (T,) of the first stage, hidden states (T, D) of the others, as a leaf where
+        their gradient is wanted. Call it inside `installed`.
+        """
+        run = partial(self._run, x, position_ids, cell, what)
+        if what.computes == "to last kv" and is_sharded(self._model.base):
+            with self._ending_calls():
+                call_root(self._model.base, run)
+            raise KVReady
+        return call_root(self._model.base, run)[0]  # behind a wrapper's hooks: they take no views
+
+    def _run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
+        """Hidden states (1, T, D)."""
+        decode, modules = self._model.decode, self._model.cell_modules
+        positions = position_ids[None].clone()  # a hook that changes them must not meet them again
+        with ExitStack() as stack:
+            stack.enter_context(bound(modules, cell, what, position_ids))
+            if what.recompute_layers and what.computes == "graph":
+                stack.enter_context(self._checkpointed(cell, what, position_ids))
+            if self._is_whole:
+                return decode(input_ids=x[None], position_ids=positions)
+            stack.enter_context(self._swapped(x))
+            if self.is_first:
+                decode(input_ids=x[None], position_ids=positions)
+            else:
+                # a family may scale its embeddings in place: they must not be x
+                final = decode(inputs_embeds=x.new_zeros((1, *x.shape)), position_ids=positions)
+                if self.is_last:
+                    return final
+            assert self._capture.hidden is not None, "the decoder left before the stage's output"
+            return self._capture.hidden
+
+    def _slots(self, own: Sequence[nn.Module]) -> Iterator[nn.Module]:
+        for index, layer in enumerate(own):
+            if index in self.layers:
+                yield layer
+            elif index == self.layers.start - 1:
+                yield in_place_of(layer, self._inject)
+            elif index == self.layers.stop:
+                yield in_place_of(layer, self._capture)
+            else:
+                yield in_place_of(layer, PlaceholderLayer())
+
+    def _swapped(self, x: Tensor) -> AbstractContextManager[None]:
+        """Within it the decoder's layers are the stage's, fed with x (T, D)."""
+        for placeholder in self._list:
+            if isinstance(placeholder, PlaceholderLayer):
+                placeholder.num_returned = self._model.probed.num_returned
+        return patched(
+            [
+                (self._model.decoder._modules, self._list_name, self._list),
+                (vars(self._inject), "x", None if self.is_first else x),
+                (vars(self._capture), "hidden", None),  # afterwards it would pin a graph
+            ]
+        )
+
+    def _ending_calls(self) -> AbstractContextManager[None]:
+        """Within it a pass that ends at the last K,V ends its calls, of which a wrapper sees none
+        begin that does not end: the last layer returns its input."""
+
+        def until_kv(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            with suppress(KVReady):
+                forward(hidden, *args, **kwargs)
+            return returned(hidden, self._model.probed.num_returned)
+
+        last = self.events[-1][1] if self.events else self.layers[-1]
+        return _wrapped(self._model.layers[last : last + 1], lambda own: partial(until_kv, own))
+
+    def _checkpointed(
+        self, cell: CellAttention, what: Pass, position_ids: Tensor
+    ) -> AbstractContextManager[None]:
+        """Within it the stage's first layers keep only their inputs in the graph.
+
+        Their recompute runs inside the backward: it finds the same cell, and writes nothing.
+        """
+        again = replace(what, writes_kv=False, remembers=0, recompute_layers=0)
+        first = self.layers.start
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), bound(self._model.cell_modules, cell, again, position_ids)
+
+        return _wrapped(
+            self._model.layers[first : first + what.recompute_layers],
+            lambda own: partial(checkpoint, own, use_reentrant=False, context_fn=contexts),
+        )
+
+
+def _wrapped(
+    layers: Sequence[nn.Module], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> AbstractContextManager[None]:
+    """Within it the forward of each layer, or its compiled call, is what `wrap` makes of it."""
+    names = [COMPILED_CALL if vars(x).get(COMPILED_CALL) else "forward" for x in layers]
+    pairs = zip(layers, names, strict=True)
+    return patched((vars(layer), name, wrap(getattr(layer, name))) for layer, name in pairs)
+
+
+class HFDecoder:
+    """A decoder with a language-model head, used in pieces.
+
+    Raises UnsupportedModelError for what is known to be inexact. Without `needs_head` the head may
+    be another one, which is then the caller's own affair: hidden states stand for logits. `device`:
+    where it computes, also while other tensors stand for its weights; None: where they are.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, max_seq_len: int | None = None, needs_head: bool = True,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        base: Any = bare_model(model)
+        refuse_unsupported(base, max_seq_len, needs_head=needs_head)
+        self.model = model
+        self.base = base
+        self.device = device or next(model.parameters()).device
+        self.config = base.config.get_text_config()
+        self.max_seq_len = max_seq_len
+        bounds = (n for n in (max_seq_len, num_positions(self.config)) if n is not None)
+        self.longest_tokens = min(bounds, default=None)  # of a sequence; None without a bound
+        self.num_layers = int(self.config.num_hidden_layers)
+        self._has_head = base.get_output_embeddings() is not None
+        head = base.get_output_embeddings() if self._has_head else base.get_input_embeddings()
+        self.vocab_size = int(head.weight.shape[0])
+        self.decoder: Any = decoder_of(base)
+        self._decoder_name = _child_name(base, self.decoder)
+        self._relays = False
+        self._decodes_in: int | None = None  # the thread that is about to call the decoder
+        self.attention_modules = [m for m in self.decoder.modules() if hasattr(m, "layer_idx")]
+
+    @property
+    def name(self) -> str:
+        return type(self.base).__name__
+
+    @cached_property
+    def heads(self) -> tuple[int, int]:
+        """Query heads and key-value heads of every layer."""
+        num_heads = for_all_layers(self.config, "num_attention_heads")
+        num_kv_heads = for_all_layers(self.config, "num_key_value_heads", num_heads) or num_heads
+        if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
+            raise UnsupportedModelError(
+                given=f"{self.name}, whose config has not one number of heads for all layers",
+                required="equal heads, which the processes of an sp group divide among them",
+                source="num_attention_heads and num_key_value_heads of the model's config",
+                change="use parallel: {sp: 1}",
+            )
+        return num_heads, num_kv_heads
+
+    def require_own_tokens(self) -> None:
+        """Raise UnsupportedModelError for layers whose tokens meet in states, which the processes
+        of an sp group cannot divide among them."""
+        if self.probed.mixers:
+            kind = type(self.probed.mixers[0].module).__name__
+            raise UnsupportedModelError(
+                given=f"{self.name}, whose {kind} keeps a state, on sp groups of several processes",
+                required="layers in which tokens meet in attention alone, for sequence parallelism",
+                source="the model's layers, and parallel.sp",
+                change="use parallel: {sp: 1}, with dp or pp in its place",
+            )
+
+    @property
+    def num_input_ids(self) -> int:
+        """Token ids that have an embedding: 0 to this number less one."""
+        return int(self.base.get_input_embeddings().weight.shape[0])
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers, where it holds them in one list."""
+        return list(layer_list(self.base)[1])
+
+    @property
+    def local_layers(self) -> range:
+        """The layers that this process holds: all, or those of one stage."""
+        return local_layers_of(self.base)
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The weight that input embeddings and head share, whether or not the head is here."""
+        if not self.config.tie_word_embeddings:
+            return None
+        weight = self.base.get_input_embeddings().weight
+        return weight if isinstance(weight, nn.Parameter) else None
+
+    @property
+    def num_frozen_layers(self) -> int:
+        """First layers of the decoder without a trained parameter in them or below.
+
+        Parameters beside the layers count as below: whether they are is the family's own affair. A
+        process that does not hold the first layers has none below but tied embeddings, and cannot
+        count frozen layers of other stages: the least of all processes is the model's number.
+        """
+        own = {id(p) for layer in self.layers for p in layer.parameters()}
+        others = [p for p in self.decoder.parameters() if id(p) not in own]
+        if self.local_layers.start:
+            others = [p for p in others if p is self.tied_weight]
+        if any(p.requires_grad for p in others):
+            return 0
+        trained = (any(p.requires_grad for p in layer.parameters()) for layer in self.layers)
+        return next((index for index, any_ in enumerate(trained) if any_), self.num_layers)
+
+    def require_frozen(self, num_layers: int) -> None:
+        """Raise PlanError if a parameter is trained in the first `num_layers` layers, or below.
+
+        A plan without their backwards would leave its gradient out.
+        """
+        if num_layers and self.num_frozen_layers < num_layers:
+            raise PlanError(
+                f"the plan has no backward in the first {num_layers} layers of {self.name}, where "
+                "parameters are trained by now, or below: plan again"
+            )
+
+    def require_held(self, layers: Iterable[int]) -> None:
+        """Raise PlanError for layers that another process holds."""
+        missing = sorted(set(layers) - set(self.local_layers))
+        if missing:
+            raise PlanError(
+                f"the plan runs layer {missing[0]} of {self.name} on this rank, which holds layers "
+                f"{self.local_layers.start} to {self.local_layers.stop - 1}"
+            )
+
+    def stages(self, heights: Sequence[int]) -> tuple[Stage, ...]:
+        """The stages of `heights[i]` layers each, together all layers of the model.
+
+        Raises PlanError for stages of other layers, UnsupportedModelError for several stages of a
+        decoder without one list of its layers.
+        """
+        if sum(heights) != self.num_layers or min(heights) < 1:
+            raise PlanError(
+                f"the plan's stages of {', '.join(map(str, heights))} layers are not those of "
+                f"{self.name}, which has {self.num_layers}"
+            )
+        if len(heights) > 1 and (why := family_of(self.config.model_type).whole):
+            raise uncuttable(self.name, why)
+        stops = accumulate(heights)
+        return tuple(
+            Stage(self, range(stop - n, stop)) for n, stop in zip(heights, stops, strict=True)
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (T, V) of final hidden states (T, D), scaled and capped as the family does."""
+        if not self._has_head:
+            return hidden
+
+        def head() -> Tensor:
+            stub = HeadStub(self.decoder)  # what it is given as embeddings passes the decoder
+            with patched([(self.base._modules, self._decoder_name, stub)]):
+                return self._whole(inputs_embeds=hidden[None])
+
+        return call_root(self.base, head)[0]
+
+    def whole_hidden(self, input_ids: Tensor) -> Tensor:
+        """Final hidden states (T, D) of a sequence (T,) by the decoder itself, outside `installed`.
+
+        Attention is the model's own.
+        """
+        return self._outside(lambda: self.decode(input_ids=input_ids[None]))
+
+    def whole_logits(self, input_ids: Tensor) -> Tensor:
+        """Logits (T, V) of a sequence (T,) by the model's own forward, outside `installed`."""
+        if not self._has_head:
+            return self.whole_hidden(input_ids)
+        return self._outside(lambda: self._whole(input_ids=input_ids[None]))
+
+    def _outside(self, run: Callable[[], Tensor]) -> Tensor:
+        """The one sequence (T, any) of what `run` returns, with the model's own attention."""
+        with own_forward(self.base, self.max_seq_len):
+            return call_root(self.base, run)[0]
+
+    def stays_float32(self, compute_dtype: torch.dtype) -> list[nn.Parameter]:
+        """Parameters that transformers keeps in float32 when it loads a model in `compute_dtype`.
+
+        The names are the family's `_keep_in_fp32_modules` (float16 alone) and
+        `_keep_in_fp32_modules_strict` (all 16-bit types).
+        """
+        kept = set(getattr(self.base, "_keep_in_fp32_modules_strict", None) or ())
+        if compute_dtype == torch.float16:
+            kept |= set(getattr(self.base, "_keep_in_fp32_modules", None) or ())
+        if compute_dtype.itemsize > 2 or not kept:
+            return []
+        pattern = re.compile("|".join(re.escape(n).replace(r"\*", r"[^.]+") for n in sorted(kept)))
+        return [p for name, p in self.base.named_parameters() if pattern.search(name)]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within it attention is ours; on exit, also after an error, the model is as it was."""
+        probed = self.probed
+        relayed = probed.mixers or probed.shared
+        with (
+            chunked_attention(self.base, self.max_seq_len, self.compiled),
+            relaying(probed.mixers, probed.shared) if relayed else nullcontext(),
+            patched([(vars(self), "_relays", bool(probed.mixers))]),
+            hooked(self.decoder, self._refuse_others),
+        ):
+            yield
+
+    def _refuse_others(self, decoder: nn.Module, _: object) -> None:
+        """Raise ConfigError for a call of the decoder that is not `decode`'s."""
+        if self._decodes_in != threading.get_ident():
+            raise called_within(decoder)
+        self._decodes_in = None
+
+    @cached_property
+    def probed(self) -> Probed:
+        """Its layers that remember tokens in states. Raises UnsupportedModelError for a decoder
+        that fails with a cache of no tokens."""
+        found, devices = Probed(), [self.device] if self.device.type == "cuda" else []
+        if cache_argument(self.decoder):
+            with (
+                torch.random.fork_rng(devices), chunked_attention(self.base, self.max_seq_len),
+            ):  # fmt: skip
+                found = find(
+                    self.decoder, self.attention_modules, self.device,
+                    lambda: self.layers[self.local_layers.start], self._pass_tokens,
+                )  # fmt: skip
+        if not found.mixers:
+            refuse_mixerless(self.base, self.local_layers)
+        return found
+
+    def calls_of(self, mixers: Sequence[Mixer], num_tokens: int) -> list[Called]:
+        """The calls of some mixers in a forward of that many tokens."""
+        found: list[Called] = []
+
+        def note(mixer: Mixer, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.append(Called(mixer, inputs_of(args, kwargs)))
+
+        modules = self.attention_modules
+        with watching(self.decoder, modules, self.device), ExitStack() as stack:
+            for mixer in mixers:
+                own = partial(note, mixer)
+                hook = mixer.module.register_forward_pre_hook(own, with_kwargs=True)
+                stack.callback(hook.remove)
+            self._pass_tokens(SliceCache({}, num_tokens), num_tokens)
+        return found
+
+    def _pass_tokens(self, cache: EmptyCache, num_tokens: int) -> None:
+        """A forward of a few tokens with a cache; of hidden states, where another stage embeds."""
+        positions = torch.arange(num_tokens, device=self.device)[None]
+        given = {"input_ids": positions % self.num_input_ids}
+        if 0 not in self.local_layers:
+            dtype = next(p.dtype for p in self.base.parameters() if p.is_floating_point())
+            shape = (1, num_tokens, self.config.hidden_size)
+            given = {"inputs_embeds": torch.zeros(shape, device=self.device, dtype=dtype)}
+        try:
+            call_root(self.base, lambda: self.decode(cache, position_ids=positions, **given))
+        except Exception as error:
+            if isinstance(error, UserError) or is_of_machine(error):
+                raise
+            raise UnsupportedModelError(
+                given=f"{self.name} fails with a cache of no tokens: {type(error).__name__}: "
+                f"{error}",
+                required="a decoder that takes one of transformers' caches, as generation needs it",
+                source="the search for recurrent layers, before the start-up self-check",
+                change="train a model of another family, or report this one",
+            ) from error
+
+    @property
+    def events(self) -> tuple[Event, ...] | None:
+        """Events of its layers, in order; None: attention in each of them."""
+        return self.probed.events if self.probed.mixers else None
+
+    @property
+    def compiled(self) -> list[nn.Module]:
+        """Modules compiled in place that run so in chunks: layers, what is in them, and the head.
+        None where a layer has a mixer, whose calls are cut into slices."""
+        found = compiled_in_place(self.base)
+        if not found or self.probed.mixers:
+            return []
+        others = {self.base, self.decoder, *self.base.get_input_embeddings().modules()}
+        return [module for module in found if module not in others]
+
+    @property
+    def cell_modules(self) -> list[nn.Module]:
+        """The modules that a cell is bound to: those of attention, and mixers."""
+        mixers = [mixer.module for mixer in self.probed.mixers]
+        return list(dict.fromkeys([*self.attention_modules, *mixers]))
+
+    def decode(self, cache: EmptyCache | None = None, **inputs: Tensor) -> Tensor:
+        """Final hidden states (1, T, D) by the decoder, of inputs with that batch axis."""
+        if cache is None and self._relays:
+            cache = EmptyCache()
+        caches = {} if cache is None else {cache_argument(self.decoder) or "": cache}
+        self._decodes_in = threading.get_ident()
+        output = self.decoder(**inputs, **caches, use_cache=False, return_dict=True)
+        return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def _whole(self, **inputs: Tensor) -> Tensor:
+        """Logits (1, T, V) by the class's own forward: hooks and wrappers of this instance expect
+        whole batches."""
+        output = type(self.base).forward(self.base, **inputs, use_cache=False, return_dict=True)
+        return output.logits  # type: ignore[no-any-return]
+
+
+def _child_name(base: nn.Module, decoder: nn.Module) -> str:
+    for name, child in base.named_children():
+        if child is decoder:
+            return name
+    raise UnsupportedModelError(
+        given=f"{type(base).__name__} holds its decoder inside another module",
+        required="a model that is a decoder and a head",
+        source="the model's modules",
+        change="train the text model alone",
+    )

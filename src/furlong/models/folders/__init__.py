@@ -1,1 +1,0 @@
-"""Folders of models: what lies in them, built, read, filled and checked."""

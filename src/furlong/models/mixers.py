@@ -1,0 +1,509 @@
+"""Recurrent layers: how they are found, and how their states travel from chunk to chunk.
+
+Mixers are not known by name. A forward of a few tokens is watched: a layer reaches
+`AttentionInterface`, or touches the states of its cache, or both, or does neither and then must
+move no other token: the start-up check sees whether it does. A mixer is then called slice by slice,
+each with the states that enter it.
+
+A mixer's forward takes a decoding path for one token that continues. That path must not be taken
+(`states.SliceCache`), so the mixer is shown no state and its scan gets it: the mixer's forward is
+called with its own code and its own defaults, but with other functions under the scans' names;
+nothing of its module changes.
+
+    T tokens of a chunk, D hidden size
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from types import FunctionType, MethodType
+from typing import Any, Literal, Protocol, get_args, get_origin
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from furlong.errors import UnsupportedModelError
+from furlong.models.attention import SHARED_CACHE, BoundCell, bound, called_within, patched
+from furlong.models.placeholders import PlaceholderLayer
+from furlong.models.states import (
+    EmptyCache,
+    SliceCache,
+    States,
+    is_rg_lru,
+    rg_lru,
+    rg_lru_blocks,
+    with_state,
+)
+from furlong.ops.attention import AttentionRule
+from furlong.ops.latent import Expansion
+from furlong.plan.passes import Pass
+
+_INITIAL = ("initial_state", "initial_states")
+
+
+@dataclass
+class Current:
+    """The slice that a mixer computes now."""
+
+    cache: SliceCache | None = None
+    num_scans: int = 0
+    """Scans of the slice that have run: some mixers scan their heads one by one."""
+
+
+def own_forward(module: nn.Module, current: Current) -> Callable[..., Any]:
+    """A mixer's forward, whose scans begin with the state that enters a slice."""
+    if "forward" in module.__dict__:
+        raise UnsupportedModelError(
+            given=f"{type(module).__name__} with a forward that was put into this instance",
+            required="recurrent layers that run by their class's own forward",
+            source="the model that was passed",
+            change="pass the model without wrappers (accelerate's hooks, compiled layers)",
+        )
+    if is_rg_lru(module):
+        return partial(_of_cache, module, current)
+    plain = inspect.unwrap(type(module).forward)
+    scans = {
+        name: scan
+        for name in plain.__code__.co_names
+        if (scan := _continued(name, plain.__globals__.get(name), current)) is not None
+    }
+    opened = FunctionType(
+        plain.__code__, {**plain.__globals__, **scans}, plain.__name__, plain.__defaults__,
+        plain.__closure__,
+    )  # fmt: skip
+    opened.__kwdefaults__ = plain.__kwdefaults__
+    return MethodType(opened, module)
+
+
+def _of_cache(
+    module: nn.Module, current: Current, x: Tensor, position_ids: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    assert current.cache is not None, "a block outside of a slice"
+    return rg_lru(module, x, position_ids, current.cache)
+
+
+def _continued(name: str, function: Any, current: Current) -> Callable[..., Any] | None:
+    """The call that takes the place of a scan of the mixer's module; None: the function stays."""
+    if not callable(function) or isinstance(function, type):
+        return None
+    if "recurrent" in name or "update" in name:
+        return None
+    try:
+        takes = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    if "return_last_state" in takes and not takes.keys() & set(_INITIAL):
+        return partial(_scan_from_zero, function, current)
+    initial = next((i for i in _INITIAL if i in takes), None)
+    return None if initial is None else partial(_scan_from, function, initial, current)
+
+
+def _scan_from(
+    scan: Callable[..., Any], initial: str, current: Current, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a scan, from the state that enters the slice if there is one."""
+    assert current.cache is not None, "a scan outside of a slice"
+    if kwargs.get(initial) is None:
+        kwargs[initial] = current.cache.initial
+    return scan(*args, **kwargs)
+
+
+def _scan_from_zero(
+    scan: Callable[..., Any], current: Current, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Call a scan that starts from nothing, and add what the state that enters is worth."""
+    assert current.cache is not None, "a scan outside of a slice"
+    number, before = current.num_scans, current.cache.initial
+    current.num_scans += 1
+    y, last = scan(*args, **kwargs)
+    if before is None:
+        return y, last
+    if before.ndim > last.ndim:
+        before = before[:, number]
+    given = inspect.signature(scan).bind(*args, **kwargs).arguments
+    return with_state(y, last, before, given)
+
+
+Event = tuple[Literal["attention", "states"], int]
+"""A kind of meeting of tokens, and the layer in which it happens."""
+NUM_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The mixers of a decoder, and what its layers do in the order in which they do it."""
+
+    mixers: tuple[Mixer, ...] = ()
+    shared: tuple[nn.Module, ...] = ()
+    """Attention modules that do not know their layer, or serve several."""
+    events: tuple[Event, ...] = ()
+    num_returned: int = 0
+    """Elements of the tuple that a layer returns; 0: hidden states alone."""
+
+
+def cache_argument(decoder: nn.Module) -> str | None:
+    """The name under which a decoder takes a cache, None if it takes none."""
+    takes = inspect.signature(type(decoder).forward).parameters  # not a forward put before it
+    return next((name for name in ("past_key_values", "cache_params") if name in takes), None)
+
+
+@dataclass
+class Probe:
+    """A cell and the modules of a decoder while it is watched."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    """Modules that run now, the innermost one last."""
+    mixers: dict[nn.Module, int] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    served: dict[nn.Module, list[int]] = field(default_factory=dict)
+    """Layers whose keys and values came from a module."""
+    num_axes: dict[nn.Module, int] = field(default_factory=dict)
+    """Axes of a module's first input."""
+    num_returned: dict[nn.Module, int] = field(default_factory=dict)
+    """Elements of the tuple that a module has returned; 0: no tuple."""
+    _layer: int | None = None
+    """The layer whose keys and values came last, until its attention runs."""
+
+    def attend(
+        self, what: Pass, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule,
+        sinks: Tensor | None, source: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        self.events.append(("attention", layer if self._layer is None else self._layer))
+        self._layer = None
+        return q
+
+    def take_latents(self, what: Pass, layer: int, latents: Tensor, expand: Expansion) -> Tensor:
+        return latents
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.modules.append(module)
+        given = next(iter((*args, *kwargs.values())), None)
+        self.num_axes[module] = given.ndim if isinstance(given, Tensor) else 0
+
+    def end(self, module: nn.Module, _: object, output: object) -> None:
+        self.modules.pop()
+        self.num_returned[module] = len(output) if isinstance(output, tuple) else 0
+
+    def update(self, layer: int) -> None:
+        self._layer = layer
+        self.served.setdefault(self.modules[-1], []).append(layer)
+
+    def touch(self, layer: int) -> None:
+        module = self.modules[-1]
+        if module not in self.mixers:
+            self.mixers[module] = layer
+            self.events.append(("states", layer))
+
+    def probed(self, num_returned: int) -> Probed:
+        mixers = tuple(Mixer(module, layer) for module, layer in self.mixers.items())
+        shared = tuple(m for m, layers in self.served.items() if layers != [m.layer_idx])
+        return Probed(mixers, shared, tuple(self.events), num_returned)
+
+
+class WatchedCache(SliceCache):
+    """A cache of a whole sequence that tells which module touches its states."""
+
+    def __init__(self, watch: Probe, num_tokens: int = NUM_TOKENS) -> None:
+        super().__init__({}, num_tokens)
+        self._watch = watch
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self._watch.update(layer_idx)
+        return key_states, value_states
+
+    def touch(self, layer: int) -> None:
+        self._watch.touch(layer)
+
+
+@contextmanager
+def watching(
+    decoder: nn.Module, attending: Sequence[nn.Module], device: torch.device
+) -> Iterator[Probe]:
+    """Within it a forward of the decoder is watched, with a `WatchedCache` of the probe;
+    `attending`: modules that may reach `AttentionInterface`; `device`: where it computes."""
+    watch, blocks = Probe(), rg_lru_blocks(decoder)
+    positions = torch.arange(NUM_TOKENS, device=device)
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        watch.begin(module, args, kwargs)
+        if module in blocks:  # it touches no cache
+            watch.touch(blocks[module])
+
+    with ExitStack() as stack:
+        for module in decoder.modules():
+            stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(watch.end).remove)
+        stack.enter_context(bound(attending, watch, Pass("values"), positions))
+        stack.enter_context(torch.no_grad())
+        yield watch
+
+
+_BUCKET_TOKENS = 64
+"""The step of lengths that are alike; shorter ones are alike up to a factor of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRows:
+    """A slice of a chunk, as a mixer sees it."""
+
+    index: int
+    """Its number in the chunk."""
+    rows: slice
+    """Its rows of the chunk."""
+    continues: bool
+    """Whether it has a prefix, whose states enter it."""
+    is_continued: bool
+    """Whether a later chunk goes on where it ends."""
+
+
+class CellStates(Protocol):
+    """Where the states of one (chunk, stage) come from, and where they go."""
+
+    def state_slices(self) -> Sequence[SliceRows]: ...
+
+    def enter(self, layer: int, slice_index: int, x: Tensor) -> tuple[Tensor, States]:
+        """x (1, T, D) of a slice that continues, and the states that enter it."""
+        ...
+
+    def leave(self, what: Pass, layer: int, slice_index: int, y: Tensor, states: States) -> Tensor:
+        """y (1, T, D) of a slice that is continued; `states` are those that leave it."""
+        ...
+
+    def mixed(self, what: Pass, layer: int) -> None:
+        """Note that a layer's mixer is done; may raise KVReady."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """A module whose tokens meet in a state, and its layer."""
+
+    module: nn.Module
+    layer: int
+
+
+@contextmanager
+def relaying(mixers: Sequence[Mixer], shared: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Within it each mixer is called slice by slice; `shared`: attention modules that do not know
+    their layer, or serve several, and are told by the cache."""
+    sliced = ((vars(mixer.module), "forward", _sliced(mixer)) for mixer in mixers)
+    told = ((vars(module), "forward", partial(_told, module, module.forward)) for module in shared)
+    with patched(chain(sliced, told)):
+        yield
+
+
+def _sliced(mixer: Mixer) -> Callable[..., Any]:
+    current = Current()
+    return partial(_forward, mixer, own_forward(mixer.module, current), current)
+
+
+def _told(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    caches = [x for x in (*args, *kwargs.values()) if isinstance(x, EmptyCache)]
+    with patched([(vars(module), SHARED_CACHE, caches[0])]):
+        return own(*args, **kwargs)
+
+
+def _forward(
+    mixer: Mixer, own: Callable[..., Any], current: Current, *args: Any, **kwargs: Any
+) -> Any:
+    """The mixer's output for a chunk: its slices' outputs, joined."""
+    pass_of = BoundCell.to(mixer.module)
+    if pass_of is None:
+        raise called_within(mixer.module)
+    cell: Any = pass_of.cell
+    what = pass_of.what
+    given, call = inputs_of(args, kwargs), partial(_call, own, current)
+    outputs: dict[int, Any] = {}
+    for parts in in_batches(cell.state_slices()):
+        if len(parts) > 1:
+            outputs |= _batch(call, parts, given)
+        else:
+            outputs[parts[0].index] = _slice(mixer, call, cell, what, parts[0], given)
+    cell.mixed(what, mixer.layer)
+    return joined([outputs[index] for index in sorted(outputs)])
+
+
+def in_batches(parts: Sequence[SliceRows]) -> list[list[SliceRows]]:
+    """Slices that may be called together: whole ones of similar lengths, which pad one another to
+    less than twice their tokens; each other one is called alone."""
+    batches: dict[tuple[int, ...], list[SliceRows]] = {}
+    for part in parts:
+        n = part.rows.stop - part.rows.start
+        alike = (n.bit_length(),) if n < _BUCKET_TOKENS else (_BUCKET_TOKENS, n // _BUCKET_TOKENS)
+        is_whole = not part.continues and not part.is_continued
+        batches.setdefault(alike if is_whole else (0, 0, part.index), []).append(part)
+    return list(batches.values())
+
+
+def _batch(call: Callable[..., Any], parts: Sequence[SliceRows], given: Inputs) -> dict[int, Any]:
+    """The outputs of whole slices by their numbers, computed as one batch padded on the right: a
+    causal layer never looks there."""
+    lens = [part.rows.stop - part.rows.start for part in parts]
+    length = max(lens)
+
+    def padded(x: Tensor) -> Tensor:
+        """x (1, T, ...) -> (B, length, ...)."""
+        rows = [x[:, part.rows] for part in parts]
+        behind = [(0, 0) * (x.ndim - 2) + (0, length - n) for n in lens]
+        return torch.cat([pad(one, more) for one, more in zip(rows, behind, strict=True)])
+
+    cache = SliceCache({}, length)
+    output = call(cache, given.of(padded(given.x), padded, cache))
+    y, others = first(output), output[1:] if isinstance(output, tuple) else None
+    found: dict[int, Any] = {}
+    for number, (part, n) in enumerate(zip(parts, lens, strict=True)):
+        own = y[number : number + 1, :n]
+        found[part.index] = own if others is None else (own, *others)
+    return found
+
+
+def _slice(
+    mixer: Mixer, call: Callable[..., Any], cell: CellStates, what: Pass, part: SliceRows,
+    given: Inputs,
+) -> Any:  # fmt: skip
+    x, before = given.x[:, part.rows], States()
+    if part.continues:
+        x, before = cell.enter(mixer.layer, part.index, x)
+    cache = SliceCache(before, x.shape[1])
+    output = call(cache, given.of(x, lambda of_tokens: of_tokens[:, part.rows], cache))
+    if part.is_continued:
+        y = cell.leave(what, mixer.layer, part.index, first(output), cache.after)
+        output = (y, *output[1:]) if isinstance(output, tuple) else y
+    return output
+
+
+def _call(
+    own: Callable[..., Any],
+    current: Current,
+    cache: SliceCache,
+    given: tuple[Sequence[Any], Mapping[str, Any]],
+) -> Any:
+    current.cache, current.num_scans = cache, 0
+    try:
+        return own(*given[0], **given[1])
+    finally:
+        current.cache = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Arguments of a mixer for a whole chunk; `x` (1, T, D) are its hidden states."""
+
+    x: Tensor
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def of(
+        self, x: Tensor, take: Callable[[Tensor], Tensor], cache: EmptyCache
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The same for some rows, whose hidden states are `x` and whose cache is its own; `take`
+        makes their part of other tensors (1, T, ...)."""
+        cut = partial(self._cut, x, take, cache)
+        return [cut(a) for a in self.args], {name: cut(a) for name, a in self.kwargs.items()}
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same with floating-point numbers of another type."""
+
+        def cast(given: Any) -> Any:
+            if isinstance(given, tuple):
+                return tuple(cast(one) for one in given)
+            is_cast = isinstance(given, Tensor) and given.is_floating_point()
+            return x if given is self.x else given.to(dtype) if is_cast else given
+
+        x = self.x.to(dtype)
+        return Inputs(x, [cast(a) for a in self.args], {k: cast(a) for k, a in self.kwargs.items()})
+
+    def _cut(
+        self, x: Tensor, take: Callable[[Tensor], Tensor], cache: EmptyCache, given: Any
+    ) -> Any:
+        if given is self.x:
+            return x
+        if isinstance(given, EmptyCache):
+            return cache
+        if isinstance(given, tuple):
+            return tuple(self._cut(x, take, cache, one) for one in given)
+        is_of_tokens = isinstance(given, Tensor) and given.ndim > 1
+        if is_of_tokens and given.shape[:2] == (1, self.x.shape[1]):
+            return take(given)
+        return given
+
+
+def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
+    """The arguments of a mixer, whose hidden states come first."""
+    x = args[0] if args else next(iter(kwargs.values()))
+    assert isinstance(x, Tensor) and x.ndim == 3, "a mixer without hidden states"
+    return Inputs(x, args, kwargs)
+
+
+def first(output: Any) -> Tensor:
+    """The hidden states of a mixer's output."""
+    found = output[0] if isinstance(output, tuple) else output
+    assert isinstance(found, Tensor)
+    return found
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """The output of a chunk of the outputs of its slices, in order."""
+    if len(outputs) == 1:
+        return outputs[0]
+    y = torch.cat([first(output) for output in outputs], 1)
+    last = outputs[-1]
+    return (y, *last[1:]) if isinstance(last, tuple) else y
+
+
+def find(
+    decoder: nn.Module,
+    attending: Sequence[nn.Module],
+    device: torch.device,
+    first_layer: Callable[[], nn.Module],
+    run: Callable[[EmptyCache, int], None],
+) -> Probed:
+    """The mixers of a decoder by one forward of a few tokens, and what its layers do.
+
+    `attending`, `device`: see `watching`; `first_layer`: tells the first layer that this process
+    holds; `run`: a forward of so many tokens with a cache, which raises UnsupportedModelError for a
+    decoder that cannot. Call it where attention is ours.
+
+    What stands for layers of other stages must return what layers return, and what these say of it
+    is not always what they do: a tuple is tried where hidden states (1, T, D) do not come through.
+    """
+    placeholders = [module for module in decoder.modules() if isinstance(module, PlaceholderLayer)]
+    said = _num_said(first_layer()) if placeholders else 0
+    for num_returned in dict.fromkeys((0, said)):
+        for placeholder in placeholders:
+            placeholder.num_returned = num_returned
+        with watching(decoder, attending, device) as watch:
+            try:
+                run(WatchedCache(watch), NUM_TOKENS)
+            except UnsupportedModelError:
+                if num_returned == said:
+                    raise
+                continue
+        if not placeholders and not watch.mixers:
+            return Probed()
+        found = watch.num_returned[first_layer()]
+        if not placeholders or (watch.num_axes[first_layer()], found) == (3, num_returned):
+            break
+    return watch.probed(found) if watch.mixers else Probed(num_returned=found)
+
+
+def _num_said(layer: nn.Module) -> int:
+    """Elements of the tuple that a layer says it returns; 0: no tuple."""
+    says = inspect.signature(type(layer).forward).return_annotation
+    return len(get_args(says)) if get_origin(says) is tuple else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A mixer, and what it is called with."""
+
+    mixer: Mixer
+    inputs: Inputs

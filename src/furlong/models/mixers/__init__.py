@@ -1,1 +1,0 @@
-"""Layers that remember earlier tokens in a state: found, called slice by slice, checked alone."""

@@ -1,0 +1,199 @@
+"""A model of which this process holds one stage: some layers, and what lies before or behind them.
+
+Config, list of layers and parameter names stay those of the whole model. Modules without parameters
+stand where another stage holds something, so that transformers builds, reads, saves and runs what
+is left as it does the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from furlong.errors import UnsupportedModelError
+
+
+class PlaceholderLayer(nn.Module):
+    """Stands for a layer of another stage: returns the hidden states that it is given."""
+
+    num_returned = 0
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        return returned(hidden_states, self.num_returned)
+
+
+class Inject(PlaceholderLayer):
+    """Stands for the layer before a stage: returns the stage's input whatever it is given."""
+
+    x: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        assert self.x is not None
+        return super().forward(self.x[None])  # (T, D) -> (1, T, D)
+
+
+class Capture(PlaceholderLayer):
+    """Stands for the layer behind a stage: keeps the hidden states that it is given."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        self.hidden = hidden_states
+        return super().forward(hidden_states)
+
+
+def returned(hidden_states: Tensor, num_returned: int) -> Any:
+    """Output of a layer: hidden states, or a tuple of so many elements that begins with them."""
+    if not num_returned:
+        return hidden_states
+    return (hidden_states, *(None,) * (num_returned - 1))
+
+
+class Placeholder(nn.Module):
+    """Stands for a module beside the layers that another stage holds.
+
+    What passes it inside the decoder is used by nobody: hidden states stay as they are, and of ids
+    or positions there is nothing to add. The shape of its weight is known.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor):
+            self.__dict__["weight"] = torch.empty_like(weight, device="meta", requires_grad=False)
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x if x.is_floating_point() else torch.zeros((), device=x.device)
+
+
+def in_place_of(module: nn.Module, placeholder: nn.Module) -> nn.Module:
+    """`placeholder` with the plain attributes of a module, which some decoders ask for."""
+    plain = (str, int, float, bool, type(None))
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name != "training" and isinstance(value, plain):
+            setattr(placeholder, name, value)
+    return placeholder
+
+
+def placeholders(base: Any, layers: range) -> dict[str, nn.Module]:
+    """By name, the modules of a whole model that other stages hold, as what stands for them.
+
+    The first stage holds the input embeddings and what the decoder lists before its layers, the
+    last one the head and what the decoder lists behind them. Where the head is tied to the input
+    embeddings, the last stage holds both, under their own names. Raises UnsupportedModelError for a
+    decoder that cannot be cut so.
+    """
+    embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
+    names = {id(module): name for name, module in base.named_modules()}
+    list_name, own = layer_list(base)
+    assert 0 <= layers.start < layers.stop <= len(own)
+    found = {
+        names[id(layer)]: in_place_of(layer, PlaceholderLayer())
+        for index, layer in enumerate(own)
+        if index not in layers
+    }
+    is_first, is_last = layers.start == 0, layers.stop == len(own)
+    before, behind = _beside(base, list_name)
+    gone = ([] if is_first else before) + ([] if is_last else behind)
+    for module in gone:
+        is_tied = module is embeddings and is_last and head.weight is embeddings.weight
+        if not is_tied:
+            found[names[id(module)]] = in_place_of(module, Placeholder(module))
+    return found
+
+
+def hold(base: Any, others: Mapping[str, nn.Module]) -> None:
+    """Put stand-ins into a model, in place."""
+    for name, placeholder in others.items():
+        base.set_submodule(name, placeholder)
+    names = {name for name, _ in base.named_parameters(remove_duplicate=False)}
+    tied = base.all_tied_weights_keys
+    base.all_tied_weights_keys = {a: b for a, b in tied.items() if {a, b} <= names}
+
+
+def holding_class(whole: type[Any], others: Mapping[str, nn.Module]) -> type[Any]:
+    """A class of models that hold a stage from the start: their constructor puts stand-ins in.
+
+    So transformers' own `from_pretrained` reads no weight of another stage.
+    """
+
+    def construct(self: Any, *given: Any, **named: Any) -> None:
+        whole.__init__(self, *given, **named)
+        hold(self, others)
+
+    body = {"__init__": construct, "__module__": whole.__module__}
+    return type(whole.__name__, (whole,), body)
+
+
+def local_layers_of(base: Any) -> range:
+    """The layers that this process holds: all, or those of one stage."""
+    if not any(isinstance(module, PlaceholderLayer) for module in base.modules()):
+        # a decoder without a list of its layers is whole
+        return range(int(base.config.get_text_config().num_hidden_layers))
+    layers = enumerate(layer_list(base)[1])
+    own = [index for index, layer in layers if not isinstance(layer, PlaceholderLayer)]
+    return range(own[0], own[-1] + 1) if own else range(0)
+
+
+def adapted_elsewhere(base: Any) -> list[str]:
+    """Names of modules whose adapters are another stage's: those that it holds, and on the last
+    stage the input embeddings, which are there for the head alone."""
+    embeddings = base.get_input_embeddings() if local_layers_of(base).start else None
+    return [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, Placeholder) or module is embeddings
+    ]
+
+
+def decoder_of(base: Any) -> nn.Module:
+    """The decoder of a model with a head.
+
+    `get_decoder` of some families returns the whole model (Llama 4's, whose prefix is that of its
+    parent with images): it is then the one transformers model inside.
+    """
+    found: nn.Module = base.get_decoder()
+    if found is not base:
+        return found
+    inner = [child for child in base.children() if isinstance(child, PreTrainedModel)]
+    return inner[0] if len(inner) == 1 else found
+
+
+def layer_list(base: Any) -> tuple[str, nn.ModuleList]:
+    """The list in which a model's decoder holds its layers, behind its name there."""
+    total = int(base.config.get_text_config().num_hidden_layers)
+    for name, child in decoder_of(base).named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == total:
+            return name, child
+    raise uncuttable(type(base).__name__, f"holds no list of its {total} layers")
+
+
+def _beside(base: nn.Module, list_name: str) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The modules with parameters before and behind the layers."""
+    decoder = decoder_of(base)
+    if any(True for _ in decoder.parameters(recurse=False)):
+        raise uncuttable(type(base).__name__, "has parameters beside the modules of its decoder")
+    children = list(decoder.named_children())
+    at = [name for name, _ in children].index(list_name)
+    before = list(_with_parameters(child for _, child in children[:at]))
+    behind = list(_with_parameters(child for _, child in children[at + 1 :]))
+    others = (child for child in base.children() if child is not decoder)
+    return before, behind + list(_with_parameters(others))
+
+
+def _with_parameters(modules: Iterator[nn.Module]) -> Iterator[nn.Module]:
+    return (module for module in modules if any(True for _ in module.parameters()))
+
+
+def uncuttable(name: str, what: str) -> UnsupportedModelError:
+    """The refusal of plans with several stages."""
+    return UnsupportedModelError(
+        given=f"{name} {what}",
+        required="a decoder that can be cut between any two layers, for a plan of several stages",
+        source="the model's forward, with its layers divided into stages",
+        change="use order: chunk-first (and parallel.pp: 1), which runs all layers together",
+    )

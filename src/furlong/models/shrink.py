@@ -1,0 +1,266 @@
+"""A tiny model: the same family, features and ratios, few numbers.
+
+Kept: config class, pattern of layer types, ratio of heads, RoPE type, tied heads, softcaps, scales,
+biases, whether there are experts and a window. Small: heads, widths, experts, vocabulary, and the
+number of layers unless all are wanted; the window is shorter than the sequences of the proof. Sizes
+of recurrent layers follow from each other: the heads of a state space make up its inner width, and
+that is a multiple of the model's. Dropout is off: it has no truth to compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from furlong.errors import UnsupportedModelError
+from furlong.families import (
+    ATTENTION_BLOCK,
+    ATTENTION_DROPOUTS,
+    INNER_CHUNKS,
+    LATENT_WIDTHS,
+    MLP_WIDTHS,
+    NUM_ACTIVE_EXPERTS,
+    NUM_DENSE_LAYERS,
+    NUM_EXPERTS,
+    NUM_SHARED_EXPERTS,
+    ROUTER_GROUPS,
+    SPECIAL_TOKENS,
+    STATE_EXPANSIONS,
+    STATE_GROUPS,
+    STATE_HEAD_DIMS,
+    STATE_HEADS,
+    STATE_RANKS,
+    STATE_SIZES,
+    TEMPERATURE_STEP,
+    WINDOWS,
+    Family,
+    family_of,
+    own_key,
+)
+from furlong.models.support import rope_types
+
+_SIZE = 8
+"""Entries of a state and of a head of linear attention, tokens of an inner chunk."""
+_KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+_SMALL_STATES = dict.fromkeys(
+    (*STATE_SIZES, *INNER_CHUNKS, "linear_key_head_dim", "linear_value_head_dim",
+     "linear_head_dim", "adapter_rank"), _SIZE,
+) | {"linear_num_heads": 2}  # fmt: skip
+_OF_HIDDEN = ("lru_width", "attention_hidden_size")
+
+
+def shrink_states(family: Family, values: dict[str, Any], hidden: int) -> None:
+    """Make the recurrent layers small, in place; `hidden` is the model's own width, and
+    `values["hidden_size"]` the small one."""
+    if family.recurrent == "none":
+        return
+    narrow = values["hidden_size"]
+    values.pop("linear_attn_config", None)  # what a checkpoint says of what other keys hold, too
+    for key, most in _SMALL_STATES.items():
+        if isinstance(values.get(key), int):
+            values[key] = min(values[key], most)
+    for key in _OF_HIDDEN:
+        if values.get(key):
+            values[key] = values[key] * narrow // hidden
+    for key in STATE_RANKS:
+        if isinstance(values.get(key), int):
+            values[key] = math.ceil(narrow / 16)
+    if values.get(_KEY_HEADS):
+        shared = values[_VALUE_HEADS] // values[_KEY_HEADS]
+        values[_KEY_HEADS] = min(values[_KEY_HEADS], 2)
+        values[_VALUE_HEADS] = values[_KEY_HEADS] * shared
+    if family.recurrent in ("mamba", "mamba2"):
+        _shrink_state_heads(family, values, hidden)
+
+
+def _shrink_state_heads(family: Family, values: dict[str, Any], hidden: int) -> None:
+    """Few heads in few groups, as wide as makes up the inner width."""
+    heads_key = _first(values, STATE_HEADS)
+    if heads_key is None:
+        return
+    inner = int(values["hidden_size"] * values[_first(values, STATE_EXPANSIONS) or ""])
+    if values.get("mamba_d_ssm"):
+        inner = values["mamba_d_ssm"] = max(1, round(values["mamba_d_ssm"] / hidden * 4)) * (
+            values["hidden_size"] // 4
+        )
+    num_groups = 1
+    if groups_key := _first(values, STATE_GROUPS):
+        num_groups = values[groups_key] = min(values[groups_key], 2)
+    num_heads = values[heads_key] = min(values[heads_key], 2 * num_groups)
+    own_dim = None if family.attends else "head_dim"
+    if dim_key := _first(values, (*STATE_HEAD_DIMS, *filter(None, [own_dim]))):
+        values[dim_key] = inner // num_heads
+
+
+def _first(values: dict[str, Any], keys: Iterable[str]) -> str | None:
+    """The key that a config has."""
+    return next((key for key in keys if values.get(key)), None)
+
+
+MAX_LAYERS = 8
+_KINDS = ("layer_types", "mlp_layer_types")
+_NUMBERS = ("attn_layer_indices", "hybrid_layer_ids")
+"""Keys of lists with the numbers of layers."""
+
+
+def shown_layers(config: Any) -> Sequence[int]:
+    """The numbers of few layers of a transformers config that are of every type, and one more.
+
+    The first ones where these are few enough, else the first ones of every type. A block that
+    layers share is shown in two of them.
+    """
+    before = config.num_hidden_layers
+    lists = [getattr(config, name, None) or [""] * before for name in _KINDS]
+    kinds = list(zip(*lists, strict=True))
+    each = 2 if family_of(config.model_type).shares_block else 1
+    seen = sorted(n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < each)
+    if (first := max(3, seen[-1] + 2)) <= MAX_LAYERS:
+        return range(min(before, first))
+    return seen if _lists_layers(config) else range(min(before, MAX_LAYERS))
+
+
+def cut_layers(config: Any, values: dict[str, Any], kept: Sequence[int]) -> None:
+    """Cut the values of a transformers config to some of its layers: their number, lists with an
+    entry per layer, and lists of layers; in place."""
+    key, before = own_key(config, "num_hidden_layers"), config.num_hidden_layers
+    for name, value in values.items():
+        if name in _NUMBERS:
+            values[name] = [n for n, old in enumerate(kept) if old in (value or ())]
+        elif isinstance(value, list) and len(value) == before and "factor" not in name:
+            values[name] = [value[n] for n in kept]
+    if key in values:  # Nemotron-H counts its list
+        values[key] = len(kept)
+
+
+def _lists_layers(config: Any) -> bool:
+    """Whether a config has its types of layers as a list, not as a rule."""
+    keys = (*_NUMBERS, *(own_key(config, name) for name in _KINDS))
+    return any(config.to_dict().get(key) is not None for key in keys)
+
+
+VOCAB_SIZE = 260
+WINDOW = 12
+HEAD_DIM = 8
+_LENGTHS = dict.fromkeys(WINDOWS, WINDOW) | {ATTENTION_BLOCK: 8, TEMPERATURE_STEP: 4}
+"""Lengths in tokens, longest: shorter than the sequences of the self-check and of the proof."""
+LONGEST_TOKENS = 61
+SHORTEST_TOKENS = 9
+_SMALL = (
+    dict.fromkeys(NUM_EXPERTS, 4)
+    | {NUM_ACTIVE_EXPERTS: 2, NUM_SHARED_EXPERTS: 1, NUM_DENSE_LAYERS: 1}
+    | dict.fromkeys(ROUTER_GROUPS, 1)
+    | dict.fromkeys(LATENT_WIDTHS, HEAD_DIM)
+)
+
+
+def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) -> Any:
+    """The config of a small model of the same kind, for sequences of `SHORTEST_TOKENS` to
+    `LONGEST_TOKENS`.
+
+    `config` is the transformers config of a decoder; `all_layers` keeps their number. RoPE of type
+    longrope keeps its choice: long factors if the run's `max_seq_len` lies beyond the original
+    length.
+    Raises UnsupportedModelError for a config without the numbers of a decoder.
+    """
+    if config.get_text_config() is not config:
+        raise _refused(config, "holds a decoder inside another model")
+    values = config.to_dict()
+    family = family_of(config.model_type)
+    wanted = ["hidden_size"] + ["num_attention_heads"] * (family.attends)
+    lacking = [name for name in wanted if not isinstance(values.get(own_key(config, name)), int)]
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        lacking.insert(0, "num_hidden_layers")
+    if lacking:
+        raise _refused(config, f"names no {lacking[0]}")
+    for key in ("quantization_config", "dtype", "torch_dtype", "architectures"):
+        values.pop(key, None)
+    if not all_layers:
+        cut_layers(config, values, shown_layers(config))
+    for key, longest in _LENGTHS.items():
+        if isinstance(values.get(key), int | float):
+            values[key] = min(values[key], longest)
+    _shrink_widths(config, values)
+    _shrink_tokens(values)
+    _shrink_rope(config, values, max_seq_len)
+    for key in values.keys() - ATTENTION_DROPOUTS:
+        if ("dropout" in key or "pdrop" in key) and isinstance(values[key], float):
+            values[key] = 0.0
+    try:
+        return type(config).from_dict(values)
+    except (ValueError, StrictDataclassError) as error:  # sizes that a family ties together
+        raise _refused(config, f"cannot be made small: {error}") from error
+
+
+def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
+    """Few heads in the same groups, narrow layers in nearly the same proportions."""
+    family, hidden_name = family_of(config.model_type), own_key(config, "hidden_size")
+    hidden = values[hidden_name]
+    has_heads = family.attends
+    narrow = _shrink_heads(config, values, hidden) if has_heads else 4 * HEAD_DIM
+    values[hidden_name] = narrow
+    small = {own_key(config, name): most for name, most in _SMALL.items()}
+    for key, value in values.items():
+        if key.endswith(MLP_WIDTHS) and isinstance(value, int):
+            values[key] = 8 * max(1, round(value / hidden * narrow / 8))
+        elif key in small and isinstance(value, int):
+            values[key] = min(value, small[key])
+    shrink_states(family, values, hidden)
+
+
+def _shrink_heads(config: Any, values: dict[str, Any], hidden: int) -> int:
+    """The model's width that goes with few heads of attention, which are written in place."""
+    heads_name, dim_name = own_key(config, "num_attention_heads"), own_key(config, "head_dim")
+    num_heads, head_dim = values[heads_name], values.get(dim_name)
+    num_kv_heads = values.get("num_key_value_heads") or num_heads
+    few_kv_heads = min(num_kv_heads, 2)
+    few_heads = few_kv_heads * (num_heads // num_kv_heads)
+    own_ratio = hidden / (num_heads * (head_dim or hidden // num_heads))
+    narrow = 8 * max(1, round(few_heads * HEAD_DIM * own_ratio / 8))
+    if not head_dim or head_dim * num_heads == hidden:
+        narrow = few_heads * HEAD_DIM
+    if head_dim:
+        values[dim_name] = HEAD_DIM
+    if values.get("num_key_value_heads"):
+        values["num_key_value_heads"] = few_kv_heads
+    values[heads_name] = few_heads
+    return narrow
+
+
+def _shrink_tokens(values: dict[str, Any]) -> None:
+    values["vocab_size"] = VOCAB_SIZE
+    for token_id, key in enumerate(SPECIAL_TOKENS):
+        if values.get(key) is not None:
+            values[key] = token_id
+
+
+def _shrink_rope(config: Any, values: dict[str, Any], max_seq_len: int) -> None:
+    parameters = values.get("rope_parameters") or {}
+    if "longrope" not in rope_types(config):
+        return
+    head_dim = values.get("head_dim") or HEAD_DIM
+    share = parameters.get("partial_rotary_factor") or 1.0
+    original = parameters["original_max_position_embeddings"]
+    # transformers decides by the longest position of a call, and its truth must decide as the run.
+    small = SHORTEST_TOKENS - 1 if max_seq_len > original else 2 * LONGEST_TOKENS
+    for key in ("short_factor", "long_factor"):
+        step = len(parameters[key]) / (int(head_dim * share) // 2)
+        parameters[key] = [
+            parameters[key][int(i * step)] for i in range(int(head_dim * share) // 2)
+        ]
+    ratio = values["max_position_embeddings"] / original
+    values["max_position_embeddings"] = int(ratio * small)
+    parameters["original_max_position_embeddings"] = small
+    if "original_max_position_embeddings" in values:
+        values["original_max_position_embeddings"] = small
+
+
+def _refused(config: Any, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        given=f"the config of model type {config.model_type}, which {what}",
+        required="the config of one causal decoder",
+        source="model.name, config.json",
+        change="choose a causal language model",
+    )

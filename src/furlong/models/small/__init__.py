@@ -1,1 +1,0 @@
-"""Small copies of a model's config, on which families are tried."""

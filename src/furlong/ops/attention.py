@@ -1,0 +1,733 @@
+"""Attention of a chunk over its own rows and the stored prefix, on one process of an sp group.
+
+    out = merge over blocks of softmax(q k^T) v
+
+A slice's own rows are causal; its prefix is read block by block from the store, in any order.
+Partial results are merged by log-sum-exp, and the backward uses the merged output and log-sum-exp
+for every block, as flash attention does. Where keys and values were gathered, a stretch of a slice
+also sees those of its own chunk that lie before it: one more block without a mask.
+
+Each level of places (`furlong.plan.rows`) sends its rows to the processes of its place, attends
+there to all of them with this process's heads, and takes its own rows back. Slices that lie on this
+process alone need no exchange, and on one device there are no others. Each dispatch (the all-to-all
+before attention) starts first. Half of the own work hides them, the other half hides each combine
+(the one behind it):
+
+    start each dispatch, own half, each level from the largest (wait, store K,V, attend, start its
+    combine), other own half, wait for each combine
+
+The backward does the same in the same order. What it returns for a chunk's own K,V is their own
+gradient plus what later chunks have sent: the relay of SeCO (Algorithm 1) and ChunkFlow
+(Algorithm 2) without hooks and without an extra loss term. What an earlier identical forward has
+saved needs no exchange until the backward, which then sends q, k, v and out beside dout.
+
+    T query rows of the process, S keys of a block or gathered ones, N query heads, K key-value
+    heads, H head dim; of a level t local rows, L query rows after the exchange, n and m query and
+    key-value heads of this process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from furlong.errors import UnsupportedModelError
+from furlong.ops.backends.base import Backend, Block, lse_dtype, merge_
+from furlong.ops.sequence_parallel import (
+    Exchange,
+    by_inner_place,
+    combine,
+    combined,
+    dispatch,
+    dispatched,
+    in_token_order,
+    part_of,
+)
+from furlong.plan.rows import ChunkRows, Level, PlacedSlice, Stretch
+
+LaterGrads = tuple[int, Tensor, Tensor]
+"""First row within the slice, and the dK,dV (K, rows, H) that later chunks sent from there on."""
+
+
+class PrefixBlock(Protocol):
+    """Some stored keys and values before a slice, valid until the next block is asked for."""
+
+    @property
+    def k(self) -> Tensor: ...  # (K, S, H)
+    @property
+    def v(self) -> Tensor: ...  # (K, S, H)
+    @property
+    def distance(self) -> int:
+        """Position of the slice's first token minus that of the block's first key."""
+        ...
+
+    def add_grad(self, dk: Tensor, dv: Tensor) -> None:
+        """Add to the gradients that wait for this block's own chunk."""
+        ...
+
+
+class LayerKV(Protocol):
+    """The store as one layer of one cell sees it; slices go by their number in the chunk.
+
+    Of a slice on a place the store of each process holds its heads of all tokens.
+    """
+
+    def keeps(self, slice_index: int) -> bool:
+        """Whether this pass stores a slice's keys and values, for later chunks."""
+        ...
+
+    def write(self, slice_index: int, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
+        """Store a slice's k and v (K, tokens, H), as far as later tokens see them by `rule`."""
+        ...
+
+    def prefix(
+        self, slice_index: int, window: int | None, *, gradients: bool
+    ) -> Iterator[PrefixBlock]:
+        """The blocks that a slice's tokens see, in any order.
+
+        Whoever asks for the next block is done with this one: it keeps no tensor of it and, with
+        `gradients`, has added this one's.
+        """
+        ...
+
+    def later_grads(self, slice_index: int) -> LaterGrads | None:
+        """Gradients of a slice's own keys and values from later chunks, None if there are none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How a layer's attention forms its scores."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    block: int | None = None
+    """Tokens of an attention block (Llama 4): the token at position p sees those from
+    `p // block * block` on. No kernel knows of it: slices are cut there."""
+
+    value_width: int | None = None
+    """See `Block`."""
+
+    def scores(self, distance: int) -> Block:
+        """The scores of rows against keys, the first of which lies `distance` before them."""
+        return Block(distance, self.scale, self.window, self.softcap, self.value_width)
+
+    def open_tokens(self, position: int) -> int:
+        """Tokens before a position that lie in its own attention block."""
+        return position if self.block is None else position % self.block
+
+    def left_tokens(self, position: int, num_tokens: int) -> int:
+        """Tokens from a position on up to the end of its block, `num_tokens` at most."""
+        if self.block is None:
+            return num_tokens
+        return max(0, min(num_tokens, self.block - position % self.block))
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Keys and values of all tokens of the slices, in token order."""
+
+    k: Tensor  # (K, S, H)
+    v: Tensor  # (K, S, H)
+    dk: Tensor | None = None
+    """Their gradients in log-sum-exp's dtype, where a backward adds to them."""
+    dv: Tensor | None = None
+
+
+def store_slices(
+    slices: Sequence[PlacedSlice], k: Tensor, v: Tensor, layer_kv: LayerKV,
+    rule: AttentionRule, first_row: int = 0,
+) -> None:  # fmt: skip
+    """Store k, v (K, S, H) of those slices that later chunks read; `first_row` as in
+    `SliceAttention`."""
+    for placed in slices:
+        if layer_kv.keeps(placed.index):
+            keys = slice(placed.keys[0] - first_row, placed.keys[1] - first_row)
+            layer_kv.write(placed.index, k[:, keys], v[:, keys], rule)
+
+
+@dataclass(frozen=True, slots=True)
+class SliceAttention:
+    """The attention of some slices in one layer. `first_row`: the row, among those that the
+    stretches count, of the first one that is given."""
+
+    slices: Sequence[PlacedSlice]
+    layer_kv: LayerKV
+    rule: AttentionRule
+    backend: Backend
+    first_row: int = 0
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, gathered: Gathered | None
+    ) -> tuple[Tensor, Tensor]:
+        """q (N, T, H), k and v (K, T, H) of the same rows -> out (N, T, H), lse (N, T)."""
+        squares = self._squares()
+        if not squares:  # an inner place may have no row of a few tokens
+            return q, q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
+        own = self.rule.scores(0)
+        if len(squares) == 1:
+            out, lse = self.backend.forward(q, k, v, own)
+        else:
+            out, lse = self.backend.packed_forward(q, k, v, squares, own)
+        for branches in self._branches():
+            self._merge_earlier(branches, q, out, lse, gathered)
+        if sinks is not None:
+            with_sinks = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
+            out = (out * torch.exp(lse - with_sinks)[..., None]).to(q.dtype)
+            lse = with_sinks
+        return out, lse
+
+    def _merge_earlier(
+        self, branches: Sequence[PlacedSlice], q: Tensor, out: Tensor, lse: Tensor,
+        gathered: Gathered | None,
+    ) -> None:  # fmt: skip
+        """Merge what the rows of slices with one prefix see before them into their out and lse."""
+        whole = self._rows(branches)
+        wide = _Wide(out, whole, lse.dtype)
+        for rows, block, keys in self._seeing_in_chunk(branches):
+            assert gathered is not None
+            of = gathered.k[:, keys], gathered.v[:, keys]
+            wide.merge(rows, lse, *self.backend.forward(q[:, rows], *of, block))
+        for piece in self._prefix(branches[0], gradients=False):
+            for rows, block in self._seeing(branches, piece):
+                wide.merge(rows, lse, *self.backend.forward(q[:, rows], piece.k, piece.v, block))
+            del piece  # done with, before the next is asked for
+        wide.end()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        gathered: Gathered | None, *, needs_kv: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """dq (N, T, H) and dk, dv (K, T, H) of the same rows.
+
+        With `needs_kv` the prefix's dK,dV go to the store, and those that later chunks have sent
+        are added: to dk and dv, or to those of what was gathered.
+        """
+        squares, own = self._squares(), self.rule.scores(0)
+        if not squares:
+            dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        elif len(squares) == 1:
+            dq, dk, dv = self.backend.backward(dout, q, k, v, out, lse, own)
+        else:
+            dq, dk, dv = self.backend.packed_backward(dout, q, k, v, out, lse, squares, own)
+        for branches in self._branches():
+            self._add_earlier(branches, (dout, q, out, lse), dq, gathered, needs_kv)
+        for placed in self.slices if needs_kv else ():
+            self._add_relayed(placed, dk, dv, gathered)
+        return dq, dk, dv
+
+    def _add_earlier(
+        self, branches: Sequence[PlacedSlice], whole: tuple[Tensor, ...], dq: Tensor,
+        gathered: Gathered | None, needs_kv: bool,
+    ) -> None:  # fmt: skip
+        """Add to dq what the rows of slices with one prefix see before them, and send the keys
+        there theirs.
+
+        `whole` is dout, q, out (N, T, H) and lse (N, T).
+        """
+        wide = _Wide(dq, self._rows(branches), whole[3].dtype)
+        for rows, block, keys in self._seeing_in_chunk(branches):
+            assert gathered is not None and gathered.dk is not None and gathered.dv is not None
+            of = gathered.k[:, keys], gathered.v[:, keys]
+            dk, dv = self._part_backward(rows, block, whole, *of, wide)
+            gathered.dk[:, keys] += dk
+            gathered.dv[:, keys] += dv
+        for piece in self._prefix(branches[0], gradients=needs_kv):
+            sent: tuple[Tensor, Tensor] | None = None
+            for rows, block in self._seeing(branches, piece):
+                part = self._part_backward(rows, block, whole, piece.k, piece.v, wide)
+                sent = part if sent is None else (sent[0] + part[0], sent[1] + part[1])
+                del part
+            if needs_kv and sent is not None:
+                piece.add_grad(*sent)
+            del piece, sent  # done with, before the next is asked for
+        wide.end()
+
+    def _part_backward(
+        self, rows: slice, block: Block, whole: tuple[Tensor, ...], k: Tensor, v: Tensor,
+        wide: _Wide,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """dk, dv of earlier keys k, v (K, S, H) from some rows, whose dq is added."""
+        dout, q, out, lse = (x[:, rows] for x in whole)
+        dq, dk, dv = self.backend.backward(dout, q, k, v, out, lse, block)
+        wide.add(rows, dq)
+        return dk, dv
+
+    def _add_relayed(
+        self, placed: PlacedSlice, dk: Tensor, dv: Tensor, gathered: Gathered | None
+    ) -> None:
+        sent = self.layer_kv.later_grads(placed.index)
+        if sent is None:
+            return
+        first, dk_relayed, dv_relayed = sent
+        start = placed.keys[0] + first - (0 if gathered else self.first_row)
+        kept = slice(start, start + dk_relayed.shape[1])
+        if gathered is not None:
+            assert gathered.dk is not None and gathered.dv is not None
+            dk, dv = gathered.dk, gathered.dv
+        dk[:, kept] += dk_relayed
+        dv[:, kept] += dv_relayed
+
+    def _prefix(self, placed: PlacedSlice, *, gradients: bool) -> Iterator[PrefixBlock]:
+        """The stored blocks that a slice's rows see."""
+        if self.rule.block is None:
+            return self.layer_kv.prefix(placed.index, self.rule.window, gradients=gradients)
+        num_open = self.rule.open_tokens(placed.start)
+        if not num_open:
+            return iter(())
+        return self.layer_kv.prefix(placed.index, num_open + 1, gradients=gradients)
+
+    def _squares(self) -> list[slice]:
+        """The rows that see themselves causally: of each stretch, or of its part of each attention
+        block."""
+        found = []
+        for stretch in (s for placed in self.slices for s in placed.stretches):
+            start = stretch.start
+            while start < stretch.stop:
+                position = stretch.position + start - stretch.start
+                stop = start + self.rule.left_tokens(position, stretch.stop - start)
+                found.append(slice(start - self.first_row, stop - self.first_row))
+                start = stop
+        return found
+
+    def _branches(self) -> Iterator[list[PlacedSlice]]:
+        """The slices that have rows, those together that have one prefix."""
+        found: list[PlacedSlice] = []
+        for placed in self.slices:
+            if found and not placed.joins:
+                yield found
+                found = []
+            if placed.stretches:
+                found.append(placed)
+        if found:
+            yield found
+
+    def _rows(self, branches: Sequence[PlacedSlice]) -> slice:
+        """The rows of slices' stretches, which lie behind one another."""
+        first, last = branches[0].stretches[0], branches[-1].stretches[-1]
+        return slice(first.start - self.first_row, last.stop - self.first_row)
+
+    def _seeing(
+        self, branches: Sequence[PlacedSlice], piece: PrefixBlock
+    ) -> Iterator[tuple[slice, Block]]:
+        """The rows of slices with one prefix that see a block of it, and how.
+
+        Of each stretch they are the first ones; the others are past the window. Without one all
+        see all of it: the branches of a parent take one call.
+        """
+        if len(branches) > 1 and self.rule.window is None and self.rule.block is None:
+            yield self._rows(branches), self.rule.scores(piece.distance)
+            return
+        for placed in branches:
+            for stretch in placed.stretches:
+                distance = piece.distance + stretch.position - placed.start
+                rows, block = self._first_rows(stretch, distance, piece.k.shape[1])
+                if rows.start < rows.stop:  # a kernel may divide by their number
+                    yield rows, block
+
+    def _seeing_in_chunk(
+        self, branches: Sequence[PlacedSlice]
+    ) -> Iterator[tuple[slice, Block, slice]]:
+        """The same for the gathered keys of each slice itself that lie before a stretch."""
+        for placed in branches:
+            for stretch in placed.stretches:
+                inside = stretch.position - placed.start
+                before = min(inside, self.rule.open_tokens(stretch.position))
+                rows, block = self._first_rows(stretch, before, before)
+                if rows.start < rows.stop and before:
+                    last = placed.keys[0] + inside
+                    yield rows, block, slice(last - before, last)
+
+    def _first_rows(self, stretch: Stretch, distance: int, num_keys: int) -> tuple[slice, Block]:
+        """Those of a stretch that see keys, of which the first one lies `distance` before it."""
+        block, start = self.rule.scores(distance), stretch.start - self.first_row
+        num_seeing = block.visible_rows(stretch.stop - stretch.start, num_keys)
+        num_seeing = min(num_seeing, self._in_block_of(stretch.position - distance, stretch))
+        return slice(start, start + num_seeing), block
+
+    def _in_block_of(self, position: int, stretch: Stretch) -> int:
+        """The first rows of a stretch that lie in the attention block of an earlier position."""
+        distance, num_rows = stretch.position - position, stretch.stop - stretch.start
+        return max(0, self.rule.left_tokens(position, distance + num_rows) - distance)
+
+
+class _Wide:
+    """Rows of x (N, T, H) while blocks add to them: in log-sum-exp's dtype, rounded once."""
+
+    def __init__(self, x: Tensor, rows: slice, dtype: torch.dtype) -> None:
+        self._x, self._rows, self._dtype = x, rows, dtype
+        self._wide: Tensor | None = None
+
+    def merge(self, rows: slice, lse: Tensor, out: Tensor, other_lse: Tensor) -> None:
+        """Merge attention of `rows` over more keys into x and lse (N, T)."""
+        merge_(self._of(rows), lse[:, rows], out, other_lse)
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        self._of(rows).add_(part)
+
+    def end(self) -> None:
+        if self._wide is not None and self._wide.dtype != self._x.dtype:
+            self._x[:, self._rows] = self._wide
+
+    def _of(self, rows: slice) -> Tensor:
+        if self._wide is None:
+            self._wide = self._x[:, self._rows].to(self._dtype)
+        start = rows.start - self._rows.start
+        return self._wide[:, start : start + rows.stop - rows.start]
+
+
+class LevelAttention:
+    """One level in one layer, from the start of its dispatch to the end of its combine."""
+
+    def __init__(
+        self, level: Level, exchange: Exchange | None, num_heads: int, num_kv_heads: int
+    ) -> None:
+        """`num_heads`: query heads of the layer, 0 if keys and values alone travel."""
+        assert exchange is not None, f"a place of {level.size} processes needs an exchange"
+        u = level.inner_size
+        if num_heads % u or (num_kv_heads % u and u % num_kv_heads):
+            raise UnsupportedModelError(
+                given=f"attention with {num_heads} query and {num_kv_heads} key-value heads, which "
+                f"{u} processes cannot divide among them",
+                required="layers with the heads that the model's config names",
+                source="the model's attention",
+                change="use parallel: {sp: 1}",
+            )
+        self.level, self._exchange = level, exchange
+        self._queries, self._keys = num_heads, (num_kv_heads, num_kv_heads)
+        self._n, self._m = part_of(level, num_heads), part_of(level, num_kv_heads)
+        self._transfer: Callable[[], Tensor] | None = None
+
+    @property
+    def heads(self) -> slice:
+        """This process's query heads."""
+        inner = self.level.member % self.level.inner_size
+        return slice(inner * self._n, (inner + 1) * self._n)
+
+    def start(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
+        """Start the dispatch of the level's rows of `queries` (N, T, H) and `keys` (K, T, H)."""
+        own = slice(*self.level.local)
+        each = [x[:, own] for x in queries], [x[:, own] for x in keys]
+        self._transfer = dispatch(self._exchange, self.level, *each)
+
+    def store(self, layer_kv: LayerKV, rule: AttentionRule) -> None:
+        """Store keys and values that came in without queries."""
+        x = self._arrived()
+        inners = dispatched(self.level, x, (), self._keys)
+        kv = in_token_order(self.level, inners) if len(inners) > 1 else inners[0]
+        store_slices(self.level.slices, kv[: self._m], kv[self._m :], layer_kv, rule)
+
+    def forward(
+        self, attention: SliceAttention, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend to q, k, v that came in, store k and v, start the combine of out.
+
+        What came in, out (n, L, H) and lse (n, L): the backward takes them again.
+        """
+        x = self._arrived()
+        (q,), k, v, gathered = self._unpacked(x, 1)
+        of = (k, v) if gathered is None else (gathered.k, gathered.v)
+        store_slices(self.level.slices, *of, attention.layer_kv, attention.rule)
+        own_sinks = None if sinks is None else sinks[self.heads]
+        out, lse = attention.forward(q, k, v, own_sinks, gathered)
+        self._combine((out,), ())
+        return x, out, lse
+
+    def combined_out(self) -> Tensor:
+        """out (t, N, H) of the local rows."""
+        return combined(self.level, self._arrived(), (self._queries,), ())[0]
+
+    def backward(
+        self, attention: SliceAttention, lse: Tensor, before: tuple[Tensor, Tensor] | None, *,
+        needs_kv: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Start the combine of dq, dk, dv; returns dout and out (n, L, H), for the sinks.
+
+        `before`: what came in to the forward, and its out. Only dout comes in then, and without it
+        dout, out, q, k and v.
+        """
+        x = self._arrived()
+        if before is None:
+            (dout, out, q), k, v, gathered = self._unpacked(x, 3)
+        else:
+            (q,), k, v, gathered = self._unpacked(before[0], 1)
+            inners = dispatched(self.level, x, (self._queries,), ())
+            dout, out = inners[self.level.inner], before[1]
+        if gathered is not None:
+            gathered = Gathered(
+                gathered.k, gathered.v, *(_zeros(y, lse) for y in (gathered.k, gathered.v))
+            )
+        dq, dk, dv = attention.backward(dout, q, k, v, out, lse, gathered, needs_kv=needs_kv)
+        if gathered is None:
+            self._combine((dq, dk.to(q.dtype), dv.to(q.dtype)), ())
+        else:
+            assert gathered.dk is not None and gathered.dv is not None
+            keys = by_inner_place(self.level, torch.cat((gathered.dk, gathered.dv)))
+            keys[self.level.inner] += torch.cat((dk, dv))
+            self._combine((dq,), [x.to(q.dtype) for x in keys])
+        return dout, out
+
+    def combined_gradients(self) -> list[Tensor]:
+        """dq (t, N, H), dk and dv (t, K, H) of the local rows."""
+        return combined(self.level, self._arrived(), (self._queries,), self._keys)
+
+    def _arrived(self) -> Tensor:
+        assert self._transfer is not None
+        transfer, self._transfer = self._transfer, None
+        return transfer()
+
+    def _unpacked(
+        self, x: Tensor, num_queries: int
+    ) -> tuple[Sequence[Tensor], Tensor, Tensor, Gathered | None]:
+        """Query tensors (n, L, H), k and v (m, L, H) of the same rows, and what was gathered."""
+        level, m = self.level, self._m
+        inners = dispatched(level, x, (self._queries,) * num_queries, self._keys)
+        *queries, k, v = inners[level.inner].split((self._n,) * num_queries + (m, m))
+        if level.num_inner == 1:
+            return queries, k, v, None
+        kv = in_token_order(level, [inner[-2 * m :] for inner in inners])
+        return queries, k, v, Gathered(kv[:m], kv[m:])
+
+    def _combine(self, own: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
+        """`own` (w, L, H) within the inner place, `keys` (w, L, H) of each inner place to it."""
+        each = [[y] for y in keys] or [[] for _ in range(self.level.num_inner)]
+        each[self.level.inner] = [*own, *each[self.level.inner]]
+        self._transfer = combine(self._exchange, self.level, each)
+
+
+def _zeros(x: Tensor, lse: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=lse.dtype, device=x.device)
+
+
+SavedAttention = tuple[Tensor, tuple[Tensor, ...]]
+"""out (N, T, H) of the process's rows, and the log-sum-exps of own slices and of each level, which
+lie where they were computed: (heads of the process, rows there)."""
+
+
+def chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rows: ChunkRows,
+    layer_kv: LayerKV,
+    rule: AttentionRule,
+    backend: Backend,
+    exchange: Exchange | None = None,
+    sinks: Tensor | None = None,
+    saved: SavedAttention | None = None,
+) -> tuple[Tensor, SavedAttention]:
+    """q (N, T, H), k and v (K, T, H) -> out (N, T, H), and it with its log-sum-exps.
+
+    `sinks` (N,) are logits without a value that join every row's softmax (gpt-oss). `exchange` is
+    needed where `rows` have a place of several processes. Keys and values that `layer_kv` keeps are
+    stored. With `saved` of an earlier identical forward nothing is computed, exchanged or stored;
+    the backward works as ever.
+    """
+    call = _Call(rows, layer_kv, rule, backend, exchange, saved is not None)
+    with torch.no_grad():
+        if saved is None:
+            out, lses, kept = _forward(q, k, v, sinks, call)
+        else:
+            out, lses = saved
+            kept = (q.detach(), k.detach(), v.detach(), out)
+    given = (q, k, v, sinks, out, call, *lses, *kept)
+    return _ChunkAttention.apply(*given), (out, lses)  # type: ignore[no-untyped-call]
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    *,
+    rows: ChunkRows,
+    layer_kv: LayerKV,
+    rule: AttentionRule,
+    exchange: Exchange | None = None,
+) -> None:
+    """Store what `layer_kv` keeps of k and v (K, T, H), where attention does not run."""
+    with torch.no_grad():
+        levels = [
+            LevelAttention(level, exchange, 0, k.shape[0])
+            for level in rows.exchanged
+            if any(layer_kv.keeps(placed.index) for placed in level.slices)
+        ]
+        for level in levels:
+            level.start((), (k, v))
+        if rows.own is not None:
+            own = slice(*rows.own.local)
+            store_slices(rows.own.slices, k[:, own], v[:, own], layer_kv, rule)
+        for level in levels:
+            level.store(layer_kv, rule)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    rows: ChunkRows
+    layer_kv: LayerKV
+    rule: AttentionRule
+    backend: Backend
+    exchange: Exchange | None
+    is_saved: bool
+    """Whether an earlier forward was saved: the backward has the process's rows alone."""
+
+    def attention(self, slices: Sequence[PlacedSlice], first_row: int = 0) -> SliceAttention:
+        return SliceAttention(slices, self.layer_kv, self.rule, self.backend, first_row)
+
+    def levels(self, num_heads: int, num_kv_heads: int) -> list[LevelAttention]:
+        return [
+            LevelAttention(level, self.exchange, num_heads, num_kv_heads)
+            for level in self.rows.exchanged
+        ]
+
+    def own_parts(self) -> list[tuple[SliceAttention, slice]]:
+        """Own slices with their rows among own ones, halved where they have something to hide."""
+        if self.rows.own is None:
+            return []
+        slices = self.rows.own.slices
+        parts = []
+        for part in _halves(slices) if self.rows.exchanged else (slices,):
+            own = slice(part[0].stretches[0].start, part[-1].stretches[-1].stop)
+            parts.append((self.attention(part, own.start), own))
+        return parts
+
+
+def _halves(slices: Sequence[PlacedSlice]) -> list[Sequence[PlacedSlice]]:
+    """Slices in two runs of about equal work, or in one if there is but one slice."""
+    totals = list(accumulate(placed.num_pairs for placed in slices))
+    cut = min(range(len(slices)), key=lambda i: abs(2 * totals[i] - totals[-1])) + 1
+    return [half for half in (slices[:cut], slices[cut:]) if half]
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """out (N, T, H), the log-sum-exps, and what the backward takes besides.
+
+    That is q, k, v and out of own rows, and of each level what came in and out there.
+    """
+    levels, parts = call.levels(q.shape[0], k.shape[0]), call.own_parts()
+    for level in levels:
+        level.start((q,), (k, v))
+    if not levels and parts:
+        out, lse = _own_forward(q, k, v, sinks, *parts[0])
+        return out, (lse,), (q.detach(), k.detach(), v.detach(), out)
+    out = _token_major(q, q.shape[1], zeros=not call.rows.num_tokens)
+    own = slice(call.rows.own.local[0] if call.rows.own else q.shape[1], None)
+    # the rows that travel would stay in memory with a view
+    kept = [x.detach()[:, own].clone() for x in (q, k, v)] + [out[:, own]]
+    lses, in_levels = [], []
+    for number in range(2):
+        if number < len(parts):
+            attention, rows = parts[number]
+            own_q, own_k, own_v, own_out = kept
+            own_out[:, rows], lse = _own_forward(own_q, own_k, own_v, sinks, attention, rows)
+            lses.append(lse)
+        if number == 0:
+            in_levels = [x.forward(call.attention(x.level.slices), sinks) for x in levels]
+    for level in levels:
+        out[:, slice(*level.level.local)] = level.combined_out().transpose(0, 1)
+    lses += [lse for _, _, lse in in_levels]
+    kept += [x for came_in, level_out, _ in in_levels for x in (came_in, level_out)]
+    return out, tuple(lses), tuple(kept)
+
+
+def _own_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attention: SliceAttention, rows: slice
+) -> tuple[Tensor, Tensor]:
+    """Store k and v and attend to `rows` of own slices."""
+    q, k, v = (_rows(x, rows) for x in (q, k, v))
+    store_slices(attention.slices, k, v, attention.layer_kv, attention.rule, attention.first_row)
+    return attention.forward(q, k, v, sinks, None)
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    return x if rows == slice(0, x.shape[1]) else x[:, rows]
+
+
+def _token_major(like: Tensor, num_rows: int, *, zeros: bool) -> Tensor:
+    """A tensor (N, rows, H) that lies as the model reads it, row by row; `like` (N, any, H)."""
+    x = like.new_empty((num_rows, like.shape[0], like.shape[2]))
+    return (x.zero_() if zeros else x).transpose(0, 1)
+
+
+class _ChunkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+        out: Tensor, call: _Call, *kept: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.call = call
+        ctx.save_for_backward(sinks, *kept)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        sinks, *kept = ctx.saved_tensors
+        needs_kv = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        dsinks = None
+        if ctx.needs_input_grad[3]:
+            dsinks = torch.zeros_like(sinks, dtype=lse_dtype(dout.dtype))
+        dq, dk, dv = _backward(dout, kept, ctx.call, sinks, dsinks, needs_kv)
+        given = None if dsinks is None else dsinks.to(sinks.dtype)
+        return dq, dk, dv, given, None, None, *(None for _ in kept)
+
+
+def _add_sink_grads(
+    dsinks: Tensor | None, sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor,
+    heads: slice = slice(None),
+) -> None:  # fmt: skip
+    """Add to gradients of sinks (N,) what rows of some heads give: dout, out (n, T, H)."""
+    if dsinks is not None:
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # (n, T)
+        share = torch.exp(sinks[heads].to(lse.dtype)[:, None] - lse)
+        dsinks[heads] -= (share * delta).sum(-1)
+
+
+def _backward(
+    dout: Tensor, kept: Sequence[Tensor], call: _Call, sinks: Tensor, dsinks: Tensor | None,
+    needs_kv: bool,
+) -> list[Tensor]:  # fmt: skip
+    """dq (N, T, H), dk and dv (K, T, H); `kept` as `_forward` returns it, behind log-sum-exps."""
+    parts, num_levels = call.own_parts(), len(call.rows.exchanged)
+    lses, (q, k, v, out, *in_levels) = kept[: (n := len(parts) + num_levels)], kept[n:]
+    if not num_levels and parts:
+        dq, dk, dv = parts[0][0].backward(dout, q, k, v, out, lses[0], None, needs_kv=needs_kv)
+        _add_sink_grads(dsinks, sinks, dout, out, lses[0])
+        return [dq, dk.to(k.dtype), dv.to(v.dtype)]
+    levels = call.levels(q.shape[0], k.shape[0])
+    for level in levels:
+        level.start((dout, out, q) if call.is_saved else (dout,), (k, v) if call.is_saved else ())
+    num_rows, is_empty = dout.shape[1], not call.rows.num_tokens
+    grads = [_token_major(x, num_rows, zeros=is_empty) for x in (q, k, v)]
+    own = slice(*call.rows.own.local) if call.rows.own else slice(num_rows, num_rows)
+    if call.is_saved:
+        q, k, v, out = (x[:, own] for x in (q, k, v, out))
+    for number in range(2):
+        if number < len(parts):
+            attention, rows = parts[number]
+            given = dout[:, own], q, k, v, out
+            dout_, q_, k_, v_, out_ = (x[:, rows] for x in given)
+            found = attention.backward(
+                dout_, q_, k_, v_, out_, lses[number], None, needs_kv=needs_kv
+            )
+            _add_sink_grads(dsinks, sinks, dout_, out_, lses[number])
+            for grad, part in zip(grads, found, strict=True):
+                grad[:, own][:, rows] = part
+        if number == 0:
+            for i, level in enumerate(levels):
+                before = None if call.is_saved else (in_levels[2 * i], in_levels[2 * i + 1])
+                attention, lse = call.attention(level.level.slices), lses[len(parts) + i]
+                both = level.backward(attention, lse, before, needs_kv=needs_kv)
+                _add_sink_grads(dsinks, sinks, *both, lse, level.heads)
+    for level in levels:
+        for grad, part in zip(grads, level.combined_gradients(), strict=True):
+            grad[:, slice(*level.level.local)] = part.transpose(0, 1)
+    return grads

@@ -1,0 +1,135 @@
+"""The signature behind which attention kernels are exchanged.
+
+A backend computes one *block*: some query rows against some keys of the same sequence. Which keys a
+row sees follows from positions alone, so no caller ever builds a mask.
+
+    T query rows, S keys, N query heads, K key-value heads (N a multiple of K), H head dim"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Which keys of a block the query rows see, and how scores are formed.
+
+    Row t sits `distance + t` tokens after the block's first key. It sees key s if
+    `s <= distance + t` and, with a window, `s > distance + t - window`.
+    """
+
+    distance: int
+    scale: float
+    window: int | None = None
+    """Sliding window in tokens, the row's own token included."""
+    softcap: float | None = None
+    """Scores become `softcap * tanh(score / softcap)` (Gemma 2)."""
+    value_width: int | None = None
+    """Columns of v from this one on are zeros, and so are those of out and dout: values that are
+    narrower than keys (DeepSeek)."""
+
+    def is_full(self, num_rows: int, num_keys: int) -> bool:
+        """Whether every row sees every key."""
+        in_window = self.window is None or self.distance + num_rows - 1 < self.window
+        return self.distance >= num_keys - 1 and in_window
+
+    def is_causal(self, num_rows: int, num_keys: int) -> bool:
+        """Whether this is the plain causal square: row t sees keys 0..t."""
+        in_window = self.window is None or self.window >= num_rows
+        return self.distance == 0 and num_rows == num_keys and in_window
+
+    def visible_rows(self, num_rows: int, num_keys: int) -> int:
+        """How many first rows see at least one key; the rows after them are beyond the window."""
+        if self.window is None:
+            return num_rows
+        return max(0, min(num_rows, num_keys - 1 + self.window - self.distance))
+
+    def visible_keys(self, start: int, stop: int, num_keys: int) -> tuple[int, int]:
+        """The range of keys that rows [start, stop) see between them."""
+        first = 0 if self.window is None else self.distance + start - self.window + 1
+        return max(0, first), min(num_keys, self.distance + stop)
+
+    def at(self, row: int, key: int) -> Block:
+        """The same rule for the sub-block that starts at this row and key."""
+        return replace(self, distance=self.distance + row - key)
+
+    def mask(self, num_rows: int, num_keys: int, device: torch.device) -> Tensor:
+        """(T, S) bool, True where the row sees the key. For single tiles only."""
+        rows = self.distance + torch.arange(num_rows, device=device)[:, None]
+        keys = torch.arange(num_keys, device=device)[None, :]
+        seen = keys <= rows
+        return seen if self.window is None else seen & (keys > rows - self.window)
+
+
+class Backend(Protocol):
+    """Kernels for one block, and for a chunk of many slices.
+
+    Tensors may have any strides. Log-sum-exps are float32, or float64 for float64 inputs.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """q (N, T, H), k and v (K, S, H) -> out (N, T, H) in q's dtype, lse (N, T).
+
+        A row that sees no key gets zeros and a log-sum-exp of -inf.
+        """
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients (N, T, H), (K, S, H), (K, S, H) of this block's part.
+
+        `out` and `lse` are those of the whole row, over all of its blocks. Key and value gradients
+        may come in lse's dtype.
+        """
+        ...
+
+    def packed_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, slices: Sequence[slice], block: Block
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` of each slice's causal square; q (N, T, H), k and v (K, T, H).
+
+        The slices lie behind one another and cover all rows; `block` has distance 0. One call per
+        slice, unless a backend knows better.
+        """
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
+        for rows in slices:
+            out[:, rows], lse[:, rows] = self.forward(q[:, rows], k[:, rows], v[:, rows], block)
+        return out, lse
+
+    def packed_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        slices: Sequence[slice], block: Block,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`backward` of each slice's causal square."""
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for rows in slices:
+            dq[:, rows], dk[:, rows], dv[:, rows] = self.backward(
+                dout[:, rows], q[:, rows], k[:, rows], v[:, rows], out[:, rows], lse[:, rows], block
+            )
+        return dq, dk, dv
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rows_per_tile(num_rows: int, num_keys: int, num_heads: int, max_elements: int) -> int:
+    """Rows per tile so that a (heads, rows, keys) score tile stays below `max_elements`."""
+    return max(1, min(num_rows, max_elements // max(1, num_heads * num_keys)))
+
+
+def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Make out (N, T, H) and lse (N, T), both in lse's dtype, attention over the keys of both.
+
+    The two key sets are disjoint. A row must see a key of at least one of them.
+    """
+    share = torch.sigmoid(other_lse - lse)  # exp(other_lse) / (exp(lse) + exp(other_lse))
+    torch.logaddexp(lse, other_lse, out=lse)
+    out.lerp_(other_out.to(lse.dtype), share[..., None])

@@ -1,0 +1,229 @@
+"""Attention on CUDA by flash attention: PyTorch's own, version 2, or version 3 where installed.
+
+It is called at the level where the log-sum-exp goes in and out, so that blocks can be merged; the
+backward takes the merged output and log-sum-exp, the way torch's own context parallelism does. The
+kernel reads any strides but the last, so that nothing is copied on the way in or out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from furlong.ops.backends.base import Backend, Block, lse_dtype
+
+_FLASH_3 = "flash_attn_interface"
+"""The module that registers the kernels of version 3."""
+
+
+class CUDAFlash(Backend):
+    """flash attention 2: grouped heads, sliding windows and slices of any lengths natively.
+
+    The backward of packed slices needs scratch of 128 rows per slice beside the chunk's own, in
+    float32: 0.4 GB for 200 slices, 4,000 tokens and 28 heads of 128.
+    """
+
+    def __init__(self) -> None:
+        self._last_ends: tuple[object, Tensor] | None = None
+        self._forward: Any = torch.ops.aten._flash_attention_forward
+        self._backward: Any = torch.ops.aten._flash_attention_backward
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        if apart := _rows_apart(q.shape[1], k.shape[1], block):
+            outs, lses = zip(
+                self.forward(q[:, :apart], k, v, block),
+                self.forward(q[:, apart:], k, v, block.at(apart, 0)),
+                strict=True,
+            )
+            return torch.cat(outs, 1), torch.cat(lses, 1)
+        call = _call_for(q.shape[1], k.shape[1], block)
+        if call.rows == 0:
+            return _empty(q)
+        rows, keys = slice(call.rows), slice(call.first_key, None)
+        result = self._forward(
+            _rows_first(q[:, rows])[None], _rows_first(k[:, keys])[None],
+            _rows_first(v[:, keys])[None], None, None, call.rows, k.shape[1] - call.first_key,
+            0.0, call.is_causal, False, scale=block.scale, **call.window,
+        )  # fmt: skip
+        seen_out, seen_lse = result[0][0].transpose(0, 1), result[1][0]
+        if call.rows == q.shape[1]:
+            return seen_out, seen_lse
+        out, lse = _empty(q)
+        out[:, rows], lse[:, rows] = seen_out, seen_lse
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if apart := _rows_apart(q.shape[1], k.shape[1], block):
+            (dq, dk, dv), (more_dq, more_dk, more_dv) = (
+                self.backward(
+                    dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, rows],
+                    block.at(rows.start, 0),
+                )
+                for rows in (slice(0, apart), slice(apart, q.shape[1]))
+            )  # fmt: skip
+            return (
+                torch.cat((dq, more_dq), 1),
+                dk.to(lse.dtype) + more_dk,
+                dv.to(lse.dtype) + more_dv,
+            )
+        call = _call_for(q.shape[1], k.shape[1], block)
+        if call.rows == 0:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        rows, keys = slice(call.rows), slice(call.first_key, None)
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+        grads = self._backward(
+            *(_rows_first(x)[None] for x in (dout[:, rows], q[:, rows], k[:, keys], v[:, keys])),
+            _rows_first(out[:, rows])[None], lse[:, rows].contiguous()[None], None, None,
+            call.rows, k.shape[1] - call.first_key, 0.0, call.is_causal, unused, unused,
+            scale=block.scale, **call.window,
+        )  # fmt: skip
+        dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+        return (
+            _padded(dq, 0, q.shape[1]),
+            _padded(dk, call.first_key, k.shape[1]),
+            _padded(dv, call.first_key, k.shape[1]),
+        )
+
+    def packed_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, slices: Sequence[slice], block: Block
+    ) -> tuple[Tensor, Tensor]:
+        ends, longest = self._ends(slices, q), _longest(slices)
+        result = self._forward(
+            _rows_first(q), _rows_first(k), _rows_first(v), ends, ends, longest, longest,
+            0.0, True, False, scale=block.scale, **_square_window(block),
+        )  # fmt: skip
+        return result[0].transpose(0, 1), result[1]
+
+    def packed_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        slices: Sequence[slice], block: Block,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ends, longest = self._ends(slices, q), _longest(slices)
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = self._backward(
+            *(_rows_first(x) for x in (dout, q, k, v, out)), lse.contiguous(), ends, ends,
+            longest, longest, 0.0, True, unused, unused,
+            scale=block.scale, **_square_window(block),
+        )  # fmt: skip
+        return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
+
+    def _ends(self, slices: Sequence[slice], q: Tensor) -> Tensor:
+        """0 and the last row + 1 of each slice, int32 on q's device.
+
+        Kept for the chunk's other layers, and copied without making the host wait.
+        """
+        stops = tuple(rows.stop for rows in slices)
+        key = stops, q.device
+        if self._last_ends is None or self._last_ends[0] != key:
+            assert tuple(rows.start for rows in slices) == (0, *stops[:-1]), "slices leave gaps"
+            assert stops[-1] == q.shape[1], "slices do not cover all rows"
+            ends = torch.tensor((0, *stops), dtype=torch.int32, device="cpu")
+            if q.is_cuda:
+                ends = ends.pin_memory()
+            self._last_ends = key, ends.to(q.device, non_blocking=True)
+        return self._last_ends[1]
+
+
+class CUDAFlash3(CUDAFlash):
+    """flash attention 3, by the functions that torch has to put it behind its own operators. They
+    are called here, and not put there: what else calls those operators stays as it is."""
+
+    def __init__(self, torch_fa3: Any) -> None:
+        """`torch_fa3`: torch.nn.attention._fa3."""
+        super().__init__()
+        self._forward = torch_fa3._fa3_flash_attention_forward_impl_default
+        self._backward = torch_fa3._fa3_flash_attention_backward_impl
+
+
+def flash_3(device: torch.device) -> CUDAFlash3 | None:
+    """flash attention 3 where it is installed, this torch can call it, and the card is a Hopper."""
+    if torch.cuda.get_device_capability(device) != (9, 0) or find_spec(_FLASH_3) is None:
+        return None
+    try:
+        from torch.nn.attention import _fa3  # torch calls it a prototype
+
+        _fa3._fa3_import_module(_FLASH_3)
+        return CUDAFlash3(_fa3)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        log = logging.getLogger(__name__)
+        log.warning("flash attention 3 is installed and cannot be called: %s", error)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One dense call of the kernel, which aligns the last row with the last key."""
+
+    rows: int
+    """How many first rows see a key."""
+    first_key: int
+    """The first key that a row sees."""
+    is_causal: bool
+    window: dict[str, Any]
+    """Keys that a row sees left and right of its own."""
+
+
+def _rows_apart(num_rows: int, num_keys: int, block: Block) -> int:
+    """How many first rows take a call of their own: those that see all of fewer keys than rows.
+
+    A window on the left makes the kernel bound the right side as well, as many keys behind a row's
+    own as there are keys: such rows would lose keys. The rows after them are fewer than the keys.
+    """
+    if block.window is None or block.is_full(num_rows, num_keys) or num_rows <= num_keys:
+        return 0
+    return max(0, block.window - block.distance) if block.distance >= num_keys - 1 else 0
+
+
+def _call_for(num_rows: int, num_keys: int, block: Block) -> _Call:
+    """Raises NotImplementedError for what the kernel cannot compute: nothing slower is taken."""
+    if block.softcap is not None:
+        raise NotImplementedError("flash attention has no softcap here")
+    if block.is_full(num_rows, num_keys):
+        return _Call(num_rows, 0, False, {})
+    if block.distance == 0 and num_rows == num_keys:
+        return _Call(num_rows, 0, True, _square_window(block))
+    if block.window is None or block.distance < num_keys - 1:
+        raise NotImplementedError(f"flash attention has no call for {num_keys} keys of {block}")
+    rows = block.visible_rows(num_rows, num_keys)
+    first = max(0, block.distance - block.window + 1)
+    aligned = (num_keys - first) - rows  # the key, after the first, that the kernel gives row 0
+    left = aligned - (block.distance - first) + block.window - 1
+    assert aligned >= 0, "a window on the left hides keys on the right of rows beyond the last key"
+    return _Call(rows, first, False, {"window_size_left": left, "window_size_right": -1})
+
+
+def _square_window(block: Block) -> dict[str, Any]:
+    if block.window is None:
+        return {}
+    return {"window_size_left": block.window - 1, "window_size_right": 0}
+
+
+def _longest(slices: Sequence[slice]) -> int:
+    """Rows of the longest slice, at least 2: for 1 the kernel takes a path of its own."""
+    return max(2, *(rows.stop - rows.start for rows in slices))
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """(N, T, H) -> (T, N, H), flash attention's layout, copied only if heads are not dense."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(0, 1)
+
+
+def _empty(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of rows that see nothing."""
+    return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))
+
+
+def _padded(grad: Tensor, first: int, size: int) -> Tensor:
+    """grad (K, s, H) of the rows or keys from `first` on -> (K, size, H), zero elsewhere."""
+    if grad.shape[1] == size:
+        return grad
+    whole = grad.new_zeros((grad.shape[0], size, grad.shape[2]))
+    whole[:, first : first + grad.shape[1]] = grad
+    return whole

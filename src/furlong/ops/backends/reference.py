@@ -1,0 +1,82 @@
+"""Attention of one block in plain tensor operations: any dtype, any device, every rule.
+
+It is what the fast backends are tested against, and it serves what they lack (softcap). Scores
+exist for one tile of rows at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from furlong.ops.backends.base import Backend, Block, lse_dtype, rows_per_tile
+
+_MAX_SCORE_ELEMENTS = 2**24
+
+
+class Reference(Backend):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))  # (N, T)
+        for rows, tile in _tiles(q, k, block):
+            scores, _ = _scores(q[:, rows], k, tile)  # (N, rows, keys)
+            lse[:, rows] = torch.logsumexp(scores, dim=-1)
+            probabilities = _probabilities(scores, lse[:, rows])
+            out[:, rows] = _grouped(probabilities, v.to(scores.dtype)).to(q.dtype)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = lse.dtype
+        dq = torch.zeros_like(q)
+        dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        num_kv_heads = k.shape[0]
+        for rows, tile in _tiles(q, k, block):
+            scores, tanh = _scores(q[:, rows], k, tile)
+            probabilities = _probabilities(scores, lse[:, rows])  # (N, rows, keys)
+            dout_rows = dout[:, rows].to(wide)
+            delta = (dout_rows * out[:, rows].to(wide)).sum(-1, keepdim=True)  # (N, rows, 1)
+            dprobabilities = _grouped(dout_rows, v.to(wide).mT)
+            dscores = probabilities * (dprobabilities - delta)
+            if tanh is not None:
+                dscores = dscores * (1 - tanh**2)
+            dscores = dscores * block.scale
+            dq[:, rows] = _grouped(dscores, k.to(wide)).to(q.dtype)
+            dk += _fold(dscores, num_kv_heads).mT @ _fold(q[:, rows].to(wide), num_kv_heads)
+            dv += _fold(probabilities, num_kv_heads).mT @ _fold(dout_rows, num_kv_heads)
+        return dq, dk, dv
+
+
+def _tiles(q: Tensor, k: Tensor, block: Block) -> list[tuple[slice, Block]]:
+    """Tiles of query rows, each with the block as its rows see it; every tile has all keys."""
+    num_rows = q.shape[1]
+    step = rows_per_tile(num_rows, k.shape[1], q.shape[0], _MAX_SCORE_ELEMENTS)
+    starts = range(0, num_rows, step)
+    return [(slice(i, min(i + step, num_rows)), block.at(i, 0)) for i in starts]
+
+
+def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
+    """Masked scores (N, T, S) in the log-sum-exp's dtype, and tanh of the capped ones."""
+    wide = lse_dtype(q.dtype)
+    scores = _grouped(q.to(wide), k.to(wide).mT) * block.scale
+    tanh = None
+    if block.softcap is not None:
+        tanh = torch.tanh(scores / block.softcap)
+        scores = tanh * block.softcap
+    seen = block.mask(q.shape[1], k.shape[1], q.device)
+    return scores.masked_fill(~seen, -torch.inf), tanh
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), and zero in rows that see nothing."""
+    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+
+
+def _fold(x: Tensor, num_kv_heads: int) -> Tensor:
+    """(N, T, X) -> (K, N/K * T, X): a head group's rows under one another."""
+    return x.reshape(num_kv_heads, -1, x.shape[-1])
+
+
+def _grouped(a: Tensor, b: Tensor) -> Tensor:
+    """a (N, T, X) @ b (K, X, Y) -> (N, T, Y), each head with its group's b."""
+    return (_fold(a, b.shape[0]) @ b).reshape(*a.shape[:2], b.shape[-1])

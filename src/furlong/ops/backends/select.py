@@ -1,0 +1,265 @@
+"""Which backend computes attention on a device: probed once, chosen aloud, then kept."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from furlong.ops.backends.base import Backend, Block
+from furlong.ops.backends.cpu_flash import CPUFlash
+from furlong.ops.backends.cuda_flash import CUDAFlash, flash_3
+from furlong.ops.backends.cudnn import CUDNN, is_trusted
+from furlong.ops.backends.reference import Reference
+
+_NO_MEMORY_ON_CPU = "can't allocate memory"  # torch's CPU allocator raises a RuntimeError
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory did not suffice."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        _NO_MEMORY_ON_CPU in str(error)
+    )
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """Whether an error tells of memory or files, and not of the model whose code met it."""
+    return is_out_of_memory(error) or isinstance(error, OSError)
+
+
+_T = TypeVar("_T")
+_REFUSALS = (RuntimeError, NotImplementedError)
+_FATAL = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors behind which the next backend fails as well."""
+_LARGE_PROBE = 256
+"""Rows of a block that is large enough for the kernels of large ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Calls that one backend takes: they differ in their sizes alone."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    is_windowed: bool = False
+    is_capped: bool = False
+    is_token_major: bool = True
+    """Whether the heads of a token lie behind one another in q, as a projection leaves them."""
+    value_width: int | None = None
+
+    @classmethod
+    def of(cls, q: Tensor, block: Block) -> Kind:
+        return cls(
+            q.device, q.dtype, q.shape[-1], block.window is not None, block.softcap is not None,
+            q.stride(0) <= q.stride(1), block.value_width,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        text = f"{self.dtype}, head dim {self.head_dim}"
+        if self.value_width is not None:
+            text += f", values of {self.value_width}"
+        return text + ", windows" * self.is_windowed + ", softcap" * self.is_capped
+
+
+class ProbedBackend(Backend):
+    """A backend that takes, for each kind of attention, the fastest one that is right.
+
+    A model may have several kinds; which, its first attentions tell. A call that its kind's backend
+    refuses in the middle of a run goes to the next one, and so does each later one of that shape.
+    """
+
+    def __init__(self) -> None:
+        self._right: dict[Kind, list[Backend]] = {}
+        self._untried: dict[Kind, list[Backend]] = {}
+        self._refused: Counter[tuple[object, ...]] = Counter()
+        """How many backends have refused calls of a shape."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        return self._call(q, k, block, 1, lambda own: own.forward(q, k, v, block))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        whole = dout, q, k, v, out, lse, block
+        return self._call(q, k, block, 1, lambda own: own.backward(*whole), "backward")
+
+    def packed_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, slices: Sequence[slice], block: Block
+    ) -> tuple[Tensor, Tensor]:
+        whole = q, k, v, slices, block
+        return self._call(q, k, block, len(slices), lambda own: own.packed_forward(*whole))
+
+    def packed_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        slices: Sequence[slice], block: Block,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        whole = dout, q, k, v, out, lse, slices, block
+        return self._call(
+            q, k, block, len(slices), lambda own: own.packed_backward(*whole), "backward"
+        )
+
+    def _call(
+        self, q: Tensor, k: Tensor, block: Block, num_slices: int, run: Callable[[Backend], _T],
+        what: str = "forward",
+    ) -> _T:  # fmt: skip
+        kind = Kind.of(q, block)
+        call = kind, what, q.shape, k.shape, num_slices, block.distance == 0
+        while True:
+            own = self._of(kind, self._refused[call] if self._refused else 0)
+            try:
+                return run(own)
+            except _REFUSALS as error:
+                if isinstance(own, CPUFlash | Reference) or isinstance(error, _FATAL):
+                    raise
+                self._refused[call] += 1
+                logging.getLogger(__name__).warning(
+                    "attention backend %s refuses a %s of %d rows and %d keys on %s for %s (%s): "
+                    "the next one takes all of that shape", type(own).__name__, what, q.shape[1],
+                    k.shape[1], kind.device, kind, _first_line(error),
+                )  # fmt: skip
+
+    def _of(self, kind: Kind, number: int) -> Backend:
+        """The backend of a kind behind so many others."""
+        right = self._right.setdefault(kind, [])
+        while len(right) <= number:
+            right.append(choose_backend(kind, self._untried.setdefault(kind, candidates(kind))))
+        return right[number]
+
+
+def candidates(kind: Kind) -> list[Backend]:
+    """The backends that a kind might take, the fastest last."""
+    if kind.device.type == "cpu":
+        return [CPUFlash()]
+    if kind.device.type != "cuda" or _why_none(kind):
+        return []
+    found: list[Backend] = [CUDAFlash()]
+    if is_trusted(kind.device):
+        found.append(CUDNN())
+    third = flash_3(kind.device)
+    return found if third is None else [*found, third]
+
+
+def choose_backend(kind: Kind, untried: list[Backend] | None = None) -> Backend:
+    """The last of `untried`, by default of all candidates, that agrees with the reference here; it
+    and those behind it are taken from the list. The reference where there is none.
+
+    Each is probed once on small blocks, values and gradients. One that fails is left out with a
+    message, and so is a CUDA device that has none: a kernel must never be chosen silently, nor be
+    wrong silently.
+    """
+    log, is_cuda = logging.getLogger(__name__), kind.device.type == "cuda"
+    untried = candidates(kind) if untried is None else untried
+    while untried:
+        candidate = untried.pop()
+        name, fault = type(candidate).__name__, _probe(candidate, kind)
+        if fault is None:
+            if is_cuda:
+                log.info("attention on %s for %s: backend %s", kind.device, kind, name)
+            return candidate
+        log.warning(
+            "attention backend %s left out on %s for %s: %s", name, kind.device, kind, fault
+        )
+    if is_cuda:
+        log.warning(
+            "attention on %s for %s takes the plain reference, which is slow: %s", kind.device,
+            kind, _why_none(kind) or "no fused kernel is left",
+        )  # fmt: skip
+    return Reference()
+
+
+def _why_none(kind: Kind) -> str:
+    """Why CUDA has no kernel for a kind."""
+    if kind.is_capped:
+        return "the fused kernels have no softcap"
+    if kind.dtype not in (torch.bfloat16, torch.float16):
+        return "the fused kernels compute in 16 bits, train in bfloat16 to have them"
+    return ""
+
+
+def _probe(backend: Backend, kind: Kind) -> str | None:
+    """None if the backend agrees with the reference on blocks of a kind, else why not."""
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(kind.dtype, 3e-2)
+    for num_rows, num_keys, slices, block in _probes(kind, has_tiles=isinstance(backend, CUDNN)):
+        q, dout, k, v = _drawn(kind, num_rows, num_keys)
+        wide = (dout.double(), q.double(), k.double(), v.double())
+        expected = _computed(Reference(), *wide, slices, block)
+        try:
+            given = _computed(backend, dout, q, k, v, slices, block)
+        except _REFUSALS as error:
+            return _first_line(error)
+        for value, truth in zip(given, expected, strict=True):
+            relative = float((value.double() - truth).norm() / truth.norm())
+            if not relative <= tolerance:
+                return f"relative error {relative:.1e} against the reference"
+    return None
+
+
+def _drawn(kind: Kind, num_rows: int, num_keys: int) -> tuple[Tensor, ...]:
+    """q and dout (4, T, H), k and v (2, S, H), with the strides of real ones: keys and values lie
+    as a store keeps them. A shift that changes no probability makes log-sum-exps as small as
+    massive activations do."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        x = torch.randn(*shape, kind.head_dim, generator=generator, device="cpu")
+        return x.to(kind.device, kind.dtype)
+
+    sizes = (num_rows, 4) if kind.is_token_major else (4, num_rows)
+    q, dout, kv = draw(*sizes), draw(*sizes), draw(num_keys, 2, 2)
+    if num_rows >= _LARGE_PROBE and not kind.is_windowed:
+        shift = (120 * kind.head_dim**0.5) ** 0.5
+        q[..., 0], kv[:, 0, :, 0] = shift, -shift
+    if kind.value_width is not None:
+        dout[..., kind.value_width :], kv[:, 1, :, kind.value_width :] = 0, 0
+    if kind.is_token_major:
+        q, dout = q.transpose(0, 1), dout.transpose(0, 1)
+    return q, dout, kv[:, 0].transpose(0, 1), kv[:, 1].transpose(0, 1)
+
+
+def _probes(kind: Kind, *, has_tiles: bool) -> Iterator[tuple[int, int, tuple[slice, ...], Block]]:
+    """Rows, keys, slices of the rows and rule of blocks that cover a kind of attention: with a
+    window those that it cuts, those inside it, and fewer keys than rows. `has_tiles`: large and
+    small blocks take different kernels."""
+    softcap = 20.0 if kind.is_capped else None
+    rule = Block(0, kind.head_dim**-0.5, None, softcap, kind.value_width)
+    num_rows = 48
+
+    def probe(
+        num_keys: int, distance: int, window: int, *slices: slice
+    ) -> tuple[int, int, tuple[slice, ...], Block]:
+        block = replace(rule, distance=distance, window=window if kind.is_windowed else None)
+        return num_rows, num_keys, slices or (slice(0, num_rows),), block
+
+    yield probe(48, 0, 7)
+    yield probe(48, 0, 7, slice(0, 1), slice(1, 17), slice(17, 48))
+    yield probe(80, 80, 100)
+    if kind.is_windowed:
+        yield probe(48, 0, 1000)
+        yield probe(80, 80, 1000)
+        yield probe(10, 10, 50)
+    if has_tiles:
+        num_rows = _LARGE_PROBE
+        yield probe(num_rows, 0, 1000)
+        yield probe(384, 384, 1000)
+        yield probe(1100, 1100, 2000)
+
+
+def _computed(
+    backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    slices: tuple[slice, ...], block: Block,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if len(slices) == 1:
+        out, lse = backend.forward(q, k, v, block)
+        return out, lse, *backend.backward(dout, q, k, v, out, lse, block)
+    out, lse = backend.packed_forward(q, k, v, slices, block)
+    return out, lse, *backend.packed_backward(dout, q, k, v, out, lse, slices, block)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,406 @@
+"""A cell: one (chunk, stage) with all that it holds between its forward and its backward, and where
+its attention reads, writes and remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from weakref import ref
+
+from torch import Tensor, nn
+
+from furlong.errors import PlanError, UnsupportedModelError
+from furlong.kv.pools import Handle, Lease, Pool
+from furlong.kv.storage import Pools
+from furlong.kv.store import Boundary, KVStore
+from furlong.models.attention import KVReady
+from furlong.models.decoder import HFDecoder
+from furlong.models.mixers import Event, SliceRows
+from furlong.models.states import StateKey, States, arrive, depart
+from furlong.ops.attention import (
+    AttentionRule,
+    LaterGrads,
+    LayerKV,
+    PrefixBlock,
+    SavedAttention,
+    chunk_attention,
+    store_kv,
+)
+from furlong.ops.backends.base import Backend
+from furlong.ops.latent import Expansion, LatentKV, store_latents
+from furlong.ops.sequence_parallel import Exchange
+from furlong.plan.passes import Pass
+from furlong.plan.plan import Chunk, ChunkPlan
+from furlong.plan.rows import ChunkRows, rows_of
+from furlong.runtime.rng import RNGState
+from furlong.runtime.saved_graphs import SavedGraph
+
+
+def rows_on(
+    model: HFDecoder, plan: ChunkPlan, process: int = 0, exchange: Exchange | None = None
+) -> Callable[[Chunk], ChunkRows]:
+    """The rows of each chunk of a plan that a process of the pool has.
+
+    Raises PlanError for a pool of several processes without an exchange, and for sequences that
+    branch where layers are recurrent.
+    """
+    if plan.trees and model.events is not None:
+        raise PlanError(
+            f"the plan has sequences that branch, and {model.name} has recurrent layers, whose "
+            "state goes on to one piece only: plan each answer with a prompt of its own"
+        )
+    if plan.sp_size > 1 and exchange is None:
+        raise PlanError(
+            f"the plan is for pools of {plan.sp_size} processes, between which nothing exchanges"
+        )
+    if plan.sp_size > 1:
+        model.require_own_tokens()
+    q_heads, kv_heads = model.heads if plan.sp_size > 1 else (1, 1)
+    return partial(
+        rows_of, process=process, sp_size=plan.sp_size, q_heads=q_heads, kv_heads=kv_heads,
+        position=plan.position,
+    )  # fmt: skip
+
+
+def open_store(plan: ChunkPlan, pools: Pools) -> KVStore:
+    """The store of a plan's K,V, in the tier that it names."""
+    pool = None if plan.tiers.kv == "device" else pools.of(plan.tiers.kv)
+    trained = trained_pieces(plan)
+    return KVStore(pools.arena, plan.piece_lens, pool, trained=trained, trees=plan.trees)
+
+
+def trained_pieces(plan: ChunkPlan) -> dict[int, list[int]] | None:
+    """By cut sequence, the pieces that gradients of K,V are kept for; None: for all."""
+    if not plan.sampled:
+        return None
+    return {
+        seq_id: [index for index, chunk in enumerate(group) if chunk in plan.trained]
+        for seq_id, group in plan.groups.items()
+    }
+
+
+def chunk_pieces(plan: ChunkPlan, chunk: int) -> dict[int, Piece]:
+    """The pieces of cut sequences in a chunk, by the number of their slice."""
+    index_of = dict(plan.links[chunk])
+    return {
+        number: Piece(
+            s.seq_id, index_of[s.seq_id], s.start, s.stop,
+            continues=plan.is_read(s.seq_id, index_of[s.seq_id]),
+        )
+        for number, s in enumerate(plan.chunks[chunk].slices)
+        if s.seq_id in index_of
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A slice of a cut sequence inside a chunk."""
+
+    seq_id: int
+    index: int
+    """Its number in the sequence, from 0."""
+    start: int
+    stop: int
+    """Its tokens in the sequence, [start, stop)."""
+    continues: bool
+    """Whether later chunks read its K,V."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """Implements `ops.attention.LayerKV` for one layer of a cell."""
+
+    cell: Cell
+    layer: int
+    writes: bool
+    is_own: bool = True
+    """Whether the layer's keys and values are its own, and not read of another one."""
+
+    def keeps(self, slice_index: int) -> bool:
+        piece = self.cell.pieces.get(slice_index)
+        return self.writes and self.is_own and piece is not None and piece.continues
+
+    def write(self, slice_index: int, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
+        piece, store = self.cell.pieces[slice_index], self.cell.store
+        store.write(piece.seq_id, self.layer, piece.index, k, v, rule.window, rule.block)
+
+    def prefix(
+        self, slice_index: int, window: int | None, *, gradients: bool
+    ) -> Iterator[PrefixBlock]:
+        piece = self.cell.pieces.get(slice_index)
+        if piece is None or piece.index == 0:
+            return
+        store = self.cell.store
+        yield from store.prefix(piece.seq_id, self.layer, piece.index, window, gradients=gradients)
+
+    def later_grads(self, slice_index: int) -> LaterGrads | None:
+        piece, factor = self.cell.pieces.get(slice_index), self.cell.relay_factor
+        if piece is None or not self.is_own:
+            return None
+        sent = self.cell.store.later_grads(piece.seq_id, self.layer, piece.index)
+        if sent is None or factor == 1:
+            return sent
+        first, dk, dv = sent
+        return first, dk * factor, dv * factor
+
+
+@dataclass
+class Cell:
+    """A `models.attention.CellAttention` over the store."""
+
+    rows: ChunkRows
+    """The rows of the chunk that this process has."""
+    pieces: Mapping[int, Piece]
+    """By number, those slices that are of cut sequences: only they have a prefix or write K,V."""
+    store: KVStore
+    backend: Backend
+    attention: Pool
+    layers: range
+    """Layers of the stage."""
+    events: tuple[Event, ...] | None = None
+    """Events of the layers, in order; None: attention in each of them."""
+    exchange: Exchange | None = None
+    """Needed where a slice lies on several processes."""
+    relay_factor: float = 1.0
+    attended: list[int] = field(default_factory=list)
+    """Layers that have attended in this pass, in order; whoever starts a forward clears it."""
+    mixed_layers: list[int] = field(default_factory=list)
+    """Layers whose mixers are done in this pass, in order."""
+    saved_attention: dict[int, tuple[Handle, ...]] = field(default_factory=dict)
+    """By layer: out (T, N, H), and the log-sum-exp (rows, heads) of each part of the attention,
+    which a forward has put away."""
+    x: Tensor | None = None
+    """The leaf (T, D) that entered the graph, behind the first stage."""
+    output: Tensor | None = None
+    """Hidden states (T, D) behind the stage, with their graph."""
+    rng: RNGState | None = None
+    saved: SavedGraph | None = None
+    """Tensors of a retained graph that wait in a lower tier."""
+    adds_gradients: bool = True
+    """Whether a backward adds to gradients of weights where keys and values are made of latents."""
+    _latents: dict[int, LatentKV] = field(default_factory=dict)
+    """By layer, until it attends: its latents as keys and values."""
+    _owners: dict[int, int] = field(default_factory=dict)
+    """By layer that reads shared keys and values, the one that stores them."""
+    _sources: dict[int, tuple[ref[Tensor], ref[Tensor], AttentionRule]] = field(
+        default_factory=dict
+    )
+    """By layer that stores shared keys and values, these and its rule, while they are alive."""
+    _graph_leases: list[Lease] = field(default_factory=list)
+    """Leases of `saved_attention` that a graph uses, until its backward."""
+    _pass_leases: list[Lease] = field(default_factory=list)
+    """Leases of `saved_attention` that the layer under way uses, in a pass without a graph."""
+
+    def attend(
+        self,
+        what: Pass,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: AttentionRule,
+        sinks: Tensor | None,
+        source: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """q (N, T, H), k and v (K, T, H) -> (N, T, H)."""
+        self.attended.append(layer)
+        place = layer - self.layers.start
+        owner = layer if source is None else self._owner(layer, source, rule)
+        view: LayerKV | None = self._latents.pop(layer, None)
+        if view is None:
+            view = LayerView(self, owner, writes=what.writes_kv, is_own=owner == layer)
+        ends = self._ends(what, ("attention", layer))
+        # of an earlier layer all is remembered that the last one but one could be
+        ends_before = ends and layer == self.layers[-1]
+        if what.writes_kv and (ends_before or place < what.remembered):
+            store_kv(k, v, rows=self.rows, layer_kv=view, rule=rule, exchange=self.exchange)
+        if ends_before:
+            raise KVReady
+        out, saved = chunk_attention(
+            q, k, v, rows=self.rows, layer_kv=view, rule=rule, backend=self.backend,
+            exchange=self.exchange, sinks=sinks,
+            saved=self._recalled(what, layer) if place < what.remembered else None,
+        )  # fmt: skip
+        if place < what.remembers:
+            kept = (saved[0].detach(), *saved[1])
+            self.saved_attention[layer] = tuple(self.attention.put(x.transpose(0, 1)) for x in kept)
+        if ends:
+            raise KVReady
+        return out
+
+    def state_slices(self) -> list[SliceRows]:
+        """The slices of the chunk, for layers whose tokens meet in a state."""
+        assert not self.rows.exchanged, "states on several processes"
+        if self.rows.own is None:  # the one token of a dummy, which is of no sequence
+            return [SliceRows(0, slice(0, self.rows.num_rows), continues=False, is_continued=False)]
+        found = []
+        for placed in self.rows.own.slices:
+            piece = self.pieces.get(placed.index)
+            ends = (False, False) if piece is None else (piece.index > 0, piece.continues)
+            found.append(SliceRows(placed.index, slice(*placed.keys), *ends))
+        return found
+
+    def enter(self, layer: int, slice_index: int, x: Tensor) -> tuple[Tensor, States]:
+        """x (1, T, D) of a slice that continues, and the states that enter it."""
+        piece, states = self.pieces[slice_index], self.store.states
+        at = piece.seq_id, layer, piece.start
+        return arrive(x, states.read(at), partial(states.send, at))
+
+    def leave(self, what: Pass, layer: int, slice_index: int, y: Tensor, states: States) -> Tensor:
+        """y (1, T, D) of a slice that is continued; `states` are those that leave it."""
+        piece = self.pieces[slice_index]
+        at = piece.seq_id, layer, piece.stop
+        if what.writes_kv:
+            self.store.states.write(at, states)
+        return depart(
+            y, tuple(states.values()), partial(self._later_state_grads, at, tuple(states))
+        )
+
+    def mixed(self, what: Pass, layer: int) -> None:
+        """Note that a layer's mixer is done; the last event of the stage ends a pass to there."""
+        self.mixed_layers.append(layer)
+        if self._ends(what, ("states", layer)):
+            raise KVReady
+
+    def take_latents(self, what: Pass, layer: int, latents: Tensor, expand: Expansion) -> Tensor:
+        """Latents (T, W) of which the keys and values of the layer's next `attend` are made: they
+        are stored in the place of those, where a slice lies on this process alone."""
+        own = self.rows.own
+        if own is None:
+            return latents
+        view = LayerView(self, layer, writes=what.writes_kv)
+        latents = store_latents(latents, own, view)
+        ends = self._ends(what, ("attention", layer)) and layer == self.layers[-1]
+        if ends and not self.rows.exchanged:
+            self.attended.append(layer)
+            raise KVReady
+        self._latents[layer] = LatentKV(
+            view, frozenset(placed.index for placed in own.slices), expand, latents.shape[1],
+            self.rows.num_rows, self.adds_gradients,
+        )  # fmt: skip
+        return latents
+
+    def begin_pass(self, what: Pass) -> None:
+        """Begin to bring what the first layer of a pass will recall."""
+        self.attended.clear()
+        self.mixed_layers.clear()
+        if what.remembered:
+            self._prefetch(self.layers.start)
+
+    def require_met(self, name: str) -> None:
+        """Raise UnsupportedModelError unless a pass has met each layer's events, once, in order."""
+        if self.events is None:
+            require_each_layer(name, self.attended, self.layers)
+            return
+        met = {"attention": self.attended, "states": self.mixed_layers}
+        for kind, layers in met.items():
+            if layers != [layer for what, layer in self.events if what == kind]:
+                raise other_events(name, kind, layers)
+
+    def _ends(self, what: Pass, event: Event) -> bool:
+        """Whether a pass to the last K,V ends with an event."""
+        if what.computes != "to last kv":
+            return False
+        return event == (self.events[-1] if self.events else ("attention", self.layers[-1]))
+
+    def _later_state_grads(self, at: Boundary, kinds: Sequence[StateKey]) -> list[Tensor | None]:
+        """Gradients of states that leave at a boundary, from where they enter."""
+        sent = self.store.states.later_grads(at, kinds)
+        if self.relay_factor == 1:
+            return sent
+        return [None if grad is None else grad * self.relay_factor for grad in sent]
+
+    def saving(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Within it what autograd saves goes into `saved`, if there is one, but for the model's own
+        tensors."""
+        if self.saved is None:
+            return nullcontext()
+        return self.saved.saving((*model.parameters(), *model.buffers()))
+
+    def end_pass(self) -> None:
+        """Let go of what a pass without a graph has recalled: no later layer uses it."""
+        _release(self._pass_leases)
+
+    def forget(self) -> None:
+        """Drop the graph and what was remembered, after the backward."""
+        self.output = None
+        if self.saved is not None:
+            self.saved.drop()
+        self.end_pass()
+        _release(self._graph_leases)
+        for handles in self.saved_attention.values():
+            for handle in handles:
+                self.attention.drop(handle)
+        self.saved_attention.clear()
+
+    def _owner(self, layer: int, source: tuple[Tensor, Tensor], rule: AttentionRule) -> int:
+        """The first layer that attends to the same keys and values, `source`, by the same rule.
+
+        In a cell's first pass all layers run in order, and what later ones share is alive; what it
+        finds holds for all passes.
+        """
+        if layer not in self._owners:
+            key, value = source
+            same = (
+                owner
+                for owner, (keys, values, own_rule) in self._sources.items()
+                if keys() is key and values() is value and own_rule == rule
+            )
+            self._owners[layer] = next(same, layer)
+            if self._owners[layer] == layer:
+                self._sources[layer] = ref(key), ref(value), rule
+        return self._owners[layer]
+
+    def _recalled(self, what: Pass, layer: int) -> SavedAttention:
+        """Attention of an earlier pass, the next layer's on its way."""
+        self.end_pass()  # the layer before has used its own
+        leases = [self.attention.get(handle) for handle in self.saved_attention[layer]]
+        # a cell may have its graph before a RebuildKV passes through it
+        held = self._graph_leases if what.computes == "graph" else self._pass_leases
+        held += leases
+        if layer - self.layers.start + 1 < what.remembered:
+            self._prefetch(layer + 1)
+        out, *lses = (lease.tensor.transpose(0, 1) for lease in leases)
+        return out, tuple(lses)
+
+    def _prefetch(self, layer: int) -> None:
+        for handle in self.saved_attention.get(layer, ()):
+            self.attention.prefetch(handle)
+
+
+def _release(leases: list[Lease]) -> None:
+    for lease in leases:
+        lease.release()
+    leases.clear()
+
+
+def require_each_layer(name: str, attended: Sequence[int], layers: range) -> None:
+    """Raise UnsupportedModelError unless a pass attended in all of `layers`, once, in order."""
+    if len(attended) != len(layers):
+        raise UnsupportedModelError(
+            given=f"{name} reaches transformers' AttentionInterface {len(attended)} times in a "
+            f"forward of {len(layers)} layers",
+            required="every layer's attention to go through it once",
+            source="the model's forward",
+            change="train a model of another family, or one that skips no layer (layerdrop 0)",
+        )
+    if list(attended) != list(layers):
+        raise UnsupportedModelError(
+            given=f"{name} has attention layers numbered {', '.join(map(str, attended))}",
+            required=f"{layers[0]} to {layers[-1]}, in the order in which they run",
+            source="layer_idx of the model's attention modules",
+            change="number them anew after layers are removed, copied or moved: "
+            "layer.self_attn.layer_idx = its place",
+        )
+
+
+def other_events(name: str, kind: str, layers: Sequence[int]) -> UnsupportedModelError:
+    """The refusal of a forward whose layers do something else than in the probe."""
+    return UnsupportedModelError(
+        given=f"{name} has computed {kind} in layers {', '.join(map(str, layers)) or 'none'}",
+        required="the same layers in each forward",
+        source="the model's forward",
+        change="train a model that skips no layer (layerdrop 0)",
+    )

@@ -1,0 +1,1 @@
+"""Several processes: mesh, sharded weights, messages, agreement."""

@@ -1,0 +1,351 @@
+"""Communication of a rank with others, as an argument of the executor.
+
+No plan that needs another rank can run on a single one: a Reduce that nothing carries out would
+leave half a gradient that looks like a whole one.
+
+Tied embeddings in a pipeline: the first and the last stage each hold the weight under the name of
+the input embeddings, with equal values. The first one's gradient is that of the embedding, the last
+one's that of the head; after their sum both optimizers make the same update.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from furlong.errors import LinkError, PlanError
+from furlong.models.decoder import HFDecoder
+from furlong.ops.backends.select import is_out_of_memory
+from furlong.plan.plan import (
+    Action,
+    Backward,
+    ChunkPlan,
+    Computing,
+    Forward,
+    Recv,
+    Reduce,
+    Reshard,
+    Send,
+    Unshard,
+)
+from furlong.plan.text import format_action
+from furlong.runtime.distributed.consensus import (
+    FINE,
+    cannot_go_on,
+    failure_of,
+    gathered,
+    outcome_of,
+)
+from furlong.runtime.distributed.fsdp import adding_up, adds_unused
+from furlong.runtime.distributed.mesh import Ranks
+from furlong.runtime.distributed.p2p import Links, Neighbour, Parcel, open_links
+
+
+@dataclass(frozen=True)
+class TiedWeight:
+    """This process's copy of a weight that two stages hold, if it has one."""
+
+    group: dist.ProcessGroup | None
+    """The first and the last stage of this pipeline; None for a process without a copy."""
+    is_second: bool = False
+    """Whether the copy is the last stage's."""
+
+    @contextmanager
+    def adding_up(self, model: HFDecoder) -> Iterator[None]:
+        """Within it runs a step, of which the gradients of both copies are then added up; what
+        there was before it is a sum of both already. An error forgets those of the step."""
+        weight = model.tied_weight
+        if self.group is None or weight is None or not weight.requires_grad:
+            yield
+            return
+        before, weight.grad = weight.grad, None
+        try:
+            yield
+            own = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(own.to_local() if isinstance(own, DTensor) else own, group=self.group)
+        except BaseException:
+            weight.grad = before
+            raise
+        weight.grad = own if before is None else before.add_(own)
+
+    def counted_elsewhere(self, model: HFDecoder) -> list[nn.Parameter]:
+        """This process's parameters that the first stage counts in the norm of all gradients."""
+        weight = model.tied_weight
+        return [weight] if self.is_second and weight is not None else []
+
+
+@dataclass
+class Pipeline:
+    """The links and the tied weight of one process."""
+
+    links: Links
+    tied: TiedWeight
+
+    def close(self) -> None:
+        """End its threads and its groups, on all processes."""
+        self.links.close()
+        if self.tied.group is not None:
+            dist.destroy_process_group(self.tied.group)
+
+
+def open_pipeline(ranks: Ranks, model: HFDecoder) -> Pipeline:
+    """The pipeline of this process. Collective over the world: every process makes all groups."""
+    by_stage = ranks.mesh.mesh.reshape(ranks.pp, -1).T.tolist()
+    links, tied = open_links(by_stage, model.device), TiedWeight(None)
+    for first, *_, last in by_stage if model.config.tie_word_embeddings else ():
+        text = f"tied embeddings of processes {first}, {last}"
+        group = dist.new_group([first, last], group_desc=text)
+        if dist.get_rank() in (first, last):
+            tied = TiedWeight(group, is_second=dist.get_rank() == last)
+    return Pipeline(links, tied)
+
+
+def stage_heights(ranks: Ranks, model: HFDecoder) -> tuple[int, ...]:
+    """Layers of each stage: those that its processes hold, or about equally many where all hold all
+    of them. Collective over the world."""
+    held = gathered(ranks, [model.local_layers.start, len(model.local_layers)])
+    firsts, counts = zip(*held[:: ranks.dp * ranks.sp], strict=True)
+    if firsts == tuple(accumulate((0, *counts[:-1]))) and sum(counts) == model.num_layers:
+        return counts
+    least, more = divmod(model.num_layers, ranks.pp)
+    return tuple(least + (stage < more) for stage in range(ranks.pp))
+
+
+class Comms:
+    """Messages and collectives of this process in one plan; without `ranks` it is alone, and holds
+    every sum whole."""
+
+    def __init__(
+        self,
+        ranks: Ranks | None = None,
+        base: nn.Module | None = None,
+        layers: Sequence[nn.Module] = (),
+        messages: tuple[Links, Parcel] | None = None,
+    ) -> None:
+        """`base`: the model, as `fsdp.shard` has left it; whole where no other process holds the
+        same stage. `layers`: all of its decoder, of which a pipeline's process has its own.
+        `messages`: the links to other stages, and the form of what passes them in this plan."""
+        self._ranks, self._layers, self._messages = ranks, layers, messages
+        self._base: FSDPModule | None = base if isinstance(base, FSDPModule) else None
+        self._shares = ranks is not None and ranks.shard_mesh.size() > 1
+        """Whether other processes hold the same weights."""
+        self._stages: tuple[tuple[FSDPModule, ...], ...] = ()
+        self._outcome = FINE
+        self._stage_knows = False
+        """Whether all processes of this stage know that one of them has failed."""
+        self.is_settled = ranks is None
+        """Whether every message and every collective of the list is over, on all processes."""
+        self._agreed: set[int] = set()
+        """Stages of which all know that their gradients are about to be added up."""
+        self._is_adding_up = False
+
+    def accept(self, plan: ChunkPlan) -> None:
+        """Raise PlanError for a plan that is not of these ranks."""
+        require_layout(plan, self._ranks)
+        self._plan, self._rank = plan, 0 if self._ranks is None else self._ranks.plan_rank
+        own = plan.actions[self._rank]
+        self._last_backwards = {a.stage: a for a in own if isinstance(a, Backward)}
+        stops = list(accumulate(plan.stages))
+        self._stages = tuple(
+            tuple(x for x in self._layers[stop - n : stop] if isinstance(x, FSDPModule))
+            for n, stop in zip(plan.stages, stops, strict=True)
+        )
+
+    def before(self, index: int) -> None:
+        """Action number `index` is about to begin. The first receives are posted at the first one,
+        when the plan has passed all checks: what is posted cannot be taken back."""
+        if self._messages is not None:
+            links, parcel = self._messages
+            if not index:
+                links.begin(self._plan, self._rank, parcel)
+            links.before(index)
+
+    def send(self, action: Send, x: Tensor) -> None:
+        """Send hidden states, or their gradient, (T, D) to a neighbour."""
+        self._neighbour(action).send(action, x)
+
+    def recv(self, action: Recv) -> Tensor:
+        """Receive the same."""
+        return self._neighbour(action).recv(action)
+
+    def unshard(self, stage: int) -> None:
+        """Gather the stage's layers, and in front of this process's first ones what is beside all
+        layers."""
+        first = self._ranks.stage if self._ranks is not None and self._ranks.pp > 1 else 0
+        if stage == first and self._base is not None:
+            self._base.unshard()
+        for module in self._stages[stage]:
+            module.unshard()
+
+    def reshard(self, stage: int) -> None:
+        """Let go of what `unshard` gathered."""
+        for module in self._stages[stage]:
+            module.reshard()
+
+    @contextmanager
+    def backward(self, stage: int, *, is_last: bool) -> Iterator[None]:
+        """Within it runs a Backward of a stage, its rank's last one or not, without the loss in
+        front of it. The stage's gradients are added up in its last Backward or, where weights come
+        with every pass, in each; in the last of all also those beside the layers. Before a last one
+        all that add them up agree that none of them has failed.
+
+        All ranks come to it in the same order: the last Backward of a stage comes after that of the
+        stage behind it.
+        """
+        if self._ranks is None:
+            yield
+            return
+        modules = [*self._stages[stage]]
+        if not is_last:
+            each_adds = self._plan.regathers and adds_unused()
+            with adding_up(modules) if each_adds else nullcontext():
+                yield
+            return
+        is_last_of_all = stage == min(self._last_backwards)
+        if is_last_of_all and self._base is not None:
+            modules.append(self._base)
+        self._agree_on(stage)
+        self._is_adding_up = self._shares
+        with adding_up(modules, is_last=is_last_of_all):
+            yield
+        self._is_adding_up = False
+
+    def reduce(self, stage: int) -> None:
+        """The stage's gradients are added up over its ranks: `backward` has done it."""
+
+    def settle(self) -> None:
+        """The list has been obeyed. Raises ElsewhereError where another process could not."""
+        if self._ranks is None:
+            return
+        if self._messages is not None:
+            self._messages[0].finish()
+        failure = failure_of(self._ranks, self._outcome)
+        self.is_settled = True
+        if failure is not None and self._outcome is FINE:
+            raise failure
+
+    def give_up(self, error: BaseException, rest: Sequence[Action]) -> None:
+        """An error has ended this process's step at the first action of `rest`: do of them what
+        others wait for. Where that cannot be, leave the step unsettled, and raise ConfigError for a
+        lack of memory. Raises ElsewhereError where the error is only that others have failed."""
+        self._outcome = outcome_of(error)
+        alone = self._ranks is None
+        if alone or not isinstance(error, Exception) or isinstance(error, LinkError):
+            return
+        if (meanwhile := self._is_waited_for(rest)) is not None:
+            if is_out_of_memory(error):
+                raise cannot_go_on(error, dist.get_rank(), meanwhile) from error
+            return
+        traceback.clear_frames(error.__traceback__)  # they hold tensors
+        for action in rest:
+            self._skip(action)
+        self.settle()
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """The sum of a tensor over all processes; it may be changed. A number that the host has
+        counted stays there on one process."""
+        if self._ranks is not None:
+            if values.device.type == "cpu":
+                values = values.to(self._ranks.facts_device(self._ranks.group))
+            dist.all_reduce(values, group=self._ranks.group)
+        return values
+
+    def _is_waited_for(self, rest: Sequence[Action]) -> str | None:
+        """In the midst of which collectives this process stopped, whose others wait; None where
+        it can make up for them."""
+        if self._is_adding_up:
+            return "while gradients were added up"
+        if self._stage_knows:
+            return None
+        if self._plan.sp_size > 1 and any(isinstance(action, Computing) for action in rest):
+            return "while processes exchanged rows of a chunk"
+        regathers = self._plan.regathers or any(isinstance(a, Reshard) for a in rest)
+        return "while weights were gathered with every pass" if self._shares and regathers else None
+
+    def _skip(self, action: Action) -> None:
+        """Do of an action what others wait for."""
+        match action:
+            case Send() | Recv():
+                self._neighbour(action).skip(action)
+            case Unshard() | Forward() if not self._stage_knows:
+                self._gather()
+            case Backward(_, stage) if action is self._last_backwards[stage]:
+                if not self._stage_knows and stage not in self._agreed:
+                    self._agree_on(stage)
+
+    def _gather(self) -> None:
+        """Gather what a first forward gathers on its way, in the same order."""
+        own: list[FSDPModule] = [] if self._base is None else [self._base]
+        for module in (*own, *(module for stage in self._stages for module in stage)):
+            module.unshard()
+
+    def _agree_on(self, stage: int) -> None:
+        if self._ranks is not None and self._shares:
+            self._agreed.add(stage)
+            failure = failure_of(self._ranks, self._outcome, self._ranks.shard_mesh.get_group())
+            self._stage_knows = failure is not None
+            if failure is not None and self._outcome is FINE:
+                raise failure
+
+    def _neighbour(self, action: Send | Recv) -> Neighbour:
+        if self._messages is None:
+            text = format_action(action)
+            raise PlanError(f"this run has one stage: nobody answers {text!r}")
+        return self._messages[0].of(action)
+
+
+def require_layout(plan: ChunkPlan, ranks: Ranks | None) -> None:
+    """Raise PlanError for a plan that is not of these ranks, or of one rank."""
+    if ranks is None:
+        if len(plan.actions) * plan.sp_size > 1:
+            raise PlanError(
+                f"this run has one rank: the plan has {len(plan.actions)} with {plan.sp_size} "
+                "processes each, whose gradients nothing would add up"
+            )
+        return
+    num_lists, sp_size = ranks.dp * ranks.pp, ranks.sp
+    if (len(plan.actions), plan.sp_size) != (num_lists, sp_size):
+        raise PlanError(
+            f"the plan has {len(plan.actions)} lists of actions for {plan.sp_size} processes each, "
+            f"this run has dp {ranks.dp} x pp {ranks.pp} = {num_lists}, each for sp {sp_size}"
+        )
+    if ranks.pp > 1 and len(plan.stages) < ranks.pp:
+        raise PlanError(f"the plan has {len(plan.stages)} stages, this run has pp {ranks.pp}")
+    if plan.regathers and ranks.pp > 1:
+        raise PlanError("a pipeline keeps its weights: the plan gathers them with every pass")
+    for rank, actions in enumerate(plan.actions):
+        kinds = {type(action) for action in actions}
+        if Forward not in kinds or (Backward in kinds) > (Reduce in kinds):
+            lack = "Forward; without work it takes a dummy" if Forward not in kinds else "Reduce"
+            raise PlanError(f"list {rank} of the plan has no {lack}: others wait for it for ever")
+    for first in range(0, num_lists, ranks.pp):
+        _require_pipeline(plan, range(first, first + ranks.pp))
+
+
+def stages_of(plan: ChunkPlan, rank: int) -> list[int]:
+    """The stages of which a list of a plan has forwards."""
+    return sorted({a.stage for a in plan.actions[rank] if isinstance(a, Forward)})
+
+
+def _require_pipeline(plan: ChunkPlan, lists: range) -> None:
+    """Raise PlanError unless the lists have all stages one after the other."""
+    start = 0
+    for rank in lists:
+        own = stages_of(plan, rank)
+        stop = own[-1] + 1
+        if own != [*range(start, stop)] or (rank == lists[-1] and stop != len(plan.stages)):
+            raise PlanError(
+                f"list {rank} of the plan has forwards of the stages {own}, number "
+                f"{rank - lists.start} of the {len(lists)} lists over stages 0 to "
+                f"{len(plan.stages) - 1}: it needs those from {start} on, in one piece"
+            )
+        start = stop

@@ -1,0 +1,237 @@
+"""Weights that several processes share, by FSDP2: gathered once per step, gradients added up once.
+
+The root is the model itself, each layer a group of its own, and every pass enters through the
+method that FSDP2 knows. A step keeps what it has gathered, so that no collective depends on the
+number of its chunks; or each pass gathers its layers anew, and then all ranks go in step. Gradients
+are added up on each process over all chunks, and over the processes once: in the last backward of
+each. Where passes gather, each backward adds those of its layers up over the processes, so that
+they are shards between the passes; what is beside the layers is whole all through the step.
+
+Weights are gathered in the compute dtype. The gradients of a chunk arrive in that dtype and are
+added to float32 sums at once, as `runtime.precision` does it for weights that are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from furlong.errors import UnsupportedModelError
+from furlong.models.support import add_fsdp_method
+from furlong.runtime.distributed.mesh import Ranks
+
+
+def shard(
+    base: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    unchanged: Sequence[nn.Parameter] = (),
+) -> None:
+    """Divide a model's weights among the processes of a mesh, which call it together.
+
+    Its parameters are then DTensors, of which each process holds a part: an optimizer is made after
+    it. `compute_dtype`: the dtype in which they are gathered (None: as they are). `unchanged`:
+    parameters that must not compute in it. Raises UnsupportedModelError for what FSDP2 cannot
+    divide.
+    """
+    dtype = _refuse_indivisible(base, layers, unchanged if compute_dtype else ())
+    # reduce_dtype is that of the sums over chunks, too
+    wide = torch.promote_types(compute_dtype or dtype, torch.float32)
+    policy = MixedPrecisionPolicy(compute_dtype, wide, cast_forward_inputs=False)
+    for module in (*layers, base):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    register_fsdp_forward_method(base, add_fsdp_method(base))
+    for part in sharded_modules(base):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        if adds_unused():
+            # what is unused on one process must not be missing in a sum with others
+            part.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def adds_unused() -> bool:
+    """Whether FSDP2 adds up what a backward has not reached (from torch 2.13 on). Else it is given
+    zeros, which are whole gradients, and so in the last backward alone."""
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def sharded_modules(base: nn.Module) -> list[FSDPModule]:
+    """The modules whose weights are gathered and whose gradients are added up together."""
+    return [module for module in base.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def one_step(base: nn.Module, *, regathers: bool = False) -> Iterator[None]:
+    """Within it gradients stay on their process until `adding_up`, and weights that have been
+    gathered are kept, or with `regathers` gathered for each pass; those of the root are kept.
+
+    On exit, also after an error, all weights are divided again. An error forgets the gradients that
+    were not added up.
+    """
+    if not isinstance(base, FSDPModule):
+        yield
+        return
+    base.set_requires_gradient_sync(False)
+    base.set_is_last_backward(False)
+    base.set_reshard_after_forward(regathers)
+    base.set_reshard_after_backward(regathers)
+    # the head is used tile by tile, and other processes have other numbers of tiles
+    base.set_reshard_after_forward(False, recurse=False)
+    base.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    except BaseException:
+        _forget(base)
+        raise
+    finally:
+        # weights left gathered by an evaluation would hide the gradients of later steps
+        for module in sharded_modules(base):
+            module.reshard()
+
+
+@contextmanager
+def adding_up(modules: Sequence[FSDPModule], *, is_last: bool = False) -> Iterator[None]:
+    """Within it a backward adds the gradients of these modules up over the processes. `is_last`:
+    the root is among them, and no backward follows."""
+    for module in modules:
+        _make_alike(module)
+        if not adds_unused():
+            _give_zeros(module)
+        module.set_requires_gradient_sync(True, recurse=False)
+        module.set_is_last_backward(is_last)
+    yield
+    for module in modules:  # any further backward would add them up again
+        module.set_requires_gradient_sync(False, recurse=False)
+
+
+def _make_alike(module: FSDPModule) -> None:
+    """Give all trained parameters of a module a sum over chunks where one has it: FSDP2 adds up no
+    mixture of dtypes. With one chunk the head alone has a sum, of its tiles."""
+    own = [p for p in _divided(module) if hasattr(p, "_unsharded_param")]
+    if all(p.unsharded_accumulated_grad is None for p in own):
+        return
+    for parameter in own:
+        weight = parameter._unsharded_param
+        if weight.requires_grad and parameter.unsharded_accumulated_grad is None:
+            zeros = torch.zeros_like(weight, dtype=parameter.reduce_dtype)
+            parameter.unsharded_accumulated_grad = zeros
+
+
+def _forget(base: Any) -> None:
+    """Bring FSDP2 back from the middle of a pass, without the gradients of the step."""
+    if base._get_fsdp_state()._is_root and hasattr(base, "reset_iter_state"):  # it has been entered
+        base.reset_iter_state()
+    for parameter in (p for module in sharded_modules(base) for p in _divided(module)):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def _give_zeros(module: FSDPModule) -> None:
+    """Give gradients of zeros to gathered parameters that no backward has reached so far: FSDP2
+    leaves others out of its sum, where they are unused on this process only."""
+    for parameter in _divided(module):
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if gathered is None or not gathered.requires_grad:
+            continue
+        if parameter.unsharded_accumulated_grad is None and gathered.grad is None:
+            gathered.grad = torch.zeros_like(gathered)
+
+
+def _divided(module: FSDPModule) -> list[Any]:
+    """FSDP2's own records of a module's parameters."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.12 at most one
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return [parameter for group in groups for parameter in group.fsdp_params]
+
+
+def _refuse_indivisible(
+    base: nn.Module, layers: Sequence[nn.Module], unchanged: Sequence[nn.Parameter]
+) -> torch.dtype:
+    """The dtype of the trained parameters; raises UnsupportedModelError."""
+    names = {id(parameter): name for name, parameter in base.named_parameters()}
+    trained = {p.dtype for p in base.parameters() if p.requires_grad}
+    scalar = next((n for n, p in base.named_parameters() if not p.ndim), None)
+    shared = _shared_between(base, layers)
+    hooked = next((n for n, p in base.named_parameters() if p._backward_hooks), None)
+    if len(trained) > 1:
+        what = f"trains parameters of {len(trained)} dtypes: {', '.join(map(str, trained))}"
+    elif scalar is not None:
+        what = f"has the parameter {scalar}, a single number"
+    elif shared is not None:
+        what = f"uses {shared} in more than one layer"
+    elif hooked is not None:
+        what = f"has a hook on {hooked}, which would see no gradient"
+    elif unchanged:
+        what = f"computes in float32 with {names[id(unchanged[0])]}, whatever the compute dtype"
+    else:
+        return next(iter(trained), torch.float32)
+    raise UnsupportedModelError(
+        given=f"{type(base).__name__} {what}",
+        required="parameters of at least one axis, each of one layer or beside all of them, "
+        "trained in one dtype, for weights that several processes share",
+        source="the model that was passed, and the number of processes",
+        change="train in one process"
+        if shared is not None
+        else "freeze or cast the parameter, or train in one process",
+    )
+
+
+def _shared_between(base: nn.Module, layers: Sequence[nn.Module]) -> str | None:
+    """The name of a parameter that two layers have, or a layer and what is beside all of them: they
+    would be gathered and added up apart."""
+    own = {id(layer) for layer in layers}
+    prefixes = [f"{name}." for name, module in base.named_modules() if id(module) in own]
+    seen: dict[int, str] = {}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        group = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        if seen.setdefault(id(parameter), group) != group:
+            return name
+    return None
+
+
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float | None,
+    ranks: Ranks | None = None,
+    *,
+    counted_elsewhere: Collection[nn.Parameter] = (),
+) -> float:
+    """The L2 norm of all gradients before clipping, the same on all processes, which call it
+    together; above `max_norm` (None: no bound) they are scaled down to it.
+
+    `counted_elsewhere`: parameters that another stage has, too, and counts.
+    """
+    clipped = list(parameters)
+    elsewhere = {id(parameter) for parameter in counted_elsewhere}
+    norm = get_total_norm(
+        [p.grad for p in clipped if p.grad is not None and id(p) not in elsewhere]
+    )
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if ranks is not None and ranks.pp > 1:
+        # of no gradients it lies on the CPU, where others of the group do not wait
+        square = norm.to(clipped[0].device).double().square()
+        dist.all_reduce(square, group=ranks.mesh["pp"].get_group())
+        norm = square.sqrt()
+    if max_norm is not None:
+        clip_grads_with_norm_(clipped, max_norm, norm)
+    return float(norm)

@@ -1,0 +1,161 @@
+"""One process among all of a run: its pipeline stage, its replica, its place in a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from furlong.errors import ConfigError
+from furlong.plan.plan import place_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The coordinates of this process, and the groups that it communicates in.
+
+    Processes are numbered with the pool innermost and the stages outermost, so that the processes
+    of a pool are neighbours.
+    """
+
+    mesh: DeviceMesh
+    """All processes: axes pp, dp, then sp0, sp1, ... whose sizes multiply to that of a pool."""
+    group: ProcessGroup
+    """All processes of the run."""
+    pp: int
+    dp: int
+    sp: int
+    stage: int
+    replica: int
+    process: int
+    """Its number in the pool."""
+    place_groups: Mapping[int, ProcessGroup]
+    """By number of processes, the one place of that size that this process is in; from 2 on."""
+    shard_mesh: DeviceMesh
+    """The replicas and pools of this stage on one axis: they share its weights."""
+
+    @property
+    def plan_rank(self) -> int:
+        """Number of the list of actions that this process obeys: replica by replica, and in each
+        stage by stage (see `planners.orders.replicas`)."""
+        return self.replica * self.pp + self.stage
+
+    @property
+    def num_processes(self) -> int:
+        return self.dp * self.sp * self.pp
+
+    def facts_device(self, group: ProcessGroup) -> str:
+        """Where the numbers lie that processes tell each other: on the host where the group has a
+        side for it. Through a GPU they would wait for all that it has to do."""
+        return "cpu" if "cpu:" in dist.get_backend_config(group) else self.mesh.device_type
+
+    def peer(self, plan_rank: int) -> int:
+        """Number of the process at the same place of the pool that obeys another list."""
+        replica, stage = divmod(plan_rank, self.pp)
+        processes = self.mesh.mesh.reshape(self.pp, self.dp, self.sp)
+        return int(processes[stage, replica, self.process])
+
+
+def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
+    """The ranks of a run; every process calls it with the same sizes, inside a process group.
+
+    Raises ConfigError for sizes that do not multiply to the number of processes.
+    """
+    require_sizes(dp, sp, pp, dist.get_world_size())
+    pool = _pool_axes(sp)
+    names = tuple(f"sp{index}" for index in range(len(pool)))
+    mesh = init_device_mesh(device_type, (pp, dp, *pool), mesh_dim_names=("pp", "dp", *names))
+    places = {
+        prod(pool[first:]): _flat(mesh, names[first:], f"place{prod(pool[first:])}")
+        for first in reversed(range(len(pool)))
+    }
+    for size in place_sizes(sp)[1:]:
+        if size not in places:  # 3 and 6 of a pool of 12
+            sizes, names_of = (pp * dp * sp // size, size), ("apart", "place")
+            apart = init_device_mesh(device_type, sizes, mesh_dim_names=names_of)
+            places[size] = apart["place"]
+    stage, replica, *own = mesh.get_coordinate() or []
+    world = dist.group.WORLD
+    assert world is not None
+    return Ranks(
+        mesh, world, pp, dp, sp, stage, replica,
+        process=sum(at * prod(pool[axis + 1 :]) for axis, at in enumerate(own)),
+        place_groups={size: place.get_group() for size, place in places.items()},
+        shard_mesh=_flat(mesh, ("dp", *names), "shard"),
+    )  # fmt: skip
+
+
+def require_sizes(dp: int, sp: int, pp: int, num_processes: int) -> None:
+    """Raise ConfigError unless dp x sp x pp is the number of processes."""
+    product = dp * sp * pp
+    if min(dp, sp, pp) < 1 or product != num_processes:
+        raise ConfigError(
+            given=f"dp {dp} x sp {sp} x pp {pp} = {product} on {num_processes} processes",
+            required="sizes of at least 1 that multiply to the number of processes",
+            source="the sizes of parallel and the world size of torchrun",
+            change=f"start {product} processes (torchrun --nproc-per-node), or change the sizes"
+            if min(dp, sp, pp) > 0
+            else "set each size to 1 or more",
+        )
+
+
+def require_stages(pp: int, num_layers: int) -> None:
+    """Raise ConfigError for fewer layers than stages. Heads are no bound: a pool larger than they
+    can be divided gathers K,V."""
+    if pp > num_layers:
+        raise ConfigError(
+            given=f"pp {pp} for a model of {num_layers} layers",
+            required="at most as many stages as layers",
+            source="the sizes of parallel and the model's config",
+            change=f"set pp to {num_layers} or less",
+        )
+
+
+def not_copied(num_processes: int) -> ConfigError:
+    """The error for a copy of an engine that several processes call."""
+    return ConfigError(
+        given=f"a copy, or a pickle, of an engine of {num_processes} processes",
+        required="the engine itself: its weights are divided among them, and its groups are theirs",
+        source="copy.deepcopy or pickle of a furlong.Engine",
+        change="save the weights (torch.distributed.checkpoint, or furlong train's checkpoints) and"
+        " make a new engine of a new model, on all processes",
+    )
+
+
+def ranks_of_group(group: ProcessGroup, device_type: str) -> Ranks:
+    """Data-parallel ranks in a process group that the caller has made."""
+    mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
+    size = group.size()
+    return Ranks(mesh, group, 1, size, 1, 0, group.rank(), 0, {}, mesh)
+
+
+def ranks_given(
+    ranks: Ranks | None, process_group: ProcessGroup | None, device_type: str
+) -> Ranks | None:
+    """The ranks of an engine, None for a process that is alone. Raises ConfigError for both."""
+    if ranks is not None and process_group is not None:
+        raise ConfigError(
+            given="ranks and a process_group",
+            required="one of them",
+            source="the arguments of furlong.Engine",
+            change="leave process_group out: the ranks have their own groups",
+        )
+    if process_group is not None:
+        ranks = ranks_of_group(process_group, device_type)
+    return ranks if ranks is not None and ranks.num_processes > 1 else None
+
+
+def _pool_axes(sp: int) -> tuple[int, ...]:
+    """Axes of a pool: places of powers of two are its last ones, so each doubling has its own."""
+    sizes = [n for n in place_sizes(sp) if n & (n - 1) == 0 or n == sp]  # 24: 1, 2, 4, 8, 24
+    return tuple(b // a for a, b in pairwise(sizes))[::-1]
+
+
+def _flat(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:
+    """The processes along some axes, on one."""
+    return mesh[names]._flatten(name) if len(names) > 1 else mesh[names[0]]

@@ -1,0 +1,374 @@
+"""Links between the stages of a pipeline: one process group per pair of neighbours and direction.
+
+A message carries no tag (NCCL has none): each direction is first in, first out, and both ends know
+its messages from the plan. One receive is posted ahead, and a send begins right after its compute.
+On a GPU a posted receive is a kernel that spins, and starts NCCL's clock: it is posted behind all
+but the last pass before the action that needs it.
+With one queue for both directions, or one per process, sends that face each other wait for ever.
+
+A send buffer is held, untouched, until its message has gone: gloo copies nothing, so the receiver
+would get what is written into it later, and a send that is forgotten never arrives. A thread waits
+for sends, one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from furlong.errors import LinkError, PlanError
+from furlong.plan.plan import Action, Chunk, ChunkPlan, Computing, Recv, Send
+from furlong.plan.text import format_action
+
+_T = TypeVar("_T")
+
+
+class Work(Protocol):
+    """A send or a receive that has begun."""
+
+    def wait(self) -> Any: ...
+    def is_completed(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """This process's end of the link of one direction."""
+
+    begin: Callable[[Tensor], Work]
+    """Begins to send a tensor, or to receive into it: in the order in which the other end does."""
+    name: str
+
+    def guarded(self, text: str, act: Callable[[], _T]) -> _T:
+        """Call `act`; what a backend raises names the link and the action."""
+        try:
+            return act()
+        except RuntimeError as error:
+            raise LinkError(f"{self.name} broke at '{text}': {error}") from error
+
+    def warm_up(self, device: torch.device) -> None:
+        """Send or receive the first message, of one element."""
+        self.guarded("its first message", self.begin(torch.zeros(1, device=device)).wait)
+
+
+class Waiter:
+    """For backends that only know a send to be over once it was waited for (gloo).
+
+    The thread ends when its sends are over and nobody knows the waiter any more. It is a daemon: a
+    process that fails must not stay until its neighbours have taken what it has sent, for they wait
+    for what it will never send.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[tuple[Work, Tensor, Future[None]] | None] = SimpleQueue()
+        Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
+        self.close = weakref.finalize(self, self._queue.put, None)
+
+    def hold(self, work: Work, x: Tensor) -> Future[None]:
+        """Hold a send and its buffer until it is over; the future has its error."""
+        future: Future[None] = Future()
+        self._queue.put((work, x, future))
+        return future
+
+
+def _run(queue: SimpleQueue[tuple[Work, Tensor, Future[None]] | None]) -> None:
+    while (entry := queue.get()) is not None:
+        work, _, future = entry
+        try:
+            work.wait()
+        except Exception as error:  # it surfaces in the next send
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del entry, work, _
+
+
+_ONE_WAY_SENDS = 2
+"""Most sends under way on a link whose other direction is idle. Nothing else keeps a stage that
+waits for no gradient from running through the whole batch, and from holding all its outputs."""
+_POLL_S = 1e-4
+_MAX_CTAS = 2
+"""Multiprocessors of a GPU that a waiting message may occupy, on each of its links."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """The form of every message of a step: hidden states, or their gradient, (num_rows, width) of
+    one chunk, in one dtype and on one device."""
+
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    num_rows: Callable[[Chunk], int] = lambda chunk: max(1, chunk.num_tokens)
+    """Rows of a chunk that this process holds; by default all, of a dummy chunk one."""
+
+
+class Neighbour:
+    """The links to one neighbour: what is sent and what is received, each first in, first out.
+
+    Both ends take the messages from their own lists: a checked plan has them in the same order.
+    """
+
+    def __init__(self, out: End, into: End, waiter: Waiter | None = None) -> None:
+        """`waiter`: where a send is only known to have gone once it was waited for (gloo); None:
+        `is_completed` tells (NCCL)."""
+        self._out, self._into, self._waiter = out, into, waiter
+        self._to_send: deque[Action] = deque()
+        self._to_recv: deque[Action] = deque()
+        self._under_way: deque[tuple[str, Future[None] | Work, Tensor | None]] = deque()
+        self._posted: tuple[Work, Tensor] | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Send buffers held now."""
+        return sum(not _has_gone(work) for _, work, _ in self._under_way)
+
+    def begin(
+        self, messages: Iterable[Action], chunks: Sequence[Chunk], parcel: Parcel, *,
+        posts_ahead: bool = True,
+    ) -> None:  # fmt: skip
+        """Expect a step's messages; `post` then posts the receive of the first. `posts_ahead`:
+        whether each receive posts the next one."""
+        left = [*self._to_send, *self._to_recv]
+        assert not left, f"'{format_action(left[0])}' of the step before is left"
+        for action in messages:
+            (self._to_send if isinstance(action, Send) else self._to_recv).append(action)
+        self._chunks, self._parcel, self._posts_ahead = chunks, parcel, posts_ahead
+        self._is_one_way = not self._to_recv
+
+    def send(self, action: Send, x: Tensor) -> None:
+        """Begin to send; x (num_rows, D) must not change before its message has gone."""
+        text, x = _require_next(self._to_send, action, self._out), x.contiguous()
+        given, required = (tuple(x.shape), x.dtype, x.device.type), self._form(action)
+        if given != required:  # backends read its bytes as they expect
+            raise PlanError(
+                f"{self._out.name} was given {given} at '{text}', both ends expect {required}"
+            )
+        self.drain(_ONE_WAY_SENDS - 1 if self._is_one_way else None)
+        work = self._out.guarded(text, lambda: self._out.begin(x))
+        self._to_send.popleft()
+        if self._waiter is None:
+            self._under_way.append((text, work, x))
+        else:
+            self._under_way.append((text, self._waiter.hold(work, x), None))
+
+    def recv(self, action: Recv) -> Tensor:
+        """The next message (num_rows, D)."""
+        text = _require_next(self._to_recv, action, self._into)
+        self.post()  # where the one before found no memory for it
+        assert self._posted is not None
+        work, x = self._posted
+        self._into.guarded(text, work.wait)
+        self._to_recv.popleft()
+        self._posted = None
+        if self._posts_ahead:
+            self.post()
+        return x
+
+    def post(self) -> None:
+        """Post the receive of the next message, unless that is done or there is none."""
+        if self._to_recv and self._posted is None:
+            action = self._to_recv[0]
+            x, text = self._empty(action), f"post {format_action(action)}"
+            self._posted = self._into.guarded(text, lambda: self._into.begin(x)), x
+
+    def skip(self, action: Send | Recv) -> None:
+        """Let a message pass without what it carries, if it has not passed: send zeros, or take
+        what nobody reads."""
+        todo = self._to_send if isinstance(action, Send) else self._to_recv
+        if next(iter(todo), None) != action:
+            return
+        if isinstance(action, Send):
+            self.send(action, self._empty(action).zero_())
+        else:
+            self.recv(action)
+
+    def drain(self, most: int | None = 0) -> None:
+        """Wait until at most so many sends are under way (None: forget those that have gone)."""
+        while self._under_way:
+            text, work, _ = self._under_way[0]
+            if not _has_gone(work) and (most is None or self.num_held <= most):
+                return
+            self._out.guarded(text, partial(_finish, work))
+            self._under_way.popleft()
+
+    def close(self) -> None:
+        """End the thread that waits for sends."""
+        if self._waiter is not None:
+            self._waiter.close()
+
+    def _form(self, action: Action) -> tuple[tuple[int, int], torch.dtype, str]:
+        assert isinstance(action, (Send, Recv))
+        num_rows = self._parcel.num_rows(self._chunks[action.chunk])
+        return (num_rows, self._parcel.width), self._parcel.dtype, self._parcel.device.type
+
+    def _empty(self, action: Action) -> Tensor:
+        shape, dtype, _ = self._form(action)
+        return torch.empty(shape, dtype=dtype, device=self._parcel.device)
+
+
+class Links:
+    """One process's links: by the step from its rank to a neighbour's, -1 or 1."""
+
+    def __init__(
+        self,
+        neighbours: Mapping[int, Neighbour],
+        *,
+        posts_ahead: bool = True,
+        groups: Iterable[dist.ProcessGroup] = (),
+    ) -> None:
+        """`posts_ahead`: whether one receive from each is always posted; else at the last pass
+        before it is needed. `groups`: those that `close` ends."""
+        self.neighbours, self._posts_ahead, self.groups = neighbours, posts_ahead, [*groups]
+        self._rank = 0
+        self._posts: Mapping[int, list[int]] = {}
+        """By action, the peers whose receives are posted before it."""
+
+    def begin(self, plan: ChunkPlan, rank: int, parcel: Parcel) -> None:
+        """Expect the messages of a step in which this process obeys the list of `rank`.
+
+        Raises PlanError for messages to or from a rank that is no neighbour.
+        """
+        own = plan.actions[rank]
+        messages: dict[int, list[Action]] = {step: [] for step in self.neighbours}
+        for action in own:
+            if isinstance(action, (Send, Recv)):
+                if action.peer - rank not in messages:
+                    to = " and ".join(str(rank + step) for step in sorted(messages)) or "nobody"
+                    text = format_action(action)
+                    raise PlanError(f"rank {rank} has '{text}': its links lead to {to}")
+                messages[action.peer - rank].append(action)
+        self._rank, self._posts = rank, {} if self._posts_ahead else late_posts(own)
+        for step, neighbour in self.neighbours.items():
+            of_step = messages[step]
+            neighbour.begin(of_step, plan.chunks, parcel, posts_ahead=self._posts_ahead)
+        for neighbour in self.neighbours.values() if self._posts_ahead else ():
+            neighbour.post()
+
+    def before(self, index: int) -> None:
+        """Action number `index` of the step is about to begin."""
+        for peer in self._posts.get(index, ()):
+            self.neighbours[peer - self._rank].post()
+
+    def of(self, action: Send | Recv) -> Neighbour:
+        """Who sends, or receives, the message of an action."""
+        return self.neighbours[action.peer - self._rank]
+
+    def finish(self) -> None:
+        """Wait until every message of the step has gone."""
+        for neighbour in self.neighbours.values():
+            neighbour.drain()
+
+    def close(self) -> None:
+        """End the threads and the groups; nothing is under way."""
+        for neighbour in self.neighbours.values():
+            neighbour.close()
+        while self.groups:
+            dist.destroy_process_group(self.groups.pop())
+
+
+def late_posts(actions: Sequence[Action]) -> dict[int, list[int]]:
+    """By action, the peers whose receives are posted before it: at the last pass before the action
+    that needs it. Others are posted when they are needed."""
+    found: dict[int, list[int]] = {}
+    last: int | None = None
+    for index, action in enumerate(actions):
+        if isinstance(action, Recv) and last is not None:
+            found.setdefault(last, []).append(action.peer)
+        elif isinstance(action, Computing):
+            last = index
+    return found
+
+
+def open_links(
+    pipelines: Sequence[Sequence[int]], device: torch.device, timeout: timedelta | None = None
+) -> Links:
+    """The links of this process, each used once.
+
+    `pipelines`: the processes of each pipeline by stage, as numbers in the world; each process is
+    in one. `timeout`: by default that of the world. Collective over the world: every process makes
+    all groups, in one order, and sends one element through each of its own. NCCL connects two
+    processes at the first message and blocks them until then: receives posted ahead would wait for
+    each other in a circle.
+    """
+    me = dist.get_rank()
+    options: dict[str, Any] = {}
+    timeout = timeout or _world_timeout(device)
+    if device.type == "cuda":
+        narrow = dist.ProcessGroupNCCL.Options()
+        narrow.config.max_ctas = _MAX_CTAS
+        if timeout is not None:
+            narrow._timeout = timeout
+        options = {"backend": "nccl", "pg_options": narrow}
+    outs, intos, groups = {}, {}, []
+    for here, there in directions(len(pipelines[0])):
+        for own in pipelines:
+            sender, receiver = own[here], own[there]
+            name = f"the link from process {sender} to {receiver} (stages {here}, {there})"
+            group = dist.new_group([sender, receiver], timeout, group_desc=name, **options)
+            if me not in (sender, receiver):
+                continue
+            groups.append(group)
+            if me == sender:
+                begin: Any = partial(dist.isend, dst=receiver, group=group)
+                end = outs[there - here] = End(begin, name)
+            else:
+                begin = partial(dist.irecv, src=sender, group=group)
+                end = intos[here - there] = End(begin, name)
+            end.warm_up(device)
+    polls = device.type != "cpu"
+    neighbours = {
+        step: Neighbour(out, intos[step], None if polls else Waiter(f"furlong-link-{step}"))
+        for step, out in outs.items()
+    }
+    return Links(neighbours, posts_ahead=not polls, groups=groups)
+
+
+def _world_timeout(device: torch.device) -> timedelta | None:
+    """The timeout of the run's process group, where it is known; `new_group` would take the
+    backend's own."""
+    world = dist.group.WORLD
+    options = getattr(world and world._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def directions(num_stages: int) -> Iterator[tuple[int, int]]:
+    """The stages at both ends of every link of a pipeline, sender first, in the order in which
+    links are made."""
+    for stage in range(num_stages - 1):
+        yield stage, stage + 1
+        yield stage + 1, stage
+
+
+def _require_next(todo: deque[Action], action: Send | Recv, end: End) -> str:
+    """The text of an action; raises PlanError unless it is what the other end expects, too."""
+    text = format_action(action)
+    if not todo or todo[0] != action:
+        expected = f"'{format_action(todo[0])}'" if todo else "no message any more"
+        raise PlanError(f"{end.name} expects {expected} at '{text}'")
+    return text
+
+
+def _has_gone(work: Future[None] | Work) -> bool:
+    return work.done() if isinstance(work, Future) else work.is_completed()
+
+
+def _finish(work: Future[None] | Work) -> None:
+    """Wait for a send on the host; `wait` of NCCL would only keep a stream waiting."""
+    if isinstance(work, Future):
+        work.result()
+        return
+    while not work.is_completed():
+        time.sleep(_POLL_S)

@@ -1,0 +1,527 @@
+"""A caller's model between calls: adapted, checked and divided, and again when it has changed.
+
+`runtime.caller` tells when it has changed, and what of a call's surroundings is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from furlong.errors import ConfigError, LinkError, UnsupportedModelError
+from furlong.kv.arena import Arena
+from furlong.kv.pools import is_lane
+from furlong.kv.storage import Pools, Storage
+from furlong.models.attention import hooked
+from furlong.models.decoder import HFDecoder
+from furlong.models.placeholders import PlaceholderLayer
+from furlong.models.support import (
+    bare_model,
+    compiled_in_place,
+    other_dropouts,
+    refuse_attention_dropout,
+    refuse_backward_hooks,
+    refuse_hooks,
+    refuse_placement,
+    refuse_sparse_gradients,
+)
+from furlong.ops.backends.select import ProbedBackend
+from furlong.ops.sequence_parallel import AllToAll
+from furlong.plan.plan import Chunk, ChunkPlan
+from furlong.plan.rows import ChunkRows
+from furlong.runtime.caller import (
+    fingerprint,
+    left_out,
+    refuse_autocast,
+    refuse_call,
+    refuse_compiled,
+    refuse_mode,
+)
+from furlong.runtime.cell import rows_on
+from furlong.runtime.check import self_check
+from furlong.runtime.distributed.comms import (
+    Comms,
+    Pipeline,
+    open_pipeline,
+    stage_heights,
+)
+from furlong.runtime.distributed.consensus import gathered, require_alike
+from furlong.runtime.distributed.fsdp import one_step, shard
+from furlong.runtime.distributed.mesh import Ranks, ranks_given, require_stages
+from furlong.runtime.distributed.p2p import Parcel
+from furlong.runtime.precision import added_gradients, compute_parameters
+from furlong.runtime.rng import independent_draws
+
+
+@dataclass
+class ModelState:
+    """State of one model: its buffers, the kernels that were probed, the checks that it passed."""
+
+    pools: Pools | None = None
+    backend: ProbedBackend = field(default_factory=ProbedBackend)
+    checked: set[tuple[Any, ...]] = field(default_factory=set)
+    busy: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the call that runs."""
+    thread: int | None = None
+    """The thread of that call."""
+    pooled: threading.Lock = field(default_factory=threading.Lock)
+    """Held by whoever takes memory of the pools or gives it back: a call, or a `sweep`."""
+    process: int = field(default_factory=os.getpid)
+    """The process that has opened the pools."""
+    ranks: Ranks | None = None
+    """The processes among which the weights are divided, for good."""
+    pipeline: Pipeline | None = None
+    """The links to other stages, where the ranks have several."""
+    exchange: AllToAll | None = None
+    """That of the pool, where the ranks have pools."""
+    trained_layers: range | None = None
+    """The layers that this process of a pipeline has trained."""
+    heights: tuple[int, ...] = ()
+    """Layers of each stage, where the ranks have several."""
+    is_settled: bool = True
+    """Whether nothing of an earlier step is left under way between the processes."""
+    compute_dtype: torch.dtype | None = None
+    """The dtype in which divided weights are gathered."""
+    room_bytes: int | None = None
+    """Bytes of the device that calls with a keep of auto may use, measured at the first one."""
+    has_drawn: bool = False
+    """Whether a forward in train mode has drawn random numbers."""
+    num_calls: int = 0
+    """Calls of token values and hidden states, the same on all processes."""
+    decided: str = ""
+    """The keep that the last call with a keep of auto has got."""
+    dropped: deque[Callable[[], None]] = field(default_factory=deque)
+    """Ends of calls whose values nobody holds any more."""
+
+    def drop(self, end: Callable[[], None]) -> None:
+        """Give back what a call holds: at once, or when the call that runs now is over."""
+        self.dropped.append(end)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Give back what was dropped, unless a call runs. A pool's own thread, in which the garbage
+        collector may drop values, leaves that to others: it would wait for itself."""
+        if is_lane():
+            return
+        while self.dropped and self.pooled.acquire(blocking=False):
+            try:
+                while self.dropped:
+                    self.dropped.popleft()()
+            finally:
+                self.pooled.release()
+
+    @contextmanager
+    def running(self) -> Iterator[bool]:
+        """Within it a call of this thread runs; False, and nothing, if another one does."""
+        if not self.busy.acquire(blocking=False):
+            yield False
+            return
+        try:
+            with self.pooled:  # a sweep of another thread is over soon
+                self.thread = threading.get_ident()
+                try:
+                    yield True
+                finally:
+                    self.thread = None
+        finally:
+            self.busy.release()
+            self.sweep()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is in the call that runs."""
+        return self.thread == threading.get_ident()
+
+    def close(self) -> None:
+        """Give back the memory, threads and files of the pools, and the groups between stages; the
+        next call opens its own."""
+        if self.pools is not None:
+            storage = self.pools.storage
+            self.pools.close()
+            self.pools = Pools(Arena(self.pools.arena.device, poison=storage.poison), storage)
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = None
+
+    @property
+    def opened(self) -> Pools:
+        """The pools, which `open_pools` has made."""
+        assert self.pools is not None
+        return self.pools
+
+    def open_pools(self, device: torch.device, storage: Storage | None) -> None:
+        """Make the pools of a device; anew if the device or the given storage is another one."""
+        if self.pools is not None:
+            storage = storage or self.pools.storage
+            if self.pools.arena.device == device and self.pools.storage == storage:
+                return
+            self.pools.close()
+        storage = storage or Storage()
+        self.pools = Pools(Arena(device, poison=storage.poison), storage)
+
+
+# By the model itself, weakly: a model that is forgotten takes its buffers with it, and its copies
+# and saved files hold nothing of ours.
+_STATES: WeakKeyDictionary[nn.Module, ModelState] = WeakKeyDictionary()
+_HELD_ELSEWHERE = (
+    "the weights are divided among the processes now, but something still holds them whole: an "
+    "optimizer that was made before the engine trains nothing. Make the engine first"
+)
+
+_AS_WRITTEN = (
+    "what torch.compile made of the whole model, or of layers with states, is not run: chunks go "
+    "through single layers, which run compiled where layer.compile() was called on them"
+)
+
+
+def state_of(model: nn.Module) -> ModelState:
+    """The state of a bare model. A fork begins with its own: threads did not come along, and the
+    file is the parent's."""
+    state = _STATES.get(model)
+    if state is None or state.process != os.getpid():
+        state = _STATES[model] = ModelState()
+    return state
+
+
+class Session:
+    """A model as one engine calls it, with the settings of its calls. `model` is its adapter, as of
+    the last `ready`."""
+
+    model: HFDecoder
+
+    def __init__(
+        self,
+        given: nn.Module,
+        *,
+        max_seq_len: int | None,
+        compute_dtype: torch.dtype | None,
+        storage: Storage | None,
+        ranks: Ranks | None = None,
+        process_group: ProcessGroup | None = None,
+        needs_head: bool = True,
+    ) -> None:
+        """`ranks`, or a `process_group` of replicas: the processes that call it together; None for
+        one alone. `needs_head`: see `HFDecoder`."""
+        self.given, self.storage, self._needs_head = given, storage, needs_head
+        self.max_seq_len, self.compute_dtype = max_seq_len, compute_dtype
+        self.state = state_of(bare_model(given))
+        self.ranks = ranks_given(ranks, process_group, self.autocast_kind)
+        self._fingerprint: tuple[int, int] | None = None
+        self._notes: set[str] = set()
+
+    @contextmanager
+    def alone(self, *, takes_autocast: bool = False) -> Iterator[None]:
+        """Refuse a second call on the same model, and modes in which nothing can be recorded.
+
+        A caller's autocast is off within: the dtypes are the engine's own, unless that takes it.
+        """
+        refuse_mode()
+        if not takes_autocast:
+            refuse_autocast(self.given, self.autocast_kind, self.compute_dtype)
+        if self.state.process != os.getpid():
+            self.state, self._fingerprint = state_of(bare_model(self.given)), None
+        with self.state.running() as is_free:
+            if not is_free:
+                raise ConfigError(
+                    given="a second forward_backward on a model while the first one runs",
+                    required="one call at a time on each model",
+                    source="another thread, or a hook of the model",
+                    change="call them one after the other",
+                )
+            base = bare_model(self.given)
+            _refuse_rivals(base, self.state)
+            with (
+                hooked(base, refuse_call),
+                torch.autocast(self.autocast_kind, enabled=False),
+            ):
+                yield
+
+    def ready(self, *, notes: bool = True) -> None:
+        """Adapt to the model as it is now; check it if that is new, and divide it among the ranks
+        if that is not done. `notes`: warn of what nobody does."""
+        base = bare_model(self.given)
+        for message in left_out(self.given, base, is_shared=self.ranks is not None):
+            if notes:
+                self.note(message)
+        now = fingerprint(base)
+        if now != self._fingerprint:
+            self._adapt(base, now)
+        if self.ranks is not None and self.ranks.pp > 1 and self.state.pipeline is None:
+            self.state.pipeline = open_pipeline(self.ranks, self.model)
+            self.state.heights = stage_heights(self.ranks, self.model)
+
+    def _adapt(self, base: nn.Module, now: tuple[int, int]) -> None:
+        self._require_own_shards(base)
+        if self._fingerprint is None or now[0] != self._fingerprint[0]:
+            self._fingerprint = None  # an adapter of something else is not to be met again
+            refuse_placement(base)
+            refuse_backward_hooks(base)
+            self.model = HFDecoder(
+                self.given,
+                max_seq_len=self.max_seq_len,
+                needs_head=self._needs_head,
+                device=self.device,
+            )
+            if self.ranks is not None:
+                require_stages(self.ranks.pp, self.model.num_layers)
+            in_place = len(compiled_in_place(base))
+            if hasattr(self.given, "_orig_mod") or in_place > len(self.model.compiled):
+                self.note(_AS_WRITTEN)
+            self.state.open_pools(self.model.device, self.storage)
+        elif base.training:
+            refuse_attention_dropout(base)
+        if self.model.compiled:
+            refuse_compiled(self.model, is_shared=self.ranks is not None)
+        self._check_once(now, (self.model.num_layers,))
+        self._fingerprint = now
+        if self.ranks is not None and self.state.ranks is None:
+            self._shard(self.ranks)
+
+    def require_checked(self, heights: tuple[int, ...]) -> None:
+        """Check the model in stages of `heights` layers against its own forward, if that is new."""
+        self._check_once(self._fingerprint, heights)
+
+    @contextmanager
+    def computing(
+        self,
+        plan: ChunkPlan | None = None,
+        returned: dict[int, Tensor] | None = None,
+        decoder: HFDecoder | None = None,
+    ) -> Iterator[None]:
+        """Within it the passes of a plan run, or with None such as give no gradients: weights in
+        the compute dtype, attention furlong's, draws of this process. Gradients are added to
+        `.grad`, or end in `returned`; see `compute_parameters`. `decoder`: the adapter that runs,
+        if not the newest: a model that was switched between two phases has another one by then.
+        """
+        model, trains = self.model.model, plan is not None and bool(plan.trained)
+        with ExitStack() as stack:
+            if trains:
+                refuse_sparse_gradients(model)
+            if plan is not None and trains and returned is None:
+                refuse_hooks(model)
+                if self.state.pipeline is not None:
+                    stack.enter_context(self.state.pipeline.tied.adding_up(self.model))
+                stack.enter_context(added_gradients(model, keeps_zeros=plan.sampled))
+            regathers = plan is not None and plan.regathers
+            stack.enter_context(self._weights(regathers=regathers, returned=returned))
+            stack.enter_context((decoder or self.model).installed())
+            if self.ranks is not None:  # masks of dropout must not be the same on all
+                number = dist.get_rank(self.ranks.group)
+                stack.enter_context(independent_draws(number, self.model.device))
+            yield
+
+    def _weights(
+        self, *, regathers: bool = False, returned: dict[int, Tensor] | None = None
+    ) -> AbstractContextManager[None]:
+        """Within it the weights are in the compute dtype; `regathers`: see `one_step`."""
+        if self._is_sharded:
+            return one_step(self.model.base, regathers=regathers)
+        dtype = self.compute_dtype
+        unchanged = [] if dtype is None else self.model.stays_float32(dtype)
+        return compute_parameters(self.model.model, dtype, unchanged=unchanged, returned=returned)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes: where the weights are between calls."""
+        where = (parameter.device for parameter in self.given.parameters())
+        return next(where, torch.device("cpu"))
+
+    @property
+    def autocast_kind(self) -> str:
+        """The type of its device, "cpu" where that knows no autocast."""
+        kind = self.device.type
+        return kind if torch.amp.is_autocast_available(kind) else "cpu"
+
+    @property
+    def rank(self) -> int:
+        """Number of the plan's list that this process obeys."""
+        return self.ranks.plan_rank if self.ranks else 0
+
+    @property
+    def process(self) -> int:
+        """Its number in the pool."""
+        return self.ranks.process if self.ranks else 0
+
+    @property
+    def exchange(self) -> AllToAll | None:
+        """The exchange with the others of a pool, always the same one; None without others."""
+        if self.ranks is None or self.ranks.sp == 1:
+            return None
+        self.state.exchange = self.state.exchange or AllToAll(self.ranks.place_groups)
+        return self.state.exchange
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Layers of each stage of the pipeline."""
+        return self.state.heights
+
+    @property
+    def num_frozen_layers(self) -> int:
+        """First layers in which, and below which, no process trains anything. A collective."""
+        own = self.model.num_frozen_layers
+        return own if self.ranks is None else min(n for (n,) in gathered(self.ranks, [own]))
+
+    def by_first(self, number: int) -> int:
+        """The number of the first process, on all. A collective."""
+        return number if self.ranks is None else gathered(self.ranks, [number])[0][0]
+
+    def rows_of(self, plan: ChunkPlan) -> Callable[[Chunk], ChunkRows]:
+        """The rows of each chunk of a plan that this process has."""
+        return rows_on(self.model, plan, self.process, self.exchange)
+
+    def comms(self, plan: ChunkPlan | None = None) -> Comms:
+        """The comms with other ranks, for one plan; without one for sums alone."""
+        layers = self.model.layers if self._is_sharded else ()
+        pipeline = self.state.pipeline
+        messages = (pipeline.links, self._parcel(plan)) if pipeline and plan else None
+        return Comms(self.ranks, self.model.base, layers, messages)
+
+    def require_settled(self) -> None:
+        """Raise LinkError if an earlier step ended in the middle of what processes do together."""
+        if not self.state.is_settled:
+            raise LinkError(
+                "an earlier step of this model ended with an error while other processes waited "
+                "for this one: end all processes and start them again"
+            )
+
+    @contextmanager
+    def settling(self, comms: Comms) -> Iterator[None]:
+        """Within it runs a step with these comms."""
+        self.state.is_settled = False
+        try:
+            yield
+        finally:
+            self.state.is_settled = comms.is_settled
+
+    @property
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """This process's parameters that another stage has, too, and counts."""
+        pipeline = self.state.pipeline
+        return pipeline.tied.counted_elsewhere(self.model) if pipeline else []
+
+    def note(self, message: str) -> None:
+        """Warn once per engine."""
+        if message not in self._notes:
+            self._notes.add(message)
+            warnings.warn(message, stacklevel=4)
+
+    @property
+    def _is_sharded(self) -> bool:
+        ranks = self.state.ranks
+        return ranks is not None and ranks.shard_mesh.size() > 1
+
+    def _parcel(self, plan: ChunkPlan) -> Parcel:
+        """The form of a plan's messages."""
+        model, rows_of = self.model, self.rows_of(plan)
+        dtypes = (p.dtype for p in model.base.parameters() if p.is_floating_point())
+        return Parcel(
+            model.config.hidden_size, self.compute_dtype or next(dtypes), model.device,
+            lambda chunk: rows_of(chunk).num_rows,
+        )  # fmt: skip
+
+    def _check_once(self, now: object, heights: tuple[int, ...]) -> None:
+        key = self._key(now, heights)
+        if key not in self.state.checked:
+            with self._weights():
+                self_check(self.model, self.state.backend, heights)
+            self.state.checked.add(key)
+
+    def _key(self, now: object, heights: tuple[int, ...]) -> tuple[object, ...]:
+        return now, self.compute_dtype, self.max_seq_len, heights
+
+    def _shard(self, ranks: Ranks) -> None:
+        """Divide the weights; what was checked whole is checked."""
+        model, dtype = self.model, self.compute_dtype
+        require_alike(model, ranks, dtype)
+        if ranks.shard_mesh.size() > 1:
+            unchanged = [] if dtype is None else model.stays_float32(dtype)
+            layers = [x for x in _layers_of(model) if not isinstance(x, PlaceholderLayer)]
+            whole = [weakref.ref(p) for p in model.base.parameters() if p.requires_grad]
+            shard(model.base, layers, ranks.shard_mesh, dtype, unchanged=unchanged)
+            if whole and all(parameter() is not None for parameter in whole):
+                self.note(_HELD_ELSEWHERE)
+            self._fingerprint = fingerprint(model.base)
+            self.state.checked.add(self._key(self._fingerprint, (model.num_layers,)))
+        self.state.ranks, self.state.compute_dtype = ranks, dtype
+
+    def _require_own_shards(self, base: nn.Module) -> None:
+        """Raise ConfigError for weights that others have divided, or this engine otherwise."""
+        ranks, dtype = self.state.ranks, self.state.compute_dtype
+        if ranks is None:
+            return
+        if ranks != self.ranks or dtype != self.compute_dtype:
+            raise ConfigError(
+                given=f"weights divided among {ranks.num_processes} processes "
+                f"for a compute_dtype of {dtype}",
+                required="an engine with the same ranks and the same compute_dtype",
+                source="an earlier furlong.Engine of this model",
+                change="pass that engine's ranks and compute_dtype, or load the model again",
+            )
+        whole = (name for name, p in base.named_parameters() if type(p) is nn.Parameter)
+        put_in = next(whole, None) if self._is_sharded else None
+        if put_in is not None:
+            raise ConfigError(
+                given=f"the parameter {put_in}, put into a model whose weights are divided",
+                required="all parameters in the model when the engine is made",
+                source="a change of the model after furlong.Engine was made",
+                change="add adapters first, then make the engine, then the optimizer",
+            )
+
+
+def _refuse_rivals(base: nn.Module, own: ModelState) -> None:
+    """Raise ConfigError where another thread runs a call on another model that would meet this
+    one's: by their config, or by the random numbers that both replay."""
+    for reference in _STATES.keyrefs():
+        other = reference()
+        state = _STATES.get(other) if other is not None else None
+        if other is None or state is None or state.thread in (None, threading.get_ident()):
+            continue
+        if not _configs(base).isdisjoint(_configs(other)):
+            what, change = "which shares its config", "copy.deepcopy the config for one of them"
+        elif _draws(base, own) or _draws(other, state):
+            what, change = "and one of the two draws dropout or jitter", "run one after the other"
+        else:
+            continue
+        raise ConfigError(
+            given=f"a call on a model while another thread runs one on another, {what}",
+            required="calls that share neither a config, in which attention is furlong's for the "
+            "length of one, nor the process's random numbers, which both replay",
+            source="two threads of one process",
+            change=f"{change}, or give each model a process of its own",
+        )
+
+
+def _draws(model: nn.Module, state: ModelState) -> bool:
+    """Whether a forward draws random numbers, as far as its modules and past ones tell."""
+    return bool(other_dropouts(model)) or (state.has_drawn and model.training)
+
+
+def _configs(model: nn.Module) -> set[int]:
+    return {id(module.config) for module in model.modules() if hasattr(module, "config")}
+
+
+def _layers_of(model: HFDecoder) -> Sequence[nn.Module]:
+    """The decoder's layers, to be gathered one by one; UnsupportedModelError where it has no list
+    of them."""
+    try:
+        return model.layers
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            given=error.given,
+            required="a decoder with one list of its layers, for weights that processes share",
+            source="the model's modules",
+            change="train it in one process",
+        ) from error

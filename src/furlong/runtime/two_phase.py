@@ -1,0 +1,521 @@
+"""Values of tokens, of which the caller makes a loss: a plan in two phases, or two steps.
+
+It is one node of autograd's graph: the forward obeys all Forwards of a plan, the backward
+everything else, with what autograd brings. The parameters are inputs of the node, so that its
+gradients take autograd's own way: `.grad`, `torch.autograd.grad`, hooks, data parallelism and
+scalers see each parameter once. Both phases compute on leaves of their own, which share the
+parameters' memory: an error leaves every `.grad` as it was, but one to which gradients are `added`.
+
+Several processes evaluate in one step, and the backward is another step, whose head takes the
+caller's gradients in the place of a loss. Nothing lives between the two, and each may have any
+layout; the price is one more forward to the last K,V. What is drawn would be drawn anew: a model
+that draws is refused. The gradient is that of the sum of all replicas' losses; within a replica
+every process makes the same one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from furlong.errors import ConfigError
+from furlong.kv.storage import Pools
+from furlong.models.decoder import HFDecoder
+from furlong.plan.plan import ChunkPlan, Forward
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders import plan_on_device, plan_two_phases, require_two_phases
+from furlong.runtime.batch import (
+    Batch,
+    ShiftedSequence,
+    batch_of,
+    check_ranges,
+    count_valid_tokens,
+    join_prompts,
+    no_data,
+    require_options,
+    shift_labels,
+)
+from furlong.runtime.caller import Autocast, adapter_states
+from furlong.runtime.distributed.comms import Comms
+from furlong.runtime.distributed.consensus import (
+    gathered,
+    require_same_loss,
+    together,
+    weights_checksum,
+)
+from furlong.runtime.distributed.fsdp import sharded_modules
+from furlong.runtime.distributed.mesh import Ranks
+from furlong.runtime.executor import Executor
+from furlong.runtime.head import OutputHead
+from furlong.runtime.keep_auto import decided
+from furlong.runtime.rng import modes_kept
+from furlong.runtime.session import Session
+from furlong.runtime.step import planned_batch, take_step
+from furlong.values import TokenFunction, require_function
+
+Gradients = Literal["returned", "added"]
+
+
+class TwoPhases:
+    """One call: what lives from its forward to its backward. Dropped without a backward, it gives
+    back what it holds."""
+
+    def __init__(
+        self,
+        session: Session,
+        plan: ChunkPlan,
+        batch: Batch,
+        function: TokenFunction | None,
+        gradients: Gradients,
+        autocast: Autocast,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`function`: see `OutputHead`. `watch`: see `Executor.run`, of both phases."""
+        self._session, self._plan, self._gradients = session, plan, gradients
+        self._batch = batch
+        self._watch = watch
+        self._model = session.model
+        self._then = _Then(self._model.model)
+        self._head = OutputHead(self._model, batch, function, autocast, is_rounded=autocast.enabled)
+        state = session.state
+        # pools of its own: other calls may come, and fail, between the phases
+        pools = state.opened.beside()
+        self._executor = Executor(
+            self._model, plan, batch,
+            num_valid_tokens=1, num_labels=1, backend=state.backend, pools=pools, comms=Comms(),
+            head=self._head, modes=autocast,
+        )  # fmt: skip
+        self._end = weakref.finalize(self, state.drop, partial(_end, self._executor, pools))
+        self._end.atexit = False
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        return self._then.parameters
+
+    def first(self) -> list[Tensor]:
+        """The outputs of each sequence, without a graph. Call it alone on the model."""
+        forwards = sum(isinstance(action, Forward) for action in self._plan.actions[0])
+        with self._session.computing():
+            self._executor.advance(forwards, self._watch)
+        self._session.state.has_drawn |= self._executor.has_drawn
+        return self._head.finish()
+
+    def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradient of each parameter; None for what has none, or whose `.grad` has got it."""
+        if not self._end.alive:
+            raise _second_backward()
+        returned: dict[int, Tensor] | None = {} if self._gradients == "returned" else None
+        model = self._model
+        try:
+            self._then.require_same(model.model)
+            self._head.cotangents = cotangents
+            with (
+                self._session.alone(takes_autocast=True), self._then.modes(model.model),
+                self._session.computing(self._plan, returned, model),
+            ):  # fmt: skip
+                self._executor.skip(_unused(self._plan, self._batch, cotangents))
+                self._executor.advance(len(self._plan.actions[0]), self._watch)
+            self._head.require_unmoved(self.parameters[0].dtype)
+        finally:
+            self._head.cotangents = ()
+            self._end()
+        return [(returned or {}).get(id(p)) for p in self.parameters]
+
+
+class TwoSteps:
+    """One call of several processes: an evaluation, and for its backward a step."""
+
+    def __init__(
+        self,
+        session: Session,
+        batch: Batch,
+        options: ChunkOptions,
+        function: TokenFunction | None,
+        gradients: Gradients,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`batch`: this replica's. The other arguments are those of `TwoPhases`."""
+        assert session.ranks is not None
+        self._session, self._ranks = session, session.ranks
+        self._reshard()
+        self._place = f"the backward of call {session.state.num_calls} of {_name(function)}"
+        self._gradients, self._watch, self._options = gradients, watch, options
+        self._local, self._then = batch, _Then(session.model.model)
+        self._plan, self._batch, self._own = planned_batch(
+            session, options, lambda: batch, backward=False
+        )
+        dtype = session.compute_dtype
+        self._head = OutputHead(
+            session.model, self._batch, function, nullcontext,
+            is_rounded=dtype is not None and dtype.itemsize < 4,
+        )  # fmt: skip
+        self._is_over = False
+        self._records = torch.is_grad_enabled()  # which the node's forward is not
+        self._checksum = weights_checksum(self.parameters) if self._records else 0
+        reached = session.model.model if function else session.model.decoder
+        ids = {id(parameter) for parameter in reached.parameters()}
+        self._head_alone = [p for p in self.parameters if id(p) not in ids]
+        """The head's parameters, where none of its logits are taken."""
+        self._like = torch.empty(0, device="cpu")
+        """Dtype and columns of the outputs, without a token."""
+
+    def _reshard(self) -> None:
+        """Divide the weights again that a call of the model itself has gathered."""
+        for module in sharded_modules(self._session.model.base):
+            module.reshard()
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        return self._then.parameters
+
+    def first(self) -> list[Tensor]:
+        """The outputs of each of this replica's sequences on all its processes, without a graph.
+        Raises ConfigError, on all, for a backward to come of what has drawn."""
+        has_drawn = self._take(self._plan)
+        if self._records and any(n for (n,) in gathered(self._ranks, [int(has_drawn)])):
+            raise ConfigError(
+                given=f"token_values on {self._ranks.num_processes} processes of a model that draws"
+                " random numbers in train mode (dropout, jitter or sampling)",
+                required="no draws: values are made of one forward, gradients of another",
+                source="the model's config, and the ranks of furlong.Engine",
+                change="set its dropouts, such as attention_dropout, to 0, or use one process",
+            )
+        found = self._of_all(self._head.finish())
+        self._like = found[0].new_empty((0, *found[0].shape[1:]))
+        return found
+
+    def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `TwoPhases`; a gradient is that of this process's part of the parameter."""
+        session, ranks, model = self._session, self._ranks, self._session.model.model
+
+        def begin() -> None:
+            if self._is_over:
+                raise _second_backward()
+            self._reshard()
+            self._then.require_same(model)
+            if weights_checksum(self.parameters) != self._checksum:
+                raise _changed("weights")
+
+        together(ranks, begin, self._place)
+        self._is_over = True
+        session.ready(notes=False)  # the engine may have been closed in between
+        like = next((own for own in cotangents if own is not None), self._like)
+        lens = [self._batch.seq_lens[i] for i in self._own]
+        whole = [
+            like.new_zeros((n, *like.shape[1:])) if own is None else own
+            for n, own in zip(lens, cotangents, strict=True)
+        ]
+        require_same_loss(whole, ranks)
+        found: dict[int, Tensor] = {}
+        without = [p for p in self._head_alone if p.grad is None]
+        self._head.cotangents = [None] * len(self._batch.seq_lens)
+        for i, own in zip(self._own, whole, strict=True):
+            self._head.cotangents[i] = own
+        with ExitStack() as stack:
+            stack.enter_context(session.alone())
+            stack.enter_context(self._then.modes(model))
+            if self._gradients == "returned":
+                stack.enter_context(_apart(self.parameters, found))
+            plan, *_ = planned_batch(session, self._options, lambda: self._local, backward=True)
+            self._take(plan)
+        together(ranks, lambda: self._head.require_unmoved(self.parameters[0].dtype))
+        self._head.cotangents = ()
+        for parameter in without:  # FSDP2 gives zeros to what no backward reaches
+            parameter.grad = None
+        for parameter in self._head_alone:
+            found.pop(id(parameter), None)
+        return [found.get(id(p)) for p in self.parameters]
+
+    def _take(self, plan: ChunkPlan) -> bool:
+        """Take a step; whether this process has drawn random numbers."""
+        return take_step(
+            self._session, lambda: (plan, self._batch), 1, self._watch, head=lambda *_: self._head
+        ).has_drawn
+
+    def _of_all(self, found: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of this replica's sequences, of which each process has found some entries,
+        or none of any."""
+        form = (_DTYPES.index(found[0].dtype), *found[0].shape[1:], 0)[:2] if found else (-1, -1)
+        forms = {tuple(form) for form in gathered(self._ranks, form)} - {(-1, -1)}
+        if len(forms) > 1:
+            raise ConfigError(
+                given="fn, which returned another number of values, or another dtype, on some "
+                "processes than on others",
+                required="one floating-point value per token or k of them, alike on all processes",
+                source="fn, called with logits (t, V), labels (t,) and extras (t, ...)",
+                change="pass the same fn on all processes",
+            )
+        ((dtype, columns),) = forms
+        outputs = []
+        for i, num_tokens in enumerate(self._batch.seq_lens):
+            shape = (num_tokens, columns)[: 2 if columns else 1]
+            device = self._session.model.device
+            own = found[i] if found else torch.zeros(shape, dtype=_DTYPES[dtype], device=device)
+            dist.all_reduce(own, group=self._ranks.group)
+            if i in self._own:
+                outputs.append(own)
+        return outputs
+
+
+_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+class _Then:
+    """The model as it is at the forward, and must be at the backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = tuple(model.parameters())
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._adapters = adapter_states(model)
+
+    def require_same(self, model: nn.Module) -> None:
+        """Raise ConfigError for other parameters or adapters."""
+        if {id(p) for p in model.parameters()} != {id(p) for p in self.parameters}:
+            raise _changed("parameters")
+        if adapter_states(model) != self._adapters:
+            raise _changed("active, disabled or merged adapters")
+
+    @contextmanager
+    def modes(self, model: nn.Module) -> Iterator[None]:
+        """Within it modules train or evaluate as they did in the forward."""
+        with modes_kept(model):
+            for module, training in self._modes:
+                module.training = training
+            yield
+
+
+@contextmanager
+def _apart(parameters: Sequence[nn.Parameter], found: dict[int, Tensor]) -> Iterator[None]:
+    """Within it parameters have no gradient; what they get ends in `found`, by their id, and
+    `.grad` is afterwards as before."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+        found.update({id(p): p.grad for p in parameters if p.grad is not None})
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, run: TwoPhases | TwoSteps, anchor: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`anchor`: a leaf, by which a process has a backward whose stage trains nothing."""
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        if isinstance(run, TwoPhases):  # several processes compare checksums together
+            ctx.save_for_backward(*parameters)  # a weight that was changed in place is an error
+        return tuple(run.first())
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        return None, None, *ctx.run.second(cotangents)
+
+
+def differentiable(run: TwoPhases | TwoSteps) -> list[Tensor]:
+    """The outputs of a call, with a graph that leads to the parameters."""
+    anchor = torch.empty(0, device="cpu", requires_grad=True)
+    return list(_Node.apply(run, anchor, *run.parameters))  # type: ignore[no-untyped-call]
+
+
+def _unused(plan: ChunkPlan, batch: Batch, cotangents: Sequence[Tensor | None]) -> frozenset[int]:
+    """The chunks without a token of a sequence that has a cotangent, which none such needs."""
+    used = {
+        index
+        for index, chunk in enumerate(plan.chunks)
+        if any(cotangents[i] is not None for s in chunk.slices for i in batch.members(s))
+    }
+    for seq_id, group in plan.groups.items():
+        # also one whose tail shares its chunk with a used sequence
+        tree = plan.trees.get(seq_id)
+        if tree is None and not used.isdisjoint(group):
+            used.update(group)
+        for number in (n for n, chunk in enumerate(group) if tree and chunk in used):
+            used.update(group[earlier] for earlier in plan.trees[seq_id].path(number))
+    return frozenset(range(len(plan.chunks))) - used
+
+
+def _end(executor: Executor, pools: Pools) -> None:
+    executor.abandon()
+    pools.close()
+
+
+def _name(function: TokenFunction | None) -> str:
+    return "token_values" if function else "hidden_states"
+
+
+def _second_backward() -> ConfigError:
+    return ConfigError(
+        given="a second backward through the same values",
+        required="one: the first has freed what the chunks kept",
+        source="retain_graph=True, or two losses of the same values",
+        change="add the losses and call backward once, or compute the values again",
+    )
+
+
+def _changed(what: str) -> ConfigError:
+    return ConfigError(
+        given=f"a model whose {what} are others than in the forward",
+        required="the model that the values were computed with",
+        source="the backward of token_values, hidden_states or a chunked model",
+        change="step the optimizer, switch or merge adapters, or resize embeddings after the "
+        "backward",
+    )
+
+
+def token_values(
+    session: Session,
+    sequences: object,
+    options: ChunkOptions,
+    fn: TokenFunction,
+    gradients: Gradients,
+    **more: Any,
+) -> list[Tensor]:
+    """See `Engine.token_values`."""
+
+    def read() -> list[ShiftedSequence]:
+        require_function(fn, "fn")
+        shifted = shift_labels(sequences, extras=None, needs_labels=False)
+        if shifted and not count_valid_tokens(shifted):
+            raise no_data(
+                "no token with a label, but for first ones, which nothing predicts",
+                "at least one: an answer of at least one token behind its prompt",
+                "leave such sequences out; -100 in labels means no label",
+            )
+        return shifted
+
+    return _outputs(session, read, options, fn, gradients, **more)
+
+
+def hidden_states(
+    session: Session,
+    sequences: object,
+    options: ChunkOptions,
+    gradients: Gradients = "returned",
+    **more: Any,
+) -> list[Tensor]:
+    """See `Engine.hidden_states`."""
+
+    def read() -> list[ShiftedSequence]:
+        return shift_labels(sequences, needs_labels=False)
+
+    return _outputs(session, read, options, None, gradients, **more)
+
+
+def _outputs(
+    session: Session,
+    read: Callable[[], list[ShiftedSequence]],
+    options: ChunkOptions,
+    function: TokenFunction | None,
+    gradients: Gradients,
+    *,
+    notes: bool = True,
+    share_prompts: bool = True,
+    watch: Callable[[], None] = lambda: None,
+) -> list[Tensor]:
+    """The values of each sequence's tokens, or without a function its final hidden states.
+    `notes`: warn of what of the model does not run."""
+
+    def prepare() -> list[ShiftedSequence]:
+        sequences = read()
+        if not sequences:
+            raise no_data("no sequences", "at least one sequence", "leave the call out")
+        require_options(options)
+        require_two_phases(options)
+        if gradients not in get_args(Gradients):
+            raise ConfigError(
+                given=f"gradients={gradients!r:.60}", required="returned or added",
+                source="the arguments of the engine",
+                change="added adds to .grad without a second copy; returned is what autograd "
+                "expects",
+            )  # fmt: skip
+        return sequences
+
+    sequences = together(session.ranks, prepare, f"a call of {_name(function)}")
+    session.state.num_calls += 1
+    autocast = Autocast.captured(session.autocast_kind)
+    with session.alone(takes_autocast=session.ranks is None):
+        session.ready(notes=notes)
+        trains = any(parameter.requires_grad for parameter in session.model.model.parameters())
+        if session.ranks is not None:
+            trains = _any_trains(session.ranks, trains)
+        differs = torch.is_grad_enabled() and trains
+        run: TwoPhases | TwoSteps
+        if session.ranks is not None:
+            if options.keep == "auto":
+                options = replace(options, keep="kv")
+            run = TwoSteps(session, batch_of(sequences), options, function, gradients, watch)
+        else:
+            batch, plan = _planned_alone(session, sequences, options, autocast, differs=differs,
+                                         share_prompts=share_prompts)  # fmt: skip
+            run = TwoPhases(session, plan, batch, function, gradients, autocast, watch)
+        return differentiable(run) if differs else run.first()
+
+
+def _planned_alone(
+    session: Session, sequences: Sequence[ShiftedSequence], options: ChunkOptions,
+    autocast: Autocast, *, differs: bool, share_prompts: bool,
+) -> tuple[Batch, ChunkPlan]:  # fmt: skip
+    """The batch and the plan of a call on one device. `differs`: a backward is to come."""
+    model = session.model
+    check_ranges(
+        sequences, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
+        longest_tokens=model.longest_tokens,
+    )  # fmt: skip
+    shares = share_prompts and may_share(model)
+    batch = join_prompts(sequences, options.size) if shares else batch_of(sequences)
+    lens = [len(tree.input_ids) for tree in batch.planned]
+    if differs:
+        if options.keep == "auto":
+            options = decided(session, options, lens, autocast)
+        return batch, plan_two_phases(lens, options, num_layers=model.num_layers, forks=batch.forks)
+    if options.keep == "auto":
+        options = replace(options, keep="kv")  # no matter: nothing comes after the forwards
+    return batch, plan_on_device(
+        lens, options, num_layers=model.num_layers, forks=batch.forks, backward=False
+    )
+
+
+def _any_trains(ranks: Ranks, trains: bool) -> bool:
+    """Whether any process trains parameters. Raises ConfigError, on all, where some of them record
+    a graph and others do not: those would wait for a backward that never comes."""
+    rows = gathered(ranks, [int(torch.is_grad_enabled()), int(trains)])
+    if len({records for records, _ in rows}) > 1:
+        raise ConfigError(
+            given="token_values under torch.no_grad on some processes and not on others",
+            required="the same on all: a backward is one of all processes",
+            source="the caller's code on each process",
+            change="enter torch.no_grad on all processes, or on none",
+        )
+    return any(trains for _, trains in rows)
+
+
+def may_share(model: HFDecoder) -> bool:
+    """Whether several answers may go on from one prompt: a state leaves it for one alone."""
+    return model.events is None
+
+
+def require_one_device(session: Session, name: str) -> None:
+    """Raise ConfigError for an engine of several processes."""
+    if session.ranks is not None:
+        raise ConfigError(
+            given=f"{name} of an engine with ranks of {session.ranks.num_processes} processes",
+            required="an engine of one process on one device",
+            source="the ranks or process_group of furlong.Engine",
+            change="make an engine without ranks, or leave it out",
+        )

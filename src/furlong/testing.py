@@ -1,0 +1,93 @@
+"""Gradients of a model's own unchunked forward, and how far others are from them.
+
+It is what `furlong verify`, the start-up check and the tests compare by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from furlong.ops.loss import IGNORE_INDEX
+
+Batch = list[dict[str, Tensor]]
+Gradients = dict[str, Tensor]
+
+
+def num_labels(sequences: Batch) -> int:
+    return sum(int((s["labels"][1:] != IGNORE_INDEX).sum()) for s in sequences)
+
+
+def reference_loss(model: nn.Module, sequences: Batch, *, backward: bool = True) -> float:
+    """Summed cross-entropy / labelled tokens, one whole sequence at a time; adds to `.grad`.
+
+    The loss is in float32, or in float64 for a float64 model, whatever its logits are.
+    """
+    wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    divisor, total = num_labels(sequences), 0.0
+    for sequence in sequences:
+        logits = model(input_ids=sequence["input_ids"][None], use_cache=False).logits[0]
+        loss = cross_entropy(
+            logits[:-1].to(wide), sequence["labels"][1:],
+            ignore_index=IGNORE_INDEX, reduction="sum",
+        )  # fmt: skip
+        if backward and loss.requires_grad:
+            (loss / divisor).backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total / divisor
+
+
+def take_grads(model: nn.Module) -> Gradients:
+    """The gradients in float64, which are then cleared."""
+    grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+def relative_error(given: Tensor | float, truth: Tensor | float, floor: float = 0.0) -> float:
+    """The norm of a difference, relative to that of the truth or to `floor` if that is larger; inf
+    for NaN, which no comparison would find."""
+    # a number is no tensor of torch's default device
+    one, other = (
+        x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
+        for x in (given, truth)
+    )
+    difference = float((one - other).norm())
+    if math.isnan(difference):
+        return math.inf
+    return difference / max(float(other.norm()), floor) if difference else 0.0
+
+
+def worst_error(
+    given: Mapping[str, Tensor], truth: Mapping[str, Tensor], *, least: float = 1e-9
+) -> tuple[float, str]:
+    """The largest relative error of any parameter's gradient, and its name; inf if one lacks.
+
+    A gradient that is zero but for rounding has no direction: it counts against `least` of the norm
+    of all.
+    """
+    if given.keys() != truth.keys():
+        return math.inf, min(given.keys() ^ truth.keys())
+    floor = least * total_norm(truth)
+    errors = {name: relative_error(given[name], truth[name], floor) for name in truth}
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst
+
+
+def worst_relative_error(given: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+    """The largest relative error of any parameter's gradient; all must be there."""
+    assert given.keys() == truth.keys(), given.keys() ^ truth.keys()
+    return worst_error(given, truth)[0]
+
+
+def total_norm(grads: Mapping[str, Tensor]) -> float:
+    return float(torch.stack([g.norm() for g in grads.values()]).norm())
+
+
+def total_relative_error(given: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+    """The relative error over all parameters."""
+    return total_norm({n: given[n] - truth[n] for n in truth}) / total_norm(truth)

@@ -1,0 +1,129 @@
+"""The peak of a first step, as `furlong train` prints it measured and predicted, method by method.
+
+A model of 34 M parameters in float32, one sequence of 3,072 tokens and three short ones: constants
+of the libraries are small beside graphs. docs/simulated-and-real.md has the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.launched import Launched
+from helpers.tiny_runs import run_command
+
+pytestmark = pytest.mark.nightly
+CUT, PIPELINE, POOL = "--chunks.size=512", "--parallel.pp=2", "--parallel.sp=2"
+VOCAB_SIZE = 8192
+METHODS: dict[str, tuple[int, tuple[str, ...]]] = {
+    # name: processes, flags
+    "auto": (1, ()),
+    "chunkflow": (1, (CUT, "--chunks.num_retained=2")),
+    "seco": (1, (CUT,)),
+    "spaco": (1, (CUT, "--chunks.sample={chunks: 4, rule: fixed, report_loss: true}")),
+    "fpdt": (1, (CUT,)),
+    "fpdt, on disk": (1, (CUT, "--chunks.tier=disk", "--memory.disk=4GiB")),
+    "chunkflow, a pipeline": (2, (CUT, PIPELINE)),
+    "infinipipe": (2, (PIPELINE, "--memory.device=560MiB")),
+    "skrull": (2, (POOL, "--memory.device=1200MiB")),
+    "places": (2, (POOL, "--memory.device=1200MiB")),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    words = ["<end>", "<unknown>", *(f"w{i}" for i in range(VOCAB_SIZE - 2))]
+    numbers = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=words[1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=words[0])
+    wrapped.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    (folder / "texts").mkdir()
+    draw = random.Random(1)
+    for num_tokens in (3072, 451, 401, 201):
+        text = " ".join(draw.choices(words[2:], k=num_tokens - 1))
+        (folder / "texts" / f"{num_tokens}.txt").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_first_step_takes_what_is_predicted(name: str, folder: Path, tmp_path: Path) -> None:
+    num_processes, flags = METHODS[name]
+    arguments = [
+        "train", f"--model.name={folder / 'model'}", "--model.dtype=float32",
+        f"--data.train={folder / 'texts'}", "--data.max_seq_len=3072", "--train.steps=1",
+        "--train.epochs=null", "--train.sequences_per_step=4", "--train.eval_every_steps=0",
+        f"--chunks.method={name.split(',')[0]}", *flags, f"--out={tmp_path / 'run'}",
+    ]  # fmt: skip
+    launched = Launched(tmp_path / "out", run_command, arguments, num_processes=num_processes)
+    ended = launched.ended(600)
+    assert [process.code for process in ended] == [0] * num_processes, ended
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    figures = {key: value for line in lines for key, value in json.loads(line).items()}
+    print(name, figures["predicted_device_bytes"] / figures["used_memory_bytes"])
+    assert figures["predicted_device_bytes"] == pytest.approx(figures["used_memory_bytes"], rel=0.1)
+
+
+def run_saved(folder: Path, file: Path, flags: Sequence[str]) -> tuple[int, int]:
+    """Bytes that `furlong plan` predicts of the plan that it saves, and that `Engine.run` takes."""
+    from transformers import AutoModelForCausalLM
+
+    import furlong
+    from furlong.cli.main import main
+    from furlong.cost.machine import this_cpu
+    from furlong.cost.model import CostModel
+    from furlong.cost.training import Training
+    from furlong.models.describe import describe
+    from furlong.plan.text import load_plan
+    from furlong.planners.predict import predict
+    from furlong.train.figures.used_memory import UsedMemory
+
+    assert main([
+        "plan", f"--model.name={folder / 'model'}", "--model.dtype=float32",
+        f"--data.train={folder / 'texts'}", "--data.max_seq_len=3072",
+        "--train.sequences_per_step=4", *flags, f"--out={file}",
+    ]) == 0  # fmt: skip
+    plan = load_plan(file.read_text())
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    sequences = [
+        {"input_ids": ids, "labels": ids}
+        for ids in (torch.randint(0, VOCAB_SIZE, (n,)) for n in plan.seq_lens)
+    ]
+    engine = furlong.Engine(model)
+    used = UsedMemory(model.parameters(), optimizer)
+    used.restart()
+    engine.run(plan, sequences)
+    cost = CostModel(describe(model.config), this_cpu(), Training.in_dtype("float32"))
+    return predict(cost, plan).device_bytes, used.peak_bytes()
+
+
+@pytest.mark.parametrize("flags", [(), (CUT,), (CUT, "--chunks.method=fpdt")])
+def test_a_recommended_plan_takes_what_is_printed(
+    flags: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+        run = alone.submit(run_saved, folder, tmp_path / "plan.json", flags)
+        predicted, measured = run.result(300)
+    print(flags, predicted / measured)
+    assert predicted == pytest.approx(measured, rel=0.1)

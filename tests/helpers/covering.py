@@ -1,0 +1,122 @@
+"""Covering arrays: a few rows in the place of a product of dials, in which all values of any two or
+three dials still meet. A fault hides behind so few that meet, hardly ever behind more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+"""A value of each dial."""
+
+
+class Design:
+    """Dials, their values, and which of these may meet."""
+
+    def __init__(
+        self,
+        dials: Mapping[str, Sequence[Any]],
+        rules: Mapping[str, Callable[[Row], bool]] | None = None,
+        *,
+        steering: Sequence[str] = (),
+        loose: Iterable[str] = (),
+    ) -> None:
+        """`dials`: the plainest value of each is its first. `rules`: by dial, whether it may have
+        any other, given a row of the dials in `steering`, itself among them or not: elsewhere it
+        does nothing, or is refused.
+        `loose`: dials that count for two in a tuple."""
+        self.dials, self._rules, self._loose = dials, rules or {}, set(loose)
+        entries = ((dial, value) for dial in dials for value in dials[dial])
+        self._bits = {entry: 1 << place for place, entry in enumerate(entries)}
+        rows = itertools.product(*(dials[dial] for dial in steering))
+        self._steerings = [
+            row
+            for row in (dict(zip(steering, values, strict=True)) for values in rows)
+            if all(row[dial] in self._allowed(dial, row) for dial in row)
+        ]
+
+    def _allowed(self, dial: str, row: Row) -> Sequence[Any]:
+        values = self.dials[dial]
+        return values if dial not in self._rules or self._rules[dial](row) else values[:1]
+
+    def _beside(self, dial: str, others: Sequence[str], strength: int) -> Iterator[tuple[str, ...]]:
+        """What makes up a tuple with a dial."""
+        pairs = itertools.combinations(others, strength - 2)
+        if dial in self._loose:
+            yield from pairs
+            return
+        tight = (other for other in others if other not in self._loose)
+        yield from itertools.combinations(tight, strength - 1)
+        yield from (pair for pair in pairs if not self._loose.isdisjoint(pair))
+
+    def _groups(self, dials: Sequence[str], strength: int) -> Iterator[tuple[str, ...]]:
+        """The dials of each tuple."""
+        for place, dial in enumerate(dials):
+            for others in self._beside(dial, dials[:place], strength):
+                yield (*others, dial)
+
+    def tuples_of(self, row: Row, strength: int) -> set[int]:
+        """The tuples of a row, each as a set of bits."""
+        own = {dial: self._bits[dial, row[dial]] for dial in row}
+        return {sum(own[d] for d in group) for group in self._groups(list(row), strength)}
+
+    def every_tuple(self, strength: int) -> set[int]:
+        """All tuples of values that may meet."""
+        found: set[int] = set()
+        met = set()
+        groups = list(self._groups(list(self.dials), strength))
+        for row in self._steerings:
+            bits = {
+                dial: tuple(
+                    self._bits[dial, value]
+                    for value in ([row[dial]] if dial in row else self._allowed(dial, row))
+                )
+                for dial in self.dials
+            }
+            for values in {tuple(bits[dial] for dial in group) for group in groups} - met:
+                met.add(values)
+                found.update(map(sum, itertools.product(*values)))
+        return found
+
+    def array(self, strength: int, chosen: Iterable[Row] = ()) -> list[Row]:
+        """Rows that hold, with those `chosen` already, every tuple of `strength` dials.
+
+        Each begins with a tuple that is missing still, and values of the steering dials that bring
+        in most missing ones beside it. Then every other dial takes the value that does, or the one
+        that is least used so far.
+        """
+        missing = self.every_tuple(strength).difference(
+            *(self.tuples_of(row, strength) for row in chosen)
+        )
+        waiting, used, rows = sorted(missing), Counter[int](), []
+        while missing:
+            while waiting[-1] not in missing:
+                waiting.pop()
+            row = self._begun(waiting[-1], missing, strength)
+            for dial in (d for d in self.dials if d not in row):
+                own = {d: self._bits[d, row[d]] for d in row}
+                others = [sum(own[d] for d in g) for g in self._beside(dial, list(own), strength)]
+                best = (-1, 0)
+                for value in self._allowed(dial, row):
+                    bit = self._bits[dial, value]
+                    gain = sum(other + bit in missing for other in others), -used[bit]
+                    if gain > best:
+                        best, row[dial] = gain, value
+            used.update(self._bits[entry] for entry in row.items())
+            rows.append({dial: row[dial] for dial in self.dials})
+            missing -= self.tuples_of(row, strength)
+        return rows
+
+    def cases(self, strength: int) -> list[tuple[Any, ...]]:
+        """The rows of an array as values alone, in the order of the dials."""
+        return [tuple(row.values()) for row in self.array(strength)]
+
+    def _begun(self, wanted: int, missing: set[int], strength: int) -> Row:
+        """The wanted values beside those of the steering dials that bring in most."""
+        own = {dial: value for (dial, value), bit in self._bits.items() if bit & wanted}
+        rows = (own | row for row in self._steerings if own | row == row | own)
+        fitting = [row for row in rows if all(v in self._allowed(d, row) for d, v in own.items())]
+        return max(fitting, key=lambda row: len(missing & self.tuples_of(row, strength)))

@@ -1,0 +1,24 @@
+"""Errors in the middle of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from furlong.runtime.check import Ends
+from furlong.runtime.executor import Executor
+
+
+def fail_at(patched: pytest.MonkeyPatch, actions: set[int], error: Exception) -> None:
+    """Raise `error` before these actions of all that steps of trained models are given; those of
+    a start-up check are not counted."""
+    original, count = Executor._obey, iter(range(10**9))
+
+    def obey(executor: Executor, action: Any, what: Any) -> None:
+        is_step = executor._last_backward and not isinstance(executor._head, Ends)
+        if is_step and next(count) in actions:
+            raise error
+        original(executor, action, what)
+
+    patched.setattr(Executor, "_obey", obey)

@@ -1,0 +1,96 @@
+"""The attention door: what it does not know is an error, widths of keys and values may differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.batches import batch
+from helpers.tiny_families import VOCAB_SIZE, build
+from transformers import AutoModelForCausalLM
+
+import furlong
+from furlong.errors import UnsupportedModelError
+from furlong.models.attention import attention, bound
+from furlong.plan.passes import NOTHING
+from furlong.testing import reference_loss, take_grads, worst_relative_error
+
+OPTIONS = furlong.ChunkOptions(size=8)
+
+
+class NoCell:
+    """Fails the test if attention goes on in spite of what it was given."""
+
+    def attend(self, *_: Any) -> torch.Tensor:
+        raise AssertionError("attended")
+
+
+def call(**given: Any) -> None:
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    q, k = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 3, 8)
+    with bound([module], NoCell(), NOTHING, torch.arange(3)):
+        attention(module, q, k, k, given.pop("attention_mask", None), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"dropout": 0.1}, "attention dropout 0.1"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "a mask of its own"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"position_bias": torch.zeros(1, 4, 3, 3)}, "the keyword position_bias"),
+        ({"indices": torch.zeros(1, 3, 2)}, "the keyword indices"),
+    ],
+)
+def test_what_the_door_does_not_know_is_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=told):
+        call(**given)
+
+
+@pytest.mark.parametrize("given", [{"position_ids": torch.arange(3)}, {"position_bias": None}])
+def test_what_says_nothing_of_attention_passes(given: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match="attended"):
+        call(**given)
+
+
+def test_attention_dropout_is_refused_when_the_engine_was_made_in_evaluation_mode() -> None:
+    model = build("llama", attention_dropout=0.5).eval()
+    engine = furlong.Engine(model)
+    assert engine.forward_backward(batch([21]), OPTIONS, backward=False).loss > 0
+    model.train()
+    with pytest.raises(UnsupportedModelError, match=r"attention dropout 0\.5"):
+        engine.forward_backward(batch([21]), OPTIONS)
+
+
+def test_attention_dropout_of_a_module_alone_is_refused() -> None:
+    """No config names it: the door sees it."""
+    model = build("llama")
+    model.model.layers[1].self_attn.attention_dropout = 0.5
+    with pytest.raises(UnsupportedModelError, match=r"passes attention dropout 0\.5"):
+        furlong.forward_backward(model, batch([21]), OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("qk_nope", "value", "keep"), [(16, 12, "kv"), (4, 24, "attention"), (16, 12, "input")]
+)
+def test_keys_and_values_of_other_widths(qk_nope: int, value: int, keep: str) -> None:
+    """DeepSeek V3 has keys of 192 and values of 128."""
+    config = transformers.DeepseekV3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+        kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=qk_nope, qk_rope_head_dim=4,
+        v_head_dim=value, max_position_embeddings=256, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).double().train()
+    model.set_experts_implementation("eager")
+    sequences = batch([29, 4])
+    loss = reference_loss(model, sequences)
+    truth = take_grads(model)
+    result = furlong.forward_backward(model, sequences, furlong.ChunkOptions(size=8, keep=keep))
+    assert result.loss == pytest.approx(loss, rel=2e-6)
+    assert worst_relative_error(take_grads(model), truth) <= 2e-6

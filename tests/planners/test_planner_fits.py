@@ -1,0 +1,69 @@
+"""Limits of host and disk by a run's keys, and what is said where a plan does not fit."""
+
+import pytest
+
+from furlong.cost.training import Lora, Training
+from furlong.errors import ConfigError
+from furlong.plan.plan import Tiers
+from furlong.planners.fits import advice
+from furlong.planners.question import tier_budgets
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("tier", "host", "disk", "on_cpu", "expected"),
+    [
+        (None, "auto", 0, True, (0, 0)),
+        ("auto", 0, 5, True, (0, 5)),
+        ("disk", "auto", 5, True, (0, 5)),
+        (None, "auto", 0, False, (7, 0)),
+        ("host", "auto", 0, False, (7, 0)),
+        ({"kv": "host", "inputs": "disk"}, 3, 5, False, (3, 5)),
+        (Tiers(graphs="disk"), 0, 5, False, (0, 5)),
+    ],
+)
+def test_what_the_keys_give(tier, host, disk, on_cpu, expected):
+    assert tier_budgets(tier, host, disk, on_cpu=on_cpu, free_host_bytes=7) == expected
+
+
+def test_a_host_that_is_not_known_has_no_limit():
+    assert tier_budgets(None, "auto", 0, on_cpu=False) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("tier", "host", "disk", "on_cpu", "given", "change"),
+    [
+        (None, 24 * GIB, 0, True, "memory.host = 24 GiB on a CPU", "add what it gives to memory.d"),
+        ("host", "auto", 0, True, "chunks.tier = 'host' on a CPU", "remove host from chunks.tier"),
+        ({"kv": "host"}, 0, 0, True, "{'kv': 'host'} on a CPU", "remove host from chunks.tier"),
+        ("disk", "auto", 0, True, "disk with memory.disk = 0", "add memory.disk"),
+        ({"inputs": "disk"}, "auto", 0, False, "disk with memory.disk = 0", "add memory.disk"),
+        ("host", 0, 0, False, "host with memory.host = 0", "add memory.host"),
+    ],
+)
+def test_what_cannot_be_is_told_in_four_parts(tier, host, disk, on_cpu, given, change):
+    with pytest.raises(ConfigError) as caught:
+        tier_budgets(tier, host, disk, on_cpu=on_cpu, free_host_bytes=7)
+    assert given in caught.value.given
+    assert change in caught.value.change
+    assert caught.value.required and caught.value.source
+
+
+LESS = Training(lora=Lora(8))
+
+
+@pytest.mark.parametrize(
+    ("part", "training", "num_devices", "given", "alone", "told"),
+    [
+        ("buffers", LESS, 64, ["size"], False, "use more devices, use smaller chunks"),
+        ("buffers", LESS, 64, [], True, "give it a larger memory.device, or use a smaller model"),
+        ("kv", LESS, 1, [], False, "use several devices, use shorter sequences"),
+        ("activations", LESS, 1, ["num_retained"], True, "keep less (chunks.keep"),
+        ("state", Training(), 1, ["size"], False, "which share the state (ZeRO), train LoRA"),
+    ],
+)
+def test_advice_names_no_dial_that_was_tried(part, training, num_devices, given, alone, told):
+    words = advice(part, training, num_devices, given, alone=alone)
+    assert told in words and words.endswith(", or use a smaller model")
+    assert ("chunks." in words) == (told.count("chunk") > 0)

@@ -1,0 +1,193 @@
+"""Faults that the fast suite catches: each is one line changed in a copy of the package, and the
+test that fails by it. A test may only be deleted if every mutant still dies.
+
+The nights run them. By hand: `python -m pytest tests/test_mutants.py -k "window or tied"`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import furlong
+
+PACKAGE = Path(furlong.__file__).parent
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Mutant:
+    old: str
+    """Text that stands in one place of the package, whichever file that is in."""
+    new: str
+    killed_by: str
+    """A fast test, below tests/."""
+
+
+MUTANTS = {
+    # the store and attention
+    "a window shows one key of the prefix too few": Mutant(
+        "left = window - 1\n", "left = window - 2\n",
+        "kv/test_kv_store.py::test_a_prefix_is_what_the_window_shows_of_it",
+    ),
+    "relayed gradients are summed in 16 bits": Mutant(
+        "self._wide = torch.float32 if like.dtype.itemsize < 4 else like.dtype",
+        "self._wide = like.dtype",
+        "kv/test_kv_store.py::test_gradients_arrive_at_their_own_piece_in_float32",
+    ),
+    "values get nothing from later chunks": Mutant(
+        "dv[:, kept] += dv_relayed", "pass",
+        "ops/test_chunk_attention.py::test_chunks_give_the_whole_and_all_its_gradients",
+    ),
+    "the backward knows no attention sinks": Mutant(
+        "            lse = with_sinks\n", "",
+        "ops/test_chunk_attention.py::test_chunks_give_the_whole_and_all_its_gradients",
+    ),
+    "latents get nothing from later chunks": Mutant(
+        "rows.copy_(rows.to(latents.dtype) + latents)", "pass",
+        "equivalence/test_latents.py::test_an_odd_width",
+    ),
+    "states get nothing from later chunks": Mutant(
+        "return None, dy, *ctx.later_grads()",
+        "return None, dy, *(None for _ in ctx.later_grads())",
+        "kv/test_states.py::test_a_state_relays_its_gradient_through_two_slices",
+    ),
+    "of the copies of a head on several processes one is taken": Mutant(
+        "u * width // num_heads, head_dim).to(_wide(x)).sum(2)",
+        "u * width // num_heads, head_dim)[:, :, 0]",
+        "ops/test_placed_attention.py::test_places_give_the_whole_and_all_its_gradients",
+    ),
+    # a step
+    "a recompute draws masks of its own": Mutant(
+        "with replayed(None if isinstance(action, Forward) else cell.rng,", "with replayed(None,",
+        "runtime/test_rng.py::test_a_recompute_draws_what_the_forward_drew",
+    ),
+    "a hook changes the stored input": Mutant(
+        "x = lease.tensor.clone()\n        lease.release()\n        if what.computes",
+        "x = lease.tensor\n        lease.release()\n        if what.computes",
+        "runtime/test_executor.py::test_what_a_hook_changes_in_place_is_changed_once",
+    ),
+    "the last label of a sequence is its first token": Mutant(
+        "torch.cat([labels[1:].cpu(), last])", "labels.cpu().roll(-1)",
+        "runtime/test_chunk_inputs.py::test_the_last_token_of_a_sequence_predicts_nothing",
+    ),
+    "a row that several tokens follow counts once": Mutant(
+        "gradient.index_add_(0, tile, tile_hidden.grad)", "gradient[tile] = tile_hidden.grad",
+        "equivalence/test_trees.py::test_every_pair_of_dials_is_exact",
+    ),
+    "chunks are summed in the dtype that they compute in": Mutant(
+        "sums[key] = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32))",
+        "sums[key] = leaf.grad",
+        "runtime/test_precision.py::test_chunks_are_summed_in_float32",
+    ),
+    "a backward takes any model for that of its forward": Mutant(
+        "if not moved <= bound:", "if not moved <= 1e9 * bound:",
+        "values/test_accidents.py::test_accidents_leave_nothing_behind",
+    ),
+    # the start-up check
+    "gradients of pieces are compared in the order of their graphs": Mutant(
+        "for chunk in sorted(begun)]", "for chunk in begun]",
+        "runtime/test_self_check.py::test_the_error_of_a_family_is_rounding_alone",
+    ),
+    "stages may give anything": Mutant(
+        "_CUT_BOUND, _NARROW_CUT_BOUND = 1e-5, 1e-3", "_CUT_BOUND, _NARROW_CUT_BOUND = 1e9, 1e9",
+        "runtime/test_self_check.py::test_attention_that_is_kept_wrongly_is_seen",
+    ),
+    # several processes
+    "gradients of tied embeddings are not added up": Mutant(
+        "dist.all_reduce(own.to_local() if isinstance(own, DTensor) else own, group=self.group)",
+        "pass",
+        "distributed/test_pipeline_engine.py::test_both_copies_of_a_tied_weight_take_the_update_of_one_process",
+    ),
+    "the loss is that of one process": Mutant(
+        "dist.all_reduce(values, group=self._ranks.group)", "pass",
+        "distributed/test_pool_engine.py::test_pool_of_two",
+    ),
+    "an error of the machine stays on one process": Mutant(
+        "except Exception as error:\n        failure_of(ranks,",
+        "except (TypeError, ValueError) as error:\n        failure_of(ranks,",
+        "distributed/test_sharded_engine.py::test_mistakes_are_refused_by_name",
+    ),
+    # plans and predictions
+    "packing takes the emptiest bin": Mutant(
+        "space, _, index = spaces.pop(place)", "space, _, index = spaces.pop()",
+        "planners/test_planner_chunks.py::test_the_fullest_bin_that_has_room_is_filled",
+    ),
+    "the budget has no margin": Mutant(
+        "return int(self.device_bytes * (1 - self.margin))", "return int(self.device_bytes)",
+        "planners/test_planner_auto.py::test_a_margin_leaves_room",
+    ),
+    "a graph saves three tensors of four": Mutant(
+        "layer.saved += num_bytes", "layer.saved += 3 * num_bytes // 4",
+        "models/test_describe.py::test_counts_windows_kinds_and_saved_bytes_are_those_of_the_model",
+    ),
+    # training
+    "norms and biases decay": Mutant(
+        '"weight_decay": 0.0}', '"weight_decay": weight_decay}',
+        "train/test_optimizer.py::test_norms_biases_and_frozen_weights_do_not_decay",
+    ),
+    "progress stays at the batch that was taken": Mutant(
+        "            data=batch.next_state,\n", "",
+        "train/test_step.py::test_progress_goes_on_behind_the_batch_that_was_taken",
+    ),
+    "a second moment comes back as zeros": Mutant(
+        "optimizer.state[parameter][key] = tensors[stored]",
+        "optimizer.state[parameter][key] = "
+        'torch.zeros_like(like) if key == "exp_avg_sq" else tensors[stored]',
+        "train/test_checkpoint.py::test_a_run_goes_on_with_its_moments_schedule_and_generator",
+    ),
+    "gradients are not clipped": Mutant(
+        "clip_gradients(max_grad_norm)\n", "clip_gradients(None)\n",
+        "train/test_step.py::test_the_update_is_of_clipped_gradients",
+    ),
+    "an evaluation draws dropout": Mutant(
+        "        model.eval()\n        yield", "        yield",
+        "train/test_evaluation.py::test_dropout_is_off",
+    ),
+    "a step that is repeated draws other masks": Mutant(
+        "            before.write(device)\n            gc.collect()", "            gc.collect()",
+        "train/test_fitting.py::test_a_step_that_does_not_fit_is_repeated_in_smaller_chunks",
+    ),
+    "every pass over a part has the same order": Mutant(
+        "(*seed, number, 1)", "(*seed, 1)",
+        "data/test_loader.py::test_passes_over_a_part_have_orders_of_their_own",
+    ),
+}  # fmt: skip
+
+
+def file_with(text):
+    """The one file of the package that has `text`, once."""
+    found = [
+        path for path in PACKAGE.rglob("*.py") for _ in range(path.read_text("utf-8").count(text))
+    ]
+    assert len(found) == 1, f"{text!r} stands in {len(found)} places"
+    return found[0]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_changes_one_place_and_names_a_fast_test(mutant):
+    assert mutant.old != mutant.new
+    file_with(mutant.old)
+    path, _, name = mutant.killed_by.partition("::")
+    before, found, _ = (ROOT / "tests" / path).read_text("utf-8").partition(f"def {name}(")
+    marks = before.split("\n\n\n")[-1].splitlines()
+    assert found and not {"@pytest.mark.slow", "@pytest.mark.nightly"} & {*marks}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_dies(mutant, tmp_path):
+    path = file_with(mutant.old)
+    shutil.copytree(PACKAGE, tmp_path / "furlong", ignore=shutil.ignore_patterns("__pycache__"))
+    text = path.read_text("utf-8").replace(mutant.old, mutant.new)
+    (tmp_path / "furlong" / path.relative_to(PACKAGE)).write_text(text, "utf-8")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m",
+         "not slow and not nightly", f"tests/{mutant.killed_by}"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout[-2000:] + run.stderr[-1000:]
