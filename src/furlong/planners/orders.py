@@ -508,14 +508,16 @@ def join_kept(
     """
     num_idle = num_replicas - len(plans)
     some = [*plans, *[idle_plan(plans[0])] * num_idle]
-    some = [replace(plan, actions=tuple(map(_gathering, plan.actions))) for plan in some]
-    return join_replicas(some, [*seq_ids, *[[]] * num_idle], seq_lens)
+    return join_replicas(list(map(gathered_first, some)), [*seq_ids, *[[]] * num_idle], seq_lens)
 
 
-def _gathering(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """The list of a rank, which first gathers the weights of its stages."""
-    stages = {action.stage for action in actions if isinstance(action, Forward)}
-    return (*map(Unshard, sorted(stages)), *actions)
+def gathered_first(plan: ChunkPlan) -> ChunkPlan:
+    """The plan in which each rank first gathers the weights of its stages."""
+    lists = []
+    for actions in plan.actions:
+        stages = {action.stage for action in actions if isinstance(action, Forward)}
+        lists.append((*map(Unshard, sorted(stages)), *actions))
+    return replace(plan, actions=tuple(lists))
 
 
 def idle_plan(like: ChunkPlan) -> ChunkPlan:

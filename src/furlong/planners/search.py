@@ -33,11 +33,9 @@ from furlong.planners.candidates import (
     num_lowered,
     space_of,
 )
-from furlong.planners.chunks import (
-    by_cost,
-)
+from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import join_kept, plan_replica, stages_of
+from furlong.planners.orders import gathered_first, join_kept, plan_replica, stages_of
 from furlong.planners.predict import Needs, needs_of, step_s
 from furlong.planners.question import Answer, Candidate, Candidates, Question, Trial
 from furlong.units import count_words, format_seconds
@@ -487,7 +485,7 @@ class BatchPlans:
         own = own_methods(question) if is_free and options.tiers.kv == "device" else []
         if question.method != "auto":
             return question.method, plan
-        plan_s = step_s(model, plan)
+        plan_s = step_s(model, gathered_first(plan))  # as the plans of all replicas begin
         best, best_s = (CHUNKS, plan), plan_s * (1 - LAYOUT_SLACK)
         found = []
         if plan.sp_size > 1:
@@ -505,7 +503,7 @@ class BatchPlans:
         for name, one in found:
             if self.layout.dp > 1 and one.stages != plan.stages:
                 continue  # another replica may take the dials, and all of a step share its stages
-            if (one_s := step_s(model, one)) < best_s:
+            if (one_s := step_s(model, gathered_first(one))) < best_s:
                 best, best_s = (name, one), one_s
         return best
 
