@@ -39,6 +39,7 @@ FLOORS = (
     ("cost",),
     ("timeline",),
     ("plan", "config"),
+    ("files",),
     ("errors", "families", "units"),
 )
 FIRST_FLOOR_WITHOUT_TORCH = FLOORS.index(("planners",))

@@ -15,11 +15,45 @@ FurlongError
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
+
+_MAX_NAMED = 5
 
 
 def in_four_parts(*, given: str, required: str, source: str, change: str) -> str:
     return f"given:    {given}\nrequired: {required}\nfrom:     {source}\nchange:   {change}"
+
+
+def differing(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys in which two mappings of plain values differ, with both values (None: no such key).
+
+    Keys of inner mappings come as `outer.inner`: `{"train.lr": (1e-4, 1e-5)}`.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(own.keys() | other.keys()):
+        one, two = own.get(key), other.get(key)
+        if isinstance(one, Mapping) and isinstance(two, Mapping):
+            found |= {f"{key}.{inner}": pair for inner, pair in differing(one, two).items()}
+        elif one != two:
+            found[key] = one, two
+    return found
+
+
+def difference_words(found: Mapping[str, tuple[Any, Any]], where: str) -> str:
+    """The first keys that `differing` has found, for an error: `key = own, WHERE other`."""
+    shown = [
+        f"{key} = {_shown(own)}, {where} {_shown(other)}"
+        for key, (own, other) in list(found.items())[:_MAX_NAMED]
+    ]
+    more = len(found) - len(shown)
+    return "; ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 class FurlongError(Exception):

@@ -1,0 +1,186 @@
+"""Files and folders that are written whole or not at all, and what the system refuses of them.
+
+What is written lies under another name (`.NAME.XXXX.tmp`, in the same folder) until it is complete
+and on the disk; then it is renamed. A reader sees what was there before or all that is new, also
+after a power failure. Checksums (xxh3, 128 bits) are against damage, not against malice.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+from safetensors import SafetensorError
+
+from furlong.errors import UserError
+
+TEMPORARY = ".tmp"
+_STALE_S = 86400.0
+_BLOCK_BYTES = 2**20
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CHANGES = {
+    **dict.fromkeys(FULL_DISK, "make room"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "move the file of that name away"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "check who owns it and its permissions"),
+    errno.EISDIR: "move the folder of that name away",
+    errno.ENOENT: "restore it",
+    errno.EROFS: "mount the disk for writing",
+}
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all, in UTF-8; its folder must exist."""
+    with whole_file(file) as opened:
+        opened.write(text.encode())
+
+
+def write_json(file: Path, value: object) -> None:
+    """Write indented JSON, whole or not at all."""
+    write_text(file, json.dumps(value, indent=2) + "\n")
+
+
+@contextmanager
+def whole_file(file: Path) -> Iterator[IO[bytes]]:
+    """Open a file for bytes; it has its name, in the place of an older one, when the block ends
+    without an error."""
+    aside = _aside(file)
+    try:
+        with aside.open("wb") as opened:
+            yield opened
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(aside, file)
+        sync(file.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Make a new folder under another name, to be filled; it has its own name when the block ends
+    without an error. Parents are made; raises OSError at the end if the folder exists by then.
+
+    What writers that were killed a day ago or more have left beside it is removed.
+    """
+    aside = _aside(folder)
+    for left in folder.parent.glob(f".{folder.name}.*{TEMPORARY}"):
+        with suppress(OSError):
+            if left.stat().st_mtime < time.time() - _STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        publish(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def publish(aside: Path, folder: Path) -> None:
+    """Rename a filled folder, when all that it holds is on the disk."""
+    for path in (*aside.rglob("*"), aside):
+        sync(path)
+    os.rename(aside, folder)
+    sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
+
+
+def checksum(file: Path) -> str:
+    """The checksum of a file's bytes. An error names the file."""
+    found = xxhash.xxh3_128()
+    try:
+        with file.open("rb") as opened:
+            while block := opened.read(_BLOCK_BYTES):
+                found.update(block)
+    except OSError as error:  # only opening names it
+        raise OSError(error.errno, error.strerror, str(file)) from error
+    return found.hexdigest()
+
+
+class SummedFile:
+    """A file that is written from its start to its end, with the size and checksum of its bytes."""
+
+    def __init__(self, opened: IO[bytes]) -> None:
+        self._opened = opened
+        self._checksum = xxhash.xxh3_128()
+        self.num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, also to an unbuffered file, which may take a part only."""
+        left = whole = memoryview(data).cast("B")
+        self._checksum.update(whole)
+        self.num_bytes += whole.nbytes
+        while left:
+            left = left[self._opened.write(left) :]
+        return whole.nbytes
+
+    def checksum(self) -> str:
+        """The checksum of the bytes so far, as `checksum` finds it in the file."""
+        return self._checksum.hexdigest()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+
+@contextmanager
+def os_errors_told(
+    kind: type[UserError], *, required: str, source: str, or_else: str = "", during: str = "",
+    inside: Path | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Within it what the operating system refuses is an error of `kind`, with what can be done.
+
+    `or_else`: what follows that, with its comma; `during`: what fails, where the error names no
+    file; `inside`: errors about other places are passed on (a full disk often names none).
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        refused = _os_error(error)
+        if refused is None:
+            raise
+        path = _path_of(refused, inside)
+        if inside and path is None and (refused.filename or refused.errno not in FULL_DISK):
+            raise
+        reason = refused.strerror or str(refused)
+        told = f"{reason} while {during}" if during else f"{path or inside or source}: {reason}"
+        change = _CHANGES.get(refused.errno or 0, "check the path and its permissions")
+        raise kind(
+            given=told, required=required, source=source, change=f"{change}{or_else}"
+        ) from error
+
+
+def _os_error(error: OSError | SafetensorError) -> OSError | None:
+    """The operating system's error; safetensors passes it on as text."""
+    if isinstance(error, OSError):
+        return error
+    full = (number for number in FULL_DISK if os.strerror(number) in str(error))
+    return next((OSError(number, os.strerror(number)) for number in full), None)
+
+
+def _path_of(error: OSError, inside: Path | None) -> Path | None:
+    """The first path that an error names, of those in the folder `inside`."""
+    names = [name for name in (error.filename2, error.filename) if isinstance(name, str)]
+    for name in names:
+        if inside is None or Path(os.path.realpath(name)).is_relative_to(os.path.realpath(inside)):
+            return Path(name)
+    return None
