@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ def test_conversations(
     assert texts(data, tokenizer) == [
         (asked, f"{answer['content']}<|im_end|>\n") for answer in (GOOD, BAD)
     ]
-    assert (len(data), data.rows_per_record, data.mixture.sizes) == (2, 2, (1,))
+    assert (len(data), data.units.tolist(), data.mixture.sizes) == (2, [[0, 2]], (1,))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +280,7 @@ def test_batches_of_pairs_go_on_where_they_were(tmp_path: Path) -> None:
     records = [{"prompt": "a " * n, "chosen": "b", "rejected": "c"} for n in range(1, 8)]
     data = pairs_of(tmp_path, *records, tokenizer=word_tokenizer())
     options = {
-        "sequences_per_step": 3, "seed": 4, "mixture": data.mixture, "rows_per_record": 2,
+        "sequences_per_step": 3, "seed": 4, "mixture": data.mixture, "units": data.units,
     }  # fmt: skip
     endless = iterate_batches(data, **options)  # type: ignore[arg-type]
     batches = [next(endless) for _ in range(5)]
@@ -304,8 +303,7 @@ def test_the_cache_has_two_rows_of_a_record(tmp_path: Path) -> None:
     assert again.parts[0].tokenized_s is None
     assert again.fingerprint == data.fingerprint
     assert again.parts[0].entry.index[:, 2].tolist() == [1, 1]
-    manifest = next((tmp_path / "cache").glob("tokens/*/manifest.json"))
-    assert json.loads(manifest.read_text())["notes"]["rows_per_record"] == 2
+    assert again.units.tolist() == [[0, 2]]
 
 
 def test_pairs_refuse_parts_and_tell_what_is_not_written(tmp_path: Path) -> None:

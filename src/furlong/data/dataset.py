@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from furlong.data import cache
 from furlong.data.formats import IGNORE_INDEX
-from furlong.data.loader import Mixture
+from furlong.data.loader import Mixture, Units, rows_of
 from furlong.data.pairs import handled, require_answers
 from furlong.data.records import BLANK
 from furlong.data.reference import ReferenceLogProbs
@@ -44,14 +44,17 @@ class TokenizedSource:
     """Seconds that tokenizing took; None if the entry was there."""
 
     @property
-    def rows_per_record(self) -> int:
-        """Sequences that a record makes: 2 of a pair of answers."""
-        return int(self.entry.notes["rows_per_record"])
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Rows with which a record begins: a pair of answers is two rows of one file and line."""
+        origins = self.entry.index[:, 1:3]
+        is_first = np.ones(len(origins), bool)
+        is_first[1:] = (origins[1:] != origins[:-1]).any(axis=1)
+        return np.flatnonzero(is_first)
 
     @property
     def noun(self) -> str:
         """The word for what a record makes."""
-        return "pair" if self.rows_per_record == 2 else "sequence"
+        return "pair" if self.entry.notes["format"] == "preference" else "sequence"
 
     def origin(self, row: int) -> str:
         _, file, line, _ = self.entry.index[row]
@@ -61,8 +64,7 @@ class TokenizedSource:
         """One line that says which format `auto` found, and what was left out."""
         notes = self.entry.notes
         path = printable(self.source.path)
-        number = len(self.entry.index) // self.rows_per_record
-        line = f"{path}: {count_words(number, self.noun)}, format {notes['format']}"
+        line = f"{path}: {count_words(len(self.starts), self.noun)}, format {notes['format']}"
         if notes["fields"]:
             fields = notes["fields"]
             line += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
@@ -99,23 +101,33 @@ class DataSet(Items[Sequence]):
         that is an error, and if nothing is left to learn from."""
         self.parts = parts
         self._references: Mapping[int, ReferenceLogProbs] = {}
-        self.rows_per_record = parts[0].rows_per_record
-        """Sequences that belong together: they are drawn, and left out, as one."""
         self._key = key
         self.max_seq_len = max_seq_len
         lens = [part.entry.seq_lens for part in parts]
         limit = max_seq_len if max_seq_len is not None else max(map(_longest, lens), default=0)
-        above = [self._of_records(seq_lens > limit) for seq_lens in lens]
-        num_above = int(sum(map(np.count_nonzero, above))) // self.rows_per_record
+        starts = [part.starts for part in parts]
+        of_units = [
+            np.logical_or.reduceat(seq_lens > limit, own) if len(own) else np.zeros(0, bool)
+            for seq_lens, own in zip(lens, starts, strict=True)
+        ]
+        num_above = int(sum(map(np.count_nonzero, of_units)))
         if num_above and too_long == "error":
-            raise self._too_long(lens, num_above, limit)
+            raise self._too_long(lens, num_above, limit, sum(map(len, starts)))
         dropping = too_long == "drop"
         self.num_dropped = num_above if dropping else 0
         self.num_truncated = 0 if dropping else num_above
+        sizes = [np.diff(own, append=len(x)) for own, x in zip(starts, lens, strict=True)]
+        above = [np.repeat(over, size) for over, size in zip(of_units, sizes, strict=True)]
         kept = [np.flatnonzero(~over) if dropping else np.arange(len(over)) for over in above]
-        if self.num_truncated and self.rows_per_record == 2:
-            for part, over in zip(parts, above, strict=True):
-                require_answers(part.entry, np.flatnonzero(over)[::2].tolist(), limit, part.origin)
+        if self.num_truncated and self.noun == "pair":
+            for part, own, over in zip(parts, starts, of_units, strict=True):
+                require_answers(part.entry, own[over].tolist(), limit, part.origin)
+        if dropping:
+            sizes = [size[~over] for size, over in zip(sizes, of_units, strict=True)]
+        stops = np.cumsum(np.concatenate(sizes))
+        self.units: Units = np.stack([stops - np.concatenate(sizes), stops], axis=1)
+        """(U, 2) the sequences of each record: they are drawn, and left out, as one."""
+        self._num_units = tuple(map(len, sizes))
         self._rows = kept
         self._starts = np.cumsum([0, *map(len, kept)])
         self.seq_lens: npt.NDArray[np.int64] = np.minimum(
@@ -174,19 +186,21 @@ class DataSet(Items[Sequence]):
     @property
     def mixture(self) -> Mixture:
         """How often an epoch draws from each source."""
-        sizes = tuple(len(rows) // self.rows_per_record for rows in self._rows)
-        return Mixture(sizes, tuple(part.source.weight for part in self.parts))
+        return Mixture(self._num_units, tuple(part.source.weight for part in self.parts))
+
+    @property
+    def rows_per_record(self) -> int:
+        """Sequences of a record, of which all have as many."""
+        return len(self) // max(1, len(self.units))
 
     @property
     def has_label(self) -> npt.NDArray[np.bool_]:
         """Whether each thing that is drawn has something to learn."""
-        own = self.valid_tokens.reshape(-1, self.rows_per_record)
-        return np.asarray((own > 0).any(axis=1))
+        return np.asarray(np.logical_or.reduceat(self.valid_tokens > 0, self.units[:, 0]))
 
     def epoch_lens(self, seed: int) -> npt.NDArray[np.int64]:
         """Tokens of the sequences of a run's first epoch, in their order."""
-        order = self.mixture.order(seed, 0)
-        return self.seq_lens.reshape(-1, self.rows_per_record)[order].ravel()
+        return self.seq_lens[rows_of(self.units[self.mixture.order(seed, 0)])]
 
     def row(self, seq_id: int) -> tuple[int, int]:
         """The part of a sequence, and its row there."""
@@ -229,7 +243,7 @@ class DataSet(Items[Sequence]):
             path = printable(part.source.path)
             lines += [f"{self._key}: {path}: {line}" for line in part.listing.left_out]
         line = (
-            f"{self._key}: {count_words(len(self) // self.rows_per_record, self.noun)},"
+            f"{self._key}: {count_words(len(self.units), self.noun)},"
             f" {format_count(self.num_tokens)} {plural(self.num_tokens, 'token')},"
             f" {format_count(self.num_valid_tokens)} of them learnt, longest {self.longest:,}"
         )
@@ -244,11 +258,6 @@ class DataSet(Items[Sequence]):
         number, row = self.row(seq_id)
         return self.parts[number], row
 
-    def _of_records(self, over: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Whether any row of the same record is among those `over`, for each row."""
-        each = self.rows_per_record
-        return np.repeat(over.reshape(-1, each).any(axis=1), each)
-
     def _count_valid_tokens(
         self, above: Items[npt.NDArray[np.bool_]], dropping: bool
     ) -> npt.NDArray[np.int64]:
@@ -262,15 +271,15 @@ class DataSet(Items[Sequence]):
         return np.concatenate(counts)
 
     def _too_long(
-        self, lens: Items[npt.NDArray[np.int64]], num_above: int, limit: int
+        self, lens: Items[npt.NDArray[np.int64]], num_above: int, limit: int, num_units: int
     ) -> DataError:
         part = max(range(len(lens)), key=lambda number: _longest(lens[number]))
         row = int(lens[part].argmax())
         others = f", and {num_above - 1:,} more above the limit" if num_above > 1 else ""
         return DataError(
-            given=f"a {'pair with a ' * (self.rows_per_record == 2)}sequence of"
+            given=f"a {'pair with a ' * (self.noun == 'pair')}sequence of"
             f" {_longest(lens[part]):,} tokens{others},"
-            f" of {count_words(sum(map(len, lens)) // self.rows_per_record, self.noun)}",
+            f" of {count_words(num_units, self.noun)}",
             required=f"at most data.max_seq_len = {limit:,}",
             source=self.parts[part].origin(row),
             change="raise data.max_seq_len, or set data.too_long to truncate or drop",

@@ -152,7 +152,6 @@ def _encoded(
     notes["fields"] = [] if is_file else list(NEEDED_FIELDS[decided])
     notes["unused"] = [] if is_file else unused_fields(first.fields, decided)
     notes["highest"] = -1
-    notes["rows_per_record"] = 2 if decided == "preference" else 1
     notes["first"] = {}
     whole = chain((first,), records)
     if decided == "preference":

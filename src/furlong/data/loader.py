@@ -20,6 +20,10 @@ from furlong.data.tokenize import Sequence
 from furlong.errors import ConfigError, DataError
 from furlong.units import count_words
 
+Units = npt.NDArray[np.int64]
+"""(U, 2) numbers of the first sequence of each record and of the one behind its last: what is drawn
+and counted as one."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoaderState:
@@ -194,15 +198,17 @@ def iterate_batches(
     seed: int,
     state: LoaderState = LoaderState(),
     mixture: Mixture | None = None,
+    units: Units | None = None,
     rows_per_record: int = 1,
 ) -> Iterator[Batch]:
     """Endless; every epoch has an order of its own.
 
-    `rows_per_record` sequences in a row are drawn and counted as one. Without `mixture` an epoch
+    `units` are drawn and counted, by default each sequence by itself. Without `mixture` an epoch
     goes through all of them once. `state` is where to begin: the sequences before it are not read.
     Raises DataError if the epoch has no such batch.
     """
-    mixture = mixture or Mixture((len(sequences) // rows_per_record,), (1.0,))
+    units = even_units(len(sequences), rows_per_record) if units is None else units
+    mixture = mixture or Mixture((len(units),), (1.0,))
     epoch, batch = state.epoch, state.batch
     per_epoch = batches_per_epoch(sum(mixture.draws), sequences_per_step)
     if batch >= per_epoch:
@@ -218,30 +224,41 @@ def iterate_batches(
             chosen = order[index * sequences_per_step : (index + 1) * sequences_per_step]
             last = index + 1 == per_epoch
             yield Batch(
-                _drawn(sequences, chosen.tolist(), rows_per_record),
+                _drawn(sequences, units[chosen]),
                 LoaderState(epoch + 1, 0) if last else LoaderState(epoch, index + 1),
             )
         epoch, batch = epoch + 1, 0
 
 
 def in_order(
-    sequences: Items[Sequence], sequences_per_step: int, rows_per_record: int = 1
+    sequences: Items[Sequence],
+    sequences_per_step: int,
+    rows_per_record: int = 1,
+    *,
+    units: Units | None = None,
 ) -> Iterator[Batch]:
     """One pass without shuffling: the batches of an evaluation."""
-    num_drawn = len(sequences) // rows_per_record
-    for number, start in enumerate(range(0, num_drawn, sequences_per_step), start=1):
-        drawn = range(start, min(start + sequences_per_step, num_drawn))
-        yield Batch(_drawn(sequences, drawn, rows_per_record), LoaderState(0, number))
+    units = even_units(len(sequences), rows_per_record) if units is None else units
+    for number, start in enumerate(range(0, len(units), sequences_per_step), start=1):
+        drawn = _drawn(sequences, units[start : start + sequences_per_step])
+        yield Batch(drawn, LoaderState(0, number))
 
 
-def _drawn(
-    sequences: Items[Sequence], drawn: Iterable[int], rows_per_record: int
-) -> tuple[Sequence, ...]:
-    return tuple(
-        sequences[row]
-        for record in drawn
-        for row in range(record * rows_per_record, (record + 1) * rows_per_record)
-    )
+def even_units(num_sequences: int, each: int = 1) -> Units:
+    """The units of `each` sequences in a row."""
+    stops = np.arange(each, num_sequences + 1, each)
+    return np.stack([stops - each, stops], axis=1)
+
+
+def rows_of(units: Units) -> npt.NDArray[np.int64]:
+    """The numbers of the sequences in `units`, unit after unit."""
+    counts = units[:, 1] - units[:, 0]
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(units[:, 0], counts) + within
+
+
+def _drawn(sequences: Items[Sequence], units: Units) -> tuple[Sequence, ...]:
+    return tuple(sequences[row] for row in rows_of(units).tolist())
 
 
 def told_ahead(batches: Iterator[Batch], tell: Callable[[Batch], None]) -> Iterator[Batch]:
