@@ -140,7 +140,7 @@ def memory_of(windows):
 
 def compare(plan, windows):
     """Bytes of every action, by the walk and by the store."""
-    from furlong.kv.host import HostPool
+    from furlong.kv.pools import HostPool
 
     tier = plan.tiers.kv
     num_layers = len(windows)

@@ -390,7 +390,7 @@ class FakeGPU:
         yield mock.patch.object(torch.Tensor, "pin_memory", pinned)
         # torch would swap tensors of a subclass in place, which these do not allow
         yield mock.patch.object(torch.nn.Module, "_apply", _apply)
-        from furlong.kv import disk, host, pools
+        from furlong.kv import pools
 
         def pinned_memory(num_bytes):
             self.counts["pinned slab"] += 1
@@ -398,8 +398,7 @@ class FakeGPU:
             self.pinned.add(_storage(x))
             return x
 
-        for module in (host, disk):
-            yield mock.patch.object(module, "pinned_memory", pinned_memory)
+        yield mock.patch.object(pools, "pinned_memory", pinned_memory)
         release, has_room = pools.Staging._release, pools.Staging.has_room
 
         def released(own, buffer):

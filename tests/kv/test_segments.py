@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.kv.arena import Arena
-from furlong.kv.disk import DiskPool
-from furlong.kv.host import HostPool
-from furlong.kv.pools import DevicePool
+from furlong.kv.pools import DevicePool, DiskPool, HostPool
 from furlong.kv.store import KVStore
 from furlong.plan.segments import StoredTokens
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,8 @@ from helpers.nightly import seeds
 from helpers.tiny_families import build
 from torch import Tensor
 
-from furlong.kv import disk, host
 from furlong.kv.arena import Arena
-from furlong.kv.disk import DiskPool
-from furlong.kv.host import HostPool
-from furlong.kv.pools import StagedPool
+from furlong.kv.pools import DiskPool, HostPool, StagedPool
 from furlong.kv.storage import Pools, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import ProbedBackend
@@ -78,18 +76,15 @@ def step(options: ChunkOptions, folder: Path) -> tuple[float, dict[str, Tensor]]
 def delay(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[float]:
     """Let every copy of a worker sleep first; returns the seconds that were slept."""
     drawn, slept = random.Random(seed), []
-    for places, name in (
-        (host._HostPlaces, "write"), (host._HostPlaces, "read"),
-        (disk._DiskPlaces, "write"), (disk._DiskPlaces, "read"),
-    ):  # fmt: skip
-        plain = getattr(places, name)
+    for pool, name in product((HostPool, DiskPool), ("_copy_out", "_copy_back")):
+        plain = getattr(pool, name)
 
         def late(self, place, staged, plain=plain):
             slept.append(drawn.choice((0.0, 0.0, drawn.uniform(0, LONGEST_S))))
             time.sleep(slept[-1])
             plain(self, place, staged)
 
-        monkeypatch.setattr(places, name, late)
+        monkeypatch.setattr(pool, name, late)
     return slept
 
 

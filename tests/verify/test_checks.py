@@ -16,8 +16,7 @@ import transformers
 import furlong
 from furlong.api import Engine
 from furlong.config.schema import DataConfig, ModelConfig, RunConfig
-from furlong.kv.disk import DiskPool
-from furlong.kv.host import HostPool
+from furlong.kv.pools import DiskPool, HostPool
 from furlong.kv.store import KVStore
 from furlong.models.shrink import shrink_config
 from furlong.plan.plan import Chunk, Slice

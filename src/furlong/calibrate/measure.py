@@ -19,9 +19,7 @@ from torch import Tensor
 
 from furlong.calibrate.fit import relative_line
 from furlong.cost.machine import Collective, Link
-from furlong.kv.disk import DiskPool
-from furlong.kv.host import HostPool
-from furlong.kv.pools import Pool
+from furlong.kv.pools import DiskPool, HostPool, Pool
 from furlong.ops.sequence_parallel import AllToAll, combine, combined, dispatch, dispatched
 from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import rows_of

@@ -9,6 +9,7 @@ tensors.
 from __future__ import annotations
 
 from bisect import bisect_left
+from math import prod
 
 import torch
 from torch import Tensor
@@ -52,9 +53,14 @@ class Extents:
 
 
 _ALIGNMENT_BYTES = 64
-_MIN_SLAB_BYTES = 2**26
+MIN_SLAB_BYTES = 2**26
 _NAN_BYTE = 0xFF
 """A float of any width whose bytes are all this one is NaN."""
+
+
+def aligned(num_bytes: int, alignment_bytes: int = _ALIGNMENT_BYTES) -> int:
+    """Bytes of the whole units that hold `num_bytes`."""
+    return -(-num_bytes // alignment_bytes) * alignment_bytes
 
 
 class Arena:
@@ -77,13 +83,10 @@ class Arena:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor; give it back with `give`."""
-        num_elements = 1
-        for extent in shape:
-            num_elements *= extent
-        if num_elements == 0:
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes == 0:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        num_bytes = num_elements * dtype.itemsize
-        needed = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        needed = aligned(num_bytes)
         slab, start = self._first_fit(needed)
         memory = self._slabs[slab][0]
         self._taken[memory.data_ptr() + start] = (slab, start, start + needed)
@@ -118,7 +121,7 @@ class Arena:
         consolidated_bytes = 0 if self._slabs else self._consolidated_bytes
         if consolidated_bytes and self.device.type == "cuda":
             torch.cuda.empty_cache()  # the slabs that were given up still lie in its cache
-        slab_bytes = max(num_bytes, consolidated_bytes, _MIN_SLAB_BYTES)
+        slab_bytes = max(num_bytes, consolidated_bytes, MIN_SLAB_BYTES)
         memory = torch.empty(slab_bytes, dtype=torch.uint8, device=self.device)
         extents = Extents(slab_bytes)
         start = extents.take(num_bytes)

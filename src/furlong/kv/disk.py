@@ -1,4 +1,4 @@
-"""The pool on disk: one nameless file, read and written past the page cache.
+"""The file of the disk tier: without a name, read and written past the page cache.
 
 Mapped files would count as resident memory, and buffered writes put the writer to sleep once the
 kernel has too many dirty pages; O_DIRECT does neither. The file is unlinked as soon as it is open,
@@ -12,101 +12,18 @@ import mmap
 import os
 import sys
 import uuid
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-import torch
-from torch import Tensor
 
 from furlong.errors import ConfigError
-from furlong.kv.arena import Extents
-from furlong.kv.host import pinned_memory
-from furlong.kv.pools import PAGE_BYTES, STAGING_BYTES, Budget, StagedPool, ThreadLane, padded
 from furlong.units import format_bytes
 
+PAGE_BYTES = 4096
 _SYNC_BYTES = 2**26
 """Dirty pages that a filesystem without O_DIRECT may gather."""
 _IN_RAM = ("tmpfs", "ramfs")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class DiskPool(StagedPool):
-    """Tensors of `device` in a file in `folder`; two threads write and read it.
-
-    ConfigError for a folder that cannot take it, at once, and for a full disk, at `put`.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        device: torch.device,
-        *,
-        budget: Budget | None = None,
-        staging_bytes: int = STAGING_BYTES,
-        poison: bool = False,
-    ) -> None:
-        self.file = NamelessFile(folder)
-        super().__init__(
-            _DiskPlaces(self.file, device.type == "cuda"), device, ThreadLane,
-            budget=budget, staging_bytes=staging_bytes, poison=poison,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    start: int
-    num_bytes: int
-
-
-@dataclass
-class _DiskPlaces:
-    file: NamelessFile
-    pins_staging: bool
-    extents: Extents = field(default_factory=Extents)
-
-    name = "the disk"
-    budget_key = "memory.disk"
-    stages_on_host = True
-
-    def take(self, num_bytes: int) -> _Place:
-        size = padded(num_bytes)
-        start = self.extents.take(size)
-        if start is None:
-            more = size - self.extents.free_at_end_bytes
-            self.file.reserve(self.extents.num_bytes, more)
-            self.extents.grow(more)
-            start = self.extents.take(size)
-            assert start is not None
-        return _Place(start, num_bytes)
-
-    def give(self, place: _Place) -> None:
-        self.extents.give(place.start, padded(place.num_bytes))
-
-    def allocate_staging(self, num_bytes: int) -> Tensor:
-        if self.pins_staging:
-            pinned = pinned_memory(num_bytes + PAGE_BYTES)
-            if pinned is not None:
-                first = -pinned.data_ptr() % PAGE_BYTES
-                return pinned[first : first + num_bytes]
-        # Private: shared pages, Python's default, would count as shared memory of the process.
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    def write(self, place: _Place, staged: Tensor) -> None:
-        self.file.write(_whole_pages(staged), place.start)
-
-    def read(self, place: _Place, staged: Tensor) -> None:
-        self.file.read(_whole_pages(staged), place.start)
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def _whole_pages(staged: Tensor) -> memoryview:
-    """The pages that hold `staged`, as bytes of the buffer that it begins."""
-    pages = staged.as_strided((padded(staged.numel()),), (1,))
-    return pages.numpy().data
 
 
 class NamelessFile:

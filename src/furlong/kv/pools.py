@@ -12,10 +12,13 @@ handle needs no wait: what is written later to its place is written later.
 
 A lane is work beside the compute side, in order: a stream on CUDA, a thread on a CPU. What it does
 must take no team of threads of its own and draw no random numbers: it copies, reads and writes.
+Another tier is one more `StagedPool`: where bytes lie, and how they get there and back.
 """
 
 from __future__ import annotations
 
+import logging
+import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -24,13 +27,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from furlong.errors import ConfigError
-from furlong.kv.arena import Arena, poison_bytes
+from furlong.kv.arena import MIN_SLAB_BYTES, Arena, Extents, aligned, poison_bytes
+from furlong.kv.disk import PAGE_BYTES, NamelessFile
 from furlong.units import format_bytes
 
 
@@ -242,57 +248,39 @@ def is_lane() -> bool:
     return threading.current_thread().name.startswith(_PREFIX)
 
 
+@dataclass(frozen=True)
 class Event:
-    """Something that happens once; this one has already happened."""
+    """Something that happens once: the end of a thread's work, or a point of a CUDA stream of a
+    device; with neither it has already happened."""
+
+    work: Future[None] | None = None
+    point: torch.cuda.Event | None = None
+    device: torch.device | None = None
 
     def wait(self) -> None:
-        """Let the compute side go on only after it. Raises what the operation raised."""
+        """Let the compute side go on only after it. Raises what the work raised."""
+        if self.work is not None:
+            self.work.result()
+        if self.point is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.point)
 
     def block(self) -> None:
         """The calling thread sleeps until it has happened."""
+        if self.work is not None:
+            self.work.result()
+        if self.point is not None:
+            self.point.synchronize()
 
     def done(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class _ThreadEvent(Event):
-    future: Future[None]
-
-    def wait(self) -> None:
-        self.future.result()
-
-    def block(self) -> None:
-        self.future.result()
-
-    def done(self) -> bool:
-        return self.future.done()
-
-
-@dataclass(frozen=True)
-class _StreamEvent(Event):
-    """A point of a CUDA stream."""
-
-    event: torch.cuda.Event
-    device: torch.device
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
-
-    def block(self) -> None:
-        self.event.synchronize()
-
-    def done(self) -> bool:
-        return bool(self.event.query())
+        is_done = self.work is None or self.work.done()
+        return is_done and (self.point is None or bool(self.point.query()))
 
 
 def now(device: torch.device) -> Event:
     """The event that the compute side has done all that it was given so far."""
     if device.type != "cuda":
         return Event()
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return _StreamEvent(event, device)
+    return Event(point=torch.cuda.current_stream(device).record_event(), device=device)
 
 
 class ThreadLane:
@@ -303,7 +291,7 @@ class ThreadLane:
 
     def submit(self, work: Callable[[], None], after: Sequence[Event]) -> Event:
         """Do `work` behind all that was submitted before it, and behind `after`."""
-        return _ThreadEvent(self._executor.submit(_in_turn, work, tuple(after)))
+        return Event(self._executor.submit(_in_turn, work, tuple(after)))
 
     def drain(self) -> None:
         """The calling thread sleeps until nothing is left to do."""
@@ -328,15 +316,13 @@ class StreamLane:
 
     def submit(self, work: Callable[[], None], after: Sequence[Event]) -> Event:
         for event in after:
-            if isinstance(event, _StreamEvent):
-                self._stream.wait_event(event.event)
+            if event.point is not None:
+                self._stream.wait_event(event.point)
             else:
                 event.block()
         with torch.cuda.stream(self._stream):
             work()
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        return _StreamEvent(done, self._device)
+        return Event(point=self._stream.record_event(), device=self._device)
 
     def drain(self) -> None:
         self._stream.synchronize()
@@ -347,7 +333,6 @@ class StreamLane:
 
 Lane = ThreadLane | StreamLane
 
-PAGE_BYTES = 4096
 _MAX_SLACK = 2
 """A buffer serves tensors down to this fraction of its size."""
 
@@ -426,7 +411,7 @@ class Staging:
         self.total_bytes = 0
 
     def _size(self, num_bytes: int) -> int:
-        size = padded(num_bytes)
+        size = aligned(num_bytes, PAGE_BYTES)
         self._limit_bytes = max(self._limit_bytes, self._num_largest * size)
         return size
 
@@ -441,11 +426,6 @@ class Staging:
         self.total_bytes -= buffer.memory.numel()
 
 
-def padded(num_bytes: int) -> int:
-    """Bytes of the whole pages that hold `num_bytes`."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
 def _fits(buffer: Buffer, size: int) -> bool:
     return size <= buffer.memory.numel() <= _MAX_SLACK * size
 
@@ -458,30 +438,6 @@ way back and out, two segments' keys and values, and remembered attention. A rea
 begin before it is needed holds up a GPU."""
 
 
-class Places(Protocol):
-    """Where a pool's bytes lie."""
-
-    name: str
-    """Its name in messages, such as `host memory`."""
-    budget_key: str
-    """The key of the run's configuration that bounds it."""
-    stages_on_host: bool
-    """Whether staging is host memory even where tensors live on another device."""
-
-    def take(self, num_bytes: int) -> Any: ...
-    def give(self, place: Any) -> None: ...
-    def allocate_staging(self, num_bytes: int) -> Tensor: ...
-    def write(self, place: Any, staged: Tensor) -> None:
-        """In a lane: staged (num_bytes,) uint8 -> place."""
-        ...
-
-    def read(self, place: Any, staged: Tensor) -> None:
-        """In a lane: place -> staged (num_bytes,) uint8."""
-        ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Read:
     buffer: Buffer
@@ -489,26 +445,53 @@ class _Read:
 
 
 class StagedPool(Pool):
-    """A pool over places and two lanes."""
+    """A pool whose tensors lie elsewhere, behind staging buffers and two lanes."""
+
+    name: str
+    """Where they lie, in messages, such as `host memory`."""
+    budget_key: str
+    """The key of a run's configuration that bounds it."""
 
     def __init__(
         self,
-        places: Places,
         device: torch.device,
-        make_lane: Callable[[str], Lane],
         *,
         budget: Budget | None = None,
         staging_bytes: int = STAGING_BYTES,
         poison: bool = False,
+        stages_on_host: bool = False,
     ) -> None:
+        """`stages_on_host`: staging is host memory even where tensors live on another device, and
+        lanes are threads."""
         super().__init__(budget, poison=poison)
-        self._places, self._device = places, device
-        self._out, self._back = make_lane("out"), make_lane("back")
-        self._hops = places.stages_on_host and device.type != "cpu"
+        self._device, is_cuda = device, device.type == "cuda"
+        self._out, self._back = (
+            StreamLane(device) if is_cuda and not stages_on_host else ThreadLane(name)
+            for name in ("out", "back")
+        )
+        self._hops = stages_on_host and is_cuda
         self._staging = Staging(
-            places.allocate_staging, staging_bytes, self._wait, partial(now, device),
-            _NUM_LARGEST_ON_CUDA if device.type == "cuda" else 0,
+            self._allocate_staging, staging_bytes, self._wait, partial(now, device),
+            _NUM_LARGEST_ON_CUDA if is_cuda else 0,
         )  # fmt: skip
+
+    @abstractmethod
+    def _take_place(self, num_bytes: int) -> Any: ...
+
+    @abstractmethod
+    def _give_place(self, place: Any) -> None: ...
+
+    @abstractmethod
+    def _allocate_staging(self, num_bytes: int) -> Tensor:
+        """Page-aligned uint8 memory."""
+
+    @abstractmethod
+    def _copy_out(self, place: Any, staged: Tensor) -> None:
+        """In a lane: staged (num_bytes,) uint8 -> place."""
+
+    @abstractmethod
+    def _copy_back(self, place: Any, staged: Tensor) -> None:
+        """In a lane: place -> staged (num_bytes,) uint8."""
 
     def prefetch(self, h: Handle) -> None:
         self._raise_error()
@@ -541,7 +524,6 @@ class StagedPool(Pool):
         self._out.close()
         self._back.close()
         self._staging.reset()
-        self._places.close()
         super().close()
 
     def clear(self) -> None:
@@ -551,22 +533,22 @@ class StagedPool(Pool):
         self._staging.reset()
 
     def _begin(self, h: Handle) -> None:
-        budget, places = self._budget, self._places
+        budget = self._budget
         if budget.limit_bytes is not None and budget.held_bytes + h.num_bytes > budget.limit_bytes:
             raise ConfigError(
-                given=f"{format_bytes(h.num_bytes)} more for {places.name}, which already holds "
+                given=f"{format_bytes(h.num_bytes)} more for {self.name}, which already holds "
                 f"{format_bytes(budget.held_bytes)}",
                 required=f"at most {format_bytes(budget.limit_bytes)} in all",
-                source=places.budget_key,
-                change=f"raise {places.budget_key}, or name fewer kinds of memory in chunks.tier",
+                source=self.budget_key,
+                change=f"raise {self.budget_key}, or name fewer kinds of memory in chunks.tier",
             )
         if h.num_bytes:
-            h.place = places.take(h.num_bytes)
+            h.place = self._take_place(h.num_bytes)
 
     def _end(self, h: Handle) -> None:
         self._forget_read(h)
         if h.place is not None:
-            self._places.give(h.place)
+            self._give_place(h.place)
 
     def _write(self, h: Handle, x: Tensor) -> None:
         self._forget_read(h)
@@ -579,14 +561,14 @@ class StagedPool(Pool):
 
     def _send(self, h: Handle, buffer: Buffer) -> None:
         staged = buffer.bytes(h.num_bytes)
-        work = partial(self._places.write, h.place, staged)
+        work = partial(self._copy_out, h.place, staged)
         h.written = self._out.submit(partial(self._noting, work), [now(self._device)])
         self.written_bytes += h.num_bytes
         self._staging.give(buffer, h.written)
 
     def _start_read(self, h: Handle) -> _Read:
         buffer = self._staging.take(h.num_bytes)
-        work = partial(self._places.read, h.place, buffer.bytes(h.num_bytes))
+        work = partial(self._copy_back, h.place, buffer.bytes(h.num_bytes))
         event = self._back.submit(partial(self._noting, work), [buffer.free, h.written])
         self.read_bytes += h.num_bytes
         return _Read(buffer, event)
@@ -632,3 +614,155 @@ class StagedPool(Pool):
 
 def _typed(buffer: Buffer, h: Handle) -> Tensor:
     return buffer.bytes(h.num_bytes).view(h.dtype).view(h.shape)
+
+
+_MAX_RESERVED_BYTES = 2**32
+"""A slab that is taken beforehand has at most so many: pages may run out."""
+_RECORDS_PER_SLAB = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _InSlab:
+    slab: int
+    start: int
+    memory: Tensor  # (num_bytes,) uint8
+
+
+class HostPool(StagedPool):
+    """Tensors of `device` in host memory: pinned for CUDA, so that copies run beside the
+    computation.
+
+    On CUDA two streams copy, one each way, and the compute stream waits for them, never the host.
+    On a CPU two threads do the same. Slabs have powers of two, to which torch would round pinned
+    memory up anyway.
+    """
+
+    name, budget_key = "host memory", "memory.host"
+
+    def __init__(self, device: torch.device, **options: Any) -> None:
+        super().__init__(device, **options)
+        self.slabs: list[tuple[Tensor, Extents]] = []
+        self._is_refused = False  # pinned memory, by the system
+
+    def reserve(self, num_bytes: int, limit_bytes: int | None) -> None:
+        """Take memory for so many bytes in all, where it has to be pinned; elsewhere it costs
+        nothing until it is used. A few more are for the ends of slabs, within the limit."""
+        if self._device.type != "cuda":
+            return
+        wanted = num_bytes + num_bytes // 32
+        wanted = wanted if limit_bytes is None else min(wanted, limit_bytes)
+        missing = wanted - sum(memory.numel() for memory, _ in self.slabs)
+        while missing > 0 and not self._is_refused:
+            power = 1 << max(MIN_SLAB_BYTES, missing).bit_length() - 1
+            missing -= self._add_slab(min(power, _MAX_RESERVED_BYTES)).num_bytes
+
+    def close(self) -> None:
+        super().close()
+        self.slabs.clear()
+
+    def _take_place(self, num_bytes: int) -> _InSlab:
+        size = aligned(num_bytes)
+        for index, (_, extents) in enumerate(self.slabs):
+            start = extents.take(size)
+            if start is not None:
+                return self._in_slab(index, start, num_bytes)
+        least_bytes = max(MIN_SLAB_BYTES, _RECORDS_PER_SLAB * size)
+        start = self._add_slab(1 << (least_bytes - 1).bit_length()).take(size)
+        assert start is not None
+        return self._in_slab(-1 % len(self.slabs), start, num_bytes)
+
+    def _give_place(self, place: _InSlab) -> None:
+        self.slabs[place.slab][1].give(place.start, aligned(place.memory.numel()))
+
+    def _allocate_staging(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def _copy_out(self, place: _InSlab, staged: Tensor) -> None:
+        self._copy(place.memory, staged)
+
+    def _copy_back(self, place: _InSlab, staged: Tensor) -> None:
+        self._copy(staged, place.memory)
+
+    def _copy(self, to: Tensor, source: Tensor) -> None:
+        if self._device.type == "cuda":
+            to.copy_(source, non_blocking=True)
+        else:
+            np.copyto(to.numpy(), source.numpy())  # a torch copy would take a team of threads
+
+    def _in_slab(self, slab: int, start: int, num_bytes: int) -> _InSlab:
+        return _InSlab(slab, start, self.slabs[slab][0][start : start + num_bytes])
+
+    def _add_slab(self, num_bytes: int) -> Extents:
+        memory = None
+        if self._device.type == "cuda" and not self._is_refused:
+            memory = pinned_memory(num_bytes)
+            self._is_refused = memory is None
+        if memory is None:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        self.slabs.append((memory, Extents(num_bytes)))
+        return self.slabs[-1][1]
+
+
+def pinned_memory(num_bytes: int) -> Tensor | None:
+    """Pinned uint8 memory, or None with a message where the system refuses it."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        logging.getLogger(__name__).warning(
+            "the system refuses %s of pinned host memory (%s): pageable memory is used instead, "
+            "copies to it hold up the computation; raise `ulimit -l` or lower memory.host",
+            format_bytes(num_bytes), str(error).splitlines()[0],
+        )  # fmt: skip
+        return None
+
+
+class DiskPool(StagedPool):
+    """Tensors of `device` in a file in `folder`; two threads write and read it.
+
+    ConfigError for a folder that cannot take it, at once, and for a full disk, at `put`.
+    """
+
+    name, budget_key = "the disk", "memory.disk"
+
+    def __init__(self, folder: Path, device: torch.device, **options: Any) -> None:
+        self.file = NamelessFile(folder)
+        self._extents = Extents()
+        super().__init__(device, stages_on_host=True, **options)
+
+    def close(self) -> None:
+        super().close()
+        self.file.close()
+
+    def _take_place(self, num_bytes: int) -> tuple[int, int]:
+        """First byte and number of bytes."""
+        size = aligned(num_bytes, PAGE_BYTES)
+        start = self._extents.take(size)
+        if start is None:
+            more = size - self._extents.free_at_end_bytes
+            self.file.reserve(self._extents.num_bytes, more)
+            self._extents.grow(more)
+            start = self._extents.take(size)
+            assert start is not None
+        return start, size
+
+    def _give_place(self, place: tuple[int, int]) -> None:
+        self._extents.give(*place)
+
+    def _allocate_staging(self, num_bytes: int) -> Tensor:
+        if self._hops and (pinned := pinned_memory(num_bytes + PAGE_BYTES)) is not None:
+            first = -pinned.data_ptr() % PAGE_BYTES
+            return pinned[first : first + num_bytes]
+        # Private: shared pages, Python's default, would count as shared memory of the process.
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _copy_out(self, place: tuple[int, int], staged: Tensor) -> None:
+        self.file.write(_pages(staged, place[1]), place[0])
+
+    def _copy_back(self, place: tuple[int, int], staged: Tensor) -> None:
+        self.file.read(_pages(staged, place[1]), place[0])
+
+
+def _pages(staged: Tensor, num_bytes: int) -> memoryview:
+    """The whole pages that `staged` lies in, as bytes of the buffer that it begins."""
+    return staged.as_strided((num_bytes,), (1,)).numpy().data

@@ -10,9 +10,7 @@ from pathlib import Path
 
 from furlong.errors import ConfigError
 from furlong.kv.arena import Arena
-from furlong.kv.disk import DiskPool
-from furlong.kv.host import HostPool
-from furlong.kv.pools import Budget, DevicePool, Pool
+from furlong.kv.pools import Budget, DevicePool, DiskPool, HostPool, Pool
 from furlong.plan.plan import Tier, Tiers
 
 

@@ -11,7 +11,7 @@ import torch
 
 from furlong.errors import ConfigError
 from furlong.kv import disk
-from furlong.kv.disk import DiskPool
+from furlong.kv.pools import DiskPool
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from furlong.errors import ConfigError
 from furlong.kv.arena import Arena
-from furlong.kv.disk import DiskPool
-from furlong.kv.host import HostPool
-from furlong.kv.pools import Budget, DevicePool
+from furlong.kv.pools import Budget, DevicePool, DiskPool, HostPool
 
 CPU = torch.device("cpu")
 POOLS = ["device", "host", "disk"]
@@ -228,7 +226,7 @@ def failing(*_):
 @staged
 def test_an_error_of_a_worker_surfaces_in_the_next_call(pool, monkeypatch):
     handle = pool.put(torch.ones(3))
-    monkeypatch.setattr(pool._places, "write", failing)
+    monkeypatch.setattr(pool, "_copy_out", failing)
     pool.put(torch.ones(3))
     pool._out.drain()
     for call in (partial(pool.put, torch.ones(3)), *(partial(f, handle) for f in (
@@ -241,13 +239,13 @@ def test_an_error_of_a_worker_surfaces_in_the_next_call(pool, monkeypatch):
 
 @staged
 def test_what_could_not_be_written_or_read_is_never_handed_out(pool, monkeypatch):
-    monkeypatch.setattr(pool._places, "read", failing)
+    monkeypatch.setattr(pool, "_copy_back", failing)
     handle = pool.put(torch.ones(3))
     with pytest.raises(ValueError, match="the worker fell over"):
         pool.get(handle)
     monkeypatch.undo()
     pool.clear()
-    monkeypatch.setattr(pool._places, "write", failing)
+    monkeypatch.setattr(pool, "_copy_out", failing)
     handle = pool.put(torch.ones(3))
     with pytest.raises(ValueError, match="the worker fell over"):
         pool.get(handle)
@@ -255,8 +253,8 @@ def test_what_could_not_be_written_or_read_is_never_handed_out(pool, monkeypatch
 
 @staged
 def test_a_slow_link_never_piles_up_copies(pool, monkeypatch):
-    write = pool._places.write
-    monkeypatch.setattr(pool._places, "write", lambda *a: (time.sleep(5e-3), write(*a)))
+    write = pool._copy_out
+    monkeypatch.setattr(pool, "_copy_out", lambda *a: (time.sleep(5e-3), write(*a)))
     pool._staging._limit_bytes = 2**16
     handles = [pool.put(torch.full((2**12,), float(i))) for i in range(12)]
     assert pool._staging.total_bytes <= 2**16 and pool.waited_s > 0
