@@ -19,9 +19,10 @@ from furlong.plan.plan import Layout
 from furlong.planners import search
 from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
+from furlong.train import run_model
 from furlong.train.checkpoints.state import RunState
-from furlong.train.setup import decide
-from furlong.train.setup.decided import decision_of, shrunk, values_of
+from furlong.train.choose_plan import decision_of, shrunk, values_of
+from furlong.train.processes.launch import Launch
 
 FLAGS = (
     "--model.dtype=float64", "--train.steps=4", "--train.epochs=null", "--chunks.size=auto",
@@ -95,7 +96,7 @@ def takes_until_saved(arguments: list[str], method: str) -> None:
 
 def takes_with_less_memory(arguments: list[str], method: str) -> None:
     """The same, where hardly any memory is free now."""
-    decide.free_ram_budget_bytes = lambda: 2**16
+    run_model.free_ram_budget_bytes = lambda: 2**16
     takes(arguments, method)
 
 
@@ -135,8 +136,11 @@ def test_rivals_end_with_a_step_that_did_not_fit(tiny_run: TinyRun, tmp_path: Pa
     smaller = shrunk(chosen, ChunkOptions(size=32))
     same, still_smaller = shrunk(chosen, chosen.options), shrunk(smaller, smaller.options)
     expected = ((chosen, True), (same, True), (smaller, False), (still_smaller, False))
+    model = run_model.RunModel.read(
+        config, torch.device("cpu"), Launch(num_processes=2, num_local=2)
+    )
     for decision, is_free in expected:
         decision = decision_of(json.loads(json.dumps(values_of(decision))))
-        found = decide.batch_plans_of(config, torch.device("cpu"), decision, num_local=2)
+        found = run_model.batch_plans_of(config, model, decision)
         assert found is not None and found.has_shrunk != is_free
         assert 2**29 < found.question.limits.limit_bytes < 2**30

@@ -58,7 +58,7 @@ def test_a_model_that_cannot_be_counted_takes_the_fixed_rule(
     def refuse(*_):
         raise ConfigError(given="no hidden_size", required="one", source="here", change="that")
 
-    monkeypatch.setattr("furlong.train.setup.decide.describe", refuse)
+    monkeypatch.setattr("furlong.train.run_model.describe", refuse)
     out = tmp_path / "out"
     assert main(tiny_run.arguments(out, *ENDLESS, "--chunks.size=auto")) == 0
     printed = capsys.readouterr().out

@@ -134,7 +134,7 @@ def test_a_disk_without_room_for_the_plan_is_refused(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr(
-        "furlong.train.setup.storage.shutil",
+        "furlong.train.run_model.shutil",
         SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=9)),
     )
     assert main(tiny_run.arguments(tmp_path / "run", *FIXED, "--chunks.tier=disk", *DISK)) == 2

@@ -34,8 +34,6 @@ from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
 from furlong.planners.decide import (
     Decision,
     check_pair_dials,
-    decide,
-    decide_pairs,
     division_in_words,
     longest_sequence,
 )
@@ -60,6 +58,7 @@ from furlong.report.text import (
 from furlong.report.trace import save_trace
 from furlong.simulate.clock import measure
 from furlong.timeline import MEASURED, read_measured
+from furlong.train.choose_plan import choose_plan
 from furlong.units import count_words, format_count, format_seconds
 
 _USAGE = """\
@@ -202,23 +201,22 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     Raises ConfigError where no plan is predicted to fit.
     """
     batch, model, limits = question.batch, question.model, question.limits
-    if question.config.train.loss == "dpo":  # one call of a run, which takes the longest pair
+    config = question.config
+    is_of_pairs = config.train.loss == "dpo"  # one call of a run, which takes the longest pair
+    if is_of_pairs:
+        check_pair_dials(config.chunks)
+    decision = choose_plan(
+        config, model, batch.lengths, limits, question.budget_words, question.num_devices,
+        sequences_per_step=len(batch.seq_lens), given=question.given,
+        pairs=[(batch.longest_tokens,) * 2] if is_of_pairs else None,
+        steps=None if question.is_run else batch.seq_lens, method=method, alone=question.is_run,
+        tell=tell,
+    )  # fmt: skip
+    if is_of_pairs:
         method = "two phases"
-        check_pair_dials(question.config.chunks)
-        decision = decide_pairs(
-            [(batch.longest_tokens,) * 2], model=model, budgets=limits,
-            budget_words=question.budget_words, dials=question.given,
-        )  # fmt: skip
         layers = model.shape.num_layers
         plan = plan_two_phases(batch.seq_lens, decision.options, num_layers=layers)
     else:
-        decision = decide(
-            batch.lengths, sequences_per_step=len(batch.seq_lens), model=model, limits=limits,
-            budget_words=question.budget_words, num_devices=question.num_devices,
-            seed=question.config.train.seed, steps=None if question.is_run else batch.seq_lens,
-            given=question.given, method=method or question.config.chunks.method, must_fit=True,
-            alone=question.is_run, tell=tell,
-        )  # fmt: skip
         assert decision.answer is not None
         method, plan = best_plan(batch.seq_lens, decision.answer)
         plan = one_draw(plan, decision.options)

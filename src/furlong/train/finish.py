@@ -16,7 +16,8 @@ from furlong.train.figures.report import TrainReport, list_export
 from furlong.train.loop import LoopFigures
 from furlong.train.processes.together import Processes
 from furlong.train.run_folder import EXPORT, REPORT, clear_export
-from furlong.train.setup.prepare import build_run_model, rope_of
+from furlong.train.run_model import rope_of
+from furlong.train.setup.prepare import build_run_model
 from furlong.train.whole import put_weights, whole_weights
 
 

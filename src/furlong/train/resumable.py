@@ -27,6 +27,7 @@ from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting
 from furlong.train.checkpoints.folder import list_checkpoints, write_json
 from furlong.train.checkpoints.state import RunState
+from furlong.train.choose_plan import shrunk, values_of
 from furlong.train.evaluator import evaluator
 from furlong.train.figures.metrics import MetricsLog, open_bar
 from furlong.train.figures.mfu import MfuMeter, build_meter
@@ -37,7 +38,6 @@ from furlong.train.processes.launch import command_like
 from furlong.train.processes.together import Processes
 from furlong.train.run_folder import CHECKPOINTS, CONFIG, METRICS, OPTIONS, RunFolder
 from furlong.train.sample_check import check_sample
-from furlong.train.setup.decided import shrunk, values_of
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
 from furlong.train.setup.prepare import RunData
 from furlong.train.stop import StopRequest

@@ -22,7 +22,7 @@ from furlong.train.processes.alike import check_alike
 from furlong.train.processes.together import ALONE, Processes
 from furlong.train.resumable import run_resumable
 from furlong.train.run_folder import RunFolder, create_run_folder
-from furlong.train.setup.decide import batch_plans_of, cost_model
+from furlong.train.run_model import batch_plans_of
 from furlong.train.setup.prepare import (
     build_run_model,
     check_batches,
@@ -35,7 +35,6 @@ from furlong.train.setup.prepare import (
     layers_of,
     load_splits,
     ranks_of,
-    rope_of,
     run_data,
     steps_of,
     work_of,
@@ -73,9 +72,7 @@ def _train(
     folder, launch = run.path, processes.launch
     device = device_of(launch)
     # What fails without weights and data fails first.
-    storage, architecture, tokenizer = processes.together(
-        lambda: checked(config, run, device, launch)
-    )
+    storage, run_model, tokenizer = processes.together(lambda: checked(config, run, device, launch))
     with patience("reading the data", speaks=processes.is_first):
         data = processes.first_of_each_machine(
             partial(load_splits, config.data, tokenizer, config.train.loss)
@@ -83,12 +80,9 @@ def _train(
     train = data["train"]
     check_alike(processes, train.fingerprint, "data.train, and the files of the model's tokenizer")
     processes.together(lambda: check_batches(config, run, train))
-    decision = decided(config, run, train, device, storage, processes)
-    rope, num_local = rope_of(config), launch.num_local
-    model_cost = cost_model(
-        config, device, rope=rope, num_processes=launch.num_processes, num_local=num_local
-    )
-    rivals = batch_plans_of(config, device, decision, rope=rope, num_local=num_local)
+    decision = decided(config, run, train, run_model, storage, processes)
+    rivals = batch_plans_of(config, run_model, decision)
+    architecture, model_cost = run_model.architecture, run_model.whole_cost
     torch.manual_seed(config.train.seed + launch.number)
     ranks = ranks_of(decision.layout, device)
     build = partial(build_run_model, config, layers_of(decision.stages, ranks))

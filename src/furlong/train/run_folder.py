@@ -25,10 +25,10 @@ from furlong.train.checkpoints.folder import (
     read_state,
     set_aside,
 )
+from furlong.train.choose_plan import decision_of
 from furlong.train.disk import check_creatable, folder_errors_reported
 from furlong.train.figures.report import TrainReport, missing_of_export, read_report
 from furlong.train.processes.flight import FLIGHT
-from furlong.train.setup.decided import decision_of
 
 CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl", "report.json"
 CHECKPOINTS, EXPORT, WANDB = "checkpoints", "model", "wandb.json"

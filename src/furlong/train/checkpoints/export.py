@@ -14,8 +14,9 @@ from furlong.train.checkpoints.fingerprints import base_fingerprint, check_base
 from furlong.train.checkpoints.folder import RemovedCheckpointError, removal_told
 from furlong.train.checkpoints.state import trained_tensors
 from furlong.train.disk import folder_errors_reported
+from furlong.train.run_model import read_architecture, rope_of
 from furlong.train.setup.architecture import check_architecture
-from furlong.train.setup.prepare import build_run_model, read_architecture, rope_of
+from furlong.train.setup.prepare import build_run_model
 
 _NUM_TRIES = 5
 

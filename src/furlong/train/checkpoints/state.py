@@ -23,9 +23,9 @@ from furlong.errors import CheckpointError
 from furlong.planners.decide import Decision
 from furlong.train.checkpoints.checkpoint import load_tensors, save_checkpoint, stored_tensors
 from furlong.train.checkpoints.fingerprints import check_base, check_reference
+from furlong.train.choose_plan import values_of
 from furlong.train.loop import Progress
 from furlong.train.processes.together import ALONE, Processes
-from furlong.train.setup.decided import values_of
 from furlong.train.whole import trained
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."

@@ -9,19 +9,7 @@ from typing import Any
 
 from furlong.errors import CheckpointError
 
-# Where a config comes from, and how a program is to run it.
-_VOLATILE = (
-    "transformers_version", "_name_or_path", "_commit_hash", "architectures", "auto_map", "dtype",
-    "torch_dtype", "attn_implementation", "_attn_implementation", "use_cache",
-)  # fmt: skip
 _MAX_NAMED = 5
-
-
-def architecture_of(config: Any) -> dict[str, Any]:
-    """The keys of a transformers config, `model.rope` written into it, that say what is computed:
-    plain values, as JSON holds them."""
-    values: dict[str, Any] = json.loads(json.dumps(config.to_diff_dict(), default=str))
-    return _without_volatile(values)
 
 
 def check_architecture(
@@ -50,14 +38,6 @@ def differing_keys(own: Mapping[str, Any], other: Mapping[str, Any], where: str)
     ]
     more = len(found) - _MAX_NAMED
     return "; ".join(found[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _without_volatile(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_volatile(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if key not in _VOLATILE
-    }
 
 
 def _shown(value: Any) -> str:

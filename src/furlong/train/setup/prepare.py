@@ -24,23 +24,27 @@ from furlong.data.loader import Batch, LoaderState, count_steps, describe_batche
 from furlong.data.tokenize import load_tokenizer
 from furlong.errors import ConfigError
 from furlong.kv.storage import Storage
-from furlong.models.build import build_model, check_model, read_config
+from furlong.models.build import build_model, check_model
 from furlong.models.decoder import HFDecoder
-from furlong.models.folder import check_folder
 from furlong.plan.plan import Layout
 from furlong.planners.decide import Decision
 from furlong.runtime.distributed.mesh import Ranks, make_ranks
 from furlong.train.checkpoints.state import check_data
+from furlong.train.choose_plan import decision_of, values_of
 from furlong.train.disk import check_room
 from furlong.train.processes.launch import Launch
 from furlong.train.processes.together import Processes
 from furlong.train.run_folder import CHECKPOINTS, RunFolder
-from furlong.train.setup.architecture import architecture_of, check_architecture
-from furlong.train.setup.decide import decide_options
-from furlong.train.setup.decided import decision_of, values_of
+from furlong.train.run_model import (
+    RunModel,
+    check_free,
+    choose_run_plan,
+    rope_of,
+    storage_of,
+)
+from furlong.train.setup.architecture import check_architecture
 from furlong.train.setup.kernels import put_kernels
 from furlong.train.setup.start import source_of
-from furlong.train.setup.storage import check_free, storage_of
 
 
 def device_of(launch: Launch) -> torch.device:
@@ -54,8 +58,8 @@ def device_of(launch: Launch) -> torch.device:
 
 def checked(
     config: RunConfig, run: RunFolder, device: torch.device, launch: Launch
-) -> tuple[Storage, dict[str, Any], Any]:
-    """Tiers, architecture and tokenizer of a run, as far as they can be had before all else."""
+) -> tuple[Storage, RunModel, Any]:
+    """Tiers, model and tokenizer of a run, as far as they can be had before all else."""
     num_gpus = torch.cuda.device_count()
     if device.type == "cuda" and launch.local_number >= num_gpus:
         raise ConfigError(
@@ -67,10 +71,10 @@ def checked(
     storage = storage_of(config, device, num_local=launch.num_local)
     limit = config.data.max_seq_len
     check_model(config.model.name, init=config.model.init, rope=rope_of(config), max_seq_len=limit)
-    architecture = read_architecture(config)
+    model = RunModel.read(config, device, launch)
     if run.checkpoint is not None and run.state is not None:
-        check_architecture(run.checkpoint, run.state, architecture, config.model.name)
-    return storage, architecture, load_tokenizer(config.model.name)
+        check_architecture(run.checkpoint, run.state, model.architecture, config.model.name)
+    return storage, model, load_tokenizer(config.model.name)
 
 
 def check_batches(config: RunConfig, run: RunFolder, train: DataSet) -> None:
@@ -86,36 +90,24 @@ def decided(
     config: RunConfig,
     run: RunFolder,
     train: DataSet,
-    device: torch.device,
+    model: RunModel,
     storage: Storage,
     processes: Processes,
 ) -> Decision:
-    """The dials of the run; the first process decides for all."""
+    """The plan of the run; the first process chooses it for all, and has the words for it."""
 
-    def decide() -> Decision:
-        if run.decided is not None:
+    def choose() -> Decision | None:
+        if not processes.is_first or run.decided is not None:
             return run.decided
-        launch = processes.launch
-        decision = decide_options(
-            config, train, device, storage, rope=rope_of(config),
-            num_processes=launch.num_processes, num_local=launch.num_local,
-        )  # fmt: skip
+        decision = choose_run_plan(config, model, train, storage)
         check_free(storage, decision)
         return decision
 
-    if processes.num_processes == 1:
-        return decide()
-
-    def decide_for_all() -> dict[str, Any]:
-        decision = decide()
-        words = {
-            "words": decision.words, "figures": decision.figures,
-            "layout_words": decision.layout_words,
-        }  # fmt: skip
-        return {"decided": values_of(decision)} | words
-
-    values = processes.by_first(decide_for_all)
-    return decision_of(values.pop("decided"), **values)
+    chosen = processes.together(choose)
+    if chosen is not None and processes.num_processes == 1:
+        return chosen
+    values = processes.by_first(lambda: chosen and values_of(chosen))
+    return chosen or decision_of(values)
 
 
 def ranks_of(layout: Layout, device: torch.device) -> Ranks | None:
@@ -191,17 +183,6 @@ def fused(config: RunConfig, model: Any) -> Any:
     for layer in adapter.layers if settings.compile else ():
         layer.compile()
     return model
-
-
-def read_architecture(config: RunConfig) -> dict[str, Any]:
-    """The architecture of the run's model, by its files as they are now."""
-    source, limit = check_folder(config.model.name), config.data.max_seq_len
-    return architecture_of(read_config(source, rope=rope_of(config), max_seq_len=limit))
-
-
-def rope_of(config: RunConfig) -> dict[str, Any] | None:
-    """The change of the position embedding, as plain values."""
-    return None if config.model.rope is None else config.model.rope.model_dump(mode="json")
 
 
 def load_splits(

@@ -16,6 +16,7 @@ from furlong.errors import ConfigError
 from furlong.models.folder import check_files
 from furlong.planners.decide import given_dials
 from furlong.train.checkpoints.folder import read_state
+from furlong.train.choose_plan import decision_of, values_of
 from furlong.train.figures.report import TrainReport
 from furlong.train.figures.trackers import check_packages
 from furlong.train.preference.refusals import check_pairs
@@ -24,7 +25,6 @@ from furlong.train.processes.flight import read_flights, remove_flights
 from furlong.train.processes.launch import layout_of
 from furlong.train.processes.together import ALONE, Processes
 from furlong.train.run_folder import RunFolder, flat, open_run_folder
-from furlong.train.setup.decided import decision_of, values_of
 
 
 def open_run(

@@ -1,0 +1,332 @@
+"""The model of a run and the machine under it, read once, and the plan that is chosen for both."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from furlong.config.schema import RunConfig, names_tier
+from furlong.cost.machine import (
+    THIS_CPU,
+    Machine,
+    free_ram_budget_bytes,
+    one_of,
+    rounded_budget,
+    this_cpu,
+)
+from furlong.cost.model import CostModel
+from furlong.data.dataset import DataSet
+from furlong.errors import ConfigError
+from furlong.kv.disk import NamelessFile
+from furlong.kv.storage import Storage
+from furlong.models.build import read_config
+from furlong.models.describe import describe
+from furlong.models.folder import check_folder
+from furlong.plan.lengths import count_lengths
+from furlong.plan.plan import Layout
+from furlong.planners.decide import (
+    FREE_RAM,
+    SEARCHED_DIALS,
+    Decision,
+    given_dials,
+    training_of,
+)
+from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
+from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.orders import stage_heights
+from furlong.planners.question import MARGIN, Limits, Question, tier_budgets
+from furlong.planners.search import BatchPlans
+from furlong.planners.spaco import check_sampling
+from furlong.train.choose_plan import choose_plan
+from furlong.train.processes.launch import Launch, layout_of, sizes_of
+from furlong.units import format_bytes
+
+DIALS = (*SEARCHED_DIALS, "stage_layers")
+_NO_BOUND_BYTES = 2**62
+# Where a config comes from, and how a program is to run it.
+_VOLATILE = (
+    "transformers_version", "_name_or_path", "_commit_hash", "architectures", "auto_map", "dtype",
+    "torch_dtype", "attn_implementation", "_attn_implementation", "use_cache",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """The model's config and what it costs on this process's device."""
+
+    name: str
+    config: Any
+    """That of transformers, with the run's `model.rope`."""
+    launch: Launch
+    device: torch.device
+    machine: Machine
+    cost: CostModel | None
+    """Figures of one process; None where the model's work cannot be counted."""
+    uncounted: str = ""
+    """The reason for that."""
+
+    @classmethod
+    def read(cls, config: RunConfig, device: torch.device, launch: Launch) -> RunModel:
+        """Raises UserError for a config that cannot be read, and for a damaged calibration."""
+        whole = _read_config(config)
+        machine = one_of(_machine_of(device), launch.num_local)
+        known = (config.model.name, whole, launch, device, machine)
+        try:
+            cost = CostModel(describe(whole), machine, training_of(config.model))
+        except ConfigError as error:
+            return cls(*known, None, error.given)
+        return cls(*known, cost.calibrated(config.model.dtype))
+
+    @property
+    def whole_cost(self) -> CostModel | None:
+        """The figures for plans that list all processes."""
+        if self.cost is None or self.launch.num_processes == 1:
+            return self.cost
+        return replace(self.cost, training=replace(self.cost.training, zero_stage=1, gathers=True))
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The keys of the config that say what is computed, as JSON holds them."""
+        return _architecture_of(self.config)
+
+    def stages(self, layout: Layout, seq_lens: Sequence[int]) -> tuple[int, ...]:
+        """Layers of each stage, so that all take about as long over these lengths; of equal height
+        where the model's work cannot be counted; empty without a pipeline.
+
+        Raises ConfigError for fewer layers than stages.
+        """
+        if layout.pp == 1:
+            return ()
+        num_layers = int(self.config.get_text_config().num_hidden_layers)
+        if layout.pp > num_layers:
+            raise ConfigError(
+                given=f"parallel.pp = {layout.pp} for a model of {num_layers} layers",
+                required=f"at most {num_layers}: a stage has a layer at least",
+                source=f"parallel.pp, and {self.name}, config.json",
+                change=f"set parallel.pp to {num_layers} or less",
+            )
+        if self.cost is None:
+            return stage_heights(num_layers, -(-num_layers // layout.pp))
+        return cut_layers(self.cost.shape, layout.pp, mean_attended_keys(seq_lens))
+
+    def budget(self, config: RunConfig) -> tuple[int, str]:
+        """Bytes of the device that plans may use: the given ones, or those that its free memory
+        allows; and the words for them. Ask before the model takes memory."""
+        if config.memory.device != "auto":
+            return config.memory.device, self.machine.budget_words(config.memory.device)
+        num_local = self.launch.num_local
+        if self.machine.name == THIS_CPU:
+            words = FREE_RAM if num_local == 1 else f"{FREE_RAM} over {num_local} processes"
+            return free_ram_budget_bytes() // num_local, words
+        free_bytes = torch.cuda.mem_get_info(self.device)[0]
+        # gaps between the allocator's blocks
+        words = f"95% of what is free, as {self.machine.name}"
+        return rounded_budget(free_bytes * 19 // 20), words
+
+
+def rope_of(config: RunConfig) -> dict[str, Any] | None:
+    """The change of the position embedding, as plain values."""
+    return None if config.model.rope is None else config.model.rope.model_dump(mode="json")
+
+
+def read_architecture(config: RunConfig) -> dict[str, Any]:
+    """The architecture of the run's model, by its files as they are now."""
+    return _architecture_of(_read_config(config))
+
+
+def choose_run_plan(
+    config: RunConfig, model: RunModel, train: DataSet, storage: Storage
+) -> Decision:
+    """The options of a run over `train`, and the layout of its processes; with the bytes that
+    planners of single batches may use, where there are any.
+
+    Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit, for
+    sizes that no layout has, and for a sample that would leave no chunk of the data out.
+    """
+    given, budget = _given(config, train, model), model.budget(config)
+    if model.cost is None:
+        decision = _uncounted(config, train, given, model)
+    else:
+        decision = _searched(config, train, given, model, model.cost, storage, budget)
+    if decision.layout.sp == decision.layout.pp == 1:
+        return decision
+    return replace(decision, budget_bytes=budget[0])
+
+
+def _searched(
+    config: RunConfig,
+    train: DataSet,
+    given: dict[str, Any],
+    model: RunModel,
+    cost: CostModel,
+    storage: Storage,
+    budget: tuple[int, str],
+) -> Decision:
+    num_processes, sizes = model.launch.num_processes, sizes_of(config.parallel)
+    some = layouts(num_processes, cost.shape, dp=sizes["dp"], sp=sizes["sp"], pp=sizes["pp"])
+    has_budget, (budget_bytes, budget_words) = config.memory.device != "auto", budget
+    tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
+    is_lowered, is_free = set(tiers) != {"device"}, config.chunks.method == "auto"
+    whole = {"order": "chunk-first"} | given if all(one.pp > 1 for one in some) else given
+    all_given = is_free and _are_all(whole)
+    if all_given and not has_budget and len(some) == 1:
+        if not is_lowered:
+            stages = model.stages(some[0], train.seq_lens.tolist())
+            return Decision(ChunkOptions(**whole), "", model=cost, layout=some[0], stages=stages)
+        budget_bytes = _NO_BOUND_BYTES  # but the lower tiers must hold it
+    is_of_pairs = in_two_phases(config, num_processes)
+    lens = train.epoch_lens(config.train.seed)
+    decision = choose_plan(
+        config,
+        cost,
+        count_lengths(lens),
+        Limits(budget_bytes, storage.host_bytes, storage.disk_bytes, cost.hardware.margin(MARGIN)),
+        budget_words,
+        num_processes,
+        sequences_per_step=config.train.sequences_per_step * train.rows_per_record,
+        given=given | {name: size for name, size in sizes.items() if size is not None},
+        pairs=[(a, b) for a, b in train.seq_lens.reshape(-1, 2).tolist()] if is_of_pairs else None,
+        longest=train.longest,
+        must_fit=is_lowered or has_budget or not is_free,
+    )
+    words = "" if all_given else decision.words
+    return replace(decision, words=words, figures=cost.hardware.origin)
+
+
+def _uncounted(
+    config: RunConfig, train: DataSet, given: dict[str, Any], model: RunModel
+) -> Decision:
+    """The decision for a model whose work cannot be counted, by fixed rules. Raises ConfigError for
+    a method by name, which only a search finds plans of."""
+    if config.chunks.method != "auto":
+        raise ConfigError(
+            given=f"chunks.method = {config.chunks.method} and {model.uncounted}",
+            required="a model whose work can be counted, which every method plans by",
+            source="chunks.method",
+            change="leave chunks.method out",
+        )
+    layout = layout_of(config.parallel, model.launch.num_processes)
+    if layout.pp > 1:
+        given.setdefault("order", "chunk-first")
+    if in_two_phases(config, model.launch.num_processes):
+        given.setdefault("keep", "kv")
+    words = f"by the fixed rule, for the model's work cannot be counted: {model.uncounted}"
+    if _are_all(given) and config.memory.device == "auto":
+        words = ""
+    options = fixed_options(config.data.max_seq_len, given)
+    stages = model.stages(layout, train.seq_lens.tolist())
+    return Decision(options, words, layout=layout, stages=stages)
+
+
+def in_two_phases(config: RunConfig, num_processes: int) -> bool:
+    """Whether each call of a step takes a pair of sequences, with the loss between two phases."""
+    return config.train.loss == "dpo" and num_processes == 1
+
+
+def _are_all(given: Mapping[str, Any]) -> bool:
+    """Whether no dial is left to choose."""
+    dials = SEARCHED_DIALS if given.get("order") == "chunk-first" else DIALS
+    return all(name in given for name in dials)
+
+
+def _given(config: RunConfig, train: DataSet, model: RunModel) -> dict[str, Any]:
+    """The dials of the run file; a sample draws by the run's own seed."""
+    given = given_dials(config.chunks)
+    if in_two_phases(config, model.launch.num_processes):
+        return given | {"order": "chunk-first", "num_retained": 0}
+    if "sample" in given:
+        is_cut = train.seq_lens > given["size"]
+        # the first token of a sequence is predicted from nothing
+        unlabelled = (train.seq_lens - 1 - train.valid_tokens)[is_cut]
+        has_unlabelled = bool((unlabelled >= given["size"]).any())
+        check_sampling(
+            given["sample"], size=given["size"], longest=train.longest,
+            has_unlabelled=has_unlabelled,
+        )  # fmt: skip
+        given["sample"] = replace(given["sample"], seed=config.train.seed)
+    return given
+
+
+def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> BatchPlans | None:
+    """The planners of single batches, for a run with pools or a pipeline; None where there are
+    none, or where the model's work cannot be counted."""
+    if decision.budget_bytes is None or model.cost is None:
+        return None
+    layout = decision.layout
+    limits = Limits(decision.budget_bytes, margin=model.cost.hardware.margin(MARGIN))
+    question = Question(
+        (), model.cost, limits, layout.num_devices,
+        given=given_dials(config.chunks), method=config.chunks.method, stages=decision.stages,
+    )  # fmt: skip
+    return BatchPlans(question, layout, decision.options, decision.has_shrunk)
+
+
+def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -> Storage:
+    """Budgets and folder of a run's tiers, for one of the `num_local` processes that share the
+    machine's RAM; null as the folder is the run's own. Raises ConfigError
+    for budgets and tiers that a CPU does not have, and for a folder that cannot take a file."""
+    tier = config.chunks.tier
+    host_bytes, disk_bytes = tier_budgets(
+        tier, config.memory.host, config.memory.disk,
+        on_cpu=device.type != "cuda", free_host_bytes=free_ram_budget_bytes() // num_local,
+    )  # fmt: skip
+    named = config.memory.disk_dir
+    folder = Path(config.out if named is None else named).expanduser()
+    if disk_bytes and (tier == "auto" or names_tier(tier, "disk")):
+        # The run's own folder appears later: until then the one it will be in stands for it.
+        NamelessFile(_existing(folder) if named is None else folder).close()
+    return Storage(host_bytes, disk_bytes, folder)
+
+
+def check_free(storage: Storage, decision: Decision) -> None:
+    """Raises ConfigError if the disk has less room than what was decided is predicted to need."""
+    if decision.answer is None:
+        return
+    disk_bytes = decision.answer.best.needs.disk_bytes
+    if not disk_bytes:
+        return
+    free = shutil.disk_usage(_existing(Path(storage.disk_dir or "."))).free
+    if free < disk_bytes:
+        raise ConfigError(
+            given=f"{format_bytes(free)} free on the disk of {storage.disk_dir}",
+            required=f"{format_bytes(disk_bytes)}, which the plan is predicted to keep there",
+            source="memory.disk_dir",
+            change="make room there, name a folder on a larger disk with memory.disk_dir, or lower"
+            f" memory.disk to what is free, such as {free * 9 // 10 // 2**20}MiB",
+        )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the one above it that is there."""
+    return next(f for f in (folder, *folder.absolute().parents) if os.path.isdir(f))
+
+
+def _machine_of(device: torch.device) -> Machine:
+    if device.type != "cuda":
+        return this_cpu()
+    total_bytes = torch.cuda.mem_get_info(device)[1]
+    return Machine.of_card(torch.cuda.get_device_name(device), total_bytes)
+
+
+def _read_config(config: RunConfig) -> Any:
+    source, limit = check_folder(config.model.name), config.data.max_seq_len
+    return read_config(source, rope=rope_of(config), max_seq_len=limit)
+
+
+def _architecture_of(whole: Any) -> dict[str, Any]:
+    return _without_volatile(json.loads(json.dumps(whole.to_diff_dict(), default=str)))
+
+
+def _without_volatile(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_volatile(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if key not in _VOLATILE
+    }
