@@ -17,7 +17,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import yaml
 from contenders import SHAPES
 from harness import console, machine
 from tokenizers import Tokenizer, models
@@ -82,7 +81,7 @@ def _write_run(folder: Path, num_tokens: int, budget_bytes: int) -> Path:
         "train": {"steps": _STEPS, "sequences_per_step": 1, "lr": 1e-3},
         "out": str(folder / "out"),
     }  # fmt: skip
-    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    (folder / "run.yaml").write_text(json.dumps(run))
     return folder / "run.yaml"
 
 

@@ -81,6 +81,13 @@ class ConfigError(UserError):
     """A key, a value or a flag of the run's configuration."""
 
 
+def refusal(
+    given: str, required: str, change: str, source: str = "the command line"
+) -> ConfigError:
+    """The error of a command line, or of what it names."""
+    return ConfigError(given=given, required=required, source=source, change=change)
+
+
 class DataError(UserError):
     """Files, records or sequences that cannot be trained on."""
 

@@ -92,7 +92,7 @@ def test_a_run_file_says_where_data_and_tokenizer_are(
         (["data", "--out=lengths.txt"], "--out lengths.txt"),
         (["data", "--picture=lengths.gif"], "--picture lengths.gif"),
         (["data", "--format=csv"], "invalid choice: 'csv'"),
-        (["data", "--tokeniser=x"], "unrecognized arguments: --tokeniser=x"),
+        (["data", "--tokeniser=x"], "--tokeniser"),
     ],
 )
 def test_a_wrong_command_line_is_told(arguments: list[str], told: str, capsys: Any) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from furlong import __version__
-from furlong.cli.flag_types import check_replaced
 from furlong.cli.main import main
+from furlong.cli.output import check_replaced
 
 CALL = "import sys; from furlong.cli.main import main; code = main(sys.argv[1:]); "
 

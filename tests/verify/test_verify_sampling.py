@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import transformers
-import yaml
 
 import furlong
 from furlong.api import Engine
@@ -25,7 +24,7 @@ from furlong.config.schema import (
     SampleConfig,
     TrainConfig,
 )
-from furlong.config.sources import build_run
+from furlong.config.sources import build_run, read_yaml
 from furlong.models.shrink import shrink_config
 from furlong.planners.spaco import EXACT, Factors, Sampling, draw
 from furlong.runtime import cell
@@ -331,7 +330,7 @@ def test_the_document_shows_runs_and_names_every_key() -> None:
     shown = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert len(shown) == 4
     for block in shown:
-        values = yaml.safe_load(block) | {"model": {"name": "x"}, "data": {"train": "x"}}
+        values = read_yaml(block, "", "") | {"model": {"name": "x"}, "data": {"train": "x"}}
         assert sampling_of_run(build_run(values, "run.yaml")) is not None
     table = text.split("| Key of `chunks.sample` |")[1].split("\n\n")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(SampleConfig.model_fields)

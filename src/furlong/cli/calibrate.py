@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.cli.flag_types import VerbParser, check_replaced
-from furlong.cli.output import tell_loading
+from furlong.cli.output import check_replaced, tell_loading
+from furlong.config.sources import FlagParser, is_run_file, load_run
 from furlong.errors import ConfigError
 from furlong.units import format_bytes, format_count, format_seconds
 
@@ -153,7 +153,7 @@ def _shown(name: str, value: Any, machine: Machine) -> str:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = VerbParser(
+    parser = FlagParser(
         "calibrate",
         takes="furlong calibrate [RUN.yaml|CONFIG.json|MODEL] [FLAGS]",
         description="Measure this machine with small models of a run's widths, in under two"
@@ -192,8 +192,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_config(subject: str | None) -> RunConfig | None:
-    from furlong.config.sources import is_run_file, load_run
-
     return load_run(subject) if subject is not None and is_run_file(subject) else None
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from furlong.cli.flag_types import VerbParser
 from furlong.cli.output import tell_loading
+from furlong.config.sources import FlagParser
 
 
 def run(arguments: Sequence[str]) -> int:
-    parser = VerbParser(
+    parser = FlagParser(
         "export",
         takes="furlong export RUN_OR_CHECKPOINT [--merge] [--out FOLDER]",
         description="Write a run's newest checkpoint, or the one that is named, as a Hugging Face"

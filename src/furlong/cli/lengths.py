@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.cli.flag_types import VerbParser, check_output, refusal, writing
-from furlong.cli.output import tell_loading
+from furlong.cli.output import check_output, tell_loading, writing
+from furlong.config.sources import FlagParser, is_run_file, load_run
+from furlong.errors import refusal
 from furlong.units import count_words
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ _MAX_NAMED = 3
 
 def run(arguments: Sequence[str]) -> int:
     chosen = _parse(arguments)
-    from furlong.config.sources import is_run_file
     from furlong.report.patience import patience
 
     is_run = len(chosen.data) == 1 and is_run_file(chosen.data[0])
@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = VerbParser(
+    parser = FlagParser(
         "lengths",
         takes="RUN.yaml, or DATA... --tokenizer T",
         description="Count the tokens of every sequence; show the shares of tokens and of attention"
@@ -62,8 +62,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _of_run(chosen: argparse.Namespace) -> tuple[Lengths, str, int | None]:
     """The lengths of a run's training sequences, their title, and the length that is cut off."""
-    from furlong.config.sources import load_run
-
     config = load_run(chosen.data[0])
     lengths, limit = count_run(config, chosen.tokenizer), config.data.max_seq_len
     return lengths, f"{chosen.data[0]}: data.train", limit

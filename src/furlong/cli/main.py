@@ -12,6 +12,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from furlong import __version__
@@ -86,7 +87,7 @@ def _check_written(out: Output, arguments: list[str]) -> int:
     out.flush()
     if out.error is None:
         return 0
-    if arguments[:1] not in ([verb] for verb in _PRINTED):
+    if not arguments or arguments[0] not in _PRINTED:
         print(f"warning: the output is incomplete: {out.error}", file=sys.stderr)
         return 0
     error = ConfigError(
@@ -100,43 +101,21 @@ def _check_written(out: Output, arguments: list[str]) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if arguments[:1] and arguments[0] in _VERBS:
+    verb = arguments[0] if arguments else "--help"
+    if verb in _VERBS:
         _check_working_folder()
         _check_texts(arguments)
-    match arguments:
-        case [] | ["--help" | "-h", *_]:
-            print(_HELP, end="")
-            return 0
-        case ["--version", *_]:
-            print(f"furlong {__version__}")
-            return 0
-        case ["train", *rest]:
-            from furlong.cli import train
-
-            return train.run(rest)
-        case ["plan", *rest]:
-            from furlong.cli import plan
-
-            return plan.run(rest)
-        case ["lengths", *rest]:
-            from furlong.cli import lengths
-
-            return lengths.run(rest)
-        case ["calibrate", *rest]:
-            from furlong.cli import calibrate
-
-            return calibrate.run(rest)
-        case ["export", *rest]:
-            from furlong.cli import export
-
-            return export.run(rest)
-        case ["verify", *rest]:
-            from furlong.cli import verify
-
-            return verify.run(rest)
-    close = difflib.get_close_matches(arguments[0], [*_VERBS, "--help", "--version"], n=1)
+        code: int = import_module(f"furlong.cli.{verb}").run(arguments[1:])
+        return code
+    if verb in ("--help", "-h"):
+        print(_HELP, end="")
+        return 0
+    if verb == "--version":
+        print(f"furlong {__version__}")
+        return 0
+    close = difflib.get_close_matches(verb, [*_VERBS, "--help", "--version"], n=1)
     raise ConfigError(
-        given=f"furlong {arguments[0]}",
+        given=f"furlong {verb}",
         required=f"a verb: {', '.join(_VERBS)}",
         source="the command line",
         change=f"did you mean furlong {close[0]}?" if close else "see furlong --help",

@@ -1,14 +1,24 @@
-"""Standard output and error that never end the work: closed, full, or their reader gone."""
+"""Files that a verb writes, and output that never ends the work.
+
+Standard output and error may be closed or full, or their reader gone.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from typing import Any
+
+from furlong.errors import ConfigError, refusal
+from furlong.files import os_errors_told
+
+_BEGINNINGS = {".png": (b"\x89png",), ".svg": (b"<?xml", b"<svg")}
 
 
 class Output:
@@ -102,3 +112,47 @@ def _open_closed_streams() -> None:
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
+
+
+def check_output(path: Path, flag: str, endings: Sequence[str], *keys: str) -> None:
+    """Raise ConfigError for a name with another ending, and where `check_replaced` does."""
+    if path.suffix.lower() not in endings:
+        required = f"a name that ends in {' or '.join(endings)}"
+        raise refusal(f"{flag} {path}", required, "give the file another ending")
+    check_replaced(path, flag, *keys)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make the folder of what is written; raises ConfigError in the place of the system's error."""
+    change = ", or choose another place"
+    required = "a file that can be written"
+    with os_errors_told(ConfigError, required=required, source=str(path), or_else=change):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+
+
+def check_replaced(path: Path, flag: str, *keys: str) -> None:
+    """Raises ConfigError where a file that would be replaced is no JSON object with `keys`, or,
+    without keys, no picture of its ending; an empty file may be replaced."""
+    try:
+        content = path.read_bytes() if path.is_file() else b""
+    except OSError:  # told when it is written
+        return
+    if not content.strip():
+        return
+    if keys:
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError):
+            found = None
+        is_own = isinstance(found, dict) and found.keys() >= set(keys)
+    else:
+        is_own = content.lower().startswith(_BEGINNINGS[path.suffix.lower()])
+    if not is_own:
+        raise refusal(
+            f"{path}, which is there and is something else than what would replace it",
+            "a new file, or one that furlong wrote",
+            "choose another name, or remove the file",
+            flag,
+        )

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from furlong.cli.flag_types import check_output, refusal, writing
+from furlong.cli.output import check_output, writing
 from furlong.cli.question import (
     MAX_DEVICES,
     PlanQuestion,
@@ -24,9 +24,9 @@ from furlong.cli.question import (
     run_of,
     spec_of,
 )
-from furlong.config.sources import RunFlags, RunParser, is_run_file, read_flags
+from furlong.config.sources import FlagParser, RunFlags, is_run_file, read_flags
 from furlong.cost.machine import known_machines
-from furlong.errors import PlanError, UserError
+from furlong.errors import PlanError, UserError, refusal
 from furlong.plan.check import check
 from furlong.plan.lengths import read_lengths
 from furlong.plan.plan import ChunkPlan
@@ -122,7 +122,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def parse_flags(arguments: Sequence[str]) -> RunFlags:
     """The command line. Raises ConfigError; `--help` ends the process with SystemExit(0)."""
-    parser = RunParser(prog="furlong plan", usage=_USAGE, allow_abbrev=False, description=_ABOUT)
+    parser = FlagParser("plan", takes="--section.key=value", description=_ABOUT, usage=_USAGE)
     parser.add_argument("subject", nargs="?", metavar="RUN.yaml|PLAN.json|RUN_FOLDER")
     _add_flags(parser)
     flags = read_flags(parser, arguments)

@@ -12,7 +12,7 @@ from math import floor, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.cli.flag_types import check_replaced, refusal
+from furlong.cli.output import check_replaced
 from furlong.cost.machine import (
     THIS_CPU,
     Machine,
@@ -22,7 +22,7 @@ from furlong.cost.machine import (
 )
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape, cached_shape, is_known_model, known_models, model_shape
-from furlong.errors import UserError
+from furlong.errors import UserError, refusal
 from furlong.plan.lengths import (
     Lengths,
     count_lengths,

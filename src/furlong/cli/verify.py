@@ -14,7 +14,7 @@ _DESCRIPTION = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    config = parse_run(arguments, "furlong verify", description=_DESCRIPTION) if arguments else None
+    config = parse_run(arguments, "verify", description=_DESCRIPTION) if arguments else None
     # torch and transformers are loaded when the command line has been found sound.
     tell_loading()
     from furlong.report.patience import patience

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache, partial
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -24,6 +25,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings.sources import PydanticBaseSettingsSource
@@ -70,7 +72,7 @@ def _refuse_odd(value: object) -> object:
 def _read_whole(value: object) -> object:
     _refuse_odd(value)
     if isinstance(value, str):
-        for kind in (int, float):
+        for kind in (partial(int, base=0), float):  # 0x10 is a number of YAML too
             with suppress(ValueError):
                 return kind(value)
     return value
@@ -121,7 +123,8 @@ def _near(name: object, known: tuple[str, ...]) -> str:
 
 
 def told(**parts: str) -> PydanticCustomError:
-    """An error with parts of its message: required and change, also given and the key."""
+    """An error with parts of its message: required and change, also given, and all keys of which
+    the values do not fit each other, as `a and b`."""
     return PydanticCustomError("told", "{required}", dict(parts))
 
 
@@ -349,7 +352,15 @@ class TrainConfig(BaseModel):
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
-            raise PydanticCustomError("run_length", "one of train.steps and train.epochs, not both")
+            which, change = "none", "set one of them"
+            if self.steps is not None:
+                which, change = "both", "remove one of them; --train.steps=null removes a file's"
+            raise told(
+                keys="train.steps and train.epochs",
+                given=f"{which} of train.steps and train.epochs",
+                required="one of train.steps and train.epochs, not both",
+                change=change,
+            )
         return self
 
     @model_validator(mode="after")
@@ -358,14 +369,14 @@ class TrainConfig(BaseModel):
             value = getattr(self, name)
             if self.loss == "sft" and value != type(self).model_fields[name].default:
                 raise told(
-                    key=f"train.{name} and train.loss",
+                    keys=f"train.{name} and train.loss",
                     given=f"train.{name} = {value} with train.loss: sft",
                     required="train.loss: dpo, whose option it is",
                     change=f"set train.loss to dpo, or remove train.{name}",
                 )
         if self.loss_type == "ipo" and self.label_smoothing:
             raise told(
-                key="train.label_smoothing and train.loss_type",
+                keys="train.label_smoothing and train.loss_type",
                 given=f"train.label_smoothing = {self.label_smoothing} with train.loss_type: ipo",
                 required="train.label_smoothing: 0, for a loss that has none",
                 change="remove train.label_smoothing, or set train.loss_type to robust",
@@ -486,7 +497,7 @@ class ChunksConfig(BaseModel):
     def _stages_are_layer_first(self) -> ChunksConfig:
         if self.order == "chunk-first" and self.stage_layers != "auto":
             raise told(
-                key="chunks.stage_layers and chunks.order",
+                keys="chunks.stage_layers and chunks.order",
                 given=f"chunks.stage_layers = {self.stage_layers} with chunks.order: chunk-first",
                 required="chunks.order: layer-first with chunks.stage_layers",
                 change="set chunks.order to layer-first, or remove chunks.stage_layers",
@@ -497,7 +508,7 @@ class ChunksConfig(BaseModel):
     def _a_sample_has_a_size(self) -> ChunksConfig:
         if self.sample is not None and self.size == "auto":
             raise told(
-                key="chunks.size and chunks.sample",
+                keys="chunks.size and chunks.sample",
                 given="chunks.size = 'auto' with chunks.sample",
                 required="a number: which gradient is estimated does not depend on the size of"
                 " chunks, but its error does, so no search may choose it",
@@ -564,7 +575,7 @@ class RunConfig(BaseSettings):
             if budget == 0 and names_tier(self.chunks.tier, tier):
                 name = f"memory.{tier}"
                 raise told(
-                    key=f"chunks.tier and {name}",
+                    keys=f"chunks.tier and {name}",
                     given=f"chunks.tier = {self.chunks.tier!r} with {name} = 0",
                     required=f"{name} above 0, for what is to live there",
                     change=f"add {name}, such as {name}: 64GiB, or change chunks.tier",
@@ -576,7 +587,7 @@ class RunConfig(BaseSettings):
         loss, shape = self.train.loss, self.data.format
         if shape != "auto" and (loss == "dpo") != (shape == "preference"):
             raise told(
-                key="data.format and train.loss",
+                keys="data.format and train.loss",
                 given=f"data.format = {shape!r} with train.loss: {loss}",
                 required="preference (chosen + rejected) with dpo, and another shape with sft",
                 change="remove data.format, or change train.loss",
@@ -586,9 +597,38 @@ class RunConfig(BaseSettings):
     @model_validator(mode="after")
     def _adapters_have_a_base(self) -> RunConfig:
         if self.model.lora is not None and self.model.init == "random":
-            raise PydanticCustomError(
-                "lora_base",
-                "model.init: pretrained with model.lora: an adapter is saved without its base, so"
-                " random base weights would be lost",
+            raise told(
+                keys="model.lora and model.init",
+                given="model.lora with model.init: random",
+                required="model.init: pretrained with model.lora: an adapter is saved without its"
+                " base, so random base weights would be lost",
+                change="set model.init to pretrained, or remove model.lora",
             )
         return self
+
+
+@cache
+def all_keys() -> dict[str, FieldInfo]:
+    """Every key of a run, `train.lr`, sections among them."""
+    return _keys_of(RunConfig, "")
+
+
+def keys_below(key: str) -> list[str]:
+    """The names of a section's keys, those of a run where `key` is empty; none for a leaf."""
+    names = [one.rpartition(".") for one in all_keys()]
+    return [name for outer, _, name in names if outer == key]
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a key stands for, which may be absent; None for a leaf."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+
+
+def _keys_of(section: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
+    keys: dict[str, FieldInfo] = {}
+    for name, field in section.model_fields.items():
+        keys[prefix + name] = field
+        if inner := section_of(field):
+            keys |= _keys_of(inner, f"{prefix}{name}.")
+    return keys

@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""Write docs/reference.md: every key of a run, and the keys of other trainers.
+
+The keys come from the parser of the command line, which the schema makes; the other trainers' come
+from config/foreign.yaml. A fast test compares the page with what this writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from furlong.config.messages import foreign_keys
+from furlong.config.schema import all_keys, section_of
+from furlong.config.sources import FlagParser, read_flags
+
+PAGE = Path(__file__).parents[1] / "docs/reference.md"
+_HEAD = """\
+# Reference
+
+Every key of a run file. On the command line a key is a flag, `--train.lr=1e-5`, which comes before
+the file. `scripts/reference.py` writes this page; `furlong train --help` shows the same.
+"""
+_FOREIGN = """\
+## Keys of other trainers
+
+A key of TRL, axolotl or LLaMA-Factory is refused, in a run file as on the command line and in
+whatever section it stands. The message is a table of all of them, and says what this one says:
+"""
+
+
+def reference() -> str:
+    """The page."""
+    parser = FlagParser("train", takes="", description="")
+    read_flags(parser, [])
+    actions = {a.option_strings[-1].lstrip("-"): a for a in parser._actions if a.option_strings}
+    lines = [_HEAD]
+    sections: dict[str, list[str]] = {"": []}
+    for key in all_keys():
+        outer = key.rpartition(".")[0]
+        if actions[key].help == argparse.SUPPRESS:
+            sections[key] = []
+        else:
+            sections[outer].append(_row(actions[key]))
+    for section, rows in sorted(sections.items(), key=lambda item: item[0] == ""):
+        lines.append(f"## {section or 'The run itself'}\n")
+        if section:
+            lines.append(f"{_description(section)}\n")
+        lines += ["| Key | Values | Default | What it is |", "| --- | --- | --- | --- |", *rows, ""]
+    lines += [_FOREIGN, "| There | Here |", "| --- | --- |"]
+    for answer, names in foreign_keys().items():
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {_marked(answer)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _row(action: argparse.Action) -> str:
+    text = " ".join(str(action.help).split())
+    found = re.fullmatch(r"(.*) \((?:default: (.*)|(required.*))\)", text)
+    if found is None:
+        raise ValueError(f"{action.option_strings}: a help without a default: {text}")
+    what, default, required = found.groups()
+    key = action.option_strings[-1].lstrip("-")
+    values = str(action.metavar).replace("|", "\\|")
+    return f"| `{key}` | `{values}` | {required or f'`{default}`'} | {what} |"
+
+
+def _description(section: str) -> str:
+    return " ".join(str(section_of(all_keys()[section]).__doc__).split())
+
+
+def _marked(text: str) -> str:
+    """The text with names of keys and files in code."""
+    known = sorted((*all_keys(), "chat_template.jinja"), key=len, reverse=True)
+    dotted = [name for name in known if "." in name]
+    return re.sub("|".join(map(re.escape, dotted)), lambda found: f"`{found[0]}`", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(reference(), encoding="utf-8")
