@@ -15,20 +15,14 @@ from helpers.launched import Launched
 from helpers.load import slowed
 
 from furlong.errors import DataError
-from furlong.train.processes.flight import flight_file, read_flights, remove_flights
-from furlong.train.processes.join import joined
-from furlong.train.processes.launch import read_launch
-from furlong.train.processes.together import Processes
-from furlong.train.processes.watch import Limits
+from furlong.train.processes import Limits, Processes, joined, read_launch
 
 QUICK = Limits(round_s=slowed(0.1), silent_rounds=15, stuck_rounds=15, idle_rounds=30)
 
 
-def work(what: str, folder: Path) -> None:
-    launch = read_launch()
+def work(what: str) -> None:
     try:
-        with joined(launch, limits=QUICK) as processes:
-            processes.flight.write_to(flight_file(folder, launch.attempt, launch.number))
+        with joined(read_launch(), limits=QUICK) as processes:
             CASES[what](processes)
     except DataError as error:
         print(error, flush=True)
@@ -38,7 +32,8 @@ def work(what: str, folder: Path) -> None:
 def is_done(processes: Processes) -> None:
     assert processes.sums([1.0, processes.launch.number]) == [2.0, 1.0]
     assert processes.any(not processes.is_first) and not processes.any(False)
-    assert processes.by_first(lambda: {"a": [1]}) == {"a": [1]}
+    assert processes.from_first(lambda: {"a": [1]}) == {"a": [1]}
+    assert processes.each(processes.launch.number) == [0, 1]
     order: list[int] = []
     processes.first_of_each_machine(lambda: order.append(time.monotonic_ns()))
     print(order[0], flush=True)
@@ -53,7 +48,7 @@ def raises_of_one(processes: Processes) -> None:
 
 
 def fails_on_one(processes: Processes) -> None:
-    processes.flight.at("step 3 F1.0 kv")
+    processes.at("step 3 F1.0 kv")
     if not processes.is_first:
         raise ValueError("no such layer")
     dist.barrier()
@@ -72,15 +67,21 @@ def fails_outside(processes: Processes) -> None:
     time.sleep(60)
 
 
+def begin(processes: Processes, position: str) -> None:
+    """A new position, which the others have heard of."""
+    processes.at(position)
+    time.sleep(3 * QUICK.round_s)
+
+
 def dies_at_a_collective(processes: Processes) -> None:
-    processes.flight.at(f"step 3 F{processes.launch.number}.0 kv")
+    begin(processes, f"step 3 F{processes.launch.number}.0 kv")
     if processes.launch.number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
 
 
 def dies_outside(processes: Processes) -> None:
-    processes.flight.at(f"step 3 F{processes.launch.number}.0 kv")
+    begin(processes, f"step 3 F{processes.launch.number}.0 kv")
     if processes.launch.number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
@@ -93,7 +94,7 @@ def the_first_dies(processes: Processes) -> None:
 
 
 def stops(processes: Processes) -> None:
-    processes.flight.at(f"step 3 F{processes.launch.number}.0 kv")
+    begin(processes, f"step 3 F{processes.launch.number}.0 kv")
     if processes.launch.number == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(1))
@@ -101,9 +102,8 @@ def stops(processes: Processes) -> None:
 
 def sticks(processes: Processes) -> None:
     """Each waits for something else, in the second step."""
-    for step in (3, 4):
-        processes.flight.at(f"step {step} B{processes.launch.number}.0")
-        time.sleep(3 * QUICK.round_s)
+    processes.at("after step 3")
+    begin(processes, f"step 4 B{processes.launch.number}.0")
     if processes.is_first:
         dist.all_reduce(torch.ones(1))
     time.sleep(60)
@@ -111,7 +111,7 @@ def sticks(processes: Processes) -> None:
 
 def stands_still_in_a_checkpoint(processes: Processes) -> None:
     """The disk of one machine does not answer; the others wait for their verdict."""
-    processes.flight.at("a checkpoint")
+    processes.at("a checkpoint")
     processes.together(lambda: None if processes.is_first else time.sleep(60))
 
 
@@ -121,7 +121,7 @@ def cannot_write_before_a_collective(processes: Processes) -> None:
             raise DataError(given="no room", required="room", source="here", change="make room")
         dist.barrier()
 
-    processes.flight.at("a checkpoint")
+    processes.at("a checkpoint")
     processes.together(write)
 
 
@@ -133,7 +133,7 @@ def works_long_between_steps(processes: Processes) -> None:
         while time.monotonic() < until_s:
             sum(range(1000))
 
-    processes.flight.at("step 3 plan")
+    processes.at("step 3 plan")
     processes.together(work if processes.is_first else lambda: None)
 
 
@@ -148,7 +148,7 @@ CASES = {
 
 
 def run(folder: Path, what: str, num_processes: int = 2) -> Launched:
-    return Launched(folder, work, what, folder, num_processes=num_processes)
+    return Launched(folder, work, what, num_processes=num_processes)
 
 
 def test_they_agree_and_leave(tmp_path: Path) -> None:
@@ -189,9 +189,6 @@ def test_a_death_is_told_with_its_last_action(tmp_path: Path, what: str) -> None
         assert "its last action was step 3 F1.0 kv" in ended[number].said
         assert f"it was at step 3 F{number}.0 kv" in ended[number].said
         assert "process 2 stopped" not in ended[number].said
-    assert read_flights(tmp_path) == {n: f"step 3 F{n}.0 kv" for n in range(3)}
-    remove_flights(tmp_path)
-    assert read_flights(tmp_path) == {}
 
 
 def test_the_death_of_the_first(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from furlong.train.checkpoints import checkpoint as module
 from furlong.train.checkpoints.checkpoint import load_tensors, save_checkpoint, stored_tensors
 from furlong.train.checkpoints.folder import check_checkpoint, list_checkpoints, measure_files
 from furlong.train.checkpoints.state import all_tensors, restore_tensors
-from furlong.train.processes.launch import Launch
-from furlong.train.processes.together import Processes
+from furlong.train.processes import Launch, Processes
 from furlong.train.setup.optimizer import build_optimizer, make_state
 
 
@@ -63,8 +62,7 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range)
 
 
 def of_process(rank: int, num_ranks: int) -> Processes:
-    store = dist.distributed_c10d._get_default_store()
-    return Processes(Launch(rank, num_ranks, rank), dist.PrefixStore("run", store))
+    return Processes(Launch(rank, num_ranks, rank), dist.group.WORLD)
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

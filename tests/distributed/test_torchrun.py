@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -19,8 +18,6 @@ import psutil
 import pytest
 from helpers.load import slowed
 from helpers.tiny_runs import TinyRun, build_tiny_run
-
-from furlong.train.processes.flight import read_flights
 
 NUM_STEPS = 12
 LIMIT_S = 180
@@ -153,7 +150,6 @@ def survive(
             assert kill.others_s < slowed(60)
         run = folder / str(index) / "run"
         assert (weights_of(run), losses_of(run)) == truth
-        assert not (run / "flight").exists()
 
 
 def test_kills(tiny_run: TinyRun, tmp_path: Path) -> None:
@@ -178,9 +174,6 @@ def test_a_kill_ends_all_and_leaves_the_last_actions(
     killed_s = time.monotonic()
     assert started.wait() == 1, started.said
     assert time.monotonic() - killed_s < slowed(60)
-    last = read_flights(run)
-    assert last.keys() == {0, 1}
-    assert re.match(r"(after )?step \d+|a checkpoint|evaluation", last[1]), last
     assert "exitcode  : -9" in started.said and "rank      : 1" in started.said
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -18,7 +17,6 @@ from furlong.cli.main import main
 from furlong.train.checkpoints.folder import DamagedCheckpointError, check_checkpoint
 from furlong.train.figures import trackers
 from furlong.train.loop import MetricsLog
-from furlong.train.processes.flight import Flight, flight_file
 from furlong.train.run_folder import clear_export
 
 ONCE = ("--train.epochs=1", "--train.save_every_steps=1")
@@ -163,19 +161,6 @@ def test_a_checkpoint_folder_that_becomes_a_file(
     shutil.move(tmp_path / "moved", run / "checkpoints")
     monkeypatch.undo()
     assert main(tiny_run.arguments(run, "--resume")) == 0
-
-
-def test_a_full_disk_is_told_before_a_flight_file_is_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To write to a mapped hole would end all processes by SIGBUS, without a word."""
-
-    def fail(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
-    with pytest.raises(OSError, match=r"No space left on device: .*flight/1/0"):
-        Flight().write_to(flight_file(tmp_path, 1, 0))
 
 
 def test_a_broken_last_line_of_the_metrics(tiny_run: TinyRun, run: Path) -> None:

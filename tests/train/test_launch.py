@@ -10,8 +10,7 @@ import pytest
 from furlong.config.schema import ParallelConfig
 from furlong.errors import ConfigError
 from furlong.plan.plan import Layout
-from furlong.train.processes.launch import Launch, command_like, layout_of, read_launch
-from furlong.train.processes.together import Processes
+from furlong.train.processes import Launch, Processes, command_like, layout_of, read_launch
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1",
@@ -103,5 +102,5 @@ def test_a_long_wait_asks_the_store_seldom():
             return b"found"
 
     store = Store()
-    assert Processes(Launch(num_processes=2, num_local=2), store).fetch("plan") == "found"
+    assert Processes(Launch(num_processes=2, num_local=2), store=store).fetch("plan") == "found"
     assert store.num_asked < 40

@@ -24,8 +24,7 @@ from furlong.train.batches.plans import (
     plan_own,
     unpacked,
 )
-from furlong.train.processes.launch import Launch
-from furlong.train.processes.together import ALONE, Processes
+from furlong.train.processes import ALONE, Launch, Processes
 
 
 def squares(seq_lens):

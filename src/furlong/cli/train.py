@@ -15,7 +15,7 @@ from furlong.config.sources import parse_run
 from furlong.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from furlong.train.processes.together import Processes
+    from furlong.train.processes import Processes
 
 _RESUME = "--resume"
 # oneDNN, which computes bfloat16 on a CPU, compiles a kernel for every new length of a chunk. It
@@ -37,8 +37,7 @@ def set_allocators() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    from furlong.train.processes.launch import read_launch
-    from furlong.train.processes.together import Processes
+    from furlong.train.processes import Processes, read_launch
 
     set_allocators()
     launch = read_launch()
@@ -47,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     # Several agree upon what is wrong, so that it is told once: that takes torch from the start.
     if launch.is_first:
         tell_loading()
-    from furlong.train.processes.join import joined
+    from furlong.train.processes import joined
 
     processes = None
     try:

@@ -19,7 +19,7 @@ from furlong.runtime.rng import modes_kept
 from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.processes.watch import EVALUATION
+from furlong.train.processes import EVALUATION
 
 if TYPE_CHECKING:
     from furlong.runtime.step import StepResult

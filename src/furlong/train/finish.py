@@ -14,7 +14,7 @@ from furlong.models.build import export_model
 from furlong.train.checkpoints.folder import write_json
 from furlong.train.figures.report import TrainReport, list_export
 from furlong.train.loop import LoopFigures
-from furlong.train.processes.together import Processes
+from furlong.train.processes import Processes
 from furlong.train.run_folder import EXPORT, REPORT, clear_export
 from furlong.train.run_model import rope_of
 from furlong.train.setup.prepare import build_run_model
@@ -41,7 +41,7 @@ def finish(
             put_weights(whole, weights)
         return asdict(_report(config, folder, whole, tokenizer, figures))
 
-    return TrainReport(**processes.by_first(write))
+    return TrainReport(**processes.from_first(write))
 
 
 def _report(

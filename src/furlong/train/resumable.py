@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -34,8 +33,7 @@ from furlong.train.figures.mfu import MfuMeter, build_meter
 from furlong.train.figures.trackers import open_trackers
 from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.loop import Cadence, LoopFigures, Progress, run_steps
-from furlong.train.processes.launch import command_like
-from furlong.train.processes.together import Processes
+from furlong.train.processes import Processes, command_like
 from furlong.train.run_folder import CHECKPOINTS, CONFIG, METRICS, OPTIONS, RunFolder
 from furlong.train.sample_check import check_sample
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
@@ -226,9 +224,9 @@ def _write_measured(folder: Path, engines: Engines, step: int, result: StepResul
     assert result.plan is not None  # the engine plans every step
     ranks, processes = engines.engine.ranks, engines.processes
     records = result.timeline.to_json() if ranks is None or ranks.process == 0 else []
-    told = processes.to_first(json.dumps(records))
+    told = processes.each(records)
     if processes.is_first:
-        records = [record for text in told for record in json.loads(text)]
+        records = [record for of_process in told for record in of_process]
         measured = MeasuredStep(step, result.plan, Timeline.from_json(records))
         write_json(folder / MEASURED, measured.to_json())
 

@@ -18,8 +18,7 @@ from furlong.train.figures.announce import announce
 from furlong.train.figures.report import TrainReport
 from furlong.train.finish import finish
 from furlong.train.preference.setup import engines_of, reference_of, with_references
-from furlong.train.processes.alike import check_alike
-from furlong.train.processes.together import ALONE, Processes
+from furlong.train.processes import ALONE, Processes, require_equal
 from furlong.train.resumable import run_resumable
 from furlong.train.run_folder import RunFolder, create_run_folder
 from furlong.train.run_model import batch_plans_of
@@ -78,7 +77,9 @@ def _train(
             partial(load_splits, config.data, tokenizer, config.train.loss)
         )
     train = data["train"]
-    check_alike(processes, train.fingerprint, "data.train, and the files of the model's tokenizer")
+    require_equal(
+        processes, train.fingerprint, "data.train, and the files of the model's tokenizer"
+    )
     processes.together(lambda: check_batches(config, run, train))
     decision = decided(config, run, train, run_model, storage, processes)
     rivals = batch_plans_of(config, run_model, decision)
@@ -102,7 +103,6 @@ def _train(
         if run.is_new:
             make_folder = partial(create_run_folder, stack, folder)
             processes.together(make_folder if processes.is_first else lambda: None)
-        processes.keep_flight(folder)
         figures = run_resumable(
             config, run, engines, model, decision, run_data(config, data), stop,
             num_steps=num_steps, architecture=architecture, base=base, reference=reference,
@@ -111,5 +111,4 @@ def _train(
         report = None
         if not figures.stopped:
             report = finish(config, folder, engine, tokenizer, figures, processes)
-        processes.end_flight(folder)
         return report

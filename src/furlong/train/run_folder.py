@@ -28,13 +28,12 @@ from furlong.train.checkpoints.folder import (
 from furlong.train.choose_plan import decision_of
 from furlong.train.disk import check_creatable, folder_errors_reported
 from furlong.train.figures.report import TrainReport, missing_of_export, read_report
-from furlong.train.processes.flight import FLIGHT
 
 CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl", "report.json"
 CHECKPOINTS, EXPORT, WANDB = "checkpoints", "model", "wandb.json"
 _LOCK = ".lock"
 _FILES = (CONFIG, OPTIONS, METRICS, REPORT, MEASURED, WANDB, _LOCK)
-_FOLDERS = (CHECKPOINTS, EXPORT, FLIGHT)
+_FOLDERS = (CHECKPOINTS, EXPORT)
 # What these change is time, memory and what is shown: neither weights nor their order.
 _FREE_KEYS = (
     "chunks.", "memory.", "parallel.", "log.", "out", "data.eval", "data.cache_dir",
@@ -301,7 +300,7 @@ def _check_empty(path: Path, out: str) -> None:
 def _is_leftover(entry: Path) -> bool:
     """Whether a process that was killed before its run began may have left the entry."""
     is_unfinished = entry.name.startswith(".") and entry.name.endswith(".tmp")
-    of_a_run = (_LOCK, OPTIONS, FLIGHT) if (entry.parent / _LOCK).exists() else (_LOCK,)
+    of_a_run = (_LOCK, OPTIONS) if (entry.parent / _LOCK).exists() else (_LOCK,)
     return is_unfinished or entry.name in of_a_run
 
 

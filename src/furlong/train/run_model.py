@@ -45,7 +45,7 @@ from furlong.planners.question import MARGIN, Limits, Question, tier_budgets
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import check_sampling
 from furlong.train.choose_plan import choose_plan
-from furlong.train.processes.launch import Launch, layout_of, sizes_of
+from furlong.train.processes import Launch, layout_of, sizes_of
 from furlong.units import format_bytes
 
 DIALS = (*SEARCHED_DIALS, "stage_layers")

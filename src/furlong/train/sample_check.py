@@ -21,7 +21,7 @@ from furlong.planners.spaco import num_drawn
 from furlong.runtime.profile import give_back_memory
 from furlong.runtime.rng import RNGState
 from furlong.train.evaluation import evaluating
-from furlong.train.processes.watch import STEP
+from furlong.train.processes import STEP
 from furlong.train.step import trained_parameters
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting
 from furlong.train.figures.mfu import MfuMeter
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.processes.watch import STEP
+from furlong.train.processes import STEP
 
 if TYPE_CHECKING:
     from furlong.runtime.step import StepResult

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from furlong.train.processes.together import Processes
+from furlong.train.processes import Processes
 
 if TYPE_CHECKING:
     from furlong.api import Engine
@@ -45,8 +44,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def all_names(names: list[str], processes: Processes) -> list[str]:
     """Names of all processes, each once, in the order of the stages. A collective."""
-    told = [json.loads(text) for text in processes.of_each(json.dumps(names))]
-    return list(dict.fromkeys(name for own in told for name in own))
+    return list(dict.fromkeys(name for own in processes.each(names) for name in own))
 
 
 def whole_weights(engine: Engine, processes: Processes) -> dict[str, Tensor]:
@@ -65,15 +63,14 @@ def whole_weights(engine: Engine, processes: Processes) -> dict[str, Tensor]:
             found[name] = whole.cpu()
     if ranks is None or ranks.pp == 1:
         return found if processes.is_first else {}
-    forms = {name: [list(w.shape), str(w.dtype)] for name, w in found.items()}
-    told = processes.to_first(json.dumps(forms))
+    forms = {name: (list(w.shape), w.dtype) for name, w in found.items()}
+    told = processes.each(forms)
     if not processes.is_first:
         for weight in found.values():
             dist.send(weight.contiguous(), 0)
         return {}
-    for number, text in enumerate(told):
-        if number:
-            found |= _received(number, json.loads(text))
+    for number, forms in enumerate(told[1:], start=1):
+        found |= _received(number, forms)
     return found
 
 
@@ -85,11 +82,11 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             parameters[name].copy_(weight)
 
 
-def _received(number: int, forms: Mapping[str, tuple[list[int], str]]) -> dict[str, Tensor]:
+def _received(number: int, forms: Mapping[str, tuple[list[int], torch.dtype]]) -> dict[str, Tensor]:
     """The weights that a process sends, by name."""
     found = {}
     for name, (shape, dtype) in forms.items():
-        weight = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        weight = torch.empty(shape, dtype=dtype)
         dist.recv(weight, number)
         found[name] = weight
     return found

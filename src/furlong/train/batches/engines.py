@@ -21,8 +21,7 @@ from furlong.planners.search import BatchPlans
 from furlong.runtime.distributed.consensus import together
 from furlong.train.batches.draws import with_draw
 from furlong.train.batches.plans import BatchPlan, SharedPlans, Wanted, plan_batch, plan_own
-from furlong.train.processes.together import ALONE, Processes
-from furlong.train.processes.watch import PLAN
+from furlong.train.processes import ALONE, PLAN, Processes
 
 if TYPE_CHECKING:
     from furlong.api import Engine
@@ -58,10 +57,10 @@ class Engines:
         self._plans: SharedPlans | None = None
         if engine.ranks is not None:
             model, ranks = engine.model, engine.ranks
-            frozen = processes.gathered(torch.tensor(model.num_frozen_layers))
+            frozen = processes.each(model.num_frozen_layers)
             dials: dict[str, Any] = {
                 "layout": Layout(ranks.dp, ranks.sp, ranks.pp), "stages": stages, "work": work,
-                "num_layers": model.num_layers, "frozen_layers": int(frozen.min()),
+                "num_layers": model.num_layers, "frozen_layers": min(frozen),
                 "rivals": rivals,
             }  # fmt: skip
             is_of_replica = ranks.process == ranks.stage == 0

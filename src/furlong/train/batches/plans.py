@@ -29,7 +29,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_kept, plan_replica
 from furlong.planners.search import BatchPlans
 from furlong.runtime.distributed.consensus import reason_of
-from furlong.train.processes.together import Processes
+from furlong.train.processes import Processes
 
 _FAILURE = "failed: "
 """Before the reason in the place of a plan that could not be made; no planner is called so."""

@@ -19,7 +19,6 @@ its files do not fit, and is never loaded.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -54,7 +53,7 @@ from furlong.train.checkpoints.folder import (
     write_json,
 )
 from furlong.train.disk import FULL_DISK
-from furlong.train.processes.together import ALONE, Processes
+from furlong.train.processes import ALONE, Processes
 
 # DCP copies a file's tensors before it writes them: files of this size bound what that takes.
 _MAX_FILE_BYTES = 2**28
@@ -108,8 +107,8 @@ def save_checkpoint(
             else:
                 processes.together(lambda: None)
             if part is write:
-                for text in processes.to_first(json.dumps(own)):
-                    own |= json.loads(text)
+                for files in processes.each(dict(own)):
+                    own |= files
     except CheckpointError:
         if processes.is_first:
             shutil.rmtree(aside, ignore_errors=True)
@@ -183,8 +182,8 @@ def _sizes_of_all(tensors: Mapping[str, Tensor], processes: Processes) -> dict[s
     the others of their own."""
     own = {name: {"numel": x.numel(), "bytes": x.nbytes} for name, x in tensors.items()}
     found = dict(own)
-    for text in processes.to_first(json.dumps(own)):
-        found |= json.loads(text)
+    for sizes in processes.each(own):
+        found |= sizes
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import xxhash
 from torch import Tensor, nn
 
 from furlong.errors import CheckpointError
-from furlong.train.processes.together import ALONE, Processes
+from furlong.train.processes import ALONE, Processes
 
 
 def base_fingerprint(model: nn.Module, processes: Processes = ALONE) -> str | None:
@@ -20,8 +19,8 @@ def base_fingerprint(model: nn.Module, processes: Processes = ALONE) -> str | No
     trained. A collective."""
     own = {n: checksum(p.data) for n, p in model.named_parameters() if not p.requires_grad}
     found: dict[str, str] = {}
-    for text in processes.of_each(json.dumps(own)):
-        found |= json.loads(text)
+    for checksums in processes.each(own):
+        found |= checksums
     if not found:
         return None
     lines = "".join(f"{name} {found[name]}\n" for name in sorted(found))

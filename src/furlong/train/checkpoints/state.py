@@ -7,7 +7,6 @@ contents instead.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from furlong.train.checkpoints.checkpoint import load_tensors, save_checkpoint, 
 from furlong.train.checkpoints.fingerprints import check_base, check_reference
 from furlong.train.choose_plan import values_of
 from furlong.train.loop import Progress
-from furlong.train.processes.together import ALONE, Processes
+from furlong.train.processes import ALONE, Processes
 from furlong.train.whole import trained
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
@@ -98,7 +97,7 @@ class RunState:
     def _groups(self) -> list[dict[str, Any]]:
         """The groups of all processes, which call it together."""
         own = group_values(self.model, self.optimizer)
-        told = [json.loads(text) for text in self.processes.to_first(json.dumps(own))] or [own]
+        told = self.processes.each(own)
         return [
             {**group, "params": _each_once(of[index]["params"] for of in told)}
             for index, group in enumerate(own)
@@ -151,10 +150,10 @@ def all_tensors(
     for name, parameter in trained(model).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{_OPTIMIZER}{key}.{name}"] = value
-    tensors[_CPU_RNG] = processes.gathered(torch.get_rng_state())
+    tensors[_CPU_RNG] = torch.stack(processes.each(torch.get_rng_state()))
     device = next(model.parameters()).device
     if device.type == "cuda":
-        tensors[_CUDA_RNG] = processes.gathered(torch.cuda.get_rng_state(device))
+        tensors[_CUDA_RNG] = torch.stack(processes.each(torch.cuda.get_rng_state(device)))
     return tensors
 
 

@@ -31,8 +31,7 @@ from furlong.timeline import Record, Timeline
 from furlong.train.batches.engines import Engines
 from furlong.train.preference.losses import Answer, PairLoss, figures_of, means
 from furlong.train.preference.refusals import draws_twice
-from furlong.train.processes.together import ALONE, Processes
-from furlong.train.processes.watch import REFERENCE
+from furlong.train.processes import ALONE, REFERENCE, Processes
 
 
 class PairEngines(Engines):

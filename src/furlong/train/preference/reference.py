@@ -26,7 +26,7 @@ from furlong.train.batches.fitting import Fitting
 from furlong.train.checkpoints.fingerprints import checksum
 from furlong.train.evaluation import evaluating
 from furlong.train.preference.engines import PairEngines
-from furlong.train.processes.together import ALONE, Processes
+from furlong.train.processes import ALONE, Processes
 from furlong.units import count_words, format_seconds
 
 _GROUP_TOKENS = 2**16
@@ -46,8 +46,8 @@ def reference_fingerprint(
         if not (is_adapted and parameter.requires_grad)
     }
     weights: dict[str, str] = {}
-    for text in processes.of_each(json.dumps(own)):  # of a pipeline each has its layers
-        weights |= json.loads(text)
+    for checksums in processes.each(own):  # of a pipeline each has its layers
+        weights |= checksums
     known = json.dumps(architecture, sort_keys=True, default=str)
     # whose factors follow from the longest sequence of a run
     limit = max_seq_len if "longrope" in known else None

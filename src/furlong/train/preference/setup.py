@@ -17,7 +17,7 @@ from furlong.train.batches.fitting import Fitting
 from furlong.train.preference.engines import PairEngines
 from furlong.train.preference.losses import PairLoss
 from furlong.train.preference.reference import reference_fingerprint, referenced
-from furlong.train.processes.together import Processes
+from furlong.train.processes import Processes
 
 
 def engines_of(

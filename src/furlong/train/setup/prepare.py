@@ -32,8 +32,7 @@ from furlong.runtime.distributed.mesh import Ranks, make_ranks
 from furlong.train.checkpoints.state import check_data
 from furlong.train.choose_plan import decision_of, values_of
 from furlong.train.disk import check_room
-from furlong.train.processes.launch import Launch
-from furlong.train.processes.together import Processes
+from furlong.train.processes import Launch, Processes
 from furlong.train.run_folder import CHECKPOINTS, RunFolder
 from furlong.train.run_model import (
     RunModel,
@@ -106,7 +105,7 @@ def decided(
     chosen = processes.together(choose)
     if chosen is not None and processes.num_processes == 1:
         return chosen
-    values = processes.by_first(lambda: chosen and values_of(chosen))
+    values = processes.from_first(lambda: values_of(chosen) if chosen else {})
     return chosen or decision_of(values)
 
 

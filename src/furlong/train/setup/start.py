@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from furlong.config.schema import RunConfig, SourceConfig
 from furlong.data.sources import Source, list_files
 from furlong.errors import ConfigError
 from furlong.models.folder import check_files
 from furlong.planners.decide import given_dials
-from furlong.train.checkpoints.folder import read_state
-from furlong.train.choose_plan import decision_of, values_of
-from furlong.train.figures.report import TrainReport
 from furlong.train.figures.trackers import check_packages
 from furlong.train.preference.refusals import check_pairs
-from furlong.train.processes.alike import check_alike, versions
-from furlong.train.processes.flight import read_flights, remove_flights
-from furlong.train.processes.launch import layout_of
-from furlong.train.processes.together import ALONE, Processes
+from furlong.train.processes import ALONE, Processes, layout_of, require_equal, versions
 from furlong.train.run_folder import RunFolder, flat, open_run_folder
 
 
@@ -39,19 +30,16 @@ def open_run(
     launch = processes.launch
     if launch.num_processes > 1:
         facts = flat(config.model_dump(mode="json")) | versions()
-        check_alike(processes, facts, "the command lines, run files and packages of the processes")
+        require_equal(
+            processes, facts, "the command lines, run files and packages of the processes"
+        )
     processes.together(partial(_check, config, launch.num_processes))
 
-    def open_folder() -> dict[str, Any]:
-        run = open_run_folder(
+    return processes.from_first(
+        lambda: open_run_folder(
             stack, config, resume=resume or launch.attempt > 0, num_processes=launch.num_processes
         )
-        _tell_flights(run)
-        return _plain(run)
-
-    if launch.num_processes == 1:
-        return open_run_folder(stack, config, resume=resume)
-    return _run_of(processes.by_first(open_folder))
+    )
 
 
 def _check(config: RunConfig, num_processes: int) -> None:
@@ -91,36 +79,6 @@ def _check_apart(data: str, config: RunConfig) -> None:
                 source=key,
                 change=f"set {key} to a folder elsewhere, or name the files of data.train",
             )
-
-
-def _plain(run: RunFolder) -> dict[str, Any]:
-    """A run folder as plain values for other processes, which read the checkpoint's state from the
-    disk that all share."""
-    checkpoint = None if run.checkpoint is None else str(run.checkpoint)
-    decided = None if run.decided is None else values_of(run.decided)
-    values = {"path": str(run.path), "checkpoint": checkpoint, "is_new": run.is_new}
-    return values | {"decided": decided, "report": run.report and asdict(run.report)}
-
-
-def _run_of(values: Mapping[str, Any]) -> RunFolder:
-    """The inverse of `_plain`."""
-    checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
-    return RunFolder(
-        Path(values["path"]),
-        decided=values["decided"] and decision_of(values["decided"]),
-        checkpoint=checkpoint,
-        state=None if checkpoint is None else read_state(checkpoint),
-        is_new=values["is_new"],
-        report=values["report"] and TrainReport(**values["report"]),
-    )
-
-
-def _tell_flights(run: RunFolder) -> None:
-    """Print where the processes of an attempt that was cut short have ended, once."""
-    if ended := read_flights(run.path):
-        said = ", ".join(f"process {number} at {text}" for number, text in ended.items())
-        print(f"the attempt before ended with {said}")
-    remove_flights(run.path)
 
 
 def source_of(named: str | SourceConfig) -> Source:

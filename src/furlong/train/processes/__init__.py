@@ -1,1 +1,0 @@
-"""The processes of a run: how they begin, agree, are watched and end."""
