@@ -214,17 +214,23 @@ def test_the_rules_can_fail():
 
 
 MOST_FILES_OF_A_PLAN = 45
+MOST_FILES_OF_A_FIRST_STEP = 114
 MOST_FILES_OF_A_STEP = {"one device": 33, "token values": 33, "sp 2": 38}
 """Planners and plan included. Raise one of them for a file that a reader of a step gains by."""
 
 
-def entered_by(call):
-    """Files of ours in which a function ran, imports aside: what one has to open to follow it."""
+def entered_by(call, until=None):
+    """Files of ours in which a function ran, imports aside: what one has to open to follow it;
+    with `until` those before the first call of that function."""
     entered = set()
+    last = until and until.__code__
+    is_over = False
 
     def note(frame, event, _):
+        nonlocal is_over
+        is_over |= frame.f_code is last
         # the bodies of modules and classes, which an import runs, are not optimized
-        if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED and not is_over:
             entered.add(frame.f_code.co_filename)
 
     before = sys.getprofile()
@@ -249,6 +255,21 @@ def test_a_plan_on_eight_devices_enters_few_files(tmp_path, capsys):
     )
     assert codes == [0], capsys.readouterr().err
     assert 0 < len(files) <= MOST_FILES_OF_A_PLAN, files
+
+
+def test_a_run_enters_few_files_before_its_first_step(tmp_path, capsys):
+    """From the command line to the first step of the optimizer, with `auto` for all of the plan."""
+    import torch
+    from helpers.tiny_runs import build_tiny_run
+
+    main = importlib.import_module("furlong.cli.main").main
+    flags = "--chunks.size=auto", "--train.steps=1", "--train.epochs=null"
+    arguments = build_tiny_run(tmp_path).arguments(tmp_path / "out", *flags)
+    codes = []
+    step = inspect.unwrap(torch.optim.Adam.step)
+    files = entered_by(lambda: codes.append(main(arguments)), until=step)
+    assert codes == [0], capsys.readouterr().err
+    assert 0 < len(files) <= MOST_FILES_OF_A_FIRST_STEP, files
 
 
 def files_of_a_warm_step(rank=0, sp_size=1, values=False):
