@@ -34,6 +34,7 @@ def layout_in(run: Path) -> dict[str, Any]:
     return {name: values[name] for name in ("layout", "stages", "size", "keep", "num_retained")}
 
 
+@pytest.mark.slow
 def test_two_processes_choose_their_layout_and_keep_it(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -235,6 +235,7 @@ def test_an_error_before_the_collectives_of_work_of_all(tmp_path: Path) -> None:
     assert ended[1].said.startswith("given:    no room\nrequired: room")
 
 
+@pytest.mark.slow
 def test_long_work_is_no_dead_end(tmp_path: Path) -> None:
     ended = run(tmp_path, "works_long_between_steps").ended(30)
     assert [process.code for process in ended] == [0, 0], ended

@@ -105,6 +105,7 @@ def step_with_an_idle_replica(rank: int, families: Sequence[str]) -> list[tuple[
     return found
 
 
+@pytest.mark.slow
 def test_a_replica_without_work() -> None:
     families = ["lfm2", "falcon_h1", "kimi_linear"]
     found = run_ranks(step_with_an_idle_replica, families, num_ranks=2, limit_s=180)

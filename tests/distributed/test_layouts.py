@@ -119,6 +119,7 @@ def in_parts(folder: Path, arguments: list[str], *divisions: dict[str, int]) -> 
 LORA = ("--model.lora.rank=4", "--model.lora.dropout=0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("divisions", "flags"),
     [

@@ -68,6 +68,7 @@ def each_layout(rank: int) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_sums_over_tokens_are_those_of_one_process() -> None:
     first, second = run_ranks(each_layout, num_ranks=2)
     assert first.keys() == second.keys()

@@ -137,6 +137,7 @@ def test_pool_of_two(case, two):
     assert_exact(case, two[case.name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_pool_of_four(case, four):
     assert_exact(case, four[case.name])
@@ -181,6 +182,7 @@ def check_random(seeds: range, sp_size: int) -> None:
         assert found.gradients <= BOUND and found.loss <= BOUND, (case, found)
 
 
+@pytest.mark.slow
 def test_random_layouts():
     check_random(range(20), 4)
 

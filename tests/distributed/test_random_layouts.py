@@ -59,6 +59,7 @@ def of_two_processes() -> list[Drawn]:
     return list(first.values())
 
 
+@pytest.mark.slow
 def test_three_random_steps(tmp_path):
     drawn = of_two_processes()
     assert len(drawn) == 3

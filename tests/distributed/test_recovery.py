@@ -159,6 +159,7 @@ def replicated(size: int, lens: Sequence[Sequence[int]], *, piped: bool) -> Chun
 TWO = ((23, 4), (9, 17, 3))
 
 
+@pytest.mark.slow
 def test_replicas_go_on_after_an_error_at_any_action():
     cases = Case(replicated(8, TWO, piped=False)), Case(replicated(4, TWO, piped=False))
     check(cases, drawn_faults(cases[0].plan, 2, 4), (2, 1, 1))

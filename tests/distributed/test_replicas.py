@@ -73,7 +73,9 @@ def shape_of(line: str) -> str:
     [
         (("--model.dtype=float64",), 1e-10),
         # with one sequence in a step one replica is always idle
-        (("--model.lora.rank=4", "--train.sequences_per_step=1"), 1e-4),
+        pytest.param(
+            ("--model.lora.rank=4", "--train.sequences_per_step=1"), 1e-4, marks=pytest.mark.slow
+        ),
         pytest.param(
             ("--chunks.order=layer-first", "--chunks.keep=kv"), 1e-4, marks=pytest.mark.slow
         ),
@@ -237,6 +239,7 @@ def cannot_plan(arguments: list[str], made: type[Exception]) -> None:
     command(arguments)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_planner_ends_all(tiny_run: TinyRun, tmp_path: Path) -> None:
     arguments = tiny_run.arguments(tmp_path / "run")
     ended = Launched(tmp_path / "out", cannot_plan, arguments, ValueError).ended(60)

@@ -61,7 +61,7 @@ def takes(arguments: list[str], method: str) -> None:
     ("layout", "method"),
     [
         (("--parallel.sp=2",), "places"),
-        (("--parallel.pp=2",), "infinipipe"),
+        pytest.param(("--parallel.pp=2",), "infinipipe", marks=pytest.mark.slow),
         pytest.param(
             ("--parallel.sp=2", "--chunks.size=64"), "local sequences", marks=pytest.mark.slow
         ),

@@ -29,6 +29,7 @@ def figures(run: Path) -> list[dict[str, Any]]:
     return [{key: line[key] for key in KEYS if key in line} for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

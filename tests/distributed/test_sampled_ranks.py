@@ -70,7 +70,10 @@ def check(sizes: tuple[int, int, int]) -> None:
         assert worst_relative_error(grads, truth) <= BOUND, sampling
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 1, 1), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((1, 2, 1), (1, 1, 2)))],
+)
 def test_the_draw_and_its_gradients_are_those_of_one_process(sizes):
     check(sizes)
 

@@ -97,7 +97,10 @@ def undisturbed(steps: range) -> dict[str, Tensor]:
     return whole(all_tensors(model, optimizer))
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2), (3, 2)))],
+)
 def test_another_number_of_processes_goes_on(tmp_path: Path, before: int, after: int) -> None:
     for number, first, steps in ((before, 0, range(2)), (after, 2, range(2, 4))):
         told = run_ranks(go_on, number, tmp_path, first, steps, num_ranks=number)

@@ -147,6 +147,7 @@ def fails_and_works(rank: int) -> list[float]:
     return errors
 
 
+@pytest.mark.slow
 def test_a_step_after_one_that_failed():
     for errors in run_ranks(fails_and_works, num_ranks=2):
         assert len(errors) == 10 and max(errors) <= BOUND

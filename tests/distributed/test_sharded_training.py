@@ -127,6 +127,7 @@ def all_round(rank: int) -> dict[str, dict[str, Any]]:
     return {name: rounds(rank, ranks, name) for name in CASES}
 
 
+@pytest.mark.slow
 def test_gradients_round_no_more_than_on_one_process():
     for found in run_ranks(all_round, num_ranks=2):
         for name, of in found.items():

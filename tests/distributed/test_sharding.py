@@ -118,6 +118,7 @@ def in_a_pool(rank: int) -> list[tuple[float, int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_weights_gathered_with_each_pass_of_a_pool():
     for places, layered in run_ranks(in_a_pool, num_ranks=2, limit_s=180):
         assert 0 < places[0] <= BOUND and 0 < layered[0] <= BOUND
@@ -131,7 +132,9 @@ def test_a_tied_head():
     assert_exact(tried({name: KEPT[name] for name in names}, tied_llama))
 
 
-@pytest.mark.parametrize("make", [adapted_llama, llama_with_a_trained_head])
+@pytest.mark.parametrize(
+    "make", [pytest.param(adapted_llama, marks=pytest.mark.slow), llama_with_a_trained_head]
+)
 def test_frozen_weights(make):
     names = "chunk-first", "evaluation", "no label", "layer-first"
     assert_exact(tried({name: KEPT[name] for name in names}, make))
@@ -144,6 +147,7 @@ def on_an_older_torch(rank: int, steps: Sequence[Step]) -> list[Found]:
     return run_steps(rank, steps, llama)
 
 
+@pytest.mark.slow
 def test_a_head_without_a_label_on_one_process_before_torch_2_13():
     names = "no label", "masked", "no label", "layer-first"
     steps = [*(KEPT[name] for name in names), REGATHERED["in step"]]

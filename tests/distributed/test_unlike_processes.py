@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from distributed.sharded_cases import Step, llama
 from helpers.batches import batch
@@ -126,6 +127,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 def test_what_differs_is_named_on_all_processes():
     told: list[dict[str, str]] = [{}, {}]
     for function in (models, steps):

@@ -13,6 +13,7 @@ from furlong.cli.main import main
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 
+@pytest.mark.slow
 def test_the_table_of_a_run(
     tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,7 +49,7 @@ def report(run: Path) -> dict[str, Any]:
     [
         (signal.SIGTERM, (), 5),
         (signal.SIGINT, ("--train.save_every_steps=5",), 5),
-        (signal.SIGTERM, LORA, 5),
+        pytest.param(signal.SIGTERM, LORA, 5, marks=pytest.mark.slow),
         (signal.SIGTERM, ("--chunks.keep=kv", "--train.weight_decay=0.1"), 5),
     ],
     ids=["sigterm", "sigint", "lora with dropout", "keep kv"],

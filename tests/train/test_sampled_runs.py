@@ -90,6 +90,7 @@ def test_data_with_chunks_without_labels_need_no_label_rate(
     assert sum(step["drawn_share"] for step in steps) / len(steps) < 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -218,7 +219,11 @@ def test_a_step_that_does_not_fit_is_drawn_anew_with_the_same_sample(
         (["--chunks.sample={rate: 0.25, label_rate: 0.5}"], "chunks.sample.rate = 0.25, the run"),
         (["--chunks.sample=null"], "chunks.sample.rate = None, the run has 0.5"),
         (["--chunks.size=32"], "chunks.size = 32, the run has 16"),
-        ([HALF[0].replace(": 4", ": 1, report_loss: true"), "--chunks.keep=kv"], None),
+        pytest.param(
+            [HALF[0].replace(": 4", ": 1, report_loss: true"), "--chunks.keep=kv"],
+            None,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_changes_the_estimate_holds_for_the_whole_run(

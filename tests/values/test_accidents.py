@@ -400,7 +400,7 @@ def test_an_adapter_added_in_between_is_refused() -> None:
     assert subject.taken_bytes == 0
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("tier", ["host", pytest.param("disk", marks=pytest.mark.slow)])
 def test_a_budget_is_that_of_all_calls_that_live(tier: Any) -> None:
     engine = furlong.Engine(build("llama"))
     options = furlong.ChunkOptions(size=8, keep="attention", tier=tier, num_retained=0)

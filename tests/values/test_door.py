@@ -139,6 +139,7 @@ def test_what_wants_a_cache_and_no_gradient_goes_the_old_way(chunked: Any) -> No
     furlong.chunked(chunked.train(), furlong.ChunkOptions(size=8, keep="kv"))
 
 
+@pytest.mark.slow
 def test_copies_have_no_door(chunked: Any, tmp_path: Any) -> None:
     chunked.save_pretrained(tmp_path)
     copies = [
@@ -153,6 +154,7 @@ def test_copies_have_no_door(chunked: Any, tmp_path: Any) -> None:
     assert "furlong" not in " ".join(chunked.state_dict())
 
 
+@pytest.mark.slow
 def test_adapters_before_and_after() -> None:
     config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     for before in (False, True):
@@ -277,7 +279,7 @@ def test_autocast_and_checkpointing_of_the_caller() -> None:
     assert 0 < worst_relative_error(found, take_grads(model)) < 0.2
 
 
-@pytest.mark.parametrize("family", ["jamba", "mamba"])
+@pytest.mark.parametrize("family", [pytest.param("jamba", marks=pytest.mark.slow), "mamba"])
 def test_states_of_recurrent_layers_are_relayed_behind_a_door(family: str) -> None:
     """They are found in the decoder's cache, of which the door's own signature says nothing.
 

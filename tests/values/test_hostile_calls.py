@@ -72,6 +72,7 @@ def loss_of(values: list[Tensor], uses: list[str]) -> Tensor:
     return total
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(CALLS, OPTIONS, USES, GRADIENTS, FAMILIES)
 def test_any_calls_under_one_loss(
@@ -152,6 +153,7 @@ def test_packed_rows_that_repeat_a_prompt() -> None:
     assert worst_relative_error(take_grads(model), truth) <= BOUND
 
 
+@pytest.mark.slow
 def test_autocast_with_shared_prompts() -> None:
     """Scaled losses in bf16 are as far from the truth as transformers' own, over several models:
     rounding moves the ratio of a single one by a fifth either way."""

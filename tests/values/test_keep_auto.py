@@ -39,6 +39,7 @@ def between_the_phases(engine: furlong.Engine, options: furlong.ChunkOptions) ->
     return found
 
 
+@pytest.mark.slow
 def test_another_choice_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="furlong")
     model = build("llama")
@@ -50,6 +51,7 @@ def test_another_choice_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert f"{sum(LENS)} tokens in {len(LENS)} sequences (budget " in said[0]
 
 
+@pytest.mark.slow
 def test_as_much_is_kept_as_the_budget_allows() -> None:
     model = build("llama")
     shape = describe(model.config)

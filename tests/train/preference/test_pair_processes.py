@@ -42,6 +42,7 @@ def figures(run: Path) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

@@ -44,6 +44,7 @@ def numbers(cache: Path) -> list[bytes]:
     return sorted(file.read_bytes() for file in cache.glob("reference/*/log_probs.bin"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [pytest.param((), marks=pytest.mark.slow), LORA],
