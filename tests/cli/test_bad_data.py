@@ -84,7 +84,7 @@ BAD: dict[str, tuple[str, str | bytes | None, tuple[str, ...], str, str]] = {
         "sequences_per_step = 1,000,000", "train.sequences_per_step",
     ),
     "held-out data": ("a.jsonl", lines(TEXT), ("--data.eval=nowhere",), "nowhere", "data.eval"),
-    "cache": ("a.txt", "abc", ("--data.cache_dir=/dev/null",), "Not a directory", "cache_dir"),
+    "cache": ("a.txt", "abc", ("--data.cache_dir=/dev/null",), "File exists", "cache_dir"),
     "no tokenizer": ("a.txt", "abc", ("--model.name=bare",), "without a tokenizer", "model.name"),
     "no place for a run": ("a.txt", "abc", ("--out=a.txt/run",), "a.txt is no folder", "out"),
     "too long a name": ("a.txt", "abc", (f"--out={'a' * 300}",), "name too long", "out"),

@@ -1,4 +1,4 @@
-"""Entries that are there whole or not at all."""
+"""Arrays that are there whole or not at all, and the keys of what they are made of."""
 
 from __future__ import annotations
 
@@ -6,23 +6,35 @@ import json
 import os
 import resource
 import shutil
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import numpy as np
 import pytest
 
 from furlong.data import cache
-from furlong.data.cache import content_key, read_entry, status_key, write_entry
-from furlong.data.sources import SourceFile
+from furlong.data.cache import (
+    ReferenceLogProbs,
+    TokenizedSource,
+    content_key,
+    read_arrays,
+    status_key,
+    write_tokens,
+    writing,
+)
+from furlong.data.sources import Listing, Source, SourceFile
 from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError, DataError
 
-KEY = "a" * 32
 LENS = (3, 1, 5)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "tokens" / "key"
 
 
 def sequences(own_labels_from: int = 9) -> Iterator[Encoded]:
@@ -33,6 +45,10 @@ def sequences(own_labels_from: int = 9) -> Iterator[Encoded]:
             labels = ids.copy()
             labels[:2] = -100
         yield Encoded(ids, labels, 0, number + 1)
+
+
+def source_of(arrays: Any) -> TokenizedSource:
+    return TokenizedSource(Source("x"), Listing((), []), arrays, "", "")
 
 
 def files(*paths: Path) -> tuple[SourceFile, ...]:
@@ -46,100 +62,75 @@ def make_old(*paths: Path) -> None:
 
 
 @pytest.mark.parametrize("own_labels_from", [0, 1, 9])
-def test_what_is_written_is_read(tmp_path: Path, own_labels_from: int) -> None:
-    written = write_entry(tmp_path, KEY, sequences(own_labels_from), {"n": 1})
-    read = read_entry(tmp_path, KEY)
-    assert read is not None
-    for entry in (written, read):
-        assert entry.notes == {"n": 1}
-        assert entry.seq_lens.tolist() == list(LENS)
-        expected = list(sequences(own_labels_from))
-        for row, sequence in enumerate(expected):
-            ids, labels = entry.tokens(row)
-            assert ids.tolist() == sequence.input_ids.tolist()
-            assert labels.tolist() == sequence.labels.tolist()
-            valid = sum(label >= 0 for label in sequence.labels[1:].tolist())
-            assert entry.index[row, 1:].tolist() == [0, row + 1, valid]
-    folder = tmp_path / "tokens" / KEY
-    assert (folder / "labels.bin").exists() == (own_labels_from < 9)
-    assert sorted(p.name for p in folder.parent.iterdir()) == [KEY]
-
-
-def test_an_entry_without_sequences_can_be_read(tmp_path: Path) -> None:
-    entry = write_entry(tmp_path, KEY, iter(()), {})
-    assert (len(entry.index), len(entry.input_ids), entry.seq_lens.tolist()) == (0, 0, [])
-
-
-def test_notes_are_saved_as_they_are_in_the_end(tmp_path: Path) -> None:
+def test_what_is_written_is_read(place: Path, own_labels_from: int) -> None:
     notes: dict[str, int] = {}
 
     def counting() -> Iterator[Encoded]:
-        for sequence in sequences():
-            notes["n"] = notes.get("n", 0) + 1
+        for sequence in sequences(own_labels_from):
+            notes["n"] = notes.get("n", 0) + 1  # notes are saved as they are in the end
             yield sequence
 
-    assert write_entry(tmp_path, KEY, counting(), notes).notes == {"n": 3}
+    for arrays in (write_tokens(place, counting(), notes), read_arrays(place)):
+        source = source_of(arrays)
+        assert source.notes == {"n": 3}
+        assert source.seq_lens.tolist() == list(LENS)
+        for row, sequence in enumerate(sequences(own_labels_from)):
+            ids, labels = source.tokens(row)
+            assert ids.tolist() == sequence.input_ids.tolist()
+            assert labels.tolist() == sequence.labels.tolist()
+            valid = sum(label >= 0 for label in sequence.labels[1:].tolist())
+            assert source.index[row, 1:].tolist() == [0, row + 1, valid]
+    assert (place / "labels.bin").exists() == (own_labels_from < 9)
+    assert sorted(p.name for p in place.parent.iterdir()) == ["key"]
+    empty = source_of(write_tokens(place.with_name("empty"), iter(()), {}))
+    assert (len(empty.index), empty.seq_lens.tolist()) == (0, [])
 
 
 @pytest.mark.parametrize(
-    "damage", ["manifest.json", "input_ids.bin", "index.npy", "version", "a bit of input_ids.bin"]
+    "damage", ["manifest.json", "input_ids.bin", "index.bin", "a bit of input_ids.bin", "objects"]
 )
-def test_a_damaged_entry_is_written_anew(tmp_path: Path, damage: str) -> None:
-    write_entry(tmp_path, KEY, sequences(), {})
-    folder = tmp_path / "tokens" / KEY
-    if damage == "version":
-        manifest = json.loads((folder / "manifest.json").read_text())
-        (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 0}))
+def test_what_is_damaged_is_written_anew_and_never_unpickled(place: Path, damage: str) -> None:
+    write_tokens(place, sequences(), {})
+    if damage == "objects":
+        manifest = json.loads((place / "manifest.json").read_text())
+        manifest["arrays"]["input_ids"] = ["O", [len(range(9)) // 2]]
+        (place / "manifest.json").write_text(json.dumps(manifest))
     elif damage.startswith("a bit"):
-        ids = np.memmap(folder / "input_ids.bin", np.int32, mode="r+")
+        ids = np.memmap(place / "input_ids.bin", np.int32, mode="r+")
         ids[3] ^= 1
         ids.flush()
     else:
-        content = (folder / damage).read_bytes()
-        (folder / damage).write_bytes(content[: len(content) // 2])
-    assert read_entry(tmp_path, KEY) is None
-    entry = write_entry(tmp_path, KEY, sequences(), {})
-    assert entry.tokens(2)[0].tolist() == [20, 21, 22, 23, 24]
-    assert read_entry(tmp_path, KEY) is not None
-    assert sorted(p.name for p in folder.parent.iterdir()) == [KEY]
+        content = (place / damage).read_bytes()
+        (place / damage).write_bytes(content[: len(content) // 2])
+    assert read_arrays(place) is None
+    assert source_of(write_tokens(place, sequences(), {})).tokens(2)[0].tolist() == [*range(20, 25)]
+    assert read_arrays(place) is not None
+    assert sorted(p.name for p in place.parent.iterdir()) == ["key"]
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    write_entry(tmp_path, KEY, sequences(), {})
-    index = tmp_path / "tokens" / KEY / "index.npy"
-    np.save(index, np.array([{}], dtype=object), allow_pickle=True)
-    manifest = index.with_name("manifest.json")
-    values = json.loads(manifest.read_text())
-    values["sizes"]["index.npy"] = index.stat().st_size
-    values["checksums"]["index.npy"] = cache._content(index)
-    manifest.write_text(json.dumps(values))
-    assert read_entry(tmp_path, KEY) is None
-
-
-def test_a_file_that_is_cut_while_it_is_in_use_is_told(tmp_path: Path) -> None:
-    entry = write_entry(tmp_path, KEY, sequences(), {})
-    for name in ("index.npy", "input_ids.bin"):
-        file = tmp_path / "tokens" / KEY / name
-        content = file.read_bytes()
-        os.truncate(file, 0)
+def test_a_file_that_is_cut_while_it_is_in_use_is_told(place: Path) -> None:
+    source = source_of(write_tokens(place, sequences(), {}))
+    for name in ("index.bin", "input_ids.bin"):
+        content = (place / name).read_bytes()
+        os.truncate(place / name, 0)
         with pytest.raises(DataError, match=rf"{name}: cut to 0 of {len(content):,} bytes"):
-            entry.tokens(1)
-        file.write_bytes(content)
-    shutil.rmtree(tmp_path / "tokens")  # what is mapped stays
-    assert entry.tokens(1)[0].tolist() == [10]
+            source.tokens(1)
+        (place / name).write_bytes(content)
+    shutil.rmtree(place)  # what is mapped stays
+    assert source.tokens(1)[0].tolist() == [10]
 
 
-def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_error_leaves_nothing_behind(place: Path) -> None:
     def broken() -> Iterator[Encoded]:
         yield from sequences()
         raise ValueError("broken record")
 
     with pytest.raises(ValueError, match="broken record"):
-        write_entry(tmp_path, KEY, broken(), {})
-    assert list((tmp_path / "tokens").iterdir()) == []
+        write_tokens(place, broken(), {})
+    assert list(place.parent.iterdir()) == []
 
 
-def test_several_writers_agree(tmp_path: Path) -> None:
+def test_several_writers_agree(place: Path) -> None:
     barrier = Barrier(4)
 
     def together() -> Iterator[Encoded]:
@@ -147,42 +138,62 @@ def test_several_writers_agree(tmp_path: Path) -> None:
         yield from sequences()
 
     with ThreadPoolExecutor(4) as pool:
-        writers = [pool.submit(write_entry, tmp_path, KEY, together(), {}) for _ in range(4)]
-        entries = [writer.result() for writer in writers]
-    assert {tuple(entry.input_ids.tolist()) for entry in entries} == {(0, 1, 2, 10, *range(20, 25))}
-    assert sorted(p.name for p in (tmp_path / "tokens").iterdir()) == [KEY]
+        writers = [pool.submit(write_tokens, place, together(), {}) for _ in range(4)]
+        sources = [source_of(writer.result()) for writer in writers]
+    assert {tuple(s.tokens(2)[0].tolist()) for s in sources} == {tuple(range(20, 25))}
+    assert sorted(p.name for p in place.parent.iterdir()) == ["key"]
 
 
-def test_what_killed_writers_left_is_removed_after_a_day(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    for name, age_s in (("old", 90_000), ("young", 80_000)):
-        folder = tokens / f"{name}.partial"
-        folder.mkdir(parents=True)
-        (folder / "input_ids.bin").write_bytes(b"1234")
-        for path in (folder / "input_ids.bin", folder):
-            os.utime(path, (time.time() - age_s,) * 2)
-    write_entry(tmp_path, KEY, sequences(), {})
-    assert sorted(p.name for p in tokens.iterdir()) == [KEY, "young.partial"]
-
-
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"Not a directory[\s\S]*data\.cache_dir"):
-        write_entry(tmp_path / "file", KEY, sequences(), {})
+def test_log_probs_of_a_reference_go_on_and_are_of_their_facts(place: Path) -> None:
+    source = source_of(write_tokens(place, sequences(), {}))
+    folder = place.parents[1]
+    first = ReferenceLogProbs(folder, source, {"model": "a"}, "float32")
+    first.write({2: np.arange(4, dtype=np.float32)})
+    again = ReferenceLogProbs(folder, source, {"model": "a"}, "float32")
+    assert again.is_done([2]) and not again.is_done([0, 2])
+    assert again.read(2, 3).tolist() == [0, 1, 2]
+    other = ReferenceLogProbs(folder, source, {"model": "b"}, "float32")
+    assert other.folder != first.folder and not other.is_done([2])
+    for damage in ("log_probs.bin", "manifest.json"):
+        (first.folder / damage).write_bytes(b"{}")
+        assert not ReferenceLogProbs(folder, source, {"model": "a"}, "float32").is_done([2])
 
 
 @pytest.mark.parametrize("limit_bytes", [8, 40])
-def test_a_disk_without_space_is_told(tmp_path: Path, limit_bytes: int) -> None:
+def test_a_disk_without_space_is_told(place: Path, limit_bytes: int) -> None:
     """A limit on the size of files stands for the disk: the write is cut short, then refused."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
     try:
-        with pytest.raises(ConfigError, match=r"File too large[\s\S]*make space"):
-            write_entry(tmp_path, KEY, sequences(), {})
+        with (
+            pytest.raises(ConfigError, match=r"File too large[\s\S]*make room"),
+            writing(place.parents[1]),
+        ):
+            write_tokens(place, sequences(), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list((tmp_path / "tokens").iterdir()) == []
-    assert read_entry(tmp_path, KEY) is None
+    assert list(place.parent.iterdir()) == []
+    assert read_arrays(place) is None
+
+
+@pytest.mark.parametrize("given", [None, "~nobody-of-that-name/x", "/proc/nope/x", "/dev/null"])
+def test_a_folder_that_cannot_be_made_is_told(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/proc/nope")
+    with pytest.raises(ConfigError, match=r"set data\.cache_dir"):
+        folder = cache.cache_folder(given)
+        with writing(folder):
+            write_tokens(folder / "key", [], {})
+
+
+def test_the_folder_is_the_given_one_or_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.cache_folder("~/x") == Path.home() / "x"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache.cache_folder(None) == Path("/somewhere/furlong")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.cache_folder(None) == Path.home() / ".cache" / "furlong"
 
 
 def test_the_key_is_that_of_the_content(tmp_path: Path) -> None:
@@ -195,6 +206,7 @@ def test_the_key_is_that_of_the_content(tmp_path: Path) -> None:
     assert content_key(files(other), tmp_path) != key
     assert content_key(files(one, other), tmp_path) != content_key(files(other, one), tmp_path)
     assert content_key((SourceFile(one, "json lines"),), tmp_path) != key
+    assert not (tmp_path / "seen").exists()  # files that were just written are read again
 
 
 def test_known_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,47 +215,12 @@ def test_known_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.Monk
     make_old(file)
     # The change of the times is a change too, and may have been a moment ago.
     monkeypatch.setattr(cache, "_SETTLED_S", -60.0)
-    key = content_key(files(file), tmp_path)
-    read = cache._content
-    monkeypatch.setattr(cache, "_content", lambda path: 1 / 0)
-    assert content_key(files(file), tmp_path) == key
+    status, key = status_key(files(file)), content_key(files(file), tmp_path)
+    read = cache.checksum
+    monkeypatch.setattr(cache, "checksum", lambda path: 1 / 0)
+    assert (status_key(files(file)), content_key(files(file), tmp_path)) == (status, key)
     file.write_text("CONTENT")
     make_old(file)
-    monkeypatch.setattr(cache, "_content", read)
+    monkeypatch.setattr(cache, "checksum", read)
+    assert status_key(files(file)) != status
     assert content_key(files(file), tmp_path) != key
-
-
-def test_a_file_that_was_just_written_is_read_again(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("content")
-    content_key(files(file), tmp_path)
-    assert not (tmp_path / "seen").exists()
-
-
-def test_the_status_follows_every_change(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("content")
-    make_old(file)
-    before = status_key(files(file))
-    assert status_key(files(file)) == before
-    file.write_text("CONTENT")
-    make_old(file)
-    assert status_key(files(file)) != before
-
-
-def test_the_folder_is_the_given_one_or_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache.cache_folder("~/x") == Path.home() / "x"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache.cache_folder(None) == Path("/somewhere/furlong")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache.cache_folder(None) == Path.home() / ".cache" / "furlong"
-
-
-@pytest.mark.parametrize("given", [None, "~nobody-of-that-name/cache", "/proc/nope/cache"])
-def test_a_folder_that_cannot_be_made_is_told(
-    given: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/proc/nope")
-    with pytest.raises(ConfigError, match=r"(cannot be created|no home)[\s\S]*set data\.cache_dir"):
-        write_entry(cache.cache_folder(given), "key", [], {})

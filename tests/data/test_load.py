@@ -81,8 +81,8 @@ def test_a_second_start_neither_reads_nor_tokenizes(
 
     idle = Idle()
     monkeypatch.setattr("furlong.data.load.fingerprint", lambda _: _fingerprint_of(idle._real))
-    checksum = cache._content
-    monkeypatch.setattr(cache, "_content", lambda f: 1 / 0 if f == texts else checksum(f))
+    checksum = cache.checksum
+    monkeypatch.setattr(cache, "checksum", lambda f: 1 / 0 if f == texts else checksum(f))
     monkeypatch.setattr("furlong.data.load.read_records", lambda *_: 1 / 0)
     again = load(tmp_path, texts, tokenizer=idle)
     assert [s.input_ids.tolist() for s in again] == before
@@ -129,8 +129,8 @@ def test_a_broken_record_leaves_no_entry(tmp_path: Path, texts: Path) -> None:
 def test_data_that_changes_meanwhile_is_told(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    statuses = iter(["before", "before", "after"])
-    monkeypatch.setattr(cache, "status_key", lambda files: next(statuses))
+    statuses = iter(["before", "after"])
+    monkeypatch.setattr("furlong.data.load.status_key", lambda files: next(statuses))
     with pytest.raises(DataError, match="changed while it was read"):
         load(tmp_path, texts)
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
@@ -275,7 +275,7 @@ def test_weights_make_the_mixture(tmp_path: Path, texts: Path) -> None:
 def test_sequences_are_read_from_disk_and_fit_torch(tmp_path: Path, texts: Path) -> None:
     data = load(tmp_path, texts)
     sequence = data[1]
-    assert isinstance(data.parts[0].entry.input_ids.base, np.memmap)
+    assert isinstance(data.parts[0].arrays.arrays["input_ids"].base.base, np.memmap)
     assert type(sequence.input_ids) is np.ndarray
     assert not sequence.input_ids.flags.owndata
 

@@ -302,7 +302,7 @@ def test_the_cache_has_two_rows_of_a_record(tmp_path: Path) -> None:
     )
     assert again.parts[0].tokenized_s is None
     assert again.fingerprint == data.fingerprint
-    assert again.parts[0].entry.index[:, 2].tolist() == [1, 1]
+    assert again.parts[0].index[:, 2].tolist() == [1, 1]
     assert again.units.tolist() == [[0, 2]]
 
 

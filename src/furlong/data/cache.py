@@ -1,96 +1,195 @@
-"""Tokenized sources on disk: written once, memory-mapped ever after.
+"""Memory-mapped arrays on disk, whole or not at all: tokenized sources, and numbers beside them.
 
     <folder>/tokens/<key>/       one source; the key is a checksum of contents, tokenizer and format
       input_ids.bin, labels.bin  int32, sequence after sequence; no labels.bin if labels are ids;
                                  of a record of two answers chosen, then rejected
-      index.npy                  (N, 4) int64: stop, file, line, labelled tokens of each sequence
-      manifest.json              notes and the files' checksums, written last
+      index.bin                  (N, 4) int64: stop, file, line, labelled tokens of each sequence
+    <folder>/reference/<key>/    log-probabilities of one source by one model
+      log_probs.bin              one number per token with a label, row after row of the tokens
+      done.bin                   a byte per row: 1 as soon as its numbers are there
     <folder>/seen/<key>          checksum of files whose names, sizes and times have this key
 
-An entry is written under another name, synchronised with the disk and renamed, so that it is there
-whole or not at all; of several writers of one entry the first one wins and the others take what it
-wrote. What does not fit its manifest is written anew: every byte is compared at a start. Nothing is
-ever unpickled.
+Each folder of arrays has a manifest.json: types, shapes, facts, and checksums of what is complete.
+What does not fit it is written anew: every byte of the tokens is compared at a start. Of several
+writers of one folder the first one wins and the others take what it wrote. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import time
 import uuid
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from io import FileIO
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from furlong.data.sources import SourceFile
+from furlong.data.sources import Listing, Source, SourceFile
 from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError, DataError
+from furlong.files import checksum, os_errors_told, whole_folder, write_json, write_text
 
-# 2: the manifest has a checksum of the tokens. 3: notes have the rows of a record. 4: texts of a
-# pair that repeat their prompt are whole texts, and learnt from the first token that differs. 5:
-# contents of parts are texts, marked answers are not learnt; the manifest has checksums of files.
-# 6: white space of answers is learnt with every tokenizer, tags of templates are found wherever
-# they write, keys that a table fills with null are absent, and more marks are known.
-VERSION = 6
+# 7: an index without a header; the key of the tokens is that of their files.
+VERSION = 7
 
 _SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
-_PARTIAL = ".partial"
-_STALE_S = 24 * 3600.0
+_MANIFEST = "manifest.json"
 # A file written so shortly before it was read could be written again within the clock's tick.
 _SETTLED_S = 2.0
-_READ_BYTES = 2**20
 _KEY_CHARS = 32
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
+
+Mode = Literal["r", "r+"]
+Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
+"""The type of each array of a folder, and its shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """A tokenized source, memory-mapped."""
+class Arrays:
+    """The arrays of a folder, memory-mapped."""
 
     folder: Path
-    key: str
-    input_ids: npt.NDArray[np.int32]
-    labels: npt.NDArray[np.int32]
-    index: npt.NDArray[np.int64]
-    notes: dict[str, Any]
+    arrays: dict[str, npt.NDArray[Any]]
+    facts: dict[str, Any]
     """Plain values that the writer wanted to be remembered."""
-    tokens_key: str
-    """A checksum of all tokens and labels, as they were written."""
-    sizes: dict[str, int]
-    """Bytes of each file."""
+    checksums: dict[str, str]
 
-    def tokens(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """`input_ids` and `labels` of a sequence, (T,) both: views, read when they are used.
-
-        Raises DataError where files were cut short meanwhile: reading such memory would end the
-        process.
-        """
-        for name, num_bytes in self.sizes.items():
+    def check_sizes(self) -> None:
+        """Raises DataError where files were cut short meanwhile: reading such memory would end the
+        process."""
+        for name, values in self.arrays.items():
             with suppress(FileNotFoundError):  # what is mapped stays there
-                if (found := os.stat(self.folder / name).st_size) < num_bytes:
+                file = self.folder / f"{name}.bin"
+                if (found := os.stat(file).st_size) < values.nbytes:
                     raise DataError(
-                        given=f"{self.folder / name}: cut to {found:,} of {num_bytes:,} bytes while"
-                        " it is in use",
+                        given=f"{file}: cut to {found:,} of {values.nbytes:,} bytes while it is in"
+                        " use",
                         required="a cache whose files stay as they are",
                         source="data.cache_dir",
                         change="start again (--resume goes on): the data are tokenized anew",
                     )
-        start, stop = int(self.index[row - 1, 0]) if row else 0, int(self.index[row, 0])
-        return self.input_ids[start:stop], self.labels[start:stop]
+
+
+def read_arrays(place: Path, mode: Mode = "r") -> Arrays | None:
+    """The arrays of a folder, or None if it is not whole."""
+    arrays = {}
+    try:
+        manifest = json.loads((place / _MANIFEST).read_text(encoding="utf-8"))
+        checksums, facts = manifest["checksums"], manifest["facts"]
+        for name, (dtype, shape) in manifest["arrays"].items():
+            file = place / f"{name}.bin"
+            num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+            if file.stat().st_size != num_bytes or np.dtype(dtype).hasobject:
+                return None
+            if checksums and checksums[name] != checksum(file):
+                return None
+            mapped = np.memmap(file, dtype, mode=mode) if num_bytes else np.zeros(0, dtype)
+            # A plain view where nothing is written: torch takes no subclass.
+            arrays[name] = (np.asarray(mapped) if mode == "r" else mapped).reshape(shape)
+        return Arrays(place, arrays, dict(facts), dict(checksums))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_arrays(
+    place: Path, fill: Callable[[Path], tuple[Kinds, dict[str, Any]]], *, mode: Mode = "r"
+) -> Arrays:
+    """Fill a folder with arrays and map it; what is there and not whole goes.
+
+    `fill` writes `NAME.bin` for each array into the folder that it gets, and returns their kinds
+    and the facts. mode `r+` is for arrays that are completed later: they have no checksums.
+    """
+    if place.exists():
+        damaged = place.with_name(f"{place.name}.{uuid.uuid4().hex}")
+        with suppress(FileNotFoundError):
+            os.rename(place, damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+    try:
+        with whole_folder(place) as aside:
+            kinds, facts = fill(aside)
+            sums = {name: checksum(aside / f"{name}.bin") for name in kinds} if mode == "r" else {}
+            manifest = {"arrays": kinds, "facts": facts, "checksums": sums}
+            write_json(aside / _MANIFEST, manifest)
+    except OSError as error:
+        if error.errno not in _TAKEN:  # another writer was sooner
+            raise
+    found = read_arrays(place, mode)
+    if found is None:
+        raise OSError(errno.EIO, "damaged as soon as it is written", str(place))
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedSource:
+    """A source, and its sequences in the cache."""
+
+    source: Source
+    listing: Listing
+    arrays: Arrays
+    content: str
+    """A checksum of the files."""
+    tokenizer: str
+    """A checksum of all that decides which ids a text gets."""
+    tokenized_s: float | None = None
+    """Seconds that tokenizing took; None if the sequences were there."""
+
+    @property
+    def index(self) -> npt.NDArray[np.int64]:
+        """(N, 4) stop, file, line, labelled tokens of each sequence."""
+        return self.arrays.arrays["index"]
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        return self.arrays.facts
+
+    @property
+    def tokens_key(self) -> str:
+        """A checksum of all tokens and labels, and where they are from."""
+        return key_of(self.arrays.checksums)
 
     @property
     def seq_lens(self) -> npt.NDArray[np.int64]:
         return np.diff(self.index[:, 0], prepend=0)
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Rows with which a record begins: a pair of answers is two rows of one file and line."""
+        origins = self.index[:, 1:3]
+        is_first = np.ones(len(origins), bool)
+        is_first[1:] = (origins[1:] != origins[:-1]).any(axis=1)
+        return np.flatnonzero(is_first)
+
+    @property
+    def noun(self) -> str:
+        """The word for what a record makes."""
+        return "pair" if self.notes["format"] == "preference" else "sequence"
+
+    def tokens(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """`input_ids` and `labels` of a sequence, (T,) both: views, read when they are used.
+
+        Raises DataError where files were cut short meanwhile.
+        """
+        self.arrays.check_sizes()
+        start, stop = int(self.index[row - 1, 0]) if row else 0, int(self.index[row, 0])
+        ids = self.arrays.arrays["input_ids"]
+        labels = self.arrays.arrays.get("labels", ids)
+        return ids[start:stop], labels[start:stop]
+
+    def origin(self, row: int) -> str:
+        """Where the record of a sequence is, for messages."""
+        _, file, line, _ = self.index[row]
+        return self.listing.files[int(file)].origin(int(line))
 
 
 def cache_folder(given: str | None) -> Path:
@@ -109,42 +208,20 @@ def cache_folder(given: str | None) -> Path:
         ) from error
 
 
-def read_entry(folder: Path, key: str) -> Entry | None:
-    """The entry of a key, or None if there is none that is whole."""
-    entry = folder / "tokens" / key
-    try:
-        manifest = json.loads((entry / "manifest.json").read_text(encoding="utf-8"))
-        sizes = _sizes(entry)
-        if manifest["version"] != VERSION or manifest["sizes"] != sizes:
-            return None
-        if manifest["checksums"] != _checksums(entry, sizes):
-            return None
-        index = np.load(entry / "index.npy", mmap_mode="r", allow_pickle=False)
-        ids = _map(entry / "input_ids.bin")
-        labels = _map(entry / "labels.bin") if (entry / "labels.bin").exists() else ids
-        notes, tokens_key = manifest["notes"], manifest["tokens_key"]
-        return Entry(entry, key, ids, labels, index, notes, tokens_key, sizes)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def write_entry(folder: Path, key: str, encoded: Iterable[Encoded], notes: dict[str, Any]) -> Entry:
-    """Writes what `encoded` yields, sequence by sequence, and maps it.
-
-    `notes` is saved as it is after the last sequence. Raises ConfigError if the folder cannot be
-    written, and whatever `encoded` raises; either way nothing half written stays.
-    """
-    aside = folder / "tokens" / f"{key}.{uuid.uuid4().hex}{_PARTIAL}"
-    with writing(folder):
-        aside.mkdir(parents=True)
-        _remove_stale(folder / "tokens")
-    try:
-        _write(aside, folder, encoded, notes)
-        with writing(folder):
-            entry = _publish(aside, folder, key)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return entry
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Within it the cache's folder is there, and what the file system refuses is a ConfigError."""
+    told = partial(
+        os_errors_told,
+        ConfigError,
+        required="a folder with space for 4 to 8 bytes per token",
+        source=_SOURCE,
+        or_else=", or set data.cache_dir to another folder",
+    )
+    with told():
+        folder.mkdir(parents=True, exist_ok=True)
+    with told(inside=folder):
+        yield
 
 
 def content_key(files: Iterable[SourceFile], folder: Path) -> str:
@@ -160,167 +237,112 @@ def content_key(files: Iterable[SourceFile], folder: Path) -> str:
             return key
     started_s = time.time()
     newest_s = max(max(part.stat().st_mtime, part.stat().st_ctime) for _, part in listed)
-    key = _checksum([[file.kind, _content(part)] for file, part in listed])
+    key = key_of([[file.kind, checksum(part)] for file, part in listed])
     if newest_s < started_s - _SETTLED_S:
         with writing(folder):
             seen.parent.mkdir(parents=True, exist_ok=True)
-            aside = seen.with_name(f"{seen.name}.{uuid.uuid4().hex}{_PARTIAL}")
-            aside.write_text(key, encoding="ascii")
-            os.replace(aside, seen)
+            write_text(seen, key)
     return key
 
 
 def status_key(files: Iterable[SourceFile]) -> str:
     """A checksum of the files' paths, sizes, inodes and times."""
-    return _checksum([_status(part) for file in files for part in file.parts])
+    return key_of([_status(part) for file in files for part in file.parts])
 
 
-def entry_key(*parts: object) -> str:
-    """The key of an entry that `parts`, plain values, decide."""
-    return _checksum([VERSION, *parts])
+def key_of(*parts: object) -> str:
+    """The key of what `parts`, plain values, decide."""
+    return xxhash.xxh3_128_hexdigest(json.dumps([VERSION, *parts]).encode())
 
 
-def _write(aside: Path, folder: Path, encoded: Iterable[Encoded], notes: dict[str, Any]) -> None:
-    index = array("q")
-    tokens = xxhash.xxh3_128()
-    stop = 0
-    with ExitStack() as opened:
-        with writing(folder):
-            ids = opened.enter_context((aside / "input_ids.bin").open("wb", buffering=0))
-        labels: FileIO | None = None
-        for sequence in encoded:
-            own_labels = sequence.labels is not sequence.input_ids
-            with writing(folder):
-                if own_labels and labels is None:
+def write_tokens(place: Path, encoded: Iterable[Encoded], notes: dict[str, Any]) -> Arrays:
+    """Write what `encoded` yields, sequence by sequence, and map it.
+
+    `notes` is saved as it is after the last sequence. Raises OSError if the folder cannot be
+    written, and whatever `encoded` raises; either way nothing half written stays.
+    """
+
+    def fill(aside: Path) -> tuple[Kinds, dict[str, Any]]:
+        index = array("q")
+        stop, labels = 0, None
+        with ExitStack() as opened:
+            ids = opened.enter_context((aside / "input_ids.bin").open("wb"))
+            for sequence in encoded:
+                if labels is None and sequence.labels is not sequence.input_ids:
                     # The first labels of their own: those before are the ids.
+                    ids.flush()
                     shutil.copyfile(aside / "input_ids.bin", aside / "labels.bin")
-                    labels = opened.enter_context((aside / "labels.bin").open("ab", buffering=0))
-                _append(ids, sequence.input_ids)
+                    labels = opened.enter_context((aside / "labels.bin").open("ab"))
+                ids.write(sequence.input_ids.tobytes())
                 if labels is not None:
-                    _append(labels, sequence.labels)
-            for values in (sequence.input_ids, sequence.labels):
-                tokens.update(values.tobytes())
-            stop += len(sequence.input_ids)
-            valid = int(np.count_nonzero(sequence.labels[1:] >= 0))
-            index.extend((stop, sequence.file, sequence.line, valid))
-    with writing(folder):
-        rows = np.frombuffer(index, np.int64) if index else np.zeros(0, np.int64)
-        np.save(aside / "index.npy", rows.reshape(-1, 4), allow_pickle=False)
-        tokens.update(rows.tobytes())
-        manifest = {
-            "version": VERSION,
-            "sizes": (sizes := _sizes(aside)),
-            "checksums": _checksums(aside, sizes),
-            "notes": notes,
-            "tokens_key": tokens.hexdigest(),
-        }
-        (aside / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-        for file in (*aside.iterdir(), aside):
-            _synchronise(file)
+                    labels.write(sequence.labels.tobytes())
+                stop += len(sequence.input_ids)
+                valid = int(np.count_nonzero(sequence.labels[1:] >= 0))
+                index.extend((stop, sequence.file, sequence.line, valid))
+        (aside / "index.bin").write_bytes(index.tobytes())
+        names = ("input_ids", *(("labels",) if labels is not None else ()))
+        return dict.fromkeys(names, ("int32", (stop,))) | {
+            "index": ("int64", (len(index) // 4, 4))
+        }, notes
+
+    return write_arrays(place, fill)
 
 
-def _append(file: FileIO, values: npt.NDArray[np.int32]) -> None:
-    """An unbuffered file may take a part only, and holds back nothing that its end could lose."""
-    left = memoryview(values.tobytes())
-    while left:
-        left = left[file.write(left) :]
+class ReferenceLogProbs:
+    """Log-probabilities of a reference model, of the tokens of one source.
 
+    Rows are written in any order, and marked when they are on the disk: a pass that was killed goes
+    on. No loss and no option of it is in the key, and neither is how the numbers were computed.
+    """
 
-def _publish(aside: Path, folder: Path, key: str) -> Entry:
-    """Renames a finished entry into its place, unless another writer was sooner."""
-    place = folder / "tokens" / key
-    for _ in range(2):
-        try:
-            os.rename(aside, place)
-        except OSError:
-            if not place.exists():
-                raise
-        else:
-            _synchronise(place.parent)
-        if (entry := read_entry(folder, key)) is not None:
-            return entry
-        # What is in the place is damaged: out of the way with it, in one step.
-        damaged = place.with_name(f"{key}.{uuid.uuid4().hex}{_PARTIAL}")
-        with suppress(FileNotFoundError):
-            os.rename(place, damaged)
-        shutil.rmtree(damaged, ignore_errors=True)
-    raise OSError(f"{place} is damaged again and again")
+    def __init__(
+        self, folder: Path, source: TokenizedSource, facts: Mapping[str, Any], dtype: str
+    ) -> None:
+        """Opens what is there, or makes it. `facts`: plain values that decide the numbers besides
+        the tokens. Raises ConfigError if the folder cannot be written."""
+        own = {**facts, "tokens": source.tokens_key, "dtype": dtype}
+        self._stops = np.cumsum(source.index[:, 3])
+        num_rows = len(source.index)
+        kinds = {"log_probs": (dtype, (int(self._stops[-1]),)), "done": ("uint8", (num_rows,))}
 
+        def fill(aside: Path) -> tuple[Kinds, dict[str, Any]]:
+            for name, (kind, (length,)) in kinds.items():
+                with (aside / f"{name}.bin").open("wb") as file:
+                    file.truncate(length * np.dtype(kind).itemsize)
+            return kinds, own
 
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turns what the file system refuses into a message."""
-    try:
-        yield
-    except OSError as error:
-        reason, change = error.strerror or str(error), "make space there"
-        if not os.path.isdir(folder):
-            reason, change = f"cannot be created: {reason}", "make it possible to create it"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            change = "check its permissions"
-        raise ConfigError(
-            given=f"{folder}: {reason}",
-            required="a folder with space for 4 to 8 bytes per token",
-            source=_SOURCE,
-            change=f"{change}, or set data.cache_dir to another folder",
-        ) from error
+        self.folder = folder / "reference" / key_of(own)
+        with writing(folder):
+            found = read_arrays(self.folder, "r+")
+            if found is None or found.facts != own:
+                found = write_arrays(self.folder, fill, mode="r+")
+        self._log_probs: Any = found.arrays["log_probs"]
+        self._done: Any = found.arrays["done"]
 
+    def is_done(self, rows: Iterable[int]) -> bool:
+        """Whether the numbers of all these rows are there."""
+        return bool(self._done[list(rows)].all())
 
-def _remove_stale(tokens: Path) -> None:
-    """Removes what writers that were killed a day ago or more left behind."""
-    for partial in tokens.glob(f"*{_PARTIAL}"):
-        try:
-            newest_s = max(part.stat().st_mtime for part in (partial, *partial.iterdir()))
-        except OSError:
-            continue
-        if newest_s < time.time() - _STALE_S:
-            shutil.rmtree(partial, ignore_errors=True)
+    def write(self, found: Mapping[int, npt.NDArray[Any]]) -> None:
+        """Writes the numbers of rows, and marks them when they are on the disk. A row that was cut
+        has fewer."""
+        for row, values in found.items():
+            start = self._start(row)
+            self._log_probs[start : start + len(values)] = values
+        self._log_probs.flush()
+        self._done[list(found)] = 1
+        self._done.flush()
 
+    def read(self, row: int, count: int) -> npt.NDArray[Any]:
+        """The first `count` numbers of a row, as float32 or as wide as they were computed."""
+        start = self._start(row)
+        return np.asarray(self._log_probs[start : start + count])
 
-def _map(file: Path) -> npt.NDArray[np.int32]:
-    if file.stat().st_size == 0:
-        return np.zeros(0, np.int32)
-    # A plain view: torch takes no subclass.
-    return np.asarray(np.memmap(file, np.int32, mode="r"))
-
-
-def _sizes(entry: Path) -> dict[str, int]:
-    return {
-        file.name: file.stat().st_size
-        for file in sorted(entry.iterdir())
-        if file.name != "manifest.json"
-    }
-
-
-def _checksums(entry: Path, names: Iterable[str]) -> dict[str, str]:
-    return {name: _content(entry / name) for name in names}
+    def _start(self, row: int) -> int:
+        return int(self._stops[row - 1]) if row else 0
 
 
 def _status(file: Path) -> list[Any]:
     status = file.stat()
     times = [status.st_mtime_ns, status.st_ctime_ns]
     return [str(file.resolve()), status.st_size, status.st_ino, *times]
-
-
-def _content(file: Path) -> str:
-    checksum = xxhash.xxh3_128()
-    try:
-        with file.open("rb") as opened:
-            while piece := opened.read(_READ_BYTES):
-                checksum.update(piece)
-    except OSError as error:
-        # Only opening names the file.
-        raise OSError(error.errno, error.strerror, str(file)) from error
-    return checksum.hexdigest()
-
-
-def _checksum(value: object) -> str:
-    return xxhash.xxh3_128(json.dumps(value).encode()).hexdigest()
-
-
-def _synchronise(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import Literal, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from furlong.data import cache
+from furlong.data.cache import ReferenceLogProbs, TokenizedSource, key_of
 from furlong.data.formats import IGNORE_INDEX
 from furlong.data.loader import Mixture, Units, rows_of
 from furlong.data.pairs import handled, require_answers
 from furlong.data.records import BLANK
-from furlong.data.reference import ReferenceLogProbs
-from furlong.data.sources import Listing, Source, printable
+from furlong.data.sources import printable
 from furlong.data.tokenize import Sequence
 from furlong.errors import DataError
 from furlong.units import count_words, format_count, format_seconds, plural
@@ -27,59 +25,6 @@ TooLong = Literal["error", "truncate", "drop"]
 _MAX_LISTED = 8
 SEQUENCES = "the sequences (a chat template may write the date)"
 """The name under which a fingerprint has the tokens themselves."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenizedSource:
-    """A source and its entry in the cache."""
-
-    source: Source
-    listing: Listing
-    entry: cache.Entry
-    content: str
-    """A checksum of the files."""
-    tokenizer: str
-    """A checksum of all that decides which ids a text gets."""
-    tokenized_s: float | None
-    """Seconds that tokenizing took; None if the entry was there."""
-
-    @property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """Rows with which a record begins: a pair of answers is two rows of one file and line."""
-        origins = self.entry.index[:, 1:3]
-        is_first = np.ones(len(origins), bool)
-        is_first[1:] = (origins[1:] != origins[:-1]).any(axis=1)
-        return np.flatnonzero(is_first)
-
-    @property
-    def noun(self) -> str:
-        """The word for what a record makes."""
-        return "pair" if self.entry.notes["format"] == "preference" else "sequence"
-
-    def origin(self, row: int) -> str:
-        _, file, line, _ = self.entry.index[row]
-        return self.listing.files[int(file)].origin(int(line))
-
-    def describe(self) -> str:
-        """One line that says which format `auto` found, and what was left out."""
-        notes = self.entry.notes
-        path = printable(self.source.path)
-        line = f"{path}: {count_words(len(self.starts), self.noun)}, format {notes['format']}"
-        if notes["fields"]:
-            fields = notes["fields"]
-            line += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
-        if notes["unused"]:
-            listed = ", ".join(map(printable, notes["unused"][:_MAX_LISTED]))
-            line += f" (not used: {listed}{', ...' if len(notes['unused']) > _MAX_LISTED else ''})"
-        for what, number in notes["left_out"].items():
-            line += f", {number:,} {what} {handled(what)}"
-            if what in notes["first"]:
-                file, row = notes["first"][what]
-                line += f" (first: {self.listing.files[file].origin(row)})"
-        seconds = self.tokenized_s
-        return line + (
-            ", cached" if seconds is None else f", tokenized in {format_seconds(seconds)}"
-        )
 
 
 class DataSet(Items[Sequence]):
@@ -103,7 +48,7 @@ class DataSet(Items[Sequence]):
         self._references: Mapping[int, ReferenceLogProbs] = {}
         self._key = key
         self.max_seq_len = max_seq_len
-        lens = [part.entry.seq_lens for part in parts]
+        lens = [part.seq_lens for part in parts]
         limit = max_seq_len if max_seq_len is not None else max(map(_longest, lens), default=0)
         starts = [part.starts for part in parts]
         of_units = [
@@ -121,7 +66,7 @@ class DataSet(Items[Sequence]):
         kept = [np.flatnonzero(~over) if dropping else np.arange(len(over)) for over in above]
         if self.num_truncated and self.noun == "pair":
             for part, own, over in zip(parts, starts, of_units, strict=True):
-                require_answers(part.entry, own[over].tolist(), limit, part.origin)
+                require_answers(part, own[over].tolist(), limit)
         if dropping:
             sizes = [size[~over] for size, over in zip(sizes, of_units, strict=True)]
         stops = np.cumsum(np.concatenate(sizes))
@@ -155,7 +100,7 @@ class DataSet(Items[Sequence]):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         seq_id = range(len(self))[index]
         part, row = self._find(seq_id)
-        ids, labels = part.entry.tokens(row)
+        ids, labels = part.tokens(row)
         counted = int(self.valid_tokens[seq_id])
         known = self._references.get(self.row(seq_id)[0])
         reference = None if known is None else known.read(row, counted)
@@ -214,17 +159,17 @@ class DataSet(Items[Sequence]):
         named["the tokenizer (its files, or the versions of transformers and tokenizers)"] = (
             self.parts[0].tokenizer
         )
-        keys = [[part.entry.key, part.entry.tokens_key, part.source.weight] for part in self.parts]
+        keys = [[part.tokens_key, part.source.weight] for part in self.parts]
         limit = self.max_seq_len if self.num_truncated or self.num_dropped else None
-        return named | {SEQUENCES: cache.entry_key(keys, limit, self.num_dropped)}
+        return named | {SEQUENCES: key_of(keys, limit, self.num_dropped)}
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises DataError for a token id or label that a model of `vocab_size` does not know."""
         for part in self.parts:
-            if part.entry.notes["highest"] < vocab_size:
+            if part.notes["highest"] < vocab_size:
                 continue
-            for row in range(len(part.entry.index)):
-                highest = int(max(map(np.max, part.entry.tokens(row))))
+            for row in range(len(part.index)):
+                highest = int(max(map(np.max, part.tokens(row))))
                 if highest >= vocab_size:
                     raise DataError(
                         given=f"token id {highest}",
@@ -239,7 +184,7 @@ class DataSet(Items[Sequence]):
         for part, draws in zip(self.parts, self.mixture.draws, strict=True):
             weight = part.source.weight
             drawn = f", weight {weight:g}: {draws:,} an epoch" if weight != 1 else ""
-            lines.append(f"{self._key}: {part.describe()}{drawn}")
+            lines.append(f"{self._key}: {_describe(part)}{drawn}")
             path = printable(part.source.path)
             lines += [f"{self._key}: {path}: {line}" for line in part.listing.left_out]
         line = (
@@ -263,9 +208,9 @@ class DataSet(Items[Sequence]):
     ) -> npt.NDArray[np.int64]:
         counts = []
         for part, rows, over in zip(self.parts, self._rows, above, strict=True):
-            own = np.array(part.entry.index[:, 3])
+            own = np.array(part.index[:, 3])
             for row in () if dropping else np.flatnonzero(over):
-                labels = part.entry.tokens(int(row))[1][1 : self.max_seq_len]
+                labels = part.tokens(int(row))[1][1 : self.max_seq_len]
                 own[row] = np.count_nonzero(labels != IGNORE_INDEX)
             counts.append(own[rows])
         return np.concatenate(counts)
@@ -286,7 +231,7 @@ class DataSet(Items[Sequence]):
         )
 
     def _nothing_to_learn(self) -> DataError:
-        num_blank = sum(part.entry.notes["left_out"].get(BLANK, 0) for part in self.parts)
+        num_blank = sum(part.notes["left_out"].get(BLANK, 0) for part in self.parts)
         if not len(self) and not self.num_dropped:
             return DataError(
                 given=f"{count_words(num_blank, 'record')}, all of them blank",
@@ -306,3 +251,22 @@ class DataSet(Items[Sequence]):
 
 def _longest(seq_lens: npt.NDArray[np.int64]) -> int:
     return int(seq_lens.max(initial=0))
+
+
+def _describe(part: TokenizedSource) -> str:
+    """One line that says which format `auto` found, and what was left out."""
+    notes = part.notes
+    number = count_words(len(part.starts), part.noun)
+    line = f"{printable(part.source.path)}: {number}, format {notes['format']}"
+    if fields := notes["fields"]:
+        line += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
+    if unused := notes["unused"]:
+        listed = ", ".join(map(printable, unused[:_MAX_LISTED]))
+        line += f" (not used: {listed}{', ...' if len(unused) > _MAX_LISTED else ''})"
+    for what, count in notes["left_out"].items():
+        line += f", {count:,} {what} {handled(what)}"
+        if what in notes["first"]:
+            file, row = notes["first"][what]
+            line += f" (first: {part.listing.files[file].origin(row)})"
+    seconds = part.tokenized_s
+    return line + (", cached" if seconds is None else f", tokenized in {format_seconds(seconds)}")

@@ -10,8 +10,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from furlong.data import cache
-from furlong.data.dataset import DataSet, TokenizedSource, TooLong
+from furlong.data.cache import (
+    TokenizedSource,
+    cache_folder,
+    content_key,
+    key_of,
+    read_arrays,
+    status_key,
+    write_tokens,
+    writing,
+)
+from furlong.data.dataset import DataSet, TooLong
 from furlong.data.formats import (
     NEEDED_FIELDS,
     Format,
@@ -48,7 +57,7 @@ def load_data(
 
     key: where the sources were named, for messages. Raises DataError and ConfigError.
     """
-    folder = cache.cache_folder(cache_dir)
+    folder = cache_folder(cache_dir)
     print_of_tokenizer = fingerprint(tokenizer)
     listings = [list_files(source, key) for source in sources]
     _refuse_repeated(listings, key)
@@ -56,7 +65,7 @@ def load_data(
         _tokenized(source, listing, tokenizer, print_of_tokenizer, format, folder, key)
         for source, listing in zip(sources, listings, strict=True)
     )
-    require_pair(((part.entry.index, part.entry.notes["left_out"]) for part in parts), key)
+    require_pair(((part.index, part.notes["left_out"]) for part in parts), key)
     return DataSet(parts, max_seq_len=max_seq_len, too_long=too_long, key=key)
 
 
@@ -108,21 +117,21 @@ def _tokenized(
     if format != "text":
         check_endings(files, format)
     try:
-        before = cache.status_key(files)
-        content = cache.content_key(files, folder)
+        before = status_key(files)
+        content = content_key(files, folder)
     except OSError as error:
         raise unreadable(source.path, key, error) from error
-    entry_key = cache.entry_key(content, print_of_tokenizer, format)
-    entry = cache.read_entry(folder, entry_key)
-    if entry is not None:
-        return TokenizedSource(source, listing, entry, content, print_of_tokenizer, None)
+    place = folder / "tokens" / key_of(content, print_of_tokenizer, format)
+    arrays = read_arrays(place)
+    if arrays is not None:
+        return TokenizedSource(source, listing, arrays, content, print_of_tokenizer)
     started_s = time.perf_counter()
     notes: dict[str, Any] = {}
     encoded = _encoded(files, tokenizer, format, key, notes)
 
     def unchanged() -> Iterator[Encoded]:
         yield from encoded
-        if cache.status_key(files) != before:
+        if status_key(files) != before:
             raise DataError(
                 given=f"{source.path}, which changed while it was read",
                 required="data that stays as it is",
@@ -130,9 +139,10 @@ def _tokenized(
                 change="start again when it is complete",
             )
 
-    entry = cache.write_entry(folder, entry_key, unchanged(), notes)
+    with writing(folder):
+        arrays = write_tokens(place, unchanged(), notes)
     tokenized_s = time.perf_counter() - started_s
-    return TokenizedSource(source, listing, entry, content, print_of_tokenizer, tokenized_s)
+    return TokenizedSource(source, listing, arrays, content, print_of_tokenizer, tokenized_s)
 
 
 def _encoded(

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from furlong.data.cache import Entry
+from furlong.data.cache import TokenizedSource
 from furlong.data.chat import (
     EMPTY_ANSWERS,
     ESCAPED,
@@ -180,13 +180,11 @@ def require_pair(found: Iterable[tuple[Sized, Mapping[str, int]]], key: str) -> 
         )
 
 
-def require_answers(
-    entry: Entry, rows: Iterable[int], limit: int, origin: Callable[[int], str]
-) -> None:
+def require_answers(source: TokenizedSource, rows: Iterable[int], limit: int) -> None:
     """Raises DataError for a pair, in `rows` and those behind, of which the first `limit` tokens
     hold no answer, or the same twice."""
     for row in rows:
-        (chosen, labels), (rejected, others) = (entry.tokens(r) for r in (row, row + 1))
+        (chosen, labels), (rejected, others) = (source.tokens(r) for r in (row, row + 1))
         none = any((x[1:limit] == IGNORE_INDEX).all() for x in (labels, others))
         if none or np.array_equal(chosen[:limit], rejected[:limit]):
             what = "are a prompt and no answer" if none else "are the same in both answers"
@@ -194,7 +192,7 @@ def require_answers(
                 given=f"a pair of {max(len(chosen), len(rejected)):,} tokens, of which the first"
                 f" {limit:,} {what}",
                 required="two answers that differ within data.max_seq_len",
-                source=origin(row),
+                source=source.origin(row),
                 change="raise data.max_seq_len, set data.too_long to drop, or shorten the prompt",
             )
 

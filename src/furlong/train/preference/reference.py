@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import xxhash
 
+from furlong.data.cache import ReferenceLogProbs
 from furlong.data.dataset import DataSet
-from furlong.data.reference import ReferenceLogProbs
 from furlong.report.patience import patience
 from furlong.train.batches.fitting import Fitting
 from furlong.train.checkpoints.fingerprints import checksum
@@ -78,7 +78,7 @@ def referenced(
         for number, group in _groups(data):
             if number not in references:
                 opened = partial(
-                    ReferenceLogProbs, folder, data.parts[number].entry, facts,
+                    ReferenceLogProbs, folder, data.parts[number], facts,
                     "float64" if is_wide else "float32",
                 )  # fmt: skip
                 references[number] = processes.first_of_each_machine(opened)
