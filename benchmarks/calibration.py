@@ -33,7 +33,7 @@ from furlong.cost.training import Training
 from furlong.models.describe import describe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
-from furlong.planners.predict import predict
+from furlong.simulate.predict import predict
 from furlong.units import format_bytes, format_seconds
 
 _TIME_BOUND, _MEMORY_BOUND = 0.15, 0.10

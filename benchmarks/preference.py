@@ -32,7 +32,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_two_phases
-from furlong.planners.predict import predict
+from furlong.simulate.predict import predict
 from furlong.units import format_bytes
 
 TRL, ATTENTION, KV, SHARED = "TRL", "keep=attention", "keep=kv", "keep=kv, prompt shared"

@@ -91,7 +91,7 @@ def run_saved(folder: Path, file: Path, flags: Sequence[str]) -> tuple[int, int]
     from furlong.cost.training import Training
     from furlong.models.describe import describe
     from furlong.plan.text import load_plan
-    from furlong.planners.predict import predict
+    from furlong.simulate.predict import predict
     from furlong.train.figures.used_memory import UsedMemory
 
     assert main([

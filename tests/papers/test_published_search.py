@@ -29,10 +29,10 @@ from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.plan import COMPUTING
 from furlong.planners.chunks import group_chunks
-from furlong.planners.fits import DoesNotFitError
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b
+from furlong.planners.words import DoesNotFitError
 from furlong.simulate.clock import time_actions
 
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("A100-80"), Training(zero_stage=1))

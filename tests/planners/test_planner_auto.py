@@ -6,28 +6,20 @@ from itertools import product
 import pytest
 
 from furlong.cost.machine import Machine, this_cpu
+from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
-from furlong.plan.plan import Tiers
-from furlong.planners.candidates import (
-    ByteBound,
-    Space,
-    busiest_groups,
-    deal_steps,
-    longest_step,
-    one_list,
-    plan_of,
-)
+from furlong.plan.plan import Layout, Tiers
+from furlong.planners.candidates import ByteBound, chunks, longest_step
 from furlong.planners.decide import Decision, decide
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options
 from furlong.planners.orders import plan_on_device
-from furlong.planners.predict import one_draw, predict, simulated_s
-from furlong.planners.question import MARGIN, Limits
-from furlong.planners.search import SLACK
-from furlong.planners.spaco import Sampling
+from furlong.planners.question import MARGIN, SLACK, Limits, Question, Space
+from furlong.planners.spaco import Sampling, one_draw
+from furlong.simulate.predict import predict
 
 GIB = 2**30
 SHAPE = model_shape("Qwen2.5-0.5B")
@@ -48,12 +40,6 @@ def choose(model=CPU, lengths=LENS, budget_bytes=1000 * GIB, **changes):
 
 def walk_of(options):
     return options.order, options.stage_layers, options.tiers
-
-
-def groups_of(seq_lens, size, sequences_per_step):
-    """The groups of all steps."""
-    space = Space(CPU, seq_lens, sequences_per_step, max(seq_lens))
-    return one_list(busiest_groups(space, deal_steps(space), size))
 
 
 def needs(options, lens, model=CPU):
@@ -155,13 +141,12 @@ def test_the_longest_sequence_of_the_data_must_fit_though_no_step_has_it():
 
 
 def test_several_small_steps_are_not_packed_into_one():
-    assert len(groups_of([500] * 10, 4096, 1)) == 10
-    assert [len(g[0].slices) for g in groups_of([500] * 10, 4096, 4)] == [4, 4, 2]
-    seq_ids = [s.seq_id for g in groups_of([500] * 10, 4096, 4) for s in g[0].slices]
-    assert sorted(seq_ids) == list(range(10))
-    space = Space(CPU, [500] * 10, 1, 500)
-    assert longest_step(space, 4096) == [500]
-    assert longest_step(replace(space, sequences_per_step=3), 4096) == [500, 1000]
+    for per_step, replicas in ((1, [1] * 10), (4, [4, 4, 2])):
+        question = Question([500] * 10, CPU, Limits(2**40), sequences_per_step=per_step)
+        space = Space(question, Layout())
+        assert [len(step[0]) for step in space.dealt] == replicas
+        assert sorted(i for step in space.dealt for i in step[0]) == list(range(10))
+        assert longest_step(space, 4096) == ([500] if per_step == 1 else [500, 1500])
 
 
 def test_words_tell_why_and_what_the_next_best_would_have_cost():
@@ -349,16 +334,15 @@ def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_byt
             walked.append(sum(map(len, plan.actions)))
             return super().costs(plan, **free)
 
-    def see(*arguments, **named):
-        plan = plan_of(*arguments, **named)
-        walked.append(len(plan.actions[0]))
-        return plan
+    def see(self, plan, rank, original=PlanMemory.curve):
+        walked.append(len(plan.actions[rank]))
+        return original(self, plan, rank)
 
     def bound(self, options, original=ByteBound.needs):
         estimated.append(options)
         return original(self, options)
 
-    monkeypatch.setattr("furlong.planners.candidates.plan_of", see)
+    monkeypatch.setattr(PlanMemory, "curve", see)
     monkeypatch.setattr(ByteBound, "needs", bound)
     priced = Costs(model_shape(model), Machine.named("H100"))
     lengths = count_lengths([longest])
@@ -408,17 +392,15 @@ def test_the_seconds_of_a_sample_are_those_of_a_draw_and_its_memory_is_that_of_a
     )
 
 
-@pytest.mark.parametrize("order", [{}, {"order": "layer-first", "stage_layers": 12}])
+@pytest.mark.parametrize("order", [{"order": "chunk-first"}, {"stage_layers": 12}])
 def test_the_seconds_of_a_sample_are_those_of_its_plan(order):
-    options = ChunkOptions(size=1024, sample=Sampling(rate=0.3), **order)
-    lens = [9_000, 3_000, 500]
-    exact = plan_on_device(lens, options, num_layers=SHAPE.num_layers)
-    drawn = one_draw(exact, options)
-    assert drawn.sampled and drawn != one_draw(exact, replace(options, sample=None)) == exact
-    groups = groups_of(lens, options.size, len(lens))
-    assert simulated_s(CPU, lens, groups, options) == pytest.approx(
-        predict(CPU, drawn).step_s, rel=1e-12
-    )
+    dials = {"size": 1024, "sample": Sampling(rate=0.3)} | order
+    question = Question([9_000, 3_000, 500], CPU, Limits(2**40), given=dials)
+    candidate = next(chunks(question, Layout()))
+    exact = candidate.plan_of(question.seq_lens)
+    drawn = one_draw(exact, candidate.options.sampling)
+    assert drawn.sampled and drawn != one_draw(exact, None) == exact
+    assert candidate.clock_s() == pytest.approx(predict(CPU, drawn).step_s, rel=1e-12)
 
 
 def test_a_search_with_a_sample_tries_what_exact_estimates_would_leave_out():

@@ -15,7 +15,7 @@ from furlong.planners.candidates import ByteBound, TimeEstimate
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
-from furlong.planners.predict import needs_of, predict, simulated_s
+from furlong.simulate.predict import needs_of, predict
 
 SMALL = {
     "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -77,14 +77,12 @@ def test_no_walk_needs_less_than_the_bound(name, options, longest, filled):
     options,
     st.lists(st.integers(1, 6_000), min_size=1, max_size=5),
 )
-def test_one_stage_of_each_kind_tells_the_seconds_of_all(name, options, seq_lens):
-    """So does the sum over the passes of a few chunks, unless copies take longer."""
+def test_the_passes_of_a_few_chunks_tell_the_seconds_of_all(name, options, seq_lens):
+    """Of a stage of each kind, unless copies take longer."""
     model = MODELS[name]
-    groups = group_chunks(seq_lens, options)
     plan = plan_on_device(seq_lens, options, num_layers=model.shape.num_layers)
     seconds = predict(model, plan).step_s
-    assert simulated_s(model, seq_lens, groups, options) == pytest.approx(seconds, rel=1e-6)
-    estimate = TimeEstimate(model, groups).seconds(options)
+    estimate = TimeEstimate(model, group_chunks(seq_lens, options)).seconds(options)
     assert estimate <= 1.05 * seconds
     if options.tiers == ChunkOptions().tiers:
         assert estimate == pytest.approx(seconds, rel=1e-9)
@@ -139,9 +137,9 @@ def test_a_slow_link_is_in_the_estimate(kind, least, stage_layers, keep):
     dials = ChunkOptions(
         size=2048, keep=keep, order="layer-first", stage_layers=stage_layers, tier={kind: "disk"}
     )
-    groups = group_chunks([30_000], dials)
-    seconds = simulated_s(model, [30_000], groups, dials)
-    estimate = TimeEstimate(model, groups)
+    plan = plan_on_device([30_000], dials, num_layers=model.shape.num_layers)
+    seconds = predict(model, plan).step_s
+    estimate = TimeEstimate(model, group_chunks([30_000], dials))
     on_device_s = estimate.seconds(replace(dials, tier="device"))
     is_written = kind != "attention" or keep == "attention"
     assert (seconds > 20 * on_device_s) == is_written

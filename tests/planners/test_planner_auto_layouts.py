@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -15,24 +14,15 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.lengths import Lengths, count_lengths
-from furlong.plan.plan import Layout, Unshard
-from furlong.planners.candidates import (
-    TimeEstimate,
-    bounds_of,
-    busiest_groups,
-    busiest_s,
-    deal_steps,
-    longest_step,
-    one_list,
-    plan_of,
-    space_of,
-)
+from furlong.plan.plan import Layout, Reduce, Unshard
+from furlong.planners.candidates import TimeEstimate, bounds_of, longest_step
+from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.decide import Decision, decide, sample_steps
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
-from furlong.planners.predict import predict, predict_step, step_s
-from furlong.planners.question import MARGIN, Limits, Question
-from furlong.planners.search import SLACK, mean_step_s, plans_of, search, whole_model
+from furlong.planners.question import MARGIN, SLACK, Limits, Question, Space, whole_model
+from furlong.planners.search import search
+from furlong.simulate.predict import predict, predict_step, step_s
 from furlong.train.batches.plans import Wanted, plan_batch
 
 GIB = 2**30
@@ -174,7 +164,7 @@ def test_a_method_without_a_plan_says_what_it_needs(method: str, needs: str) -> 
 
 def test_dials_beside_a_methods_own_chunks_are_counted_as_candidates() -> None:
     answer = choose(method="places", sizes={"dp": 1, "sp": 4, "pp": 1}).answer
-    assert answer is not None and answer.best is not answer.dials and answer.num_pruned >= 0
+    assert answer is not None and answer.best is not answer.chunked[0] and answer.num_pruned >= 0
 
 
 def test_two_decisions_are_equal() -> None:
@@ -196,9 +186,9 @@ def test_a_layouts_step_is_that_of_the_plan_that_a_run_makes_of_it(layout: Layou
     lens = sample_lengths("chatqa2", 6, 0, max_seq_len=32768, too_long="truncate")
     order = {} if layout.pp > 1 else {"order": "layer-first", "stage_layers": 1}
     options = ChunkOptions(size=4096, keep="kv", **order)
-    space = space_of(Question(lens, H100, LIMITS), layout)
-    dealt = deal_steps(space)
-    told_s = mean_step_s(space, dealt, plans_of(space, dealt, partial(plan_of, space, options)))
+    space = Space(Question(lens, H100, LIMITS), layout)
+    plan_of = space.plan_of(options)
+    told_s = space.step_s(plan_of)
     run = plan_batch(
         Wanted(tuple(lens), options), layout=layout, stages=space.stages,
         work=H100.sequence_seconds, num_layers=SHAPE.num_layers,
@@ -209,8 +199,7 @@ def test_a_layouts_step_is_that_of_the_plan_that_a_run_makes_of_it(layout: Layou
     own = SHAPE.num_parameters / layout.num_devices / H100.hardware.optimizer_parameters_per_s
     # a stage at either end has the tied head
     assert own * (1 - 1e-6) <= update_s <= own * (1 + 1e-6) * (1 if layout.pp == 1 else 2)
-    dealt = deal_steps(space)[0]
-    alone = (step_s(space.model, plan_of(space, options, [lens[i] for i in own])) for own in dealt)
+    alone = (step_s(space.model, plan_of(space.lens(own))) for own in space.dealt[0])
     assert told_s - update_s >= max(alone) * (1 - 1e-9)
     # whole weights are there once, whether an Unshard gathers them or not
     lists = (tuple(a for a in own if not isinstance(a, Unshard)) for own in run.actions)
@@ -228,12 +217,10 @@ def test_no_layout_with_plain_dials_is_better(budget_bytes: int) -> None:
     fastest_s = float("inf")
     for layout, options in product(layouts(2, SHAPE), GRID):
         question = Question(seq_lens, H100, LIMITS, longest=9000, sequences_per_step=4)
-        space = space_of(question, layout)
-        dealt = deal_steps(space)
-        longest = plan_of(space, options, longest_step(space, options.size))
+        space = Space(question, layout)
+        longest = space.plan_of(options)(longest_step(space, options.size))
         if predict(space.model, longest).device_bytes <= (1 - MARGIN) * budget_bytes:
-            plans = plans_of(space, dealt, partial(plan_of, space, options))
-            fastest_s = min(fastest_s, mean_step_s(space, dealt, plans))
+            fastest_s = min(fastest_s, space.step_s(space.plan_of(options)))
     assert fastest_s < float("inf")
     assert chosen_s <= fastest_s * (1 + SLACK) ** 2
 
@@ -252,13 +239,15 @@ def test_chunks_with_which_replicas_wait_for_each_other_end_no_search() -> None:
 @pytest.mark.parametrize("layout", layouts(4, SHAPE), ids=str)
 @pytest.mark.parametrize("keep", ["all", "kv"])
 def test_estimates_are_near_the_simulation(layout: Layout, keep: Any) -> None:
-    space = space_of(Question([9000, 3000, 3000, 700], H100, LIMITS), layout)
+    space = Space(Question([9000, 3000, 3000, 700], H100, LIMITS), layout)
     options = ChunkOptions(size=1024, keep=keep)
-    groups = busiest_groups(space, deal_steps(space), options.size)
+    groups = shard(group_chunks(space.lens(space.dealt[0][0]), options), layout.sp)
     estimate = TimeEstimate(
-        space.model, one_list(groups), sp_size=layout.sp, stages=space.stages, num_steps=1
+        space.model, groups, sp_size=layout.sp, stages=space.stages, num_steps=1
     )
-    simulated_s = busiest_s(space, groups, options)
+    (plan,) = space.busiest_plans(space.plan_of(options))
+    lists = (tuple(a for a in own if not isinstance(a, Reduce)) for own in plan.actions)
+    simulated_s = step_s(space.model, replace(plan, actions=tuple(lists)))
     assert estimate.seconds(options) == pytest.approx(
         simulated_s, rel=0.1 if space.stages else 1e-6
     )
@@ -266,9 +255,9 @@ def test_estimates_are_near_the_simulation(layout: Layout, keep: Any) -> None:
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(sp=2, pp=2), Layout(pp=4)], ids=str)
 def test_no_plan_needs_less_than_the_bound(layout: Layout) -> None:
-    space = space_of(Question([9000, 3000, 3000, 700], H100, LIMITS), layout)
+    space = Space(Question([9000, 3000, 3000, 700], H100, LIMITS), layout)
     for options in GRID:
-        plan = plan_of(space, options, longest_step(space, options.size))
+        plan = space.plan_of(options)(longest_step(space, options.size))
         needed = predict(space.model, plan).device_bytes
         least = max(bound.needs(options).device_bytes for bound in bounds_of(space, options.size))
         assert 0.5 * needed < least <= needed * (1 + 1e-6)

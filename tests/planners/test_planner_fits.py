@@ -5,8 +5,8 @@ import pytest
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.plan import Tiers
-from furlong.planners.fits import advice
 from furlong.planners.question import tier_budgets
+from furlong.planners.words import advice
 
 GIB = 2**30
 

@@ -26,7 +26,6 @@ from furlong.plan.plan import Forward
 from furlong.plan.text import load_plan, parse_chunk, save_plan
 from furlong.planners import infinipipe
 from furlong.planners.chunks import shard
-from furlong.planners.fits import DoesNotFitError
 from furlong.planners.infinipipe import (
     MAX_GROWTH,
     Loads,
@@ -42,6 +41,7 @@ from furlong.planners.infinipipe import (
     slice_numbers,
 )
 from furlong.planners.layouts import cut_layers, mean_attended_keys
+from furlong.planners.words import DoesNotFitError
 from furlong.simulate.clock import measure, simulate, time_actions
 
 K = 1024

@@ -10,9 +10,9 @@ from furlong.cost.shape import model_shape
 from furlong.plan.plan import Layout
 from furlong.planners.decide import longest_sequence
 from furlong.planners.orders import plan_replica
-from furlong.planners.predict import predict
 from furlong.planners.question import Limits, Question
 from furlong.planners.search import search
+from furlong.simulate.predict import predict
 
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("H100"))
 GIB = 2**30
@@ -29,9 +29,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pp: int) -> None:
     model, stages = answer.question.model_of(layout), answer.question.stages_of(layout)
 
     def peak_bytes(num_tokens: int) -> int:
-        plan = plan_replica(
-            [num_tokens], answer.dials.candidate.options, num_layers=24, stages=stages
-        )
+        plan = plan_replica([num_tokens], answer.options, num_layers=24, stages=stages)
         return predict(model, plan).device_bytes
 
     most = longest.num_tokens

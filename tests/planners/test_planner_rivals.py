@@ -15,14 +15,13 @@ from furlong.errors import UserError
 from furlong.plan.check import check
 from furlong.plan.plan import ChunkPlan, Layout
 from furlong.planners.candidates import CHUNKS
-from furlong.planners.decide import why
-from furlong.planners.fits import nothing_fits
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
-from furlong.planners.predict import step_s
-from furlong.planners.question import Candidate, Limits, Question
-from furlong.planners.search import SLACK, BatchPlans, search
+from furlong.planners.question import SLACK, Candidate, Limits, Question
+from furlong.planners.search import BatchPlans, search
 from furlong.planners.skrull import plan_skrull
+from furlong.planners.words import nothing_fits, why
+from furlong.simulate.predict import step_s
 
 LENS = (30_000, 9_000, 6_000, 2_500, 1_200, 900, 700, 500, 300, 200)
 SHORT = (2_000,) * 16 + (300,) * 40
@@ -156,7 +155,7 @@ def test_a_method_that_is_named_is_not_refused_for_dials_that_do_not_fit():
     answer = search(question)
     model = question.model_of(Layout(sp=2))
     plan_skrull(lens, model, sp_size=2, budget_bytes=limits.limit_bytes)
-    assert answer.best.candidate.method == "skrull" and not limits.hold(answer.dials.needs)
+    assert answer.best.candidate.method == "skrull" and not limits.hold(answer.chunked[0].needs)
     assert "in evaluations: no dials are predicted to fit" in why(answer, "memory.device")
     dials = search(replace(question, method="chunkflow"))
     assert not dials.tried and "chunks." not in nothing_fits(dials, alone=True).change

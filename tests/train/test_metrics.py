@@ -15,7 +15,7 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.planners.predict import Prediction
+from furlong.simulate.predict import Prediction
 from furlong.train.evaluation import Evaluation, PositionBucket
 from furlong.train.figures import metrics, trackers
 from furlong.train.figures.metrics import MetricsLog, format_position, open_bar

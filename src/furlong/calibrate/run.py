@@ -47,8 +47,8 @@ from furlong.models.shrink import cut_layers
 from furlong.plan.passes import Computed
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
-from furlong.planners.predict import predict
 from furlong.runtime.profile import memory_bytes
+from furlong.simulate.predict import predict
 from furlong.units import count_words
 
 Tell = Callable[[str], None]

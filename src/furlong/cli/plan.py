@@ -34,15 +34,13 @@ from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
 from furlong.planners.decide import (
     Decision,
     check_pair_dials,
-    division_in_words,
     longest_sequence,
 )
 from furlong.planners.options import dials_in_words, dials_of
-from furlong.planners.orders import plan_two_phases
-from furlong.planners.predict import one_draw
 from furlong.planners.question import SIZES, Answer
 from furlong.planners.search import METHODS, best_plan, own_methods
-from furlong.planners.spaco import Sampling, num_drawn, sampling_in_words
+from furlong.planners.spaco import Sampling, num_drawn, one_draw, sampling_in_words
+from furlong.planners.words import division_in_words
 from furlong.report.patience import Tell, patience
 from furlong.report.report import PlanReport, report_plan
 from furlong.report.scene import Panel
@@ -212,14 +210,9 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
         steps=None if question.is_run else batch.seq_lens, method=method, alone=question.is_run,
         tell=tell,
     )  # fmt: skip
-    if is_of_pairs:
-        method = "two phases"
-        layers = model.shape.num_layers
-        plan = plan_two_phases(batch.seq_lens, decision.options, num_layers=layers)
-    else:
-        assert decision.answer is not None
-        method, plan = best_plan(batch.seq_lens, decision.answer)
-        plan = one_draw(plan, decision.options)
+    assert decision.answer is not None
+    method, plan = best_plan(batch.seq_lens, decision.answer)
+    plan = one_draw(plan, decision.options.sampling)
     assert decision.model is not None
     tell("a plan is found, it is measured")
     report = report_plan(
@@ -283,9 +276,10 @@ def _search_values(answer: Answer) -> dict[str, Any]:
     next_best: dict[str, Any] | None = None
     if len(answer.tried) > 1:
         one, step_s = answer.tried[1].candidate, answer.tried[1].step_s
+        # a method's own chunks have none of these options
+        dials = dials_of(one.options) if one.longest else {}
         next_best = {
-            "method": one.method, "layout": asdict(one.layout), "dials": dials_of(one.options),
-            "step_s": step_s,
+            "method": one.method, "layout": asdict(one.layout), "dials": dials, "step_s": step_s,
         }  # fmt: skip
     return {
         "next_best": next_best,
@@ -322,7 +316,8 @@ def _longest(question: PlanQuestion, answer: Answer) -> tuple[str, dict[str, Any
     }
     where = "in the batch" if tokens == own else f"the batch has {own:,}"
     words = f"{count_words(tokens, 'token')} in the data ({where}):"
-    words += f" {'fits' if fits else 'does not fit'}\nalone, planned in the same way, "
+    alone = "two of one length" if answer.question.pair else "alone"
+    words += f" {'fits' if fits else 'does not fit'}\n{alone}, planned in the same way, "
     if longest.limit == "positions":
         words += f"{longest.num_tokens:,} would: the model's positions"
     elif longest.num_tokens:

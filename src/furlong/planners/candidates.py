@@ -14,10 +14,11 @@ memory must hold the exact plan, for any draw may be of all chunks.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -26,9 +27,11 @@ import numpy as np
 from furlong.cost.memory import TOKEN_BYTES, StageBytes
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import Hidden, PassPart, chunk_table, parts_of
+from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
 from furlong.plan.passes import passes
 from furlong.plan.plan import (
+    ON_DEVICE,
     ONE_DEVICE,
     Action,
     Backward,
@@ -37,7 +40,6 @@ from furlong.plan.plan import (
     Forward,
     Keep,
     Layout,
-    Place,
     RebuildKV,
     Recompute,
     Slice,
@@ -45,106 +47,93 @@ from furlong.plan.plan import (
     Tiers,
 )
 from furlong.plan.segments import NUM_HOT, segment_tokens
-from furlong.planners.chunks import Groups, by_cost, group_chunks, shard
+from furlong.planners.chunks import Groups, group_chunks, shard
 from furlong.planners.layouts import first_alike
-from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import (
-    number_chunks,
-    plan_replica,
-    schedule_group,
-    stages_of,
-    state_aware_lists,
-    walk_group,
-)
-from furlong.planners.predict import Needs, count_kinds, one_draw, simulated_s, step_s
-from furlong.planners.question import Candidate, Question
+from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions
+from furlong.planners.orders import plan_two_phases, schedule_group, stages_of, walk_group
+from furlong.planners.question import Candidate, Question, Space
+from furlong.planners.spaco import one_draw
+from furlong.simulate.predict import Needs, needs_of
 from furlong.units import count_words
 
 CHUNKS = "chunks"
-"""The name of the plans of dials that no published system has fixed."""
-SMALLEST_CHUNK, LARGEST_CHUNK = 64, 65_536
+"""The name of the plans of options that no published system has fixed."""
+LARGEST_CHUNK = 65_536
 _FEW_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20, 24)
 """Numbers of chunks of a replica's step of which one more or less is worth a look."""
 _FILLED = 0.97
 """Share of a chunk that packed sequences fill."""
+PAIRS = "two phases"
+"""The name of the plans of a pair of sequences in each call."""
 KEEPS: tuple[Keep, ...] = ("attention", "kv", "input")
 """The keeps without a graph, of which the first takes least work and the last least memory."""
-
-
-@dataclass(frozen=True)
-class Space:
-    """A model, a batch, a layout, and the dials that are given."""
-
-    model: CostModel
-    seq_lens: Sequence[int]
-    """Sequences of the steps whose time is compared."""
-    sequences_per_step: int
-    longest: int
-    """Tokens of the longest sequence, which must fit."""
-    given: Mapping[str, Any] = field(default_factory=dict)
-    most_chunks: int = 512
-    """Most chunks of the longest sequence."""
-    most_cells: int = 2048
-    """Most cells of the longest sequence, layer-first: more take longer to walk than all else."""
-    layout: Layout = ONE_DEVICE
-    stages: tuple[int, ...] = ()
-    """Layers of each stage of a pipeline; empty without one."""
-    mean_keys: float = 0.0
-    """Keys that a token of the data attends on average: pipelines are cut for them."""
-
-
-def space_of(question: Question, layout: Layout) -> Space:
-    """The question in one layout."""
-    return Space(
-        question.model_of(layout), question.seq_lens, question.sequences_per_step,
-        question.longest, question.dials, question.most_chunks, question.most_cells, layout,
-        question.stages_of(layout),
-    )  # fmt: skip
 
 
 def chunks(
     question: Question, layout: Layout, method: str = CHUNKS, **fixed: Any
 ) -> Iterator[Candidate]:
-    """The plans of chunks in a layout, as of the `method` that has the dials `fixed`; none where
+    """The plans of chunks in a layout, as of the `method` that has the options `fixed`; none where
     another value of one of them is given."""
-    given = question.dials
-    if any(given.get(name, value) != value for name, value in fixed.items()):
+    if any(question.options.get(name, value) != value for name, value in fixed.items()):
         return
-    if layout.pp > 1 and (given | fixed).get("order") == "layer-first":
+    space = Space(replace(question, given={**question.given, **fixed}), layout)
+    given, found = space.question.options, []
+    if layout.pp > 1 and given.get("order") == "layer-first":
         return
-    space = replace(space_of(question, layout), given=given | fixed)
-    dealt = deal_steps(space)
-    share = question.sequences_per_step / len(question.seq_lens)
-    found = []
-    step_tokens = max(sum(space.seq_lens[i] for i in own) for step in dealt for own in step)
+    busiest = [space.lens(step[0]) for step in space.dealt]
+    step_tokens = max(sum(space.lens(own)) for step in space.dealt for own in step)
     for size in sizes(space, step_tokens):
-        groups = busiest_groups(space, dealt, size)
+        cut = ChunkOptions(size=size, hybrid=given.get("hybrid", True))
+        groups = [group for lens in busiest for group in group_chunks(lens, cut)]
         estimate = TimeEstimate(
-            space.model, one_list(groups), sp_size=layout.sp, stages=space.stages,
-            num_steps=len(groups),
+            space.model, shard(groups, layout.sp), sp_size=layout.sp, stages=space.stages,
+            num_steps=len(busiest),
         )  # fmt: skip
         longest, bounds = longest_step(space, size), bounds_of(space, size)
-        # nothing runs again, so all other dials with this size take longer
-        fastest_s = share * estimate.seconds(ChunkOptions(size=size, keep="all"))
-        for options in options_of(space, size, question.limits.lower_tiers):
+        # nothing runs again, so all other options with this size take longer
+        fastest_s = question.share * estimate.seconds(ChunkOptions(size=size, keep="all"))
+        for options in options_of(space, size):
             each = zip(*(bound.needs(options) for bound in bounds), strict=True)
             least, about_s = Needs(*map(max, each)), fastest_s
             if fastest_s < question.beat_s:
-                about_s = share * estimate.seconds(options)
+                about_s = question.share * estimate.seconds(options)
+            is_plain = options.tiers == ON_DEVICE and options.sampling is None
+            clock = None if is_plain else partial(_clock_s, space, options)
             found.append(
                 Candidate(
-                    method,
-                    layout,
-                    options,
-                    about_s,
-                    partial(plan_of, space, options),
-                    least,
-                    longest,
-                    partial(busiest_s, space, groups, options),
+                    method, layout, options, about_s, space.plan_of(options), least, longest, clock
                 )
             )
     found.sort(key=lambda c: (c.estimate_s, num_lowered(c.options.tiers), c.least))
     yield from found
+
+
+def _clock_s(space: Space, options: ChunkOptions) -> float:
+    plans = space.busiest_plans(space.plan_of(options))
+    return space.busiest_s(one_draw(plan, options.sampling) for plan in plans)
+
+
+def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:
+    """Plans in two phases of a pair of sequences in each call, the fastest first.
+
+    Between the phases lives what the chunks of both sequences keep: `attention` runs no attention
+    again, `kv` all of it once more, `input` every forward, and memory falls in this order whatever
+    the lengths are. All are timed and walked, for there are few.
+    """
+    space, given, found = Space(question, layout), question.options, []
+    model, num_layers = space.model, space.model.shape.num_layers
+    keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else KEEPS
+    for size, keep in product(sizes(space), keeps):
+        plain = ChunkOptions(size=size, keep=keep, num_retained=0)
+        for tiers in _tiers(space, plain, 2, (num_layers,)):
+            options = replace(plain, tier=tiers)
+            plan_of = partial(plan_two_phases, options=options, num_layers=num_layers)
+            least = needs_of(model.memory().curve(plan_of(question.pair), 0))
+            seconds = inf
+            if question.limits.hold(least):
+                seconds = space.busiest_s(space.busiest_plans(plan_of))
+            found.append(Candidate(PAIRS, layout, options, seconds, plan_of, least, question.pair))
+    yield from sorted(found, key=lambda c: (c.estimate_s, num_lowered(c.options.tiers)))
 
 
 def bounds_of(space: Space, size: int) -> list[ByteBound]:
@@ -152,12 +141,10 @@ def bounds_of(space: Space, size: int) -> list[ByteBound]:
     layout, stages = space.layout, space.stages
     longest, *others = longest_step(space, size)
     share = -longest % size and others.pop(0) if others else 0
-    first = Share(stages=stages, sp_size=layout.sp, group_size=layout.dp * layout.sp)
-    shares = [first]
-    if stages:
-        ahead = sum(others) // layout.sp
-        shares = [replace(first, ahead_tokens=ahead), replace(first, stage=len(stages) - 1)]
-    return [ByteBound(space.model, longest, size, share, one) for one in shares]
+    make = partial(ByteBound, space.model, longest, size, share, layout=layout, stages=stages)
+    if not stages:
+        return [make()]
+    return [make(ahead_tokens=sum(others) // layout.sp), make(stage=len(stages) - 1)]
 
 
 def num_lowered(tiers: Tiers) -> int:
@@ -166,23 +153,26 @@ def num_lowered(tiers: Tiers) -> int:
     return sum(tier != "device" for tier in kinds)
 
 
-def least_s(
-    seq_lens: Sequence[int], stages: tuple[int, ...], sp_size: int, model: CostModel
-) -> float:
-    """Seconds below which no plan of one replica with these stages gets, however it cuts and
-    places: all tokens in one chunk, at the efficiency of endless ones, and nothing waited for."""
-    hardware = model.hardware
+def least_s(space: Space) -> float:
+    """Seconds below which no step of a layout gets, on average, however it cuts and places: all
+    tokens of the busiest replica in one chunk, at the efficiency of endless ones, and nothing
+    waited for."""
+    sp_size, hardware = space.layout.sp, space.model.hardware
     endless = {
         name: replace(getattr(hardware, name), half_tokens=0.0)
         for name in ("linear", "attention_forward", "attention_backward")
     }
     hardware = replace(hardware, **endless, slice_launch_s=0.0, tile_tokens=0)
     free: tuple[Hidden, ...] = ("all-to-all",)
-    whole = [[Chunk(tuple(Slice(i, 0, n) for i, n in enumerate(seq_lens)))]]
-    seconds = replace(model, hardware=hardware).cell_seconds(
-        shard(whole, sp_size)[0], stages, sp_size=sp_size, free=free
-    )
-    return float(seconds.sum(axis=(1, 2)).max())
+    model, total_s = replace(space.model, hardware=hardware), 0.0
+    for step in space.dealt:
+        slices = tuple(Slice(i, 0, n) for i, n in enumerate(space.lens(step[0])))
+        seconds = model.cell_seconds(
+            shard([[Chunk(slices)]], sp_size)[0], space.stages or (model.shape.num_layers,),
+            sp_size=sp_size, free=free,
+        )  # fmt: skip
+        total_s += float(seconds.sum(axis=(1, 2)).max())
+    return total_s * space.question.share
 
 
 def sizes(space: Space, step_tokens: int = 0) -> list[int]:
@@ -190,13 +180,15 @@ def sizes(space: Space, step_tokens: int = 0) -> list[int]:
     holds the longest sequence, or the `step_tokens` of the replica with most tokens; and those that
     cut them evenly into few chunks: a rest takes nearly as long as a full one, and a chunk that no
     step fills needs memory for nothing."""
-    if "size" in space.given:
-        return [space.given["size"]]
-    unit, largest = SMALLEST_CHUNK * space.layout.sp, LARGEST_CHUNK * space.layout.sp
+    question, sp_size = space.question, space.layout.sp
+    if "size" in question.given:
+        return [question.given["size"]]
+    unit, largest = SMALLEST_CHUNK * sp_size, LARGEST_CHUNK * sp_size
     found = [unit]
-    while found[-1] < min(max(space.longest, step_tokens), largest):
+    while found[-1] < min(max(question.longest, step_tokens), largest):
         found.append(2 * found[-1])
-    few = [size for size in found if space.longest <= space.most_chunks * size] or found[-1:]
+    few = [size for size in found if question.longest <= question.most_chunks * size]
+    few = few or found[-1:]
     even = [unit * math.ceil(step_tokens / (_FILLED * unit * n)) for n in reversed(_FEW_CHUNKS)]
     even = [size for size in even if few[0] <= size <= largest]
     if space.layout == ONE_DEVICE:
@@ -204,10 +196,10 @@ def sizes(space: Space, step_tokens: int = 0) -> list[int]:
     return [size for size in few if not even or size < even[0]] + even
 
 
-def options_of(space: Space, size: int, lower: Sequence[Tier]) -> Iterator[ChunkOptions]:
+def options_of(space: Space, size: int) -> Iterator[ChunkOptions]:
     """All options with chunks of one size that may be worth a try."""
-    given, num_layers = space.given, space.model.shape.num_layers
-    num_chunks = -(-space.longest // size)
+    given, num_layers = space.question.options, space.model.shape.num_layers
+    num_chunks = -(-space.question.longest // size)
     seen: set[ChunkOptions] = set()
     for order in _orders(space, num_chunks):
         for keep, num_retained in _kept(space, num_chunks, layer_first=bool(order)):
@@ -217,7 +209,7 @@ def options_of(space: Space, size: int, lower: Sequence[Tier]) -> Iterator[Chunk
             values = {"size": size, "keep": keep, "num_retained": num_retained, **order}
             plain = ChunkOptions(**(values | {k: v for k, v in given.items() if k != "tier"}))
             stages = space.stages or stages_of(num_layers, plain)
-            for tiers in _tiers(plain, num_chunks, stages, given, lower):
+            for tiers in _tiers(space, plain, num_chunks, stages):
                 options = replace(plain, tier=tiers)
                 if options not in seen:
                     seen.add(options)
@@ -228,7 +220,7 @@ def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
     """Orders: chunk-first, then layer-first with stages of 1, 2, 4, ... layers. One stage of all
     layers is chunk-first, but for keep=input, whose K,V it need not rebuild. A pipeline, with its
     own stages, is chunk-first."""
-    given, num_layers = space.given, space.model.shape.num_layers
+    given, num_layers = space.question.options, space.model.shape.num_layers
     order = given.get("order", "layer-first" if "stage_layers" in given else None)
     if order != "layer-first":
         yield {}
@@ -242,7 +234,7 @@ def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
         if not heights:
             raise _not_in_stages(space, given["stage_layers"])
     for height in heights:
-        is_small = num_chunks * -(-num_layers // height) <= space.most_cells
+        is_small = num_chunks * -(-num_layers // height) <= space.question.most_cells
         if is_small or (order == "layer-first" and height == heights[-1]):
             yield {"order": "layer-first", "stage_layers": height}
 
@@ -261,7 +253,7 @@ def _not_in_stages(space: Space, height: int) -> ConfigError:
 def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple[Keep, int]]:
     """(keep, num_retained): a cell at a time has its graph anyway, so one is retained for nothing;
     layer-first retains at the last stage, where more are worth little."""
-    given = space.given
+    given = space.question.options
     most = num_chunks - 1
     numbers = [1] if layer_first else [
         1, *(1 << bits for bits in range(2, most.bit_length() + 1, 2) if 1 << bits <= most)
@@ -278,14 +270,11 @@ def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple
 
 
 def _tiers(
-    options: ChunkOptions,
-    num_chunks: int,
-    stages: Sequence[int],
-    given: Mapping[str, Any],
-    lower: Sequence[Tier],
+    space: Space, options: ChunkOptions, num_chunks: int, stages: Sequence[int]
 ) -> Iterator[Tiers]:
     """The given tiers; else all on the device, or what is written and read least often first:
     attention, stage inputs, then K,V. Graphs stay: to recompute them moves fewer bytes."""
+    given, lower = space.question.given, space.question.limits.lower_tiers
     if "tier" in given:
         yield ChunkOptions(tier=given["tier"]).tiers
         return
@@ -307,100 +296,27 @@ def _tiers(
         yield make(**{kinds[0]: "disk"}, **dict.fromkeys(kinds[1:], "host"))
 
 
-Dealt = list[list[list[int]]]
-"""Places of the sequences among all, by step and by replica; the replica with most work first."""
-
-
-def deal_steps(space: Space) -> Dealt:
-    """The sequences of each step, dealt to its replicas by their seconds, as a run deals them."""
-    work = space.model.sequence_seconds(space.seq_lens)
-    steps = []
-    for first in range(0, len(work), space.sequences_per_step):
-        own = work[first : first + space.sequences_per_step]
-        replicas = by_cost(own, min(space.layout.dp, len(own)))
-        most_first = sorted(replicas, key=lambda some: -sum(own[i] for i in some))
-        steps.append([[first + i for i in sorted(some)] for some in most_first])
-    return steps
-
-
-def busiest_groups(space: Space, dealt: Dealt, size: int) -> list[list[list[Chunk]]]:
-    """For each step the groups of chunks of the replica with most work."""
-    found = []
-    for step in dealt:
-        groups = group_chunks([space.seq_lens[i] for i in step[0]], ChunkOptions(size=size))
-        found.append(_renamed(groups, step[0], Place(0, space.layout.sp)))
-    return found
-
-
-def _renamed(
-    groups: Groups, seq_ids: Sequence[int] | Mapping[int, int], place: Place
-) -> list[list[Chunk]]:
-    """The groups with `seq_ids[i]` for the sequence i, every slice on one place."""
-    return [
-        [
-            Chunk(tuple(Slice(seq_ids[s.seq_id], s.start, s.stop, place) for s in chunk.slices))
-            for chunk in group
-        ]
-        for group in groups
-    ]
-
-
 def longest_step(space: Space, size: int) -> list[int]:
     """The longest sequence, and as many tokens of others as may share its last chunk; in a pipeline
     also chunks of others, which its first stages have begun by then."""
-    left = -(-space.sequences_per_step // space.layout.dp) - 1
-    others = min(-space.longest % size, left * space.longest)
-    found = [space.longest]
+    longest = space.question.longest
+    left = -(-space.question.sequences_per_step // space.layout.dp) - 1
+    others = min(-longest % size, left * longest)
+    found = [longest]
     for _ in range(max(1, len(space.stages))):
         found += [others] if others else []
-        left -= -(-others // space.longest)
-        others = min(size, left * space.longest)
+        left -= -(-others // longest)
+        others = min(size, left * longest)
     return found
 
 
-def plan_of(space: Space, options: ChunkOptions, seq_lens: Sequence[int]) -> ChunkPlan:
-    """The plan of one replica."""
-    return plan_replica(
-        seq_lens, options, num_layers=space.model.shape.num_layers, stages=space.stages,
-        sp_size=space.layout.sp,
-    )  # fmt: skip
-
-
-def busiest_s(space: Space, steps: Sequence[Groups], options: ChunkOptions) -> float:
-    """Seconds of all steps of the replicas with most work, without the gradients' reduction, which
-    takes as long under all options."""
-    if space.stages:
-        plans = (_pipeline(space, groups, options) for groups in steps)
-        return sum(step_s(space.model, one_draw(plan, options)) for plan in plans)
-    seq_lens, groups = _numbered(space.seq_lens, one_list(steps))
-    return simulated_s(space.model, seq_lens, groups, options, sp_size=space.layout.sp)
-
-
-def _numbered(seq_lens: Sequence[int], groups: Groups) -> tuple[Sequence[int], list[list[Chunk]]]:
-    """The lengths of the sequences that groups have, which are numbered by them from 0."""
-    found = {piece.seq_id for group in groups for chunk in group for piece in chunk.slices}
-    numbers = {seq_id: number for number, seq_id in enumerate(sorted(found))}
-    place = groups[0][0].slices[0].place
-    return [seq_lens[seq_id] for seq_id in numbers], _renamed(groups, numbers, place)
-
-
-def _pipeline(space: Space, groups: Groups, options: ChunkOptions) -> ChunkPlan:
-    """The plan of some of the sequences, not checked: for its seconds."""
-    seq_lens, groups = _numbered(space.seq_lens, groups)
-    lists = state_aware_lists(
-        number_chunks(groups), space.stages, num_retained=options.num_retained,
-        keep=options.kept, recompute_layers=options.recompute_layers,
-    )  # fmt: skip
-    return ChunkPlan(
-        seq_lens=tuple(seq_lens), chunks=tuple(chunk for group in groups for chunk in group),
-        stages=space.stages, actions=tuple(map(tuple, lists)), tiers=options.tiers,
-        sp_size=space.layout.sp,
-    )  # fmt: skip
-
-
-def one_list(steps: Sequence[Groups]) -> list[Sequence[Chunk]]:
-    """The groups of all steps."""
-    return [group for groups in steps for group in groups]
+def count_kinds(shape: ModelShape, stages: Sequence[int]) -> tuple[Counter[int], set[int]]:
+    """The first stage of each kind with the number of such stages, and the stages that a walk of
+    one of each kind has: also those behind them, which hand gradients back."""
+    alike = first_alike(shape, stages)
+    # the first stage has token ids for an input, which no tier holds
+    count = Counter(alike.index(kind, min(stage, 1)) for stage, kind in enumerate(alike))
+    return count, {*count, *(stage + 1 for stage in count)}
 
 
 class TimeEstimate:
@@ -539,58 +455,50 @@ class TimeEstimate:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """The part of a model and of its chunks that one device has."""
-
-    stages: tuple[int, ...] = ()
-    """Layers of each stage of a pipeline; empty without one."""
-    stage: int = 0
-    """Its stage of them."""
-    sp_size: int = 1
-    """Devices that share every chunk."""
-    group_size: int = 1
-    """Devices that share the optimizer's state."""
-    ahead_tokens: int = 0
-    """Tokens of chunks of other sequences that its stage has begun meanwhile."""
-
-
-_ALL = Share()
-
-
 class ByteBound:
     """Least bytes of the longest sequence alone, in chunks of one size: those at the first backward
     of the last stage, when everything that the forward has kept is there."""
 
     def __init__(
-        self, model: CostModel, longest: int, size: int, others: int = 0, share: Share = _ALL
+        self,
+        model: CostModel,
+        longest: int,
+        size: int,
+        others: int = 0,
+        *,
+        layout: Layout = ONE_DEVICE,
+        stages: tuple[int, ...] = (),
+        stage: int = 0,
+        ahead_tokens: int = 0,
     ) -> None:
-        """`others`: tokens of short sequences that share the last chunk."""
-        memory, shape, sp_size = model.memory(), model.shape, share.sp_size
-        self._memory, self._size, self._share = memory, max(1, size // sp_size), share
+        """`others`: tokens of short sequences that share the last chunk; `stage`: that of the
+        device among the `stages` of a pipeline; `ahead_tokens`: those of chunks of other sequences
+        that it has begun meanwhile."""
+        memory, shape, sp_size = model.memory(), model.shape, layout.sp
+        self._memory, self._size = memory, max(1, size // sp_size)
+        self._stages, self._stage, self._ahead_tokens = stages, stage, ahead_tokens
         self._cells: dict[tuple[int, ...], StageBytes] = {}
         self._num_chunks = -(-longest // size)
         self._stored = (self._num_chunks - 1) * self._size
         self._last = (longest - (self._num_chunks - 1) * size + others) // sp_size
-        own = share.stages or (shape.num_layers,)
-        first = sum(own[: share.stage])
-        self._num_layers = own[share.stage]
+        own = stages or (shape.num_layers,)
+        first = sum(own[:stage])
+        self._num_layers = own[stage]
         self._windows = tuple(
             None if window is None else -(-window // sp_size)
             for window in shape.windows[first : first + self._num_layers]
         )
         self._attends = tuple(layer.attends for layer in shape.layers[first:][: self._num_layers])
         """Whether each layer has attention."""
-        held = frozenset((share.stage,))
-        state = model.training.state_bytes(shape, own, held, share.group_size)
+        group_size = layout.dp * layout.sp
+        state = model.training.state_bytes(shape, own, frozenset((stage,)), group_size)
         self._static_bytes = state.total + memory.overhead_bytes
         self._segment = segment_tokens(self._cell((self._num_layers,)).kv_layer, memory.device_type)
 
     def _cell(self, stages: tuple[int, ...]) -> StageBytes:
         """The cells of the last of these stages, or of a pipeline's."""
         if stages not in self._cells:
-            share = self._share
-            whole, stage = (share.stages, share.stage) if share.stages else (stages, -1)
+            whole, stage = (self._stages, self._stage) if self._stages else (stages, -1)
             self._cells[stages] = self._memory.cell(whole, stage % len(whole))
         return self._cells[stages]
 
@@ -646,8 +554,8 @@ class ByteBound:
                 known += dropped * whole.attention(range(own, num_layers - 1))
                 used[tiers.attention] += known
         if keep == "all" or options.num_retained:
-            ahead_tokens, again = self._share.ahead_tokens, min(options.recompute_layers, height)
-            used[tiers.graphs] += ahead_tokens * cell.graph(again)
+            again = min(options.recompute_layers, height)
+            used[tiers.graphs] += self._ahead_tokens * cell.graph(again)
         held = height if num_below and keep in ("input", "attention") else num_layers
         used[tiers.kv] += self._stored_tokens(held) * cell.kv_layer
         used[tiers.kv] += max(0, self._num_chunks - 1 - -(-done // self._size)) * cell.state

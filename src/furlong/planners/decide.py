@@ -11,30 +11,28 @@ finds the longest one that a decision could still train, `decide_pairs` decides 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
-from furlong.cost.machine import are_links_measured
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.lengths import Lengths, draw_lengths
-from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Keep, Layout, Tiers
-from furlong.planners.candidates import KEEPS, Space, sizes
-from furlong.planners.fits import nearest, nothing_fits
-from furlong.planners.options import ChunkOptions, dials_in_words, fixed_options
-from furlong.planners.orders import plan_replica, plan_two_phases
-from furlong.planners.predict import Needs, Prediction, needs_of, predict_step, step_s
-from furlong.planners.question import Answer, Limits, Question, Trial
-from furlong.planners.search import METHODS, SLACK, search, walkable, whole_model
+from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
+from furlong.planners.candidates import KEEPS
+from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.orders import plan_two_phases
+from furlong.planners.question import Answer, Limits, Question, whole_model
+from furlong.planners.search import METHODS, search, walkable
 from furlong.planners.spaco import Sampling
-from furlong.units import format_bytes, format_seconds
+from furlong.planners.words import layouts_in_words, nearest, nothing_fits, why
+from furlong.simulate.predict import Needs, Prediction, needs_of, predict_step
+from furlong.units import format_bytes
 
 if TYPE_CHECKING:
     from furlong.config.schema import ChunksConfig, ModelConfig
@@ -61,29 +59,22 @@ class Longest:
 def longest_sequence(
     answer: Answer, *, start: int = 1024, num_positions: int | None = None
 ) -> Longest:
-    """By bisection, to 1 % or a token, with the chosen method and with the dials of its layout.
+    """By bisection, to 1 % or a token, with the chosen method and with the options of a run in its
+    layout.
 
     `start`: a length to try first; `num_positions`: the most that the model has, None where that is
     unknown. The other replicas share the state and hold less.
     """
-    question, layout = answer.question, answer.best.candidate.layout
-    model, stages = question.model_of(layout), question.stages_of(layout)
-    memory, options = model.memory(), answer.dials.candidate.options
-
-    def plans(num_tokens: int) -> Iterator[ChunkPlan]:
-        yield plan_replica(
-            [num_tokens], options, num_layers=model.shape.num_layers, stages=stages,
-            sp_size=layout.sp,
-        )  # fmt: skip
-        if answer.best is not answer.dials:
-            with suppress(UserError):
-                own = METHODS[answer.best.candidate.method](question, layout)
-                yield next(iter(own)).plan_of([num_tokens])
+    question, best, chunked = answer.question, answer.best.candidate, answer.chunked[0].candidate
+    memory, plans = question.model_of(best.layout).memory(), [chunked.plan_of]
+    if not best.longest:
+        plans += [own.plan_of for own in METHODS[best.method](question, best.layout)]
 
     def try_length(num_tokens: int) -> ChunkPlan | None:
         """The plan, or None where there is none that fits."""
-        with suppress(PlanError):
-            for plan in plans(num_tokens):
+        for plan_of in plans:
+            with suppress(PlanError, UserError):
+                plan = plan_of([num_tokens] * max(1, len(question.pair)))
                 curves = (memory.curve(plan, rank) for rank in range(len(plan.actions)))
                 if all(question.limits.hold(needs_of(curve)) for curve in curves):
                     return plan
@@ -120,8 +111,6 @@ _MIN_STEPS = 4
 _MOST_TIMES = 8
 """Devices whose number multiplies `_MAX_TOKENS`, at most."""
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_MOST_LAYOUTS = 3
-"""Layouts that are named, of those that are slower and of those that do not fit."""
 
 
 Pair = tuple[int, int]
@@ -184,39 +173,65 @@ def decide(
     """The options of a run over sequences of these lengths, and its layout.
 
     `longest`: tokens of the data's longest sequence, if it is not among `lengths`. `steps`: the
-    sequences of the steps that are timed; None: drawn as a run draws them. `given`: dials, and
+    sequences of the steps that are timed; None: drawn as a run draws them. `given`: options, and
     sizes of the layout, that the user has given. Where no plan is predicted to fit, small
     chunks that keep K,V are taken, and the words say so; with `must_fit` that is a ConfigError,
     whose advice is that for a run, or without `alone` that for who may take more devices.
     """
-    longest = max(longest or 0, lengths.longest)
     if steps is None:
         steps = sample_steps(lengths, sequences_per_step, seed, num_devices)
     question = Question(
-        steps, model, limits, num_devices,
-        longest, sequences_per_step, dict(given or {}), method, seed,
-        lengths.num_pairs / lengths.num_tokens,
+        steps, model, limits, num_devices, longest=max(longest or 0, lengths.longest),
+        sequences_per_step=sequences_per_step, given=given or {}, method=method,
+        mean_keys=lengths.num_pairs / lengths.num_tokens,
     )  # fmt: skip
-    if longest > MAX_CHUNKS * question.given.get("size", inf):
+    if question.longest > MAX_CHUNKS * question.given.get("size", inf):
         words = f"more than {MAX_CHUNKS:,} chunks are not searched: by the fixed rule"
-        options = fixed_options(longest, question.dials)
+        options = fixed_options(question.longest, question.options)
         return _unsearched(options, words, question, walkable(question)[0])
+    return _decided(question, budget_words, must_fit, alone, tell)
+
+
+def decide_pairs(
+    pairs: Sequence[Pair],
+    *,
+    model: CostModel,
+    limits: Limits,
+    budget_words: str,
+    given: Mapping[str, Any] | None = None,
+    must_fit: bool = True,
+) -> Decision:
+    """The options of a run whose loss stands between two phases, of a pair of sequences in each
+    call: the largest pair must fit, and a few of them are timed. All else as for `decide`."""
+    ordered = sorted(pairs, key=sum)
+    timed = [ordered[(2 * i + 1) * len(ordered) // (2 * _NUM_TIMED)] for i in range(_NUM_TIMED)]
+    question = Question(
+        [n for pair in timed for n in pair], model, limits, longest=max(map(max, pairs)),
+        sequences_per_step=2, given=given or {},
+        pair=max(pairs, key=lambda pair: (sum(pair), max(pair))),
+    )  # fmt: skip
+    return _decided(question, budget_words, must_fit)
+
+
+def _decided(
+    question: Question,
+    budget_words: str,
+    must_fit: bool,
+    alone: bool = True,
+    tell: Callable[[str], None] | None = None,
+) -> Decision:
     answer = search(question, tell)
-    if answer.tried:
-        return _decision(answer, budget_words)
-    error = nothing_fits(answer, alone=alone)
-    if must_fit:
-        raise error
-    budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
-    words = f"small chunks, for no plan is predicted to fit {budget}: {error.given}"
-    return _unsearched(smallest(longest, question.dials), words, question, nearest(answer)[1])
-
-
-def _decision(answer: Answer, budget_words: str) -> Decision:
-    question, layout = answer.question, answer.best.candidate.layout
-    is_one = question.num_devices == 1
+    if not answer.tried:
+        error = nothing_fits(answer, alone=alone)
+        if must_fit:
+            raise error
+        budget = f"{format_bytes(question.limits.device_bytes)} ({budget_words})"
+        words = f"small chunks, for no plan is predicted to fit {budget}: {error.given}"
+        options = smallest(question.longest, question.options)
+        return _unsearched(options, words, question, nearest(answer)[1])
+    is_one, layout = question.num_devices == 1, answer.best.candidate.layout
     return Decision(
-        answer.dials.candidate.options, why(answer, budget_words), answer,
+        answer.options, why(answer, budget_words), answer,
         question.model if is_one else whole_model(question.model_of(layout)),
         layout=layout, stages=question.stages_of(layout),
         layout_words="" if is_one else layouts_in_words(answer),
@@ -255,55 +270,6 @@ def smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:
     return ChunkOptions(**(small | dict(given)))
 
 
-def decide_pairs(
-    pairs: Sequence[Pair],
-    *,
-    model: CostModel,
-    budgets: Limits,
-    budget_words: str,
-    dials: Mapping[str, Any] | None = None,
-    must_fit: bool = True,
-) -> Decision:
-    """The options of a run whose loss stands between two phases, of a pair of sequences in each
-    call: the fastest with which the longest pair fits, by the time of a few. `dials`: those given.
-
-    Between the phases lives what the chunks of both sequences keep: `attention` runs no attention
-    again, `kv` all of it once more, `input` every forward, and memory falls in this order whatever
-    the lengths are. Where no plan is predicted to fit, small
-    chunks that keep K,V are taken; with `must_fit` that is a ConfigError."""
-    given, longest = dict(dials or {}), max(map(max, pairs))
-    ordered = sorted(pairs, key=sum)
-    largest = max(pairs, key=lambda pair: (sum(pair), max(pair)))
-    timed = [ordered[(2 * i + 1) * len(ordered) // (2 * _NUM_TIMED)] for i in range(_NUM_TIMED)]
-    found = []
-    for options in _candidates(Space(model, largest, 1, longest, given), budgets):
-        plan_of = partial(plan_two_phases, options=options, num_layers=model.shape.num_layers)
-        needs = needs_of(model.memory().curve(plan_of(largest), 0))
-        if budgets.hold(needs):
-            found.append((sum(step_s(model, plan_of(pair)) for pair in timed), needs, options))
-    if found:
-        fastest_s = min(seconds for seconds, *_ in found)
-        alike = [one for one in found if one[0] <= fastest_s * (1 + SLACK)]
-        _, needs, options = min(alike, key=lambda one: (one[1].device_bytes, one[0]))
-        words = (
-            f"{dials_in_words(options)}: the fastest of {len(found)} that fit"
-            f" {format_bytes(budgets.device_bytes)} ({budget_words}) less {budgets.margin:.0%} for"
-            f" what no prediction sees, one pair at a time; {needs_in_words(needs)} predicted"
-        )
-        return Decision(options, words, model=model)
-    if must_fit:
-        raise ConfigError(
-            given=f"a pair of {largest[0]:,} and {largest[1]:,} tokens, of which no plan is"
-            " predicted to fit",
-            required="memory for what both keep between forward and backward, within"
-            f" {format_bytes(budgets.limit_bytes)}",
-            source=f"{budget_words}, and the search over plans in two phases",
-            change="raise memory.device, lower data.max_seq_len, or use model.lora",
-        )
-    words = "small chunks, for no plan is predicted to fit"
-    return Decision(smallest(longest, given), words, model=model)
-
-
 def check_pair_dials(chunks: ChunksConfig) -> None:
     """Raises ConfigError for dials that two phases have not."""
     retained = chunks.num_retained
@@ -323,19 +289,6 @@ def check_pair_dials(chunks: ChunksConfig) -> None:
                 source=f"chunks.{name} and train.loss",
                 change=change,
             )
-
-
-def _candidates(space: Space, budgets: Limits) -> Iterator[ChunkOptions]:
-    """Keeps and chunk sizes; tiers on the device, then what is read least often lower first."""
-    given = space.given
-    keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else KEEPS
-    for size, keep in product(sizes(space), keeps):
-        tiers = [Tiers()]
-        for lower in budgets.lower_tiers:
-            tiers += [Tiers(attention=lower)] if keep == "attention" else []
-            tiers += [Tiers(attention=lower, kv=lower)]
-        for tier in [given["tier"]] if "tier" in given else tiers:
-            yield ChunkOptions(size=size, keep=keep, num_retained=0, tier=tier)
 
 
 def with_keep(
@@ -382,90 +335,3 @@ def given_dials(chunks: ChunksConfig) -> dict[str, Any]:
     if chunks.sample is not None:
         given["sample"] = Sampling(**chunks.sample.model_dump(exclude={"check_every_steps"}))
     return given
-
-
-def why(answer: Answer, budget_words: str) -> str:
-    """The chosen dials of a layout, their reason, and the price of the next best."""
-    limits, (best, *others) = answer.question.limits, answer.chunked
-    budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
-    why = f"the fastest that fits {budget} less {limits.margin:.0%} for what no prediction sees"
-    if answer.alike > 1 and answer.question.num_devices == 1:
-        why = f"needs least memory of {answer.alike} plans within {SLACK:.0%} of {why}"
-    chosen = answer.best
-    own = f"{chosen.candidate.method} batch by batch, else " if chosen is not best else ""
-    if not limits.hold(best.needs):  # only a method by name goes on without dials that fit
-        return (
-            f"{own}{dials_in_words(best.candidate.options)}, in evaluations: no dials are predicted"
-            f" to fit {budget}; {needs_in_words(best.needs)} predicted for a step of theirs"
-        )
-    words = (
-        f"{own}{dials_in_words(best.candidate.options)}: {why}; {needs_in_words(best.needs)}"
-        f" predicted; next best of {1 + len(others)} that were tried and fit: "
-    )
-    if not others:
-        return f"{words}none"
-    other = others[0]
-    change = compared(other.step_s / best.step_s)
-    needs = needs_in_words(other.needs)
-    return f"{words}{dials_in_words(other.candidate.options)}: {change}, {needs}"
-
-
-def needs_in_words(needs: Needs) -> str:
-    """Bytes of each tier that has any."""
-    words = format_bytes(needs.device_bytes)
-    for tier, num_bytes in (("host", needs.host_bytes), ("disk", needs.disk_bytes)):
-        if num_bytes:
-            words += f" and {format_bytes(num_bytes)} on the {tier}"
-    return words
-
-
-def compared(ratio: float) -> str:
-    """Words for a ratio of two durations: 1.032 is '3.2% slower'."""
-    if abs(ratio - 1) < 5e-4:
-        return "as fast"
-    return f"{abs(ratio - 1):.1%} {'slower' if ratio > 1 else 'faster'}"
-
-
-def layouts_in_words(answer: Answer) -> str:
-    """The chosen layout with the seconds of its step, the next best, and why others are none."""
-    best, question, limits = answer.best, answer.question, answer.question.limits
-    layout = best.candidate.layout
-    fastest: dict[Layout, Trial] = {}
-    for trial in answer.tried:
-        fastest.setdefault(trial.candidate.layout, trial)
-    refused: dict[Layout, str] = {}
-    for one, lacking in sorted(answer.too_large, key=lambda pair: pair[1]):
-        refused[one] = f"at least {format_bytes(lacking)}"
-    for trial in answer.refused:
-        if trial.candidate.layout not in fastest:
-            refused.setdefault(trial.candidate.layout, format_bytes(limits.lacking(trial.needs)))
-    slower = sorted(answer.slower, key=lambda pair: pair[1])
-    num_others = len(fastest) + len(refused) + len(slower) - 1
-    head = division_in_words(layout, question.stages_of(layout)) + " (auto)" * bool(num_others)
-    others = [
-        f"{one} is {compared(trial.step_s / best.step_s)}"
-        for one, trial in fastest.items()
-        if one != layout
-    ]
-    others += [f"{one} is at least {max(0, s / best.step_s - 1):.1%} slower" for one, s in slower]
-    words = [f"{head}: {format_seconds(best.step_s)} predicted per step"]
-    words += _some(others, "more are slower")
-    words += _some(
-        [f"{one} does not fit: it lacks {amount}" for one, amount in refused.items()],
-        "more do not fit",
-    )
-    if not are_links_measured(question.model.hardware):
-        words.append("links between devices are assumed")
-    return "; ".join(words)
-
-
-def division_in_words(layout: Layout, stages: Sequence[int]) -> str:
-    """The layout of a run, with the layers of its stages."""
-    layers = f" of {', '.join(map(str, stages))} layers" if stages else ""
-    return f"{layout}{layers}"
-
-
-def _some(words: list[str], more: str) -> list[str]:
-    """The first few, and how many there are besides."""
-    left = len(words) - _MOST_LAYOUTS
-    return words if left < 2 else [*words[:_MOST_LAYOUTS], f"{left} {more}"]

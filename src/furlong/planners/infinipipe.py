@@ -40,9 +40,8 @@ from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.plan import Action, Backward, Chunk, ChunkPlan, Forward, Layout, Place, Slice
-from furlong.planners.candidates import ByteBound, Share
+from furlong.planners.candidates import ByteBound
 from furlong.planners.chunks import Groups, refuse_unusable, shard, split_equal_work
-from furlong.planners.fits import DoesNotFitError
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import (
     assemble,
@@ -52,6 +51,7 @@ from furlong.planners.orders import (
     with_messages,
 )
 from furlong.planners.question import Candidate, Question
+from furlong.planners.words import DoesNotFitError
 from furlong.simulate.clock import time_actions
 from furlong.units import count_words
 
@@ -98,11 +98,11 @@ def _may_fit(question: Question, layout: Layout, model: CostModel, stages: tuple
     # slices of equal time are longer than half of the mean
     size = max(1, question.longest // (2 * _MOST_SLICES))
     options = ChunkOptions(size=size, keep="all", recompute_layers=max(stages))
-    share = Share(stages=stages, sp_size=layout.sp, group_size=layout.dp * layout.sp)
-    return all(
-        question.limits.hold(ByteBound(model, question.longest, size, share=one).needs(options))
-        for one in (share, replace(share, stage=len(stages) - 1))
+    bounds = (
+        ByteBound(model, question.longest, size, layout=layout, stages=stages, stage=stage)
+        for stage in (0, len(stages) - 1)
     )
+    return all(question.limits.hold(bound.needs(options)) for bound in bounds)
 
 
 def plan_infinipipe(

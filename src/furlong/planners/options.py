@@ -15,6 +15,8 @@ from furlong.errors import ConfigError
 from furlong.plan.plan import Keep, Order, Tier, Tiers
 from furlong.planners.spaco import Sampling, sampling_of
 
+SMALLEST_CHUNK = 64
+"""Least tokens of a chunk that a search or a run which has no room takes."""
 TIER_KINDS = tuple(field.name for field in fields(Tiers))
 """Kinds of memory that a mapping of tiers may name."""
 _KEEPS, _ORDERS, _TIERS = get_args(Keep), get_args(Order), get_args(Tier)

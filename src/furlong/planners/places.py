@@ -39,7 +39,7 @@ from furlong.cost.seconds import (
 )
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.plan.plan import Chunk, ChunkPlan, Forward, Layout, Place, Slice, place_sizes
+from furlong.plan.plan import Chunk, ChunkPlan, Layout, Place, Slice, place_sizes
 from furlong.planners.chunks import (
     by_place,
     chunk_by_chunk,
@@ -73,14 +73,13 @@ def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
         return
     model, limit_bytes = question.model_of(layout), question.limits.limit_bytes
 
-    def plan_of(seq_lens: Sequence[int], beside: ChunkPlan | None = None) -> ChunkPlan:
+    def plan_of(seq_lens: Sequence[int]) -> ChunkPlan:
         return plan_places(
             seq_lens, model, pool_size=layout.sp, budget_bytes=limit_bytes,
             num_changes=_NUM_CHANGES_OF_A_STEP,
-            enough_s=0.0 if beside is None else passes_s(beside, model),
         )  # fmt: skip
 
-    yield Candidate("places", layout, ChunkOptions(), 0.0, plan_of, plan_beside=plan_of)
+    yield Candidate("places", layout, ChunkOptions(), 0.0, plan_of)
 
 
 def plan_places(
@@ -91,20 +90,18 @@ def plan_places(
     budget_bytes: int | None = None,
     recompute_layers: int | None = None,
     num_changes: int = _NUM_CHANGES,
-    enough_s: float = 0.0,
 ) -> ChunkPlan:
     """A checked plan of one rank, a pool of `pool_size` devices.
 
     `budget_bytes` of a device: None takes the hardware's. `recompute_layers`: checkpointed layers;
-    None tries every number. `num_changes`: how long improvement goes on, `enough_s`: the seconds
-    of passes at which it ends.
+    None tries every number. `num_changes`: how long improvement goes on.
     Raises ConfigError where the longest sequence fits on no place.
     """
     refuse_unusable(seq_lens)
     batch = PoolBatch.of(seq_lens, model, pool_size)
     num_layers = model.shape.num_layers
     tried = range(num_layers + 1) if recompute_layers is None else [recompute_layers]
-    starts = _starts(settings(batch, budget_bytes, tried), enough_s)
+    starts = _starts(settings(batch, budget_bytes, tried))
     if not starts:
         raise nothing_fits(batch, tried[-1], budget_bytes)
     places = sum(pool_size // size for size in batch.sizes)
@@ -114,8 +111,6 @@ def plan_places(
     """Checkpointed layers with which the fastest division is known."""
     for start in starts[:_NUM_IMPROVED]:
         layers = start.setting.recompute_layers
-        if best.step_s() <= enough_s:
-            break
         if layers in solved:
             continue
         if are_few and take_fastest(start, best.step_s(), most_tried):
@@ -123,24 +118,14 @@ def plan_places(
         else:
             improve(start, min(_FEW_CHANGES, num_changes))
         best = min(best, start, key=Division.step_s)
-    known = best.setting.recompute_layers in solved or best.step_s() <= enough_s
+    known = best.setting.recompute_layers in solved
     if not known and not take_fastest(best, best.step_s(), most_tried):
         improve(best, num_changes)
     return plan_of(batch, best.spots, best.setting.recompute_layers, budget_bytes)
 
 
-def passes_s(plan: ChunkPlan, model: CostModel) -> float:
-    """Seconds of the passes of a plan of one rank, as `Division.step_s` counts them."""
-    layers = [action.recompute_layers for action in plan.actions[0] if isinstance(action, Forward)]
-    cells_s = model.cell_seconds(
-        plan.chunks, plan.stages, sp_size=plan.sp_size, recompute_layers=layers[:1]
-    )
-    return float(cells_s.sum())
-
-
-def _starts(found: Iterable[Setting], enough_s: float) -> list[Division]:
-    """The starts of every setting whose bound is below the best of all, fastest first; no more once
-    one takes `enough_s`."""
+def _starts(found: Iterable[Setting]) -> list[Division]:
+    """The starts of every setting whose bound is below the best of all, fastest first."""
     starts: list[Division] = []
     best_s = inf
     fastest: dict[int, Spots] = {}
@@ -152,8 +137,6 @@ def _starts(found: Iterable[Setting], enough_s: float) -> list[Division]:
         layers, own = setting.recompute_layers, list[Division]()
         for count in range(setting.fewest, len(setting.batch.seq_lens) + 1):
             if own or layers > roomy.get(count, layers) or setting.least_s(count) >= best_s:
-                break
-            if best_s <= enough_s:
                 break
             own = starts_of(setting, count)
             if own:

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from typing import Any, Literal
 
 from furlong.cost.memory import MemoryCurve
-from furlong.cost.model import CostModel
+from furlong.cost.model import CostModel, update_s
 from furlong.cost.training import ZeroStage
 from furlong.errors import ConfigError
 from furlong.plan.plan import ChunkPlan, Layout, Tier
+from furlong.planners.chunks import by_cost
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
-from furlong.planners.predict import Needs
+from furlong.planners.orders import join_kept, plan_replica
+from furlong.simulate.predict import Needs, step_s
 from furlong.units import format_bytes
 
 MARGIN = 0.10
@@ -34,8 +36,10 @@ MARGIN = 0.10
 calibration says what its own predictions lacked: of twelve steps that no fit had seen, measured on
 a CPU, predicted peaks lacked 5.2 % at most (docs/benchmarks.md), and a run has more that no plan
 counts. Gaps between allocated blocks are the hardware's `reserved_bytes`."""
+SLACK = 0.02
+"""Plans whose times differ by less are alike: no prediction is better."""
 SIZES = ("dp", "sp", "pp")
-"""Names of a layout's sizes among what is given; the others are dials of `ChunkOptions`."""
+"""Names of a layout's sizes among what is given; the others are those of `ChunkOptions`."""
 
 
 @dataclass(frozen=True)
@@ -137,12 +141,13 @@ class Question:
     sequences_per_step: int = 0
     """0: all of `seq_lens` are one step."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes of the layout (`SIZES`) and dials that the user has fixed, by their names."""
+    """Sizes of the layout (`SIZES`) and options of chunks that the user has fixed, by name."""
     method: str = "auto"
     """`auto`, or the published system whose plans are wanted."""
-    seed: int = 0
     mean_keys: float = 0.0
     """Keys that a token of the data attends on average; 0: that of `seq_lens`."""
+    pair: tuple[int, ...] = ()
+    """Tokens of the largest pair of sequences, where each call takes a pair in two phases."""
     stages: tuple[int, ...] = ()
     """Layers of each stage of a pipeline that is cut already."""
     beat_s: float = inf
@@ -161,9 +166,14 @@ class Question:
             object.__setattr__(self, "mean_keys", mean_attended_keys(self.seq_lens))
 
     @property
-    def dials(self) -> dict[str, Any]:
-        """The given dials of `ChunkOptions`."""
+    def options(self) -> dict[str, Any]:
+        """The given options of chunks."""
         return {name: value for name, value in self.given.items() if name not in SIZES}
+
+    @property
+    def share(self) -> float:
+        """Steps in the seconds of all `seq_lens`: one over their number."""
+        return self.sequences_per_step / len(self.seq_lens)
 
     def layouts(self) -> list[Layout]:
         """The layouts with the given sizes, among them pools without a pipeline that do not divide
@@ -201,6 +211,71 @@ class Question:
         return replace(self.model, training=training)
 
 
+PlanOf = Callable[[Sequence[int]], ChunkPlan]
+"""Makes the plan of one replica's sequences. Raises UserError where none fits."""
+
+
+class Space:
+    """A question in one of its layouts."""
+
+    def __init__(self, question: Question, layout: Layout) -> None:
+        self.question, self.layout = question, layout
+        self.model, self.stages = question.model_of(layout), question.stages_of(layout)
+
+    @cached_property
+    def dealt(self) -> list[list[list[int]]]:
+        """The places of the sequences among all, by step and by replica, dealt by their seconds as
+        a run deals them; of each step the replica with most work is first."""
+        question, steps = self.question, []
+        work = self.model.sequence_seconds(question.seq_lens)
+        for first in range(0, len(work), question.sequences_per_step):
+            own = work[first : first + question.sequences_per_step]
+            replicas = by_cost(own, min(self.layout.dp, len(own)))
+            most_first = sorted(replicas, key=lambda some: -sum(own[i] for i in some))
+            steps.append([[first + i for i in sorted(some)] for some in most_first])
+        return steps
+
+    def lens(self, own: Iterable[int]) -> list[int]:
+        """Tokens of some of the sequences."""
+        return [self.question.seq_lens[i] for i in own]
+
+    def plan_of(self, options: ChunkOptions) -> PlanOf:
+        """Plans of chunks with these options."""
+        return partial(
+            plan_replica, options=options, num_layers=self.model.shape.num_layers,
+            stages=self.stages, sp_size=self.layout.sp,
+        )  # fmt: skip
+
+    def busiest_plans(self, plan_of: PlanOf) -> list[ChunkPlan]:
+        """The plan of the replica with most work, of each step."""
+        return [plan_of(self.lens(step[0])) for step in self.dealt]
+
+    def busiest_s(self, plans: Iterable[ChunkPlan]) -> float:
+        """Seconds of a step of the replicas with most work, on average."""
+        return self.question.share * sum(step_s(self.model, plan) for plan in plans)
+
+    def step_s(self, plan_of: PlanOf, busiest: Sequence[ChunkPlan] = ()) -> float:
+        """Seconds of a step on average, of the plans of all replicas as a run joins them, which
+        meet in the last Backward of each stage, and of the optimizer. `busiest`: the plans of
+        `busiest_plans`, where they are there. Where only a part of a step's sequences is there the
+        time is that part's share."""
+        model, total_s, first = whole_model(self.model), 0.0, 0
+        known = busiest or self.busiest_plans(plan_of)
+        for step, plan in zip(self.dealt, known, strict=True):
+            plans = [plan, *(plan_of(self.lens(own)) for own in step[1:])]
+            seq_lens = self.question.seq_lens[first : first + sum(map(len, step))]
+            own_ids = [[i - first for i in own] for own in step]
+            joined = join_kept(plans, own_ids, seq_lens, self.layout.dp)
+            total_s += step_s(model, joined) + update_s(model, joined)
+            first += len(seq_lens)
+        return total_s * self.question.share
+
+
+def whole_model(model: CostModel) -> CostModel:
+    """The model of plans that list all replicas."""
+    return replace(model, training=replace(model.training, replicas=1))
+
+
 @dataclass(frozen=True)
 class Candidate:
     """Plans that a method offers in a layout, one for any batch."""
@@ -208,26 +283,22 @@ class Candidate:
     method: str
     layout: Layout
     options: ChunkOptions
-    """The dials; a method that makes chunks of its own reads only those that it knows."""
+    """The options of its chunks; a method that makes its own reads those that it knows."""
     estimate_s: float
     """About the seconds of the question's steps, or less."""
-    plan_of: Callable[[Sequence[int]], ChunkPlan]
-    """The plan of one replica's sequences. Raises UserError where it has none that fits."""
+    plan_of: PlanOf
     least: Needs | None = None
     """Bytes of a device below which no step with the longest sequence gets, where they are known
     without its plan."""
     longest: Sequence[int] = ()
-    """Sequences of one replica's step that needs most memory; empty: those of the question."""
-    busiest_s: Callable[[], float] | None = None
-    """Seconds of all steps of the busiest replica, where there is a shorter way to them than the
-    clock over its plans."""
-    plan_beside: Callable[[Sequence[int], ChunkPlan], ChunkPlan] | None = None
-    """The same as `plan_of` for a replica that need not be faster than another one with its plan,
-    where that is sooner found."""
+    """Sequences of one replica's step that needs most memory; empty where the plans of a method fit
+    by themselves."""
+    clock_s: Callable[[], float] | None = None
+    """On one device the seconds of a step by the clock; None: `estimate_s` are these."""
 
     def stands_in_for(self, chosen: Candidate) -> bool:
-        """Whether one replica may take the plan of these dials while another takes the chosen one:
-        in one layout, and with the same stages, as all replicas of a step have."""
+        """Whether one replica may take the plan of these options while another takes the chosen
+        one: in one layout, and with the same stages, as all replicas of a step have."""
         if self.layout != chosen.layout or not self.longest:
             return False
         if not chosen.longest and self.options.tiers.kv != "device":
@@ -280,11 +351,12 @@ class Answer:
 
     @property
     def chunked(self) -> list[Trial]:
-        """The plans of dials that stand in for the chosen one, which a run needs beside a method's
-        own chunks: the chosen one itself, or the fastest, first."""
+        """The plans of options that stand in for the chosen one, which a run needs beside a
+        method's own chunks: the chosen one itself, or the fastest, first."""
         chosen = self.best.candidate
         return [trial for trial in self.tried if trial.candidate.stands_in_for(chosen)]
 
     @property
-    def dials(self) -> Trial:
-        return self.chunked[0]
+    def options(self) -> ChunkOptions:
+        """Those of a run."""
+        return self.chunked[0].candidate.options

@@ -19,31 +19,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, log2
 
-from furlong.cost.model import CostModel, update_s
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners import chunkflow, fpdt, infinipipe, places, seco, skrull
-from furlong.planners.candidates import (
-    CHUNKS,
-    Dealt,
-    Space,
-    chunks,
-    deal_steps,
-    least_s,
-    num_lowered,
-    space_of,
-)
+from furlong.planners.candidates import CHUNKS, chunks, least_s, num_lowered, pairs
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import gathered_first, join_kept, plan_replica, stages_of
-from furlong.planners.predict import Needs, needs_of, step_s
-from furlong.planners.question import Answer, Candidate, Candidates, Question, Trial
+from furlong.planners.orders import gathered_first, join_kept, plan_replica
+from furlong.planners.question import SLACK, Answer, Candidate, Candidates, Question, Space, Trial
+from furlong.simulate.predict import Needs, needs_of, step_s
 from furlong.units import count_words, format_seconds
 
-SLACK = 0.02
-"""Plans whose times differ by less are alike: no prediction is better."""
 LAYOUT_SLACK = 1e-4
 """The same of plans in different layouts, which the clock compares as they will run."""
+_EQUAL = 1e-9
+"""The same of plans whose actions take equal times."""
 _NEAR = 0.005
 """Share by which the size named in a message of what would fit may be wrong."""
 _MAX_ACTIONS = 16_000
@@ -84,8 +74,8 @@ def search(question: Question, tell: Tell | None = None) -> Answer:
     `tell` is called with words for how far it is. Raises ConfigError for sizes that no layout has.
     """
     started_s = time.monotonic()
-    if question.method in _OWN_CHUNKS and question.dials:
-        raise _refuse_dials(question)
+    if question.method in _OWN_CHUNKS and question.options:
+        raise _refuse_options(question)
     state = _Search(question, tell or (lambda words: None))
     state.run(own_methods(question))
     if not state.fitting:
@@ -101,8 +91,8 @@ def search(question: Question, tell: Tell | None = None) -> Answer:
     return state.answer(started_s)
 
 
-def _refuse_dials(question: Question) -> ConfigError:
-    names = [f"chunks.{name}" for name in question.dials]
+def _refuse_options(question: Question) -> ConfigError:
+    names = [f"chunks.{name}" for name in question.options]
     return ConfigError(
         given=f"{', '.join(names)} with chunks.method = {question.method}",
         required=f"no dials: {question.method} makes chunks of its own",
@@ -114,67 +104,50 @@ def _refuse_dials(question: Question) -> ConfigError:
 def own_methods(question: Question) -> list[str]:
     """Methods that make their own chunks among those that a question leaves."""
     if question.method == "auto":
-        return [] if question.dials else list(_OWN_CHUNKS)
+        return [] if question.options else list(_OWN_CHUNKS)
     return [question.method] if question.method in _OWN_CHUNKS else []
 
 
 class _Search:
     def __init__(self, question: Question, tell: Tell) -> None:
         self._question, self._limits, self._tell = question, question.limits, tell
-        self._layouts = walkable(question)
-        self._is_one = self._layouts == [ONE_DEVICE]
+        self._spaces = {layout: Space(question, layout) for layout in walkable(question)}
+        self._is_one = list(self._spaces) == [ONE_DEVICE]
         self.fitting: list[Trial] = []
         self._refused: list[Trial] = []
-        self._too_large: list[tuple[Layout, int]] = []
+        self._too_large: dict[Layout, int] = {}
         self._slower: dict[Layout, float] = {}
-        self._busiest: dict[Layout, float] = {}
-        """Seconds of steps that were timed on their busiest replica alone, and are slower."""
-        self._waiting: set[tuple[Layout, int]] = set()
-        """Chunk sizes with which replicas wait for each other: no estimate knows, so others may be
-        faster."""
+        """Seconds of layouts of which no plan was timed as all replicas run it."""
+        self._waiting: set[int] = set()
+        """Chunk sizes of the layout at hand with which replicas wait for each other: no estimate
+        knows, so others may be faster."""
         self._found: list[Candidate] = []
         self._num_actions = 0
         self.error: Exception | None = None
         """Why a method that fits its plans itself has none."""
-        self._spaces: dict[Layout, tuple[Space, Dealt]] = {}
 
     def run(self, own: Sequence[str]) -> None:
-        """Try the methods with chunks of their own, and all dials unless one of them is named."""
-        bounded = []
-        for layout in self._layouts:
-            space = space_of(self._question, layout)
-            self._spaces[layout] = space, deal_steps(space)
-            state_bytes = self._question.state_bytes(layout)
-            if not self._is_one and state_bytes > self._limits.limit_bytes:
-                self._too_large.append((layout, state_bytes - self._limits.limit_bytes))
+        """Try the methods with chunks of their own, and all options unless one of them is named."""
+        question, bounds_s = self._question, dict[Layout, float]()
+        for layout, space in self._spaces.items():
+            lacking_bytes = question.state_bytes(layout) - self._limits.limit_bytes
+            if lacking_bytes > 0 and not self._is_one:
+                self._too_large[layout] = lacking_bytes
             else:
-                bounded.append((0.0 if self._is_one else self._least_s(layout), layout))
-        bounded.sort(key=lambda pair: pair[0])
+                bounds_s[layout] = 0.0 if self._is_one else least_s(space)
         # places first, for they are often the fastest; planners that search last, to beat the best
-        for method in (name for name in own if name != "infinipipe"):
-            for bound_s, layout in bounded:
-                self._walk(layout, bound_s, METHODS[method])
-        if self._question.method not in _OWN_CHUNKS:
-            for bound_s, layout in bounded:
-                self._walk(layout, bound_s, METHODS.get(self._question.method, chunks))
-        if "infinipipe" in own:
-            for bound_s, layout in bounded:
-                self._walk(layout, bound_s, infinipipe.candidates)
-        self._find_dials()
+        methods = [METHODS[name] for name in own if name != "infinipipe"]
+        if question.method not in _OWN_CHUNKS:
+            methods.append(pairs if question.pair else METHODS.get(question.method, chunks))
+        methods += [infinipipe.candidates] if "infinipipe" in own else []
+        for method in methods:
+            for layout in sorted(bounds_s, key=bounds_s.__getitem__):
+                self._walk(layout, bounds_s[layout], method)
+        self._find_options()
 
     @property
     def _best_s(self) -> float:
         return min((trial.step_s for trial in self.fitting), default=inf)
-
-    def _least_s(self, layout: Layout) -> float:
-        """Seconds below which no step of the layout gets, on average."""
-        space, dealt = self._spaces[layout]
-        stages = space.stages or (space.model.shape.num_layers,)
-        seconds = sum(
-            least_s([space.seq_lens[i] for i in own[0]], stages, layout.sp, space.model)
-            for own in dealt
-        )
-        return seconds * space.sequences_per_step / len(space.seq_lens)
 
     def _walk(self, layout: Layout, bound_s: float, method: Candidates) -> None:
         """Try the candidates of a method in a layout until no further one can be faster."""
@@ -183,26 +156,22 @@ class _Search:
             self._slower[layout] = bound_s
             return
         self._tell_found(bound_s)
-        num_steps = len(self._spaces[layout][1])
-        beat_s = best_s if num_steps == 1 else inf
+        self._waiting = set()
+        beat_s = best_s if len(self._spaces[layout].dealt) == 1 else inf
         seconds: dict[int, set[float]] = defaultdict(set)
-        """Estimates of the plans that fit, by chunk size: dials that do not act make the same plan
-        again."""
+        """Estimates of the plans that fit, of sizes with which replicas wait by themselves (others:
+        0): options that do not act make the same plan again."""
         fitting: set[ChunkOptions] = set()
-        """Their dials with all on the device: what is offloaded for no need gains nothing."""
+        """Their options with all on the device: what is offloaded for no need gains nothing."""
         for candidate in method(replace(self._question, beat_s=beat_s), layout):
             self._found.append(candidate)
             self._tell_found(bound_s)
-            on_device = replace(candidate.options, tier="device")
+            on_device, size = replace(candidate.options, tier="device"), candidate.options.size
+            num_fitting = len(seconds[size if size in self._waiting else 0])
             if on_device in fitting or not self._may_fit(candidate):
                 continue
-            size = candidate.options.size
-            known = [size] if (layout, size) in self._waiting else [
-                other for other in seconds if (layout, other) not in self._waiting
-            ]  # fmt: skip
-            num_fitting = sum(len(seconds[other]) for other in known)
-            if not self._is_done(candidate, num_fitting) and self._try(candidate):
-                seconds[size].add(candidate.estimate_s)
+            if not self._is_done(candidate, num_fitting) and self._try(candidate, self._best_s):
+                seconds[size if size in self._waiting else 0].add(candidate.estimate_s)
                 fitting.add(on_device)
 
     def _tell_found(self, bound_s: float) -> None:
@@ -220,95 +189,65 @@ class _Search:
             return False  # the estimates are of whole backwards
         return estimate_s > self._best_s * (1 + SLACK)
 
-    def _try(self, candidate: Candidate) -> bool:
-        """Whether a plan fits, and is timed unless it is slower."""
-        if not candidate.longest:
-            return self._try_planned(candidate)
-        space, dealt = self._spaces[candidate.layout]
-        plan = candidate.plan_of(candidate.longest)
-        trial = self._walked(candidate, [plan], space.model)
-        self._num_actions += sum(map(len, plan.actions))
-        if not self._limits.hold(trial.needs):
-            self._refused.append(trial)
-            return False
-        share = space.sequences_per_step / len(space.seq_lens)
-        busy_s = inf
-        if candidate.busiest_s is not None and (self._is_one or candidate.layout.dp > 1):
-            busy_s = candidate.busiest_s() * share
-            if not self._is_one and busy_s >= self._best_s:
-                known_s = self._busiest.get(candidate.layout, inf)
-                self._busiest[candidate.layout] = min(busy_s, known_s)
-                return True
-        if not self._is_one:
-            plans = plans_of(space, dealt, candidate.plan_of)
-            busiest_s, busy_s = busy_s, mean_step_s(space, dealt, plans)
-            if busy_s > busiest_s * (1 + _WAITING):
-                self._waiting.add((candidate.layout, candidate.options.size))
-        self._num_actions += self._simulated(candidate)
-        self.fitting.append(replace(trial, step_s=busy_s))
-        return True
+    def _may_fit(self, candidate: Candidate) -> bool:
+        return candidate.least is None or self._limits.hold(candidate.least)
 
-    def _try_planned(self, candidate: Candidate) -> bool:
-        """Try a planner that fits its plans itself: first for the busiest replica, for no step
-        takes less than one of its replicas."""
-        space, dealt = self._spaces[candidate.layout]
-        share = space.sequences_per_step / len(space.seq_lens)
-        try:
-            plans = plans_of(space, [step[:1] for step in dealt], candidate.plan_of)
-            if share * sum(step_s(space.model, own[0]) for own in plans) >= self._best_s:
+    def _try(self, candidate: Candidate, beat_s: float) -> bool:
+        """Whether the plans of a candidate fit. They are timed unless one replica alone, of which
+        no step takes less, takes `beat_s`."""
+        space, layout = self._spaces[candidate.layout], candidate.layout
+        busiest: list[ChunkPlan] = []
+        if candidate.longest:
+            trial = self._walked(candidate, [candidate.plan_of(candidate.longest)])
+            if not self._limits.hold(trial.needs):
+                self._refused.append(trial)
                 return False
-            for step, own in zip(dealt, plans, strict=True):
-                beside = candidate.plan_beside
-                for seq_ids in step[1:]:
-                    lens = [space.seq_lens[i] for i in seq_ids]
-                    own.append(beside(lens, own[0]) if beside else candidate.plan_of(lens))
-                    if share * step_s(space.model, own[-1]) >= self._best_s:
-                        return False
-        except (UserError, PlanError) as error:  # none of its plans fits, or none is faster
-            self.error = error
+            if self._is_one:
+                seconds = candidate.clock_s() if candidate.clock_s else candidate.estimate_s
+                self.fitting.append(replace(trial, step_s=seconds))
+                return True
+        try:
+            busiest = space.busiest_plans(candidate.plan_of)
+            alone_s = inf if layout.dp == 1 else space.busiest_s(busiest)
+            if layout.dp > 1 and alone_s >= beat_s:
+                self._slower[layout] = min(alone_s, self._slower.get(layout, inf))
+                return bool(candidate.longest)
+            step_s = space.step_s(candidate.plan_of, busiest)
+        except (UserError, PlanError) as error:
+            if candidate.longest:
+                raise
+            self.error = error  # none of its plans fits, or none is faster
             return False
-        trial = self._walked(candidate, [own[0] for own in plans], space.model)
-        self.fitting.append(replace(trial, step_s=mean_step_s(space, dealt, plans)))
+        if step_s > alone_s * (1 + _WAITING):
+            self._waiting.add(candidate.options.size)
+        if not candidate.longest:
+            trial = self._walked(candidate, busiest)
+        self.fitting.append(replace(trial, step_s=step_s))
         return True
 
-    def _walked(self, candidate: Candidate, plans: Sequence[ChunkPlan], model: CostModel) -> Trial:
-        memory = model.memory()
+    def _walked(self, candidate: Candidate, plans: Sequence[ChunkPlan]) -> Trial:
+        memory = self._spaces[candidate.layout].model.memory()
         curves = [memory.curve(p, rank) for p in plans for rank in range(len(p.actions))]
         curve = max(curves, key=lambda curve: self._limits.lacking(needs_of(curve)))
         needs = Needs(*map(max, zip(*map(needs_of, curves), strict=True)))
+        self._num_actions += sum(len(own) for plan in plans for own in plan.actions)
         return Trial(candidate, 0.0, needs, curve)
 
-    def _simulated(self, candidate: Candidate) -> int:
-        """Number of actions of a simulation on one device, about: layer-first those of four
-        stages, of a draw of all."""
-        options, space = candidate.options, self._spaces[candidate.layout][0]
-        num_chunks = -(-sum(space.seq_lens) // options.size)
-        if options.order == "chunk-first":
-            return 3 * num_chunks
-        num_stages = len(stages_of(space.model.shape.num_layers, options))
-        return num_chunks * (14 if options.sampling is None else 4 * num_stages)
-
-    def _find_dials(self) -> None:
-        """Find dials that stand in for the chosen plan, which a run needs beside a method's own
+    def _find_options(self) -> None:
+        """Find options that stand in for the chosen plan, which a run needs beside a method's own
         chunks. Where none fits, the plans of such methods in that layout are given up, unless the
-        method is named and plans the longest sequence itself: then dials that lack least do."""
+        method is named and plans the longest sequence itself: then options that lack least do."""
         while self.fitting:
             chosen = self._ranked()[0].candidate
             if any(trial.candidate.stands_in_for(chosen) for trial in self.fitting):
                 return
             offered = [c for c in chunks(self._question, chosen.layout) if c.stands_in_for(chosen)]
             self._found += offered
-            space, dealt = self._spaces[chosen.layout]
-            for candidate in filter(self._may_fit, offered):
-                trial = self._walked(candidate, [candidate.plan_of(candidate.longest)], space.model)
-                if self._limits.hold(trial.needs):
-                    plans = plans_of(space, dealt, candidate.plan_of)
-                    step_s = mean_step_s(space, dealt, plans)
-                    self.fitting.append(replace(trial, step_s=step_s))
-                    return
+            if any(self._may_fit(c) and self._try(c, inf) for c in offered):
+                return
             if offered and chosen.method == self._question.method and self._plans_longest(chosen):
                 spare = min(offered, key=lambda c: self._limits.lacking(c.least or Needs(0)))
-                trial = self._walked(spare, [spare.plan_of(spare.longest)], space.model)
+                trial = self._walked(spare, [spare.plan_of(spare.longest)])
                 self.fitting.append(replace(trial, step_s=spare.estimate_s))
                 return
             self.fitting = [
@@ -324,9 +263,6 @@ class _Search:
             self.error = error
             return False
         return True
-
-    def _may_fit(self, candidate: Candidate) -> bool:
-        return candidate.least is None or self._limits.hold(candidate.least)
 
     def try_least(self) -> None:
         """Find what lacks least, for the message that no plan fits."""
@@ -345,28 +281,28 @@ class _Search:
             if nearest < inf and self._num_actions > most:
                 break
             if (candidate.layout, candidate.options) not in known:
-                self._try(candidate)
+                self._try(candidate, inf)
 
     def _ranked(self) -> list[Trial]:
         """The plans that fit, the chosen one first, then by their seconds."""
         if not self.fitting:
             return []
         alike = self._alike()
-        if self._is_one:
-            best = min(alike, key=lambda trial: (trial.needs, trial.step_s))
-        else:
-            best = min(alike, key=_simplest)
-        return [best, *sorted((t for t in self.fitting if t is not best), key=_seconds)]
+        best = min(alike, key=_leanest if self._is_one else _simplest)
+        others = (trial for trial in self.fitting if trial is not best)
+        return [best, *sorted(others, key=lambda trial: trial.step_s)]
 
     def _alike(self) -> list[Trial]:
         """The plans within the slack of the fastest one; on one device those of its order, its
         stages and its tiers."""
         method = self._question.method
         wanted = [t for t in self.fitting if t.candidate.method == method] or self.fitting
-        fastest = min(wanted, key=lambda t: (t.step_s, num_lowered(t.candidate.options.tiers)))
+        fastest_s = min(trial.step_s for trial in wanted)
+        equal = [t for t in wanted if t.step_s <= fastest_s * (1 + _EQUAL)]
+        fastest = min(equal, key=lambda t: (num_lowered(t.candidate.options.tiers), t.needs))
         slack = SLACK if self._is_one else LAYOUT_SLACK
-        near = [t for t in wanted if t.step_s <= fastest.step_s * (1 + slack)]
-        return [t for t in near if not self._is_one or _walk_of(t) == _walk_of(fastest)]
+        near = [t for t in wanted if t.step_s <= fastest_s * (1 + slack)]
+        return [t for t in near if not self._is_one or _order_of(t) == _order_of(fastest)]
 
     def answer(self, started_s: float) -> Answer:
         tried = self._ranked()
@@ -380,34 +316,18 @@ class _Search:
             too_large[layout] = min(lacking, too_large.get(layout, lacking))
             if not lacking:
                 slower[layout] = min(candidate.estimate_s, slower.get(layout, inf))
-        slower |= self._busiest
+        lacking_least = sorted(self._refused, key=lambda t: self._limits.lacking(t.needs))
         return Answer(
             question=self._question,
             tried=tuple(tried),
-            refused=tuple(
-                sorted(self._refused, key=lambda t: self._limits.lacking(t.needs))
-            ),
+            refused=tuple(lacking_least),
             too_large=tuple((layout, n) for layout, n in too_large.items() if n),
             slower=tuple(pair for pair in slower.items() if pair[0] not in opened),
             error=self.error if self._question.method != "auto" and not tried else None,
             alike=len(self._alike()) if tried else 0,
             num_pruned=len(self._found) - len(tried) - len(self._refused),
             seconds=time.monotonic() - started_s,
-        )  # fmt: skip
-
-
-def _seconds(trial: Trial) -> float:
-    return trial.step_s
-
-
-def _simplest(trial: Trial) -> tuple[int, int, float]:
-    layout = trial.candidate.layout
-    return layout.pp, layout.sp, trial.step_s
-
-
-def _walk_of(trial: Trial) -> tuple[object, ...]:
-    options = trial.candidate.options
-    return options.order, options.stage_layers, options.tiers
+        )
 
 
 def walkable(question: Question) -> list[Layout]:
@@ -427,30 +347,18 @@ def walkable(question: Question) -> list[Layout]:
     return [one for one in found if one.dp <= question.sequences_per_step] or found
 
 
-def plans_of(
-    space: Space, dealt: Dealt, plan_of: Callable[[Sequence[int]], ChunkPlan]
-) -> list[list[ChunkPlan]]:
-    """For each step the plans of its replicas, that of the one with most work first."""
-    return [[plan_of([space.seq_lens[i] for i in own]) for own in step] for step in dealt]
+def _leanest(trial: Trial) -> tuple[Needs, float]:
+    return trial.needs, trial.step_s
 
 
-def mean_step_s(space: Space, dealt: Dealt, plans: Sequence[Sequence[ChunkPlan]]) -> float:
-    """Seconds of a step on average, of the plans of all replicas as a run joins them, which meet in
-    the last Backward of each stage, and of the optimizer. Where only a part of a step's sequences
-    is there the time is that part's share."""
-    model, total_s, first = whole_model(space.model), 0.0, 0
-    for step, own in zip(dealt, plans, strict=True):
-        seq_lens = space.seq_lens[first : first + sum(map(len, step))]
-        own_ids = [[i - first for i in some] for some in step]
-        plan = join_kept(own, own_ids, seq_lens, space.layout.dp)
-        total_s += step_s(model, plan) + update_s(model, plan)
-        first += len(seq_lens)
-    return total_s * space.sequences_per_step / len(space.seq_lens)
+def _simplest(trial: Trial) -> tuple[int, int, float]:
+    layout = trial.candidate.layout
+    return layout.pp, layout.sp, trial.step_s
 
 
-def whole_model(model: CostModel) -> CostModel:
-    """The model of plans that list all replicas."""
-    return replace(model, training=replace(model.training, replicas=1))
+def _order_of(trial: Trial) -> tuple[object, ...]:
+    options = trial.candidate.options
+    return options.order, options.stage_layers, options.tiers
 
 
 @dataclass(frozen=True)
@@ -539,23 +447,18 @@ def best_plan(
     seq_lens: Sequence[int], answer: Answer, options: ChunkOptions | None = None
 ) -> tuple[str, ChunkPlan]:
     """The plan of a step over these sequences as a run makes it of an answer, and the names of the
-    planners of its replicas. `options`: other dials than the answer's."""
-    question, layout = answer.question, answer.best.candidate.layout
-    options = answer.dials.candidate.options if options is None else options
-    shape = question.model.shape
+    planners of its replicas. `options`: others than the answer's."""
+    question, chosen = answer.question, answer.best.candidate
+    if chosen.layout == ONE_DEVICE:
+        return chosen.method, chosen.plan_of(seq_lens)
+    space, options = Space(question, chosen.layout), options or answer.options
     work_s = question.model.sequence_seconds(seq_lens)
-    dealt = by_cost(work_s, min(layout.dp, len(seq_lens)))
-    asked = BatchPlans(question, layout, options)
+    dealt = by_cost(work_s, min(chosen.layout.dp, len(seq_lens)))
+    asked, plan_of = BatchPlans(question, chosen.layout, options), space.plan_of(options)
     names, plans = [], []
     for own in dealt:
         lens = [seq_lens[i] for i in own]
-        plan = plan_replica(
-            lens, options, num_layers=shape.num_layers, stages=question.stages_of(layout),
-            sp_size=layout.sp,
-        )  # fmt: skip
-        if layout == ONE_DEVICE:
-            return CHUNKS if question.method == "auto" else question.method, plan
-        name, plan = asked.best_plan(lens, plan, options)
+        name, plan = asked.best_plan(lens, plan_of(lens), options)
         names.append(name)
         plans.append(plan)
-    return ", ".join(dict.fromkeys(names)), join_kept(plans, dealt, seq_lens, layout.dp)
+    return ", ".join(dict.fromkeys(names)), join_kept(plans, dealt, seq_lens, chosen.layout.dp)

@@ -229,6 +229,12 @@ def sampled(plan: ChunkPlan, sampling: Sampling, labelled: Collection[int] = ())
     return sample_backwards(plan, drawn, report_loss=sampling.report_loss)
 
 
+def one_draw(plan: ChunkPlan, sampling: Sampling | None) -> ChunkPlan:
+    """The plan of a step as it is predicted: where it samples with one draw, always the same, in
+    which no chunk is known to have labels."""
+    return plan if sampling is None else sampled(plan, replace(sampling, seed=0))
+
+
 def sample_backwards(
     plan: ChunkPlan, drawn: Mapping[int, Factors], *, report_loss: bool = False
 ) -> ChunkPlan:

@@ -45,7 +45,7 @@ def choose_plan(
     if pairs is not None:
         dials = {name: value for name, value in given.items() if name not in SIZES}
         return decide_pairs(
-            pairs, model=model, budgets=limits, budget_words=budget_words, dials=dials,
+            pairs, model=model, limits=limits, budget_words=budget_words, given=dials,
             must_fit=must_fit,
         )  # fmt: skip
     return decide(

@@ -12,7 +12,7 @@ from torch import nn
 
 from furlong.data.loader import Batch, LoaderState, told_ahead
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.predict import Prediction
+from furlong.simulate.predict import Prediction
 from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting
 from furlong.train.evaluation import HELD_OUT, Evaluation

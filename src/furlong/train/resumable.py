@@ -19,7 +19,7 @@ from furlong.data.loader import Batch
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
-from furlong.planners.predict import Prediction
+from furlong.simulate.predict import Prediction
 from furlong.timeline import MEASURED, MeasuredStep, Timeline
 from furlong.train.batches.draws import step_options
 from furlong.train.batches.engines import Engines

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from furlong.config.schema import RunConfig
-from furlong.planners.predict import predict_step
 from furlong.report.patience import patience
+from furlong.simulate.predict import predict_step
 from furlong.train.batches.fitting import lack_of_memory_told
 from furlong.train.checkpoints.checkpoint import one_process
 from furlong.train.checkpoints.fingerprints import base_fingerprint

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from furlong.planners.candidates import CHUNKS
-from furlong.planners.predict import Prediction
+from furlong.simulate.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
 from furlong.train.figures.trackers import Tracker
 from furlong.train.sample_check import SampleCheck

@@ -8,19 +8,22 @@ Advice names a dial only where the user has given it: of all others a search has
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, inf
 
+from furlong.cost.machine import are_links_measured
 from furlong.cost.memory import Part
 from furlong.cost.training import Training
 from furlong.errors import ConfigError, UserError
 from furlong.plan.plan import Layout
-from furlong.planners.candidates import SMALLEST_CHUNK
-from furlong.planners.options import dials_in_words
-from furlong.planners.question import SIZES, Answer, Limits, Question, Trial
+from furlong.planners.options import SMALLEST_CHUNK, dials_in_words
+from furlong.planners.question import SIZES, SLACK, Answer, Limits, Question, Trial
 from furlong.report.scene import PART_WORDS
-from furlong.units import count_words, format_bytes
+from furlong.simulate.predict import Needs
+from furlong.units import count_words, format_bytes, format_seconds
 
+_MOST_LAYOUTS = 3
+"""Layouts that are named, of those that are slower and of those that do not fit."""
 _STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 _SMALLER = ("size", "use smaller chunks (chunks.size)")
 _LESS = ("keep", "keep less (chunks.keep, chunks.num_retained)")
@@ -198,7 +201,7 @@ def _plan_lacks(answer: Answer, trial: Trial, *, alone: bool) -> ConfigError:
         required = f"at most {format_bytes(limits.of_tiers[tier] or 0)}"
         source = f"memory.{tier}"
     # no run has smaller chunks: that advice would lead nowhere
-    given = [name for name in question.dials if name != "size" or options.size > SMALLEST_CHUNK]
+    given = [name for name in question.options if name != "size" or options.size > SMALLEST_CHUNK]
     enough = (f"memory.{name}: {-(-used // 2**20)}MiB" for name, used in lacking.items())
     return ConfigError(
         given=f"of {plans} none fits; nearest is {dials_in_words(options)}, {needs}",
@@ -211,3 +214,90 @@ def _plan_lacks(answer: Answer, trial: Trial, *, alone: bool) -> ConfigError:
 
 def _margin(limits: Limits) -> str:
     return f" ({format_bytes(limits.device_bytes)} less a margin of {limits.margin:.0%})"
+
+
+def why(answer: Answer, budget_words: str) -> str:
+    """The chosen dials of a layout, their reason, and the price of the next best."""
+    limits, (best, *others) = answer.question.limits, answer.chunked
+    budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
+    why = f"the fastest that fits {budget} less {limits.margin:.0%} for what no prediction sees"
+    if answer.alike > 1 and answer.question.num_devices == 1:
+        why = f"needs least memory of {answer.alike} plans within {SLACK:.0%} of {why}"
+    chosen = answer.best
+    own = f"{chosen.candidate.method} batch by batch, else " if chosen is not best else ""
+    if not limits.hold(best.needs):  # only a method by name goes on without dials that fit
+        return (
+            f"{own}{dials_in_words(best.candidate.options)}, in evaluations: no dials are predicted"
+            f" to fit {budget}; {needs_in_words(best.needs)} predicted for a step of theirs"
+        )
+    words = (
+        f"{own}{dials_in_words(best.candidate.options)}: {why}; {needs_in_words(best.needs)}"
+        f" predicted; next best of {1 + len(others)} that were tried and fit: "
+    )
+    if not others:
+        return f"{words}none"
+    other = others[0]
+    change = compared(other.step_s / best.step_s)
+    needs = needs_in_words(other.needs)
+    return f"{words}{dials_in_words(other.candidate.options)}: {change}, {needs}"
+
+
+def needs_in_words(needs: Needs) -> str:
+    """Bytes of each tier that has any."""
+    words = format_bytes(needs.device_bytes)
+    for tier, num_bytes in (("host", needs.host_bytes), ("disk", needs.disk_bytes)):
+        if num_bytes:
+            words += f" and {format_bytes(num_bytes)} on the {tier}"
+    return words
+
+
+def compared(ratio: float) -> str:
+    """Words for a ratio of two durations: 1.032 is '3.2% slower'."""
+    if abs(ratio - 1) < 5e-4:
+        return "as fast"
+    return f"{abs(ratio - 1):.1%} {'slower' if ratio > 1 else 'faster'}"
+
+
+def layouts_in_words(answer: Answer) -> str:
+    """The chosen layout with the seconds of its step, the next best, and why others are none."""
+    best, question, limits = answer.best, answer.question, answer.question.limits
+    layout = best.candidate.layout
+    fastest: dict[Layout, Trial] = {}
+    for trial in answer.tried:
+        fastest.setdefault(trial.candidate.layout, trial)
+    refused: dict[Layout, str] = {}
+    for one, lacking in sorted(answer.too_large, key=lambda pair: pair[1]):
+        refused[one] = f"at least {format_bytes(lacking)}"
+    for trial in answer.refused:
+        if trial.candidate.layout not in fastest:
+            refused.setdefault(trial.candidate.layout, format_bytes(limits.lacking(trial.needs)))
+    slower = sorted(answer.slower, key=lambda pair: pair[1])
+    num_others = len(fastest) + len(refused) + len(slower) - 1
+    head = division_in_words(layout, question.stages_of(layout)) + " (auto)" * bool(num_others)
+    others = [
+        f"{one} is {compared(trial.step_s / best.step_s)}"
+        for one, trial in fastest.items()
+        if one != layout
+    ]
+    others += [f"{one} is at least {max(0, s / best.step_s - 1):.1%} slower" for one, s in slower]
+    words = [f"{head}: {format_seconds(best.step_s)} predicted per step"]
+    words += _some(others, "more are slower")
+    words += _some(
+        [f"{one} does not fit: it lacks {amount}" for one, amount in refused.items()],
+        "more do not fit",
+    )
+    if not are_links_measured(question.model.hardware):
+        words.append("links between devices are assumed")
+    return "; ".join(words)
+
+
+def division_in_words(layout: Layout, stages: Sequence[int]) -> str:
+    """The layout of a run, with the layers of its stages."""
+    layers = f" of {', '.join(map(str, stages))} layers" if stages else ""
+    return f"{layout}{layers}"
+
+
+def _some(words: list[str], more: str) -> list[str]:
+    """The first few, and how many there are besides."""
+    left = len(words) - _MOST_LAYOUTS
+    return words if left < 2 else [*words[:_MOST_LAYOUTS], f"{left} {more}"]

@@ -1,0 +1,59 @@
+"""Predictions for a plan: seconds of its step, and bytes in every tier.
+
+predict(model, plan)                    # to be compared with what is measured
+predict_step(model, plan)               # and of the optimizer's step behind it
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from furlong.cost.memory import MemoryCurve
+from furlong.cost.model import CostModel, update_s
+from furlong.plan.plan import ON_DEVICE, ChunkPlan
+from furlong.simulate.clock import time_actions
+
+
+class Needs(NamedTuple):
+    """Most bytes in use at a time, by tier."""
+
+    device_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+
+class Prediction(NamedTuple):
+    """Seconds of a step, and the most bytes in use in each tier while it runs."""
+
+    step_s: float
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+
+def predict(model: CostModel, plan: ChunkPlan) -> Prediction:
+    """Seconds and peak bytes of a plan's step; of several ranks the one that needs most."""
+    curves = [model.memory().curve(plan, rank) for rank in range(len(plan.actions))]
+    needs = [needs_of(curve) for curve in curves]
+    return Prediction(step_s(model, plan), *map(max, zip(*needs, strict=True)))
+
+
+def predict_step(model: CostModel, plan: ChunkPlan) -> Prediction:
+    """As `predict`, with the seconds of the optimizer's step, which a run's own steps have too."""
+    predicted = predict(model, plan)
+    return predicted._replace(step_s=predicted.step_s + update_s(model, plan))
+
+
+def needs_of(curve: MemoryCurve) -> Needs:
+    """The peak of each tier."""
+    if not len(curve.device):
+        return Needs(0)
+    device = curve.device.sum(axis=1)
+    return Needs(int(device.max()), int(curve.host.max()), int(curve.disk.max()))
+
+
+def step_s(model: CostModel, plan: ChunkPlan) -> float:
+    """Seconds of a plan's step."""
+    costs = model.costs(plan)
+    copies = None if plan.tiers == ON_DEVICE else costs
+    return time_actions(plan, costs, copies=copies).duration_s
