@@ -5,7 +5,7 @@ from __future__ import annotations
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.words import DoesNotFitError
+from furlong.planners.question import DoesNotFitError
 from furlong.units import format_bytes
 
 

@@ -32,7 +32,7 @@ from furlong.planners.chunks import group_chunks
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b
-from furlong.planners.words import DoesNotFitError
+from furlong.planners.question import DoesNotFitError
 from furlong.simulate.clock import time_actions
 
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("A100-80"), Training(zero_stage=1))

@@ -5,8 +5,7 @@ import pytest
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.plan import Tiers
-from furlong.planners.question import tier_budgets
-from furlong.planners.words import advice
+from furlong.planners.question import advice, tier_budgets
 
 GIB = 2**30
 

@@ -41,7 +41,7 @@ from furlong.planners.infinipipe import (
     slice_numbers,
 )
 from furlong.planners.layouts import cut_layers, mean_attended_keys
-from furlong.planners.words import DoesNotFitError
+from furlong.planners.question import DoesNotFitError
 from furlong.simulate.clock import measure, simulate, time_actions
 
 K = 1024

@@ -15,12 +15,12 @@ from furlong.errors import UserError
 from furlong.plan.check import check
 from furlong.plan.plan import ChunkPlan, Layout
 from furlong.planners.candidates import CHUNKS
+from furlong.planners.decide import nothing_fits, why
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
 from furlong.planners.question import SLACK, Candidate, Limits, Question
 from furlong.planners.search import BatchPlans, search
 from furlong.planners.skrull import plan_skrull
-from furlong.planners.words import nothing_fits, why
 from furlong.simulate.predict import step_s
 
 LENS = (30_000, 9_000, 6_000, 2_500, 1_200, 900, 700, 500, 300, 200)

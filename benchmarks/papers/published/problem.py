@@ -9,8 +9,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.training import ZeroStage
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.plan import Layout, Tier
-from furlong.planners.question import MARGIN
-from furlong.planners.words import DoesNotFitError, advice
+from furlong.planners.question import MARGIN, DoesNotFitError, advice
 from furlong.units import count_words, format_bytes
 from papers.published.dials import Dials
 from papers.published.replicas import Outcome

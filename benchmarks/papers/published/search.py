@@ -21,7 +21,7 @@ from math import inf
 from furlong.cost.training import ZeroStage
 from furlong.errors import PlanError, UserError
 from furlong.plan.plan import Layout
-from furlong.planners.words import DoesNotFitError
+from furlong.planners.question import DoesNotFitError
 from papers.fits import fit
 from papers.published.bounds import stage_bounds_s
 from papers.published.build import replica_model

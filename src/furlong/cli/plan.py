@@ -34,13 +34,13 @@ from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
 from furlong.planners.decide import (
     Decision,
     check_pair_dials,
+    division_in_words,
     longest_sequence,
 )
 from furlong.planners.options import dials_in_words, dials_of
 from furlong.planners.question import SIZES, Answer
 from furlong.planners.search import METHODS, best_plan, own_methods
 from furlong.planners.spaco import Sampling, num_drawn, one_draw, sampling_in_words
-from furlong.planners.words import division_in_words
 from furlong.report.patience import Tell, patience
 from furlong.report.report import PlanReport, report_plan
 from furlong.report.scene import Panel

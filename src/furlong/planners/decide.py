@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import inf
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Literal
 
+from furlong.cost.machine import are_links_measured
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
 from furlong.cost.training import Lora, Training
@@ -25,14 +26,24 @@ from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.lengths import Lengths, draw_lengths
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners.candidates import KEEPS
-from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions, dials_in_words, fixed_options
 from furlong.planners.orders import plan_two_phases
-from furlong.planners.question import Answer, Limits, Question, whole_model
+from furlong.planners.question import (
+    SIZES,
+    SLACK,
+    STATE,
+    Answer,
+    DoesNotFitError,
+    Limits,
+    Question,
+    Trial,
+    advice,
+    whole_model,
+)
 from furlong.planners.search import METHODS, search, walkable
 from furlong.planners.spaco import Sampling
-from furlong.planners.words import layouts_in_words, nearest, nothing_fits, why
 from furlong.simulate.predict import Needs, Prediction, needs_of, predict_step
-from furlong.units import format_bytes
+from furlong.units import count_words, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from furlong.config.schema import ChunksConfig, ModelConfig
@@ -111,13 +122,23 @@ _MIN_STEPS = 4
 _MOST_TIMES = 8
 """Devices whose number multiplies `_MAX_TOKENS`, at most."""
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_MOST_LAYOUTS = 3
+"""Layouts that are named, of those that are slower and of those that do not fit."""
+_NEEDS = {
+    "spaco": "chunks.sample, a layout",
+    "infinipipe": "a pipeline (parallel.pp above 1)",
+    "skrull": "a pool (parallel.sp above 1) without a pipeline",
+    "places": "a pool (parallel.sp above 1) without a pipeline",
+    "fpdt": "no pipeline, keep input, num_retained 0, order layer-first, stage_layers 1",
+    "seco": "no pipeline, keep kv, num_retained 0, order chunk-first",
+}
+"""The needs of each method, which it cannot do without."""
 
 
 Pair = tuple[int, int]
 """Tokens of both sequences."""
 _NUM_TIMED = 3
 """Pairs whose steps are timed, evenly spread over their lengths."""
-_STATE = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -309,7 +330,7 @@ def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
     """Most bytes that a plan in two phases needs of each tier, besides weights, gradients and
     optimizer; with the final hidden states that it gives out, and their gradient."""
     curve = memory.curve(plan, 0)
-    columns = [index for index, part in enumerate(PARTS) if part not in _STATE]
+    columns = [index for index, part in enumerate(PARTS) if part not in STATE]
     per_token = 2 * memory.shape.hidden_size * memory.training.compute_bytes
     device = int(curve.device[:, columns].sum(axis=1).max()) + per_token * sum(plan.seq_lens)
     return Needs(device, int(curve.host.max()), int(curve.disk.max()))
@@ -335,3 +356,194 @@ def given_dials(chunks: ChunksConfig) -> dict[str, Any]:
     if chunks.sample is not None:
         given["sample"] = Sampling(**chunks.sample.model_dump(exclude={"check_every_steps"}))
     return given
+
+
+def nearest(answer: Answer) -> tuple[Trial | None, Layout]:
+    """The plan that lacks least, or None where the state of a layout lacks less; and its layout."""
+    question, limits, refused = answer.question, answer.question.limits, answer.refused
+    too_large = sorted(answer.too_large, key=lambda pair: pair[1])
+    least = limits.lacking(refused[0].needs) if refused else inf
+    for layout, lacking_bytes in too_large:
+        if lacking_bytes < least and question.state_bytes(layout) > limits.limit_bytes:
+            return None, layout
+    if refused:
+        return refused[0], refused[0].candidate.layout
+    return None, too_large[0][0] if too_large else question.layouts()[0]
+
+
+def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
+    """The error of a search in which nothing fits in any layout, with the budgets that would do.
+    `alone`: a run's devices are given."""
+    question, (trial, layout) = answer.question, nearest(answer)
+    limits, state_bytes = question.limits, question.state_bytes(layout)
+    if answer.error is None and trial is not None:
+        error = _plan_lacks(answer, trial, alone=alone)
+    elif state_bytes > limits.limit_bytes:
+        error = ConfigError(
+            given=f"weights, gradients and optimizer of {format_bytes(state_bytes)} on each device",
+            required=f"at most {format_bytes(limits.limit_bytes)}{_margin(limits)}",
+            source="the search over the plans of a layout",
+            change=advice("state", question.model.training, question.num_devices, alone=alone),
+        )
+    else:
+        return _nothing_offered(question, answer.error)
+    if question.num_devices == 1:
+        return error
+    given, source = error.given, error.source
+    some = [one for one, _ in answer.too_large]
+    some += dict.fromkeys(refused.candidate.layout for refused in answer.refused)
+    if len(some) > 1:
+        source = f"the search over {len(some)} layouts"
+        given = f"in none of {len(some)} layouts a plan fits; nearest is {layout}: {given}"
+    fixed = [name for name in ("sp", "pp") if question.given.get(name) == 1]
+    ways = [f"set {' and '.join(f'parallel.{name}' for name in fixed)} to auto"] if fixed else []
+    ways += ["start more processes"] if alone else []
+    return ConfigError(
+        given=given, required=error.required, source=source,
+        change="; or ".join(filter(None, (", ".join(ways), error.change))),
+    )  # fmt: skip
+
+
+def _nothing_offered(question: Question, error: Exception | None) -> ConfigError:
+    """The error of a method that has no plan; `error`: its own reason."""
+    if isinstance(error, UserError):
+        return ConfigError(
+            given=f"chunks.method = {question.method}, and {error.given}",
+            required=error.required, source=error.source, change=error.change,
+        )  # fmt: skip
+    dials = ", ".join(f"{name} {value}" for name, value in question.given.items())
+    layouts = count_words(len(question.layouts()), "layout")
+    needed = _NEEDS.get(question.method, "a layout")
+    keys = [f"{'parallel' if name in SIZES else 'chunks'}.{name}" for name in question.given]
+    ways = [f"leave {' and '.join(keys)} out"] if keys else []
+    if "parallel" in needed and question.num_devices == 1:
+        ways.append("use more devices")
+    if needed.startswith("chunks."):
+        ways.append("set chunks.size and chunks.sample")
+    return ConfigError(
+        given=f"chunks.method = {question.method}"
+        + (f" with {dials}" if dials else "")
+        + f" on {count_words(question.num_devices, 'device')}",
+        required=f"{needed}, and dials and a batch for which the method has a plan that fits",
+        source=f"chunks.method, in {layouts}",
+        change=" or ".join([*ways, "use another method"]),
+    )
+
+
+def _plan_lacks(answer: Answer, trial: Trial, *, alone: bool) -> ConfigError:
+    """The error of the plan that lacks least."""
+    question, limits, options = answer.question, answer.question.limits, trial.candidate.options
+    training = question.model.training
+    plans = count_words(len(answer.refused) + answer.num_pruned, "plan")
+    tier, *_ = lacking = limits.exceeded(trial.needs)
+    if tier == "device":
+        error = DoesNotFitError(0, trial.curve.peak, limits.limit_bytes, training)
+        part, needs = error.part, f"whose {error.given}"
+        required = error.required + _margin(limits)
+        source = f"the search over {plans} of one device"
+        lacking["device"] = ceil(lacking["device"] / (1 - limits.margin))
+    else:
+        part, needs = tier, f"which needs {format_bytes(lacking[tier])} on the {tier}"
+        required = f"at most {format_bytes(limits.of_tiers[tier] or 0)}"
+        source = f"memory.{tier}"
+    # no run has smaller chunks: that advice would lead nowhere
+    given = [name for name in question.options if name != "size" or options.size > SMALLEST_CHUNK]
+    enough = (f"memory.{name}: {-(-used // 2**20)}MiB" for name, used in lacking.items())
+    return ConfigError(
+        given=f"of {plans} none fits; nearest is {dials_in_words(options)}, {needs}",
+        required=required,
+        source=source,
+        change=advice(part, training, question.num_devices, given, alone=alone)
+        + f"; the smallest that would do is {', with '.join(enough)}",
+    )
+
+
+def _margin(limits: Limits) -> str:
+    return f" ({format_bytes(limits.device_bytes)} less a margin of {limits.margin:.0%})"
+
+
+def why(answer: Answer, budget_words: str) -> str:
+    """The chosen dials of a layout, their reason, and the price of the next best."""
+    limits, (best, *others) = answer.question.limits, answer.chunked
+    budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
+    why = f"the fastest that fits {budget} less {limits.margin:.0%} for what no prediction sees"
+    if answer.alike > 1 and answer.question.num_devices == 1:
+        why = f"needs least memory of {answer.alike} plans within {SLACK:.0%} of {why}"
+    chosen = answer.best
+    own = f"{chosen.candidate.method} batch by batch, else " if chosen is not best else ""
+    if not limits.hold(best.needs):  # only a method by name goes on without dials that fit
+        return (
+            f"{own}{dials_in_words(best.candidate.options)}, in evaluations: no dials are predicted"
+            f" to fit {budget}; {needs_in_words(best.needs)} predicted for a step of theirs"
+        )
+    words = (
+        f"{own}{dials_in_words(best.candidate.options)}: {why}; {needs_in_words(best.needs)}"
+        f" predicted; next best of {1 + len(others)} that were tried and fit: "
+    )
+    if not others:
+        return f"{words}none"
+    other = others[0]
+    change = compared(other.step_s / best.step_s)
+    needs = needs_in_words(other.needs)
+    return f"{words}{dials_in_words(other.candidate.options)}: {change}, {needs}"
+
+
+def needs_in_words(needs: Needs) -> str:
+    """Bytes of each tier that has any."""
+    words = format_bytes(needs.device_bytes)
+    for tier, num_bytes in (("host", needs.host_bytes), ("disk", needs.disk_bytes)):
+        if num_bytes:
+            words += f" and {format_bytes(num_bytes)} on the {tier}"
+    return words
+
+
+def compared(ratio: float) -> str:
+    """Words for a ratio of two durations: 1.032 is '3.2% slower'."""
+    if abs(ratio - 1) < 5e-4:
+        return "as fast"
+    return f"{abs(ratio - 1):.1%} {'slower' if ratio > 1 else 'faster'}"
+
+
+def layouts_in_words(answer: Answer) -> str:
+    """The chosen layout with the seconds of its step, the next best, and why others are none."""
+    best, question, limits = answer.best, answer.question, answer.question.limits
+    layout = best.candidate.layout
+    fastest: dict[Layout, Trial] = {}
+    for trial in answer.tried:
+        fastest.setdefault(trial.candidate.layout, trial)
+    refused: dict[Layout, str] = {}
+    for one, lacking in sorted(answer.too_large, key=lambda pair: pair[1]):
+        refused[one] = f"at least {format_bytes(lacking)}"
+    for trial in answer.refused:
+        if trial.candidate.layout not in fastest:
+            refused.setdefault(trial.candidate.layout, format_bytes(limits.lacking(trial.needs)))
+    slower = sorted(answer.slower, key=lambda pair: pair[1])
+    num_others = len(fastest) + len(refused) + len(slower) - 1
+    head = division_in_words(layout, question.stages_of(layout)) + " (auto)" * bool(num_others)
+    others = [
+        f"{one} is {compared(trial.step_s / best.step_s)}"
+        for one, trial in fastest.items()
+        if one != layout
+    ]
+    others += [f"{one} is at least {max(0, s / best.step_s - 1):.1%} slower" for one, s in slower]
+    words = [f"{head}: {format_seconds(best.step_s)} predicted per step"]
+    words += _some(others, "more are slower")
+    words += _some(
+        [f"{one} does not fit: it lacks {amount}" for one, amount in refused.items()],
+        "more do not fit",
+    )
+    if not are_links_measured(question.model.hardware):
+        words.append("links between devices are assumed")
+    return "; ".join(words)
+
+
+def division_in_words(layout: Layout, stages: Sequence[int]) -> str:
+    """The layout of a run, with the layers of its stages."""
+    layers = f" of {', '.join(map(str, stages))} layers" if stages else ""
+    return f"{layout}{layers}"
+
+
+def _some(words: list[str], more: str) -> list[str]:
+    """The first few, and how many there are besides."""
+    left = len(words) - _MOST_LAYOUTS
+    return words if left < 2 else [*words[:_MOST_LAYOUTS], f"{left} {more}"]

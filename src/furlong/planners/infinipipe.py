@@ -50,8 +50,7 @@ from furlong.planners.orders import (
     seq1f1b_cells,
     with_messages,
 )
-from furlong.planners.question import Candidate, Question
-from furlong.planners.words import DoesNotFitError
+from furlong.planners.question import Candidate, DoesNotFitError, Question
 from furlong.simulate.clock import time_actions
 from furlong.units import count_words
 

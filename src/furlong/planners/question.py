@@ -19,15 +19,16 @@ from functools import cached_property, partial
 from math import inf
 from typing import Any, Literal
 
-from furlong.cost.memory import MemoryCurve
+from furlong.cost.memory import MemoryCurve, Part
 from furlong.cost.model import CostModel, update_s
-from furlong.cost.training import ZeroStage
+from furlong.cost.training import Training, ZeroStage
 from furlong.errors import ConfigError
 from furlong.plan.plan import ChunkPlan, Layout, Tier
 from furlong.planners.chunks import by_cost
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_kept, plan_replica
+from furlong.report.scene import PART_WORDS
 from furlong.simulate.predict import Needs, step_s
 from furlong.units import format_bytes
 
@@ -40,6 +41,23 @@ SLACK = 0.02
 """Plans whose times differ by less are alike: no prediction is better."""
 SIZES = ("dp", "sp", "pp")
 """Names of a layout's sizes among what is given; the others are those of `ChunkOptions`."""
+STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
+_SMALLER = ("size", "use smaller chunks (chunks.size)")
+_LESS = ("keep", "keep less (chunks.keep, chunks.num_retained)")
+_LARGER = ("size", "use larger chunks (chunks.size): a state is kept at the end of each")
+_LOWER = ("tier", "keep K,V on the host (chunks.tier)")
+_HIGHER = ("tier", "leave more on the device (chunks.tier)")
+_WAYS: dict[str, tuple[tuple[str, str], ...]] = {
+    "activations": (_SMALLER, _LESS),
+    "kv": (_LOWER,),
+    "kv_gradients": (_LOWER,),
+    "states": (_LARGER,),
+    "logits": (_SMALLER,),
+    "buffers": (_SMALLER,),
+    "host": (_HIGHER, _LESS),
+    "disk": (_HIGHER, _LESS),
+}
+"""Dials by which a plan needs less of a part of memory."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +100,66 @@ class Limits:
     def lacking(self, needs: Needs) -> int:
         """Bytes that do not fit, of all tiers together; 0 where it fits."""
         return sum(used - (self.of_tiers[tier] or 0) for tier, used in self.exceeded(needs).items())
+
+
+def advice(
+    part: str,
+    training: Training,
+    num_devices: int = 1,
+    given: Iterable[str] = (),
+    *,
+    alone: bool = False,
+) -> str:
+    """Advice for a plan of `num_devices` whose memory goes into `part`, one of a device or a tier.
+    `given`: the dials that the user has given; `alone`: the devices are given too."""
+    ways = ["use more devices" if num_devices > 1 else "use several devices"]
+    if alone:
+        ways = [f"give it a larger memory.{part if part in ('host', 'disk') else 'device'}"]
+    elif part == "state" and num_devices == 1:
+        ways = ["use several devices, which share the state (ZeRO)"]
+    dials = {"keep" if name == "num_retained" else name for name in given}
+    ways += [words for dial, words in _WAYS.get(part, ()) if dial in dials]
+    if part in ("activations", "kv", "kv_gradients", "states"):
+        ways.append("use shorter sequences (data.max_seq_len)")
+    if part == "state" and training.lora is None:
+        ways.append("train LoRA adapters (model.lora)")
+    return f"{', '.join(ways)}, or use a smaller model"
+
+
+class DoesNotFitError(ConfigError):
+    """A plan needs more memory than a rank has."""
+
+    def __init__(
+        self,
+        rank: int,
+        peak: Mapping[Part, int],
+        budget_bytes: int,
+        training: Training,
+        *,
+        num_devices: int = 1,
+        with_what: str = "",
+    ) -> None:
+        needed = sum(peak.values())
+        self.lacking_bytes = needed - budget_bytes
+        state = sum(peak[part] for part in STATE)
+        rest = {part: n for part, n in peak.items() if part not in STATE and n > 0}
+        largest = max(rest, key=rest.__getitem__, default="state")
+        # with the state alone above the budget nothing else helps
+        self.part: str = "state" if state > budget_bytes else largest
+        """Part of memory that takes the most: `state`, or a part besides it."""
+        parts = ", ".join(
+            f"{PART_WORDS.get(part, part)} {format_bytes(n)}"
+            for part, n in sorted(peak.items(), key=lambda pair: -pair[1])
+            if n > 0
+        )
+        words = f" with {with_what}" if with_what else ""
+        super().__init__(
+            given=f"rank {rank} needs {format_bytes(needed)}{words}: {parts}",
+            required=f"at most {format_bytes(budget_bytes)}, which lacks "
+            f"{format_bytes(self.lacking_bytes)}",
+            source="the memory of a device",
+            change=advice(self.part, training, num_devices),
+        )
 
 
 def tier_budgets(

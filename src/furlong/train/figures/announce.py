@@ -8,10 +8,9 @@ import torch
 
 from furlong.config.schema import RunConfig
 from furlong.kv.storage import Storage
-from furlong.planners.decide import Decision
+from furlong.planners.decide import Decision, division_in_words
 from furlong.planners.options import dials_of, value_in_words
 from furlong.planners.spaco import sampling_in_words
-from furlong.planners.words import division_in_words
 from furlong.train.run_model import DIALS
 from furlong.train.whole import ModelSize
 from furlong.units import format_bytes, format_count
