@@ -1,6 +1,7 @@
 """Every backend against dense attention under autograd: values and all gradients."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -30,7 +31,24 @@ CASES = {
     "tiles of a long window": (110, 70, Block(70, 0.3, window=60)),
     "softcap square": (19, 19, Block(0, 0.3, softcap=2.0)),
     "softcap prefix with window": (19, 40, Block(40, 0.3, window=25, softcap=2.0)),
+    "cuDNN square": (40, 40, Block(0, 0.3)),
+    "square beyond the limit": (42, 42, Block(0, 0.3)),
+    "odd keys, even rows": (22, 49, Block(50, 0.3)),
+    "keys of two calls": (34, 24, Block(24, 0.3)),
+    "one call": (16, 12, Block(12, 0.3, window=64)),
 }
+NUM_CALLS = {
+    "cuDNN square": (1, 0),
+    "square beyond the limit": (0, 1),
+    "one call": (1, 0),
+    "odd keys, even rows": (6, 2),
+    "keys of two calls": (6, 0),
+    "causal square": (0, 1),
+}
+"""Calls of cuDNN and of flash attention, with `small_cudnn`."""
+CUDA = (CUDAFlash, CUDNN)
+UNCAPPED = [case for case in CASES if "softcap" not in case]
+BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 def dense(q, k, v, block):
@@ -79,21 +97,32 @@ def worst_error(backend, case, heads, dtype, device="cpu"):
     )
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", [Reference(), CPUFlash()], ids=lambda b: type(b).__name__)
-def test_float64_on_cpu(backend, case, heads, monkeypatch):
-    """In one tile, and in many."""
-    assert worst_error(backend, case, heads, torch.float64) < 1e-13
-    monkeypatch.setattr(cpu_flash, "_BAND_ROWS", 8)
-    monkeypatch.setattr(reference, "_MAX_SCORE_ELEMENTS", 500)
-    assert worst_error(backend, case, heads, torch.float64) < 1e-13
+BLOCKS = Design(
+    {
+        "case": list(CASES),
+        "backend": (Reference, CPUFlash, *CUDA),
+        "heads": ((2, 2), (6, 2), (4, 1)),
+        "dtype": list(BOUNDS),
+        "in_tiles": (False, True),
+    },
+    {"backend": lambda c: c["case"] in UNCAPPED or c["backend"] not in CUDA},
+    steering=("case", "backend"),
+)
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("case", CASES)
-def test_cpu_flash_in_lower_precision(case, dtype, bound):
-    assert worst_error(CPUFlash(), case, (6, 2), dtype) < bound
+@pytest.mark.parametrize(("case", "backend", "heads", "dtype", "in_tiles"), BLOCKS.cases(2))
+def test_a_block_and_its_gradients(case, backend, heads, dtype, in_tiles, small_cudnn, monkeypatch):
+    """On a CPU in one tile and in many; cuDNN in pieces of its own, and one of flash attention
+    behind the last multiple."""
+    if in_tiles:
+        monkeypatch.setattr(cpu_flash, "_BAND_ROWS", 8)
+        monkeypatch.setattr(reference, "_MAX_SCORE_ELEMENTS", 500)
+    counted = EmulatedCUDA(max_rows=40)
+    with counted if backend in CUDA else nullcontext():
+        assert worst_error(backend(), case, heads, dtype) < BOUNDS[dtype]
+    names = "_scaled_dot_product_cudnn_attention", "_flash_attention_forward"
+    calls = tuple(counted.launches[name] for name in names)
+    assert backend is not CUDNN or calls == NUM_CALLS.get(case, calls)
 
 
 def test_pieces_of_a_head_group_keep_many_threads_busy():
@@ -139,13 +168,6 @@ def test_merging_two_sets_of_keys_is_attention_over_both():
     blank = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
     merge_(*blank, out, lse)
     torch.testing.assert_close(blank, (out, lse))
-
-
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
-@pytest.mark.parametrize("case", [c for c in CASES if "softcap" not in c])
-def test_emulated_cuda(case, heads):
-    with EmulatedCUDA():
-        assert worst_error(CUDAFlash(), case, heads, torch.float64) < 1e-13
 
 
 SIZES = [
@@ -227,46 +249,20 @@ def test_flash_attention_3_is_a_candidate_of_its_own(capability, fault, num, mon
             assert worst_error(found[-1], "full prefix", (6, 2), torch.float64) < 1e-13
 
 
-CUDNN_CASES = CASES | {
-    "cuDNN square": (40, 40, Block(0, 0.3)),
-    "square beyond the limit": (42, 42, Block(0, 0.3)),
-    "odd keys, even rows": (22, 49, Block(50, 0.3)),
-    "keys of two calls": (34, 24, Block(24, 0.3)),
-    "one call": (16, 12, Block(12, 0.3, window=64)),
-}
-NUM_CALLS = {
-    "cuDNN square": (1, 0),
-    "square beyond the limit": (0, 1),
-    "one call": (1, 0),
-    "odd keys, even rows": (6, 2),
-    "keys of two calls": (6, 0),
-    "causal square": (0, 1),
-}
-
-
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
-@pytest.mark.parametrize("case", [c for c in CUDNN_CASES if "softcap" not in c])
-def test_cudnn_in_pieces(case, heads, small_cudnn, monkeypatch):
-    """Pieces of its own, and one of flash attention behind the last multiple."""
-    monkeypatch.setitem(CASES, case, CUDNN_CASES[case])
-    with EmulatedCUDA(max_rows=40) as counted:
-        assert worst_error(CUDNN(), case, heads, torch.float64) < 1e-13
-    names = "_scaled_dot_product_cudnn_attention", "_flash_attention_forward"
-    calls = tuple(counted.launches[name] for name in names)
-    assert calls == NUM_CALLS.get(case, calls)
-
-
 LENS = {"equal": [5, 5, 5], "unequal": [1, 9, 1, 3, 20], "single tokens": [1, 1, 1, 1]}
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("lens", LENS)
-@pytest.mark.parametrize("backend", [Reference, CPUFlash, CUDAFlash, CUDNN])
+SQUARES = Design(
+    {"backend": (Reference, CPUFlash, *CUDA), "lens": list(LENS), "window": (None, 1, 4)}
+)
+
+
+@pytest.mark.parametrize(("backend", "lens", "window"), SQUARES.cases(2))
 def test_packed_slices(backend, lens, window):
     """One call for all slices against dense attention of each."""
     stops = list(itertools.accumulate(LENS[lens]))
-    slices = [slice(stop - n, stop) for n, stop in zip(LENS[lens], stops, strict=True)]
-    block = Block(0, 0.3, window)
+    slices = tuple(slice(stop - n, stop) for n, stop in zip(LENS[lens], stops, strict=True))
+    block = Block(0, 0.3, window, squares=slices)
     generator = torch.Generator().manual_seed(3)
     q, k, v, dout = (
         torch.randn(stops[-1], n, 8, generator=generator, dtype=torch.float64).transpose(0, 1)
@@ -276,9 +272,9 @@ def test_packed_slices(backend, lens, window):
     parts = [dense(*(x[:, rows] for x in leaves), block) for rows in slices]
     truth = torch.cat([out for out, _ in parts], 1)
     with EmulatedCUDA():
-        out, lse = (engine := backend()).packed_forward(q, k, v, slices, block)
+        out, lse = (engine := backend()).forward(q, k, v, block)
         strided = out.contiguous(), lse.mT.contiguous().mT
-        grads = engine.packed_backward(dout, q, k, v, *strided, slices, block)
+        grads = engine.backward(dout, q, k, v, *strided, block)
     close = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(out, truth.detach(), **close)
     torch.testing.assert_close(lse, torch.cat([x for _, x in parts], 1).detach(), **close)
@@ -288,9 +284,8 @@ def test_packed_slices(backend, lens, window):
 
 @pytest.mark.parametrize("case", ["full prefix", "keys of two calls"])
 @pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
-def test_the_backward_takes_its_inputs_in_any_layout(backend, case, small_cudnn, monkeypatch):
+def test_the_backward_takes_its_inputs_in_any_layout(backend, case, small_cudnn):
     """Outputs come merged, remembered or as a kernel left them."""
-    monkeypatch.setitem(CASES, case, CUDNN_CASES[case])
     q, k, v, dout, block = inputs(case, (6, 2), torch.float64)
     layouts = (
         lambda x: x,
@@ -324,28 +319,23 @@ def test_the_ends_of_slices_are_made_once_per_chunk():
             backend._ends(wrong, q)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "softcap" not in c])
-@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
-def test_signatures_and_shapes_of_the_real_operators(backend, case):
+@pytest.mark.parametrize("backend", CUDA)
+def test_signatures_and_shapes_of_the_real_operators(backend):
     """torch's own operators on the meta device: an argument or a shape that is wrong raises."""
-    *tensors, block = inputs(case, (6, 2), torch.bfloat16)
-    q, k, v, dout = (x.to("meta") for x in tensors)
-    check_on_meta(q, k, v, dout, backend(), (slice(0, q.shape[1]),), block)
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
-def test_signatures_and_shapes_of_packed_calls(backend, window):
+    for case in UNCAPPED:
+        *tensors, block = inputs(case, (6, 2), torch.bfloat16)
+        check_on_meta(*(x.to("meta") for x in tensors), backend(), block)
+    squares = slice(0, 1), slice(1, 6), slice(6, 9)
     q, k, v, dout = (
         torch.empty(9, n, 16, dtype=torch.bfloat16, device="meta").transpose(0, 1)
         for n in (6, 2, 2, 6)
     )
-    slices = (slice(0, 1), slice(1, 6), slice(6, 9))
-    check_on_meta(q, k, v, dout, backend(), slices, Block(0, 0.3, window))
+    for window in (None, 4):
+        check_on_meta(q, k, v, dout, backend(), Block(0, 0.3, window, squares=squares))
 
 
-def check_on_meta(q, k, v, dout, backend, slices, block):
-    out, lse, *grads = select._computed(backend, dout, q, k, v, slices, block)
+def check_on_meta(q, k, v, dout, backend, block):
+    out, lse, *grads = select._computed(backend, dout, q, k, v, block)
     assert out.shape == q.shape and out.dtype == q.dtype and out.is_meta
     assert lse.shape == q.shape[:2] and lse.dtype == torch.float32
     for grad, x in zip(grads, (q, k, v), strict=True):
@@ -401,8 +391,12 @@ def test_the_probe_covers_windows_and_packed_slices(
         )
         assert "relative error" in fault()
     with monkeypatch.context() as patch:
-        packed = CUDAFlash.packed_backward
-        patch.setattr(CUDAFlash, "packed_backward", lambda *args: [2 * g for g in packed(*args)])
+        plain = CUDAFlash.backward
+
+        def twice(self, *given):
+            return [(1 + bool(given[-1].squares)) * g for g in plain(self, *given)]
+
+        patch.setattr(CUDAFlash, "backward", twice)
         assert "relative error" in fault()
 
 
@@ -462,15 +456,13 @@ def test_each_kind_of_attention_is_chosen_once(monkeypatch):
     backend = ProbedBackend()
     q = torch.randn(2, 4, 8)
     for block in (Block(0, 1.0), Block(0, 1.0, window=2), Block(0, 1.0, softcap=3.0)) * 2:
-        out, lse = backend.packed_forward(q, q, q, [slice(0, 1), slice(1, 4)], block)
-        backend.packed_backward(q, q, q, q, out, lse, [slice(0, 1), slice(1, 4)], block)
         backend.backward(q, q, q, q, *backend.forward(q, q, q, block), block)
     kinds = [(False, False), (True, False), (False, True)]
     assert asked == [(torch.float32, 8, *kind) for kind in kinds]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [c for c in CASES if "softcap" not in c])
+@pytest.mark.parametrize("case", UNCAPPED)
 @pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
 def test_on_cuda(backend, case):
     assert worst_error(backend(), case, (6, 2), torch.bfloat16, "cuda") < 2e-2

@@ -12,6 +12,7 @@ from helpers.covering import Design
 from whole_sequences import check, draw, token_major
 
 from furlong.ops.attention import AttentionRule, chunk_attention
+from furlong.ops.backends.base import each_square, each_square_backward
 from furlong.ops.backends.cpu_flash import CPUFlash
 from furlong.ops.backends.cuda_flash import CUDAFlash
 from furlong.ops.backends.cudnn import CUDNN
@@ -55,46 +56,37 @@ RULES = {
 """In blocks some tokens are open between chunks, some lie within one."""
 
 
-@pytest.mark.parametrize(
-    ("plan", "rule", "with_sinks", "is_saved"),
-    Design(
-        {"plan": list(PLANS), "rule": list(RULES), "sinks": (False, True), "saved": (False, True)}
-    ).cases(3),
-)
-def test_chunks_give_the_whole_and_all_its_gradients(plan, rule, with_sinks, is_saved):
-    check_plan(plan, rule, Reference, with_sinks=with_sinks, is_saved=is_saved)
-
-
-def check_plan(name, rule, backend, **settings):
-    """On one device, with a prefix in blocks of four tokens."""
-    chunks = [Chunk(tuple(Slice(*given) for given in slices)) for slices in PLANS[name]]
-    lens: dict[int, int] = {}
-    for sequence, _, stop in itertools.chain(*PLANS[name]):
-        lens[sequence] = max(lens.get(sequence, 0), stop)
-    own = [lens[sequence] for sequence in range(len(lens))]
-    check(chunks, own, RULES[rule], backend, sp_size=1, segment_tokens=4, **settings)
-
-
-KERNELS = Design(
+CUDA = (CUDAFlash, CUDNN)
+WALKS = Design(
     {
-        "backend": (CPUFlash, CUDAFlash, CUDNN),
         "plan": list(PLANS),
         "rule": list(RULES),
-        "heads": ((2, 2), (6, 2), (4, 1)),
+        "with_sinks": (False, True),
+        "is_saved": (False, True),
+        "backend": (Reference, CPUFlash, *CUDA),
+        "heads": ((4, 2), (2, 2), (6, 2), (4, 1)),
         "dtype": (torch.float64, torch.bfloat16),
     },
-    {"backend": lambda c: RULES[c["rule"]].softcap is None},
-    steering=["rule"],
+    {"backend": lambda c: RULES[c["rule"]].softcap is None or c["backend"] not in CUDA},
+    steering=("rule", "backend"),
 )
 
 
-@pytest.mark.parametrize(("backend", "plan", "rule", "heads", "dtype"), KERNELS.cases(2))
-def test_the_kernels_give_the_same(backend, plan, rule, heads, dtype, small_cudnn):
-    """In 16 bits partial results are merged in float32, and rounded as often as by one kernel."""
-    is_wide = dtype == torch.float64
-    check_plan(
-        plan, rule, backend, heads=heads, dtype=dtype, bound=1e-12 if is_wide else 3e-2,
-        with_sinks=is_wide, emulated=backend is not CPUFlash,
+@pytest.mark.parametrize(list(WALKS.dials), WALKS.cases(2))
+def test_chunks_give_the_whole_and_all_its_gradients(
+    plan, rule, with_sinks, is_saved, backend, heads, dtype, small_cudnn
+):
+    """On one device, with a prefix in blocks of four tokens. In 16 bits partial results are merged
+    in float32, and rounded as often as by one kernel."""
+    chunks = [Chunk(tuple(Slice(*given) for given in slices)) for slices in PLANS[plan]]
+    lens: dict[int, int] = {}
+    for sequence, _, stop in itertools.chain(*PLANS[plan]):
+        lens[sequence] = max(lens.get(sequence, 0), stop)
+    check(
+        chunks, [lens[sequence] for sequence in range(len(lens))], RULES[rule], backend,
+        heads=heads, dtype=dtype, bound=1e-12 if dtype == torch.float64 else 3e-2,
+        with_sinks=with_sinks and dtype == torch.float64, is_saved=is_saved,
+        emulated=backend in CUDA, sp_size=1, segment_tokens=4,
     )  # fmt: skip
 
 
@@ -216,8 +208,8 @@ def test_many_short_sequences_launch_no_more_kernels_than_a_long_one(backend, wi
 class Looped(CUDAFlash):
     """One call per slice."""
 
-    def packed_forward(self, *args):
-        return Reference.packed_forward(self, *args)
+    def forward(self, q, k, v, block):
+        return each_square(super(), q, k, v, block)
 
-    def packed_backward(self, *args):
-        return Reference.packed_backward(self, *args)
+    def backward(self, *given):
+        return each_square_backward(super(), *given)

@@ -115,9 +115,11 @@ class AttentionRule:
     value_width: int | None = None
     """See `Block`."""
 
-    def scores(self, distance: int) -> Block:
-        """The scores of rows against keys, the first of which lies `distance` before them."""
-        return Block(distance, self.scale, self.window, self.softcap, self.value_width)
+    def scores(self, distance: int, *squares: slice) -> Block:
+        """The scores of rows against keys, the first of which lies `distance` before them; of
+        several squares each against itself."""
+        own = squares if len(squares) > 1 else ()
+        return Block(distance, self.scale, self.window, self.softcap, self.value_width, own)
 
     def open_tokens(self, position: int) -> int:
         """Tokens before a position that lie in its own attention block."""
@@ -171,11 +173,7 @@ class SliceAttention:
         squares = self._squares()
         if not squares:  # an inner place may have no row of a few tokens
             return q, q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
-        own = self.rule.scores(0)
-        if len(squares) == 1:
-            out, lse = self.backend.forward(q, k, v, own)
-        else:
-            out, lse = self.backend.packed_forward(q, k, v, squares, own)
+        out, lse = self.backend.forward(q, k, v, self.rule.scores(0, *squares))
         for branches in self._branches():
             self._merge_earlier(branches, q, out, lse, gathered)
         if sinks is not None:
@@ -210,13 +208,12 @@ class SliceAttention:
         With `needs_kv` the prefix's dK,dV go to the store, and those that later chunks have sent
         are added: to dk and dv, or to those of what was gathered.
         """
-        squares, own = self._squares(), self.rule.scores(0)
-        if not squares:
-            dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        elif len(squares) == 1:
+        squares = self._squares()
+        if squares:
+            own = self.rule.scores(0, *squares)
             dq, dk, dv = self.backend.backward(dout, q, k, v, out, lse, own)
         else:
-            dq, dk, dv = self.backend.packed_backward(dout, q, k, v, out, lse, squares, own)
+            dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for branches in self._branches():
             self._add_earlier(branches, (dout, q, out, lse), dq, gathered, needs_kv)
         for placed in self.slices if needs_kv else ():

@@ -7,7 +7,6 @@ row sees follows from positions alone, so no caller ever builds a mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -32,6 +31,9 @@ class Block:
     value_width: int | None = None
     """Columns of v from this one on are zeros, and so are those of out and dout: values that are
     narrower than keys (DeepSeek)."""
+    squares: tuple[slice, ...] = ()
+    """Rows behind one another that cover all, as many as keys: each slice of them sees itself
+    alone, causally, as at distance 0. Empty: all rows see the same keys."""
 
     def is_full(self, num_rows: int, num_keys: int) -> bool:
         """Whether every row sees every key."""
@@ -67,7 +69,7 @@ class Block:
 
 
 class Backend(Protocol):
-    """Kernels for one block, and for a chunk of many slices.
+    """Kernels for one block.
 
     Tensors may have any strides. Log-sum-exps are float32, or float64 for float64 inputs.
     """
@@ -75,7 +77,8 @@ class Backend(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """q (N, T, H), k and v (K, S, H) -> out (N, T, H) in q's dtype, lse (N, T).
 
-        A row that sees no key gets zeros and a log-sum-exp of -inf.
+        A row that sees no key gets zeros and a log-sum-exp of -inf. Squares may be one call, or
+        one each (`each_square`).
         """
         ...
 
@@ -89,31 +92,30 @@ class Backend(Protocol):
         """
         ...
 
-    def packed_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, slices: Sequence[slice], block: Block
-    ) -> tuple[Tensor, Tensor]:
-        """`forward` of each slice's causal square; q (N, T, H), k and v (K, T, H).
 
-        The slices lie behind one another and cover all rows; `block` has distance 0. One call per
-        slice, unless a backend knows better.
-        """
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
-        for rows in slices:
-            out[:, rows], lse[:, rows] = self.forward(q[:, rows], k[:, rows], v[:, rows], block)
-        return out, lse
+def each_square(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, block: Block
+) -> tuple[Tensor, Tensor]:
+    """`forward` of a block's squares, one call each."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
+    alone = replace(block, squares=())
+    for rows in block.squares:
+        out[:, rows], lse[:, rows] = backend.forward(q[:, rows], k[:, rows], v[:, rows], alone)
+    return out, lse
 
-    def packed_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        slices: Sequence[slice], block: Block,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`backward` of each slice's causal square."""
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for rows in slices:
-            dq[:, rows], dk[:, rows], dv[:, rows] = self.backward(
-                dout[:, rows], q[:, rows], k[:, rows], v[:, rows], out[:, rows], lse[:, rows], block
-            )
-        return dq, dk, dv
+
+def each_square_backward(
+    backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    block: Block,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`backward` of a block's squares, one call each."""
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    alone = replace(block, squares=())
+    for rows in block.squares:
+        dq[:, rows], dk[:, rows], dv[:, rows] = backend.backward(
+            dout[:, rows], q[:, rows], k[:, rows], v[:, rows], out[:, rows], lse[:, rows], alone
+        )
+    return dq, dk, dv
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

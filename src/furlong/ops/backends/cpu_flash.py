@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from furlong.ops.backends.base import Backend, Block, lse_dtype
+from furlong.ops.backends.base import Backend, Block, each_square, each_square_backward, lse_dtype
 from furlong.ops.backends.reference import Reference
 
 _BAND_ROWS = 512
@@ -30,6 +30,8 @@ class CPUFlash(Backend):
         num_rows, num_keys = q.shape[1], k.shape[1]
         if block.softcap is not None:
             return Reference().forward(q, k, v, block)
+        if block.squares:
+            return each_square(self, q, k, v, block)
         if block.is_full(num_rows, num_keys):
             pieces = _num_pieces(q.shape[0], k.shape[0])
             keys, values = k.expand(pieces, *k.shape), v.expand(pieces, *v.shape)
@@ -54,6 +56,8 @@ class CPUFlash(Backend):
         num_rows, num_keys = q.shape[1], k.shape[1]
         if block.softcap is not None:
             return Reference().backward(dout, q, k, v, out, lse, block)
+        if block.squares:
+            return each_square_backward(self, dout, q, k, v, out, lse, block)
         if block.is_full(num_rows, num_keys):
             pieces = _num_pieces(q.shape[0], k.shape[0])
             keys, values = k.expand(pieces, *k.shape), v.expand(pieces, *v.shape)

@@ -34,6 +34,13 @@ class CUDAFlash(Backend):
         self._backward: Any = torch.ops.aten._flash_attention_backward
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        if block.squares:
+            ends, longest = self._ends(block.squares, q), _longest(block.squares)
+            result = self._forward(
+                _rows_first(q), _rows_first(k), _rows_first(v), ends, ends, longest, longest,
+                0.0, True, False, scale=block.scale, **_square_window(block),
+            )  # fmt: skip
+            return result[0].transpose(0, 1), result[1]
         if apart := _rows_apart(q.shape[1], k.shape[1], block):
             outs, lses = zip(
                 self.forward(q[:, :apart], k, v, block),
@@ -60,6 +67,15 @@ class CUDAFlash(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+        if block.squares:
+            ends, longest = self._ends(block.squares, q), _longest(block.squares)
+            dq, dk, dv = self._backward(
+                *(_rows_first(x) for x in (dout, q, k, v, out)), lse.contiguous(), ends, ends,
+                longest, longest, 0.0, True, unused, unused,
+                scale=block.scale, **_square_window(block),
+            )  # fmt: skip
+            return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
         if apart := _rows_apart(q.shape[1], k.shape[1], block):
             (dq, dk, dv), (more_dq, more_dk, more_dv) = (
                 self.backward(
@@ -77,7 +93,6 @@ class CUDAFlash(Backend):
         if call.rows == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         rows, keys = slice(call.rows), slice(call.first_key, None)
-        unused = torch.empty(2, dtype=torch.uint64, device=q.device)
         grads = self._backward(
             *(_rows_first(x)[None] for x in (dout[:, rows], q[:, rows], k[:, keys], v[:, keys])),
             _rows_first(out[:, rows])[None], lse[:, rows].contiguous()[None], None, None,
@@ -90,29 +105,6 @@ class CUDAFlash(Backend):
             _padded(dk, call.first_key, k.shape[1]),
             _padded(dv, call.first_key, k.shape[1]),
         )
-
-    def packed_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, slices: Sequence[slice], block: Block
-    ) -> tuple[Tensor, Tensor]:
-        ends, longest = self._ends(slices, q), _longest(slices)
-        result = self._forward(
-            _rows_first(q), _rows_first(k), _rows_first(v), ends, ends, longest, longest,
-            0.0, True, False, scale=block.scale, **_square_window(block),
-        )  # fmt: skip
-        return result[0].transpose(0, 1), result[1]
-
-    def packed_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        slices: Sequence[slice], block: Block,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        ends, longest = self._ends(slices, q), _longest(slices)
-        unused = torch.empty(2, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = self._backward(
-            *(_rows_first(x) for x in (dout, q, k, v, out)), lse.contiguous(), ends, ends,
-            longest, longest, 0.0, True, unused, unused,
-            scale=block.scale, **_square_window(block),
-        )  # fmt: skip
-        return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
     def _ends(self, slices: Sequence[slice], q: Tensor) -> Tensor:
         """0 and the last row + 1 of each slice, int32 on q's device.

@@ -97,7 +97,7 @@ def _takes(num_rows: int, num_keys: int) -> bool:
 
 def _aligned_keys(num_rows: int, num_keys: int, block: Block) -> int:
     """How many first keys of a block are cuDNN's; 0: flash attention takes the whole."""
-    if block.softcap is not None:
+    if block.softcap is not None or block.squares:
         return 0
     aligned = num_keys
     if block.is_full(num_rows, num_keys):

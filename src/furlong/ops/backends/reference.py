@@ -8,13 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from furlong.ops.backends.base import Backend, Block, lse_dtype, rows_per_tile
+from furlong.ops.backends.base import (
+    Backend,
+    Block,
+    each_square,
+    each_square_backward,
+    lse_dtype,
+    rows_per_tile,
+)
 
 _MAX_SCORE_ELEMENTS = 2**24
 
 
 class Reference(Backend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        if block.squares:
+            return each_square(self, q, k, v, block)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))  # (N, T)
         for rows, tile in _tiles(q, k, block):
@@ -27,6 +36,8 @@ class Reference(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if block.squares:
+            return each_square_backward(self, dout, q, k, v, out, lse, block)
         wide = lse.dtype
         dq = torch.zeros_like(q)
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ def is_of_machine(error: BaseException) -> bool:
     return is_out_of_memory(error) or isinstance(error, OSError)
 
 
-_T = TypeVar("_T")
 _REFUSALS = (RuntimeError, NotImplementedError)
 _FATAL = (torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors behind which the next backend fails as well."""
@@ -81,39 +80,22 @@ class ProbedBackend(Backend):
         """How many backends have refused calls of a shape."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        return self._call(q, k, block, 1, lambda own: own.forward(q, k, v, block))
+        return self._call("forward", q, k, v, block)  # type: ignore[no-any-return]
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
-        whole = dout, q, k, v, out, lse, block
-        return self._call(q, k, block, 1, lambda own: own.backward(*whole), "backward")
+        return self._call("backward", dout, q, k, v, out, lse, block)  # type: ignore[no-any-return]
 
-    def packed_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, slices: Sequence[slice], block: Block
-    ) -> tuple[Tensor, Tensor]:
-        whole = q, k, v, slices, block
-        return self._call(q, k, block, len(slices), lambda own: own.packed_forward(*whole))
-
-    def packed_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        slices: Sequence[slice], block: Block,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        whole = dout, q, k, v, out, lse, slices, block
-        return self._call(
-            q, k, block, len(slices), lambda own: own.packed_backward(*whole), "backward"
-        )
-
-    def _call(
-        self, q: Tensor, k: Tensor, block: Block, num_slices: int, run: Callable[[Backend], _T],
-        what: str = "forward",
-    ) -> _T:  # fmt: skip
+    def _call(self, what: str, *given: Any) -> Any:
+        q, k = given[:2] if what == "forward" else given[1:3]
+        block: Block = given[-1]
         kind = Kind.of(q, block)
-        call = kind, what, q.shape, k.shape, num_slices, block.distance == 0
+        call = kind, what, q.shape, k.shape, len(block.squares), block.distance == 0
         while True:
             own = self._of(kind, self._refused[call] if self._refused else 0)
             try:
-                return run(own)
+                return getattr(own, what)(*given)
             except _REFUSALS as error:
                 if isinstance(own, CPUFlash | Reference) or isinstance(error, _FATAL):
                     raise
@@ -185,12 +167,12 @@ def _why_none(kind: Kind) -> str:
 def _probe(backend: Backend, kind: Kind) -> str | None:
     """None if the backend agrees with the reference on blocks of a kind, else why not."""
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(kind.dtype, 3e-2)
-    for num_rows, num_keys, slices, block in _probes(kind, has_tiles=isinstance(backend, CUDNN)):
+    for num_rows, num_keys, block in _probes(kind, has_tiles=isinstance(backend, CUDNN)):
         q, dout, k, v = _drawn(kind, num_rows, num_keys)
         wide = (dout.double(), q.double(), k.double(), v.double())
-        expected = _computed(Reference(), *wide, slices, block)
+        expected = _computed(Reference(), *wide, block)
         try:
-            given = _computed(backend, dout, q, k, v, slices, block)
+            given = _computed(backend, dout, q, k, v, block)
         except _REFUSALS as error:
             return _first_line(error)
         for value, truth in zip(given, expected, strict=True):
@@ -222,19 +204,18 @@ def _drawn(kind: Kind, num_rows: int, num_keys: int) -> tuple[Tensor, ...]:
     return q, dout, kv[:, 0].transpose(0, 1), kv[:, 1].transpose(0, 1)
 
 
-def _probes(kind: Kind, *, has_tiles: bool) -> Iterator[tuple[int, int, tuple[slice, ...], Block]]:
-    """Rows, keys, slices of the rows and rule of blocks that cover a kind of attention: with a
+def _probes(kind: Kind, *, has_tiles: bool) -> Iterator[tuple[int, int, Block]]:
+    """Rows, keys and rule of blocks that cover a kind of attention: with a
     window those that it cuts, those inside it, and fewer keys than rows. `has_tiles`: large and
     small blocks take different kernels."""
     softcap = 20.0 if kind.is_capped else None
     rule = Block(0, kind.head_dim**-0.5, None, softcap, kind.value_width)
     num_rows = 48
 
-    def probe(
-        num_keys: int, distance: int, window: int, *slices: slice
-    ) -> tuple[int, int, tuple[slice, ...], Block]:
-        block = replace(rule, distance=distance, window=window if kind.is_windowed else None)
-        return num_rows, num_keys, slices or (slice(0, num_rows),), block
+    def probe(num_keys: int, distance: int, window: int, *squares: slice) -> tuple[int, int, Block]:
+        shown = window if kind.is_windowed else None
+        block = replace(rule, distance=distance, window=shown, squares=squares)
+        return num_rows, num_keys, block
 
     yield probe(48, 0, 7)
     yield probe(48, 0, 7, slice(0, 1), slice(1, 17), slice(17, 48))
@@ -251,14 +232,10 @@ def _probes(kind: Kind, *, has_tiles: bool) -> Iterator[tuple[int, int, tuple[sl
 
 
 def _computed(
-    backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    slices: tuple[slice, ...], block: Block,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    if len(slices) == 1:
-        out, lse = backend.forward(q, k, v, block)
-        return out, lse, *backend.backward(dout, q, k, v, out, lse, block)
-    out, lse = backend.packed_forward(q, k, v, slices, block)
-    return out, lse, *backend.packed_backward(dout, q, k, v, out, lse, slices, block)
+    backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block
+) -> tuple[Tensor, ...]:
+    out, lse = backend.forward(q, k, v, block)
+    return out, lse, *backend.backward(dout, q, k, v, out, lse, block)
 
 
 def _first_line(error: Exception) -> str:
