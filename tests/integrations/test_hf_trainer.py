@@ -66,9 +66,7 @@ def assert_equal_runs(mine: Any, plain: Any) -> None:
     [
         (4, True, "left", 4),
         (1, False, "right", 20),
-        pytest.param(1, True, "right", 20, marks=pytest.mark.slow),
         pytest.param(4, False, "left", 20, marks=pytest.mark.slow),
-        pytest.param(4, True, "right", 20, marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_weights_equal_the_plain_trainers(
@@ -238,9 +236,8 @@ READ: dict[str, tuple[dict[str, Any], set[int], list[int]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_batches_are_read_as_transformers_reads_them(family: str) -> None:
-    model: Any = build(family)
+def test_batches_are_read_as_transformers_reads_them() -> None:
+    model: Any = build("gpt2")
     for name, (change, unlabelled, first_positions) in READ.items():
         batch = read(**change)
         batch["labels"][0, sorted(unlabelled)] = -100
@@ -258,14 +255,8 @@ def test_batches_are_read_as_transformers_reads_them(family: str) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"attention_mask": [[1, 0] * 5] * 2}, "attention_mask"),
-        ({"attention_mask": [[1, 2] * 5] * 2}, "attention_mask"),
-        ({"attention_mask": torch.ones(2, 1, 10, 10).tolist()}, "attention_mask"),
         ({"attention_mask": RIGHT}, "3 labels of what tokens of padding predict"),
         ({"attention_mask": LEFT}, "4 labels of what tokens of padding predict"),
-        ({"attention_mask": [[1] * 10] * 2, "position_ids": [PACKED] * 2}, "jump within row 0"),
-        ({"position_ids": [[-1, *range(9)]]}, "position_ids below 0"),
-        ({"position_ids": [[0, 1]]}, "position_ids of shape"),
         ({"labels": [[1] * 9] * 2}, "input_ids and labels of shape"),
         ({"cu_seq_lens_q": [0, 4, 10]}, "cu_seq_lens_q"),
         ({"pixel_values": [1.0]}, "pixel_values"),
@@ -276,14 +267,6 @@ def test_unpad_refuses_what_it_cannot_read(change: dict[str, Any], told: str) ->
     with pytest.raises(DataError, match=told) as error:
         unpad(read(**change))
     assert isinstance(error.value, UserError)
-
-
-def test_padding_in_front_is_refused_for_layers_that_carry_it_on() -> None:
-    batch = read(attention_mask=LEFT)
-    batch["labels"][:] = -100
-    assert len(unpad(batch, model_type="llama")) == 2
-    with pytest.raises(DataError, match="recurrent_gemma with padding in front"):
-        unpad(batch, model_type="recurrent_gemma")
 
 
 def test_labels_of_padding_are_refused_in_training_and_evaluation(tmp_path: Path) -> None:

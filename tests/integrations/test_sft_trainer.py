@@ -47,9 +47,6 @@ def train(
     [
         (1, False, True),
         pytest.param(4, True, False, marks=pytest.mark.slow),
-        pytest.param(1, False, False, marks=pytest.mark.slow),
-        pytest.param(4, False, False, marks=pytest.mark.slow),
-        pytest.param(4, True, True, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.compute_loss_func. is deprecated")

@@ -124,21 +124,6 @@ def test_weights_and_losses_equal_the_plain_trainers(tmp_path: Path, case: str, 
     assert "forward" not in mine.engine.model.base.get_decoder().__dict__, "the door is still open"
 
 
-def test_untouched_smoothing_is_float32(tmp_path: Path) -> None:
-    """The same as transformers' own, as far as its sum over the vocabulary goes."""
-    mine = train(Trainer, tmp_path, label_smoothing_factor=0.2)
-    plain = recording(transformers.Trainer)(
-        model=build("qwen2"),
-        args=transformers.TrainingArguments(
-            **settings(tmp_path, **SGD, label_smoothing_factor=0.2)
-        ),
-        train_dataset=records(), data_collator=padded("right"),
-    )  # fmt: skip
-    plain.train()
-    assert mine.losses[:-1] == pytest.approx(plain.losses, rel=1e-6)
-    assert largest_difference(mine.model, plain.model) <= 1e-6
-
-
 def rows_of(module: Any) -> list[int]:
     """Rows of hidden states that a module is given, from now on."""
     rows: list[int] = []

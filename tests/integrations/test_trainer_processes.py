@@ -86,10 +86,7 @@ DIVIDED = {
     "a loss of one's own": Run({"max_steps": 3} | FSDP, loss=SQUARED),
 }
 LONG_RUNS = {
-    "incomplete last batch": Run({"max_steps": 21} | EVALUATED, num_records=57),
-    "accumulation": Run({"max_steps": 7, "gradient_accumulation_steps": 4}, num_records=57),
     "adapters": Run({"gradient_accumulation_steps": 2}, lora=True, num_records=57),
-    "mostly without labels": Run(num_muted=50, num_records=57),
     "packed": Run({"per_device_train_batch_size": 1, "packing": True}, sft=True, num_records=60),
     "logits": Run({"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}, metrics=True),
 }

@@ -88,11 +88,6 @@ def unpad(
     )[0]  # fmt: skip
 
 
-def num_labels(sequence: ShiftedSequence) -> int:
-    """Labels that tokens of a sequence predict."""
-    return count_valid_tokens([sequence])
-
-
 def without_repeats(batch: dict[str, Any], num_samples: int, num_own: int) -> dict[str, Any]:
     """A batch of `num_samples` samples, of which those behind the first `num_own` have no labels.
 
@@ -268,9 +263,6 @@ def _dft(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
     return -own * own.exp().detach()
 
 
-_BUCKET_BYTES = 2**25
-
-
 class Replica(nn.Module):
     """A whole model as a trainer wraps it: one of several, whose gradients `add_up_gradients` adds
     up. In place of `DistributedDataParallel`, which would do so for each chunk, or not at all."""
@@ -291,8 +283,7 @@ def make_equal(model: nn.Module) -> None:
     they have the same parameters.
     """
     rows = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
-    device = next(model.parameters()).device
-    found = _gathered([zlib.crc32(repr(rows).encode())], device)
+    found = _gathered([zlib.crc32(repr(rows).encode())])
     other = next((process for process, own in enumerate(found) if own != found[0]), None)
     if other is not None:
         raise ConfigError(
@@ -322,13 +313,13 @@ def require_parts(model: nn.Module) -> None:
             )
 
 
-def counted_together(num_batches: int, num_labels: int, device: torch.device) -> int:
+def counted_together(num_batches: int, num_labels: int) -> int:
     """The labels of all processes up to their next update.
 
     Raises DataError, on all, unless each has the same number of batches: gradients are added up
     after the last one.
     """
-    found = _gathered([num_batches, num_labels], device)
+    found = _gathered([num_batches, num_labels])
     numbers = [batches for batches, _ in found]
     if len(set(numbers)) > 1:
         raise DataError(
@@ -361,23 +352,17 @@ def add_up_gradients(parameters: Iterable[nn.Parameter]) -> None:
     A parameter that has a gradient on some gets one on all; without any it stays without.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        return
-    has_gradient = torch.tensor(
-        [p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device
-    )
-    dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
-    gradients = []
-    for parameter, is_needed in zip(trained, has_gradient.tolist(), strict=True):
+    own = [int(p.grad is not None) for p in trained]
+    needed = [max(flags) for flags in zip(*_gathered(own), strict=True)]
+    works = []
+    for parameter, is_needed in zip(trained, needed, strict=True):
         if is_needed:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-    for bucket in _buckets(gradients):
-        flat = torch.cat([x.flatten() for x in bucket]) if bucket[1:] else bucket[0].flatten()
-        dist.all_reduce(flat)
-        for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
-            x.copy_(part.view_as(x))
+            parameter.grad = parameter.grad.contiguous()
+            works.append(dist.all_reduce(parameter.grad, async_op=True))
+    for work in works:
+        work.wait()
 
 
 def added_up(loss_sum: float, count: int, device: torch.device) -> tuple[float, int]:
@@ -388,28 +373,11 @@ def added_up(loss_sum: float, count: int, device: torch.device) -> tuple[float, 
     return whole, int(labels)
 
 
-def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one dtype on one device, about `_BUCKET_BYTES` together."""
-    bucket: list[Tensor] = []
-    for x in gradients:
-        size = sum(y.nbytes for y in bucket) + x.nbytes
-        if bucket and (
-            size > _BUCKET_BYTES or (x.dtype, x.device) != (bucket[0].dtype, bucket[0].device)
-        ):
-            yield bucket
-            bucket = []
-        bucket.append(x)
-    if bucket:
-        yield bucket
-
-
-def _gathered(numbers: list[int], device: torch.device) -> list[list[int]]:
+def _gathered(numbers: list[int]) -> list[list[int]]:
     """The numbers of each process."""
-    own = torch.tensor(numbers, device=device)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    rows: list[list[int]] = torch.stack(found).tolist()
-    return rows
+    found: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, numbers)
+    return found
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -468,9 +436,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if is_any_function(self):
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         batches = [self._own_samples(batch) for batch in islice(epoch_iterator, num_batches)]
-        count = sum(num_labels(s) for batch in batches for s in self._read(batch))
+        count = sum(count_valid_tokens(self._read(batch)) for batch in batches)
         if self._num_processes > 1:
-            count = self._counted(len(batches), count)
+            count = counted_together(len(batches), count)
         return batches, torch.tensor(count, device=device)
 
     def training_step(
@@ -487,8 +455,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
         if num_items_in_batch is None:
-            own = sum(map(num_labels, self._read(inputs)))
-            num_items_in_batch = self._counted(1, own) if self._num_processes > 1 else own
+            own = count_valid_tokens(self._read(inputs))
+            num_items_in_batch = counted_together(1, own) if self._num_processes > 1 else own
         divisor = int(num_items_in_batch)
         loss = self._summed(inputs, divisor)[0] / divisor if divisor else 0.0
         if self._num_processes > 1 and not self._divides:
@@ -564,7 +532,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """The summed loss of a batch and the number of its labels: where weights are divided, of
         all processes' batches."""
         every = self._read(self._prepare_inputs(batch))
-        sequences = [s for s in every if num_labels(s)]  # others add neither loss nor gradient
+        sequences = [
+            s for s in every if count_valid_tokens([s])
+        ]  # others add neither loss nor gradient
         if self._divides:
             self._divide_again()
             sequences = sequences or every[:1]  # the others wait for this process
@@ -574,9 +544,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             sequences, self.chunk_options, divisor, backward, token_loss=token_loss(self)
         )
         return result.loss_sum, result.num_valid_tokens
-
-    def _counted(self, num_batches: int, count: int) -> int:
-        return counted_together(num_batches, count, self.args.device)
 
     def _divide_again(self) -> None:
         """Let go of weights that a call of the model itself has gathered: they would go stale."""
