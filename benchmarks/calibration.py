@@ -150,7 +150,7 @@ def measure(step: Step) -> dict[str, float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from furlong.calibrate.run import Bench, merged
-    from furlong.kv.storage import Storage
+    from furlong.kv.pools import Storage
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from helpers.tiny_families import VOCAB_SIZE, build
 
 import furlong
 from furlong.errors import DataError, UnsupportedModelError
-from furlong.kv.storage import Storage
+from furlong.kv.pools import Storage
 from furlong.models.decoder import HFDecoder
 from furlong.runtime import session
 from furlong.testing import reference_loss, take_grads, worst_relative_error

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UserError,
     )
-    from furlong.kv.storage import Storage
+    from furlong.kv.pools import Storage
     from furlong.planners.options import ChunkOptions
     from furlong.planners.spaco import Sampling
     from furlong.runtime.step import StepResult
@@ -51,7 +51,7 @@ _HOME = {
     "ChunkOptions": "furlong.planners.options",
     "Sampling": "furlong.planners.spaco",
     "StepResult": "furlong.runtime.step",
-    "Storage": "furlong.kv.storage",
+    "Storage": "furlong.kv.pools",
 }
 
 

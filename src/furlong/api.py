@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from furlong.kv.storage import Storage
+from furlong.kv.pools import Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.loss import label_losses
 from furlong.plan.plan import ChunkPlan

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from furlong.errors import ConfigError, UnsupportedModelError
-from furlong.kv.storage import Storage
+from furlong.kv.pools import Storage
 from furlong.models.decoder import DecoderOutput
 from furlong.models.placeholders import decoder_of
 from furlong.models.support import bare_model

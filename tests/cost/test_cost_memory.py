@@ -128,7 +128,7 @@ def test_stored_kv_is_what_the_real_store_takes(keep, family, num_retained):
 
     from furlong.api import Engine
     from furlong.kv.arena import Arena
-    from furlong.kv.storage import Pools, Storage
+    from furlong.kv.pools import Pools, Storage
 
     class Watched(Arena):
         peak_bytes = 0

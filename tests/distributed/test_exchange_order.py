@@ -18,7 +18,7 @@ from helpers.tiny_families import build
 from torch import Tensor
 
 from furlong.kv.arena import Arena
-from furlong.kv.storage import Pools, Storage
+from furlong.kv.pools import Pools, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.attention import AttentionRule, chunk_attention
 from furlong.ops.backends.reference import Reference

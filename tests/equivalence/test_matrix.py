@@ -11,8 +11,7 @@ from helpers.tiny_families import bound, build
 
 import furlong
 from furlong.kv.disk import NamelessFile
-from furlong.kv.pools import Lease, StagedPool
-from furlong.kv.storage import Storage
+from furlong.kv.pools import Lease, StagedPool, Storage
 from furlong.ops.loss import TiledHead
 from furlong.runtime.cell import Cell
 from furlong.runtime.executor import Executor

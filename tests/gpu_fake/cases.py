@@ -110,7 +110,7 @@ def staging_of(
     counted = memory.PlanMemory(*rules).curve(plan, 0).device_bytes[0]
     with mock.patch.multiple(memory, _STAGING_BYTES=0, _NUM_LARGEST=0):
         without = memory.PlanMemory(*rules).curve(plan, 0).device_bytes[0]
-    staging = engine._session.state.opened.host._staging  # type: ignore[attr-defined]
+    staging = engine._session.state.opened.of("host")._staging  # type: ignore[attr-defined]
     return {
         "held": staging.total_bytes, "most": staging._limit_bytes, "counted": counted - without
     }  # fmt: skip

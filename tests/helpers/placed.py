@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from furlong.kv.arena import Arena
-from furlong.kv.storage import Pools, Storage
+from furlong.kv.pools import Pools, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import ProbedBackend
 from furlong.ops.sequence_parallel import Exchange

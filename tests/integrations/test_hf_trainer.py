@@ -24,7 +24,7 @@ import furlong
 from furlong.errors import ConfigError, DataError, UnsupportedModelError, UserError
 from furlong.integrations import Trainer, unpad
 from furlong.kv.disk import NamelessFile
-from furlong.kv.storage import Storage
+from furlong.kv.pools import Storage
 from furlong.testing import take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=16)

@@ -271,24 +271,6 @@ def test_gradients_are_refused_where_they_were_not_asked_for(tmp_path, segments_
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_piece_written_again_begins_without_gradients(tier, tmp_path, segments_of_five):
-    walk = Walk(tier, tmp_path, [7, 7, 7, 7], [None], num_hot=1)
-    for piece in range(3):
-        walk.write(0, piece)
-    for _ in range(2):
-        walk.read(0, 3, gradients=True)
-    walk.free(0, 1)
-    walk.write(0, 1)
-    assert all(torch.all(t == 0) for t in walk.store.later_grads(7, 0, 1)[1:])
-    walk.read(0, 3, gradients=True)
-    for piece in range(3):
-        walk.relay(0, piece)
-    for piece in range(3):
-        walk.free(0, piece)
-    walk.assert_empty()
-
-
-@pytest.mark.parametrize("tier", TIERS)
 def test_an_error_in_the_middle_leaves_nothing_behind(tier, tmp_path, segments_of_five):
     walk = Walk(tier, tmp_path, [10] * 4, [None, 9])
     for layer in (0, 1):

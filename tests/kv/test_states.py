@@ -6,7 +6,7 @@ import torch
 from furlong.kv.arena import Arena
 from furlong.kv.pools import DevicePool
 from furlong.kv.store import KVStore, StateStore
-from furlong.models.states import arrive, depart
+from furlong.models.mixers import receive_states, send_states
 
 CONV, SCAN = ("conv", 0), ("recurrent", 0)
 
@@ -70,8 +70,10 @@ def test_a_state_relays_its_gradient_through_two_slices():
     (truth,) = torch.autograd.grad(loss, w)
     sent: list = []
     state = left()
-    first = depart(state * 1, (state,), lambda: sent[0])
-    leaf, entered = arrive(x[:, 1:], {SCAN: state.detach()}, lambda g: sent.append([g[SCAN]]))
+    first = send_states(state * 1, (state,), lambda: sent[0])
+    leaf, entered = receive_states(
+        x[:, 1:], {SCAN: state.detach()}, lambda g: sent.append([g[SCAN]])
+    )
     ((leaf * w + entered[SCAN]) ** 2).sum().backward()  # x has no gradient, its state has
     assert len(sent) == 1
     (first**2).sum().backward()

@@ -44,30 +44,25 @@ def refusal(folder: Path) -> UserError:
     return raised.value
 
 
-QUANTIZED = {
-    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "gptq": {"quant_method": "gptq", "bits": 4},
-    "awq": {"quant_method": "awq", "bits": 4},
-    "fp8": {"quant_method": "fp8"},
-    "compressed-tensors": {"quant_method": "compressed-tensors", "config_groups": {}},
-    "mxfp4": {"quant_method": "mxfp4"},
-    "nobody-knows": {"quant_method": "nobody-knows"},
-    "unnamed": {"load_in_8bit": True},
-}
+QUANTIZED: list[tuple[str, dict[str, Any], bool]] = [
+    ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_4bit": True}, False),
+    ("fp8", {"quant_method": "fp8"}, True),
+    ("nobody-knows", {"quant_method": "nobody-knows"}, False),
+    ("unnamed", {"load_in_8bit": True}, True),
+]
 
 
-@pytest.mark.parametrize("method", QUANTIZED)
-@pytest.mark.parametrize("inside", [False, True])
-def test_quantized_weights_are_refused_by_name(folder: Path, method: str, inside: bool) -> None:
-    values: dict[str, Any] = {"quantization_config": QUANTIZED[method]}
+@pytest.mark.parametrize(("method", "asked", "inside"), QUANTIZED, ids=lambda x: str(x))
+def test_quantized_weights_are_refused_by_name(
+    folder: Path, method: str, asked: dict[str, Any], inside: bool
+) -> None:
+    values: dict[str, Any] = {"quantization_config": asked}
     change(folder, **({"text_config": values} if inside else values))
     (folder / "model.safetensors").write_bytes(b"never read")
     error = refusal(folder)
     assert isinstance(error, UnsupportedModelError)
     assert method in error.given
-    assert "QLoRA" in error.required
-    assert "bfloat16" in error.change
-    assert "config.json" in error.source
+    assert "QLoRA" in error.required and "bfloat16" in error.change
 
 
 def test_no_quantization_is_no_quantization(folder: Path) -> None:
@@ -79,34 +74,27 @@ def test_no_quantization_is_no_quantization(folder: Path) -> None:
 ABSURD: dict[str, tuple[dict[str, Any], str]] = {
     "an activation": ({"hidden_act": "nope"}, "hidden_act = 'nope'"),
     "layers in words": ({"num_hidden_layers": "three"}, "num_hidden_layers"),
-    "layers below none": ({"num_hidden_layers": -1}, "num_hidden_layers = -1"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
     "a billion layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000"),
-    "1e9 layers": ({"num_hidden_layers": 1e9}, "num_hidden_layers = 1000000000.0"),
     "a list of sizes": ({"hidden_size": [16]}, "hidden_size"),
     "a negative vocabulary": ({"vocab_size": -5}, "vocab_size = -5"),
     "a vocabulary beyond memory": ({"vocab_size": 10**13}, "parameters"),
-    "a width beyond memory": ({"hidden_size": 2**24, "vocab_size": 2**24}, "parameters"),
     "positions in words": ({"max_position_embeddings": "far"}, "max_position_embeddings"),
     "rope in a list": ({"rope_parameters": [1, 2]}, "config.json"),
     "rope of no type": ({"rope_parameters": {"rope_type": "spiral"}}, "config.json"),
     "a dtype": ({"dtype": "load"}, "dtype = 'load'"),
-    "an old dtype": ({"torch_dtype": "float7"}, "torch_dtype = 'float7'"),
     "fused modules": ({"fusion_config": {"patch_embeddings": True}}, "fusion_config"),
     "weights elsewhere": ({"transformers_weights": "../x.safetensors"}, "transformers_weights"),
-    "weights in a pickle": ({"transformers_weights": "adapter_model.bin"}, "transformers_weights"),
     "tuples": ({"return_dict": False}, "return_dict = False"),
     "hidden states": ({"output_hidden_states": True}, "output_hidden_states = True"),
     "a billion labels": ({"num_labels": 10**9}, "num_labels = 1000000000"),
     "heads that do not divide": ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
     "no positions": ({"max_position_embeddings": 0}, "max_position_embeddings = 0"),
-    "positions below none": ({"max_position_embeddings": -1}, "max_position_embeddings = -1"),
     "no width": ({"intermediate_size": 0}, "intermediate_size = 0"),
     "rope of no base": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": -1}},
         "rope_theta = -1",
     ),
-    "rope of no factor": ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor = 0"),
     "rope of a word": ({"rope_scaling": {"type": "yarn", "factor": "x"}}, "factor = 'x'"),
     "what cannot be exported": ({"output_attentions": True}, "output_attentions"),
     "text in text_config": ({"text_config": 7}, "config.json"),
@@ -126,13 +114,8 @@ def test_absurd_values_are_told_with_their_key(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"attn_implementation": "flash_attention_2"},
         {"_attn_implementation": "kernels-community/flash-attn2"},
-        {"attn_implementation": {"": "evil/kernel", "text_config": "evil/kernel"}},
         {"_attn_implementation_internal": "evil/kernel", "experts_implementation": "sonicmoe"},
-        {"attn_implementation": "flex_attention", "use_kernels": True},
-        {"attn_implementation": "nobody-knows"},
-        {"attn_implementation": 5},
     ],
 )
 def test_attention_that_a_config_asks_for_is_not_looked_for(

@@ -19,9 +19,8 @@ from furlong.families import Family
 from furlong.kv.store import StateStore
 from furlong.models import mixers
 from furlong.models.decoder import HFDecoder
-from furlong.models.mixers import Current, SliceRows, in_batches, own_forward
+from furlong.models.mixers import Current, SliceCache, SliceRows, in_batches, own_forward
 from furlong.models.placeholders import PlaceholderLayer, hold, placeholders
-from furlong.models.states import SliceCache
 from furlong.ops.backends.select import ProbedBackend
 from furlong.planners.orders import plan_on_device
 from furlong.runtime.cell import Cell

@@ -22,7 +22,7 @@ from papers.chunkflow_plan import plan_chunkflow
 import furlong
 from furlong.errors import ConfigError, DataError, PlanError
 from furlong.kv.arena import Arena
-from furlong.kv.storage import Pools, Storage
+from furlong.kv.pools import Pools, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.models.placeholders import hold, placeholders
 from furlong.ops.backends.select import ProbedBackend

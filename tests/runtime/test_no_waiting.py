@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import furlong
 from furlong.kv.arena import Arena
-from furlong.kv.storage import Pools, Storage
+from furlong.kv.pools import Pools, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import ProbedBackend
 from furlong.planners.orders import plan_on_device

@@ -8,8 +8,7 @@ from helpers.batches import batch
 from helpers.tiny_families import build
 
 import furlong
-from furlong.kv.pools import DevicePool, Lease, StagedPool
-from furlong.kv.storage import Storage
+from furlong.kv.pools import DevicePool, Lease, StagedPool, Storage
 from furlong.runtime.session import ModelState
 from furlong.testing import reference_loss, take_grads, worst_relative_error
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import furlong
 from furlong.errors import UnsupportedModelError
 from furlong.kv.arena import Arena
-from furlong.kv.storage import Pools, Storage
+from furlong.kv.pools import Pools, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import ProbedBackend
 from furlong.plan.plan import ChunkPlan, Reduce

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from furlong.kv.arena import Arena
-from furlong.kv.storage import Pools, Storage
+from furlong.kv.pools import Pools, Storage
 from furlong.plan.plan import Backward, Forward
 from furlong.runtime import profile
 from furlong.runtime.profile import Recorder, Stopwatch
@@ -80,10 +80,10 @@ def test_records_follow_each_other_with_their_memory(monkeypatch, stub_events):
     monkeypatch.setattr(profile, "MemoryMeter", Meter)
     noted = Recorder(pools, 2, exact_peaks=True)
     noted.begin(Forward(0, 0, "kv"))
-    handle = pools.host.put(torch.zeros(8))
+    handle = pools.of("host").put(torch.zeros(8))
     noted.end(Forward(0, 0, "kv"))
     noted.begin(Forward(0, 0, "kv"))
-    pools.host.drop(handle)
+    pools.of("host").drop(handle)
     noted.end(Backward(0, 0))
     assert stub_events.synchronized == [], "nothing has waited so far"
     first, second = noted.timeline().records

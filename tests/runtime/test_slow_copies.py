@@ -15,8 +15,7 @@ from helpers.tiny_families import build
 from torch import Tensor
 
 from furlong.kv.arena import Arena
-from furlong.kv.pools import DiskPool, HostPool, StagedPool
-from furlong.kv.storage import Pools, Storage
+from furlong.kv.pools import DiskPool, HostPool, Pools, StagedPool, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import ProbedBackend
 from furlong.plan.plan import Tiers
@@ -59,8 +58,8 @@ def step(options: ChunkOptions, folder: Path) -> tuple[float, dict[str, Tensor]]
     model = HFDecoder(build("mistral", torch.float32))
     pools = Pools(Arena(CPU, poison=True), Storage(poison=True))
     staging = {"staging_bytes": STAGING_BYTES, "poison": True}
-    pools.__dict__["host"] = HostPool(CPU, **staging)
-    pools.__dict__["disk"] = DiskPool(folder, CPU, **staging)
+    pools.opened["host"] = HostPool(CPU, **staging)
+    pools.opened["disk"] = DiskPool(folder, CPU, **staging)
     sequences = batch(LENS)
     plan = plan_on_device(LENS, options, num_layers=model.num_layers)
     with model.installed():

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import furlong
 from furlong.errors import ConfigError, UserError
-from furlong.kv.storage import Storage
+from furlong.kv.pools import Storage
 from furlong.testing import take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=8, keep="attention")

@@ -26,18 +26,16 @@ from furlong.runtime.cell import Cell
 from furlong.testing import take_grads
 from furlong.verify import run as verify_run
 from furlong.verify.checks import (
+    EXACT,
+    ROUNDED,
     Bound,
     Finding,
+    Subject,
     bound_of,
+    build_subject,
     check_accumulation,
     check_gradients,
     check_isolation,
-)
-from furlong.verify.subject import (
-    EXACT,
-    ROUNDED,
-    Subject,
-    build_subject,
     sequences,
 )
 

@@ -32,7 +32,14 @@ from furlong.runtime.head import LossHead
 from furlong.testing import take_grads
 from furlong.verify import run as verify_run
 from furlong.verify import sampling
-from furlong.verify.checks import Finding
+from furlong.verify.checks import (
+    ROUNDED,
+    WIDE,
+    Finding,
+    Subject,
+    build_subject,
+    true_gradients,
+)
 from furlong.verify.resume import check_resume
 from furlong.verify.sampling import (
     NUM_CHUNKS,
@@ -44,13 +51,6 @@ from furlong.verify.sampling import (
     in_small,
     measure,
     sampling_of_run,
-)
-from furlong.verify.subject import (
-    ROUNDED,
-    WIDE,
-    Subject,
-    build_subject,
-    true_gradients,
 )
 
 OPTIONS = furlong.ChunkOptions(size=16, keep="kv", num_retained=0)

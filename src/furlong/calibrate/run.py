@@ -39,7 +39,7 @@ from furlong.cost.shape import ModelShape, known_models
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.families import SPECIAL_TOKENS
-from furlong.kv.storage import Storage
+from furlong.kv.pools import Storage
 from furlong.models.build import build_model, read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder

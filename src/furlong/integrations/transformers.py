@@ -30,7 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from furlong.api import Engine
 from furlong.door import chunked_within
 from furlong.errors import ConfigError, DataError
-from furlong.kv.storage import Storage
+from furlong.kv.pools import Storage
 from furlong.models.support import refuse_attention_dropout
 from furlong.ops.loss import IGNORE_INDEX, wide
 from furlong.planners.options import ChunkOptions

@@ -12,18 +12,20 @@ handle needs no wait: what is written later to its place is written later.
 
 A lane is work beside the compute side, in order: a stream on CUDA, a thread on a CPU. What it does
 must take no team of threads of its own and draw no random numbers: it copies, reads and writes.
-Another tier is one more `StagedPool`: where bytes lie, and how they get there and back.
+Another tier is one more `StagedPool` (where bytes lie, and how they get there and back) and a line
+in `Pools`.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +39,7 @@ from torch import Tensor
 from furlong.errors import ConfigError
 from furlong.kv.arena import MIN_SLAB_BYTES, Arena, Extents, aligned, poison_bytes
 from furlong.kv.disk import PAGE_BYTES, NamelessFile
+from furlong.plan.plan import Tier, Tiers
 from furlong.units import format_bytes
 
 
@@ -766,3 +769,99 @@ class DiskPool(StagedPool):
 def _pages(staged: Tensor, num_bytes: int) -> memoryview:
     """The whole pages that `staged` lies in, as bytes of the buffer that it begins."""
     return staged.as_strided((num_bytes,), (1,)).numpy().data
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bounds of the memory that calls may use beside weights, gradients and optimizer."""
+
+    host_bytes: int | None = None
+    """Budget of the host tier, for all calls on a model that live; None: no bound."""
+    disk_bytes: int | None = None
+    """Budget of the disk tier, as that of the host; None: no bound."""
+    disk_dir: str | Path | None = None
+    """Folder of the disk tier; None: the system's folder for temporary files."""
+    poison: bool = False
+    """Whether memory that is given back turns to NaN, so that tests see a use after that."""
+    device_bytes: int | None = None
+    """Budget of the device, by which a keep of auto is decided; None: what is free at the first
+    call. It bounds nothing else."""
+
+    def __post_init__(self) -> None:
+        for name in ("device_bytes", "host_bytes", "disk_bytes"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise _refusal(name, value, "bytes as a whole number of at least 0, or None")
+        if self.disk_dir is not None and not isinstance(self.disk_dir, str | Path):
+            raise _refusal("disk_dir", self.disk_dir, "a folder as a str or Path, or None")
+
+
+def _refusal(name: str, value: object, required: str) -> ConfigError:
+    return ConfigError(
+        given=f"{name} = {value!r:.60}", required=required, source="furlong.Storage",
+        change=f"pass such a {name}, or leave it out",
+    )  # fmt: skip
+
+
+class Pools:
+    """The pools of one model, or of one call on it, opened when a plan first names their tier."""
+
+    def __init__(
+        self, arena: Arena, storage: Storage, budgets: Mapping[Tier, Budget] | None = None
+    ) -> None:
+        self.arena, self.storage = arena, storage
+        self.reserved: dict[tuple[bool, Tiers], tuple[int, int]] = {}
+        """Kinds of plans (whether they train, their tiers) for which memory was taken beforehand:
+        the most tokens of one sequence, and of all."""
+        self.opened: dict[Tier, Pool] = {}
+        self._budgets = budgets or {
+            "host": Budget(storage.host_bytes), "disk": Budget(storage.disk_bytes)
+        }  # fmt: skip
+
+    def beside(self) -> Pools:
+        """Others in the same arena, within the same budgets."""
+        return Pools(self.arena, self.storage, self._budgets)
+
+    def of(self, tier: Tier) -> Pool:
+        """The pool of a tier."""
+        if tier not in self.opened:
+            self.opened[tier] = self._open(tier)
+        return self.opened[tier]
+
+    def _open(self, tier: Tier) -> Pool:
+        poison, device = self.storage.poison, self.arena.device
+        if tier == "device":
+            return DevicePool(self.arena, poison=poison)
+        if tier == "host":
+            return HostPool(device, budget=self._budgets[tier], poison=poison)
+        folder = Path(self.storage.disk_dir or tempfile.gettempdir())
+        return DiskPool(folder, device, budget=self._budgets[tier], poison=poison)
+
+    @property
+    def lower_bytes(self) -> int:
+        """Bytes that wait on the host and on disk."""
+        return sum(pool.held_bytes for tier, pool in self.opened.items() if tier != "device")
+
+    def reset_peaks(self) -> None:
+        """Let the pools' peaks start again from what they hold."""
+        for pool in self.opened.values():
+            pool.peak_bytes = pool.held_bytes
+
+    def peak_bytes(self, tier: Tier) -> int:
+        """Most bytes that a tier's pool has held since `reset_peaks`; 0 if it was never opened."""
+        return self.opened[tier].peak_bytes if tier in self.opened else 0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which the calling thread has waited for the tiers."""
+        return sum(pool.waited_s for pool in self.opened.values())
+
+    def clear(self) -> None:
+        """Forget everything, after an error."""
+        for pool in self.opened.values():
+            pool.clear()
+
+    def close(self) -> None:
+        """End the pools; an AssertionError if anything is left in them."""
+        for pool in self.opened.values():
+            pool.close()

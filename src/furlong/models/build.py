@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import sys
 import warnings
@@ -48,21 +47,14 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _INEXACT = ("F8", "F6", "F4", "C64", "C128")
-_DISTRIBUTED = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
 def check_weights(source: str) -> None:
-    """Raise ConfigError unless the safetensors files of a folder or hub id are all there, readable
-    and whole. The files of a hub id are downloaded later; of them only the index is read."""
+    """Raise ConfigError unless the safetensors files of a folder are all there, readable and whole.
+    Those of a hub id are downloaded later."""
     folder = Path(source)
     if not folder.is_dir():
-        _check_hub_index(source)
         return
-    if any(_DISTRIBUTED.fullmatch(path.name) for path in folder.iterdir()):
-        raise _no_weights(
-            f"{folder} holds a distributed checkpoint (shard-*-model-*.safetensors)",
-            "write the weights with save_pretrained into another folder",
-        )
     if os.path.lexists(folder / WEIGHTS):  # also a link that leads nowhere
         names = [WEIGHTS]
     elif os.path.lexists(folder / INDEX):
@@ -108,59 +100,31 @@ def _shards(index: Path) -> list[str]:
     try:
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(listed.values()))
+        others = [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]
+        if others or not names:
+            raise ValueError(f"it lists {others[0]!r}" if others else "it lists no file")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _no_weights(
-            f"{index}, which is no index of weights: {reason(error)}",
+            f"{index}, which is no index of .safetensors files beside it: {reason(error)}",
             "download or copy the file once more",
         ) from error
-    for name in names:
-        if (
-            not isinstance(name, str)
-            or Path(name).name != name
-            or not name.endswith(".safetensors")
-        ):
-            raise _no_weights(
-                f"{index}, which lists {name!r}",
-                "keep the weights as .safetensors files beside the index",
-            )
-    if not names:
-        raise _no_weights(f"{index}, which lists no file", "download or copy the file once more")
     return names
 
 
-def _check_hub_index(hub_id: str) -> None:
-    from transformers.utils import cached_file
-
-    try:
-        index = cached_file(
-            hub_id, INDEX,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-        )  # fmt: skip
-    except Exception:  # whatever is wrong with the hub, the download itself says better
-        return
-    if index is not None:
-        _shards(Path(index))
-
-
 def _without_safetensors(folder: Path) -> ConfigError:
-    names = sorted(path.name for path in folder.iterdir())
-    pickles = [name for name in names if name.endswith(_PICKLES) and name != "training_args.bin"]
-    others = [name for name in names if name.endswith((".safetensors", ".gguf", ".npz"))]
-    if pickles:
-        return _no_weights(
-            f"{folder} without {WEIGHTS}; {pickles[0]} is a pickle, which is not read, for it can"
-            " hold a program",
+    kinds = (*_PICKLES, ".safetensors", ".gguf", ".npz")
+    names = sorted(path.name for path in folder.iterdir() if path.name != "training_args.bin")
+    found = [name for name in names if name.endswith(kinds)]
+    told, change = "", "use the folder that save_pretrained of transformers writes"
+    if found:
+        told = f" or {INDEX}; there is {', '.join(found[:3])}"
+    if pickles := [name for name in found if name.endswith(_PICKLES)]:
+        told += f": {pickles[0]} is a pickle, which is not read, for it can hold a program"
+        change = (
             "convert it, if you trust it, with transformers: AutoModelForCausalLM"
-            f".from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER)",
+            f".from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER)"
         )
-    if others:
-        return _no_weights(
-            f"{folder} without {WEIGHTS} or {INDEX}; there is {', '.join(others[:3])}",
-            "use the folder that save_pretrained of transformers writes",
-        )
-    return _no_weights(f"{folder} without {WEIGHTS}", "use a folder with weights")
+    return _no_weights(f"{folder} without {WEIGHTS}{told}", change)
 
 
 def _no_weights(given: str, change: str) -> ConfigError:

@@ -39,9 +39,11 @@ from furlong.models.attention import (
 )
 from furlong.models.mixers import (
     Called,
+    EmptyCache,
     Event,
     Mixer,
     Probed,
+    SliceCache,
     cache_argument,
     find,
     inputs_of,
@@ -60,7 +62,6 @@ from furlong.models.placeholders import (
     uncuttable,
 )
 from furlong.models.rope import num_positions
-from furlong.models.states import EmptyCache, SliceCache
 from furlong.models.support import (
     COMPILED_CALL,
     bare_model,

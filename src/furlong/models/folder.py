@@ -159,12 +159,8 @@ def check_folder(name: str) -> str:
         return str(folder)
     check_name(name)
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ConfigError(
-            given=f"{name}: no such folder",
-            required="a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B",
-            source="model.name",
-            change="check the path; it is relative to the folder you call furlong from",
-        )
+        change = "check the path; it is relative to the folder you call furlong from"
+        raise _no_model(f"{name}: no such folder", change)
     return name
 
 
@@ -185,12 +181,12 @@ def check_name(name: str, source: str = "model.name") -> None:
         change = f"hf download {owned} --revision {revision} --local-dir DIR, and name DIR"
     else:
         return
-    raise ConfigError(
-        given=given,
-        required="a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B",
-        source=source,
-        change=change,
-    )
+    raise _no_model(given, change, source)
+
+
+def _no_model(given: str, change: str, source: str = "model.name") -> ConfigError:
+    required = "a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B"
+    return ConfigError(given=given, required=required, source=source, change=change)
 
 
 def check_files(name: str) -> None:

@@ -12,13 +12,11 @@ from weakref import ref
 from torch import Tensor, nn
 
 from furlong.errors import PlanError, UnsupportedModelError
-from furlong.kv.pools import Handle, Lease, Pool
-from furlong.kv.storage import Pools
+from furlong.kv.pools import Handle, Lease, Pool, Pools
 from furlong.kv.store import Boundary, KVStore
 from furlong.models.attention import KVReady
 from furlong.models.decoder import HFDecoder
-from furlong.models.mixers import Event, SliceRows
-from furlong.models.states import StateKey, States, arrive, depart
+from furlong.models.mixers import Event, SliceRows, StateKey, States, receive_states, send_states
 from furlong.ops.attention import (
     AttentionRule,
     LaterGrads,
@@ -246,7 +244,7 @@ class Cell:
         """x (1, T, D) of a slice that continues, and the states that enter it."""
         piece, states = self.pieces[slice_index], self.store.states
         at = piece.seq_id, layer, piece.start
-        return arrive(x, states.read(at), partial(states.send, at))
+        return receive_states(x, states.read(at), partial(states.send, at))
 
     def leave(self, what: Pass, layer: int, slice_index: int, y: Tensor, states: States) -> Tensor:
         """y (1, T, D) of a slice that is continued; `states` are those that leave it."""
@@ -254,7 +252,7 @@ class Cell:
         at = piece.seq_id, layer, piece.stop
         if what.writes_kv:
             self.store.states.write(at, states)
-        return depart(
+        return send_states(
             y, tuple(states.values()), partial(self._later_state_grads, at, tuple(states))
         )
 

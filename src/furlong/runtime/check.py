@@ -47,15 +47,14 @@ from torch import Tensor, nn
 from furlong.errors import UnsupportedModelError, UserError
 from furlong.families import CHUNKED
 from furlong.kv.arena import Arena
-from furlong.kv.storage import Pools, Storage
+from furlong.kv.pools import Pools, Storage
 from furlong.models.attention import CellAttention, bound, own_forward, scales_by_position
 from furlong.models.build import draw_weights, model_of_config
 from furlong.models.decoder import HFDecoder
-from furlong.models.mixers import Called, Event, Mixer, first, relaying
+from furlong.models.mixers import Called, Event, Mixer, SliceCache, first, relaying
 from furlong.models.placeholders import hold, placeholders, uncuttable
 from furlong.models.rope import num_positions
 from furlong.models.shrink import LONGEST_TOKENS, shrink_config
-from furlong.models.states import SliceCache
 from furlong.models.support import compiled_in_place, shortest_window
 from furlong.ops.attention import AttentionRule
 from furlong.ops.backends.base import Backend

@@ -14,8 +14,7 @@ from typing import Any, Protocol, Unpack
 import torch
 from torch import Tensor
 
-from furlong.kv.pools import Handle
-from furlong.kv.storage import Pools
+from furlong.kv.pools import Handle, Pools
 from furlong.models.attention import CellAttention, KVReady
 from furlong.models.decoder import HFDecoder
 from furlong.models.mixers import Event

@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from furlong.cost.memory import SPARE, SPARE_BYTES
-from furlong.kv.storage import Pools
+from furlong.kv.pools import Pools
 from furlong.plan.passes import Pass
 from furlong.plan.plan import Action
 from furlong.timeline import Record, Timeline

@@ -23,8 +23,7 @@ from torch.distributed import ProcessGroup
 
 from furlong.errors import ConfigError, LinkError, UnsupportedModelError
 from furlong.kv.arena import Arena
-from furlong.kv.pools import is_lane
-from furlong.kv.storage import Pools, Storage
+from furlong.kv.pools import Pools, Storage, is_lane
 from furlong.models.attention import hooked
 from furlong.models.decoder import HFDecoder
 from furlong.models.placeholders import PlaceholderLayer

@@ -13,6 +13,7 @@ from torch import Tensor
 from furlong.cost.memory import PlanMemory
 from furlong.cost.training import Training
 from furlong.errors import ConfigError, DataError, PlanError, UserError
+from furlong.kv.pools import HostPool
 from furlong.models.decoder import HFDecoder
 from furlong.models.describe import describe
 from furlong.plan.plan import Chunk, ChunkPlan, Forward
@@ -330,7 +331,9 @@ def _take_pinned(session: Session, plan: ChunkPlan) -> None:
     num_bytes = int(memory.curve(plan, session.rank).host.max())
     limit_bytes = pools.storage.host_bytes
     if limit_bytes is None or num_bytes <= limit_bytes:
-        pools.host.reserve(num_bytes, limit_bytes)
+        host = pools.of("host")
+        assert isinstance(host, HostPool)
+        host.reserve(num_bytes, limit_bytes)
     pools.reserved[kind] = most
 
 

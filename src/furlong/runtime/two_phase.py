@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from furlong.errors import ConfigError
-from furlong.kv.storage import Pools
+from furlong.kv.pools import Pools
 from furlong.models.decoder import HFDecoder
 from furlong.plan.plan import ChunkPlan, Forward
 from furlong.planners.options import ChunkOptions

@@ -25,7 +25,7 @@ from furlong.cost.model import CostModel
 from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError
 from furlong.kv.disk import NamelessFile
-from furlong.kv.storage import Storage
+from furlong.kv.pools import Storage
 from furlong.models.build import read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder

@@ -21,8 +21,7 @@ from furlong.config.schema import RunConfig, TrainConfig
 from furlong.models.build import build_model, export_model
 from furlong.models.shrink import LONGEST_TOKENS, VOCAB_SIZE
 from furlong.train.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT
-from furlong.verify.checks import Finding
-from furlong.verify.subject import CHUNK_SIZE
+from furlong.verify.checks import CHUNK_SIZE, Finding
 
 NUM_STEPS = 24
 SAVE_EVERY_STEPS = 5

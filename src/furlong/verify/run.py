@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from furlong.config.schema import DataConfig, ModelConfig, RunConfig
-from furlong.kv.storage import Storage
+from furlong.kv.pools import Storage
 from furlong.models.build import model_of_config, read_config
 from furlong.models.folder import check_folder
 from furlong.models.shrink import LONGEST_TOKENS, shrink_config
@@ -17,15 +17,17 @@ from furlong.planners.decide import given_dials
 from furlong.planners.options import ChunkOptions, dials_in_words, fixed_options
 from furlong.units import format_seconds
 from furlong.verify.checks import (
+    CHUNK_SIZE,
     Finding,
+    Subject,
     bound_of,
+    build_subject,
     check_accumulation,
     check_gradients,
     check_isolation,
 )
 from furlong.verify.resume import check_resume
 from furlong.verify.sampling import check_draws, num_chunks_of_run, sampling_of_run
-from furlong.verify.subject import CHUNK_SIZE, Subject, build_subject
 
 
 def verify(config: RunConfig | None = None) -> list[Finding]:

@@ -34,10 +34,12 @@ from furlong.planners.spaco import (
 from furlong.report.text import align
 from furlong.runtime.batch import batch_of, labelled_chunks, shift_labels
 from furlong.testing import Batch, Gradients, take_grads, worst_error
-from furlong.verify.checks import Bound, Finding, bound_of
-from furlong.verify.subject import (
+from furlong.verify.checks import (
     ROUNDED,
+    Bound,
+    Finding,
     Subject,
+    bound_of,
     sequences,
     true_gradients,
     watched_forward,

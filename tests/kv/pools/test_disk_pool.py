@@ -60,9 +60,6 @@ def refuse_direct(monkeypatch, where):
 
 @pytest.mark.parametrize("where", ["open", "pwrite"])
 def test_a_filesystem_without_direct_access_is_buffered(where, tmp_path, monkeypatch):
-    import fcntl
-
-    monkeypatch.setattr(os, "fcntl_flags", lambda fd: fcntl.fcntl(fd, fcntl.F_GETFL), raising=False)
     refuse_direct(monkeypatch, where)
     monkeypatch.setattr(disk, "_SYNC_BYTES", 30_000)
     synced = []
@@ -85,11 +82,12 @@ def test_short_reads_and_writes_go_on(tmp_path, monkeypatch):
     assert_keeps(DiskPool(tmp_path, CPU))
 
 
-def test_a_disk_that_reserves_nothing_still_serves(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+def raise_error(code):
+    raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+def test_a_disk_that_reserves_nothing_still_serves(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: raise_error(errno.EOPNOTSUPP))
     assert_keeps(DiskPool(tmp_path, CPU))
 
 
@@ -113,11 +111,8 @@ def test_a_full_disk_is_told_at_put_by_the_true_cause(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_no_room_names_what_makes_room(code, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(code, os.strerror(code))
-
     pool = DiskPool(tmp_path, CPU)
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: raise_error(code))
     with pytest.raises(ConfigError, match="make room there") as raised:
         pool.put(torch.ones(10))
     assert os.strerror(code) in raised.value.given
@@ -126,11 +121,8 @@ def test_no_room_names_what_makes_room(code, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fails_in_the_worker_is_told_in_the_next_call(tmp_path, monkeypatch):
-    def broken(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     pool = DiskPool(tmp_path, CPU)
-    monkeypatch.setattr(os, "pwrite", broken)
+    monkeypatch.setattr(os, "pwrite", lambda *_: raise_error(errno.EIO))
     handle = pool.put(torch.ones(10))
     with pytest.raises(ConfigError, match="Input/output error"):
         pool.get(handle)
@@ -138,25 +130,14 @@ def test_a_disk_that_fails_in_the_worker_is_told_in_the_next_call(tmp_path, monk
     pool.close()
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="No such file or directory") as raised:
-        DiskPool(tmp_path / "absent", CPU)
-    assert "absent" in raised.value.given and "a folder that exists" in raised.value.change
-
-
-def test_a_file_is_no_folder(tmp_path):
+def test_a_folder_that_takes_no_file_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="Not a directory"):
-        DiskPool(tmp_path / "file", CPU)
-
-
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
-def test_a_folder_that_cannot_be_written_is_named(code, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(ConfigError, match=os.strerror(code)) as raised:
+    for name, told in (("absent", "No such file or directory"), ("file", "Not a directory")):
+        with pytest.raises(ConfigError, match=told) as raised:
+            DiskPool(tmp_path / name, CPU)
+        assert name in raised.value.given and "a folder that exists" in raised.value.change
+    monkeypatch.setattr(os, "open", lambda *_: raise_error(errno.EROFS))
+    with pytest.raises(ConfigError, match=os.strerror(errno.EROFS)) as raised:
         DiskPool(tmp_path, CPU)
     assert "can be written to" in raised.value.change
 

@@ -125,18 +125,6 @@ def test_slow_copies_give_the_same_bits(kind, tmp_path, delays):
 
 
 @staged
-def test_a_prefetch_behind_a_write_is_not_announced_by_the_write(pool, delays):
-    """With one event per handle the write's end would hand out a buffer that nobody has read."""
-    for number in range(20):
-        handle = pool.put(torch.full((1000,), float(number)))
-        pool.prefetch(handle)
-        lease = pool.get(handle)
-        assert torch.all(lease.tensor == number)
-        lease.release()
-        pool.drop(handle)
-
-
-@staged
 def test_a_prefetch_counts_once(pool):
     handle = pool.put(torch.ones(1000))
     for _ in range(3):
@@ -145,16 +133,6 @@ def test_a_prefetch_counts_once(pool):
     assert pool.read_bytes == pool.written_bytes == 4000
     pool.get(handle).release()
     assert pool.read_bytes == 8000
-
-
-@staged
-def test_what_was_prefetched_before_an_overwrite_is_old(pool):
-    handle = pool.put(torch.ones(1000))
-    pool.prefetch(handle)
-    pool.overwrite(handle, torch.full((1000,), 2.0))
-    lease = pool.get(handle)
-    assert torch.all(lease.tensor == 2)
-    lease.release()
 
 
 def test_a_released_lease_is_poisoned(pool):

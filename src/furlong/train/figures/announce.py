@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 
 from furlong.config.schema import RunConfig
-from furlong.kv.storage import Storage
+from furlong.kv.pools import Storage
 from furlong.planners.decide import Decision, division_in_words
 from furlong.planners.options import dials_of, value_in_words
 from furlong.planners.spaco import sampling_in_words

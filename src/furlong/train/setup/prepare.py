@@ -23,7 +23,7 @@ from furlong.data.load import describe_shared, load_data
 from furlong.data.loader import Batch, LoaderState, count_steps, describe_batches, iterate_batches
 from furlong.data.tokenize import load_tokenizer
 from furlong.errors import ConfigError
-from furlong.kv.storage import Storage
+from furlong.kv.pools import Storage
 from furlong.models.build import build_model, check_model
 from furlong.models.decoder import HFDecoder
 from furlong.plan.plan import Layout
