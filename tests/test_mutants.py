@@ -61,6 +61,28 @@ MUTANTS = {
         "u * width // num_heads, head_dim)[:, :, 0]",
         "ops/test_placed_attention.py::test_places_give_the_whole_and_all_its_gradients",
     ),
+    "gradients that come back from a lower tier stay as they were": Mutant(
+        "if writes:\n            self._raise_error()", "if False:\n            self._raise_error()",
+        "equivalence/test_matrix.py::test_every_pair_of_dials",
+    ),
+    "nothing is written on disk": Mutant(
+        "done += os.pwrite(self._file.fileno(), pages[done:], start + done)", "done += len(pages)",
+        "equivalence/test_matrix.py::test_every_pair_of_dials",
+    ),
+    "graphs come back as zeros": Mutant(
+        "return flat.as_strided(packed.shape", "return flat.zero_().as_strided(packed.shape",
+        "equivalence/test_matrix.py::test_every_pair_of_dials",
+    ),
+    "remembered attention is that of the stage's first layer": Mutant(
+        "for handle in self.saved_attention[layer]]",
+        "for handle in self.saved_attention[self.layers[0]]]",
+        "equivalence/test_matrix.py::test_every_pair_of_dials",
+    ),
+    "what goes from stage to stage has no gradient": Mutant(
+        "self._between.overwrite(handle, gradient)",
+        "self._between.overwrite(handle, 0 * gradient)",
+        "equivalence/test_matrix.py::test_every_pair_of_dials",
+    ),
     # a step
     "a recompute draws masks of its own": Mutant(
         "with replayed(None if isinstance(action, Forward) else cell.rng,", "with replayed(None,",

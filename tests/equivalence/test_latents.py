@@ -65,11 +65,7 @@ def test_an_odd_width():
     assert_equal_gradients(twin_of("deepseek_v3", kv_lora_rank=31), HOST)
 
 
-@pytest.mark.parametrize(
-    "targets",
-    [["kv_b_proj"], ["kv_a_proj_with_mqa", "q_a_proj", "q_b_proj"], "all-linear"],
-    ids=["expansion", "projections to latents", "all"],
-)
+@pytest.mark.parametrize("targets", [["kv_b_proj"], "all-linear"], ids=["expansion", "all"])
 def test_lora(targets):
     config = LoraConfig(r=4, target_modules=targets, lora_dropout=0.0)
     model = get_peft_model(twin_of("deepseek_v3"), config)

@@ -127,7 +127,17 @@ RECURRENT = re.compile(
 """Names of the classes of transformers that have a state."""
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+QUICK = (
+    "llama", "gpt_neox", "phi3 with windows", "gemma2", "gpt_oss", "qwen3_moe with a dense layer",
+    "deepseek_v3", "llama4_text", "gemma4_text sharing", "qwen3_next", "nemotron_h", "falcon_h1",
+    "zamba2", "jamba", "minimax", "recurrent_gemma",
+)  # fmt: skip
+"""Of each kind of layer one."""
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS]
+)
 def test_counts_windows_kinds_and_saved_bytes_are_those_of_the_model(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config(name))

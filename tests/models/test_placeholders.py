@@ -20,7 +20,7 @@ from furlong.models.placeholders import hold, placeholders
 
 STAGES = (range(1), range(1, 2), range(2, 3))
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
-FAST = ("llama", "gemma3_text", "gpt2", "mixtral")
+FAST = ("llama", "gemma3_text", "gpt2")
 
 
 def written(folder: Path, family: str, **settings: Any) -> tuple[str, str]:
@@ -54,17 +54,17 @@ def every_layout_starts_equal(family: str, tied: bool, folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAST)
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", False), ("llama", True), ("gemma3_text", True), ("gpt2", False)]
+)
 def test_every_layout_starts_with_the_weights_of_one_process(family, tied, tmp_path):
     every_layout_starts_equal(family, tied, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", [f for f in (*FAMILIES, *OTHERS) if f not in FAST])
-def test_every_family_starts_with_the_weights_of_one_process(family, tied, tmp_path):
-    every_layout_starts_equal(family, tied, tmp_path)
+def test_every_family_starts_with_the_weights_of_one_process(family, tmp_path):
+    every_layout_starts_equal(family, len(family) % 2 == 0, tmp_path)
 
 
 @pytest.mark.parametrize("family", FAST)

@@ -105,11 +105,9 @@ def test_phi3_keeps_its_original_length_beside_its_rope() -> None:
     ("rope", "told"),
     [
         ({"rope_type": "linear"}, "Missing required keys"),
-        ({"rope_type": "llama3", "factor": 4.0}, "low_freq_factor"),
         ({"rope_type": "yarn", "factor": 4.0, "low_freq_factor": 1.0}, "Unrecognized keys"),
         (LLAMA3 | {"high_freq_factor": 0.5}, "high_freq_factor field must be greater"),
         (LONGROPE | {"long_factor": (1.0,)}, "long_factor field must have length 4"),
-        ({"rope_type": "yarn", "factor": 0.5}, "factor field must be"),
     ],
 )
 def test_what_transformers_complains_of_is_an_error(rope: dict[str, Any], told: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -12,7 +11,6 @@ import torch
 from helpers.batches import batch
 from helpers.tiny_families import build
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import furlong
 from furlong.errors import UnsupportedModelError
@@ -72,51 +70,6 @@ def assert_exact(model: Any, bound: float = 1e-12, **arguments: Any) -> None:
 def test_verified_adapters_are_exact(name: str) -> None:
     family = "qwen3_moe" if "bare parameters" in name else "llama"
     assert_exact(adapted(EXACT[name], family), 2e-6 if family == "qwen3_moe" else 1e-12)
-
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "prompt tuning": (
-        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        r"prompt learning \(PROMPT_TUNING\)",
-    ),
-    "prefix tuning": (
-        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        r"prompt learning \(PREFIX_TUNING\)",
-    ),
-    "p-tuning": (
-        peft.PromptEncoderConfig(
-            task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=8
-        ),
-        r"prompt learning \(P_TUNING\)",
-    ),
-    "aLoRA": (LORA(alora_invocation_tokens=[5, 6]), "aLoRA"),
-    "AdaLoRA": (
-        peft.AdaLoraConfig(
-            target_modules=TARGETS, total_step=10, init_r=4, target_r=2, tinit=1, tfinal=2
-        ),
-        "AdaLoRA",
-    ),
-    "an unverified type": (
-        peft.LoHaConfig(r=4, target_modules=TARGETS),
-        "adapters of type LOHA, which were never compared",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_adapters_are_refused_by_name(name: str) -> None:
-    config, told = REFUSED[name]
-    model = peft.get_peft_model(build("llama"), config)
-    with pytest.raises(UnsupportedModelError, match=told):
-        furlong.forward_backward(model, batch([21]), OPTIONS)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_adapters_that_transformers_put_in_are_refused_too() -> None:
-    model = build("llama")
-    model.add_adapter(LORA(alora_invocation_tokens=[5, 6]))
-    with pytest.raises(UnsupportedModelError, match="aLoRA"):
-        furlong.forward_backward(model, batch([21]), OPTIONS)
 
 
 @pytest.mark.parametrize("where", ["around", "model", "decoder"])
@@ -213,62 +166,3 @@ def test_wrappers_of_several_processes_say_what_to_pass(kind: str, tmp_path: Any
             furlong.Engine(wrapped)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def with_compiled_layer(model: Any) -> Any:
-    model.model.layers[1] = torch.compile(model.model.layers[1])
-    return model
-
-
-def with_checkpoint_wrapper(model: Any) -> Any:
-    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
-    return model
-
-
-def offloaded(model: Any) -> Any:
-    from accelerate import cpu_offload
-
-    return cpu_offload(model, execution_device=torch.device("cpu"))
-
-
-def on_two_devices(model: Any) -> Any:
-    model.model.layers[2].to("meta")
-    return model
-
-
-def quantised(model: Any) -> Any:
-    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    return model
-
-
-def packed(model: Any) -> Any:
-    weight = torch.zeros(4, 4, dtype=torch.uint8)
-    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight, requires_grad=False)
-    return model
-
-
-CHANGED: dict[Callable[[Any], Any], str] = {
-    with_compiled_layer: r"compiled layer .* at model.layers.1",
-    with_checkpoint_wrapper: "checkpoint_wrapper",
-    nn.DataParallel: r"pass model\.module",
-    offloaded: "offloaded",
-    on_two_devices: "spread over cpu, meta",
-    quantised: "is quantised",
-    packed: r"up_proj\.weight holds packed numbers",
-    lambda _: "gpt2": "str is no model",
-    lambda _: nn.Linear(2, 2): "Linear is no transformers model",
-}
-
-
-@pytest.mark.parametrize("change", CHANGED)
-def test_what_is_no_whole_model_on_one_device_is_refused(change: Callable[[Any], Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match=CHANGED[change]):
-        furlong.Engine(change(build("llama", torch.float32)))
-
-
-def test_hooks_that_run_when_a_gradient_is_accumulated_are_refused() -> None:
-    model = build("llama")
-    model.model.norm.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(UnsupportedModelError, match=r"hook on model\.norm\.weight"):
-        furlong.forward_backward(model, batch([21]), OPTIONS)
-    assert furlong.forward_backward(model, batch([21]), OPTIONS, backward=False).loss > 0

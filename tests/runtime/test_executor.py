@@ -208,7 +208,7 @@ def test_an_error_inside_leaves_nothing_in_any_pool(kind, tier, keep, monkeypatc
     hook.remove()
     monkeypatch.setattr(Executor, "_obey", plain)
     assert pools.arena.taken_bytes == pools.lower_bytes == 0
-    for pool in pools._opened():
+    for pool in pools.opened.values():
         assert not pool._handles and pool.held_bytes == 0
     model.zero_grad(set_to_none=True)
     assert engine.forward_backward(batch(LENS), options).loss == truth

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import random
 import re
-import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 import transformers
 
 import furlong
-from furlong.api import Engine
 from furlong.cli.main import main
 from furlong.config.schema import (
     ChunksConfig,
@@ -29,7 +26,6 @@ from furlong.models.shrink import shrink_config
 from furlong.planners.spaco import EXACT, Factors, Sampling, draw
 from furlong.runtime import cell
 from furlong.runtime.head import LossHead
-from furlong.testing import take_grads
 from furlong.verify import run as verify_run
 from furlong.verify import sampling
 from furlong.verify.checks import (
@@ -38,11 +34,9 @@ from furlong.verify.checks import (
     Finding,
     Subject,
     build_subject,
-    true_gradients,
 )
 from furlong.verify.resume import check_resume
 from furlong.verify.sampling import (
-    NUM_CHUNKS,
     UNBIASED,
     OverDraws,
     all_draws,
@@ -184,51 +178,6 @@ def test_a_gradient_that_is_not_finite_fails_whatever_the_rule(
 
     monkeypatch.setattr(sampling, "take_grads", not_finite)
     assert not check_draws(subject, rule, LONGEST).passed
-
-
-@pytest.mark.slow
-def test_fixed_is_exact_through_one_earlier_chunk_and_biased_beyond(neox: Subject) -> None:
-    """In a model of one layer no gradient goes through more."""
-    rule = Sampling(chunks=3, rule="fixed")
-    flat = at_the_end(subject_of("GPTNeoXConfig", num_hidden_layers=1), rule)
-    assert flat.worst_bias <= UNBIASED and flat.error > 0.1
-    deep = at_the_end(neox, rule)
-    assert deep.bias > 1e-3 and deep.cosine < 1 - 1e-6
-    assert flat.num_draws == deep.num_draws == math.comb(6, 3)
-    assert flat.share == deep.share == pytest.approx(0.5)
-    finding = check_draws(neox, rule, NUM_CHUNKS)
-    assert finding.passed and "rule fixed is biased" in finding.figure
-    assert f"{deep.bias:.2g} (labels at the end)" in finding.figure
-
-
-@pytest.mark.slow
-def test_paper_and_caps_give_less_of_the_gradient(neox: Subject) -> None:
-    fixed, paper, capped = (
-        at_the_end(neox, Sampling(chunks=3, **more))  # type: ignore[arg-type]
-        for more in ({"rule": "fixed"}, {"rule": "paper"}, {"rule": "fixed", "cap": 1.0})
-    )
-    assert fixed.bias < capped.bias < paper.bias
-    assert capped.error < fixed.error  # what a cap is for
-
-
-@pytest.mark.slow
-def test_what_is_enumerated_is_what_a_step_draws(neox: Subject) -> None:
-    """100 seeds through the engine's own door: mean square distance within five standard errors."""
-    rule = Sampling(rate=0.4, label_rate=0.7)
-    batch = sampling._with_labels_from(sampling._FIRST_LABEL["at the end"])
-    measured = measure(neox, rule, batch)
-    _, truth = true_gradients(neox, batch)
-    engine = Engine(neox.model)
-    squares = []
-    for seed in range(100):
-        options = replace(OPTIONS, size=sampling.SIZE, sample=replace(rule, seed=seed))
-        engine.forward_backward(batch, options)
-        given = take_grads(neox.model)
-        # without a label among the drawn chunks the head gets no gradient at all
-        squares.append(sum(float((given.get(n, 0) - truth[n]).square().sum()) for n in truth))
-    norm = sum(float(g.square().sum()) for g in truth.values())
-    allowed = 5 * statistics.stdev(squares) / math.sqrt(len(squares))
-    assert statistics.fmean(squares) == pytest.approx(measured.error**2 * norm, abs=allowed)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Doors of other libraries' training loops to the engine."""
+"""Training loops of other libraries on the engine."""
 
 from furlong.integrations.transformers import TokenLoss, Trainer, unpad
 

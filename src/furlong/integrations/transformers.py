@@ -5,8 +5,9 @@ data preparation, accumulation, clipping, optimizers, callbacks, checkpoints, PE
 TRL's by inheritance: `class ChunkedSFTTrainer(furlong.integrations.Trainer, SFTTrainer): ...`.
 
 Batches of a data collator are read as sequences. A loss is a sum over tokens, which chunks compute
-one tile of logits at a time, or any function of the model's outputs, which goes by the decoder's
-door and holds all logits. Settings that chunks or several processes cannot honour are refused.
+one tile of logits at a time, or any function of the model's outputs, which goes through
+`furlong.chunked` and holds all logits. Settings that chunks or several processes cannot honour are
+refused.
 """
 
 from __future__ import annotations
@@ -229,12 +230,12 @@ def is_any_function(trainer: Any) -> bool:
 def refuse_loss(trainer: Any, options: ChunkOptions) -> None:
     """Raise ConfigError for a loss that several processes do not have, and for options that it, or
     a trainer of many steps, does not have."""
-    by_door = is_any_function(trainer)
-    if by_door:
+    is_any = is_any_function(trainer)
+    if is_any:
         require_two_phases(options)
     size, seed = trainer.args.world_size, options.sampling and options.sampling.seed
     found = [
-        (by_door and size > 1,
+        (is_any and size > 1,
          f"a compute_loss_func or compute_loss of the trainer's own on {size} processes",
          "one process, or a loss that is a sum over tokens",
          "pass compute_loss_func=furlong.integrations.TokenLoss(function), or give "

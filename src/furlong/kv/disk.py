@@ -45,7 +45,7 @@ class NamelessFile:
             self.is_direct = direct is not None
             descriptor = _open(folder) if direct is None else direct
         except OSError as error:
-            raise self._told(error) from error
+            raise self._refusal(error) from error
         self._file = io.FileIO(descriptor, "r+")  # closed with the pool, or with us
 
     def reserve(self, start: int, num_bytes: int) -> None:
@@ -54,7 +54,7 @@ class NamelessFile:
             os.posix_fallocate(self._file.fileno(), start, num_bytes)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise self._told(error, num_bytes) from error
+                raise self._refusal(error, num_bytes) from error
             os.ftruncate(self._file.fileno(), start + num_bytes)  # reserves nothing
 
     def write(self, pages: memoryview, start: int) -> None:
@@ -68,7 +68,7 @@ class NamelessFile:
                 os.fdatasync(self._file.fileno())
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            raise self._told(error, len(pages)) from error
+            raise self._refusal(error, len(pages)) from error
 
     def read(self, pages: memoryview, start: int) -> None:
         done = 0
@@ -81,12 +81,12 @@ class NamelessFile:
             if not self.is_direct:
                 os.posix_fadvise(self._file.fileno(), start, done, os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            raise self._told(error) from error
+            raise self._refusal(error) from error
 
     def close(self) -> None:
         self._file.close()
 
-    def _told(self, error: OSError, num_bytes: int = 0) -> ConfigError:
+    def _refusal(self, error: OSError, num_bytes: int = 0) -> ConfigError:
         reason = os.strerror(error.errno) if error.errno else str(error)
         more = f", {format_bytes(num_bytes)} more were needed" if num_bytes else ""
         change = "name a folder that exists, on a disk that can be written to"

@@ -1,4 +1,4 @@
-"""The door through which attention enters a model: transformers' own `AttentionInterface`.
+"""How attention of chunks enters a model: by transformers' own `AttentionInterface`.
 
 The cell that is being computed is bound to the attention modules for the length of a pass, and
 again for the recompute of a checkpoint inside a backward: some families drop keyword arguments on

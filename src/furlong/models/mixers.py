@@ -448,10 +448,12 @@ class Mixer:
 @contextmanager
 def relaying(mixers: Sequence[Mixer], shared: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Within it each mixer is called slice by slice; `shared`: attention modules that do not know
-    their layer, or serve several, and are told by the cache."""
+    their layer, or serve several: the cache knows it."""
     sliced = ((vars(mixer.module), "forward", _sliced(mixer)) for mixer in mixers)
-    told = ((vars(module), "forward", partial(_told, module, module.forward)) for module in shared)
-    with patched(chain(sliced, told)):
+    by_cache = (
+        (vars(module), "forward", partial(_by_cache, module, module.forward)) for module in shared
+    )
+    with patched(chain(sliced, by_cache)):
         yield
 
 
@@ -460,7 +462,7 @@ def _sliced(mixer: Mixer) -> Callable[..., Any]:
     return partial(_forward, mixer, own_forward(mixer.module, current), current)
 
 
-def _told(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _by_cache(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     caches = [x for x in (*args, *kwargs.values()) if isinstance(x, EmptyCache)]
     with patched([(vars(module), SHARED_CACHE, caches[0])]):
         return own(*args, **kwargs)
