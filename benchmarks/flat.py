@@ -208,7 +208,7 @@ def _planned_bytes(config: Any, plan: Any, tier: str) -> tuple[int, int]:
         return 0, 0
     shape = describe(config)
     memory = PlanMemory(shape, Training.in_dtype("float32"), 0, device_type="cpu")
-    traffic = memory.traffic(plan, 0)
+    traffic = memory.curve(plan, 0).traffic
     own = traffic.of(tier)  # type: ignore[arg-type]
     return int(traffic.read[:, own].sum()), int(traffic.written[:, own].sum())
 

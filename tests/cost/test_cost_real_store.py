@@ -144,7 +144,8 @@ def compare(plan, windows):
 
     tier = plan.tiers.kv
     num_layers = len(windows)
-    curve, traffic = memory_of(windows).walk(plan, 0)
+    curve = memory_of(windows).curve(plan, 0)
+    traffic = curve.traffic
     driven = Driven(plan, windows, HostPool)
     arena, held = [], []
     for index, (action, what, dead) in enumerate(

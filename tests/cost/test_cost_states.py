@@ -66,7 +66,7 @@ def test_states_go_to_the_tier_of_keys_and_values():
     memory = MODEL.memory()
     on_device = states_of(plan)
     assert on_device.max() == 2 * STATE < states_of(planned(num_retained=0)).max()
-    moved = memory.traffic(plan, 0)
+    moved = memory.curve(plan, 0).traffic
     kv = KINDS.index("kv")
     forwards = [i for i, a in enumerate(plan.actions[0]) if isinstance(a, Forward)]
     assert moved.written[forwards[0], kv] >= STATE

@@ -30,7 +30,7 @@ def layer_first(height, keep="input", *, memory=MEMORY, **tiers):
         [LENGTH], num_layers=8, stage_layers=height, chunk_size=CHUNK, keep=keep,
         tiers=Tiers(**tiers),
     )  # fmt: skip
-    return plan, memory.curve(plan, 0), memory.traffic(plan, 0)
+    return plan, memory.curve(plan, 0), memory.curve(plan, 0).traffic
 
 
 def read_bytes(traffic, tier):
@@ -53,14 +53,14 @@ def test_inputs_are_written_twice_and_read_by_every_pass():
     assert written_bytes(traffic, "disk") == 2 * 7 * 16 * message
     assert read_bytes(traffic, "disk") == (7 * 16 - 1 + 6 * 15 + 7 * 16 + 7 * 16) * message
     assert read_bytes(traffic, "host") == written_bytes(traffic, "host") == 0
-    assert traffic.by_kind().keys() == {"inputs"}
+    assert traffic.to_json().keys() == {"inputs"}
     assert curve.disk.max() == 7 * 16 * message
     assert not curve.host.any() and curve.disk[-1] == 0
     # on the device remain those that a pass reads and delivers
     _, on_device, nothing = layer_first(1)
     saved = part(on_device, "activations").max() - part(curve, "activations").max()
     assert saved > (7 * 16 - 5) * message
-    assert nothing.by_kind() == {}
+    assert nothing.to_json() == {}
 
 
 def test_an_input_becomes_its_gradient_in_one_buffer():
@@ -96,7 +96,7 @@ def test_without_a_backward_an_input_dies_with_its_reader():
     curve = MEMORY.curve(plan, 0)
     message = 1.5 * MIB
     assert curve.host.tolist() == [message * n for n in [*range(1, 17), *range(16, 0, -1)]]
-    traffic = MEMORY.traffic(plan, 0)
+    traffic = MEMORY.curve(plan, 0).traffic
     assert written_bytes(traffic, "host") == read_bytes(traffic, "host") == 16 * message
 
 
@@ -110,9 +110,9 @@ def test_frozen_stages_have_no_gradients_to_keep():
     host = MEMORY.curve(plan, 0).host
     # x1 and x2; x2 becomes a gradient, which B0.1 reads; x1 becomes none
     assert host.tolist() == [message * n for n in (1, 2, 2, 2, 2, 2, 2, 0, 0, 0)]
-    assert written_bytes(MEMORY.traffic(plan, 0), "host") == 3 * message
+    assert written_bytes(MEMORY.curve(plan, 0).traffic, "host") == 3 * message
     # read: x1 by F and R, x2 by R alone (F0.2 computes nothing), its gradient by B0.1
-    assert read_bytes(MEMORY.traffic(plan, 0), "host") == 4 * message
+    assert read_bytes(MEMORY.curve(plan, 0).traffic, "host") == 4 * message
 
 
 @pytest.mark.parametrize("height", [1, 2, 8])
@@ -133,7 +133,7 @@ def test_attention_is_written_once_and_read_once_or_twice(height):
     cell = stage_bytes(SHAPE, plan.stages, 0, FLOAT32)
     assert part(curve, "activations")[at] >= CHUNK * cell.graph()
     _, _, unseen = layer_first(height, "attention", attention="disk", kv="disk")
-    assert unseen.by_kind()["attention"] == traffic.by_kind()["attention"]
+    assert unseen.to_json()["attention"] == traffic.to_json()["attention"]
 
 
 def test_kept_graphs_in_a_lower_tier():
@@ -141,8 +141,9 @@ def test_kept_graphs_in_a_lower_tier():
     plan = plan_chunkflow([LENGTH], options, stages=(8,))
     lower = replace(plan, tiers=Tiers(graphs="host"))
     graph = CHUNK * stage_bytes(SHAPE, (8,), 0, FLOAT32).graph()
-    traffic = MEMORY.traffic(lower, 0)
-    assert traffic.by_kind() == {"graphs": (round(2 * graph), round(2 * graph))}
+    traffic = MEMORY.curve(lower, 0).traffic
+    moved = {"tier": "host", "read_bytes": round(2 * graph), "written_bytes": round(2 * graph)}
+    assert traffic.to_json() == {"graphs": moved}
     assert MEMORY.curve(lower, 0).host.max() == round(2 * graph)
     # recomputed graphs stay where they are: one at a time
     saved = part(MEMORY.curve(plan, 0), "activations").max()
@@ -157,4 +158,4 @@ def test_each_tier_holds_its_own(tier):
     assert (
         max(curve.lower_bytes) > 0 == getattr(curve, {"host": "disk", "disk": "host"}[tier]).max()
     )
-    assert traffic.by_kind().keys() == {"inputs", "kv", "kv_gradients"}
+    assert traffic.to_json().keys() == {"inputs", "kv", "kv_gradients"}

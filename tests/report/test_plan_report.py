@@ -89,8 +89,8 @@ def test_memory_is_that_of_the_cost_model():
     plan, costs = build(), model()
     report = report_plan(plan, costs)
     for rank, own in enumerate(report.memory):
-        assert own.device_bytes == max(costs.memory().peak_bytes_of_actions(plan, rank))
-        assert own.parts == costs.memory().curve(plan, rank).peak
+        assert own.peak_bytes == max(costs.memory().peak_bytes_of_actions(plan, rank))
+        assert own.peak == costs.memory().curve(plan, rank).peak
     assert report.peak_bytes == max(report.figures.peak_device_bytes)
 
 
@@ -99,15 +99,16 @@ def test_each_tier_has_its_bytes_and_what_is_moved_is_told():
     texts = [replace(a, keep="attention") if isinstance(a, Forward) and a.keep == "kv" else a
              for a in plan.actions[0]]  # fmt: skip
     report = report_plan(replace(plan, actions=(tuple(texts),)), model())
-    (own,), (traffic,) = report.memory, report.traffic
-    assert own.host_bytes > 0 < own.disk_bytes
+    (own,) = report.memory
+    traffic, host_bytes, disk_bytes = own.traffic, own.host.max(), own.disk.max()
+    assert host_bytes > 0 < disk_bytes
     # the records' are those of both tiers at one time
-    assert report.figures.peak_host_bytes[0] <= own.host_bytes + own.disk_bytes
-    assert report.figures.peak_host_bytes[0] > max(own.host_bytes, own.disk_bytes)
+    assert report.figures.peak_host_bytes[0] <= host_bytes + disk_bytes
+    assert report.figures.peak_host_bytes[0] > max(host_bytes, disk_bytes)
     page = format_report(report)
     assert "K,V on the host; stage inputs, attention on the disk; graphs on the device" in page
     written = format_bytes(int(traffic.written[:, traffic.of("disk")].sum()))
-    assert f"attention outputs, disk: {written} written, {written} read" in page
+    assert f"attention, disk: {written} written, {written} read" in page
     assert re.search(r"weights .* device +host +disk", page)
     moved = json.loads(json.dumps(report.to_json()))["memory"][0]["moved"]
     assert moved.keys() == {"kv", "attention"} and moved["attention"]["tier"] == "disk"
@@ -231,7 +232,7 @@ def test_the_page_and_the_json_tell_the_same():
     assert "stages 0-1: 6 of 10 chunks run again" in page
     values = json.loads(json.dumps(report.to_json()))
     assert values["step_s"] == report.step_s
-    assert values["memory"][1]["parts"]["weights"] == report.memory[1].parts["weights"]
+    assert values["memory"][1]["parts"]["weights"] == report.memory[1].peak["weights"]
     assert sum(values["breakdown"].values()) == pytest.approx(1)
 
 

@@ -36,7 +36,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,13 +102,15 @@ class PlanTraffic:
     """(actions, kinds) number of operations."""
     num_writes: NDArray[np.float64]
 
-    def by_kind(self) -> dict[Kind, tuple[int, int]]:
-        """(read, written) bytes of each kind that moves at all, by the whole plan."""
+    def to_json(self) -> dict[Kind, dict[str, Any]]:
+        """The tier of each kind that moves at all, and the bytes read and written by the plan."""
         sums = zip(KINDS, self.read.sum(axis=0), self.written.sum(axis=0), strict=True)
-        rounded = {
-            kind: (round(float(read)), round(float(written))) for kind, read, written in sums
+        moved = {kind: (round(float(read)), round(float(written))) for kind, read, written in sums}
+        return {
+            kind: {"tier": tier_of(self.tiers, kind), "read_bytes": read, "written_bytes": written}
+            for kind, (read, written) in moved.items()
+            if read or written
         }
-        return {kind: moved for kind, moved in rounded.items() if any(moved)}
 
     def of(self, tier: Tier) -> list[int]:
         """The columns of the kinds that live in a tier."""
@@ -123,7 +125,8 @@ def tier_of(tiers: Tiers, kind: Kind) -> Tier:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes of one rank while each of its actions runs."""
+    """Bytes of one rank while each of its actions runs; of a group of processes those of the one
+    that needs most, and what the one moves that moves most."""
 
     device: NDArray[np.int64]
     """(actions, parts) bytes at the moment of the action when their sum is highest."""
@@ -131,6 +134,7 @@ class MemoryCurve:
     """(actions,) bytes in the host's memory."""
     disk: NDArray[np.int64]
     """(actions,) bytes on disk."""
+    traffic: PlanTraffic
 
     @property
     def device_bytes(self) -> list[int]:
@@ -150,6 +154,11 @@ class MemoryCurve:
             return dict.fromkeys(PARTS, 0)
         at = int(self.device.sum(axis=1).argmax())
         return {part: int(self.device[at, i]) for i, part in enumerate(PARTS)}
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes on the device at their highest."""
+        return int(self.device.sum(axis=1).max(initial=0))
 
 
 TOKEN_BYTES = 24
@@ -351,31 +360,20 @@ class PlanMemory:
         return self.curve(plan, rank).device_bytes
 
     def curve(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
-        """Bytes in every tier while each action of the rank runs; of a pool those of the process
-        that needs most."""
-        return self.walk(plan, rank)[0]
-
-    def traffic(self, plan: ChunkPlan, rank: int) -> PlanTraffic:
-        """Bytes that the rank moves between tiers; of a pool those of the process that moves
-        most."""
-        return self.walk(plan, rank)[1]
-
-    def walk(self, plan: ChunkPlan, rank: int) -> tuple[MemoryCurve, PlanTraffic]:
-        """The curve and the traffic, from one walk."""
+        """Bytes in every tier while each action of the rank runs, and what it moves."""
         # of the rank's own chunks only: a plan may have a thousand ranks
         own = dict.fromkeys(a.chunk for a in plan.actions[rank] if isinstance(a, Forward))
         loads = {i: _loads(plan.chunks[i], plan.sp_size, self.shape) for i in own}
         processes = _unlike(plan, loads)
-        walks = [_Walk(self, plan, rank, process, loads).run() for process in processes]
-        if len(walks) == 1:
-            return walks[0]
-        curves = [curve for curve, _ in walks]
+        curves = [_Walk(self, plan, rank, process, loads).run() for process in processes]
+        if len(curves) == 1:
+            return curves[0]
         worst = np.stack([curve.device.sum(axis=1) for curve in curves]).argmax(axis=0)
         device = np.stack([curve.device for curve in curves])[worst, np.arange(len(worst))]
         host = np.stack([curve.host for curve in curves]).max(axis=0)
         disk = np.stack([curve.disk for curve in curves]).max(axis=0)
-        most = max((moved for _, moved in walks), key=lambda t: float((t.read + t.written).sum()))
-        return MemoryCurve(device, host, disk), most
+        most = max((c.traffic for c in curves), key=lambda t: float((t.read + t.written).sum()))
+        return MemoryCurve(device, host, disk, most)
 
 
 def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
@@ -450,7 +448,7 @@ class _Walk:
         """Bytes of the largest tensor that went to the host."""
         self._stored: dict[tuple[int, int], tuple[StoredLayers, ...]] = {}
 
-    def run(self) -> tuple[MemoryCurve, PlanTraffic]:
+    def run(self) -> MemoryCurve:
         """Go through the list of the rank."""
         self._start()
         count, staged_in = len(self._actions), self._tiers["kv"] == "host"
@@ -473,8 +471,8 @@ class _Walk:
             staging = max(_STAGING_BYTES, _NUM_LARGEST * self._largest)
             device[:, PARTS.index("buffers")] += np.maximum(0, staging - staged)
         host, disk = np.rint(lower).astype(np.int64).T
-        curve = MemoryCurve(np.rint(device).astype(np.int64), host, disk)
-        return curve, PlanTraffic(self._plan.tiers, *moved.swapaxes(0, 1))
+        traffic = PlanTraffic(self._plan.tiers, *moved.swapaxes(0, 1))
+        return MemoryCurve(np.rint(device).astype(np.int64), host, disk, traffic)
 
     def add(self, part: Part, num_bytes: float, tier: Tier = "device") -> None:
         """Bytes that stay, or go where they are negative."""
@@ -534,8 +532,13 @@ class _Walk:
         self.add("weights", state.weights)
         self.add("gradients", state.gradients + unreduced)
         self.add("optimizer", state.optimizer)
-        overhead = memory.overhead_bytes + memory.heap_bytes(plan, self._rank)
-        self.add("buffers", overhead + training.collective_bytes(*whose) + self._under_way())
+        heap = memory.heap_bytes(plan, self._rank)
+        collective = training.collective_bytes(*whose)
+        if heap and collective and not training.regathers:
+            # gloo's copies of what it adds up (three, measured), and the shards that come into
+            # being while the heap still holds the whole gradients that they are made of
+            heap += 3 * collective + state.gradients // group
+        self.add("buffers", memory.overhead_bytes + heap + collective + self._under_way())
         if not any(isinstance(action, Unshard) for action in self._actions):
             self.add("buffers", training.gathered_bytes(*whose))
 

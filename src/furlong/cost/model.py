@@ -222,7 +222,7 @@ class PlanCosts:
         self._layout = replace(layout, dp=dp * training.replicas)
         """That of all devices, those of replicas that the plan does not list among them."""
         shape, tile_tokens = model.shape, model.hardware.tile_tokens
-        self._table = chunk_table(plan.chunks, shape, plan.sp_size, tile_tokens, plan.position)
+        self.table = chunk_table(plan.chunks, shape, plan.sp_size, tile_tokens, plan.position)
         self._stages = [
             model.stage_seconds(
                 plan.stages, stage, layout=layout, ranks=self._members.get(stage, (0,)),
@@ -265,7 +265,7 @@ class PlanCosts:
     def _copies_of(self, rank: int) -> dict[tuple[type[Action], int, int], float]:
         """Seconds as of `copy_s` of all of a rank's actions."""
         links = self._model.hardware.links
-        traffic = self._model.memory().traffic(self._plan, rank)
+        traffic = self._model.memory().curve(self._plan, rank).traffic
         slowest = np.zeros(len(self._plan.actions[rank]))
         for own, link in ((traffic.of("host"), links.host), (traffic.of("disk"), links.disk)):
             for operations, num_bytes in (
@@ -284,7 +284,7 @@ class PlanCosts:
         """Seconds of a message on its link: hidden states of a chunk, or their gradient; each
         process of an sp group sends its part to its counterpart."""
         model = self._model
-        tokens = float(self._table.tokens[:, action.chunk].max())
+        tokens = float(self.table.tokens[:, action.chunk].max())
         width = model.shape.hidden_size * model.training.compute_bytes
         devices = first_device(rank, self._layout), first_device(action.peer, self._layout)
         return model.hardware.links.p2p_s(tokens * width, *devices)
@@ -338,7 +338,7 @@ class PlanCosts:
         """Seconds of one part of a pass for every chunk: those of the slowest process."""
         key = part, self._alike[stage]
         if key not in self._part_s:
-            (seconds,) = self.process_seconds(key[:1], key[1], self._table)
+            (seconds,) = self.process_seconds(key[:1], key[1], self.table)
             self._part_s[key] = seconds.max(axis=0).tolist()
         return self._part_s[key]
 

@@ -157,12 +157,18 @@ def _unreadable(given: str, required: str, source: str = "a saved plan") -> User
     )
 
 
+KIND_WORDS = {
+    "kv": "K,V", "kv_gradients": "dK,dV", "inputs": "stage inputs", "attention": "attention",
+    "graphs": "graphs",
+}  # fmt: skip
+"""Words for the kinds of memory that may live in another tier."""
+
+
 def tiers_in_words(tiers: Tiers) -> str:
     """The tier of each kind of memory, in a few words."""
-    words = {"kv": "K,V", "inputs": "stage inputs", "attention": "attention", "graphs": "graphs"}
     held: dict[Tier, list[str]] = {}
     for kind, tier in asdict(tiers).items():
-        held.setdefault(tier, []).append(words[kind])
+        held.setdefault(tier, []).append(KIND_WORDS[kind])
     if len(held) == 1:
         return f"all memory on the {tiers.kv}"
     return "; ".join(f"{', '.join(kinds)} on the {tier}" for tier, kinds in held.items())

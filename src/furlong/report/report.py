@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from furlong.cost.memory import MemoryCurve, Part, PlanTraffic, tier_of
+from furlong.cost.memory import MemoryCurve
 from furlong.cost.model import CostModel, PlanCosts, update_s
-from furlong.cost.seconds import Array, Hidden, PassPart, chunk_table
+from furlong.cost.seconds import Array, Hidden, PassPart
 from furlong.plan.plan import COMPUTING, ON_DEVICE, ChunkPlan, Computing
 from furlong.report.scene import Panel, ranks_per_replica
 from furlong.simulate.clock import StepFigures, measure, simulate
@@ -19,21 +19,6 @@ from furlong.timeline import Timeline
 from furlong.units import format_bytes
 
 Wait = Literal["compute", "all_to_all", "collectives", "copies", "idle_and_p2p"]
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """The peak of one rank."""
-
-    parts: dict[Part, int]
-    """Bytes on its device at the action that needs most."""
-    host_bytes: int
-    """Bytes in the host's memory at their own peak."""
-    disk_bytes: int = 0
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -45,10 +30,6 @@ class PlanReport:
     figures: StepFigures
     breakdown: dict[Wait, float]
     """The shares of all ranks' time, by what it goes into; they add up to 1."""
-    memory: tuple[RankMemory, ...]
-    """One per rank: of its process that needs most."""
-    traffic: tuple[PlanTraffic, ...]
-    """One per rank: of its process that moves most."""
     pool_idle_ratio: float
     """Share of the processes' time inside passes in which they wait for the slowest process of
     their pool, 0..1. No other figure has it: a rank's time is that of its slowest process."""
@@ -60,8 +41,8 @@ class PlanReport:
     """A device's share of the memory of its host."""
     num_processes: int
     """Processes that are there to run it."""
-    curves: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
-    """The bytes of each rank while each of its actions runs."""
+    memory: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
+    """The bytes of each rank while each of its actions runs, and what it moves."""
 
     @property
     def step_s(self) -> float:
@@ -73,7 +54,7 @@ class PlanReport:
 
     @property
     def peak_bytes(self) -> int:
-        return max(rank.device_bytes for rank in self.memory)
+        return max(rank.peak_bytes for rank in self.memory)
 
     @property
     def missing(self) -> str:
@@ -90,7 +71,7 @@ class PlanReport:
     @property
     def lacks(self) -> list[str]:
         """The words for each tier of which a rank needs more than there is."""
-        host_bytes = max(rank.host_bytes for rank in self.memory)
+        host_bytes = max(int(rank.host.max(initial=0)) for rank in self.memory)
         return [
             f"{format_bytes(needed)} on a {tier} that has {format_bytes(budget)}"
             for tier, needed, budget in (
@@ -115,7 +96,7 @@ class PlanReport:
         if self.plan.sp_size > 1:
             idle = f"{self.pool_idle_ratio:.1%} of the processes' time in passes is idle"
             note = "; ".join(filter(None, (note, idle)))
-        return Panel(self.timeline, self.plan, title, note, self.budget_bytes, self.curves)
+        return Panel(self.timeline, self.plan, title, note, self.budget_bytes, self.memory)
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -132,18 +113,13 @@ class PlanReport:
             "memory": [
                 {
                     "rank": rank,
-                    "device_bytes": own.device_bytes,
-                    **asdict(own),
-                    "moved": {
-                        kind: {
-                            "tier": tier_of(traffic.tiers, kind),
-                            "read_bytes": read,
-                            "written_bytes": written,
-                        }
-                        for kind, (read, written) in traffic.by_kind().items()
-                    },
+                    "device_bytes": own.peak_bytes,
+                    "parts": own.peak,
+                    "host_bytes": int(own.host.max(initial=0)),
+                    "disk_bytes": int(own.disk.max(initial=0)),
+                    "moved": own.traffic.to_json(),
                 }
-                for rank, (own, traffic) in enumerate(zip(self.memory, self.traffic, strict=True))
+                for rank, own in enumerate(self.memory)
             ],
             "figures": self.figures.to_json(),
             "fits": not self.lacks,
@@ -164,8 +140,7 @@ def report_plan(
     `budget_bytes`: of a device. `num_processes`: those that are there to run it.
     """
     costs, memory = model.costs(plan), model.memory(budget_bytes)
-    walks = [memory.walk(plan, rank) for rank in range(len(plan.actions))]
-    curves = [curve for curve, _ in walks]
+    curves = [memory.curve(plan, rank) for rank in range(len(plan.actions))]
     timeline = simulate(
         plan, costs,
         copies=None if plan.tiers == ON_DEVICE else costs,
@@ -174,22 +149,15 @@ def report_plan(
     )  # fmt: skip
     figures = measure(timeline, plan)
     return PlanReport(
-        plan=plan,
-        timeline=timeline,
-        figures=figures,
+        plan, timeline, figures,
         breakdown=_break_down(plan, model, costs, figures),
-        memory=tuple(
-            RankMemory(curve.peak, *(int(tier.max(initial=0)) for tier in (curve.host, curve.disk)))
-            for curve in curves
-        ),
-        traffic=tuple(traffic for _, traffic in walks),
         pool_idle_ratio=_pool_idle_ratio(plan, model),
         update_s=update_s(model, plan),
         budget_bytes=memory.device_budget_bytes,
         host_budget_bytes=int(model.hardware.host_bytes),
         num_processes=num_processes,
-        curves=tuple(curves),
-    )
+        memory=tuple(curves),
+    )  # fmt: skip
 
 
 def _break_down(
@@ -234,14 +202,13 @@ def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
         return 0.0
     gathers: Hidden = "gathers"
     costs = model.costs(plan, free=[gathers])
-    table = chunk_table(plan.chunks, model.shape, plan.sp_size, model.hardware.tile_tokens)
     times: dict[tuple[PassPart, int], Array] = defaultdict(lambda: np.zeros(len(plan.chunks)))
     for action, _ in _computing(plan):
         for part in costs.parts(action):
             times[part, action.stage][action.chunk] += 1
     busy_s = pool_s = 0.0
     for (part, stage), counts in times.items():
-        (seconds,) = costs.process_seconds((part,), stage, table)
+        (seconds,) = costs.process_seconds((part,), stage, costs.table)
         busy_s += float(seconds.mean(axis=0) @ counts)
         pool_s += float(seconds.max(axis=0) @ counts)
     return max(0.0, 1 - busy_s / pool_s) if pool_s else 0.0  # a mean of equals may round up

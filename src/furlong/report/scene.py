@@ -8,7 +8,7 @@ tells the kind of action. The colours of a group differ for the colour-blind too
 from __future__ import annotations
 
 import sys
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, pairwise
@@ -35,7 +35,7 @@ from furlong.simulate.clock import StepFigures, measure
 from furlong.timeline import Record, Timeline
 from furlong.units import count_words, format_bytes, format_count, format_seconds, plural
 
-SHARE_WORDS = {
+_SHARE_WORDS = {
     "forward": "forward",
     "backward": "backward",
     "recompute": "recompute",
@@ -54,9 +54,13 @@ def is_alone(plan: ChunkPlan) -> bool:
     return len(plan.actions) * plan.sp_size == 1
 
 
-def share_words(figures: StepFigures) -> str:
+def figure_words(figures: StepFigures) -> str:
     """The shares of the ranks' time, in words."""
-    shares = {SHARE_WORDS[name]: share for name, share in figures.shares().items()}
+    return share_words({_SHARE_WORDS[name]: share for name, share in figures.shares().items()})
+
+
+def share_words(shares: Mapping[str, float]) -> str:
+    """Shares by their words, without those that are nothing."""
     return "   ·   ".join(f"{word} {share:.1%}" for word, share in shares.items() if share >= 5e-4)
 
 
@@ -315,7 +319,7 @@ def _make_scene(panel: Panel, cut: dict[int, int], most_ranks: int) -> Scene:
     )
     several = "a rank's memory is that of the device that needs most" if plan.sp_size > 1 else ""
     note = "; ".join(filter(None, (panel.note, shown)))
-    lines = note, _batch_words(plan), share_words(figures), several
+    lines = note, _batch_words(plan), figure_words(figures), several
     return Scene(
         panel=panel,
         title="   ·   ".join(filter(None, title)),
@@ -404,7 +408,8 @@ def memory_steps(
     else:
         on_device, below = list(PARTS), ["host", "disk"]
         counted = np.column_stack([curve.device, curve.host, curve.disk])
-        used = counted[_places(settled, actions)]  # (records, parts and tiers)
+        places = {action: place for place, action in enumerate(actions)}
+        used = counted[[places[r.action] for r in settled]]  # (records, parts and tiers)
     rows = {0.0: used[0]}  # of several at one time the last stands
     for (one, own), (other, following) in pairwise(zip(settled, used, strict=True)):
         if one.stop_s < other.start_s:  # idle: what either had at work for itself is not there
@@ -420,14 +425,6 @@ def memory_steps(
     return Steps(tuple(rows), device), Steps(tuple(rows), lower_tiers)
 
 
-def _places(records: Sequence[Record], actions: Sequence[Action]) -> list[int]:
-    """The place of each record's action in the list of its rank; equal ones run in their order."""
-    places: dict[Action, deque[int]] = defaultdict(deque)
-    for place, action in enumerate(actions):
-        places[action].append(place)
-    return [places[record.action].popleft() for record in records]
-
-
 def hue(place: int) -> str:
     """The colour of the cut sequence at a place of `Scene.cut`."""
     return SEQUENCE_COLOURS[place % len(SEQUENCE_COLOURS)]
@@ -441,22 +438,13 @@ def _colour_chunks(plan: ChunkPlan, cut: Mapping[int, int]) -> tuple[ChunkLook, 
         slices = plan.chunks[index].slices
         if links:
             seq_id, position = links[0]
-            left = 1 - _done(plan, seq_id, position)
+            left = 1 - position / (len(plan.groups[seq_id]) - 1)
             looks.append(ChunkLook(tint(hues[seq_id], -DARKEST * left), seq_id))
         elif len(slices) == 1 and slices[0].seq_id in hues:
             looks.append(ChunkLook(hues[slices[0].seq_id], slices[0].seq_id))
         else:
             looks.append(ChunkLook(tones.get(index, PACKED_COLOURS[0]), None))
     return tuple(looks)
-
-
-def _done(plan: ChunkPlan, seq_id: int, position: int) -> float:
-    """Share of a cut sequence's chunks before one, where it branches of those on its longest
-    path: branches that are equally far from the start look alike."""
-    tree = plan.trees.get(seq_id)
-    if tree is None:
-        return position / (len(plan.groups[seq_id]) - 1)
-    return len(tree.path(position)) / max(len(tree.path(n)) for n in range(len(tree.parents)))
 
 
 def _tones(plan: ChunkPlan) -> dict[int, str]:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from furlong.cost.memory import PARTS, tier_of
+from furlong.cost.memory import PARTS
 from furlong.plan.passes import computed_late, passes
 from furlong.plan.plan import ChunkPlan, Forward, Keep, Recompute
-from furlong.plan.text import tiers_in_words
+from furlong.plan.text import KIND_WORDS, tiers_in_words
 from furlong.report.report import PlanReport, Wait
 from furlong.report.scene import (
     PART_WORDS,
-    SHARE_WORDS,
     choose_ranks,
+    figure_words,
     held_stages,
     is_alone,
     share_words,
@@ -28,22 +28,6 @@ from furlong.report.scene import (
 from furlong.simulate.clock import StepFigures
 from furlong.units import count_words, format_bytes, format_count, format_seconds
 
-BREAKDOWN_WORDS: dict[Wait, str] = {
-    "compute": "compute",
-    "all_to_all": "all-to-all",
-    "collectives": "collectives",
-    "copies": "copies",
-    "idle_and_p2p": "idle and P2P",
-}
-"""Words for the shares of a plan report's breakdown."""
-MOVED_WORDS = {
-    "kv": "K,V",
-    "kv_gradients": "dK,dV",
-    "inputs": "stage inputs",
-    "attention": "attention outputs",
-    "graphs": "graphs",
-}
-"""Words for the kinds of memory that may live in another tier."""
 _MAX_RANKS = 16
 _INDENT = 11
 _KEPT_WORDS: dict[Keep, str] = {
@@ -62,11 +46,7 @@ def line(name: str, text: str) -> str:
 def format_report(report: PlanReport) -> str:
     """The page of a plan: its chunks and actions, its seconds, its bytes."""
     plan, figures, alone = report.plan, report.figures, is_alone(report.plan)
-    breakdown = "   ·   ".join(
-        f"{BREAKDOWN_WORDS[name]} {share:.1%}"
-        for name, share in report.breakdown.items()
-        if share >= 5e-4
-    )
+    breakdown = share_words({_words(name): share for name, share in report.breakdown.items()})
     each = f" ({format_count(report.tokens_per_s / _num_devices(plan))} per device)"
     whose = "" if alone else "ranks' "
     update = report.update_s
@@ -80,9 +60,9 @@ def format_report(report: PlanReport) -> str:
         "layout": _layout_words(report),
         "step": f"{format_seconds(report.step_s)} predicted,"
         f" {format_count(report.tokens_per_s)} tokens/s{'' if alone else each}"
-        + (f"\n{format_seconds(update)} more for the optimizer" if update else ""),
+        + (f"\n{format_seconds(report.step_s + update)} with the optimizer" if update else ""),
         "bubble": f"{figures.bubble_ratio:.1%} of the {whose}time is no first forward and no"
-        f" backward\n{share_words(figures)}",
+        f" backward\n{figure_words(figures)}",
         "pool": _pool_words(report),
         "time": breakdown,
         "memory": _memory_words(report),
@@ -169,14 +149,16 @@ def _order_words(plan: ChunkPlan) -> str:
 
 def _traffic_words(report: PlanReport) -> list[str]:
     """A text per kind of memory that travels, over all ranks."""
-    sums: dict[str, list[int]] = {}
-    for traffic in report.traffic:
-        for kind, moved in traffic.by_kind().items():
-            name = f"{MOVED_WORDS[kind]}, {tier_of(traffic.tiers, kind)}"
-            sums[name] = [a + b for a, b in zip(sums.get(name, (0, 0)), moved, strict=True)]
+    written: Counter[str] = Counter()
+    read: Counter[str] = Counter()
+    for own in report.memory:
+        for kind, moved in own.traffic.to_json().items():
+            name = f"{KIND_WORDS[kind]}, {moved['tier']}"
+            written[name] += moved["written_bytes"]
+            read[name] += moved["read_bytes"]
     return [
-        f"{name}: {format_bytes(written)} written, {format_bytes(read)} read"
-        for name, (read, written) in sums.items()
+        f"{name}: {format_bytes(written[name])} written, {format_bytes(read[name])} read"
+        for name in written
     ]
 
 
@@ -209,7 +191,7 @@ def _pool_words(report: PlanReport) -> str:
 
 def _memory_words(report: PlanReport) -> str:
     """The rank that needs most, and what is left of its budget."""
-    peaks = [rank.device_bytes for rank in report.memory]
+    peaks = [rank.peak_bytes for rank in report.memory]
     left = report.budget_bytes - max(peaks)
     over = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
     peak, budget = f"peak {format_bytes(max(peaks))}", f"budget {format_bytes(report.budget_bytes)}"
@@ -222,18 +204,18 @@ def _memory_words(report: PlanReport) -> str:
 def _memory_table(report: PlanReport) -> list[str]:
     """A row for ranks with equal ones: the parts at their peak, their sum, the peaks of host and
     disk."""
-    parts = [part for part in PARTS if any(rank.parts[part] for rank in report.memory)]
+    peaks = [rank.peak for rank in report.memory]
+    parts = [part for part in PARTS if any(peak[part] for peak in peaks)]
     lower = {
         name: values
         for name in ("host", "disk")
-        if any(values := [getattr(rank, f"{name}_bytes") for rank in report.memory])
+        if any(values := [int(getattr(own, name).max(initial=0)) for own in report.memory])
     }
     names = [PART_WORDS.get(part, part) for part in parts]
     head = ["rank", "stages", *names, "device", *lower]
     ranks: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, held in enumerate(held_stages(report.plan)):
-        own = report.memory[rank]
-        values = [*(own.parts[part] for part in parts), own.device_bytes]
+        values = [*(peaks[rank][part] for part in parts), report.memory[rank].peak_bytes]
         values += [of_ranks[rank] for of_ranks in lower.values()]
         span = f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) if held else "-"
         ranks[span, *map(format_bytes, values)].append(rank)
@@ -269,23 +251,18 @@ def _num_devices(plan: ChunkPlan) -> int:
 
 
 def format_figures(figures: StepFigures) -> str:
-    """The step's time, its bubble ratio, and what each rank's time goes into."""
-    columns = {"rank": list(map(str, range(len(figures.ranks))))}
-    for name, word in SHARE_WORDS.items():
-        seconds = [getattr(rank, f"{name}_s") for rank in figures.ranks]
-        if any(s > 0 for s in seconds):
-            columns[word] = list(map(format_seconds, seconds))
+    """The step's time, its bubble ratio, what the ranks' time goes into, and the peaks of each."""
+    lines = [
+        f"step {format_seconds(figures.duration_s)}, bubble {figures.bubble_ratio:.2%} "
+        "(time without a first forward or a backward)",
+        figure_words(figures),
+    ]
     for word, peaks in (
         ("device peak", figures.peak_device_bytes), ("host and disk peak", figures.peak_host_bytes),
     ):  # fmt: skip
         if any(peaks):
-            columns[word] = list(map(format_bytes, peaks))
-    lines = [
-        f"step {format_seconds(figures.duration_s)}, bubble {figures.bubble_ratio:.2%} "
-        "(time without a first forward or a backward)",
-        share_words(figures),
-    ]
-    return "\n".join([*lines, *align([list(columns), *zip(*columns.values(), strict=True)])])
+            lines.append(f"{word} of each rank: {', '.join(map(format_bytes, peaks))}")
+    return "\n".join(lines)
 
 
 def align(rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> list[str]:
@@ -303,7 +280,7 @@ def align(rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> list[
 
 _WIDTH = 160
 """Most characters of a reason for having no plan; `--json` has all of it."""
-_SHARES = {name: word for name, word in BREAKDOWN_WORDS.items() if name != "compute"}
+_WAITS: tuple[Wait, ...] = ("all_to_all", "collectives", "copies", "idle_and_p2p")
 """Columns of the time in which nothing is computed."""
 
 
@@ -323,10 +300,10 @@ def format_comparison(rows: Sequence[Row]) -> str:
     planned = _by_time(rows)
     table = [[
         "method", "dp x sp x pp", "runs here", "s/step", "vs best", "tokens/s", "bubble",
-        "idle in pools", *_SHARES.values(), "peak", "dials",
+        "idle in pools", *map(_words, _WAITS), "peak", "dials",
     ]]  # fmt: skip
     for row, report in planned:
-        shares = [report.breakdown[name] for name in _SHARES]
+        shares = [report.breakdown[name] for name in _WAITS]
         layout = " x ".join(str(report.layout[name]) for name in ("dp", "sp", "pp"))
         table.append([
             row.method, layout, "no" if report.missing else "yes",
@@ -359,6 +336,10 @@ def comparison_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
     refused = [row for row in rows if row.report is None]
     return values + [{"method": row.method, "refusal": row.refusal} for row in refused]
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _by_time(rows: Sequence[Row]) -> list[tuple[Row, PlanReport]]:
