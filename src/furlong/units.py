@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _BYTES_PER_UNIT = {
     "": 1, "B": 1,
@@ -24,14 +25,7 @@ def parse_bytes(text: str | int) -> int:
 
 def format_bytes(num_bytes: float) -> str:
     """`1.5 GiB`: three significant digits in the largest binary unit that is not below one."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= size:
-            return (
-                f"{num_bytes / size:.3g} {unit}"
-                if num_bytes < 999.5 * size
-                else f"{num_bytes / size:.0f} {unit}"
-            )
-    return f"{num_bytes:.0f} B"
+    return _scaled(num_bytes, 1024, (" KiB", " MiB", " GiB", " TiB"), " B")
 
 
 def format_seconds(seconds: float) -> str:
@@ -47,12 +41,16 @@ def format_seconds(seconds: float) -> str:
 
 def format_count(count: float) -> str:
     """`812`, `16.4K`, `1.3M`: tokens and parameters, three significant digits."""
-    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("K", 10**3)):
-        if abs(count) >= size:
-            return (
-                f"{count / size:.3g}{unit}" if count < 999.5 * size else f"{count / size:.0f}{unit}"
-            )
-    return f"{count:.0f}"
+    return _scaled(count, 1000, ("K", "M", "G", "T"), "")
+
+
+def _scaled(value: float, base: int, units: Sequence[str], single: str) -> str:
+    for power, unit in reversed([*enumerate(units, 1)]):
+        size = base**power
+        if abs(value) >= size:
+            scaled = value / size
+            return f"{scaled:.3g}{unit}" if value < 999.5 * size else f"{scaled:.0f}{unit}"
+    return f"{value:.0f}{single}"
 
 
 def count_words(number: int, noun: str) -> str:

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from furlong.cli.main import main
+from furlong.cli.plan import parse_flags
+from furlong.cli.question import question_of
 from furlong.cost.shape import known_models
 from furlong.plan.check import check
 from furlong.plan.text import load_plan, save_plan
+from furlong.planners.search import METHODS
 
 MIXED = [9000, 3000, 700, 300, 120, 90]
 QUICK = ["--chunks.method=chunkflow"]
@@ -70,7 +73,7 @@ def test_prints_what_was_chosen_and_why(lengths, monkeypatch, capsys):
 
 def test_json_is_one_object_with_everything(lengths, tmp_path, capsys):
     flags = ["--devices", "2", "--json", "--out", str(tmp_path / "plan.json")]
-    assert plan(lengths, *flags) == 0
+    assert plan(lengths, *QUICK, *flags) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["batch"]["num_tokens"] == sum(MIXED)
     assert values["tokens_per_s"] == pytest.approx(sum(MIXED) / values["step_s"])
@@ -146,58 +149,41 @@ def test_what_a_plan_was_made_for_is_checked_or_comes_from_flags(lengths, tmp_pa
 
 def test_dials_that_are_given_are_kept(lengths, capsys):
     flags = ["--chunks.size", "3000", "--chunks.num_retained", "2", "--chunks.keep", "kv"]
-    assert plan(lengths, *flags, "--parallel.pp", "2", "--json") == 0
+    assert plan(lengths, *QUICK, *flags, "--parallel.pp", "2", "--json") == 0
     values = json.loads(capsys.readouterr().out)
     assert values["layout"]["pp"] == 2
     assert values["dials"].items() >= {"size": 3000, "num_retained": 2, "keep": "kv"}.items()
-    flags = ["--devices", "2", "--chunks.order=layer-first", "--chunks.stage_layers=3"]
-    assert plan(lengths, *flags, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["dials"]["stage_layers"] == 3
 
 
-def test_a_batch_is_drawn_by_the_seed(lengths, capsys):
-    drawn = []
-    for seed in ("0", "0", "1"):
-        assert plan(lengths, *QUICK, "--sequences", "3", "--train.seed", seed, "--json") == 0
-        drawn.append(json.loads(capsys.readouterr().out)["batch"])
+def batch_of(lengths, *flags):
+    asked = [f"--lengths={lengths}", "--model.name=Qwen2.5-0.5B", "--hardware=RTX4090", *flags]
+    return question_of(parse_flags(asked)).batch
+
+
+def test_a_batch_is_drawn_by_the_seed(lengths):
+    drawn = [
+        batch_of(lengths, "--sequences", "3", "--train.seed", seed) for seed in ("0", "0", "1")
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert drawn[0]["num_sequences"] == 3
-    assert "the longest of the 6" in drawn[0]["source"]
-    assert all(batch["longest_tokens"] == max(MIXED) for batch in drawn)
-    assert plan(lengths, *QUICK, "--data.max_seq_len", "1000", "--json") == 0
-    batch = json.loads(capsys.readouterr().out)["batch"]
-    assert batch["num_sequences"] == 4
-    assert "2 longer ones left out" in batch["source"]
-
-
-def test_presets_and_config_files_need_no_data(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(known_models()["Qwen2.5-0.5B"]["config"]))
-    flags = ["--sequences", "8", "--data.max_seq_len", "4096", "--json"]
-    assert plan("wikipedia", *flags, model=str(tmp_path)) == 0
-    batch = json.loads(capsys.readouterr().out)["batch"]
-    assert batch["num_sequences"] == 8
-    assert batch["source"] == (
-        "drawn from the preset wikipedia of at most 4,096 tokens with seed 0"
-    )
+    assert "the longest of the 6" in drawn[0].source
+    assert all(len(b.seq_lens) == 3 and max(b.seq_lens) == max(MIXED) for b in drawn)
+    batch = batch_of(lengths, "--data.max_seq_len", "1000")
+    assert len(batch.seq_lens) == 4 and "2 longer ones left out" in batch.source
+    batch = batch_of("wikipedia", "--sequences", "8", "--data.max_seq_len", "4096")
+    assert len(batch.seq_lens) == 8
+    assert batch.source == "drawn from the preset wikipedia of at most 4,096 tokens with seed 0"
 
 
 def test_compares_every_method(lengths, tmp_path, capsys):
-    from furlong.planners.search import METHODS
-
-    flags = ["--compare", "--devices", "2", "--parallel.pp", "2"]
-    assert plan(lengths, *flags, "--picture", str(tmp_path / "c.svg")) == 0
-    printed = capsys.readouterr().out
-    lines = printed.splitlines()
-    assert {m for m in METHODS if any(m in line for line in lines)} == set(METHODS)
-    assert "seco: no plan: chunks.method = seco with pp 2" in printed
-    picture = (tmp_path / "c.svg").read_text()
-    assert picture.count("limit of device memory") == 1
     lengths.write_text('{"version": 1, "lengths": [900, 300, 90]}')
-    assert plan(lengths, *flags, "--json") == 0
+    flags = ["--compare", "--devices", "2", "--parallel.pp", "2"]
+    assert plan(lengths, *flags, "--json", "--picture", str(tmp_path / "c.svg")) == 0
     methods = json.loads(capsys.readouterr().out)["methods"]
-    assert {method["method"] for method in methods} == {"auto", *METHODS}
     by_name = {method["method"]: method for method in methods}
+    assert by_name.keys() == {"auto", *METHODS}
     assert by_name["auto"]["relative"] <= 1.01
+    assert by_name["seco"]["refusal"].startswith("chunks.method = seco with pp 2")
+    assert (tmp_path / "c.svg").read_text().count("limit of device memory") == 1
 
 
 @pytest.mark.parametrize(
@@ -256,7 +242,7 @@ def run_file(tmp_path):
 def test_a_run_file_takes_its_own_lengths_batch_seed_and_model(run_file, lengths, capsys):
     counted = run_file.with_name("run.lengths.json")
     counted.write_text(lengths.read_text())
-    assert main(["plan", str(run_file), "--hardware", "RTX4090", "--json"]) == 0
+    assert main(["plan", str(run_file), *QUICK, "--hardware", "RTX4090", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["batch"]["num_sequences"] == 4
     assert values["batch"]["source"] == (

@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.cli.output import check_replaced, tell_loading
+from furlong.cli.output import check_output, tell_loading, writing
 from furlong.config.sources import FlagParser, is_run_file, load_run
-from furlong.errors import ConfigError
+from furlong.report.text import align
 from furlong.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from furlong.calibrate.run import CalibrationOutcome
-    from furlong.config.schema import RunConfig
     from furlong.cost.machine import Machine
 
 _DTYPES = ("bfloat16", "float32", "float64")
@@ -46,32 +43,33 @@ _PASSES = {
 
 def run(arguments: Sequence[str]) -> int:
     chosen = _parse(arguments)
-    config = _run_config(chosen.subject)
+    subject: str | None = chosen.subject
+    config = load_run(subject) if subject is not None and is_run_file(subject) else None
     dtype = chosen.dtype or (config.model.dtype if config else "float32")
-    disk_dir = _disk_dir(chosen, config)
+    # that for temporary files is often in RAM
+    disk_dir = chosen.disk_dir or (config.memory.disk_dir if config else None) or "."
     if chosen.out is not None:
-        check_place(chosen.out, "--out")
+        check_place(chosen.out)
     # torch and transformers are loaded when the command line has been found sound.
     tell_loading()
-    from rich.console import Console
-
     from furlong.calibrate.measure import processes
-    from furlong.calibrate.run import calibrate, device_of, spec_of
+    from furlong.calibrate.run import calibrate, config_of, default_config, device_of, spec_of
+    from furlong.kv.disk import NamelessFile
 
     device = device_of(chosen.device)
     out = chosen.out or spec_of(device).calibration_file(dtype)
-    check_place(out, "the user's cache folder")
-    _check_disk_dir(disk_dir, "--disk-dir" if chosen.disk_dir else "memory.disk_dir")
-    console = Console()
+    check_place(out)
+    folder = Path(disk_dir).expanduser()
+    NamelessFile(folder).close()  # raises ConfigError where the tier disk could have no file
+    model = config.model.name if config else subject
     with processes(device) as is_first:
         outcome = calibrate(
-            _model_config(chosen.subject, config), dtype=dtype, device=device, disk_dir=disk_dir,
-            tell=lambda words: console.print(words, style="dim") if is_first else None,
+            default_config() if model is None else config_of(model), dtype=dtype, device=device,
+            disk_dir=folder, tell=lambda words: print(words, flush=True) if is_first else None,
         )  # fmt: skip
     if not is_first:
         return 0
-    for table in tables(outcome):
-        console.print(table)
+    print("\n\n".join(tables(outcome)))
     outcome.machine.save(out, dtype)
     print(f"calibration written to {out}")
     if chosen.out is None:
@@ -79,60 +77,45 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def check_place(file: Path, source: str) -> None:
+def check_place(file: Path) -> None:
     """Make the folder of a calibration's file. Raises ConfigError where it cannot be written."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with writing(file):
         existed = file.exists()
-        with file.open("a", encoding="utf-8"):
-            pass
+        file.open("a", encoding="utf-8").close()
         if not existed:
             file.unlink()
-    except OSError as error:
-        raise ConfigError(
-            given=f"{file}: {error.strerror}",
-            required="a file that can be written",
-            source=source,
-            change="give another place: --out FILE.json, or make the folder writable",
-        ) from error
 
 
-def tables(outcome: CalibrationOutcome) -> list[Table]:
+def tables(outcome: CalibrationOutcome) -> list[str]:
     """All that a calibration has to show: rates, residuals, predictions beside measurements."""
     rates = [
-        (_WORDS.get(name, f"link: {name}"), _shown(name, value, outcome.machine))
+        [_WORDS.get(name, f"link: {name}"), _shown(name, value, outcome.machine)]
         for name, value in outcome.machine.measurements().items()
         if not name.endswith("_error")
     ]
     passes = [
-        (_PASSES.get(name, name), str(len(errors)), f"{statistics.median(map(abs, errors)):.1%}",
-         f"{max(map(abs, errors)):.1%}")
+        [_PASSES.get(name, name), str(len(errors)), f"{statistics.median(map(abs, errors)):.1%}",
+         f"{max(map(abs, errors)):.1%}"]
         for name, errors in outcome.residuals.items()
     ]  # fmt: skip
-    plans: dict[bool, list[Sequence[str]]] = {False: [], True: []}
+    plans: dict[bool, list[list[str]]] = {False: [], True: []}
     for result in outcome.results:
         measured = result.measured
-        plans[result.trial.held_out].append((
+        plans[result.trial.held_out].append([
             str(result.trial), format_seconds(measured.step_s), format_seconds(result.predicted_s),
             f"{result.time_error:+.1%}", format_bytes(measured.peak_bytes),
             format_bytes(result.predicted_bytes), f"{result.memory_error:+.1%}",
-        ))  # fmt: skip
-    heads = ("plan", "step", "predicted", "error", "peak", "predicted", "error")
+        ])  # fmt: skip
+    heads = ["step", "predicted", "error", "peak", "predicted", "error"]
     return [
-        _table("fitted", ("term", "measured"), rates),
-        _table("residuals", ("pass", "actions", "median", "worst"), passes),
-        _table("plans that were fitted", heads, plans[False]),
-        _table("plans that the fit has not seen", heads, plans[True]),
+        "\n".join(align([head, *rows], left=head[:1]))
+        for head, rows in (
+            (["fitted", "measured"], rates),
+            (["residuals", "actions", "median", "worst"], passes),
+            (["plans that were fitted", *heads], plans[False]),
+            (["plans that the fit has not seen", *heads], plans[True]),
+        )
     ]
-
-
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    from rich.table import Table
-
-    table = Table(*heads, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _shown(name: str, value: Any, machine: Machine) -> str:
@@ -179,47 +162,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="where to write, .json (default: in the user's cache folder, where it is found again)",
     )  # fmt: skip
     chosen = parser.parse_args(arguments)
-    if chosen.out is not None and chosen.out.suffix.lower() != ".json":
-        raise ConfigError(
-            given=f"--out {chosen.out}",
-            required="a name that ends in .json",
-            source="the command line",
-            change="give the file another ending",
-        )
     if chosen.out is not None:
-        check_replaced(chosen.out, "--out", "hardware", "version")
+        check_output(chosen.out, "--out", (".json",), "hardware", "version")
     return chosen
-
-
-def _run_config(subject: str | None) -> RunConfig | None:
-    return load_run(subject) if subject is not None and is_run_file(subject) else None
-
-
-def _disk_dir(chosen: argparse.Namespace, config: RunConfig | None) -> Path:
-    """The folder of the flag, of the run, or the current one: that for temporary files is often
-    in RAM."""
-    named = chosen.disk_dir or (config.memory.disk_dir if config else None)
-    return Path(named or ".").expanduser()
-
-
-def _check_disk_dir(folder: Path, source: str) -> None:
-    """Raises ConfigError, before anything is measured, where the disk tier could have no file."""
-    from furlong.kv.disk import NamelessFile
-
-    try:
-        NamelessFile(folder).close()
-    except ConfigError as error:
-        raise ConfigError(
-            given=error.given,
-            required="a folder on a disk, which can be written to",
-            source=source if folder != Path(".") else "the current folder",
-            change="name a folder on the drive that runs will use: --disk-dir FOLDER",
-        ) from error
-
-
-def _model_config(subject: str | None, config: RunConfig | None) -> Any:
-    from furlong.calibrate.run import config_of, default_config
-
-    if subject is None:
-        return default_config()
-    return config_of(config.model.name if config else subject)

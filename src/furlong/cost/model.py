@@ -45,7 +45,6 @@ from furlong.plan.passes import passes
 from furlong.plan.plan import (
     COMPUTING,
     ON_DEVICE,
-    ONE_DEVICE,
     Action,
     Backward,
     Chunk,
@@ -89,29 +88,6 @@ class CostModel:
         difference tells how long actions wait for them."""
         return PlanCosts(self, plan, free)
 
-    def pass_seconds(
-        self,
-        parts: tuple[PassPart, ...],
-        table: ChunkTable,
-        stages: tuple[int, ...],
-        stage: int,
-        *,
-        layout: Layout = ONE_DEVICE,
-        kv: Tier = "device",
-        free: Collection[Hidden] = (),
-    ) -> Array:
-        """(P, S, C) seconds of parts of passes through `stage`, for any table's chunks, on every
-        process of a sequence-parallel group. No plan is needed.
-
-        `stages`: layers of each stage. `layout`: sp as the table has it; where pp is not the number
-        of stages, all are on the first rank. `kv`: the tier of stored K,V. A pass is as slow as its
-        slowest process: the maximum over the second axis.
-        """
-        first = stage if layout.pp == len(stages) else 0
-        ranks = tuple(range(first, layout.dp * layout.pp, layout.pp))
-        own = self.stage_seconds(stages, stage, layout=layout, ranks=ranks, kv=kv, free=free)
-        return own.pass_seconds(parts, table)
-
     def cell_seconds(
         self,
         chunks: Sequence[Chunk],
@@ -129,9 +105,8 @@ class CostModel:
         seconds = np.zeros((len(stages), len(chunks), 2))
         for stage, layers in enumerate(recompute_layers or [0] * len(stages)):
             forward, backward = cell_parts(stages, stage, layers)
-            of_parts = self.pass_seconds(
-                forward + backward, table, stages, stage, layout=layout, kv=kv, free=free
-            ).max(axis=1)
+            own = self.stage_seconds(stages, stage, layout=layout, ranks=(stage,), kv=kv, free=free)
+            of_parts = own.pass_seconds(forward + backward, table).max(axis=1)
             seconds[stage, :, 0] = of_parts[: len(forward)].sum(axis=0)
             seconds[stage, :, 1] = of_parts[len(forward) :].sum(axis=0)
         return seconds

@@ -15,7 +15,7 @@ cell is a number, stage * num_chunks + chunk, so that its neighbours are one add
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import inf
 from typing import Protocol
@@ -95,9 +95,9 @@ def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
         "a Backward ends its cell, and no graph is left over": _after_the_end,  # I8
         "every message that is sent is received, in the same order": _unpaired_messages,  # I9
         "a Reduce follows the last Backward of its stage on its rank, once": _odd_reduces,
-        "the ranks of a stage issue its collectives in the same order": _unequal_collectives,
+        "the ranks of a stage issue its collectives, and passes that gather weights, in one order":
+            _unequal_collectives,
         "parameters are unsharded while they are used": _used_while_sharded,
-        "ranks that gather weights with every pass run the same passes of a stage": _out_of_step,
         "no rank waits for ever": _stalls,  # I10
     }.items():
         for why, at in breaks(grid):
@@ -565,11 +565,25 @@ def _odd_reduces(grid: Grid) -> Breaks:
 
 
 def _unequal_collectives(grid: Grid) -> Breaks:
-    """I9. The ranks of a stage issue the same collectives in the same order."""
-    entries = ((at, type(action)) for at, action, _ in grid.each(*ON_PARAMETERS))
-    yield from _unequal_in_stages(
-        grid, entries, lambda _: "the other ranks of the stage issue fewer"
-    )
+    """I9. The ranks of a stage issue its collectives in the same order. Where each pass gathers its
+    weights, passes are collectives too: in FSDP2 one too many hangs, and one the other way round
+    computes with the weights of other layers, silently."""
+    lists: dict[int, dict[int, _Entries]] = defaultdict(lambda: defaultdict(list))
+    for at, (action, rank, way) in enumerate(
+        zip(grid.actions, grid.ranks, grid.ways(), strict=True)
+    ):
+        if grid.plan.regathers and isinstance(action, (Unshard, Reshard)):
+            yield "no stage of this plan is unsharded for longer", at
+        if way or isinstance(action, ON_PARAMETERS):
+            lists[action.stage][rank].append((at, way or type(action)))
+    for stage, by_rank in lists.items():
+        first, *others = sorted(grid.members[stage])
+        for rank in others:
+            yield from _unequal(grid, (first, rank), (by_rank[first], by_rank[rank]), _lacks)
+
+
+def _lacks(rank: int) -> str:
+    return f"rank {rank} issues fewer; a dummy chunk would fill up passes that gather weights"
 
 
 def _used_while_sharded(grid: Grid) -> Breaks:
@@ -586,32 +600,6 @@ def _used_while_sharded(grid: Grid) -> Breaks:
             unsharded[key] = isinstance(action, Unshard)
         elif not unsharded.get(key, True):
             yield f"stage {action.stage} is not unsharded here", at
-
-
-def _out_of_step(grid: Grid) -> Breaks:
-    """I9. Where each pass gathers the weights of its stage, the ranks of a stage go through it in
-    the same order of forwards and backwards. In FSDP2 a pass too many hangs, and one the other way
-    round computes with the weights of other layers, silently."""
-    for at, _, _ in grid.each(Unshard, Reshard) if grid.plan.regathers else ():
-        yield "no stage of this plan is unsharded for longer", at
-    entries = ((at, way) for at, way in enumerate(grid.ways()) if way)
-    yield from _unequal_in_stages(
-        grid, entries,
-        lambda rank: f"rank {rank} has no pass to meet it; a dummy chunk would fill its list up",
-    )  # fmt: skip
-
-
-def _unequal_in_stages(
-    grid: Grid, entries: Iterable[tuple[int, object]], lacks: Callable[[int], str]
-) -> Breaks:
-    """The places where the lists of a stage's first rank and of another one differ."""
-    lists: dict[int, dict[int, _Entries]] = defaultdict(lambda: defaultdict(list))
-    for at, value in entries:
-        lists[grid.actions[at].stage][grid.ranks[at]].append((at, value))
-    for stage, by_rank in lists.items():
-        first, *others = sorted(grid.members[stage])
-        for rank in others:
-            yield from _unequal(grid, (first, rank), (by_rank[first], by_rank[rank]), lacks)
 
 
 def _unequal(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from furlong.errors import ConfigError
+from furlong.files import os_errors_told, write_text
 
 VERSION = 1
 MAX_TOKENS = 2**31
@@ -101,18 +101,12 @@ def draw_lengths(lengths: Lengths, count: int, seed: int) -> tuple[int, ...]:
 def write_lengths(file: Path, lengths: Lengths) -> None:
     """Writes the file whole or not at all. Raises ConfigError."""
     text = json.dumps({"version": VERSION, "lengths": [list(pair) for pair in lengths.counts]})
-    aside = file.with_name(f".{file.name}.partial")
-    try:
+    required, source = "a file that can be written", "the place for the lengths"
+    with os_errors_told(
+        ConfigError, required=required, source=source, or_else=", or choose another file"
+    ):
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text + "\n", encoding="utf-8")
-        os.replace(aside, file)
-    except OSError as error:
-        raise ConfigError(
-            given=f"{file}: {error.strerror}",
-            required="a file that can be written",
-            source="the place for the lengths",
-            change="choose another file or make space",
-        ) from error
+        write_text(file, text + "\n")
 
 
 def read_lengths(file: Path) -> Lengths:
@@ -132,28 +126,19 @@ def read_lengths(file: Path) -> Lengths:
         if any(type(value) is not int or value < 1 for value in (seq_len, count)):
             raise _unreadable(file, f"{json.dumps(entry)[:60]} among its lengths")
         if seq_len > MAX_TOKENS:
-            raise _too_much(file, f"a sequence of {seq_len:.4g} tokens", f"{MAX_TOKENS:,} tokens")
+            raise _unreadable(file, f"a sequence of {seq_len:.4g} tokens, more than {MAX_TOKENS:,}")
         counted[seq_len] += count
     if not counted:
         raise _unreadable(file, "no lengths")
     if counted.total() > MAX_SEQUENCES:
-        number = f"{counted.total():.4g} sequences"
-        raise _too_much(file, number, f"{MAX_SEQUENCES:,} sequences; a sample of them does as well")
+        most = f"more than {MAX_SEQUENCES:,}: a sample of them does as well"
+        raise _unreadable(file, f"{counted.total():.4g} sequences, {most}")
     return Lengths(tuple(sorted(counted.items())))
 
 
 def _exponent(seq_len: int) -> int:
     """The exponent of the power of two at the upper end of the bucket that holds `seq_len`."""
     return (max(seq_len, FIRST_BUCKET_TOKENS) - 1).bit_length()
-
-
-def _too_much(file: Path, given: str, most: str) -> ConfigError:
-    return ConfigError(
-        given=f"{given} in {file}",
-        required=f"at most {most}",
-        source="the file of lengths",
-        change="count the lengths again, or mend the number",
-    )
 
 
 def _unreadable(file: Path, reason: str) -> ConfigError:

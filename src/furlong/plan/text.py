@@ -287,17 +287,11 @@ def _require_fields(values: Any, expected: set[str], name: str) -> None:
 
 
 _T = TypeVar("_T")
-_REQUIRED: dict[type, str] = {
-    bool: "true or false",
-    int: "whole numbers",
-    str: "a list of short texts",
-    list: "one list of texts per rank",
-}
 
 
 def _all(kind: type[_T], values: Any, name: str) -> tuple[_T, ...]:
     """The values of a list, all of one kind."""
     # bool is an int to Python, and true no length to us
     if not isinstance(values, list) or any(type(value) is not kind for value in values):
-        raise _unreadable(f"{name} = {values!r:.80}", _REQUIRED[kind])
+        raise _unreadable(f"{name} = {values!r:.80}", f"values of type {kind.__name__}")
     return tuple(values)

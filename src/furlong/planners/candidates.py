@@ -416,9 +416,10 @@ class TimeEstimate:
         """Seconds of a part of a pass for the first n chunks, by n."""
         key = stages, stage, part
         if key not in self._sums:
-            seconds = self._model.pass_seconds(
-                (part,), self._table, stages, stage, layout=Layout(sp=self._sp_size)
+            own = self._model.stage_seconds(
+                stages, stage, layout=Layout(sp=self._sp_size), ranks=(0,)
             )
+            seconds = own.pass_seconds((part,), self._table)
             self._sums[key] = [0.0, *np.cumsum(seconds[0, 0]).tolist()]
         return self._sums[key]
 
