@@ -73,7 +73,7 @@ def test_prints_what_was_chosen_and_why(lengths, monkeypatch, capsys):
 
 def test_json_is_one_object_with_everything(lengths, tmp_path, capsys):
     flags = ["--devices", "2", "--json", "--out", str(tmp_path / "plan.json")]
-    assert plan(lengths, *QUICK, *flags) == 0
+    assert plan(lengths, *flags) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["batch"]["num_tokens"] == sum(MIXED)
     assert values["tokens_per_s"] == pytest.approx(sum(MIXED) / values["step_s"])

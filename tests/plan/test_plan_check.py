@@ -236,7 +236,7 @@ BROKEN = [
     # a pass less, one more, two swapped; the first difference is shown on the second rank
     (IN_STEP, both(change("F0.0 kv", "F0.0 all"), drop("R0.0")), SAME, "F5.0 all"),
     (IN_STEP, move("B5.0", "reduce 0", rank=1), SAME, "R6.0"),
-    (IN_STEP, handed_over("F5.0 all", "B5.0", to=0), SAME, "F2.0 all"),
+    (IN_STEP, handed_over("F5.0 all", "B5.0", to=0), SAME, "reduce 0"),
     (IN_STEP, both(insert("unshard 0", "F0.0 kv"),
      insert("unshard 0", "F4.0 input", rank=1)), SAME, "unshard 0"),
     (PIPELINES_IN_STEP, move("R0.0", "recv gradient 1.1 from 1"), SAME, "B4.0"),

@@ -34,9 +34,9 @@ from furlong.report.scene import (
     ink_on,
     make_scenes,
     memory_steps,
+    save_trace,
     tint,
 )
-from furlong.report.trace import save_trace
 from furlong.simulate.clock import simulate
 from furlong.timeline import Record, Timeline
 from furlong.units import format_bytes

@@ -43,7 +43,7 @@ from furlong.planners.search import METHODS, best_plan, own_methods
 from furlong.planners.spaco import Sampling, num_drawn, one_draw, sampling_in_words
 from furlong.report.patience import Tell, patience
 from furlong.report.report import PlanReport, report_plan
-from furlong.report.scene import Panel
+from furlong.report.scene import Panel, save_trace
 from furlong.report.text import (
     Row,
     comparison_json,
@@ -53,7 +53,6 @@ from furlong.report.text import (
     line,
     runs_words,
 )
-from furlong.report.trace import save_trace
 from furlong.simulate.clock import measure
 from furlong.timeline import MEASURED, read_measured
 from furlong.train.choose_plan import choose_plan
@@ -101,8 +100,15 @@ def run(arguments: Sequence[str]) -> int:
     own, subject = flags.own, flags.own.subject
     if subject is None or is_run_file(subject):
         with patience("comparing methods" if own.compare else "searching for a plan") as tell:
-            show = _show_smallest if own.smallest else _show_fastest
-            (_show_comparison if own.compare else show)(flags, tell)
+            if own.compare:
+                _show_comparison(flags, tell)
+            elif own.smallest:
+                _show_smallest(flags, tell)
+            else:
+                tell("reading what is to be planned")
+                question = question_of(flags)
+                tell("")
+                _show_found(find(question, tell), question, own, tell)
         return 0
     for name in sorted(flags.names):
         if not name.startswith(_OF_A_PLAN):
@@ -221,14 +227,6 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     return Found(decision, method, report)
 
 
-def _show_fastest(flags: RunFlags, tell: Tell) -> None:
-    """The fastest plan that fits of what the command line asks for. Raises ConfigError."""
-    tell("reading what is to be planned")
-    question = question_of(flags)
-    tell("")
-    _show_found(find(question, tell), question, flags.own, tell)
-
-
 def _show_found(
     found: Found, question: PlanQuestion, chosen: Namespace, tell: Tell, smallest: str = ""
 ) -> None:
@@ -251,9 +249,14 @@ def _show_found(
         "runs here": runs_words(report, question.model.hardware.name),
         "auto": decision.words,
         "parallel": decision.layout_words,
-        "search": _search_words(answer) if answer else "",
         "smallest": smallest,
     }
+    if answer is not None:
+        below["search"] = (
+            f"{count_words(len(answer.tried), 'candidate')} fit and were timed;"
+            f" {len(answer.refused)} did not fit, {answer.num_pruned} were left out by their"
+            f" bounds ({format_seconds(answer.seconds)})"
+        )
     tell("drawing it")
     _show_page(report, chosen, above, below, values)
     if chosen.out is not None:
@@ -262,14 +265,6 @@ def _show_found(
         if not chosen.json:
             print(f"wrote {chosen.out}")
     _draw([report.panel(method, found.words)], chosen)
-
-
-def _search_words(answer: Answer) -> str:
-    return (
-        f"{count_words(len(answer.tried), 'candidate')} fit and were timed;"
-        f" {len(answer.refused)} did not fit, {answer.num_pruned} were left out by their bounds"
-        f" ({format_seconds(answer.seconds)})"
-    )
 
 
 def _search_values(answer: Answer) -> dict[str, Any]:
@@ -281,15 +276,11 @@ def _search_values(answer: Answer) -> dict[str, Any]:
         next_best = {
             "method": one.method, "layout": asdict(one.layout), "dials": dials, "step_s": step_s,
         }  # fmt: skip
-    return {
-        "next_best": next_best,
-        "search": {
-            "num_tried": len(answer.tried),
-            "num_refused": len(answer.refused),
-            "num_pruned": answer.num_pruned,
-            "seconds": answer.seconds,
-        },
-    }
+    search = {
+        "num_tried": len(answer.tried), "num_refused": len(answer.refused),
+        "num_pruned": answer.num_pruned, "seconds": answer.seconds,
+    }  # fmt: skip
+    return {"next_best": next_best, "search": search}
 
 
 def _sample_words(plan: ChunkPlan, sampling: Sampling) -> str:
@@ -382,7 +373,10 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
         try:
             found = find(question, _telling(name, tell), name)
         except (UserError, PlanError) as error:
-            rows.append(Row(name, refusal=_reason(error)))
+            reason = str(error).splitlines()[0]
+            if isinstance(error, UserError):
+                reason = f"{error.given}; required: {error.required}; to mend it: {error.change}"
+            rows.append(Row(name, refusal=reason))
             continue
         method, report = found.method, found.report
         words = found.dials if method == name else ": ".join(filter(None, (method, found.dials)))
@@ -410,12 +404,6 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
 
 def _telling(what: str, tell: Tell) -> Tell:
     return lambda words: tell(f"{what}: {words}" if words else what)
-
-
-def _reason(error: UserError | PlanError) -> str:
-    if isinstance(error, UserError):
-        return f"{error.given}; required: {error.required}; to mend it: {error.change}"
-    return str(error).splitlines()[0]
 
 
 def _show_saved(file: str, flags: RunFlags) -> None:

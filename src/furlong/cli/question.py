@@ -344,20 +344,22 @@ def _count(config: RunConfig) -> Lengths:
 
 
 def _check_count(count: int, source: str) -> None:
-    if not 1 <= count <= MAX_BATCH:
-        raise refusal(
-            f"{count:,} sequences of {source} in one step",
-            f"at least 1 and at most {MAX_BATCH:,}",
-            "say how many a step takes with --sequences N",
-            "the batch to plan: all sequences of a file of lengths, else train.sequences_per_step",
-        )  # fmt: skip
+    _check_at_most(
+        MAX_BATCH, count, f"sequences of {source} in one step",
+        "say how many a step takes with --sequences N",
+        "the batch to plan: all sequences of a file of lengths, else train.sequences_per_step",
+    )  # fmt: skip
 
 
 def check_num_devices(num_devices: int, source: str) -> None:
     """Raise ConfigError for a number of devices that cannot be planned for."""
-    if not 1 <= num_devices <= MAX_DEVICES:
-        required = f"at least 1 and at most {MAX_DEVICES:,}"
-        raise refusal(f"{num_devices:,} devices", required, "use another number of devices", source)
+    _check_at_most(MAX_DEVICES, num_devices, "devices", "use another number of devices", source)
+
+
+def _check_at_most(most: int, number: int, noun: str, change: str, source: str) -> None:
+    if not 1 <= number <= most:
+        required = f"at least 1 and at most {most:,}"
+        raise refusal(f"{number:,} {noun}", required, change, source)
 
 
 def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunConfig:

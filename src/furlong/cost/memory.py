@@ -32,6 +32,7 @@ a GPU the tier host has buffers there for all of a step, which blocks of K,V are
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -533,11 +534,11 @@ class _Walk:
         self.add("gradients", state.gradients + unreduced)
         self.add("optimizer", state.optimizer)
         heap = memory.heap_bytes(plan, self._rank)
-        collective = training.collective_bytes(*whose)
+        collective = training.collective_bytes(*whose, reuses=not heap)
         if heap and collective and not training.regathers:
-            # gloo's copies of what it adds up (three, measured), and the shards that come into
-            # being while the heap still holds the whole gradients that they are made of
-            heap += 3 * collective + state.gradients // group
+            # gloo takes two copies of what it adds up, and the heap still holds the whole
+            # gradients when their shards come into being
+            heap += 2 * collective + state.gradients // group
         self.add("buffers", memory.overhead_bytes + heap + collective + self._under_way())
         if not any(isinstance(action, Unshard) for action in self._actions):
             self.add("buffers", training.gathered_bytes(*whose))
@@ -839,12 +840,8 @@ class StoredLayers:
         self._on_device, self._num_layers = tier == "device", len(layers)
         self.sizes = tuple(stop - start for start, stop in pairwise(tokens.bounds))
         """Tokens of each segment."""
-        pieces: list[list[int]] = [[] for _ in self.sizes]
-        for piece in range(len(tokens.lens)):
-            for index in self._touched(piece):
-                pieces[index].append(piece)
-        self.pieces = tuple(map(tuple, pieces))
-        """The pieces that touch each segment."""
+        self._num_pieces = Counter(i for p in range(len(tokens.lens)) for i in self._touched(p))
+        """Pieces that touch each segment."""
         self._kv = [len(layers) * kv_token_bytes * n for n in self.sizes]
         self._gradients = [len(layers) * gradient_token_bytes * n for n in self.sizes]
         self._kv_before = [0.0, *accumulate(self._kv)]
@@ -867,7 +864,9 @@ class StoredLayers:
         """The K,V of a piece come into being."""
         for index in self._touched(piece):
             if index not in self._written:
-                self._begin(walk, index)
+                self._written[index], self._owners[index] = set(), set()
+                self._filling.add(index)
+                walk.add("kv", self._kv[index])
             elif not self._on_device and index not in self._filling:
                 # a segment that another piece keeps in the lower tier
                 walk.read("kv", self._kv[index], self._num_layers)
@@ -878,7 +877,7 @@ class StoredLayers:
                 walk.write("kv_gradients", self._gradients[index], self._num_layers)
             self._written[index].add(piece)
             self._owners[index].add(piece)
-            complete = len(self._written[index]) == len(self.pieces[index])
+            complete = len(self._written[index]) == self._num_pieces[index]
             if not self._on_device and complete and index in self._filling:
                 self._filling.remove(index)
                 walk.add("kv", -self._kv[index])
@@ -940,11 +939,6 @@ class StoredLayers:
             for indices in (self._filling, self._hot, self._sent):
                 indices.discard(index)
             del self._written[index], self._owners[index]
-
-    def _begin(self, walk: _Walk, index: int) -> None:
-        self._written[index], self._owners[index] = set(), set()
-        self._filling.add(index)
-        walk.add("kv", self._kv[index])
 
     def _touched(self, piece: int) -> range:
         """The segments that hold tokens of a piece."""

@@ -40,7 +40,8 @@ from furlong.cost.seconds import (
     sequence_flops,
 )
 from furlong.cost.shape import ModelShape
-from furlong.cost.training import Training, not_in_step
+from furlong.cost.training import Training
+from furlong.errors import ConfigError
 from furlong.plan.passes import passes
 from furlong.plan.plan import (
     COMPUTING,
@@ -210,7 +211,12 @@ class PlanCosts:
         """The first stage of each one's kind."""
         shared = [stage for stage, ranks in members.items() if len(ranks) > 1]
         if not plan.regathers and any(self._stages[stage].passes_gather for stage in shared):
-            raise not_in_step()
+            raise ConfigError(
+                given="a plan whose replicas pass their chunks independently of each other",
+                required="replicas in lockstep: weights are gathered with every pass, from all",
+                source="the plan, and ZeRO-3",
+                change="plan for ZeRO-3, or shard no more than optimizer and gradients (ZeRO-2)",
+            )
         self._part_s: dict[tuple[PassPart, int], list[float]] = {}
         self._copies: dict[int, dict[tuple[type[Action], int, int], float]] = {}
 

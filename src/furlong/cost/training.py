@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from furlong.cost.shape import ModelShape
-from furlong.errors import ConfigError
 
 ZeroStage = Literal[0, 1, 2, 3]
 _GATHERED_LAYERS = 2
@@ -142,15 +141,23 @@ class Training:
         )
 
     def collective_bytes(
-        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
+        self,
+        shape: ModelShape,
+        stages: tuple[int, ...],
+        held: frozenset[int],
+        group_size: int,
+        *,
+        reuses: bool = True,
     ) -> int:
         """Bytes beside whole gradients where they are added up by a group: the largest layer passes
         through a buffer; so does what is beside the layers, which by then are shards. Under ZeRO-3
-        that layer's gradient is whole in compute dtype, too."""
+        that layer's gradient is whole in compute dtype, too. `reuses`: whether the memory of whole
+        gradients is there again when they are shards; a C library's heap does not give it back."""
         if not self.gathers or group_size <= 1:
             return 0
         layers = list(map(shape.layer_parameters, _layers(stages, held)))
-        freed = sum(layers) * (1 - 1 / group_size) if self.zero_stage < 3 else 0.0
+        is_freed = reuses and self.zero_stage < 3
+        freed = sum(layers) * (1 - 1 / group_size) if is_freed else 0.0
         added = self.gradient_bytes if self.lora is None else 0
         element_bytes = max(self.compute_bytes, added)
         widest = max(*layers, _beside(shape, stages, held) - freed) * element_bytes
@@ -196,13 +203,3 @@ def _beside(shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]) ->
     """Parameters beside the layers: of the embedding and the head, on a rank with those stages."""
     ends = (0 in held) + (len(stages) - 1 in held)
     return shape.embedding_parameters * (min(1, ends) if shape.tied_head else ends)
-
-
-def not_in_step() -> ConfigError:
-    """The error for replicas that each go their own way where ZeRO-3 gathers weights for all."""
-    return ConfigError(
-        given="a plan whose replicas pass their chunks independently of each other",
-        required="replicas that go in step: weights are gathered with every pass, from all of them",
-        source="the plan, and ZeRO-3",
-        change="plan the batch for ZeRO-3, or shard no more than optimizer and gradients (ZeRO-2)",
-    )

@@ -65,7 +65,15 @@ def directions(plan: ChunkPlan, rank: int) -> tuple[Direction | None, ...]:
 
 
 def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
-    """One pass for every action of `rank`; NOTHING for actions that compute nothing."""
+    """One pass for every action of `rank`; NOTHING for actions that compute nothing. They are
+    noted beside the plan's cached properties, for it does not change."""
+    known: dict[int, tuple[Pass, ...]] = vars(plan).setdefault("_passes", {})
+    if rank not in known:
+        known[rank] = _passes_of(plan, rank)
+    return known[rank]
+
+
+def _passes_of(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
     actions = plan.actions[rank]
     trained = {(a.chunk, a.stage) for a in actions if isinstance(a, Backward)}
     forwards: dict[tuple[int, int], Pass] = {}
