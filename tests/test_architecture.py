@@ -272,6 +272,45 @@ def test_a_run_enters_few_files_before_its_first_step(tmp_path, capsys):
     assert 0 < len(files) <= MOST_FILES_OF_A_FIRST_STEP, files
 
 
+MOST_MODULES_OF_A_START = 3_600
+_SAYS_WHAT_IS_LOADED = """
+import os, sys
+from furlong.cli.main import main
+
+class Out:
+    def write(self, text):
+        if text.startswith("model:"):
+            sys.__stdout__.write(" ".join(sys.modules))
+            sys.__stdout__.flush()
+            os._exit(0)
+
+    def flush(self):
+        pass
+
+sys.stdout = Out()
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_run_loads_no_more_than_a_model_takes(tmp_path):
+    """Modules, which take the seconds of a start, where data and model are known: transformers'
+    are two thirds of them."""
+    from helpers.tiny_runs import build_tiny_run
+
+    arguments = build_tiny_run(tmp_path).arguments(tmp_path / "out")
+    run = subprocess.run(
+        [sys.executable, "-c", _SAYS_WHAT_IS_LOADED, *arguments],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    loaded = set(run.stdout.split())
+    assert "furlong.train" in loaded, run.stderr
+    assert loaded.isdisjoint(
+        {"datasets", "pandas", "matplotlib", "tensorboard", "trl", "furlong.integrations"}
+    )
+    assert len(loaded) <= MOST_MODULES_OF_A_START
+
+
 def files_of_a_warm_step(rank=0, sp_size=1, values=False):
     """The files that the second of two steps of a tiny Qwen2 enters, three chunks, keep=kv."""
     import torch

@@ -1,5 +1,6 @@
 """The helper of the distributed tests: answers by rank, and every way in which a rank may fail."""
 
+import importlib.util
 import os
 import signal
 import time
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.load import slowed
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import PRELOADED, RankError, run_ranks
 
 
 def summed(rank: int, factor: int) -> tuple[int, float]:
@@ -32,6 +33,11 @@ def one_is_killed(rank: int) -> None:
 def one_hangs(rank: int) -> None:
     if rank == 1:
         time.sleep(60)
+
+
+def test_what_the_server_imports_is_there():
+    """It passes over a name that is not, and every process then imports the rest for itself."""
+    assert [name for name in PRELOADED if importlib.util.find_spec(name) is None] == []
 
 
 def test_answers_come_by_rank():
