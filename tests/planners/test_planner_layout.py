@@ -10,7 +10,7 @@ from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.plan import Layout, Place
 from furlong.planners.chunks import group_chunks, shard, shard_long
-from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys, round_numbers
+from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
 
 SHAPE = model_shape("Llama-3-8B")  # 32 layers, 32 heads
@@ -26,24 +26,6 @@ def test_layouts_multiply_to_the_devices():
 def test_given_sizes_are_kept():
     assert layouts(16, SHAPE, pp=4) == [Layout(4, 1, 4), Layout(2, 2, 4), Layout(1, 4, 4)]
     assert layouts(16, SHAPE, dp=2, sp=8) == [Layout(2, 8, 1)]
-
-
-def test_devices_may_be_left_idle():
-    used = {layout.num_devices for layout in layouts(24, SHAPE, idle=True)}
-    assert used == {24, 12, 6, 3, 1, 16, 8, 4, 2}
-    assert layouts(8, SHAPE, idle=True, sp=8) == [Layout(1, 8, 1)]
-    # an odd number has every layout of the number before it, and its pools
-    assert round_numbers(13) == [13, 12, 8]
-    assert set(layouts(13, SHAPE, idle=True)) > set(layouts(12, SHAPE, idle=True))
-
-
-def test_given_sizes_may_leave_a_device_idle():
-    assert Layout(3, 2, 1) in layouts(7, SHAPE, idle=True, sp=2)
-    assert Layout(1, 2, 3) in layouts(8, SHAPE, idle=True, sp=2, pp=3)
-    used = {layout.num_devices for layout in layouts(64, SHAPE, idle=True, pp=5)}
-    assert used == {60, 30, 15, 5}
-    with pytest.raises(ConfigError, match="use 4 devices"):
-        layouts(8, SHAPE, idle=True, dp=2, sp=1, pp=2)
 
 
 def test_an_sp_group_divides_the_heads_and_a_stage_has_a_layer():
@@ -70,7 +52,7 @@ def test_sizes_that_do_not_multiply_show_the_arithmetic():
 )
 def test_a_refusal_names_the_size_that_is_wrong(sizes, required, change):
     with pytest.raises(ConfigError) as error:
-        layouts(8, model_shape("Qwen2.5-0.5B"), idle=True, **sizes)
+        layouts(8, model_shape("Qwen2.5-0.5B"), **sizes)
     assert required in error.value.required
     assert error.value.change == change
 
@@ -128,10 +110,3 @@ def test_short_sequences_stay_local_where_they_balance(seq_lens, sp_size):
 def test_sharding_everything_is_ulysses():
     groups = shard(group_chunks((300, 20), ChunkOptions(size=128)), 4)
     assert {s.place for group in groups for chunk in group for s in chunk.slices} == {Place(0, 4)}
-
-
-def test_devices_are_left_out_where_fewer_divide_the_heads():
-    shape = model_shape("Qwen2.5-0.5B")  # 14 heads
-    for num_devices, used in ((8, 7), (13, 7), (20, 14), (30, 28)):
-        found = layouts(num_devices, shape, idle=True)
-        assert any(own.num_devices == used and own.sp % 7 == 0 for own in found)

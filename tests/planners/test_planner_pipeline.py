@@ -11,14 +11,14 @@ from helpers.windows import windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow, recomputed_late
-from papers.published.chunks import packed_groups, padded_groups, whole_groups
+from papers.published.chunks import whole_groups
 from papers.seq1f1b_plan import plan_seq1f1b
 from papers.unit_costs import UnitCosts
 
-from furlong.errors import DataError, PlanError
+from furlong.errors import PlanError
 from furlong.plan.check import check
 from furlong.plan.plan import Backward, Chunk, Forward, RebuildKV, Recompute, Recv, Send, Slice
-from furlong.plan.text import format_action, format_chunk, parse_chunk
+from furlong.plan.text import format_action, parse_chunk
 from furlong.planners.chunks import group_chunks, split_equal_work
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, recompute_on_diagonals
@@ -213,21 +213,6 @@ def test_evaluation_has_forwards_and_activations_only():
     assert kinds == {Forward, Send, Recv}
 
 
-def test_padded_and_packed_sequences():
-    padded, groups = padded_groups([1, 4, 2])
-    assert padded == (4, 4, 4) and padded_groups([1, 4], pad_to=8)[0] == (8, 8)
-    # m + P - 1 slots of a forward and a backward
-    assert step(plan_1f1b(padded, groups, stages=FOUR))[0] == 6 * 12
-    groups = packed_groups([1, 5, 2, 6, 3], 6)
-    assert [[format_chunk(chunk) for chunk in group] for group in groups] == [
-        ["3:0-6"], ["4:0-3 2:0-2 0:0-1"], ["1:0-5"],
-    ]  # fmt: skip
-    with pytest.raises(DataError, match="padded to 3"):
-        padded_groups([1, 4], pad_to=3)
-    with pytest.raises(DataError, match="sequence 3 has 6 tokens"):
-        packed_groups([1, 5, 2, 6, 3], 5)
-
-
 def test_keys_that_nobody_reads_are_not_built_again():
     """A group of chunks of whole sequences, and of pieces: chunk 1 alone is read by a later one."""
     groups = groups_of(("0:0-3", "1:0-4", "1:4-8"))
@@ -291,14 +276,6 @@ def test_recompute_on_diagonals_lengthens_the_step_by_its_sum(problem, draw):
     again = plan_seq1f1b(seq_lens, groups, stages=stages, recompute_layers=spread)
     # one layer's forward takes 1
     assert step(again)[0] - step(plain)[0] == pytest.approx(sum(layers))
-
-
-def test_one_cell_of_a_diagonal_costs_as_much_as_all_of_it():
-    seq_lens, groups = equal_groups([4, 2], num_tokens=4)
-    spread = recompute_on_diagonals([0, 0, 0, 1, 0, 0, 0, 0], [4, 2], (1, 1, 1))
-    for layers, took in (((), 96), (spread, 100), ([[0] * 6, [0] * 6, spread[2]], 100)):
-        plan = plan_seq1f1b(seq_lens, groups, stages=(1, 1, 1), recompute_layers=layers)
-        assert step(plan)[0] == took
 
 
 def test_whole_sequences_give_plain_1f1b():

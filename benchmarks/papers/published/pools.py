@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from furlong.plan.plan import Layout
-from furlong.planners.layouts import round_numbers
 from papers.published.catalogue import Method, flexsp, hybrid_cp
 from papers.published.dials import Dials
 from papers.published.problem import Problem
-from papers.published.room import Room
+from papers.published.room import Room, round_numbers
 
 _METHODS = (flexsp, hybrid_cp)
 """The methods that know a pool."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Any
 
+from furlong.cost.shape import ModelShape
 from furlong.cost.training import ZeroStage
+from furlong.errors import ConfigError
 from furlong.plan.plan import Layout, Tier
 from furlong.planners.chunks import recompute_choices
-from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
+from furlong.planners.layouts import cut_layers, divisors, layouts, mean_attended_keys
 from papers.published.chunks import Balance
 from papers.published.dials import Dials, Ladder
 from papers.published.problem import Problem
@@ -94,15 +98,43 @@ def chunk_sizes(
     return tuple(size for size in sizes if longest_tokens <= MOST_CHUNKS * size)
 
 
+def idle_layouts(num_devices: int, shape: ModelShape, **sizes: Any) -> list[Layout]:
+    """Layouts of the devices, also those that leave some out, so that more devices are hardly ever
+    slower, and sizes need not divide their number. `sizes`: as for `layouts`. Raises ConfigError.
+    """
+    given = [sizes.get(name) for name in ("dp", "sp", "pp")]
+    numbers = {num_devices}
+    if None in given:
+        together = prod(size or 1 for size in given)
+        fewer = {num_devices >> bits for bits in range(num_devices.bit_length())}
+        fewer |= {1 << bits for bits in range((num_devices - 1).bit_length())}
+        fewer.update(round_numbers(num_devices))
+        # where no power of two divides the heads, they still divide evenly over fewer devices
+        odd = [n for n in divisors(shape.num_heads) if n % 2 and n > 1]
+        fewer.update(n * times for n in odd for times in round_numbers(num_devices // n))
+        numbers |= fewer | {n // together * together for n in fewer}
+    found: list[Layout] = []
+    for number in sorted(numbers - {0}, reverse=True):
+        with suppress(ConfigError):
+            found += layouts(number, shape, **sizes)
+    return found or layouts(num_devices, shape, **sizes)
+
+
+def round_numbers(number: int) -> list[int]:
+    """A number, and the largest multiples of 2, 4, 8 ... below it, falling: 13, 12 and 8. An odd
+    one has those of the number before it, which has more divisors."""
+    return sorted({number >> b << b for b in range(number.bit_length())}, reverse=True)
+
+
 def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Iterator[Room]:
     """Every layout, ZeRO stage and way to deal of a problem, with chunks of at least `least` and
     less than `below` tokens per device. Raises ConfigError where there is no layout."""
     lens, model = problem.seq_lens, problem.model
     mean_keys, longest = mean_attended_keys(lens), max(lens)
     cuts: dict[int, tuple[int, ...]] = {}
-    found = layouts(
+    found = idle_layouts(
         problem.num_devices, model.shape, dp=problem.dp, sp=problem.sp, pp=problem.pp,
-        idle=True, gathers=True,
+        gathers=True,
     )  # fmt: skip
     larger = {layout for layout in found if model.shape.num_heads % layout.sp}
     for layout in found:

@@ -24,7 +24,6 @@ def layouts(
     dp: int | None = None,
     sp: int | None = None,
     pp: int | None = None,
-    idle: bool = False,
     gathers: bool = False,
 ) -> list[Layout]:
     """All layouts of `num_devices` that the model can take, with the sizes that are given.
@@ -33,35 +32,13 @@ def layouts(
     with `gathers`: then it may be larger, and gathers K,V; recurrent layers are on one device. A
     pipeline has no more stages than layers, and one where layers need more than what the one before
     them gives.
-    `idle`: also those that leave devices out, so that more devices are hardly ever slower, and
-    sizes need not divide their number.
     Raises ConfigError that shows the arithmetic where nothing is left.
     """
-    product = (dp or 1) * (sp or 1) * (pp or 1)
-    numbers = {num_devices}
-    if idle and None in (dp, sp, pp):
-        fewer = {num_devices >> bits for bits in range(num_devices.bit_length())}
-        fewer |= {1 << bits for bits in range((num_devices - 1).bit_length())}
-        fewer.update(round_numbers(num_devices))
-        # where no power of two divides the heads, they still divide evenly over fewer devices
-        odd = [n for n in _divisors(shape.num_heads) if n % 2 and n > 1]
-        fewer.update(n * times for n in odd for times in round_numbers(num_devices // n))
-        numbers |= fewer | {n // product * product for n in fewer}
     for larger in (True,) if gathers else (False, True):
-        found = [
-            layout
-            for n in sorted(numbers, reverse=True)
-            for layout in _layouts(n, shape, dp, sp, pp, gathers=larger)
-        ]
+        found = _layouts(num_devices, shape, dp, sp, pp, gathers=larger)
         if found:
             return found
     raise _no_layout(num_devices, shape, {"dp": dp, "sp": sp, "pp": pp})
-
-
-def round_numbers(number: int) -> list[int]:
-    """A number, and the largest multiples of 2, 4, 8 ... below it, falling: 13, 12 and 8. An odd
-    one has those of the number before it, which has more divisors."""
-    return sorted({number >> b << b for b in range(number.bit_length())}, reverse=True)
 
 
 def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]) -> ConfigError:
@@ -113,20 +90,20 @@ def _recurrent_words(shape: ModelShape) -> str:
 
 
 def _layouts(
-    groups: int,
+    num_devices: int,
     shape: ModelShape,
     dp: int | None,
     sp: int | None,
     pp: int | None,
     *,
-    gathers: bool = False,
+    gathers: bool,
 ) -> list[Layout]:
     found = [
-        Layout(groups // (s * p), s, p)
-        for s in _divisors(groups)
+        Layout(num_devices // (s * p), s, p)
+        for s in divisors(num_devices)
         if (sp is None or s == sp) and (gathers or shape.num_heads % s == 0)
         if s == 1 or not shape.is_recurrent
-        for p in _divisors(groups // s)
+        for p in divisors(num_devices // s)
         if (pp is None or p == pp) and p <= (1 if shape.whole else shape.num_layers)
     ]
     return [layout for layout in found if dp is None or layout.dp == dp]
@@ -184,5 +161,6 @@ def mean_attended_keys(seq_lens: Sequence[int]) -> float:
     return sum(n * (n + 1) / 2 for n in seq_lens) / max(1, sum(seq_lens))
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """The numbers that divide one, rising."""
     return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,12 +1,10 @@
 """Static groups of whole sequences: data parallel and Ulysses, packed, balanced, under ZeRO-3."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.published.chunks import deal_sequences
-from papers.whole_sequences import fastest_plan, packed_chunks, plan_ulysses, with_zero_3
+from papers.whole_sequences import plan_ulysses, with_zero_3
 
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import Machine
@@ -16,7 +14,6 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.plan import Forward, Place
-from furlong.planners.chunks import recompute_choices
 from furlong.simulate.clock import time_actions
 
 K = 1024
@@ -81,17 +78,3 @@ def test_recomputes_before_it_refuses():
         plan_ulysses([3072 * K] * 4, GPT, dp_size=4, sp_size=8)
     assert error.value.given.startswith("sequence 0 of 3,145,728 tokens, 393,216 on each of 8")
     assert plan_ulysses([3072 * K], GPT, dp_size=1, sp_size=32).chunks
-
-
-def test_takes_the_fastest_number_of_layers():
-    lens, model = [2 * K] * 24, replace(GPT, shape=model_shape("Llama-3-8B"))
-
-    def planned_s(layers):
-        plan = fastest_plan(
-            lens, model, lambda tokens: [packed_chunks(range(24), lens, tokens)], dp_size=1,
-            sp_size=1, recompute_layers=layers, budget_bytes=200 * GIB,
-        )  # fmt: skip
-        return seconds(plan, model)
-
-    times = [planned_s(layers) for layers in recompute_choices(32)]
-    assert planned_s(None) == min(times) < max(times) / 1.1

@@ -58,21 +58,6 @@ def test_faster_than_static_groups():
     assert seconds(plan_flexsp(lens, MODEL, pool_size=32)) < min(map(seconds, static))
 
 
-def test_one_group_of_all_devices_is_static_ulysses():
-    lens = [280 * K, 270 * K]
-    plan = plan_flexsp(lens, MODEL, pool_size=8)
-    assert set(sizes_of(plan).values()) == {8}
-    static = plan_ulysses(lens, MODEL, dp_size=1, sp_size=8)
-    assert seconds(plan) == pytest.approx(seconds(static))
-
-
-def test_long_sequences_get_large_groups():
-    lens = [40 * K, *[2 * K] * 100]
-    sizes = sizes_of(plan_flexsp(lens, MODEL, pool_size=32))
-    assert sizes[0] == 16
-    assert sum(sizes[i] <= 4 for i in range(1, 101)) > 60
-
-
 def test_every_division_is_tried():
     """Binary partitions: 2, 4, 10, 36, 202 of 2, 4, 8, 16, 32 devices."""
     for num_devices, count in ((2, 2), (4, 4), (8, 10), (16, 36), (32, 202)):

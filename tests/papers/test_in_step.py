@@ -22,7 +22,6 @@ from furlong.plan.plan import Backward, Chunk, Forward, Slice
 from furlong.plan.text import format_action, format_chunk
 from furlong.planners.chunks import chunk_by_chunk
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import join_replicas
 from furlong.simulate.clock import time_actions
 
 K = 1024
@@ -74,17 +73,6 @@ def test_a_sequence_in_pieces_meets_short_ones_and_dummies():
     assert [joined.kind(chunk) for chunk in (0, 3, 5)] == ["split", "packed", "dummy"]
 
 
-def test_groups_without_room_for_each_other_run_one_after_the_other():
-    """`ffbfb`, nothing retained, has no place in `ffffbbbb`, all retained."""
-    plans = [
-        plan_chunkflow([n], ChunkOptions(size=3, keep="kv", num_retained=k), stages=(NUM_LAYERS,))
-        for n, k in ((6, 0), (12, 4))
-    ]
-    joined = join_in_step(plans, [[0], [1]], [6, 12], MODEL)
-    ways = ["".join(w[0] for w in directions(joined, rank) if w) for rank in range(2)]
-    assert ways == ["ffffbbbb" + "ffbfb"] * 2
-
-
 def test_pipelines_go_in_step_only_where_they_are_equal():
     option = ChunkOptions(size=4, keep="kv")
     halves = NUM_LAYERS // 2, NUM_LAYERS - NUM_LAYERS // 2
@@ -92,14 +80,6 @@ def test_pipelines_go_in_step_only_where_they_are_equal():
     assert join_in_step(plans[:2], [[0, 1], [2, 3]], [8, 2, 7, 3], MODEL).regathers
     with pytest.raises(PlanError, match="passes that gather weights, in one order"):
         join_in_step(plans[1:], [[0, 1], [2, 3, 4]], [7, 3, 2, 2, 2], MODEL)
-
-
-def test_replicas_that_keep_their_weights_run_freely():
-    model = replace(MODEL, training=Training(zero_stage=2))
-    plans = [plan_chunkflow(n, ChunkOptions(size=4), stages=(NUM_LAYERS,)) for n in ([8], [1])]
-    joined = join_in_step(plans, [[0], [1]], [8, 1], model)
-    assert joined == join_replicas(plans, [[0], [1]], [8, 1])
-    assert not joined.regathers and not any(chunk.is_dummy for chunk in joined.chunks)
 
 
 times = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=4)
