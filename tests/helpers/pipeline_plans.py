@@ -9,6 +9,7 @@ from typing import Any
 
 from papers.chunkflow_plan import recomputed_late
 from papers.seq1f1b_plan import plan_seq1f1b
+from papers.unit_costs import UnitCosts
 
 from furlong.cost.machine import Machine
 from furlong.cost.model import Computing, CostModel
@@ -20,15 +21,18 @@ from furlong.plan.plan import (
     Chunk,
     ChunkPlan,
     Forward,
+    Recompute,
     Recv,
     Reduce,
     Send,
     Slice,
 )
+from furlong.plan.text import parse_chunk
 from furlong.planners.chunks import Groups
 from furlong.planners.infinipipe import in_a_row, plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import number_chunks, plan_1f1b, walk_group
+from furlong.simulate.clock import measure, simulate
 
 _SMALL = {
     "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -161,3 +165,33 @@ def _with_messages(action: Action, rank: int, own: range, num_stages: int) -> li
     if behind:
         found.append(Send(ends[1][0], chunk, *ends[1][1:]))
     return found
+
+
+def groups_of(*texts: Sequence[str]) -> list[list[Chunk]]:
+    """Groups of chunks as text."""
+    return [[parse_chunk(chunk) for chunk in group] for group in texts]
+
+
+def in_order(lens: Sequence[int]) -> tuple[Sequence[int], list[list[Chunk]]]:
+    """Every sequence a group of its own, in the order of `lens`."""
+    return lens, groups_of(*([f"{i}:0-{n}"] for i, n in enumerate(lens)))
+
+
+def step(plan: ChunkPlan) -> tuple[float, float]:
+    """(makespan, bubble in per cent) in units."""
+    timeline = simulate(plan, UnitCosts(plan))
+    return timeline.duration_s, round(100 * measure(timeline).bubble_ratio, 2)
+
+
+def most_graphs(plan: ChunkPlan) -> list[int]:
+    """The most graphs that each rank holds at once."""
+    most = []
+    for actions in plan.actions:
+        held, highest = 0, 0
+        for action in actions:
+            held += isinstance(action, Recompute)
+            held += isinstance(action, Forward) and action.keep == "all"
+            highest = max(highest, held)
+            held -= isinstance(action, Backward)
+        most.append(highest)
+    return most

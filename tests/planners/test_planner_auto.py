@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 import pytest
 
@@ -18,6 +19,7 @@ from furlong.planners.decide import Decision, decide
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options
 from furlong.planners.orders import plan_on_device
 from furlong.planners.question import MARGIN, SLACK, Limits, Question, Space
+from furlong.planners.search import _order_of, search
 from furlong.planners.spaco import Sampling, one_draw
 from furlong.simulate.predict import predict
 
@@ -38,10 +40,6 @@ def choose(model=CPU, lengths=LENS, budget_bytes=1000 * GIB, **changes):
     return decide(lengths, model=model, limits=limits, **values)
 
 
-def walk_of(options):
-    return options.order, options.stage_layers, options.tiers
-
-
 def needs(options, lens, model=CPU):
     """(bytes on the device, seconds) of the plan of these lengths."""
     predicted = predict(model, plan_on_device(lens, options, num_layers=model.shape.num_layers))
@@ -56,47 +54,57 @@ def test_the_last_percents_of_speed_are_not_bought_with_memory():
     alike = [
         tried
         for tried in searched.tried
-        if tried.step_s <= fastest_s * (1 + SLACK)
-        and walk_of(tried.candidate.options) == walk_of(best.candidate.options)
+        if tried.step_s <= fastest_s * (1 + SLACK) and _order_of(tried) == _order_of(best)
     ]
     assert len(alike) == searched.alike
     assert all(tried.needs >= best.needs for tried in alike)
 
 
 @pytest.mark.parametrize(
-    ("lens", "budget_bytes"),
+    ("num_devices", "lens", "gib"),
     [
-        *(
-            pytest.param((9_000, 3_000, 700, 20), budget, marks=pytest.mark.slow)
-            for budget in (10 * GIB, 12 * GIB, 30 * GIB)
-        ),
-        ((800,), 60 * GIB),
+        (1, (800,), 60),
+        *(pytest.param(1, (9_000, 3_000, 700, 20), n, marks=pytest.mark.slow) for n in (10, 30)),
+        (2, (9_000, 700, 300, 20), 8),
+        pytest.param(2, (9_000, 700, 300, 20), 70, marks=pytest.mark.slow),
     ],
 )
-def test_nothing_that_is_left_out_is_better(lens, budget_bytes):
-    """A plain loop over all dials with the executor's planner finds none that is faster by more
-    than the slack, among those that fit with a longest sequence whose last chunk is full."""
-    decision = choose(
-        lengths=count_lengths(lens), budget_bytes=budget_bytes, sequences_per_step=len(lens)
-    )
-    own_bytes, step_s = needs(decision.options, lens)
-    assert own_bytes <= (1 - MARGIN) * budget_bytes
-    fastest_s = float("inf")
-    heights = (None, 1, 2, 3, 8, 24)
-    for size, number, keep, height in product(
-        (256, 1024, 4096, 16384), (0, 1, 4), ("all", "attention", "kv", "input"), heights
-    ):
-        order = "chunk-first" if height is None else "layer-first"
-        options = ChunkOptions(
-            size=size, num_retained=number, keep=keep, order=order, stage_layers=height
-        )
-        others = min(-lens[0] % size, (len(lens) - 1) * lens[0])
-        full = [lens[0], others] if others else [lens[0]]
-        peak, own_s = needs(options, lens)
-        if max(peak, needs(options, full)[0]) <= (1 - MARGIN) * budget_bytes:
-            fastest_s = min(fastest_s, own_s)
-    assert fastest_s < float("inf")
-    assert step_s <= fastest_s * (1 + SLACK) * (1 + 1e-9)
+def test_the_search_loses_nothing_to_brute_force(num_devices, lens, gib):
+    """A plain loop over layouts and options, timed and walked as whole replicas run them."""
+    model = CPU if num_devices == 1 else H100
+    question = Question(lens, model, Limits(gib * GIB), num_devices)
+    fastest_s = inf
+    for layout in question.layouts():
+        space = Space(question, layout)
+        for size, number, keep, height in product(
+            (256, 1024, 4096, 16_384), (0, 1, 4), ("all", "attention", "kv", "input"), (0, 1, 3, 24)
+        ):
+            order = {"order": "layer-first", "stage_layers": height} if height else {}
+            if height and (layout.pp > 1 or (num_devices > 1 and height > 1)):
+                continue
+            options = ChunkOptions(size=size, num_retained=number, keep=keep, **order)
+            plan_of = space.plan_of(options)
+            longest = predict(space.model, plan_of(longest_step(space, size)))
+            if longest.device_bytes <= question.limits.limit_bytes:
+                is_one = num_devices == 1
+                seconds = space.busiest_s(space.busiest_plans(plan_of)) if is_one else inf
+                fastest_s = min(fastest_s, seconds if is_one else space.step_s(plan_of))
+    assert search(question).best.step_s <= fastest_s * (1 + SLACK) < inf
+
+
+@pytest.mark.slow
+def test_tiers_are_used_only_where_they_are_allowed_and_within_their_budgets():
+    tight = {"model": H100, "budget_bytes": int(10.5 * GIB), "sequences_per_step": 1}
+    alone = choose(**tight)
+    assert alone.options.order == "layer-first" and dials_of(alone.options).get("tier") is None
+    for host, disk in ((100 * GIB, 0), (GIB, 0), (GIB // 2, 4 * GIB), (0, 2 * GIB)):
+        decision = choose(host_bytes=host, disk_bytes=disk, **tight)
+        needs = decision.answer.best.needs
+        assert needs.device_bytes <= (1 - MARGIN) * 10.5 * GIB
+        assert needs.host_bytes <= host and needs.disk_bytes <= disk
+        assert decision.answer.best.step_s <= alone.answer.best.step_s
+        used = set(dials_of(decision.options).get("tier", {}).values())
+        assert used <= {name for name, n in (("host", host), ("disk", disk)) if n}
 
 
 def test_given_dials_hold():
@@ -194,43 +202,6 @@ def test_of_one_large_step_short_and_long_sequences_are_drawn(monkeypatch):
         choose(lengths=count_lengths([8_000] * 20 + [500] * 200), sequences_per_step=220)
     assert 0.05 < drawn.count(8_000) / len(drawn) < 0.15
     assert sum(drawn) <= 2**17
-
-
-ONE_ORDER_FITS = int(10.5 * GIB)
-"""On the CPU, for 40,000 tokens: layer-first only."""
-
-
-def orders_of(budget_bytes, **changes):
-    """What each order decides under a budget, and what `auto` does; None: nothing fits."""
-    found = {}
-    for order in ("chunk-first", "layer-first", "auto"):
-        dials = {} if order == "auto" else {"order": order}
-        decision = choose(budget_bytes=budget_bytes, given=dials, **changes)
-        found[order] = decision if decision.answer else None
-    return found
-
-
-def test_where_one_order_fits_it_is_taken():
-    found = orders_of(ONE_ORDER_FITS)
-    assert found["chunk-first"] is None
-    assert found["auto"].options == found["layer-first"].options
-    assert found["auto"].options.order == "layer-first"
-
-
-@pytest.mark.slow
-def test_tiers_are_used_only_where_they_are_allowed():
-    budget = {"model": H100, "budget_bytes": int(10.5 * GIB), "sequences_per_step": 1}
-    alone = choose(**budget)
-    host = choose(host_bytes=100 * GIB, **budget)
-    disk = choose(disk_bytes=100 * GIB, **budget)
-    both = choose(disk_bytes=100 * GIB, host_bytes=1, **budget)
-    used = [dials_of(decision.options).get("tier", {}) for decision in (alone, host, disk, both)]
-    assert used[0] == {}
-    assert set(used[1].values()) == {"host"}
-    assert set(used[2].values()) == {"disk"} == set(used[3].values())
-    assert host.answer.best.step_s < alone.answer.best.step_s
-    needs = host.answer.best.needs
-    assert 0 < needs.host_bytes <= 100 * GIB and needs.disk_bytes == 0
 
 
 def test_a_margin_leaves_room():

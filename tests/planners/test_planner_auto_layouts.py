@@ -17,10 +17,10 @@ from furlong.plan.lengths import Lengths, count_lengths
 from furlong.plan.plan import Layout, Reduce, Unshard
 from furlong.planners.candidates import TimeEstimate, bounds_of, longest_step
 from furlong.planners.chunks import group_chunks, shard
-from furlong.planners.decide import Decision, decide, sample_steps
+from furlong.planners.decide import Decision, decide
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
-from furlong.planners.question import MARGIN, SLACK, Limits, Question, Space, whole_model
+from furlong.planners.question import Limits, Question, Space, whole_model
 from furlong.planners.search import search
 from furlong.simulate.predict import predict, predict_step, step_s
 from furlong.train.batches.plans import Wanted, plan_batch
@@ -196,24 +196,6 @@ def test_a_layouts_step_is_that_of_the_plan_that_a_run_makes_of_it(layout: Layou
     lists = (tuple(a for a in own if not isinstance(a, Unshard)) for own in run.actions)
     bare = predict(model, replace(run, actions=tuple(lists)))
     assert bare.device_bytes == predict(model, run).device_bytes
-
-
-@pytest.mark.parametrize("budget_bytes", [8 * GIB, pytest.param(70 * GIB, marks=pytest.mark.slow)])
-def test_no_layout_with_plain_dials_is_better(budget_bytes: int) -> None:
-    """A loop over layouts and dials, timed and walked with the plans of whole replicas."""
-    decision = choose(count_lengths([9000, 700, 300, 20]), 2, budget_bytes, sequences_per_step=4)
-    assert decision.answer is not None
-    chosen_s = decision.answer.best.step_s
-    seq_lens = sample_steps(count_lengths([9000, 700, 300, 20]), 4, 0, 2)
-    fastest_s = float("inf")
-    for layout, options in product(layouts(2, SHAPE), GRID):
-        question = Question(seq_lens, H100, LIMITS, longest=9000, sequences_per_step=4)
-        space = Space(question, layout)
-        longest = space.plan_of(options)(longest_step(space, options.size))
-        if predict(space.model, longest).device_bytes <= (1 - MARGIN) * budget_bytes:
-            fastest_s = min(fastest_s, space.step_s(space.plan_of(options)))
-    assert fastest_s < float("inf")
-    assert chosen_s <= fastest_s * (1 + SLACK) ** 2
 
 
 def test_chunks_with_which_replicas_wait_for_each_other_end_no_search() -> None:

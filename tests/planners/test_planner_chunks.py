@@ -116,11 +116,6 @@ def test_the_fullest_bin_that_has_room_is_filled():
     assert pack(number([6, 3, 2]), 8) == [[0, 2], [1]]
 
 
-def test_fills_partly_filled_bins_first():
-    assert pack(number([3, 3]), 8, taken=[5]) == [[0], [1]]
-    assert pack(number([8]), 8, taken=[5]) == [[], [0]]
-
-
 @pytest.mark.parametrize("size", [4096, 1 << 20])
 def test_the_work_of_packing_grows_like_the_number_of_sequences(size):
     draw = random.Random(0)

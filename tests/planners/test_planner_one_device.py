@@ -8,9 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.cost.machine import Machine
-from furlong.cost.model import CostModel
-from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError, PlanError
 from furlong.plan.check import check
 from furlong.plan.passes import NOTHING, input_frees, kv_frees, passes
@@ -26,7 +23,12 @@ from furlong.plan.plan import (
 )
 from furlong.plan.text import format_action, load_plan, save_plan
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import plan_on_device, plan_two_phases, stage_heights
+from furlong.planners.orders import (
+    plan_on_device,
+    plan_two_phases,
+    schedule_group,
+    stage_heights,
+)
 
 tier = st.sampled_from(get_args(Tier))
 tiers = st.one_of(tier, st.builds(Tiers, tier, tier, tier, tier))
@@ -210,19 +212,6 @@ def test_kv_live_for_one_stage_of_one_sequence_at_a_time(keep, most):
     assert max(seen) == most and not alive
 
 
-def test_the_height_of_a_stage_is_best_between_its_ends():
-    """L/h inputs and h layers of K,V: lowest near h = sqrt(32 * 8192 / 12288) = 4.6."""
-    memory = CostModel(model_shape("Llama-3-8B"), Machine.named("H100")).memory()
-    peaks = {}
-    for height in (1, 2, 4, 8, 16, 32):
-        dials = {"order": "layer-first", "stage_layers": height, "num_retained": 0}
-        curve = memory.curve(plan([262_144], 32, size=4096, keep="input", **dials), 0)
-        state = sum(curve.peak[part] for part in ("weights", "gradients", "optimizer"))
-        peaks[height] = max(curve.device_bytes) - state
-    assert min(peaks, key=peaks.get) == 4
-    assert peaks[4] < 0.5 * peaks[1] and peaks[4] < 0.4 * peaks[32]
-
-
 def test_keep_all_takes_the_inputs_gradient_into_a_buffer_of_its_own():
     made = plan([2], 2, size=2, keep="all", order="layer-first")
     dead = dict(zip(text(made).split(", "), input_frees(made, 0), strict=True))
@@ -291,3 +280,33 @@ def test_a_forward_behind_the_first_phase_is_refused():
 def test_options_that_two_phases_have_not_are_refused(options):
     with pytest.raises(ConfigError, match="token_values"):
         plan_two_phases([3], ChunkOptions(**options), num_layers=2)
+
+
+def schedule(chunks, **options):
+    actions = schedule_group(chunks, **options)
+    return " ".join(format_action(action).replace(" ", ":") for action in actions)
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "num_retained", "keep", "expected"),
+    [
+        (3, 1, "kv", "F0.0:kv F1.0:kv F2.0:all B2.0 R1.0 B1.0 R0.0 B0.0"),
+        (3, 2, "kv", "F0.0:kv F1.0:all F2.0:all B2.0 B1.0 R0.0 B0.0"),
+        (2, 0, "attention", "F0.0:attention F1.0:attention R1.0 B1.0 R0.0 B0.0"),
+        (2, 5, "kv", "F0.0:all F1.0:all B1.0 B0.0"),
+        (2, 0, "all", "F0.0:all F1.0:all B1.0 B0.0"),
+        (1, 1, "kv", "F0.0:all B0.0"),
+        (1, 0, "input", "F0.0:input R0.0 B0.0"),
+        (2, 0, "input", "F0.0:input F1.0:input K0.0 R1.0 B1.0 R0.0 B0.0"),
+        (3, 1, "input", "F0.0:input F1.0:input F2.0:all K0.0 K1.0 B2.0 R1.0 B1.0 R0.0 B0.0"),
+    ],
+)
+def test_schedule_of_a_group(num_chunks, num_retained, keep, expected):
+    assert schedule(range(num_chunks), num_retained=num_retained, keep=keep) == expected
+
+
+def test_names_chunks_and_stage_and_evaluation_only_forwards():
+    found = schedule([7, 9], num_retained=1, keep="kv", stage=2)
+    assert found == "F7.2:kv F9.2:all B9.2 R7.2 B7.2"
+    found = schedule([7, 9], num_retained=1, keep="kv", stage=2, backward=False)
+    assert found == "F7.2:input F9.2:input"

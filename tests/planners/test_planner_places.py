@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.fits import fit
 from papers.places_bound import lower_bound_s
-from papers.published.flexsp import plan_flexsp
-from papers.whole_sequences import plan_skrull, plan_ulysses
 
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import Machine
@@ -216,26 +214,6 @@ def test_the_best_of_all_divisions_is_that_of_a_plain_loop(seed):
 def test_too_many_divisions_are_left_to_improvement():
     (setting,) = settings_of(PoolBatch.of([1000 + i for i in range(40)], GPT, 16), None, [0])
     assert not take_fastest(Division(setting, 1, {}), np.inf)
-
-
-def test_the_bound_has_the_reduce_that_nothing_hides():
-    """On 32 devices it is half of a step of ZeRO-1."""
-    model = replace(MODEL, training=Training(zero_stage=1))
-    lens, sizes = sample_lengths("wikipedia", 48, 0, max_seq_len=16 * K), {"pool_size": 32}
-    bound_s = lower_bound_s(lens, model, **sizes)
-    step_s = seconds(plan_places(lens, model, num_changes=5, **sizes), model)
-    assert bound_s <= step_s < 1.1 * bound_s
-
-
-def test_ahead_of_what_it_generalises():
-    """Equal groups, sequences that are local or shared by all, disjoint groups: all in one pool."""
-    lens = sample_lengths("chatqa2", 48, 1, max_seq_len=64 * K)
-    found = seconds(plan_places(lens, MODEL, pool_size=8))
-    ulysses = plan_ulysses(lens, MODEL, dp_size=1, sp_size=4)
-    assert found < seconds(plan_flexsp(lens, MODEL, pool_size=8))
-    alone = replace(MODEL, training=replace(MODEL.training, replicas=1))
-    for plan in (ulysses, plan_skrull(lens, alone, dp_size=1, sp_size=4)):
-        assert found < seconds(plan, alone)
 
 
 def test_a_sequence_too_long_for_the_heads_gets_a_larger_place():

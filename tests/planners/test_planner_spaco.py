@@ -58,26 +58,6 @@ def test_survival_counts_subsets(k, data):
         assert expected_weight(k, n, hops, EXACT) == pytest.approx(closed, rel=1e-12)
 
 
-def fixed(rule, n=N, **more):
-    return fixed_factors(Sampling(chunks=n, rule=rule, **more), K)
-
-
-@pytest.mark.parametrize(
-    ("factors", "weights"),
-    [
-        (Factors(), (0.0625, 0.0034, 0.0002)),
-        (fixed("paper"), (0.0625, 0.0551, 0.0420, 0.0269)),
-        (Factors(K / N, K / N), (1, 0.8819, 0.6719, 0.4300)),
-        (fixed("fixed"), (1, 1, 0.8639, 0.6270)),
-        (fixed("fixed", cap=2), (1, 0.1102, 0.0105, 0.0008)),
-        (fixed("fixed", cap=1), (1, 0.0551, 0.0026, 0.0001)),
-    ],
-)
-def test_table_of_expected_weights(factors, weights):
-    found = [expected_weight(K, N, hops, factors) for hops in range(len(weights))]
-    assert found == pytest.approx(weights, abs=1e-4)
-
-
 class Script(random.Random):
     """A random source that draws what it was told to."""
 
@@ -314,15 +294,6 @@ def texts(plan, rank=0):
     return [format_action(action) for action in plan.actions[rank]]
 
 
-def test_seco_forwards_all_then_recomputes_and_goes_back_from_the_last():
-    plan = plan_seco([9], num_layers=2, chunk_size=4)
-    assert texts(plan) == [
-        *("F0.0 kv", "F1.0 kv", "F2.0 kv"),
-        *("R2.0", "B2.0", "R1.0", "B1.0", "R0.0", "B0.0", "reduce 0"),
-    ]
-    assert [plan.kind(c) for c in range(3)] == ["split"] * 3
-
-
 @pytest.mark.parametrize(("t", "of_seco"), [(8, 0.297), (16, 0.344), (32, 0.4375)])
 def test_spaco_costs_one_plus_three_t_over_k_forwards(t, of_seco):
     sampling, sizes = (
@@ -355,15 +326,6 @@ def test_chunks_with_labels_are_drawn_by_the_rule_for_them():
     plan = plan_seco([64], num_layers=1, chunk_size=8)
     found = sampled(plan, Sampling(rate=0.01, seed=3), labelled={2, 5})
     assert [(a.chunk, a.loss_factor) for a in trained(found)] == [(5, 1), (2, 1)]
-
-
-def test_kv_that_no_drawn_chunk_reads_die_with_the_forwards():
-    plan = plan_seco([5], num_layers=1, chunk_size=1)
-    found = sample_backwards(plan, {2: Factors(2, 2)}, report_loss=True)
-    assert texts(found) == [
-        *("F0.0 kv", "F1.0 kv", "F2.0 kv", "F3.0 kv", "F4.0 kv", "R2.0", "B2.0 a2 c2", "reduce 0")
-    ]
-    assert freed_at(found) == {3: 4, 0: 6, 1: 6, 2: 6}
 
 
 def freed_at(plan):
@@ -423,13 +385,6 @@ def test_every_data_parallel_rank_and_every_stage_has_something_to_reduce():
     assert [(a.chunk, a.loss_factor) for a in trained(sampled)] == [(1, 4), (2, 0)]
     pipeline = plan_chunkflow([9, 3], ChunkOptions(size=2), stages=(1, 1, 1))
     assert [len(trained(sample_backwards(pipeline, {}))), len(pipeline.stages)] == [3, 3]
-
-
-def test_chunks_that_are_drawn_count_once():
-    options = ChunkOptions(size=64, order="layer-first", stage_layers=1)
-    plan = plan_on_device([200], options, num_layers=3)
-    assert num_drawn(plan) == 4
-    assert num_drawn(sample_backwards(plan, {0: Factors(2, 2), 3: Factors(2, 2)})) == 2
 
 
 def test_a_draw_of_everything_is_the_whole_plan():

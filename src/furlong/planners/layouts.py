@@ -46,47 +46,28 @@ def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]
     product = prod(size or 1 for size in sizes.values())
     words = " x ".join(f"{name} {'auto' if n is None else n}" for name, n in sizes.items())
     relation = "a multiple of" if None in sizes.values() else "="
-    shown = f"{words}, {relation} {count_words(product, 'device')}"
+    given = f"parallel: {words}, {relation} {count_words(product, 'device')}"
+    source = "the sizes of parallel and the model's layers"
     pp, layers = sizes["pp"] or 1, shape.num_layers
     if (sizes["sp"] or 1) > 1 and shape.is_recurrent:
-        return _not_divided(
-            f"parallel: {shown}, for {_recurrent_words(shape)}", "parallel.sp",
-            "the state of a sequence goes from token to token on one device",
-        )  # fmt: skip
-    if pp > 1 and shape.whole:
-        return _not_divided(
-            f"parallel: {shown}, for a {shape.family}, which {shape.whole}", "parallel.pp",
-            "its decoder is not divided between layers",
-        )  # fmt: skip
-    if pp > layers:
+        count = sum(layer.is_recurrent for layer in shape.layers)
+        given += f", for a {shape.family}, in which {count} of {layers} layers are recurrent"
+        required = "parallel.sp 1: the state of a sequence goes from token to token on one device"
+        change = "set parallel.sp to 1; replicas (parallel.dp) take further devices"
+    elif pp > 1 and shape.whole:
+        given += f", for a {shape.family}, which {shape.whole}"
+        required = "parallel.pp 1: its decoder is not divided between layers"
+        change = "set parallel.pp to 1; replicas (parallel.dp) take further devices"
+    elif pp > layers:
         required = f"a parallel.pp of at most the model's {count_words(layers, 'layer')}"
         change = f"set parallel.pp to {layers}{' or less, or auto' if layers > 1 else ''}"
     else:
         required = f"sizes that multiply to {count_words(num_devices, 'device')}"
+        source = "the sizes of parallel and the number of devices"
         change = f"use {count_words(product, 'device')}, or change the sizes"
         if product < num_devices:
             change += "; auto lets a size follow the others"
-    return ConfigError(
-        given=f"parallel: {shown}",
-        required=required,
-        source="the sizes of parallel and the number of devices",
-        change=change,
-    )
-
-
-def _not_divided(given: str, size: str, reason: str) -> ConfigError:
-    return ConfigError(
-        given=given,
-        required=f"{size} 1: {reason}",
-        source="the sizes of parallel and the model's layers",
-        change=f"set {size} to 1; replicas (parallel.dp) take further devices",
-    )
-
-
-def _recurrent_words(shape: ModelShape) -> str:
-    """A model's name and the number of its recurrent layers."""
-    count = sum(layer.is_recurrent for layer in shape.layers)
-    return f"a {shape.family}, in which {count} of {shape.num_layers} layers are recurrent"
+    return ConfigError(given=given, required=required, source=source, change=change)
 
 
 def _layouts(

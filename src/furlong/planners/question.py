@@ -178,30 +178,27 @@ def tier_budgets(
     named = set()
     if tier not in (None, "auto"):
         named = set(asdict(ChunkOptions(tier=tier).tiers).values())
-    if on_cpu and host not in ("auto", 0):
-        raise ConfigError(
-            given=f"memory.host = {format_bytes(int(host))} on a CPU",
-            required="memory.device alone: on a CPU it is the budget of everything in RAM",
-            source="memory.host",
-            change="remove memory.host, and add what it gives to memory.device",
-        )
-    if on_cpu and "host" in named:
-        raise ConfigError(
-            given=f"chunks.tier = {tier!r} on a CPU",
-            required="device or disk: on a CPU the host's RAM is the device's",
-            source="chunks.tier",
-            change="remove host from chunks.tier, or write disk and add memory.disk",
-        )
     host_bytes = 0 if on_cpu else free_host_bytes if host == "auto" else host
-    for name, num_bytes in (("host", host_bytes), ("disk", disk)):
-        if num_bytes == 0 and name in named:
-            raise ConfigError(
-                given=f"chunks.tier on the {name} with memory.{name} = 0",
-                required=f"memory.{name} above 0, for what is to live there",
-                source=f"chunks.tier and memory.{name}",
-                change=f"add memory.{name}, such as 64GiB, or change chunks.tier",
-            )
-    return host_bytes, disk
+    without = [
+        name for name, n in (("host", host_bytes), ("disk", disk)) if not n and n is not None
+    ]
+    lacking = next((name for name in without if name in named), "")
+    if on_cpu and host not in ("auto", 0):
+        given, source = f"memory.host = {format_bytes(int(host))} on a CPU", "memory.host"
+        required = "memory.device alone: on a CPU it is the budget of everything in RAM"
+        change = "remove memory.host, and add what it gives to memory.device"
+    elif on_cpu and "host" in named:
+        given, source = f"chunks.tier = {tier!r} on a CPU", "chunks.tier"
+        required = "device or disk: on a CPU the host's RAM is the device's"
+        change = "remove host from chunks.tier, or write disk and add memory.disk"
+    elif lacking:
+        given = f"chunks.tier on the {lacking} with memory.{lacking} = 0"
+        source = f"chunks.tier and memory.{lacking}"
+        required = f"memory.{lacking} above 0, for what is to live there"
+        change = f"add memory.{lacking}, such as 64GiB, or change chunks.tier"
+    else:
+        return host_bytes, disk
+    raise ConfigError(given=given, required=required, source=source, change=change)
 
 
 @dataclass(frozen=True)
