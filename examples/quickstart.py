@@ -209,7 +209,7 @@ def longest_batch(config: Any) -> list[dict[str, Any]]:
     """The global batch of the run that holds its longest sequence."""
     import torch
 
-    from furlong.data.load import load_data
+    from furlong.data.dataset import load_data
     from furlong.data.loader import batches_per_epoch, iterate_batches
     from furlong.data.sources import Source
     from furlong.data.tokenize import load_tokenizer

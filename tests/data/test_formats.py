@@ -7,18 +7,12 @@ from typing import Any
 
 import pytest
 
-from furlong.data import formats
-from furlong.data.formats import (
-    check_endings,
-    check_fields,
-    decide_format,
-    messages_of,
-    text_of,
-    tokens_of,
-    unused_fields,
-)
+from furlong.data import records
+from furlong.data.chat import messages_of
+from furlong.data.formats import check_endings, check_fields, decide_format, unused_fields
 from furlong.data.records import SourceRecord
 from furlong.data.sources import SourceFile
+from furlong.data.tokenize import text_of, tokens_of
 from furlong.errors import DataError
 
 USER = {"role": "user", "content": "hi"}
@@ -83,15 +77,15 @@ def test_what_may_hold_records_is_not_taken_for_a_text(ending: str) -> None:
 
 
 def test_a_text_is_a_string_of_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert text_of(record(text="x")) == "x"
-    assert refused(text_of, record(text=5)).given == "text that is of type int"
+    assert text_of(record(text="x"), "text") == "x"
+    assert refused(text_of, record(text=5), "text").given == "text that is of type int"
     assert refused(text_of, record(prompt=None), "prompt").given == "prompt that is null"
     error = refused(text_of, record(prompt=[USER]), "prompt")
     assert "conversations go into messages" in error.change
-    monkeypatch.setattr(formats, "MAX_TEXT_BYTES", 3)
-    assert text_of(record(text="123")) == "123"
-    assert text_of(record(text="é")) == "é"
-    assert refused(text_of, record(text="éé")).given == "text of 4 B"
+    monkeypatch.setattr(records, "MAX_TEXT_BYTES", 3)
+    assert text_of(record(text="123"), "text") == "123"
+    assert text_of(record(text="é"), "text") == "é"
+    assert refused(text_of, record(text="éé"), "text").given == "text of 4 B"
     assert refused(messages_of, record(messages=[USER, USER]), "").given == "messages of 4 B"
 
 

@@ -16,8 +16,7 @@ from tiny_tokenizers import byte_tokenizer, word_tokenizer
 
 from furlong.config.schema import DataConfig
 from furlong.data import cache
-from furlong.data.dataset import DataSet
-from furlong.data.load import load_data
+from furlong.data.dataset import DataSet, load_data
 from furlong.data.sources import Source
 from furlong.errors import DataError
 from furlong.train.setup.prepare import load_splits
@@ -80,10 +79,10 @@ def test_a_second_start_neither_reads_nor_tokenizes(
             raise AssertionError("tokenized again")
 
     idle = Idle()
-    monkeypatch.setattr("furlong.data.load.fingerprint", lambda _: _fingerprint_of(idle._real))
+    monkeypatch.setattr("furlong.data.dataset.fingerprint", lambda _: _fingerprint_of(idle._real))
     checksum = cache.checksum
     monkeypatch.setattr(cache, "checksum", lambda f: 1 / 0 if f == texts else checksum(f))
-    monkeypatch.setattr("furlong.data.load.read_records", lambda *_: 1 / 0)
+    monkeypatch.setattr("furlong.data.dataset.read_records", lambda *_: 1 / 0)
     again = load(tmp_path, texts, tokenizer=idle)
     assert [s.input_ids.tolist() for s in again] == before
     assert again.describe()[0].endswith("cached")
@@ -130,7 +129,7 @@ def test_data_that_changes_meanwhile_is_told(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     statuses = iter(["before", "after"])
-    monkeypatch.setattr("furlong.data.load.status_key", lambda files: next(statuses))
+    monkeypatch.setattr("furlong.data.dataset.status_key", lambda files: next(statuses))
     with pytest.raises(DataError, match="changed while it was read"):
         load(tmp_path, texts)
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []

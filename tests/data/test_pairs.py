@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from furlong.data.dataset import DataSet
-from furlong.data.formats import IGNORE_INDEX
 from furlong.data.loader import iterate_batches
+from furlong.data.tokenize import IGNORE_INDEX
 from furlong.errors import DataError
 
 ASK = {"role": "user", "content": "why?"}

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from furlong.data import records
+from furlong.data.formats import FIELDS
 from furlong.data.records import SourceRecord, read_records
 from furlong.data.sources import Source, list_files
 from furlong.errors import DataError
@@ -22,7 +23,7 @@ datasets.disable_progress_bars()
 
 def read(path: Path, left_out: Counter[str] | None = None) -> list[SourceRecord]:
     counted: Counter[str] = Counter() if left_out is None else left_out
-    return list(read_records(list_files(Source(str(path))).files, counted))
+    return list(read_records(list_files(Source(str(path))).files, counted, FIELDS))
 
 
 def found(path: Path) -> list[tuple[dict[str, Any], str]]:

@@ -17,9 +17,9 @@ from tiny_tokenizers import CHATML, byte_tokenizer
 
 from furlong.data import rendering as module
 from furlong.data.chat import render_conversation
-from furlong.data.records import SourceRecord
+from furlong.data.formats import encode
+from furlong.data.records import LeftOut, SourceRecord
 from furlong.data.rendering import rendering
-from furlong.data.tokenize import encode
 from furlong.errors import DataError
 
 TURNS = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
@@ -52,7 +52,9 @@ def encode_all(template: str, *conversations: Any) -> list[int]:
     tokenizer = byte_tokenizer(template)
     tokenizer.name_or_path = "some/model"
     records = [record(messages, number) for number, messages in enumerate(conversations, start=1)]
-    return [len(found.input_ids) for found in encode(records, tokenizer, "chat", Counter())]
+    return [
+        len(found.input_ids) for found in encode(records, tokenizer, "chat", LeftOut(Counter(), {}))
+    ]
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -122,11 +124,12 @@ def test_nothing_is_said_about_the_process(tmp_path: Path) -> None:
         "from collections import Counter\n"
         "sys.path.insert(0, sys.argv[1])\n"
         "from tiny_tokenizers import byte_tokenizer\n"
-        "from furlong.data.records import SourceRecord\n"
-        "from furlong.data.tokenize import encode\n"
+        "from furlong.data.records import LeftOut, SourceRecord\n"
+        "from furlong.data.formats import encode\n"
         f"record = SourceRecord({json.dumps({'messages': TURNS})}, 0, 1, 'x')\n"
         "for _ in range(2):\n"
-        "    print(len(list(encode([record] * 9, byte_tokenizer(), 'chat', Counter()))))\n"
+        "    left_out = LeftOut(Counter(), {})\n"
+        "    print(len(list(encode([record] * 9, byte_tokenizer(), 'chat', left_out))))\n"
         "print('TOKENIZERS_PARALLELISM' in os.environ)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}

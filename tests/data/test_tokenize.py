@@ -11,10 +11,11 @@ import pytest
 from tiny_tokenizers import CHATML, CHATML_WITH_TAGS, byte_tokenizer, word_tokenizer
 from tokenizers import normalizers, processors
 
+from furlong.config.schema import Format
 from furlong.data import tokenize
-from furlong.data.formats import Format
-from furlong.data.records import BLANK, SourceRecord
-from furlong.data.tokenize import Encoded, Sequence, encode, fingerprint, load_tokenizer
+from furlong.data.formats import encode
+from furlong.data.records import BLANK, LeftOut, SourceRecord
+from furlong.data.tokenize import Encoded, Sequence, fingerprint, load_tokenizer
 from furlong.errors import ConfigError, DataError
 
 TURNS = [
@@ -30,7 +31,7 @@ def run(
 ) -> tuple[list[Encoded], Counter[str]]:
     left_out: Counter[str] = Counter()
     records = (SourceRecord(f, 0, line, f"file:{line}") for line, f in enumerate(fields, start=1))
-    return list(encode(records, tokenizer, format, left_out)), left_out
+    return list(encode(records, tokenizer, format, LeftOut(left_out, {}))), left_out
 
 
 def words(text: str, post_processor: str | None = None) -> list[int]:

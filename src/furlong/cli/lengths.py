@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from furlong.cli.output import check_output, tell_loading, writing
+from furlong.config.schema import Format
 from furlong.config.sources import FlagParser, is_run_file, load_run
 from furlong.errors import refusal
 from furlong.units import count_words
@@ -46,7 +47,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--tokenizer", metavar="T", help="hub id or folder; default: the run's")
     parser.add_argument(
-        "--format", choices=("auto", "text", "chat", "completion", "tokens", "preference"),
+        "--format", choices=("auto", *get_args(Format)),
         help="shape of the records of DATA (default: auto)",
     )  # fmt: skip
     parser.add_argument("--split", help="which split of folders that hold several")
@@ -91,7 +92,7 @@ def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str, None]:
         required = "--tokenizer, the hub id or folder of a model"
         raise refusal("data without a tokenizer", required, "add --tokenizer T, or name a run file")
     tell_loading()
-    from furlong.data.load import load_data
+    from furlong.data.dataset import load_data
     from furlong.data.sources import Source
 
     sources = [Source(path, split=chosen.split) for path in chosen.data]

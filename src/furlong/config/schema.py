@@ -273,6 +273,9 @@ Sources = Annotated[
 ]
 
 
+Format = Literal["text", "chat", "completion", "tokens", "preference"]
+
+
 class DataConfig(BaseModel):
     """The sequences."""
 
@@ -284,7 +287,7 @@ class DataConfig(BaseModel):
         Annotated[Sources, AfterValidator(_once)] | None, BeforeValidator(_without_null)
     ] = Field(default=None, examples=["held-out.jsonl"])
     """Held-out data, named in the same way."""
-    format: Literal["auto", "text", "chat", "completion", "tokens", "preference"] = "auto"
+    format: Literal["auto"] | Format = "auto"
     """auto goes by the fields of each source's first record: text, messages, prompt + completion
     or input_ids. With train.loss: dpo it is preference: chosen + rejected."""
     max_seq_len: Positive = 131072

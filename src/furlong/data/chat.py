@@ -11,14 +11,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Any
 
-from furlong.data.formats import MARKS, check_size, may_be_learnt, messages_of
-from furlong.data.records import SourceRecord
+from furlong.data.records import LeftOut, SourceRecord, check_size, kind_of
+from furlong.data.rendering import rendering
+from furlong.data.tokenize import Encoded, Rendered, encode_rendered, rendered
 from furlong.errors import ConfigError, DataError
 
+MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+"""Fields of a message by which other trainers choose what is learnt."""
+
+_ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
+_MEDIA = ("image", "image_url", "audio", "input_audio", "video", "video_url", "file")
 _TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 UNWRITTEN, EMPTY_ANSWERS = "conversations with {}", "empty answers"
 ESCAPED = "calls with arguments as a string of JSON"
@@ -35,14 +42,13 @@ _READ = frozenset(("role", "content", *MARKS))
 _REASON_CHARS = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A text and the half-open ranges of its characters that are learnt."""
-
-    text: str
-    ranges: tuple[tuple[int, int], ...]
-    told: tuple[str, ...] = ()
-    """Each is counted once more for the source."""
+def encode_chat(
+    records: Iterable[SourceRecord], tokenizer: Any, left_out: LeftOut
+) -> Iterator[Encoded]:
+    """Records of messages, of which the assistant's are learnt. Raises UserError."""
+    with rendering(tokenizer, render_conversation) as render:
+        texts = rendered(records, render, left_out)
+        yield from encode_rendered(texts, tokenizer, by_template=True)
 
 
 def render_conversation(
@@ -326,3 +332,94 @@ def _difference(part: str, whole: str) -> str:
         min(len(part), len(whole)),
     )
     return f"{part[at : at + _SHOWN_CHARS]!r} became {whole[at : at + _SHOWN_CHARS]!r}"
+
+
+def messages_of(
+    record: SourceRecord, template: str, field: str = "messages"
+) -> list[dict[str, Any]]:
+    """The turns of the conversation in `field`, without fields that have no value.
+
+    A role must be one of the usual ones or one that `template` names. Raises DataError.
+    """
+    messages = record.fields[field]
+    if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
+        raise _bad_turn(record, f"{field} that are {kind_of(messages)}", field)
+    turns = []
+    for number, given in enumerate(messages, start=1):
+        turn = {name: value for name, value in given.items() if value is not None}
+        role, content = turn.get("role"), turn.get("content")
+        if not isinstance(role, str):
+            if "role" in given and role is None:
+                raise _bad_turn(record, f"message {number} whose role is null", field)
+            what = f"message {number} with {', '.join(turn) or 'no field'}"
+            raise _bad_turn(record, what, field, is_sharegpt={"from", "value"} <= turn.keys())
+        if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise DataError(
+                given=f"message {number} of role {role!r}",
+                required=f"one of {', '.join(sorted(_ROLES))}, or a role of the chat template",
+                source=record.origin,
+                change="rename the role; what the model is to learn is said by the assistant",
+            )
+        if not isinstance(content, str | list) and ("content" in turn or "tool_calls" not in turn):
+            kind = kind_of(content) if "content" in given else "missing"
+            raise _bad_turn(record, f"message {number} whose content is {kind}", field)
+        if isinstance(content, list):
+            turn["content"] = _text_of_parts(record, content, f"message {number} of {field}")
+        _check_marks(record, turn, f"message {number} of {field}")
+        turns.append(turn)
+    check_size(record, field, *(str(turn.get("content", "")) for turn in turns))
+    return turns
+
+
+def may_be_learnt(turn: Mapping[str, Any]) -> bool:
+    """Whether no mark of a message says that it is not learnt."""
+    return all(turn.get(mark, True) for mark in MARKS)
+
+
+def _text_of_parts(record: SourceRecord, parts: Items[Any], message: str) -> str:
+    """The text of a content of parts. Raises DataError for parts that are no text."""
+    texts = []
+    for number, part in enumerate(parts, start=1):
+        media = [key for key in _MEDIA if isinstance(part, dict) and part.get(key)]
+        is_text = isinstance(part, dict) and part.get("type") in ("text", None) and not media
+        text = part.get("text") if is_text else part
+        if not isinstance(text, str):
+            kind = kind_of(part)
+            if isinstance(part, dict) and not is_text:
+                is_other = part.get("type") not in ("text", None)
+                kind = f"of type {part['type']}" if is_other else f"with {media[0]}"
+            raise DataError(
+                given=f"{message}, part {number}: {kind}",
+                required='content as a string, or parts such as {"type": "text", "text": "..."}',
+                source=record.origin,
+                change="remove the record, or the part: images and sound are not trained on",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _check_marks(record: SourceRecord, turn: Mapping[str, Any], message: str) -> None:
+    """Raises DataError for a mark that asks for more than learning an answer or not."""
+    for mark in MARKS:
+        value = turn.get(mark, True)
+        others = mark != "weight" and value and mark in turn and turn["role"] != "assistant"
+        if others or value not in (0, 1):
+            raise DataError(
+                given=f"{message}, of role {turn['role']}: {mark} = {value!r}",
+                required="0 or 1 (false or true), and true for what the assistant says alone",
+                source=record.origin,
+                change=f"remove {mark}, or mend it; an answer with 0 or false is not learnt",
+            )
+
+
+def _bad_turn(
+    record: SourceRecord, given: str, field: str, *, is_sharegpt: bool = False
+) -> DataError:
+    return DataError(
+        given=given,
+        required=f'{field}: [{{"role": "user", "content": "..."}}, ...]',
+        source=record.origin,
+        change="rename from to role and value to content, human to user and gpt to assistant"
+        if is_sharegpt
+        else "mend or remove the record",
+    )

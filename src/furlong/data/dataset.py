@@ -1,22 +1,44 @@
-"""The sequences of a run: its tokenized sources in a row, without what is too long."""
+"""The sequences of a run: sources, tokenized or found in the cache, without what is too long."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from typing import Literal, overload
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from furlong.data.cache import ReferenceLogProbs, TokenizedSource, key_of
-from furlong.data.formats import IGNORE_INDEX
+from furlong.config.schema import Format
+from furlong.data.cache import (
+    ReferenceLogProbs,
+    TokenizedSource,
+    cache_folder,
+    content_key,
+    key_of,
+    read_arrays,
+    status_key,
+    write_tokens,
+    writing,
+)
+from furlong.data.formats import (
+    FIELDS,
+    FORMATS,
+    check_endings,
+    decide_format,
+    encode,
+    unused_fields,
+)
 from furlong.data.loader import Mixture, Units, rows_of
-from furlong.data.pairs import handled, require_answers
-from furlong.data.records import BLANK
-from furlong.data.sources import printable
-from furlong.data.tokenize import Sequence
+from furlong.data.pairs import NO_EOS, handled, require_answers, require_pair
+from furlong.data.records import BLANK, LeftOut, SourceRecord, read_records
+from furlong.data.sources import Listing, Source, SourceFile, list_files, printable, unreadable
+from furlong.data.tokenize import IGNORE_INDEX, Encoded, Sequence, fingerprint
 from furlong.errors import DataError
 from furlong.units import count_words, format_count, format_seconds, plural
 
@@ -270,3 +292,133 @@ def _describe(part: TokenizedSource) -> str:
             line += f" (first: {part.listing.files[file].origin(row)})"
     seconds = part.tokenized_s
     return line + (", cached" if seconds is None else f", tokenized in {format_seconds(seconds)}")
+
+
+def load_data(
+    sources: Items[Source],
+    tokenizer: Any,
+    *,
+    format: Format | Literal["auto"] = "auto",
+    max_seq_len: int | None = None,
+    too_long: TooLong = "error",
+    cache_dir: str | None = None,
+    key: str = "data.train",
+) -> DataSet:
+    """The data set of `sources`, tokenized or taken from the cache.
+
+    key: where the sources were named, for messages. Raises DataError and ConfigError.
+    """
+    folder = cache_folder(cache_dir)
+    print_of_tokenizer = fingerprint(tokenizer)
+    listings = [list_files(source, key) for source in sources]
+    _refuse_repeated(listings, key)
+    parts = tuple(
+        _tokenized(source, listing, tokenizer, print_of_tokenizer, format, folder, key)
+        for source, listing in zip(sources, listings, strict=True)
+    )
+    require_pair(((part.index, part.notes["left_out"]) for part in parts), key)
+    return DataSet(parts, max_seq_len=max_seq_len, too_long=too_long, key=key)
+
+
+def describe_shared(train: DataSet, held_out: DataSet) -> list[str]:
+    """A line if files of the held-out data, or sources of the same content, are trained on."""
+    files = {file.path.resolve() for part in train.parts for file in part.listing.files}
+    contents = {part.content for part in train.parts}
+    shared = [
+        file.origin(0)
+        for part in held_out.parts
+        for file in part.listing.files
+        if part.content in contents or file.path.resolve() in files
+    ]
+    if not shared:
+        return []
+    return [
+        f"data.eval: {count_words(len(shared), 'file')} of data.train ({shared[0]}"
+        f"{', ...' if len(shared) > 1 else ''}): its loss is of sequences that are learnt"
+    ]
+
+
+def _refuse_repeated(listings: Items[Listing], key: str) -> None:
+    """A file that two sources hold would be learnt twice as often, and nothing would say so."""
+    seen: set[Path] = set()
+    for listing in listings:
+        own = {file.path.resolve(): file.path for file in listing.files}
+        for resolved, path in own.items():
+            if resolved in seen:
+                raise DataError(
+                    given=f"{printable(path)}, which two sources name",
+                    required="every file in one source",
+                    source=key,
+                    change="name it once; {path: ..., weight: 2.0} draws from a source twice as"
+                    " often",
+                )
+        seen |= own.keys()
+
+
+def _tokenized(
+    source: Source,
+    listing: Listing,
+    tokenizer: Any,
+    print_of_tokenizer: str,
+    format: Format | Literal["auto"],
+    folder: Path,
+    key: str,
+) -> TokenizedSource:
+    files = listing.files
+    if format != "text":
+        check_endings(files, format)
+    try:
+        before = status_key(files)
+        content = content_key(files, folder)
+    except OSError as error:
+        raise unreadable(source.path, key, error) from error
+    place = folder / "tokens" / key_of(content, print_of_tokenizer, format)
+    arrays = read_arrays(place)
+    if arrays is not None:
+        return TokenizedSource(source, listing, arrays, content, print_of_tokenizer)
+    started_s = time.perf_counter()
+    notes: dict[str, Any] = {}
+    encoded = _encoded(files, tokenizer, format, key, notes)
+
+    def unchanged() -> Iterator[Encoded]:
+        yield from encoded
+        if status_key(files) != before:
+            raise DataError(
+                given=f"{source.path}, which changed while it was read",
+                required="data that stays as it is",
+                source=key,
+                change="start again when it is complete",
+            )
+
+    with writing(folder):
+        arrays = write_tokens(place, unchanged(), notes)
+    tokenized_s = time.perf_counter() - started_s
+    return TokenizedSource(source, listing, arrays, content, print_of_tokenizer, tokenized_s)
+
+
+def _encoded(
+    files: tuple[SourceFile, ...],
+    tokenizer: Any,
+    format: Format | Literal["auto"],
+    key: str,
+    notes: dict[str, Any],
+) -> Iterator[Encoded]:
+    """The sequences of a source; fills `notes`."""
+    left_out = LeftOut(Counter(), {})
+    records = read_records(files, left_out.counts, FIELDS, key)
+    first: SourceRecord = next(records)
+    decided = decide_format(first) if format == "auto" else format
+    notes["format"] = decided
+    is_file = files[first.file].kind == "text"
+    notes["fields"] = [] if is_file else list(FORMATS[decided].needed)
+    notes["unused"] = [] if is_file else unused_fields(first.fields, decided)
+    notes["highest"] = -1
+    notes["first"] = left_out.first
+    is_text = all(isinstance(first.fields.get(name), str) for name in FORMATS[decided].needed)
+    lacks_eos = is_text and tokenizer.eos_token_id is None
+    for sequence in encode(chain((first,), records), tokenizer, decided, left_out):
+        left_out.counts[NO_EOS] += lacks_eos
+        highest = max(int(sequence.input_ids.max()), int(sequence.labels.max()))
+        notes["highest"] = max(notes["highest"], highest)
+        yield sequence
+    notes["left_out"] = {what: number for what, number in left_out.counts.items() if number}

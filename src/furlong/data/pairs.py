@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, takewhile
 from typing import Any
@@ -29,14 +29,13 @@ from furlong.data.chat import (
     ESCAPED,
     UNWRITTEN,
     Conversation,
-    Rendered,
+    messages_of,
     template_of,
     tools_of,
 )
-from furlong.data.formats import IGNORE_INDEX, check_fields, messages_of, text_of
-from furlong.data.records import RAW, SourceRecord
+from furlong.data.records import RAW, LeftOut, SourceRecord
 from furlong.data.rendering import rendering
-from furlong.data.tokenize import Encoded, encode_rendered
+from furlong.data.tokenize import IGNORE_INDEX, Encoded, Rendered, encode_rendered, text_of
 from furlong.errors import DataError
 
 SAME, EMPTY = "pairs with the same answers", "pairs with an empty answer"
@@ -58,19 +57,6 @@ _Answers = tuple[Rendered, Rendered] | str
 _Turns = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Records that are no pairs: how many, and where the first one is."""
-
-    counts: Counter[str]
-    first: dict[str, tuple[int, int]]
-    """File and line."""
-
-    def add(self, what: str, record: SourceRecord | Encoded) -> None:
-        self.counts[what] += 1
-        self.first.setdefault(what, (record.file, record.line))
-
-
 def encode_pairs(
     records: Iterable[SourceRecord], tokenizer: Any, left_out: LeftOut
 ) -> Iterator[Encoded]:
@@ -78,12 +64,11 @@ def encode_pairs(
     whether answers are texts or conversations. Raises UserError."""
     records = iter(records)
     first = next(records)
-    check_fields(first, "preference")
     is_chat = not isinstance(first.fields["chosen"], str)
     texts = nullcontext(partial(render_texts, left_out=left_out))
     with rendering(tokenizer, render_turns) if is_chat else texts as render:
         found = _rendered(chain((first,), records), render, left_out)
-        encoded = encode_rendered(found, tokenizer, "chat" if is_chat else "completion")
+        encoded = encode_rendered(found, tokenizer, by_template=is_chat)
         for pair in zip(encoded, encoded, strict=True):
             chosen, rejected = pair if is_chat else _learnt_from_difference(*pair)
             if np.array_equal(chosen.input_ids, rejected.input_ids):
@@ -285,7 +270,6 @@ def _rendered(
 ) -> Iterator[tuple[SourceRecord, Rendered]]:
     """The answers of each record, one after the other."""
     for record in records:
-        check_fields(record, "preference")
         found = render(record)
         if isinstance(found, str):
             left_out.add(found, record)

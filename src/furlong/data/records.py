@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,14 +24,6 @@ MAX_LINE_BYTES = 64 * 2**20
 MAX_TEXT_BYTES = 16 * 2**20
 """Bytes of one sequence in UTF-8: at most as many tokens, and a tokenizer takes 250 to 500 bytes
 of memory for each while it works."""
-
-LOOKED_AT = ("system", "history", "label", "attention_mask", "position_ids")
-"""Fields of other programs that decide whether a record can be read without them."""
-FIELDS = (
-    "text", "messages", "tools", "prompt", "completion", "chosen", "rejected", "input_ids",
-    "labels", *LOOKED_AT,
-)  # fmt: skip
-"""The fields that are read; of a table, no other column is decoded."""
 
 BINARY, BLANK, REPLACED = "binary files", "blank texts", "bytes that are no UTF-8"
 RAW = "texts that begin with a JSON record"
@@ -53,7 +45,7 @@ class SourceRecord:
     """The fields that make a sequence, and where they came from."""
 
     fields: Mapping[str, Any]
-    """A field that is not one of `FIELDS` may be there without its value."""
+    """A field that no format reads may be there without its value."""
     file: int
     """Number of its file in the source."""
     line: int
@@ -61,10 +53,28 @@ class SourceRecord:
     origin: str
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Counts of all that a source did not take as it is, and where the first of each kind is."""
+
+    counts: Counter[str]
+    first: dict[str, tuple[int, int]]
+    """File and line."""
+
+    def add(self, what: str, record: Any) -> None:
+        """Count a record, or what it was encoded to."""
+        self.counts[what] += 1
+        self.first.setdefault(what, (record.file, record.line))
+
+
 def read_records(
-    files: tuple[SourceFile, ...], left_out: Counter[str], key: str = "data.train"
+    files: tuple[SourceFile, ...],
+    left_out: Counter[str],
+    fields: Collection[str],
+    key: str = "data.train",
 ) -> Iterator[SourceRecord]:
-    """The records of a source, file after file.
+    """The records of a source, file after file. `fields`: those that are read; of a table, no other
+    column is decoded.
 
     `left_out` counts what was not taken as it is, under `BINARY`, `BLANK` and `REPLACED`: binary
     files (a NUL byte at the start, git's rule, or mostly no UTF-8) are left out of folders, so are
@@ -76,16 +86,16 @@ def read_records(
     for number, file in enumerate(files):
         match file.kind:
             case "text":
-                records = _read_text(file, left_out, key)
+                records = _read_text(file, left_out, fields, key)
             case "json lines":
                 records = _read_json_lines(file, left_out, key)
             case _:
-                records = _read_table(file)
+                records = _read_table(file, fields)
         empty_file = True
         try:
-            for line, fields in records:
+            for line, values in records:
                 empty_file = False
-                yield SourceRecord(fields, number, line, file.origin(line))
+                yield SourceRecord(values, number, line, file.origin(line))
         except OSError as error:
             raise _unreadable(file, key, error) from error
         if empty_file and file.named:
@@ -102,7 +112,7 @@ def read_records(
 
 
 def _read_text(
-    file: SourceFile, left_out: Counter[str], key: str
+    file: SourceFile, left_out: Counter[str], fields: Collection[str], key: str
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     with file.path.open("rb") as opened:
         content = opened.read(_BYTES_LOOKED_AT)
@@ -118,7 +128,7 @@ def _read_text(
         left_out[BINARY] += 1
     elif text.strip():
         left_out[REPLACED] += num_replaced
-        if _begins_with_record(text):
+        if _begins_with_record(text, fields):
             left_out[RAW] += 1
         yield 0, {"text": text}
     else:
@@ -150,12 +160,12 @@ def _read_json_lines(
                 yield number, _parse(text, file.origin(number))
 
 
-def _begins_with_record(text: str) -> bool:
+def _begins_with_record(text: str, fields: Collection[str]) -> bool:
     try:
         record = json.loads(text.lstrip().partition("\n")[0])
     except (ValueError, RecursionError):
         return False
-    return isinstance(record, dict) and not record.keys().isdisjoint(FIELDS)
+    return isinstance(record, dict) and not record.keys().isdisjoint(fields)
 
 
 def _parse(line: str, origin: str) -> Mapping[str, Any]:
@@ -204,7 +214,9 @@ def _without_surrogates(value: Any) -> Any:
     return value
 
 
-def _read_table(file: SourceFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _read_table(
+    file: SourceFile, fields: Collection[str]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Rows of a Parquet file, an Arrow file or a folder of `datasets`."""
     import datasets
     import pyarrow
@@ -212,13 +224,13 @@ def _read_table(file: SourceFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         match file.kind:
             case "parquet":
-                columns, rows = _parquet_rows(file.path)
+                columns, rows = _parquet_rows(file.path, fields)
             case "arrow":
                 _refuse_arrow_file(file.path)
-                columns, rows = _dataset_rows(datasets.Dataset.from_file(str(file.path)))
+                columns, rows = _dataset_rows(datasets.Dataset.from_file(str(file.path)), fields)
             case _:
-                columns, rows = _dataset_rows(datasets.load_from_disk(str(file.path)))
-        others = dict.fromkeys(column for column in columns if column not in FIELDS)
+                columns, rows = _dataset_rows(datasets.load_from_disk(str(file.path)), fields)
+        others = dict.fromkeys(column for column in columns if column not in fields)
         for number, row in enumerate(rows, start=1):
             at = file.origin(number)
             own = {k: _plain(v, k, at) if k in _NESTED else v for k, v in dict(row).items()}
@@ -257,8 +269,10 @@ def _plain(value: Any, column: str, origin: str, depth: int = 0) -> Any:
     return value
 
 
-def _parquet_rows(path: Path) -> tuple[list[str], Iterator[dict[str, Any]]]:
-    """The columns of a file, and its rows with those of `FIELDS`.
+def _parquet_rows(
+    path: Path, fields: Collection[str]
+) -> tuple[list[str], Iterator[dict[str, Any]]]:
+    """The columns of a file, and its rows with those of `fields`.
 
     pyarrow reads them and `datasets` decodes its own types: its reader would take the path for a
     pattern, lock files in its cache, and fail on a file without rows.
@@ -271,18 +285,20 @@ def _parquet_rows(path: Path) -> tuple[list[str], Iterator[dict[str, Any]]]:
     for name, times in Counter(schema.names).items():
         if times > 1:
             raise ValueError(f"the column {name} is there twice")
-    wanted = [column for column in schema.names if column in FIELDS]
-    fields = [schema.field(column) for column in wanted]
+    wanted = [column for column in schema.names if column in fields]
+    typed = [schema.field(column) for column in wanted]
     # of other columns `datasets` may not know the type
-    used = datasets.Features.from_arrow_schema(pyarrow.schema(fields, metadata=schema.metadata))
+    used = datasets.Features.from_arrow_schema(pyarrow.schema(typed, metadata=schema.metadata))
     batches = table.iter_batches(batch_size=_ROWS_PER_BATCH, columns=wanted)
     rows = (used.decode_example(row) for batch in batches for row in batch.to_pylist())
     return schema.names, rows
 
 
-def _dataset_rows(dataset: Any) -> tuple[list[str], Iterator[dict[str, Any]]]:
+def _dataset_rows(
+    dataset: Any, fields: Collection[str]
+) -> tuple[list[str], Iterator[dict[str, Any]]]:
     columns = dataset.column_names
-    wanted = dataset.select_columns([column for column in columns if column in FIELDS])
+    wanted = dataset.select_columns([column for column in columns if column in fields])
     return columns, iter(wanted) if wanted.column_names else ({} for _ in range(len(dataset)))
 
 
@@ -347,3 +363,23 @@ def too_large(origin: str, given: str) -> DataError:
         source=origin,
         change="split it into several records, or give token ids (input_ids) in Parquet",
     )
+
+
+def check_size(record: SourceRecord, field: str, *texts: str) -> None:
+    """Raises DataError for texts that are too large together."""
+    # Counting bytes takes a copy; a character has at most four.
+    if 4 * sum(map(len, texts)) > MAX_TEXT_BYTES:
+        num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        if num_bytes > MAX_TEXT_BYTES:
+            raise too_large(record.origin, f"{field} of {format_bytes(num_bytes)}")
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value, for people."""
+    match value:
+        case None:
+            return "null"
+        case list():
+            kinds = {type(item).__name__ for item in value}
+            return f"a list of {' and '.join(sorted(kinds)) or 'nothing'}"
+    return f"of type {type(value).__name__}"

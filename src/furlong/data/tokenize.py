@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from furlong.data.chat import Rendered, render_conversation
-from furlong.data.formats import IGNORE_INDEX, Format, check_fields, text_of, tokens_of
-from furlong.data.records import BLANK, SourceRecord
-from furlong.data.rendering import rendering
+from furlong.data.records import BLANK, LeftOut, SourceRecord, check_size, kind_of
 from furlong.errors import ConfigError, DataError
 
-__all__ = ["IGNORE_INDEX", "Encoded", "Sequence", "encode", "fingerprint", "load_tokenizer"]
+IGNORE_INDEX = -100
+"""The label of a token that adds no loss."""
 
+_INT32 = np.iinfo(np.int32)
+_TOKEN_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 _TEXTS_PER_CALL = 64
 _CHARS_PER_CALL = 2**20
 
@@ -61,6 +59,16 @@ class Encoded:
     labels: npt.NDArray[np.int32]
     file: int
     line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text and the half-open ranges of its characters that are learnt."""
+
+    text: str
+    ranges: tuple[tuple[int, int], ...]
+    told: tuple[str, ...] = ()
+    """Each is counted once more for the source."""
 
 
 def load_tokenizer(name: str, source: str = "model.name") -> Any:
@@ -134,39 +142,70 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def encode(
-    records: Iterable[SourceRecord], tokenizer: Any, format: Format, left_out: Counter[str]
+def encode_tokens(
+    records: Iterable[SourceRecord], tokenizer: Any, left_out: LeftOut
 ) -> Iterator[Encoded]:
-    """Every record as one sequence; those without any token are counted in `left_out`.
+    """Records of token ids, taken as they are. Raises DataError."""
+    for record in records:
+        yield Encoded(*tokens_of(record), record.file, record.line)
 
-    Texts and completions: the tokenizer's own post-processor runs, and EOS is appended where it
-    left it out. Conversations: the template writes all special tokens. Tokens: as they are.
-    A token that reaches into a learnt range of characters has a label. Raises UserError.
-    """
-    if format == "tokens":
-        for record in records:
-            check_fields(record, format)
-            ids, labels = tokens_of(record)
-            if len(ids):
-                yield Encoded(ids, labels, record.file, record.line)
-            else:
-                left_out[BLANK] += 1
-        return
-    for sequence in encode_rendered(
-        _render(records, tokenizer, format, left_out), tokenizer, format
-    ):
-        if len(sequence.input_ids):
-            yield sequence
+
+def encode_texts(
+    records: Iterable[SourceRecord], tokenizer: Any, left_out: LeftOut
+) -> Iterator[Encoded]:
+    """Records of a text, all of which is learnt. Raises UserError."""
+
+    def render(record: SourceRecord) -> Rendered | None:
+        return _not_blank("", text_of(record, "text"))
+
+    yield from encode_rendered(rendered(records, render, left_out), tokenizer, masked=False)
+
+
+def encode_completions(
+    records: Iterable[SourceRecord], tokenizer: Any, left_out: LeftOut
+) -> Iterator[Encoded]:
+    """Records of a prompt and a completion, which is learnt. Raises UserError."""
+
+    def render(record: SourceRecord) -> Rendered | None:
+        return _not_blank(text_of(record, "prompt"), text_of(record, "completion"))
+
+    yield from encode_rendered(rendered(records, render, left_out), tokenizer)
+
+
+def rendered(
+    records: Iterable[SourceRecord],
+    render: Callable[[SourceRecord], Rendered | None],
+    left_out: LeftOut,
+) -> Iterator[tuple[SourceRecord, Rendered]]:
+    """Records with their texts; those without any are counted."""
+    for record in records:
+        found = render(record)
+        if found is None:
+            left_out.counts[BLANK] += 1
         else:
-            left_out[BLANK] += 1
+            left_out.counts.update(found.told)
+            yield record, found
+
+
+def _not_blank(prompt: str, rest: str) -> Rendered | None:
+    text = prompt + rest
+    return Rendered(text, ((len(prompt), len(text)),)) if text.strip() else None
 
 
 def encode_rendered(
-    rendered: Iterable[tuple[SourceRecord, Rendered]], tokenizer: Any, format: Format
+    rendered: Iterable[tuple[SourceRecord, Rendered]],
+    tokenizer: Any,
+    *,
+    by_template: bool = False,
+    masked: bool = True,
 ) -> Iterator[Encoded]:
-    """Rendered records as sequences, one by one, as `encode` says of their format; they may be
-    empty. Raises UserError."""
-    if format != "text" and not tokenizer.is_fast:
+    """Rendered records as sequences, one by one; they may be empty.
+
+    A template writes all special tokens; elsewhere the tokenizer's own post-processor runs, and EOS
+    is appended where it left it out. Where they are `masked`, a token that reaches into a learnt
+    range of characters has a label, else all have. Raises UserError.
+    """
+    if masked and not tokenizer.is_fast:
         raise ConfigError(
             given=f"{tokenizer.name_or_path}: a tokenizer that cannot tell a token's characters",
             required="a fast tokenizer (tokenizer.json) for data of messages or completions",
@@ -174,32 +213,7 @@ def encode_rendered(
             change="save the fast tokenizer into the folder, or give token ids and labels",
         )
     for batch in _batches(rendered):
-        yield from _encode_batch(batch, tokenizer, format)
-
-
-def _render(
-    records: Iterable[SourceRecord], tokenizer: Any, format: Format, left_out: Counter[str]
-) -> Iterator[tuple[SourceRecord, Rendered]]:
-    by_text = nullcontext(partial(_render_text, format=format))
-    with rendering(tokenizer, render_conversation) if format == "chat" else by_text as render:
-        for record in records:
-            check_fields(record, format)
-            rendered = render(record)
-            if rendered is None:
-                left_out[BLANK] += 1
-            else:
-                left_out.update(rendered.told)
-                yield record, rendered
-
-
-def _render_text(record: SourceRecord, format: Format) -> Rendered | None:
-    """A record with a text, or with a prompt and a completion; None if it is blank."""
-    if format == "completion":
-        prompt = text_of(record, "prompt")
-        text = prompt + text_of(record, "completion")
-    else:
-        prompt, text = "", text_of(record)
-    return Rendered(text, ((len(prompt), len(text)),)) if text.strip() else None
+        yield from _encode_batch(batch, tokenizer, by_template, masked)
 
 
 def _batches(
@@ -221,17 +235,16 @@ def _batches(
 
 
 def _encode_batch(
-    batch: list[tuple[SourceRecord, Rendered]], tokenizer: Any, format: Format
+    batch: list[tuple[SourceRecord, Rendered]], tokenizer: Any, by_template: bool, masked: bool
 ) -> Iterator[Encoded]:
-    needs_chars = format != "text"
     try:
-        with _whole_tokens(tokenizer) if needs_chars else nullcontext():
+        with _whole_tokens(tokenizer) if masked else nullcontext():
             encoded = tokenizer(
                 [rendered.text for _, rendered in batch],
-                add_special_tokens=format != "chat",
+                add_special_tokens=not by_template,
                 return_attention_mask=False,
                 return_token_type_ids=False,
-                return_offsets_mapping=needs_chars,
+                return_offsets_mapping=masked,
                 verbose=False,
             )
     except BaseException as error:
@@ -242,15 +255,15 @@ def _encode_batch(
         if len(batch) == 1:
             raise _cannot_tokenize(*batch[0], error) from None
         for item in batch:
-            yield from _encode_batch([item], tokenizer, format)
+            yield from _encode_batch([item], tokenizer, by_template, masked)
         return
-    eos: int | None = None if format == "chat" else tokenizer.eos_token_id
+    eos: int | None = None if by_template else tokenizer.eos_token_id
     for number, (record, rendered) in enumerate(batch):
         ids = np.asarray(encoded["input_ids"][number], dtype=np.int32)
         if eos is not None and (not len(ids) or ids[-1] != eos):
             ids = np.append(ids, np.int32(eos))
         labels = ids
-        if format != "text":
+        if masked:
             chars = np.asarray(encoded["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
             learnt = np.zeros(len(ids), dtype=bool)
             learnt[: len(chars)] = _within(chars, rendered.ranges)
@@ -302,3 +315,81 @@ def _within(
             last = np.searchsorted(starts, stop, side="left")
             inside[tokens[first:last]] = True
     return inside
+
+
+def text_of(record: SourceRecord, field: str) -> str:
+    """A field that must be a text. Raises DataError."""
+    text = record.fields[field]
+    if not isinstance(text, str):
+        hint = "; conversations go into messages" if isinstance(text, list) else ""
+        raise DataError(
+            given=f"{field} that is {kind_of(text)}",
+            required=f"a string in the field {field}",
+            source=record.origin,
+            change=f"write {field} as a string{hint}",
+        )
+    check_size(record, field, text)
+    return text
+
+
+def tokens_of(record: SourceRecord) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """`input_ids` and `labels`, both (T,); without labels every token is one. Raises DataError."""
+    ids = _integers(record, "input_ids", lowest=0)
+    _check_beside_tokens(record, len(ids))
+    if record.fields.get("labels") is None:
+        return ids, ids
+    labels = _integers(record, "labels", lowest=IGNORE_INDEX)
+    negative = labels[(labels < 0) & (labels != IGNORE_INDEX)]
+    if len(labels) != len(ids) or len(negative):
+        raise DataError(
+            given=f"label {negative[0]}"
+            if len(negative)
+            else f"{len(ids)} input_ids with {len(labels)} labels",
+            required=f"a label for every token, unshifted: a token id, or {IGNORE_INDEX} for none",
+            source=record.origin,
+            change="mend or remove the record",
+        )
+    return ids, labels
+
+
+def _check_beside_tokens(record: SourceRecord, num_tokens: int) -> None:
+    """Raises DataError where other fields say that not all tokens are one sequence, or learnt."""
+    mask, positions = (record.fields.get(name) for name in ("attention_mask", "position_ids"))
+    masks = [name for name in _TOKEN_MASKS if name in record.fields]
+    given, change = None, ""
+    if mask is not None and mask != [1] * num_tokens:
+        given = "an attention_mask that is not 1 for every token"
+        change = "remove the padding from the lists: sequences are not padded here"
+    elif positions is not None and positions != list(range(num_tokens)):
+        given = f"position_ids that are not 0 to {num_tokens - 1}"
+        change = "write packed sequences as records of their own: furlong packs them itself"
+    elif masks and record.fields.get("labels") is None:
+        given = f"{masks[0]} beside input_ids, without labels"
+        change = f"write labels: the token where {masks[0]} is 1, {IGNORE_INDEX} elsewhere"
+    if given is not None:
+        raise DataError(
+            given=given,
+            required="input_ids of one sequence, and labels if not every token is learnt",
+            source=record.origin,
+            change=change,
+        )
+
+
+def _integers(record: SourceRecord, field: str, lowest: int) -> npt.NDArray[np.int32]:
+    values = record.fields[field]
+    array = np.asarray(values) if _is_flat(values) else np.zeros(0, np.float64)
+    if len(array) == 0 and values == []:
+        return np.zeros(0, np.int32)
+    if array.dtype.kind not in "iu" or array.min() < lowest or array.max() > _INT32.max:
+        raise DataError(
+            given=f"{field} that are {kind_of(values)}"
+            + (f" from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""),
+            required=f"a list of whole numbers, token ids from {lowest}",
+            source=record.origin,
+            change="mend or remove the record",
+        )
+    return array.astype(np.int32)
+
+
+def _is_flat(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)

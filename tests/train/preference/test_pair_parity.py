@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
-from furlong.data.load import load_data
+from furlong.data.dataset import load_data
 from furlong.data.loader import iterate_batches, sequence_tensors
 from furlong.data.sources import Source
 from furlong.data.tokenize import IGNORE_INDEX, Sequence

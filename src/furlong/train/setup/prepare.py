@@ -18,8 +18,7 @@ import torch
 from furlong.api import Engine
 from furlong.config.schema import DataConfig, RunConfig, TrainConfig
 from furlong.cost.model import CostModel
-from furlong.data.dataset import DataSet
-from furlong.data.load import describe_shared, load_data
+from furlong.data.dataset import DataSet, describe_shared, load_data
 from furlong.data.loader import Batch, LoaderState, count_steps, describe_batches, iterate_batches
 from furlong.data.tokenize import load_tokenizer
 from furlong.errors import ConfigError
