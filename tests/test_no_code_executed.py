@@ -21,7 +21,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from furlong.train.checkpoints.folder import FORMAT_VERSION, MANIFEST, measure_files
+from furlong.train.checkpoint_folder import FORMAT_VERSION, MANIFEST, measure_files
 
 SCRIPT = """
 import contextlib, io, json, sys

@@ -33,11 +33,13 @@ def differing(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tup
     """
     found: dict[str, tuple[Any, Any]] = {}
     for key in sorted(own.keys() | other.keys()):
-        one, two = own.get(key), other.get(key)
-        if isinstance(one, Mapping) and isinstance(two, Mapping):
-            found |= {f"{key}.{inner}": pair for inner, pair in differing(one, two).items()}
-        elif one != two:
-            found[key] = one, two
+        pair = own.get(key), other.get(key)
+        inner = [value for value in pair if value is not None]
+        if all(isinstance(value, Mapping) for value in inner):
+            of_key = differing(*(value or {} for value in pair))
+            found |= {f"{key}.{name}": values for name, values in of_key.items()}
+        elif pair[0] != pair[1]:
+            found[key] = pair
     return found
 
 

@@ -21,7 +21,7 @@ from furlong.planners import search
 from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
 from furlong.train import run_model
-from furlong.train.checkpoints.state import RunState
+from furlong.train.checkpoints import RunState
 from furlong.train.choose_plan import decision_of, shrunk, values_of
 
 FLAGS = (

@@ -109,6 +109,33 @@ def build_tiny_run(folder: Path, *, num_layers: int = 2, num_heads: int = 2) -> 
     return TinyRun(folder)
 
 
+def build_hybrid_run(model_type: str, folder: Path) -> TinyRun:
+    """Writes a model with recurrent layers, its tokenizer and chats: most of them shorter than a
+    chunk of the run."""
+    from data.tiny_tokenizers import byte_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from helpers.hybrids import HYBRIDS
+
+    settings = {k: v for k, v in HYBRIDS[model_type].items() if v is not None}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+    model.save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    (folder / "texts").mkdir()
+    with (folder / "texts" / "chats.jsonl").open("w") as file:
+        for number, text in enumerate(TEXTS):
+            turns = ["user", text[-5:]], ["assistant", text[: 3 + 23 * number]]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    held_out = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    }
+    (folder / "held-out.jsonl").write_text(json.dumps(held_out) + "\n")
+    return TinyRun(folder)
+
+
 def run_command(arguments: list[str]) -> None:
     """The command as the whole life of a process."""
     raise SystemExit(main(arguments))

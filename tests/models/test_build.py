@@ -57,7 +57,7 @@ def test_an_export_gives_the_same_logits(
     trained_dtype = torch.promote_types(dtype, torch.float32)
     assert {p.dtype for p in model.parameters()} == {trained_dtype}
     folder = export_model(model, None, tmp_path / "export", dtype=dtype)
-    assert [file.name for file in tmp_path.glob("*.partial")] == []
+    assert [file.name for file in tmp_path.glob("*.tmp")] == []
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.dtype == dtype
     assert torch.equal(logits(loaded, dtype), logits(model, dtype))

@@ -7,6 +7,7 @@ import pickle
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +20,9 @@ from furlong.data.loader import LoaderState
 from furlong.errors import CheckpointError
 from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
-from furlong.train.checkpoints import checkpoint as module
-from furlong.train.checkpoints import folder as checkpoint_folder
-from furlong.train.checkpoints.checkpoint import load_tensors, save_checkpoint, stored_tensors
-from furlong.train.checkpoints.folder import (
+from furlong.train import checkpoint_folder
+from furlong.train import checkpoints as module
+from furlong.train.checkpoint_folder import (
     DamagedCheckpointError,
     check_checkpoint,
     list_checkpoints,
@@ -30,7 +30,13 @@ from furlong.train.checkpoints.folder import (
     read_state,
     set_aside,
 )
-from furlong.train.checkpoints.state import RunState
+from furlong.train.checkpoints import (
+    Checkpoints,
+    RunState,
+    load_tensors,
+    save_checkpoint,
+    stored_tensors,
+)
 from furlong.train.loop import Progress
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
 
@@ -74,7 +80,7 @@ def run_state(seed: int) -> RunState:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
     optimizer = build_optimizer(
-        model.parameters(), lr=0.1 + seed, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1
+        model.parameters(), lr=0.1, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1
     )
     return RunState(
         config={}, decision=Decision(ChunkOptions(size=8), ""), model=model, optimizer=optimizer,
@@ -101,7 +107,8 @@ def test_a_run_goes_on_with_its_moments_schedule_and_generator(tmp_path: Path) -
     first, other = run_state(0), run_state(1)
     taken = trained_further(first, 3)
     progress = Progress(step=3, data=LoaderState(2, 5), num_tokens=70, last_loss=0.1 + 0.2)
-    checkpoint = first.save(tmp_path, progress, metrics_bytes=0)
+    first.save(Checkpoints(tmp_path), progress, metrics_bytes=0)
+    checkpoint = tmp_path / "step-00000003"
     gone_on = trained_further(first, 2)
     trained_further(other, 1)
     assert other.restore(checkpoint, read_state(checkpoint)) == progress
@@ -133,6 +140,51 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
     load_tensors(checkpoint, tensors)
     assert torch.equal(tensors["rng.cpu"], make_tensors(1)["rng.cpu"])
+
+
+def test_a_checkpoint_in_the_background_is_of_its_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, said = threading.Event(), list[str]()
+    write = module._write_tensors
+
+    def late(*args: Any) -> dict[str, Any]:
+        assert may_write.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(module, "_write_tensors", late)
+    checkpoints = Checkpoints(tmp_path, in_background=True, say=said.append)
+    tensors = make_tensors()
+    checkpoints.save(3, tensors, STATE)
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert list_checkpoints(tmp_path) == [] == said
+    may_write.set()
+    checkpoints.finish()
+    assert len(said) == 1 and "step-00000003" in said[0]
+    load_tensors(tmp_path / "step-00000003", tensors)
+    for name, tensor in make_tensors().items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+def test_a_failure_in_the_background_shows_at_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, in_background=True)
+    checkpoints.save(1, make_tensors(), {"step": 1})
+    checkpoints.finish()
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_write_tensors", refuse)
+        checkpoints.save(2, make_tensors(), {"step": 2})
+        with pytest.raises(CheckpointError, match="No space left on device while checkpoint step"):
+            checkpoints.save(3, make_tensors(), {"step": 3})
+    checkpoints.save(4, make_tensors(), {"step": 4})
+    checkpoints.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001", "step-00000004"]
 
 
 def test_the_last_three_are_kept(tmp_path: Path) -> None:
@@ -268,8 +320,8 @@ FULL_DISK = """
 import sys, torch
 from pathlib import Path
 from furlong.errors import CheckpointError
-from furlong.train.checkpoints.checkpoint import save_checkpoint
-from furlong.train.checkpoints.folder import list_checkpoints, newest_checkpoint
+from furlong.train.checkpoints import save_checkpoint
+from furlong.train.checkpoint_folder import list_checkpoints, newest_checkpoint
 folder = Path(sys.argv[1])
 tensors = {f"model.{i}": torch.full((100_000,), float(i)) for i in range(10)}
 saved = []

@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
 from furlong.errors import CheckpointError
-from furlong.train.checkpoints.export import export
-from furlong.train.checkpoints.exportable import find_exportable
+from furlong.train.export import export, find_exportable
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -136,7 +135,7 @@ def test_another_base_is_refused(
         (["{run}/nowhere"], "nowhere, which holds no checkpoint"),
         (["{run}", "--out={run}/model"], "model exists"),
         (["{run}", "--out={run}/report.json/model"], "report.json is no folder"),
-        (["{run}", "--marge"], "unrecognized arguments: --marge"),
+        (["{run}", "--marge"], "did you mean --merge"),
         (["{run}/checkpoints/step-00000003"], "checkpoint step-00000003 is damaged: state.json"),
     ],
 )

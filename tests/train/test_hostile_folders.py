@@ -14,7 +14,7 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.train.checkpoints.folder import DamagedCheckpointError, check_checkpoint
+from furlong.train.checkpoint_folder import DamagedCheckpointError, check_checkpoint
 from furlong.train.figures import trackers
 from furlong.train.loop import MetricsLog
 from furlong.train.run_folder import clear_export

@@ -1,5 +1,4 @@
-"""Runs of models with recurrent layers, on packed chats: killed, cut, exported, on several
-processes."""
+"""Runs of models with recurrent layers, on packed chats: cut, exported, on several processes."""
 
 from __future__ import annotations
 
@@ -9,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from data.tiny_tokenizers import byte_tokenizer
-from helpers.hybrids import HYBRIDS
 from helpers.launched import Launched
-from helpers.ranks import server
-from helpers.tiny_runs import TEXTS, TinyRun, run_command
+from helpers.tiny_runs import TinyRun, build_hybrid_run, run_command
 from safetensors.torch import load_file
-from train.test_killed import survive
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
 
@@ -30,24 +25,7 @@ slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyRun]:
-    return {name: build(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
-
-
-def build(model_type: str, folder: Path) -> TinyRun:
-    """Writes a model, its tokenizer and chats: most of them shorter than a chunk of the run."""
-    settings = {k: v for k, v in HYBRIDS[model_type].items() if v is not None}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
-    model.save_pretrained(folder / "model")
-    byte_tokenizer().save_pretrained(folder / "model")
-    (folder / "texts").mkdir()
-    with (folder / "texts" / "chats.jsonl").open("w") as file:
-        for number, text in enumerate(TEXTS):
-            turns = ["user", text[-5:]], ["assistant", text[: 3 + 23 * number]]
-            messages = [{"role": role, "content": content} for role, content in turns]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    return TinyRun(folder)
+    return {name: build_hybrid_run(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
 
 
 def records(run: Path, key: str) -> list[Any]:
@@ -112,17 +90,6 @@ def test_chunks_give_the_run_of_whole_sequences(
         same_figures(cut, whole)
     else:
         same(cut, whole, folders[family])
-
-
-@slow
-@pytest.mark.parametrize(
-    "family", ["lfm2", *(pytest.param(f, marks=nightly) for f in FAMILIES if f != "lfm2")]
-)
-def test_kills_end_in_the_same_bits(
-    folders: dict[str, TinyRun], tmp_path: Path, family: str
-) -> None:
-    kills = survive(server(), folders[family], tmp_path, num_kills=2, kills_per_run=(2,))
-    assert len(kills) == 2
 
 
 @slow

@@ -192,11 +192,6 @@ def test_two_kills(processes: ForkServerContext, tiny_run: TinyRun, tmp_path: Pa
     print_report(kills)
 
 
-@pytest.mark.slow
-def test_four_kills(processes: ForkServerContext, tiny_run: TinyRun, tmp_path: Path) -> None:
-    print_report(survive(processes, tiny_run, tmp_path, num_kills=4, kills_per_run=(1, 2, 3)))
-
-
 @pytest.mark.nightly
 def test_twenty_kills(processes: ForkServerContext, tiny_run: TinyRun, tmp_path: Path) -> None:
     kills = survive(processes, tiny_run, tmp_path, num_kills=NUM_KILLS, kills_per_run=(1, 2, 3, 4))

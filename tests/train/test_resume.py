@@ -8,19 +8,26 @@ import math
 import re
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.tiny_runs import TinyRun, signal_after
+from helpers.covering import Design
+from helpers.pair_runs import pair_flags
+from helpers.tiny_runs import TinyRun, build_hybrid_run, signal_after
 
 from furlong.cli.main import main
-from furlong.train import disk
+from furlong.train import run_folder
 from furlong.train.loop import MetricsLog
 
 TIMES = ("_s", "tokens_per_s", "_memory_bytes")
 LORA = ("--model.lora.rank=2", "--model.lora.dropout=0.3")
+HALF = ("--chunks.sample={rate: 0.5, label_rate: 0.5, check_every_steps: 4}", "--chunks.size=16")
 
 
 def weights(run: Path) -> bytes:
@@ -44,43 +51,79 @@ def report(run: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("number", "flags", "saved_step"),
-    [
-        (signal.SIGTERM, (), 5),
-        (signal.SIGINT, ("--train.save_every_steps=5",), 5),
-        pytest.param(signal.SIGTERM, LORA, 5, marks=pytest.mark.slow),
-        (signal.SIGTERM, ("--chunks.keep=kv", "--train.weight_decay=0.1"), 5),
-    ],
-    ids=["sigterm", "sigint", "lora with dropout", "keep kv"],
+DIALS = Design(
+    {
+        "end": (signal.SIGTERM, signal.SIGINT, SystemError),
+        "loss": ("sft", "dpo"),
+        "trained": ((), LORA),
+        "model": ("llama", "lfm2"),
+        "chunks": ((), ("--chunks.keep=kv",), HALF),
+        "save": ((), ("--train.async_save=true",)),
+    },
+    {"chunks": lambda row: row["loss"] == "sft"},
+    steering=("loss",),
 )
-def test_a_stopped_run_goes_on_to_the_same_bits(
-    tiny_run: TinyRun,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    number: int,
-    flags: tuple[str, ...],
-    saved_step: int,
-) -> None:
-    flags = (*flags, f"--data.eval={tiny_run.folder / 'held-out.jsonl'}")
-    assert main(tiny_run.arguments(tmp_path / "whole", *flags)) == 0
-    run = tmp_path / "run"
-    with signal_after(saved_step, number):
-        assert main(tiny_run.arguments(run, *flags)) == 0
+ROWS = DIALS.cases(2)
+
+
+@pytest.fixture(scope="module")
+def tiny_runs(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyRun]:
+    hybrid = build_hybrid_run("lfm2", tmp_path_factory.mktemp("lfm2"))
+    return {"llama": tiny_run, "lfm2": replace(hybrid, chunk_size=64)}
+
+
+@contextmanager
+def ends_after(step: int, end: Any) -> Iterator[None]:
+    """The run gets a signal in a step, or an error that it does not know."""
+    if end is not SystemError:
+        with signal_after(step, end):
+            yield
+        return
+    log = MetricsLog.step
+
+    def fail(self: MetricsLog, at: int, figures: Any) -> None:
+        log(self, at, figures)
+        if at == step:
+            raise SystemError
+
+    with patch.object(MetricsLog, "step", fail), pytest.raises(SystemError):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("end", "loss", "trained", "model", "chunks", "save"),
+    [pytest.param(*row, marks=[pytest.mark.slow] * (i > 3)) for i, row in enumerate(ROWS)],
+)
+def test_a_run_that_ends_early_goes_on_to_the_same_bits(
+    tiny_runs: dict[str, TinyRun], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    end: Any, loss: str, trained: tuple[str, ...], model: str, chunks: tuple[str, ...],
+    save: tuple[str, ...],
+) -> None:  # fmt: skip
+    tiny, run = tiny_runs[model], tmp_path / "run"
+    flags = (*trained, *chunks, *save, "--train.epochs=null", "--train.steps=7")
+    if loss == "dpo":
+        flags += pair_flags(tiny, tmp_path)
+    elif chunks != HALF:
+        flags += (f"--data.eval={tiny.folder / 'held-out.jsonl'}",)
+    assert main(tiny.arguments(tmp_path / "whole", *flags)) == 0
+    with ends_after(5, end):
+        assert main(tiny.arguments(run, *flags)) == 0
     printed = capsys.readouterr().out
-    assert f"stopped by {signal.Signals(number).name} after step 5 of 9" in printed
-    assert f"go on with: furlong train {run / 'config.json'} --resume" in printed
+    saved_step = 4 if end is SystemError else 5
+    if end is not SystemError:
+        assert f"stopped by {end.name} after step 5 of 7" in printed
+        assert f"go on with: furlong train {run / 'config.json'} --resume" in printed
     assert not (run / "report.json").exists()
-    assert (run / "checkpoints" / "step-00000005").is_dir()
+    assert (run / "checkpoints" / f"step-{saved_step:08d}").is_dir()
 
     assert main(["train", str(run / "config.json"), "--resume"]) == 0
-    assert "resumed from step-00000005: step 5 of 9" in capsys.readouterr().out
+    assert f"resumed from step-{saved_step:08d}: step {saved_step} of 7" in capsys.readouterr().out
     assert weights(run) == weights(tmp_path / "whole")
     assert records(run) == records(tmp_path / "whole")
     assert report(run) == report(tmp_path / "whole")
 
     before = (run / "report.json").stat().st_mtime_ns
-    assert main(tiny_run.arguments(run, *flags, "--resume")) == 0
+    assert main(["train", str(run / "config.json"), "--resume"]) == 0
     assert "is finished" in capsys.readouterr().out
     assert (run / "report.json").stat().st_mtime_ns == before
 
@@ -187,7 +230,7 @@ def test_a_resumed_run_does_not_decide_again(
     def decide(*_: Any) -> None:
         raise AssertionError("decided again")
 
-    monkeypatch.setattr("furlong.train.setup.prepare.decide_options", decide)
+    monkeypatch.setattr("furlong.train.setup.prepare.choose_run_plan", decide)
     assert main(tiny_run.arguments(run, "--resume")) == 0
 
 
@@ -242,7 +285,9 @@ def test_another_tokenizer_is_refused(
     run, flag = tmp_path / "run", f"--model.name={model}"
     with signal_after(2):
         assert main(tiny_run.arguments(run, flag)) == 0
-    (model / "chat_template.jinja").write_text("{{ messages }}")
+    values = json.loads((model / "tokenizer.json").read_text())
+    values["model"]["merges"] = values["model"]["merges"][:5]
+    (model / "tokenizer.json").write_text(json.dumps(values))
     assert main(tiny_run.arguments(run, flag, "--resume")) == 2
     message = capsys.readouterr().err
     assert "given:    the tokenizer (its files, or the versions of transformers" in message
@@ -367,8 +412,8 @@ def test_a_disk_without_room_is_told_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    usage = disk.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage._replace(free=10_000))
+    usage = run_folder.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: usage._replace(free=10_000))
     assert main(tiny_run.arguments(tmp_path / "run")) == 2
     message = capsys.readouterr().err
     assert "9.77 KiB free on the disk" in message and "4 checkpoints of" in message

@@ -18,17 +18,16 @@ from helpers.load import slowed
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.train import finish
-from furlong.train.checkpoints import checkpoint
-from furlong.train.checkpoints.folder import newest_checkpoint
+from furlong.train import checkpoints, finish
+from furlong.train.checkpoint_folder import newest_checkpoint
 from furlong.train.loop import MetricsLog
 from furlong.train.setup import prepare
-from furlong.train.stop import STOP_SIGNALS, StopRequest
+from furlong.train.stop import STOP_SIGNALS, Ended, QuietEnd, StopRequest
 
 PROGRAM = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"
 ONCE = "--train.epochs=1"
 """Three steps."""
-ALL = pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+SOME = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["term", "hup"])
 
 
 def steps_of(run: Path) -> list[int]:
@@ -52,8 +51,8 @@ def before(
     monkeypatch.setattr(owner, name, acting)
 
 
-@ALL
-def test_every_stop_signal_ends_a_run_with_a_checkpoint(
+@SOME
+def test_a_stop_signal_ends_a_run_with_a_checkpoint(
     tiny_run: TinyRun,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -70,31 +69,20 @@ def test_every_stop_signal_ends_a_run_with_a_checkpoint(
     assert steps_of(run) == [1, 2, 3]
 
 
-@ALL
-def test_a_signal_during_the_last_save_loses_nothing(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+def test_signals_during_the_last_save_lose_nothing(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
 
     def signals() -> None:
-        for again in (number, number, signal.SIGTERM):
-            if again != signal.SIGINT:
-                signal.raise_signal(again)
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.raise_signal(number)
 
-    before(monkeypatch, MetricsLog, "step", lambda: signal.raise_signal(number))
-    before(monkeypatch, checkpoint, "_write_tensors", signals)
+    before(monkeypatch, MetricsLog, "step", lambda: signal.raise_signal(signal.SIGTERM))
+    before(monkeypatch, checkpoints, "_write_tensors", signals)
     assert main(tiny_run.arguments(run)) == 0
     newest = newest_checkpoint(run / "checkpoints")
     assert newest is not None and newest.name == "step-00000001"
-
-
-def test_ctrl_c_after_a_schedulers_signal_loses_nothing(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before(monkeypatch, MetricsLog, "step", lambda: signal.raise_signal(signal.SIGTERM))
-    before(monkeypatch, checkpoint, "_write_tensors", lambda: signal.raise_signal(signal.SIGINT))
-    assert main(tiny_run.arguments(tmp_path / "run")) == 0
-    assert newest_checkpoint(tmp_path / "run" / "checkpoints") is not None
 
 
 def test_a_second_ctrl_c_during_a_save_leaves_the_checkpoint_before(
@@ -110,9 +98,9 @@ def test_a_second_ctrl_c_during_a_save_leaves_the_checkpoint_before(
             signal.raise_signal(signal.SIGINT)
         return original(*args, **named)
 
-    original = checkpoint._write_tensors
+    original = checkpoints._write_tensors
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_write_tensors", interrupt)
+        patched.setattr(checkpoints, "_write_tensors", interrupt)
         assert main(tiny_run.arguments(run, ONCE)) == 130
     newest = newest_checkpoint(run / "checkpoints")
     assert newest is not None and newest.name == "step-00000002"
@@ -120,7 +108,7 @@ def test_a_second_ctrl_c_during_a_save_leaves_the_checkpoint_before(
     assert steps_of(run) == [1, 2, 3]
 
 
-@ALL
+@SOME
 def test_a_signal_during_the_export_ends_nothing(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -147,7 +135,7 @@ def test_a_second_ctrl_c_during_the_export_leaves_a_run_that_goes_on(
     assert steps_of(run) == [1, 2, 3]
 
 
-@ALL
+@SOME
 def test_a_signal_while_the_data_are_read_ends_in_one_line(
     tiny_run: TinyRun,
     tmp_path: Path,
@@ -159,6 +147,18 @@ def test_a_signal_while_the_data_are_read_ends_in_one_line(
     assert main(tiny_run.arguments(tmp_path / "run")) == 128 + number
     assert capsys.readouterr().err.splitlines() == [f"ended by {number.name}"]
     assert not (tmp_path / "run").exists()
+
+
+def test_every_stop_signal_is_taken_and_put_back() -> None:
+    present = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        with StopRequest() as stop:
+            signal.raise_signal(number)
+            assert stop.signal_name == number.name
+        with pytest.raises(Ended), QuietEnd() as end:
+            signal.raise_signal(number)
+        assert end.number == number
+    assert present == {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
 
 def test_ignored_signals_and_a_callers_own_handlers_stay() -> None:

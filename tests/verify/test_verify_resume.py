@@ -17,13 +17,13 @@ from furlong.verify.resume import FURLONG, check_resume
 
 FORGETS_THE_MOMENTS = """
 import sys
-from furlong.train.checkpoints import state
-restore = state.restore_tensors
+from furlong.train import checkpoints
+restore = checkpoints.restore_tensors
 def forget(checkpoint, model, optimizer, *others):
     restore(checkpoint, model, optimizer, *others)
     for values in optimizer.state.values():
         values["exp_avg"].zero_()
-state.restore_tensors = forget
+checkpoints.restore_tensors = forget
 """
 
 

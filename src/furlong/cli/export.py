@@ -22,13 +22,11 @@ def run(arguments: Sequence[str]) -> int:
         "--out", metavar="FOLDER", help="new folder; default: beside the checkpoints of the run"
     )
     given = parser.parse_args(arguments)
-    from furlong.train.checkpoints.exportable import find_exportable
+    from furlong.train.export import export, find_exportable
 
     out = None if given.out is None else Path(given.out).expanduser()
     found = find_exportable(Path(given.source).expanduser(), merge=given.merge, out=out)
     # torch and transformers are loaded when all that they are not needed for is sound.
     tell_loading()
-    from furlong.train.checkpoints.export import export
-
     export(found)
     return 0

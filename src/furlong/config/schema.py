@@ -330,6 +330,9 @@ class TrainConfig(BaseModel):
     """Seed of the data's order, of random weights and of dropout."""
     save_every_steps: Natural = 50
     """Steps between checkpoints, also one after the last step; 0 = none at all."""
+    async_save: bool = False
+    """Write checkpoints while the next steps are taken: their tensors are copied into memory first.
+    An error shows at the next checkpoint, or at the end."""
     eval_every_steps: Natural = 50
     """Steps between evaluations; 0 = before the first and after the last step only."""
     loss: Literal["sft", "dpo"] = "sft"

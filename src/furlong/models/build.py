@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from torch import nn
 
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
 from furlong.families import family_of
+from furlong.files import whole_folder
 from furlong.models.decoder import HFDecoder
 from furlong.models.folder import (
     check_config_values,
@@ -342,10 +342,7 @@ def export_model(
     """
     folder = Path(folder)
     check_export_folder(folder)
-    aside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    with whole_folder(folder) as aside:
         _write_model(model, aside, dtype)
         if has_other_base := rope is not None and hasattr(model, "peft_config"):
             model.get_base_model().config.save_pretrained(aside / BASE)
@@ -353,9 +350,6 @@ def export_model(
                 card.write(f"\n{_BASE_TOLD.format(folder=folder.name, base=BASE)}\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        os.rename(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     if has_other_base:
         print(f"warning: {_BASE_TOLD.format(folder=folder, base=BASE)}")
     return folder

@@ -10,8 +10,8 @@ import torch
 
 from furlong.api import Engine
 from furlong.config.schema import RunConfig
+from furlong.files import write_json
 from furlong.models.build import export_model
-from furlong.train.checkpoints.folder import write_json
 from furlong.train.figures.report import TrainReport, list_export
 from furlong.train.loop import LoopFigures
 from furlong.train.processes import Processes

@@ -185,13 +185,22 @@ class Processes:
         """`group`: of all, over gloo; None where there is one process. `store`: shared by all.
         `patience_s`: how long a process that has failed waits for others, which may be in another
         collective, where it is missing."""
-        self.launch, self._group, self._store = launch, group, store
+        self.launch, self.group, self._store = launch, group, store
         self._patience_s = patience_s
         self.position = "its start"
         self.num_positions = 0
         self.has_stepped = False
         self.common: UserError | None = None
         """The error that every process is raising."""
+
+    def apart(self) -> Processes:
+        """The same processes in a group of their own, for a thread."""
+        if self.group is None:
+            return self
+        from torch import distributed as dist
+
+        group = dist.new_group(backend="gloo", timeout=_AGREEMENT_LIMIT)
+        return Processes(self.launch, group, patience_s=self._patience_s)
 
     @property
     def is_first(self) -> bool:
@@ -204,13 +213,13 @@ class Processes:
     def sums(self, values: Sequence[float], limit_s: float | None = None) -> list[float]:
         """Sums of each value over all processes, in float64. Raises TimeoutError when others do
         not come within `limit_s`."""
-        if self._group is None:
+        if self.group is None:
             return list(values)
         import torch
         from torch import distributed as dist
 
         added = torch.tensor(values, dtype=torch.float64)
-        work = dist.all_reduce(added, group=self._group, async_op=True)
+        work = dist.all_reduce(added, group=self.group, async_op=True)
         if limit_s is None:
             work.wait()
             return added.tolist()
@@ -229,12 +238,12 @@ class Processes:
 
     def each(self, value: _T) -> list[_T]:
         """The value of each process, on all of them."""
-        if self._group is None:
+        if self.group is None:
             return [value]
         from torch import distributed as dist
 
         found = [value] * self.num_processes
-        dist.all_gather_object(found, value, group=self._group)
+        dist.all_gather_object(found, value, group=self.group)
         return found
 
     def together(self, work: Callable[[], _T]) -> _T:
@@ -246,7 +255,7 @@ class Processes:
             result = work()
         except UserError as error:
             failure = error
-        if self._group is None and failure is not None:
+        if self.group is None and failure is not None:
             raise failure
         patience_s = None if failure is None else self._patience_s
         try:
@@ -281,7 +290,7 @@ class Processes:
 
     def alike(self, error: UserError) -> UserError:
         """The error, which every process has made of the same figures and is about to raise."""
-        if self._group is not None:
+        if self.group is not None:
             self.common = error
         return error
 

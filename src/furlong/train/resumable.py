@@ -16,6 +16,7 @@ from torch import nn
 
 from furlong.config.schema import RunConfig
 from furlong.data.loader import Batch
+from furlong.files import write_json
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
@@ -24,8 +25,8 @@ from furlong.timeline import MEASURED, MeasuredStep, Timeline
 from furlong.train.batches.draws import step_options
 from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting
-from furlong.train.checkpoints.folder import list_checkpoints, write_json
-from furlong.train.checkpoints.state import RunState
+from furlong.train.checkpoint_folder import list_checkpoints
+from furlong.train.checkpoints import Checkpoints, RunState
 from furlong.train.choose_plan import shrunk, values_of
 from furlong.train.evaluator import evaluator
 from furlong.train.figures.metrics import MetricsLog, open_bar
@@ -39,8 +40,6 @@ from furlong.train.sample_check import check_sample
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
 from furlong.train.setup.prepare import RunData
 from furlong.train.stop import StopRequest
-from furlong.train.whole import all_names, trained
-from furlong.units import format_seconds
 
 if TYPE_CHECKING:
     from furlong.runtime.step import StepResult
@@ -70,11 +69,9 @@ def run_resumable(
     settings, processes, options = config.train, engines.processes, decision.options
     state = _build_state(config, model, decision, data.fingerprint, num_steps, architecture)
     state = replace(state, base_fingerprint=base, reference=reference, processes=processes)
-    state = replace(state, names=all_names(list(trained(model)), processes))
     progress = Progress()
     if run.checkpoint is not None and run.state is not None:
-        restore = partial(state.restore, run.checkpoint, run.state)
-        progress = processes.together(restore)
+        progress = state.restore(run.checkpoint, run.state)
         print(f"resumed from {run.checkpoint.name}: step {progress.step} of {num_steps}")
     # The config comes last: a folder that has one holds a run.
     if processes.is_first:
@@ -85,7 +82,12 @@ def run_resumable(
         write = partial(_write_options, run.path, decision)
         changed = write if processes.is_first else lambda _: None
         fitting = Fitting(options, say=log.say, changed=changed, alike=processes.alike)
-        cadence = _cadence(config, run.path, state, engines, fitting, data, stop, log)
+        checkpoints = Checkpoints(
+            run.path / CHECKPOINTS, processes, in_background=settings.async_save, say=log.say
+        )
+        stack.callback(checkpoints.close)
+        save = _saver(state, fitting, checkpoints, log)
+        cadence = _cadence(config, run.path, state, engines, fitting, data, stop, log, save)
         cadence = replace(cadence, predict=predict if processes.is_first else None)
         figures = run_steps(
             engines,
@@ -102,6 +104,7 @@ def run_resumable(
             meter=_build_meter(config, model, base, processes.num_processes),
             budget_bytes=None if config.memory.device == "auto" else config.memory.device,
         )
+        checkpoints.finish()
     if figures.stopped:
         command = command_like(processes.launch, f"train {run.path / CONFIG} --resume")
         _tell_how_to_go_on(run.path, stop.signal_name, figures.progress.step, num_steps, command)
@@ -117,6 +120,7 @@ def _cadence(
     data: RunData,
     stop: StopRequest,
     log: MetricsLog,
+    save: Callable[[Progress], None],
 ) -> Cadence:
     """All that happens between the steps, but for predictions."""
     settings, processes, model = config.train, engines.processes, state.model
@@ -125,7 +129,6 @@ def _cadence(
         return processes.any(stop.asked)
 
     evaluate = evaluator(engines, model, fitting, settings, data.train, data.held_out, is_stopped)
-    save = _saver(state, fitting, folder / CHECKPOINTS, log)
     return Cadence(
         evaluate=evaluate,
         eval_every_steps=settings.eval_every_steps,
@@ -206,14 +209,12 @@ def _write_options(folder: Path, decision: Decision, options: ChunkOptions) -> N
 
 
 def _saver(
-    state: RunState, fitting: Fitting, folder: Path, log: MetricsLog
+    state: RunState, fitting: Fitting, checkpoints: Checkpoints, log: MetricsLog
 ) -> Callable[[Progress], None]:
     def save(progress: Progress) -> None:
         state.processes.at("a checkpoint")
-        started_s = time.perf_counter()
         now = replace(state, decision=shrunk(state.decision, fitting.options))
-        checkpoint = now.save(folder, progress, metrics_bytes=log.num_bytes)
-        log.say(f"checkpoint {checkpoint} ({format_seconds(time.perf_counter() - started_s)})")
+        now.save(checkpoints, progress, metrics_bytes=log.num_bytes)
 
     return save
 

@@ -11,16 +11,14 @@ from furlong.config.schema import RunConfig
 from furlong.report.patience import patience
 from furlong.simulate.predict import predict_step
 from furlong.train.batches.fitting import lack_of_memory_told
-from furlong.train.checkpoints.checkpoint import one_process
-from furlong.train.checkpoints.fingerprints import base_fingerprint
-from furlong.train.disk import folder_errors_reported
+from furlong.train.checkpoints import base_fingerprint, one_process
 from furlong.train.figures.announce import announce
 from furlong.train.figures.report import TrainReport
 from furlong.train.finish import finish
 from furlong.train.preference.setup import engines_of, reference_of, with_references
 from furlong.train.processes import ALONE, Processes, require_equal
 from furlong.train.resumable import run_resumable
-from furlong.train.run_folder import RunFolder, create_run_folder
+from furlong.train.run_folder import RunFolder, create_run_folder, folder_errors_reported
 from furlong.train.run_model import batch_plans_of
 from furlong.train.setup.prepare import (
     build_run_model,

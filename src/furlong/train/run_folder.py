@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 
 from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run, load_run
-from furlong.errors import CheckpointError, ConfigError
+from furlong.errors import CheckpointError, ConfigError, differing
+from furlong.files import TEMPORARY, os_errors_told
 from furlong.planners.decide import Decision
 from furlong.timeline import MEASURED
-from furlong.train.checkpoints.folder import (
+from furlong.train.checkpoint_folder import (
     DAMAGED,
+    NUM_KEPT,
     STATE,
     list_checkpoints,
     newest_checkpoint,
@@ -26,8 +29,8 @@ from furlong.train.checkpoints.folder import (
     set_aside,
 )
 from furlong.train.choose_plan import decision_of
-from furlong.train.disk import check_creatable, folder_errors_reported
 from furlong.train.figures.report import TrainReport, missing_of_export, read_report
+from furlong.units import format_bytes
 
 CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl", "report.json"
 CHECKPOINTS, EXPORT, WANDB = "checkpoints", "model", "wandb.json"
@@ -38,11 +41,12 @@ _FOLDERS = (CHECKPOINTS, EXPORT)
 _FREE_KEYS = (
     "chunks.", "memory.", "parallel.", "log.", "out", "data.eval", "data.cache_dir",
     "train.save_every_steps", "train.eval_every_steps", "train.eval_train_share",
+    "train.async_save",
 )  # fmt: skip
 _FREE_OF_A_SAMPLE = ("chunks.sample.report_loss", "chunks.sample.check_every_steps")
 _FREE_WORDS = (
     "free are the sections chunks (but for sample, and with it size), memory, parallel and log,"
-    " data.eval, data.cache_dir, train.save_every_steps, train.eval_*"
+    " data.eval, data.cache_dir, train.save_every_steps, train.async_save, train.eval_*"
 )
 _DECIDING_KEYS = ("chunks.", "memory.", "parallel.")
 
@@ -81,7 +85,7 @@ def open_run_folder(
             return RunFolder(path)
         _check_kinds(path)
         lock_folder(stack, path)
-        differing = differing_keys(load_run(path / CONFIG), config)
+        differing = _changed(load_run(path / CONFIG), config)
         _check_same(differing, path, config, may_move=True)
         if (report := _finished(path)) is not None:
             _check_same(differing, path, config, may_move=False)
@@ -126,6 +130,11 @@ def _resumed(
         state = read_state(checkpoint)
         _check_own(checkpoint, state, config)
     set_aside(path / CHECKPOINTS, checkpoint)
+    for leftover in path.glob(f".*{TEMPORARY}"):  # of a process that was killed while it wrote
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
     return RunFolder(
         path,
         decided=_decided(path, state, differing, num_processes),
@@ -154,7 +163,7 @@ def _check_same(
 def _check_own(checkpoint: Path, state: Mapping[str, Any], config: RunConfig) -> None:
     """Raises CheckpointError if a checkpoint was written with another config than the run's."""
     written = build_run(state["config"], str(checkpoint / STATE))
-    refused = _not_free(differing_keys(written, config), config, may_move=True)
+    refused = _not_free(_changed(written, config), config, may_move=True)
     if refused:
         raise CheckpointError(
             given="; ".join(f"{key} = {old!r} in checkpoint {checkpoint.name}, the run has {new!r}"
@@ -246,10 +255,9 @@ def lock_folder(stack: ExitStack, path: Path) -> None:
         print(f"warning: the file system of {path} has no locks: start no second process in it")
 
 
-def differing_keys(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, Any]]:
+def _changed(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, Any]]:
     """`{"train.lr": (saved, given)}` for every key in which two configs differ."""
-    old, new = flat(saved.model_dump(mode="json")), flat(given.model_dump(mode="json"))
-    return {key: (old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)}
+    return differing(saved.model_dump(mode="json"), given.model_dump(mode="json"))
 
 
 def holds_run(path: Path) -> bool:
@@ -299,7 +307,7 @@ def _check_empty(path: Path, out: str) -> None:
 
 def _is_leftover(entry: Path) -> bool:
     """Whether a process that was killed before its run began may have left the entry."""
-    is_unfinished = entry.name.startswith(".") and entry.name.endswith(".tmp")
+    is_unfinished = entry.name.startswith(".") and entry.name.endswith(TEMPORARY)
     of_a_run = (_LOCK, OPTIONS) if (entry.parent / _LOCK).exists() else (_LOCK,)
     return is_unfinished or entry.name in of_a_run
 
@@ -323,10 +331,58 @@ def _decided(
     return found if found and found.layout.num_devices == num_processes else None
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a config by whole key: `{"train.lr": ...}`."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        whole = f"{prefix}{key}"
-        found |= flat(value, f"{whole}.") if isinstance(value, Mapping) else {whole: value}
-    return found
+def folder_errors_reported(folder: Path) -> AbstractContextManager[None]:
+    """Within it what the operating system refuses inside `folder`, to whomever, is CheckpointError.
+
+    A write that finds the disk full names no file: enter this only where `folder` is written to.
+    """
+    return os_errors_told(
+        CheckpointError,
+        required="a run folder whose files can be read and written",
+        source=str(folder),
+        or_else=", then go on with --resume, or set another out",
+        inside=folder,
+    )
+
+
+def check_creatable(path: Path, key: str) -> None:
+    """Raises ConfigError if no folder can be at `path`, which `key` named: before work is done that
+    would then be lost."""
+    try:
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        reason = None if there.is_dir() else f"{there} is no folder"
+        if there == path and reason is None:
+            return
+        if reason is None and not os.access(there, os.W_OK | os.X_OK):
+            reason = f"{there} cannot be written to"
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise ConfigError(
+            given=f"{path}: {reason}",
+            required="a place where a folder can be made",
+            source=key,
+            change="check the path, or choose another place",
+        )
+
+
+def check_room(folder: Path, checkpoints: Path, *, weight_bytes: int, num_saves: int) -> None:
+    """Raises CheckpointError if the disk has no room for what the run is going to write.
+
+    `weight_bytes`: those of the trained weights. A checkpoint holds them and AdamW's two moments;
+    one more than are kept exists while it is written, and the exported model in the end.
+    """
+    checkpoint_bytes = 3 * weight_bytes
+    num_kept = len(list_checkpoints(checkpoints))
+    num_checkpoints = max(min(num_saves, 1), min(num_saves + num_kept, NUM_KEPT + 1) - num_kept)
+    needed = checkpoint_bytes * num_checkpoints + weight_bytes
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise CheckpointError(
+            given=f"{format_bytes(free)} free on the disk of {folder}",
+            required=f"{format_bytes(needed)}: {num_checkpoints} checkpoints of"
+            f" {format_bytes(checkpoint_bytes)} and the model of {format_bytes(weight_bytes)}",
+            source="out and train.save_every_steps",
+            change="make room, set out to another disk, or train.save_every_steps: 0 for none",
+        )

@@ -42,11 +42,6 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def all_names(names: list[str], processes: Processes) -> list[str]:
-    """Names of all processes, each once, in the order of the stages. A collective."""
-    return list(dict.fromkeys(name for own in processes.each(names) for name in own))
-
-
 def whole_weights(engine: Engine, processes: Processes) -> dict[str, Tensor]:
     """The trained weights of all processes, on the CPU of the first one, and nothing on the
     others. A collective.

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.load import slowed
 from helpers.pair_runs import pair_flags
-from helpers.ranks import server
-from helpers.tiny_runs import TinyRun, build_tiny_run, run_command
+from helpers.tiny_runs import TinyRun, build_tiny_run
 
 from furlong.api import Engine
 from furlong.cli.main import main
@@ -24,8 +21,6 @@ from furlong.train.figures.metrics import MetricsLog
 from furlong.train.preference import reference as module
 from furlong.train.preference.refusals import check_pairs
 
-LORA = ("--model.lora.rank=2", "--model.lora.dropout=0.3")
-STEPS = ("--train.steps=4", "--train.epochs=null", "--train.eval_every_steps=2")
 TIMES = ("_s", "tokens_per_s", "_memory_bytes")
 
 
@@ -42,41 +37,6 @@ def weights(run: Path) -> bytes:
 
 def numbers(cache: Path) -> list[bytes]:
     return sorted(file.read_bytes() for file in cache.glob("reference/*/log_probs.bin"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [pytest.param((), marks=pytest.mark.slow), LORA],
-    ids=["weights", "adapters"],
-)
-def test_killed_and_resumed(tiny_run: TinyRun, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    ends = []
-    for name in ("whole", "killed"):
-        folder = tmp_path / name
-        folder.mkdir()
-        own = (*pair_flags(tiny_run, folder), *STEPS, *flags)
-        own += (f"--data.eval={folder / 'pairs.jsonl'}", "--train.eval_train_share=0.4")
-        arguments = tiny_run.arguments(folder / "run", *own)
-        if name == "killed":
-            process = server().Process(target=run_command, args=(arguments,))
-            process.start()
-            log, started_s = folder / "run" / "metrics.jsonl", time.monotonic()
-            while not (log.exists() and '"step": 3' in log.read_text()):
-                assert process.is_alive() and time.monotonic() - started_s < slowed(60)
-                time.sleep(0.001)
-            process.kill()
-            process.join()
-            assert process.exitcode == -signal.SIGKILL
-            assert not (folder / "run" / "report.json").exists()
-            arguments.append("--resume")
-        assert main(arguments) == 0
-        ends.append((weights(folder / "run"), records(folder / "run"), numbers(folder / "cache")))
-    assert ends[0] == ends[1]
-    assert sum("rewards/margins" in record for record in ends[0][1]) == 4
-    evaluations = [record for record in ends[0][1] if "eval_rewards/margins" in record]
-    assert len(evaluations) == 3
-    assert all("eval_training_logps/chosen" in record for record in evaluations)
 
 
 def test_a_reference_that_was_cut_short_goes_on(
@@ -133,6 +93,7 @@ def test_resumed_in_mid_epoch_without_the_cache(
         folder.mkdir()
         flags = (*pair_flags(tiny_run, folder), "--train.epochs=2")
         flags += ("--data.max_seq_len=90", "--data.too_long=truncate")
+        flags += (f"--data.eval={folder / 'pairs.jsonl'}", "--train.eval_train_share=0.4")
         arguments = tiny_run.arguments(folder / "run", *flags)
         if name == "stopped":
             with monkeypatch.context() as patched:
@@ -146,6 +107,9 @@ def test_resumed_in_mid_epoch_without_the_cache(
         ends.append((weights(folder / "run"), records(folder / "run"), numbers(folder / "cache")))
     assert ends[0] == ends[1]
     assert sum("rewards/margins" in record for record in ends[0][1]) == 6
+    evaluations = [record for record in ends[0][1] if "eval_rewards/margins" in record]
+    assert len(evaluations) == 3
+    assert all("eval_training_logps/chosen" in record for record in evaluations)
 
 
 def test_a_second_run_takes_the_reference_of_the_first(

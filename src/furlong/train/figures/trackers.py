@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from furlong.errors import ConfigError
-from furlong.train.checkpoints.folder import write_json
+from furlong.files import write_json
 
 
 class Tracker(Protocol):

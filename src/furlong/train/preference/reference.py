@@ -23,7 +23,7 @@ from furlong.data.cache import ReferenceLogProbs
 from furlong.data.dataset import DataSet
 from furlong.report.patience import patience
 from furlong.train.batches.fitting import Fitting
-from furlong.train.checkpoints.fingerprints import checksum
+from furlong.train.checkpoints import checksum
 from furlong.train.evaluation import evaluating
 from furlong.train.preference.engines import PairEngines
 from furlong.train.processes import ALONE, Processes

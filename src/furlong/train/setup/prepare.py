@@ -28,11 +28,10 @@ from furlong.models.decoder import HFDecoder
 from furlong.plan.plan import Layout
 from furlong.planners.decide import Decision
 from furlong.runtime.distributed.mesh import Ranks, make_ranks
-from furlong.train.checkpoints.state import check_data
+from furlong.train.checkpoints import check_data
 from furlong.train.choose_plan import decision_of, values_of
-from furlong.train.disk import check_room
 from furlong.train.processes import Launch, Processes
-from furlong.train.run_folder import CHECKPOINTS, RunFolder
+from furlong.train.run_folder import CHECKPOINTS, RunFolder, check_room
 from furlong.train.run_model import (
     RunModel,
     check_free,

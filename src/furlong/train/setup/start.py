@@ -15,7 +15,7 @@ from furlong.planners.decide import given_dials
 from furlong.train.figures.trackers import check_packages
 from furlong.train.preference.refusals import check_pairs
 from furlong.train.processes import ALONE, Processes, layout_of, require_equal, versions
-from furlong.train.run_folder import RunFolder, flat, open_run_folder
+from furlong.train.run_folder import RunFolder, open_run_folder
 
 
 def open_run(
@@ -29,7 +29,7 @@ def open_run(
     """
     launch = processes.launch
     if launch.num_processes > 1:
-        facts = flat(config.model_dump(mode="json")) | versions()
+        facts = config.model_dump(mode="json") | versions()
         require_equal(
             processes, facts, "the command lines, run files and packages of the processes"
         )

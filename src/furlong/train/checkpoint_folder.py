@@ -5,7 +5,7 @@
       state.json            everything else
       manifest.json         size and checksum of every other file
 
-Nothing here loads torch. The checksums (xxh3, 128 bits) are against damage, not against malice.
+Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from furlong.errors import CheckpointError
+from furlong.files import TEMPORARY, checksum
 
-# 2: the model's architecture is stored, the data's parts are, and warm-up begins above zero.
-FORMAT_VERSION = 2
+# 3: the optimizer's groups are those of the config, the generators a row for each process.
+FORMAT_VERSION = 3
 NUM_KEPT = 3
 STATE, MANIFEST = "state.json", "manifest.json"
-TEMPORARY, DAMAGED = ".tmp", ".damaged"
+DAMAGED = ".damaged"
+Measured = dict[str, Any]
+"""Size and checksum of a file, as the manifest has them: `{"bytes": ..., "xxh3": ...}`."""
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -111,6 +112,16 @@ def set_aside(folder: Path, newest: Path | None) -> None:
             os.rename(checkpoint, damaged)
 
 
+def remove_old(folder: Path) -> None:
+    """Remove all checkpoints but the last `NUM_KEPT`: renamed first, so that a half removed one is
+    never taken for a checkpoint."""
+    for checkpoint in list_checkpoints(folder)[:-NUM_KEPT]:
+        aside = checkpoint.with_name(f"{checkpoint.name}.old{TEMPORARY}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(checkpoint, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 def check_checkpoint(checkpoint: Path) -> None:
     """Raises DamagedCheckpointError unless every file has the manifest's size and checksum, and
     the state is of the step that the folder's name says."""
@@ -135,12 +146,11 @@ def check_checkpoint(checkpoint: Path) -> None:
     except OSError as error:
         raise _damaged(checkpoint, error.strerror or str(error)) from error
     for name in sorted(files.keys() | found.keys()):
-        given, noted = found.get(name), files.get(name)
-        if given == noted:
-            continue
-        if given is None or noted is None:
-            raise _damaged(checkpoint, f"{name} is {'missing' if given is None else 'unknown'}")
-        raise _damaged(checkpoint, f"{name}: {_told(given)}, in the manifest {_told(noted)}")
+        if found.get(name) != files.get(name):
+            differ = "is missing" if name not in found else "is unknown" if name not in files else (
+                f"has {found[name]}, in the manifest {files[name]}"
+            )  # fmt: skip
+            raise _damaged(checkpoint, f"{name} {differ}")
     step = read_state(checkpoint).get("step")
     if _NAME.fullmatch(checkpoint.name) and step != step_of(checkpoint):
         raise _damaged(checkpoint, f"its state is of step {step}")
@@ -151,45 +161,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return dict(json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
 
 
-def write_json(file: Path, value: object) -> None:
-    """Writes JSON under another name, synchronises it with the disk and renames it."""
-    aside = file.with_name(f".{file.name}{TEMPORARY}")
-    with aside.open("w", encoding="utf-8") as opened:
-        json.dump(value, opened, indent=2)
-        opened.write("\n")
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(aside, file)
-    sync_folder(file.parent)
+def measured(file: Path) -> Measured:
+    """Size and checksum of a file. An OSError names it."""
+    return {"bytes": file.stat().st_size, "xxh3": checksum(file)}
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes names that were created or renamed in a folder survive a power failure."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
-def measure_files(
-    checkpoint: Path, prefix: str = "", known: Collection[str] = ()
-) -> dict[str, dict[str, Any]]:
-    """Size and checksum of every file whose name begins so, but for the manifest and the `known`
-    ones."""
-    measured = {}
-    for file in sorted(checkpoint.glob(f"{prefix}*")):
-        if file.name != MANIFEST and file.name not in known:
-            checksum = xxhash.xxh3_128()
-            with file.open("rb") as opened:
-                while block := opened.read(2**20):
-                    checksum.update(block)
-            measured[file.name] = {"bytes": file.stat().st_size, "xxh3": checksum.hexdigest()}
-    return measured
-
-
-def _told(measured: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in measured.items())
+def measure_files(checkpoint: Path) -> dict[str, Measured]:
+    """Size and checksum of every file but the manifest."""
+    files = (file for file in sorted(checkpoint.iterdir()) if file.name != MANIFEST)
+    return {file.name: measured(file) for file in files}
 
 
 def _damaged(checkpoint: Path, what: str) -> DamagedCheckpointError:

@@ -1,4 +1,7 @@
-"""Source and target of an export: all that can be checked before torch is loaded."""
+"""From a checkpoint to a folder that transformers, or for adapters peft, loads.
+
+Torch is loaded when all that can be checked without it is sound.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.folder import check_export_folder, check_files
-from furlong.train.checkpoints.folder import (
+from furlong.train.checkpoint_folder import (
     MANIFEST,
     STATE,
+    RemovedCheckpointError,
     check_checkpoint,
     newest_checkpoint,
     read_state,
     removal_told,
 )
-from furlong.train.disk import check_creatable, folder_errors_reported
-from furlong.train.run_folder import CHECKPOINTS
+from furlong.train.run_folder import CHECKPOINTS, check_creatable, folder_errors_reported
+
+_NUM_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +42,6 @@ class Exportable:
     source: Path
     """The run or checkpoint that was named."""
     given_out: Path | None
-
-    def again(self) -> Exportable:
-        """The same export, found anew where a run has removed the checkpoint since."""
-        return find_exportable(self.source, merge=self.merge, out=self.given_out)
 
 
 def find_exportable(source: Path, *, merge: bool = False, out: Path | None = None) -> Exportable:
@@ -83,3 +84,52 @@ def _find_checkpoint(source: Path) -> Path:
             change="name a run that was trained with train.save_every_steps above 0",
         )
     return checkpoint
+
+
+def export(found: Exportable) -> Path:
+    """Writes the model of a checkpoint into a new folder; returns it.
+
+    Adapters are written in peft's format or added to the base's weights. A run that trains on may
+    remove its checkpoint meanwhile: then its newest is taken. Raises CheckpointError or
+    ConfigError.
+    """
+    for _ in range(_NUM_TRIES - 1):
+        try:
+            return _export(found)
+        except RemovedCheckpointError:
+            if found.checkpoint == found.source:
+                raise
+            found = find_exportable(found.source, merge=found.merge, out=found.given_out)
+    return _export(found)
+
+
+def _export(found: Exportable) -> Path:
+    import torch
+
+    from furlong.data.tokenize import load_tokenizer
+    from furlong.models.build import export_model, merge_adapters
+    from furlong.train.checkpoints import (
+        base_fingerprint,
+        check_base,
+        load_tensors,
+        one_process,
+        trained_tensors,
+    )
+    from furlong.train.run_model import read_architecture, rope_of
+    from furlong.train.setup.architecture import check_architecture
+    from furlong.train.setup.prepare import build_run_model
+
+    checkpoint, state, config = found.checkpoint, found.state, found.config
+    check_architecture(checkpoint, state, read_architecture(config), config.model.name)
+    model = build_run_model(config)
+    check_base(checkpoint, state, base_fingerprint(model))
+    with one_process(), removal_told(checkpoint):
+        load_tensors(checkpoint, trained_tensors(model))
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    if found.merge:
+        model = merge_adapters(model)
+    with folder_errors_reported(found.out.parent):
+        tokenizer = load_tokenizer(config.model.name)
+        export_model(model, tokenizer, found.out, dtype=dtype, rope=rope_of(config))
+    print(f"exported step {state['step']} to {found.out}")
+    return found.out

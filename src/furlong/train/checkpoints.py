@@ -1,0 +1,474 @@
+"""Checkpoints: the state of a run on disk, there whole or not at all.
+
+Tensors have global names: those of the Hugging Face model's (or, with adapters, peft's) parameters.
+Trained parameters are saved, frozen ones are not: they are the base model's, which is identified by
+its contents instead. See `checkpoint_folder` for the files.
+
+Nothing is ever unpickled. The default storage of torch.distributed.checkpoint (DCP) keeps its index
+as a pickle of torch's private classes. DCP's safetensors storage has no index: the header of each
+file tells names, types, shapes and the offset of its part in the whole tensor, so that another
+number of processes can read it as well, and every safetensors tool can look inside. Of several
+processes each writes the parts of the sharded tensors that it holds, into files of its own.
+
+A checkpoint is written under another name (`.tmp`), synchronised with the disk, listed in its
+manifest, and renamed. What a power failure or a full disk cut short has no manifest, or one that
+its files do not fit, and is never loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from furlong import __version__
+from furlong.data.dataset import SEQUENCES
+from furlong.errors import CheckpointError, differing
+from furlong.files import TEMPORARY, SummedFile, os_errors_told, publish, sync, write_json
+from furlong.planners.decide import Decision
+from furlong.train.checkpoint_folder import (
+    FORMAT_VERSION,
+    MANIFEST,
+    STATE,
+    Measured,
+    measured,
+    remove_old,
+)
+from furlong.train.choose_plan import values_of
+from furlong.train.loop import Progress
+from furlong.train.processes import ALONE, Processes
+from furlong.train.setup.optimizer import make_state
+from furlong.train.whole import trained
+from furlong.units import format_seconds
+
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+_CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
+# DCP copies a file's tensors before it writes them: files of this size bound what that takes.
+_MAX_FILE_BYTES = 2**28
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """All that a run needs to go on, as live objects."""
+
+    config: dict[str, Any]
+    """The resolved run config."""
+    decision: Decision
+    """A resumed run does not decide again."""
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    data_fingerprint: dict[str, str]
+    """Identifies the training sequences and their order, see `DataSet.fingerprint`."""
+    base_fingerprint: str | None
+    """Identifies what is not saved, see `base_fingerprint`."""
+    architecture: dict[str, Any]
+    """The model's config, see `architecture_of`."""
+    reference: str | None = None
+    """Identifies the model to which a trained one is compared; None where there is none."""
+    processes: Processes = ALONE
+
+    def save(self, checkpoints: Checkpoints, progress: Progress, *, metrics_bytes: int) -> None:
+        """Write a checkpoint. `metrics_bytes`: length of the run's metrics so far. A collective;
+        raises CheckpointError."""
+        state = {
+            "step": progress.step,
+            "progress": progress.to_dict(),
+            "config": self.config,
+            "options": values_of(self.decision),
+            "data_fingerprint": self.data_fingerprint,
+            "base_fingerprint": self.base_fingerprint,
+            "reference": self.reference,
+            "architecture": self.architecture,
+            "metrics_bytes": metrics_bytes,
+            "written_by": self._written_by(),
+        }
+        tensors = all_tensors(self.model, self.optimizer, self.processes)
+        checkpoints.save(progress.step, tensors, state)
+
+    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> Progress:
+        """Put everything into place as it was when the checkpoint was taken. A collective.
+
+        Raises CheckpointError when base model or parameters are others. See `check_data`.
+        """
+        self.processes.together(lambda: self._check(checkpoint, state))
+        restore_tensors(checkpoint, self.model, self.optimizer, self.processes)
+        progress = Progress.from_dict(state["progress"])
+        self.scheduler.last_epoch = progress.step
+        rates = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+        for group, (lr, factor) in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr * factor(progress.step)
+        self.scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+        if changed := differing(self._written_by(), state["written_by"]):
+            words = "; ".join(
+                f"{key} = {now}, before {then}" for key, (now, then) in changed.items()
+            )
+            print(f"{words}: the last bits may differ from those of a run without it")
+        return progress
+
+    def _check(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        check_base(checkpoint, state, self.base_fingerprint)
+        if state["reference"] != self.reference:
+            name = state["config"]["model"]["name"]
+            raise CheckpointError(
+                given=f"a reference by other weights of {name} than those that the run began with",
+                required="the same model: train.loss: dpo compares with it in every step",
+                source=str(checkpoint),
+                change=f"restore the files of {name}, or start anew with another out",
+            )
+
+    def _written_by(self) -> dict[str, Any]:
+        return written_by(self.model) | {"processes": self.processes.num_processes}
+
+
+def written_by(model: nn.Module) -> dict[str, Any]:
+    """Versions, threads and device on which the last bits of a run depend; all may change."""
+    device = next(model.parameters()).device
+    return {
+        "furlong": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+
+
+def check_data(checkpoint: Path, state: Mapping[str, Any], fingerprint: dict[str, str]) -> None:
+    """Raises CheckpointError unless the training sequences are those of the checkpoint."""
+    found = differing(state["data_fingerprint"], fingerprint)
+    if SEQUENCES in found:  # files may lie elsewhere
+        # Sequences follow from files and tokenizer: these are named where they are known.
+        causes = [name for name in found if name != SEQUENCES] or [SEQUENCES]
+        raise CheckpointError(
+            given=f"{', '.join(causes)}: changed since the checkpoint was written",
+            required="the same files and tokenizer: the order of sequences follows from them",
+            source=str(checkpoint),
+            change="restore what has changed, or start anew with another out",
+        )
+
+
+def base_fingerprint(model: nn.Module, processes: Processes = ALONE) -> str | None:
+    """A checksum of the frozen parameters of all processes, by name and content; None if all are
+    trained. A collective."""
+    own = {n: checksum(p.data) for n, p in model.named_parameters() if not p.requires_grad}
+    found: dict[str, str] = {}
+    for checksums in processes.each(own):
+        found |= checksums
+    if not found:
+        return None
+    lines = "".join(f"{name} {found[name]}\n" for name in sorted(found))
+    return xxhash.xxh3_128_hexdigest(lines.encode())
+
+
+def checksum(weight: Tensor) -> str:
+    """A checksum of a tensor: its dtype, its shape and its bytes."""
+    found = xxhash.xxh3_128(f"{weight.dtype} {tuple(weight.shape)}".encode())
+    found.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def check_base(checkpoint: Path, state: Mapping[str, Any], fingerprint: str | None) -> None:
+    """Raises CheckpointError unless the frozen weights are those that were trained upon."""
+    if state["base_fingerprint"] != fingerprint:
+        name = state["config"]["model"]["name"]
+        raise CheckpointError(
+            given=f"weights of {name} other than those that the adapters were trained upon",
+            required="the same base model: a checkpoint of adapters does not hold it",
+            source=str(checkpoint),
+            change=f"restore the files of {name}",
+        )
+
+
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's part of a checkpoint: `model.<name>`, the parameters themselves."""
+    return {_MODEL + name: parameter.data for name, parameter in trained(model).items()}
+
+
+def all_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes = ALONE
+) -> dict[str, Tensor]:
+    """Tensors of a checkpoint: trained weights, `optimizer.<key>.<name>`, and the states of the
+    generators, one row (bytes,) for each process. A collective."""
+    tensors = _live_tensors(model, optimizer)
+    tensors[_CPU_RNG] = torch.stack(processes.each(torch.get_rng_state()))
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        tensors[_CUDA_RNG] = torch.stack(processes.each(torch.cuda.get_rng_state(device)))
+    return tensors
+
+
+def _live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return trained_tensors(model) | {
+        f"{_OPTIMIZER}{key}.{name}": value
+        for name, parameter in trained(model).items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_tensors(
+    checkpoint: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    processes: Processes = ALONE,
+) -> None:
+    """The inverse of `all_tensors`, in place, also in another layout. A collective; raises
+    CheckpointError, on all, where the names of all processes are not those of the checkpoint."""
+    make_state(optimizer)
+    tensors = _live_tensors(model, optimizer)
+    known = {name for of_process in processes.each(list(tensors)) for name in of_process}
+
+    def read() -> None:
+        stored = stored_tensors(checkpoint)
+        rng = {name: stored.pop(name) for name in (_CPU_RNG, _CUDA_RNG) if name in stored}
+        if unknown := next((name for name in stored if name not in known), None):
+            raise CheckpointError(
+                given=f"{unknown}, which the model does not train",
+                required="names of this model's trained parameters",
+                source=str(checkpoint),
+                change="resume with the model that the checkpoint was written with",
+            )
+        rows = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in rng.items()}
+        load_tensors(checkpoint, tensors | rows)
+        _restore_generators(rows, processes.launch.number, next(model.parameters()).device)
+
+    processes.together(read)
+
+
+def _restore_generators(rows: Mapping[str, Tensor], number: int, device: torch.device) -> None:
+    """The generators of process `number`; one more than there were gets a state of its own."""
+    states = rows[_CPU_RNG]
+    if number >= len(states):
+        seed = xxhash.xxh3_64_intdigest(states[0].numpy().tobytes(), seed=number)
+        torch.manual_seed(seed >> 1)
+        return
+    # clones: torch reads a state from where its storage begins
+    torch.set_rng_state(states[number].clone())
+    if device.type == "cuda" and _CUDA_RNG in rows:
+        torch.cuda.set_rng_state(rows[_CUDA_RNG][number].clone(), device)
+
+
+class Checkpoints:
+    """The checkpoints of a run in a folder, written within its steps or in a thread beside them.
+
+    In the background the tensors are first copied into memory; one checkpoint is written at a time.
+    All processes call the same methods; `say` is told of a checkpoint that is complete.
+    """
+
+    def __init__(
+        self, folder: Path, processes: Processes = ALONE, *, in_background: bool = False,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.folder, self._processes, self._say = folder, processes, say
+        self._thread = ThreadPoolExecutor(1, "checkpoints") if in_background else None
+        self._writers = processes.apart() if in_background else processes
+        self._coming: Future[None] | None = None
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Write a checkpoint, or begin to. Raises CheckpointError, also for the one before."""
+        self.finish()
+        if self._thread is None:
+            self._write(step, tensors, state)
+        else:
+            staged = BlockingAsyncStager().stage(dict(tensors))
+            self._coming = self._thread.submit(self._write, step, staged, state)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written. Raises CheckpointError if it failed."""
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            self._processes.together(coming.result)
+
+    def close(self) -> None:
+        """Wait for the last one, without an error."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        started_s = time.perf_counter()
+        made = save_checkpoint(self.folder, step, tensors, state, processes=self._writers)
+        self._say(f"checkpoint {made} ({format_seconds(time.perf_counter() - started_s)})")
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    *,
+    processes: Processes = ALONE,
+) -> Path:
+    """Write `folder/step-XXXXXXXX` and remove all but the last `NUM_KEPT`; returns it.
+
+    `state` is what JSON can hold; the first process's is written. Every process calls it, with the
+    parts of sharded tensors that it holds, and with whole ones that are equal wherever they are;
+    those of its stage alone. Raises CheckpointError when the disk is full or cannot be written; the
+    checkpoints before are then as they were.
+    """
+    checkpoint = folder / f"step-{step:08d}"
+    aside = checkpoint.with_name(checkpoint.name + TEMPORARY)
+    told = os_errors_told(
+        CheckpointError,
+        required="a folder with room for a checkpoint, that can be written to",
+        source=str(folder),
+        or_else=" and continue the run with --resume; the checkpoints before are whole",
+        during=f"checkpoint {checkpoint.name} was written",
+    )
+
+    @told
+    def make_room() -> None:
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        aside.mkdir()
+
+    @told
+    def write() -> dict[str, Measured]:
+        return _write_tensors(aside, tensors, num_bytes, processes)
+
+    @told
+    def complete() -> None:
+        _require_files(aside, files)
+        write_json(aside / STATE, state)
+        files[STATE] = measured(aside / STATE)
+        write_json(aside / MANIFEST, {"version": FORMAT_VERSION, "files": files})
+        publish(aside, checkpoint)
+        sync(folder.parent)
+
+    num_bytes: dict[str, int] = {}
+    for of_process in processes.each({name: x.nbytes for name, x in tensors.items()}):
+        num_bytes |= of_process
+    files: dict[str, Measured] = {}
+    try:
+        processes.from_first(make_room)
+        for written in processes.each(processes.together(write)):
+            files |= written
+        processes.from_first(complete)
+    except CheckpointError:
+        if processes.is_first:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+    if processes.is_first:
+        remove_old(folder)
+    return checkpoint
+
+
+def _require_files(folder: Path, files: Mapping[str, Measured]) -> None:
+    """Raises CheckpointError unless the files of all processes are in the folder: on machines
+    without a common disk each would write into a folder of its own."""
+    for name, of_file in files.items():
+        file = folder / name
+        if not file.exists() or file.stat().st_size != of_file["bytes"]:
+            raise CheckpointError(
+                given=f"{name}, which is not where the first process writes",
+                required="one run folder for the processes of all machines",
+                source=str(folder.parent),
+                change="set out to a folder on a disk that all machines share",
+            )
+
+
+class _SummedFiles(FileSystem):
+    """The file system that DCP writes to, with size and checksum of each file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: dict[str, Measured] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file for writing; without a buffer, which DCP would not bring to the disk."""
+        with Path(path).open(mode, buffering=0) as opened:
+            summed = SummedFile(opened)
+            yield summed
+        self.files[Path(path).name] = {"bytes": summed.num_bytes, "xxh3": summed.checksum()}
+
+
+def _write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], num_bytes: Mapping[str, int], processes: Processes
+) -> dict[str, Measured]:
+    """The files that this process has written. `num_bytes`: of all processes' tensors."""
+    file_of: dict[str, int] = {}
+    number, so_far = 1, 0
+    for name, size in num_bytes.items():
+        if so_far and so_far + size > _MAX_FILE_BYTES:
+            number, so_far = number + 1, 0
+        file_of[name] = number
+        so_far += size
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=file_of, save_distributed=True
+    )
+    writer.fs = found = _SummedFiles()
+    try:
+        # safetensors writes contiguous tensors only
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        is_alone = processes.num_processes == 1
+        save(whole, storage_writer=writer, no_dist=is_alone, process_group=processes.group)
+    except CheckpointException as failure:
+        raise _cause(failure) from None
+    return found.files
+
+
+def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of every tensor of a checkpoint, by name."""
+    stored = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
+    return {
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Copies the checkpoint's tensors of these names into `tensors`.
+
+    Raises CheckpointError for a name that it lacks or a shape that differs.
+    """
+    reader = HuggingFaceStorageReader(str(checkpoint))
+    reader.read_metadata()  # where this fails, DCP would print a traceback
+    try:
+        load(dict(tensors), storage_reader=reader, no_dist=True)
+    except CheckpointException as failure:
+        error = _cause(failure)
+        if not isinstance(error, RuntimeError | ValueError):
+            raise error from None
+        raise CheckpointError(
+            given=str(error),
+            required=f"the {len(tensors)} tensors of this model and its optimizer",
+            source=str(checkpoint),
+            change="resume with the model that the checkpoint was written with",
+        ) from error
+
+
+def _cause(failure: CheckpointException) -> BaseException:
+    """The error of this process."""
+    return next(iter(failure.failures.values()))[0]
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Without DCP's warning, at every save and load, that there is one process only.
+
+    For the length of a run: each change of the filters makes Python forget which warnings it has
+    shown.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,1 +1,0 @@
-"""The state of a run on disk: saved, found again, exported."""
