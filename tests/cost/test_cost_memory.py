@@ -28,7 +28,7 @@ from furlong.plan.plan import (
 )
 from furlong.planners.options import ChunkOptions
 
-LLAMA8 = model_shape("Llama-3-8B")
+LLAMA8, QWEN = model_shape("Llama-3-8B"), model_shape("Qwen2.5-0.5B")
 WHOLE = frozenset((0,))
 TINY = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 4,
@@ -82,6 +82,32 @@ def test_gradients_are_whole_until_they_are_reduced():
     # without a Backward there is nothing to reduce
     evaluated = replace(plan, actions=tuple((Forward(c, 0, "input"),) for c in (0, 2)))
     assert held(evaluated, zero_stage=2) == [2 * n] * 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("group", [2, 8])
+def test_shards_lie_beside_what_is_whole(dtype, group):
+    """Fully sharded weights: float32 shards, whole weights in the compute dtype, whole gradients in
+    float32, which become shards one after the other, two moments for each shard."""
+    training = replace(Training.in_dtype(dtype), zero_stage=1, gathers=True)
+    count = training.held_parameters(QWEN, (24,), WHOLE)
+    state = training.state_bytes(QWEN, (24,), WHOLE, group)
+    element = 2 if dtype == "bfloat16" else 4
+    assert state.weights == pytest.approx(count * (element + 4 / group))
+    assert state.gradients == pytest.approx(count * 4)
+    assert state.optimizer == pytest.approx(count * 8 / group)
+    assert training.collective_bytes(QWEN, (24,), WHOLE, group) == QWEN.layer_parameters(0) * 4
+    alone = training.state_bytes(QWEN, (24,), WHOLE, 1)
+    assert alone == replace(training, gathers=False).state_bytes(QWEN, (24,), WHOLE, 1)
+    assert not training.collective_bytes(QWEN, (24,), WHOLE, 1)
+
+
+def test_a_frozen_base_has_shards_too():
+    training = replace(Training(), lora=Lora(8), zero_stage=1, gathers=True)
+    base = training.held_parameters(QWEN, (24,), WHOLE)
+    adapters = training.trained_parameters(QWEN, (24,), WHOLE)
+    state = training.state_bytes(QWEN, (24,), WHOLE, 4)
+    assert state.weights == pytest.approx(2 * (base + adapters) + 2 * base / 4 + adapters)
 
 
 def test_lora_trains_its_adapters_only():

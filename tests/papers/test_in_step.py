@@ -122,7 +122,7 @@ def test_a_dummy_counts_as_a_token_and_waits_for_weights():
 
 def test_a_plan_that_runs_freely_is_not_timed_under_zero_3():
     plan = plan_ulysses([K, K], replace(MODEL, training=Training()), dp_size=2, sp_size=1)
-    with pytest.raises(ConfigError, match="go in step"):
+    with pytest.raises(ConfigError, match="in lockstep"):
         MODEL.costs(plan)
     assert MODEL.costs(replace(plan, regathers=True))
 

@@ -453,25 +453,28 @@ class _Walk:
         """Go through the list of the rank."""
         self._start()
         count, staged_in = len(self._actions), self._tiers["kv"] == "host"
-        device, lower = np.zeros((count, len(PARTS))), np.zeros((count, 2))
+        used: list[list[float]] = []
+        lower: list[list[float]] = []
         staged, moved = np.zeros(count), np.zeros((count, 4, len(KINDS)))
         computed = passes(self._plan, self._rank)
         for i, (action, what) in enumerate(zip(self._actions, computed, strict=True)):
             self._begin(action, what)
             passing = self._passing
-            device[i] = [self._device[part] + passing[part] for part in PARTS]
-            lower[i] = [*self._lower.values()]
-            staged[i] = passing["kv"] + passing["kv_gradients"] if staged_in else 0.0
+            used.append([self._device[part] + passing[part] for part in PARTS])
+            lower.append([*self._lower.values()])
+            if staged_in:
+                staged[i] = passing["kv"] + passing["kv_gradients"]
             if self._columns:
                 moved[i], self._moved = self._moved, np.zeros((4, len(KINDS)))
             self._passing = dict.fromkeys(PARTS, 0.0)
             self._end(action, i)
+        device = np.array(used).reshape(count, len(PARTS))
         if self._largest and self._memory.device_type != "cpu":
             # the host tier's buffers, as `kv.pools` sizes them, and in them blocks of K,V on their
             # way; a CPU computes on what lies there
             staging = max(_STAGING_BYTES, _NUM_LARGEST * self._largest)
             device[:, PARTS.index("buffers")] += np.maximum(0, staging - staged)
-        host, disk = np.rint(lower).astype(np.int64).T
+        host, disk = np.rint(lower).astype(np.int64).reshape(count, 2).T
         traffic = PlanTraffic(self._plan.tiers, *moved.swapaxes(0, 1))
         return MemoryCurve(np.rint(device).astype(np.int64), host, disk, traffic)
 
@@ -609,7 +612,7 @@ class _Walk:
             self._stream_kv(chunk, stage, range(height), again)
             self._backward(chunk, stage, recomputes=what.recompute_layers > 0)
             return
-        if entering := cell.state * len(list(self._entering(chunk, stage))):
+        if entering := cell.state and cell.state * len(list(self._entering(chunk, stage))):
             self.read("kv", entering)
             passing["states"] += entering  # the copies that the cell works on
         layers = range(what.remembered, height - (what.computes == "to last kv"))
@@ -756,11 +759,10 @@ class _Walk:
         most = 0.0
         for piece, stored in self._pieces(chunk, stage):
             stored.send_back(self, piece)
-            seen = stored.seen(piece)
-            cold = sum(stored.sizes[i] for i in seen[: max(0, len(seen) - NUM_HOT)][-_NUM_BUFFERS:])
-            most = max(most, cold * stored.gradient_token_bytes)
-        if self._tiers["kv"] != "device":
-            self._passing["kv_gradients"] += most
+            if self._tiers["kv"] != "device":
+                old = stored.seen(piece)[:-NUM_HOT][-_NUM_BUFFERS:]
+                most = max(most, sum(stored.sizes[i] for i in old) * stored.gradient_token_bytes)
+        self._passing["kv_gradients"] += most
 
     def _pieces(self, chunk: int, stage: int) -> Iterator[tuple[int, StoredLayers]]:
         """The pieces of cut sequences in a chunk, each with every kind of layers that store it."""

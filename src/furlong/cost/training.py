@@ -8,7 +8,7 @@ Under ZeRO the n ranks of a sharding group hold 1/n of: 1 the optimizer state an
 2 also the gradients; 3 also the weights in compute dtype, of which some layers are whole at a time.
 
 A plan reduces the gradients of a stage once, in its Reduce behind the last Backward. Until then
-ZeRO-2 holds them whole, as ZeRO-1 does, and replicas need not go in step (DeepSpeed's reduces with
+ZeRO-2 holds them whole, as ZeRO-1 does, and replicas need no lockstep (DeepSpeed's reduces with
 every micro-batch); under ZeRO-3 every Backward reduces. This runtime (`Training.gathers`) reduces
 those of its layers so; what is beside the layers is gathered and summed whole all through a step.
 """

@@ -245,7 +245,7 @@ class ChunkPlan:
     """First stages without a trained parameter in them or below: they have no Backward."""
     regathers: bool = False
     """Whether each pass gathers the weights of its stage anew, as ZeRO-3 does. Passes are then
-    collectives of all ranks that hold the stage: these go in step, through equally many passes in
+    collectives of all ranks that hold the stage: these run in lockstep, equally many passes in
     one order of forwards and backwards, and dummies fill up the lists of those with less to do."""
 
     @cached_property

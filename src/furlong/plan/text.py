@@ -185,7 +185,7 @@ def format_plan(plan: ChunkPlan) -> str:
     if plan.trees:
         lines.append(f"{count_words(len(plan.trees), 'sequence')} with branches")
     if plan.regathers:
-        lines.append("weights are gathered with every pass: the ranks of a stage go in step")
+        lines.append("weights are gathered with every pass: the ranks of a stage run in lockstep")
     if plan.sampled:
         lines.append(f"{len(plan.trained)} of {count_words(len(plan.chunks), 'chunk')} are drawn")
     lines += [

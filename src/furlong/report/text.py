@@ -53,7 +53,7 @@ def format_report(report: PlanReport) -> str:
     texts = {
         "chunks": _chunk_words(plan),
         "kept": _kept_words(plan),
-        "recompute": "\n".join(_recompute_words(plan)),
+        "recompute": _recompute_words(plan),
         "order": _order_words(plan),
         "tier": tiers_in_words(plan.tiers),
         "moved": "\n".join(_traffic_words(report)),
@@ -94,7 +94,7 @@ def _chunk_words(plan: ChunkPlan) -> str:
     if min(sizes) < max(sizes):
         mean = sum(sizes) / len(sizes)
         span = f"{min(sizes):,} to {max(sizes):,} tokens, mean {mean:,.0f}"
-    more = f"; besides {count_words(dummies, 'dummy chunk')}, to go in step" if dummies else ""
+    more = f"; besides {count_words(dummies, 'dummy chunk')}, to run in lockstep" if dummies else ""
     if plan.trees:
         branches = sum(s.parent is not None for chunk in plan.chunks for s in chunk.slices)
         more += f"; {count_words(branches, 'branch')} of {count_words(len(plan.trees), 'sequence')}"
@@ -111,32 +111,22 @@ def _kept_words(plan: ChunkPlan) -> str:
     )
 
 
-def _recompute_words(plan: ChunkPlan) -> list[str]:
-    """A text per stage: cells that are computed twice, layers that are checkpointed; equal stages
-    share one."""
-    cells = Counter(action.stage for action in _forwards(plan))
-    again: Counter[int] = Counter()
-    layers: dict[int, list[int]] = defaultdict(list)
+def _recompute_words(plan: ChunkPlan) -> str:
+    """The number of cells that are computed twice, and the share of layers that are checkpointed
+    in the graphs of cells."""
+    again = num_layers = checkpointed = 0
     late = computed_late(plan)
     for rank, actions in enumerate(plan.actions):
         for action, what in zip(actions, passes(plan, rank), strict=True):
-            if isinstance(action, Recompute) and (action.chunk, action.stage) not in late:
-                again[action.stage] += 1
+            is_second = isinstance(action, Recompute) and (action.chunk, action.stage) not in late
+            again += is_second
             if what.computes == "graph":
-                layers[action.stage].append(what.recompute_layers)
-    texts: dict[str, list[int]] = {}
-    for stage, height in enumerate(plan.stages):
-        text = f"{again[stage]} of {count_words(cells[stage], 'chunk')} run again"
-        if any(own := layers[stage]):
-            span = f"{min(own)} to {max(own)} (mean {sum(own) / len(own):.1f})"
-            span = span if min(own) < max(own) else f"{own[0]}"
-            text += f", {span} of {count_words(height, 'layer')} checkpointed"
-        texts.setdefault(text, []).append(stage)
-    if len(plan.stages) == 1:
-        return list(texts)
-    return [
-        f"stage{'s' * (len(stages) > 1)} {_spans(stages)}: {text}" for text, stages in texts.items()
-    ]
+                num_layers += plan.stages[action.stage]
+                checkpointed += what.recompute_layers
+    text = f"{again} of {count_words(len(_forwards(plan)), 'cell')} run again"
+    if checkpointed:
+        text += f", {checkpointed / num_layers:.0%} of their layers are checkpointed one by one"
+    return text
 
 
 def _order_words(plan: ChunkPlan) -> str:
