@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from furlong.cli.main import main
-
-
-def test_help_of_export_is_light() -> None:
-    program = (
-        "import atexit, os, sys\n"
-        "def look():\n"
-        "    if {'torch', 'transformers', 'numpy'} & set(sys.modules): os._exit(9)\n"
-        "atexit.register(look)\n"
-        "from furlong.cli.main import main\n"
-        "main(['export', '--help'])\n"
-    )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    assert "RUN_OR_CHECKPOINT" in finished.stdout and "--merge" in finished.stdout
 
 
 def test_resume_is_a_switch_of_train(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,28 +104,6 @@ def test_a_wrong_command_line_is_told(arguments: list[str], told: str, capsys: A
     ]  # fmt: skip
 
 
-def test_data_that_is_not_there_is_told(tokenizer: Path, tmp_path: Path, capsys: Any) -> None:
-    assert main(["lengths", str(tmp_path / "nowhere"), f"--tokenizer={tokenizer}"]) == 2
-    assert "no such file or folder" in capsys.readouterr().err
-
-
-def test_help_is_light() -> None:
-    import subprocess
-    import sys
-
-    program = (
-        "import atexit, os, sys\n"
-        "def look():\n"
-        "    if {'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules): os._exit(9)\n"
-        "atexit.register(look)\n"
-        "from furlong.cli.main import main\n"
-        "main(['lengths', '--help'])\n"
-    )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    assert "--tokenizer T" in finished.stdout
-
-
 def test_of_pairs_both_answers_are_counted(tokenizer: Path, tmp_path: Path, capsys: Any) -> None:
     pairs, out = tmp_path / "pairs.jsonl", tmp_path / "lengths.json"
     record = {"prompt": "xxxx", "chosen": "yyyyy", "rejected": "zz"}

@@ -117,14 +117,6 @@ def test_another_tokenizer_content_or_format_is_another_entry(tmp_path: Path, te
     assert num_entries() == 5
 
 
-def test_a_broken_record_leaves_no_entry(tmp_path: Path, texts: Path) -> None:
-    with texts.open("a") as opened:
-        opened.write('{"text": 5}\n')
-    with pytest.raises(DataError, match=r"text that is of type int[\s\S]*texts\.jsonl:5"):
-        load(tmp_path, texts)
-    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
-
-
 def test_data_that_changes_meanwhile_is_told(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,14 +143,6 @@ def test_auto_decides_for_each_source_and_says_so(tmp_path: Path) -> None:
     ]
     assert [int((s.labels != -100).sum()) for s in data] == [4, 2, 1, 4]
     assert data.describe()[-1].startswith("data.train: 4 sequences, 33 tokens, 10 of them learnt")
-
-
-def test_a_later_record_of_another_shape_is_told(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "a.jsonl", {"text": "a"}, {"messages": CHAT})
-    with pytest.raises(DataError, match=r"a record with messages[\s\S]*a\.jsonl:2"):
-        load(tmp_path, file)
-    with pytest.raises(DataError, match=r"a record with text[\s\S]*field messages[\s\S]*jsonl:1"):
-        load(tmp_path, file, format="chat")
 
 
 def test_what_was_left_out_is_told(tmp_path: Path) -> None:
@@ -201,19 +185,6 @@ def test_labels_that_truncation_cuts_off_do_not_count(tmp_path: Path) -> None:
         load(tmp_path, file, max_seq_len=2, too_long="truncate")
     with pytest.raises(DataError, match="0 sequences without a label, 2 dropped"):
         load(tmp_path, file, max_seq_len=2, too_long="drop")
-
-
-@pytest.mark.parametrize(
-    "record",
-    [{"text": "a"}, {"messages": CHAT[:1]}, {"input_ids": [1, 2], "labels": [1, -100]}],
-    ids=["one token", "no answer", "no label"],
-)
-def test_data_without_a_label_is_told(tmp_path: Path, record: dict[str, Any]) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.eos_token = None
-    file = write_lines(tmp_path / "a.jsonl", record)
-    with pytest.raises(DataError, match=r"1 sequence without a label[\s\S]*data\.eval"):
-        load(tmp_path, file, tokenizer=tokenizer, key="data.eval")
 
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path, texts: Path) -> None:
@@ -333,16 +304,6 @@ def test_blank_records_alone_are_told(tmp_path: Path, record: dict[str, Any]) ->
         load(tmp_path, file, tokenizer=byte_tokenizer())
 
 
-def test_a_null_is_named_whatever_it_stands_in(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "a.jsonl", {"text": None, "id": 1})
-    with pytest.raises(DataError, match=r"a record with text \(null\), id"):
-        load(tmp_path, file)
-    table = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": ["a b", None]}), table)
-    with pytest.raises(DataError, match=r"text that is null[\s\S]*row 2"):
-        load(tmp_path, table)
-
-
 def test_a_table_is_no_text_even_if_the_same_text_is_cached(tmp_path: Path) -> None:
     for name in ("a.txt", "a.csv"):
         (tmp_path / name).write_text("a b")
@@ -377,15 +338,6 @@ def test_a_key_that_is_there_twice_is_told(tmp_path: Path) -> None:
         load(tmp_path, file)
 
 
-def test_what_a_conversation_loses_is_told_from_the_cache_as_well(tmp_path: Path) -> None:
-    turns = [CHAT[0] | {"name": "x"}, CHAT[1] | {"content": ""}]
-    chats = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT}, {"messages": turns})
-    for _ in range(2):
-        line = load(tmp_path, chats, tokenizer=byte_tokenizer()).describe()[0]
-        assert "1 conversations with name in a message that the template does not write" in line
-        assert "1 empty answers learnt as they are" in line
-
-
 def test_a_tokenizer_without_eos_is_told(tmp_path: Path, texts: Path) -> None:
     tokenizer = word_tokenizer()
     tokenizer.eos_token = None
@@ -395,22 +347,6 @@ def test_a_tokenizer_without_eos_is_told(tmp_path: Path, texts: Path) -> None:
         data = load(tmp_path, source, tokenizer=tokenizer, **options)
         told = f", {len(data)} sequences without EOS, which the tokenizer lacks, learnt as they are"
         assert told in data.describe()[0]
-
-
-def test_a_json_file_is_to_be_converted_whatever_the_loss(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(DataError, match=r"a \.json file, which may hold records") as caught:
-        load(tmp_path, tmp_path / "a.json", format="preference")
-    assert caught.value.change == "convert it"
-
-
-def test_ids_of_the_cache_that_are_no_words_are_tokenized_anew(tmp_path: Path, texts: Path) -> None:
-    before = [s.input_ids.tolist() for s in load(tmp_path, texts)]
-    (ids,) = (tmp_path / "cache" / "tokens").glob("*/input_ids.bin")
-    np.full(ids.stat().st_size // 4, 10**6, np.int32).tofile(ids)
-    again = load(tmp_path, texts)
-    assert [s.input_ids.tolist() for s in again] == before
-    assert not again.describe()[0].endswith("cached")
 
 
 def test_held_out_files_that_are_trained_on_are_told(

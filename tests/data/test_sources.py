@@ -77,11 +77,6 @@ def test_one_of_several_splits_must_be_named(tmp_path: Path, files: tuple[str, .
     assert [name for name, _ in names(tmp_path, "train")] == [f for f in files if "train" in f]
 
 
-def test_one_split_needs_no_name(tmp_path: Path) -> None:
-    write(tmp_path, "train-00000-of-00001.parquet")
-    assert names(tmp_path) == [("train-00000-of-00001.parquet", "parquet")]
-
-
 def test_a_folder_of_datasets_is_one_file(tmp_path: Path) -> None:
     write(tmp_path, "train/state.json", "train/dataset_info.json", "train/data-0.arrow")
     write(tmp_path, "test/state.json", "test/dataset_info.json", "test/data-0.arrow")
@@ -136,15 +131,6 @@ def test_a_folder_is_read_once_however_many_links_lead_to_it(tmp_path: Path) -> 
     ]
 
 
-def test_many_links_to_each_other_are_no_endless_walk(tmp_path: Path) -> None:
-    for number in range(12):
-        write(tmp_path, f"{number}/x.txt")
-        for other in range(12):
-            (tmp_path / str(number) / f"to{other}").symlink_to(f"../{other}")
-    assert len(names(tmp_path)) == 12
-    assert left_out(tmp_path)[0].startswith("links to folders above it or read already: 144 left")
-
-
 def test_what_is_no_file_is_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write(tmp_path, "x.txt")
     for name in "abcd":
@@ -162,14 +148,6 @@ def test_what_is_no_file_is_left_out_and_named(tmp_path: Path, monkeypatch: pyte
     ]
     (tmp_path / "x.txt").unlink()
     with pytest.raises(DataError, match="without files; links that lead nowhere: 6 left out"):
-        names(tmp_path)
-
-
-def test_a_link_loop_alone_is_a_folder_without_files(tmp_path: Path) -> None:
-    (tmp_path / "up").symlink_to(tmp_path)
-    with pytest.raises(
-        DataError, match="without files; links to folders above it or read already: 1 left"
-    ):
         names(tmp_path)
 
 
@@ -285,13 +263,43 @@ def test_the_verb_that_takes_data_is_told_its_own_flag(tmp_path: Path) -> None:
     assert caught.value.change == "add --split train"
 
 
+def test_a_data_set_of_the_hub_is_a_folder_without_its_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "data/train.jsonl", "other/x.jsonl", "README.md")
+    asked = []
+
+    def fetch(name: str, **options: object) -> str:
+        asked.append((name, options))
+        if name == "a/gone":
+            raise FileNotFoundError("cannot find it\nmore")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    files = list_files(Source("hf://datasets/a/b/data")).files
+    assert [file.path for file in files] == [tmp_path / "data" / "train.jsonl"]
+    options = {"repo_type": "dataset", "allow_patterns": "data/*", "ignore_patterns": "*.py"}
+    assert asked == [("a/b", options)]
+    with pytest.raises(DataError, match="which holds files without a split, train"):
+        list_files(Source("hf://datasets/a/b"))
+    with pytest.raises(DataError) as caught:
+        list_files(Source("hf://datasets/a/gone"), "data.eval")
+    assert (caught.value.given, caught.value.source) == (
+        "hf://datasets/a/gone: cannot find it", "data.eval",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("path", "given", "change"),
     [
-        ("https://example.com/a.jsonl", "https://example.com/a.jsonl: an address", "hf download"),
-        ("hf://datasets/a/b", "hf://datasets/a/b: an address", "--repo-type dataset ID"),
+        (
+            "https://example.com/a.jsonl",
+            "https://example.com/a.jsonl: an address",
+            "fetch the file",
+        ),
+        ("hf://datasets/a", "hf://datasets/a: Repo id must", "check the name"),
         ("data/*.jsonl", "data/*.jsonl: no such file", "name the folder that holds the files"),
-        ("Org/set-1.5", "Org/set-1.5: no such file", "--repo-type dataset Org/set-1.5 --local-dir"),
+        ("Org/set-1.5", "Org/set-1.5: no such file", "write hf://datasets/Org/set-1.5"),
     ],
 )
 def test_what_people_take_for_a_path(path: str, given: str, change: str) -> None:

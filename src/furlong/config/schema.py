@@ -210,7 +210,7 @@ class SourceConfig(BaseModel):
     model_config = _SECTION
 
     path: str = Field(min_length=1)
-    """File or folder."""
+    """File, folder, or data set of the hub: hf://datasets/OWNER/NAME."""
     weight: Number = Field(default=1.0, gt=0, le=1000)
     """Sequences that an epoch draws from it, relative to those that it has."""
     split: str | None = None
@@ -282,7 +282,8 @@ class DataConfig(BaseModel):
     model_config = _SECTION
 
     train: Sources
-    """Text, .jsonl, .parquet files or folders, or {path, weight, split} for each of them."""
+    """Text, .jsonl, .parquet files, folders, hf://datasets/OWNER/NAME of the hub, or {path, weight,
+    split} for each of them."""
     eval: Annotated[
         Annotated[Sources, AfterValidator(_once)] | None, BeforeValidator(_without_null)
     ] = Field(default=None, examples=["held-out.jsonl"])

@@ -33,6 +33,7 @@ _KINDS: dict[str, Kind] = {
     ".jsonl": "json lines", ".ndjson": "json lines", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
 _SPLIT_FILE = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
+_HUB = "hf://datasets/"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
 _TRAIN_NAMES = frozenset(("train", "training"))
 _SPLIT_NAMES = frozenset(
@@ -96,7 +97,8 @@ def list_files(source: Source, key: str = "data.train") -> Listing:
     that cannot be read.
     """
     try:
-        path = Path(source.path).expanduser()
+        is_of_hub = source.path.startswith(_HUB)
+        path = _fetched(source.path, key) if is_of_hub else Path(source.path).expanduser()
         if not source.path:
             raise RuntimeError("an empty path")
         if path.is_dir():
@@ -114,6 +116,32 @@ def list_files(source: Source, key: str = "data.train") -> Listing:
             change="remove split, or name the folder",
         )
     return Listing((SourceFile(path, _kind_of(path)),), [])
+
+
+def _fetched(address: str, key: str) -> Path:
+    """The folder of a data set of the hub, fetched unless it is there: its files but for programs,
+    as other folders' files are. Raises DataError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    owner, name, *inner = [*address.removeprefix(_HUB).split("/"), ""]
+    folder = "/".join(filter(None, inner))
+    try:
+        fetched = snapshot_download(
+            f"{owner}/{name}",
+            repo_type="dataset",
+            allow_patterns=f"{folder}/*" if folder else None,
+            ignore_patterns="*.py",
+        )
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise DataError(
+            given=f"{printable(address)}: {str(error).strip().splitlines()[0]}",
+            required=f"a data set of the hub as {_HUB}OWNER/NAME, or /FOLDER behind it",
+            source=key,
+            change="check the name and the connection, log in (hf auth login) if it is closed, or"
+            " name a folder with its files",
+        ) from error
+    return Path(fetched, folder)
 
 
 def unreadable(path: object, key: str, error: Exception) -> DataError:
@@ -192,13 +220,12 @@ def _no_file(given: str, exists: bool, key: str) -> DataError:
     """The message about a path without a file or folder, and about what people take for one."""
     what = "neither a file nor a folder" if exists else "no such file or folder"
     change = "check the path; it is relative to the folder you call furlong from"
-    hub = "nothing is downloaded: hf download --repo-type dataset {} --local-dir D, and name D"
     if "://" in given:
-        what, change = "an address", hub.format("ID") + " (or fetch the file by other means)"
+        what, change = "an address", f"fetch the file, and name it; of the hub {_HUB}OWNER/NAME"
     elif any(char in given for char in "*?["):
         change = "patterns are not expanded: name the folder that holds the files, or each file"
     elif _HUB_ID.fullmatch(given) and _kind_of(Path(given)) == "text":
-        change += f"; if it is a data set of the hub, {hub.format(given)}"
+        change += f"; if it is a data set of the hub, write {_HUB}{given}"
     return DataError(
         given=f"{printable(given if '://' in given else Path(given).expanduser())}: {what}",
         required="text, .jsonl or .parquet files, or folders of them",
