@@ -7,9 +7,13 @@ as long. The batch has the lengths of InfiniPipe's GitHub files, divided by 16.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "research"))
 
 from papers.published.catalogue import PUBLISHED
 from papers.published.chunks import sliced_groups

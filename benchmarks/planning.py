@@ -25,6 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness import Promise, console, machine, print_promises
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "research"))
+
 from papers.chunkflow_plan import plan_chunkflow
 from papers.published.chunks import by_order
 from papers.unit_costs import UnitCosts

@@ -1,7 +1,7 @@
 """The peak of a first step, as `furlong train` prints it measured and predicted, method by method.
 
 A model of 34 M parameters in float32, one sequence of 3,072 tokens and three short ones: constants
-of the libraries are small beside graphs. docs/simulated-and-real.md has the figures.
+of the libraries are small beside graphs. docs/research/simulated-and-real.md has the figures.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from papers.fused import OtherMemory
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 
+pytestmark = pytest.mark.nightly
+
 K = 1024
 
 

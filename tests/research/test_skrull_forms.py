@@ -11,6 +11,8 @@ from papers.whole_sequences import schedule_skrull
 
 from furlong.plan.plan import Place
 
+pytestmark = pytest.mark.nightly
+
 
 def test_skrulls_flops():
     assert skrull.quadratic_from_tokens(896, 128) == 4608

@@ -16,6 +16,8 @@ from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.layouts import cut_layers, mean_attended_keys
 from furlong.simulate.clock import measure, simulate
 
+pytestmark = pytest.mark.nightly
+
 K = 1024
 GPT = CostModel(model_shape("GPT-13B"), Machine.named("A800"))
 

@@ -5,6 +5,8 @@ import json
 import pytest
 from comparison import ALL, fingerprint, load, main, save, searches
 
+pytestmark = pytest.mark.nightly
+
 
 def answers(name, *, ours=1.0, best=1.1, bound=0.9):
     """Of every search of a setting; the best published method is FlexSP."""

@@ -1,4 +1,4 @@
-"""benchmarks/sampled_learning.py: its curves, what they are compared by, and that it goes on."""
+"""research/sampled_learning.py: its curves, what they are compared by, and that it goes on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from learning_curve import Curve, Learned, learn
 from learning_plot import Line, plot_learning
 from library import pieces
 from sampled_learning import computed
+
+pytestmark = pytest.mark.nightly
 
 NUM_UPDATES = 100
 LRS = dict.fromkeys(learning_runs.CONFIGS, 3e-3)

@@ -12,6 +12,8 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b
 from furlong.simulate.clock import simulate
 
+pytestmark = pytest.mark.nightly
+
 FOUR = (1,) * 4
 
 # ChunkFlow's Figures 2, 6 and 7: sequences 0 to 3 of 1, 1, 2 and 4 units on four stages

@@ -13,6 +13,8 @@ from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.plan.plan import Chunk, ChunkPlan, Forward, Slice
 
+pytestmark = pytest.mark.nightly
+
 SHAPE, A100 = model_shape("Llama-3-8B"), Machine.named("A100-80")
 EXACT = replace(
     A100, linear=replace(A100.linear, half_tokens=0.0), tile_tokens=0, layer_launch_s=0.0,

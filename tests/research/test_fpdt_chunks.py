@@ -13,6 +13,8 @@ from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize(
     ("tera_flops", "giga_bytes", "full", "grouped"),

@@ -5,7 +5,7 @@ chunks of 64, one window per update: exact, `unbiased` and `fixed` at rates 1/2,
 seeds each. Each of the seven takes the best of three learning rates, found with one seed and a
 schedule of 0.3 times the updates. Two processes with one thread each.
 
-    python benchmarks/sampled_learning.py runs/learning --plot learning.png
+    python research/sampled_learning.py runs/learning --plot learning.png
 
 Every finished curve is a JSON file in the folder; run again, it is not computed again.
 
@@ -31,6 +31,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
 from harness import console, machine, print_promises
 from learning_curve import (
     CHUNK_TOKENS,

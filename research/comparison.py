@@ -1,15 +1,15 @@
 """Every method and our search on every preset of lengths: simulated seconds of a step.
 
-    python benchmarks/comparison.py                                   # all settings
-    python benchmarks/comparison.py --settings github-32 wikipedia-8  # some
-    python benchmarks/comparison.py --settings                        # none: the page alone
+    python research/comparison.py                                   # all settings
+    python research/comparison.py --settings github-32 wikipedia-8  # some
+    python research/comparison.py --settings                        # none: the page alone
 
 Each method has its own best layout of the same devices, every way to deal sequences to replicas,
 groups larger than the heads allow, and ZeRO-1 or 3. What is found is kept in a file, search by
 search, so that a run goes on where another one ended and settings add up; a search by other code is
-made again. docs/comparison.md is written from all that is there. Promises, which decide the exit
-status: the search over all methods is never slower than the best published method that has a plan,
-and no plan of one pool is faster than the lower bound.
+made again. docs/research/comparison.md is written from all that is there. Promises, which decide
+the exit status: the search over all methods is never slower than the best published method that has
+a plan, and no plan of one pool is faster than the lower bound.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from harness import console
 from papers.places_bound import lower_bound_s
@@ -49,11 +51,11 @@ from furlong.planners.search import search as one_search
 from furlong.simulate.predict import step_s
 
 _ROOT = Path(__file__).parent.parent
-_DOCUMENT = _ROOT / "docs" / "comparison.md"
-_RESULTS = _ROOT / "docs" / "comparison.json"
+_DOCUMENT = _ROOT / "docs" / "research" / "comparison.md"
+_RESULTS = _ROOT / "docs" / "research" / "comparison.json"
 _CODE = ("src/furlong/cost", "src/furlong/plan", "src/furlong/planners", "src/furlong/simulate",
-         "benchmarks/comparison.py", "benchmarks/papers/places_bound.py",
-         "benchmarks/papers/places_forced.py", "benchmarks/papers/published")  # fmt: skip
+         "research/comparison.py", "research/papers/places_bound.py",
+         "research/papers/places_forced.py", "research/papers/published")  # fmt: skip
 """Code that decides the results."""
 _NEAR = 0.05
 _EQUAL = 1e-9
@@ -301,7 +303,7 @@ def complete(results: Results) -> list[Row]:
 _HEAD = """\
 # The same batch under every method
 
-Written by `python benchmarks/comparison.py` from `comparison.json`. All seconds are simulated, none
+Written by `python research/comparison.py` from `comparison.json`. All seconds are simulated, none
 is measured.
 
 Every method takes the fastest of its own plans on the same devices: any layout of data, sequence

@@ -21,6 +21,8 @@ from furlong.errors import ConfigError
 from furlong.planners.places import PoolBatch, Setting
 from furlong.simulate.clock import time_actions
 
+pytestmark = pytest.mark.nightly
+
 K = 1024
 MODEL = with_zero_3(CostModel(model_shape("GPT-7B"), Machine.named("A100-80")))
 

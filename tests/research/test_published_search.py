@@ -35,6 +35,8 @@ from furlong.planners.orders import join_replicas, plan_1f1b
 from furlong.planners.question import DoesNotFitError
 from furlong.simulate.clock import time_actions
 
+pytestmark = pytest.mark.nightly
+
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("A100-80"), Training(zero_stage=1))
 LENS = (40_000, 9_000, 3_000, 3_000, 1_000, 700, 500, 300)
 

@@ -16,6 +16,8 @@ from furlong.plan.check import check
 from furlong.plan.plan import Forward, Place
 from furlong.simulate.clock import time_actions
 
+pytestmark = pytest.mark.nightly
+
 K = 1024
 GIB = 2**30
 GPT = with_zero_3(CostModel(model_shape("GPT-7B"), Machine.named("A100-80")))

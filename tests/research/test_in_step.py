@@ -24,6 +24,8 @@ from furlong.planners.chunks import chunk_by_chunk
 from furlong.planners.options import ChunkOptions
 from furlong.simulate.clock import time_actions
 
+pytestmark = pytest.mark.nightly
+
 K = 1024
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("A100-80"), Training(zero_stage=3))
 NUM_LAYERS = MODEL.shape.num_layers

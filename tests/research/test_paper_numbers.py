@@ -6,6 +6,8 @@ import paper_numbers
 import pytest
 from papers.tables import Row, Table, printed, speedup
 
+pytestmark = pytest.mark.nightly
+
 GOOD = Row(case="good", paper="3, 2", ours="3, 2", tolerance=0)
 TEXT = Row(case="order", paper="3, 2", ours="2, 3", tolerance=0)
 KNOWN = Row(case="known", paper=1.0, ours=2.0, tolerance=0.5, cause="too small")

@@ -1,11 +1,11 @@
-"""Every number of the five papers that can be checked, beside ours; writes docs/paper_numbers.md.
+"""Every number of the five papers that can be checked, beside ours: docs/research/paper_numbers.md.
 
-    python benchmarks/paper_numbers.py                 all tables, and the document
-    python benchmarks/paper_numbers.py skrull          those whose name has the word, no document
+    python research/paper_numbers.py                 all tables, and the document
+    python research/paper_numbers.py skrull          those whose name has the word, no document
 
 Ours come from the planners, the simulator and the cost model. What no paper prints is in unit tests
-(docs/derivations.md). Takes about two minutes. Exits 1 for a miss without a cause, and for a cause
-without a miss.
+(docs/research/derivations.md). Takes about two minutes. Exits 1 for a miss without a cause, and for
+a cause without a miss.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from papers import (
 )
 from papers.tables import Table
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "paper_numbers.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "research" / "paper_numbers.md"
 Tables = Mapping[str, Callable[[], Table]]
 
 INTRODUCTION = """\
-Written by `python benchmarks/paper_numbers.py`. *Paper* is what a paper prints; *ours* is what
+Written by `python research/paper_numbers.py`. *Paper* is what a paper prints; *ours* is what
 furlong's planners, simulator and cost model give. A row says whether it was fitted, what bound it
 promises, and where it misses with which cause. A prediction is a row with a bound that nothing of
 its table was fitted to. Points on a line that was fitted to other points of the same table say that

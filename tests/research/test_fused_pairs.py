@@ -11,6 +11,8 @@ from furlong.plan.plan import Chunk, Slice
 from furlong.planners.orders import plan_1f1b
 from furlong.simulate.clock import Clock
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize(
     ("lens", "plain", "paired"), [((1, 4, 1, 2), 55, 57), ((4, 2, 1, 1), 56, 56)]

@@ -3,6 +3,8 @@
 import pytest
 from papers import chunkflow, chunkflow_speedups, chunkflow_times, fpdt, infinipipe, seco, skrull
 
+pytestmark = pytest.mark.nightly
+
 
 def checked(table):
     """The table's rows by case, after everything that it promises has been looked at."""
