@@ -26,7 +26,7 @@ from furlong.cost.shape import known_models
 from furlong.models.describe import describe
 from furlong.runtime.profile import peak_memory_bytes, reset_peak_memory
 from furlong.train.checkpoint_folder import list_checkpoints
-from furlong.train.figures.mfu import MfuMeter
+from furlong.train.metrics import MfuMeter
 from furlong.train.run_folder import CHECKPOINTS
 
 K = 1024

@@ -115,27 +115,27 @@ def learn(
 ) -> Learned:
     """Train a model from random weights; windows are lists of token ids."""
     import torch
+    from transformers import get_scheduler
 
     import furlong
-    from furlong.train.setup.optimizer import build_optimizer, lr_factor
+    from furlong.config.schema import TrainConfig
+    from furlong.train.optim import build_optimizer
 
     started_s = time.process_time()
     model = _model(curve.seed)
     engine = furlong.Engine(model)
-    optimizer = build_optimizer(
-        model.parameters(), lr=curve.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=_WEIGHT_DECAY
-    )
+    settings = TrainConfig(lr=curve.lr, weight_decay=_WEIGHT_DECAY)
+    optimizer = build_optimizer(model.parameters(), settings)
     order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(curve.seed))
     warmup_updates = max(1, round(_WARMUP_RATIO * curve.num_updates))
+    schedule = get_scheduler("cosine", optimizer, warmup_updates, curve.num_updates + 1)
     update_s: list[float] = []
     shares: list[float] = []
     seconds: list[float] = []
     losses: list[float] = []
 
     def update(number: int) -> None:
-        factor = lr_factor("cosine", number, warmup_updates, curve.num_updates)
-        for group in optimizer.param_groups:
-            group["lr"] = curve.lr * factor
+        schedule.step()  # the first rate, of no step, is zero
         window = trained[int(order[number % len(order)])]
         result = engine.forward_backward([_labelled(window)], curve.options(number))
         shares.append(_drawn_share(result.plan))

@@ -25,8 +25,8 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("verify",),
-    ("train", "integrations"),
     ("furlong",),
+    ("train", "integrations"),
     ("calibrate",),
     ("api", "door"),
     ("runtime", "data"),
@@ -40,7 +40,7 @@ FLOORS = (
     ("timeline",),
     ("plan", "config"),
     ("files",),
-    ("errors", "families", "units"),
+    ("errors", "families", "units", "version"),
 )
 FIRST_FLOOR_WITHOUT_TORCH = FLOORS.index(("planners",))
 
@@ -214,7 +214,7 @@ def test_the_rules_can_fail():
 
 
 MOST_FILES_OF_A_PLAN = 45
-MOST_FILES_OF_A_FIRST_STEP = 114
+MOST_FILES_OF_A_FIRST_STEP = 103
 MOST_FILES_OF_A_STEP = {"one device": 33, "token values": 33, "sp 2": 38}
 """Planners and plan included. Raise one of them for a file that a reader of a step gains by."""
 

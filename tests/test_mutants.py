@@ -149,7 +149,7 @@ MUTANTS = {
     ),
     # training
     "norms and biases decay": Mutant(
-        '"weight_decay": 0.0}', '"weight_decay": weight_decay}',
+        '"weight_decay": 0.0}', '"weight_decay": settings.weight_decay}',
         "train/test_optimizer.py::test_norms_biases_and_frozen_weights_do_not_decay",
     ),
     "progress stays at the batch that was taken": Mutant(
@@ -163,7 +163,7 @@ MUTANTS = {
         "train/test_checkpoint.py::test_a_run_goes_on_with_its_moments_schedule_and_generator",
     ),
     "gradients are not clipped": Mutant(
-        "clip_gradients(max_grad_norm)\n", "clip_gradients(None)\n",
+        "clip_gradients(self.config.train.max_grad_norm)\n", "clip_gradients(None)\n",
         "train/test_step.py::test_the_update_is_of_clipped_gradients",
     ),
     "an evaluation draws dropout": Mutant(
@@ -171,7 +171,7 @@ MUTANTS = {
         "train/test_evaluation.py::test_dropout_is_off",
     ),
     "a step that is repeated draws other masks": Mutant(
-        "            before.write(device)\n            gc.collect()", "            gc.collect()",
+        "            undo()\n            before.write(device)\n", "            undo()\n",
         "train/test_fitting.py::test_a_step_that_does_not_fit_is_repeated_in_smaller_chunks",
     ),
     "every pass over a part has the same order": Mutant(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from furlong.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from furlong.api import Engine, forward_backward
     from furlong.door import chunked, unchunked
@@ -22,8 +24,10 @@ if TYPE_CHECKING:
     from furlong.planners.options import ChunkOptions
     from furlong.planners.spaco import Sampling
     from furlong.runtime.step import StepResult
+    from furlong.train.trainer import Callback, Trainer
 
 __all__ = [
+    "Callback",
     "CheckpointError",
     "ChunkOptions",
     "ConfigError",
@@ -35,19 +39,20 @@ __all__ = [
     "Sampling",
     "StepResult",
     "Storage",
+    "Trainer",
     "UnsupportedModelError",
     "UserError",
     "chunked",
     "forward_backward",
     "unchunked",
 ]
-__version__ = "0.1.0"
 
 # Names are resolved on first use (PEP 562): importing furlong loads neither torch nor transformers.
 _HOME = {
     **dict.fromkeys(__all__, "furlong.errors"),
     **dict.fromkeys(["Engine", "forward_backward"], "furlong.api"),
     **dict.fromkeys(["chunked", "unchunked"], "furlong.door"),
+    **dict.fromkeys(["Callback", "Trainer"], "furlong.train.trainer"),
     "ChunkOptions": "furlong.planners.options",
     "Sampling": "furlong.planners.spaco",
     "StepResult": "furlong.runtime.step",

@@ -19,7 +19,7 @@ from furlong.data import cache
 from furlong.data.dataset import DataSet, load_data
 from furlong.data.sources import Source
 from furlong.errors import DataError
-from furlong.train.setup.prepare import load_splits
+from furlong.train.build import load_splits
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
 
@@ -358,6 +358,6 @@ def test_held_out_files_that_are_trained_on_are_told(
     for same in (None, copied, tmp_path / "link.jsonl"):
         named = (str(other), str(same)) if same else (str(other),)
         settings = DataConfig(train=(str(texts),), eval=named, cache_dir=str(tmp_path / "cache"))
-        load_splits(settings, word_tokenizer(), "sft")
+        load_splits(settings, word_tokenizer(), None)
         told = f"data.eval: 1 file of data.train ({same}): its loss is of sequences that are learnt"
         assert (told in capsys.readouterr().out) == (same is not None)

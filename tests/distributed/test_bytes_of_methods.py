@@ -95,7 +95,7 @@ def run_saved(folder: Path, file: Path, flags: Sequence[str]) -> tuple[int, int]
     from furlong.models.describe import describe
     from furlong.plan.text import load_plan
     from furlong.simulate.predict import predict
-    from furlong.train.figures.used_memory import UsedMemory
+    from furlong.train.memory import UsedMemory
 
     assert main([
         "plan", f"--model.name={folder / 'model'}", "--model.dtype=float32",

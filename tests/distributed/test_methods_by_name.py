@@ -27,7 +27,7 @@ from furlong.plan.plan import (
 )
 from furlong.plan.text import format_action
 from furlong.testing import worst_relative_error
-from furlong.train.batches.engines import Engines
+from furlong.train.batches import BatchEngine
 
 pytestmark = pytest.mark.slow
 BOUND = 1e-12
@@ -75,9 +75,9 @@ class Step:
 
 def record(runs: Sequence[tuple[Path, list[str], int]]) -> None:
     """Run every command as this process of the launch, and save its step."""
-    compute, steps = Engines.compute, []
+    compute, steps = BatchEngine.compute, []
 
-    def recorded(engines: Engines, *args: Any, **values: Any) -> Any:
+    def recorded(engines: BatchEngine, *args: Any, **values: Any) -> Any:
         result = compute(engines, *args, **values)
         done = [record.action for record in result.timeline.records if record.lane == "compute"]
         actions = [action for action in done if isinstance(action, COMPUTING)]
@@ -86,7 +86,7 @@ def record(runs: Sequence[tuple[Path, list[str], int]]) -> None:
         steps.append(Step(float(result.loss), result.plan, actions, grads))
         return result
 
-    Engines.compute = recorded  # type: ignore[method-assign]
+    BatchEngine.compute = recorded  # type: ignore[method-assign]
     try:
         for folder, arguments, port in runs:
             os.environ["MASTER_PORT"] = str(port)
@@ -95,7 +95,7 @@ def record(runs: Sequence[tuple[Path, list[str], int]]) -> None:
             steps.clear()
             torch.save(step, folder / f"{os.environ.get('RANK', 0)}.pt")
     finally:
-        Engines.compute = compute  # type: ignore[method-assign]
+        BatchEngine.compute = compute  # type: ignore[method-assign]
 
 
 def trained(

@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 from furlong.api import Engine
 from furlong.cli.main import main
 from furlong.data.loader import Batch
-from furlong.train.figures.metrics import MetricsLog
-from furlong.train.step import TrainedStep
+from furlong.train.metrics import MetricsLog, StepFigures
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 FILES = {"checkpoints", "config.json", "metrics.jsonl", "model", "options.json", "report.json",
@@ -120,7 +119,7 @@ def stops_after(arguments: list[str], number: int, step: int) -> None:
     """A signal comes to one process only, after a step."""
     log = MetricsLog.step
 
-    def logged(self: MetricsLog, at: int, figures: TrainedStep) -> None:
+    def logged(self: MetricsLog, at: int, figures: StepFigures) -> None:
         log(self, at, figures)
         if at == step and os.environ["RANK"] == str(number):
             signal.raise_signal(signal.SIGTERM)
@@ -226,16 +225,16 @@ def test_lack_of_memory_inside_a_sequence_parallel_group_ends_all(
 
 def cannot_plan(arguments: list[str], made: type[Exception]) -> None:
     """The planner of the first process fails at its third plan."""
-    from furlong.train.batches import engines
+    from furlong.train import batches
 
-    make, calls = engines.plan_batch, count()
+    make, calls = batches.plan_batch, count()
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == 2:
             raise made("no such plan")
         return make(*args, **kwargs)
 
-    engines.plan_batch = fail  # type: ignore[assignment]
+    batches.plan_batch = fail  # type: ignore[assignment]
     command(arguments)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from furlong.train.processes.launch import Launch
 from helpers.launched import Launched
 from helpers.tiny_runs import TinyRun, build_tiny_run, run_command
 
@@ -23,6 +22,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.train import run_model
 from furlong.train.checkpoints import RunState
 from furlong.train.choose_plan import decision_of, shrunk, values_of
+from furlong.train.processes import Launch
 
 FLAGS = (
     "--model.dtype=float64", "--train.steps=4", "--train.epochs=null", "--chunks.size=auto",

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from furlong.config.schema import TrainConfig
 from furlong.errors import CheckpointError
 from furlong.files import checksum
 from furlong.train import checkpoint_folder
@@ -27,8 +28,8 @@ from furlong.train.checkpoints import (
     save_checkpoint,
     stored_tensors,
 )
+from furlong.train.optim import build_optimizer, make_state
 from furlong.train.processes import Launch, Processes
-from furlong.train.setup.optimizer import build_optimizer, make_state
 
 
 class Tiny(nn.Module):
@@ -49,9 +50,7 @@ def build() -> Tiny:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = build_optimizer(
-        model.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
-    )
+    optimizer = build_optimizer(model.parameters(), TrainConfig(lr=0.1, weight_decay=0.1))
     make_state(optimizer)
     return optimizer
 

@@ -20,7 +20,7 @@ from typing import Any
 from helpers.load import slowed
 
 PRELOADED = [
-    "furlong.train.run", "peft", "pytest", "torch.distributed.fsdp", "transformers",
+    "furlong.train.trainer", "peft", "pytest", "torch.distributed.fsdp", "transformers",
     "transformers.models.llama.modeling_llama",
 ]  # fmt: skip
 """Imported once by the server of processes, which all tests of a session share: a group of two

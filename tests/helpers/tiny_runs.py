@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from furlong.cli.main import main
-from furlong.train.loop import MetricsLog
+from furlong.train.metrics import MetricsLog
 
 TEXTS = [" ".join(f"word{(i * j) % 17}" for j in range(1, 5 + 9 * i)) for i in range(1, 9)]
 

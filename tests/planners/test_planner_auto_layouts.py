@@ -23,7 +23,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.question import Limits, Question, Space, whole_model
 from furlong.planners.search import search
 from furlong.simulate.predict import predict, predict_step, step_s
-from furlong.train.batches.plans import Wanted, plan_batch
+from furlong.train.batches import Wanted, plan_batch
 
 GIB = 2**30
 SHAPE = model_shape("Qwen2.5-0.5B")

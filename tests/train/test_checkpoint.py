@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from furlong.config.schema import TrainConfig
 from furlong.data.loader import LoaderState
 from furlong.errors import CheckpointError
 from furlong.planners.decide import Decision
@@ -37,8 +38,8 @@ from furlong.train.checkpoints import (
     save_checkpoint,
     stored_tensors,
 )
-from furlong.train.loop import Progress
-from furlong.train.setup.optimizer import build_optimizer, build_schedule
+from furlong.train.metrics import Progress
+from furlong.train.optim import build_optimizer, build_schedule
 
 STATE = {"step": 3, "lr": 0.1 + 0.2, "names": ["a", "b"], "nothing": None}
 
@@ -79,12 +80,13 @@ def test_tensors_and_values_come_back_to_the_bit(
 def run_state(seed: int) -> RunState:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
-    optimizer = build_optimizer(
-        model.parameters(), lr=0.1, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1
+    settings = TrainConfig(
+        lr=0.1, betas=(0.8, 0.9), weight_decay=0.1, schedule="linear", warmup_ratio=0.0
     )
+    optimizer = build_optimizer(model.parameters(), settings)
     return RunState(
         config={}, decision=Decision(ChunkOptions(size=8), ""), model=model, optimizer=optimizer,
-        scheduler=build_schedule(optimizer, "linear", num_steps=9, warmup_ratio=0.0),
+        scheduler=build_schedule(optimizer, settings, 9),
         data_fingerprint={}, base_fingerprint=None, architecture={},
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
 from furlong.planners.spaco import Sampling, sampled
-from furlong.train.batches.draws import drawn_share, step_options
+from furlong.train.batches import drawn_share, step_options
 
 
 def options(seed):

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from furlong.cli.main import main
 from furlong.errors import ConfigError
 from furlong.planners.options import ChunkOptions
-from furlong.train.batches.fitting import Fitting, lack_of_memory_told
-from furlong.train.figures.used_memory import OverBudgetError, UsedMemory
+from furlong.train.memory import Fitting, OverBudgetError, UsedMemory, lack_of_memory_told
 
 FLAGS = (
     *("--train.epochs=1", "--train.save_every_steps=2", "--train.eval_every_steps=0"),

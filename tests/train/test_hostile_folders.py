@@ -14,16 +14,16 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
+from furlong.train import trackers
 from furlong.train.checkpoint_folder import DamagedCheckpointError, check_checkpoint
-from furlong.train.figures import trackers
-from furlong.train.loop import MetricsLog
+from furlong.train.metrics import MetricsLog
 from furlong.train.run_folder import clear_export
 
 ONCE = ("--train.epochs=1", "--train.save_every_steps=1")
 NOBODY = 65534
 AS_NOBODY = (
     "import os, sys\n"
-    "import furlong.cli.train, furlong.train.setup.start\n"  # the interpreter may be out of reach
+    "import furlong.cli.train, furlong.train.start\n"  # the interpreter may be out of reach
     "from furlong.cli.main import main\n"
     f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
     "sys.exit(main(sys.argv[1:]))\n"

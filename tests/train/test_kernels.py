@@ -18,8 +18,8 @@ from furlong.errors import ConfigError
 from furlong.models.decoder import HFDecoder
 from furlong.models.support import compiled_in_place
 from furlong.testing import reference_loss, take_grads, worst_relative_error
-from furlong.train.setup.kernels import put_kernels
-from furlong.train.setup.prepare import fused
+from furlong.train.build import fused
+from furlong.train.kernels import put_kernels
 
 
 def liger(monkeypatch: pytest.MonkeyPatch, factor: float | None) -> list[dict[str, Any]]:

@@ -15,14 +15,14 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
+from furlong.config.schema import LogConfig
 from furlong.simulate.predict import Prediction
+from furlong.train import metrics, trackers
 from furlong.train.evaluation import Evaluation, PositionBucket
-from furlong.train.figures import metrics, trackers
-from furlong.train.figures.metrics import MetricsLog, format_position, open_bar
+from furlong.train.metrics import MetricsLog, StepFigures, format_position, open_bar
 from furlong.train.sample_check import SampleCheck
-from furlong.train.step import TrainedStep
 
-FIGURES = TrainedStep(
+FIGURES = StepFigures(
     loss=2.5, grad_norm=1.0, lr=1e-3, num_sequences=2, num_tokens=100, num_valid_tokens=90,
     longest_tokens=64, tokens_per_s=50.0, peak_memory_bytes=2**30, step_memory_bytes=2**28,
     forward_s=0.5, recompute_s=0.25,
@@ -202,14 +202,8 @@ def test_weights_and_biases_goes_on_with_its_run(
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for start_step in (0, 4):
         with ExitStack() as stack:
-            (tracker,) = trackers.open_trackers(
-                stack,
-                tmp_path,
-                tensorboard=False,
-                wandb="trials",
-                config={"out": "x"},
-                start_step=start_step,
-            )
+            settings = LogConfig(wandb="trials")
+            (tracker,) = trackers.open_trackers(stack, tmp_path, settings, {"out": "x"}, start_step)
             tracker.track(start_step + 1, {"loss": 2.0})
     assert [run.settings["id"] for run in runs] == [None, "abc123"]
     assert all(run.settings["project"] == "trials" and run.finished for run in runs)

@@ -9,7 +9,7 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.train.figures.used_memory import SCRATCH_BYTES, UsedMemory
+from furlong.train.memory import SCRATCH_BYTES, UsedMemory
 
 BUDGET_BYTES = 2**28
 

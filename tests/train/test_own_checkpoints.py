@@ -89,7 +89,7 @@ def test_another_architecture_is_refused(
     config = (own_model / "config.json").read_text()
     before = files_of(run)
     for key, value, named in (
-        ("rope_parameters", {"rope_type": "default", "rope_theta": 100.0}, '"rope_theta": 100.0'),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 100.0}, "rope_theta = 100.0"),
         ("rms_norm_eps", 1e-3, "rms_norm_eps = 0.001, trained with 1e-06"),
     ):
         edit_config(own_model, **{key: value})

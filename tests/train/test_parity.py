@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.bare_trainers import BareTrainer, Evaluating
 from transformers import LlamaConfig, Qwen2Config, get_scheduler
 
 from furlong.api import Engine
@@ -16,13 +16,8 @@ from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model, export_model
 from furlong.planners.options import ChunkOptions
-from furlong.train.batches.engines import Engines
-from furlong.train.batches.fitting import Fitting
-from furlong.train.evaluation import HELD_OUT, Evaluation, evaluate
-from furlong.train.figures.metrics import MetricsLog
-from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.loop import Cadence, run_steps
-from furlong.train.setup.optimizer import build_optimizer, build_schedule
+from furlong.train.evaluation import Evaluation, evaluate
+from furlong.train.memory import Fitting
 
 NUM_STEPS = 30
 WARMUP_STEPS = 3
@@ -117,37 +112,32 @@ def test_thirty_steps(
 
     model = build(tmp_path, family, lora)
     engine = Engine(model, max_seq_len=64)
-    optimizer = build_optimizer(model.parameters(), weight_decay=WEIGHT_DECAY, **SETTINGS)  # type: ignore[arg-type]
     fitting = Fitting(ChunkOptions(size=size, num_retained=num_retained))
 
-    def evaluate_held_out(used: UsedMemory) -> dict[str, Evaluation]:
-        evaluation = evaluate(Engines(engine), model, batches[:3], fitting, used=used)
-        assert evaluation is not None
-        return {HELD_OUT: evaluation}
-
-    with MetricsLog(tmp_path / "metrics.jsonl", NUM_STEPS, say=lambda line: None) as log:
-        figures = run_steps(
-            Engines(engine),
-            model,
-            itertools.chain(batches),
-            fitting,
-            num_steps=NUM_STEPS,
-            optimizer=optimizer,
-            scheduler=build_schedule(optimizer, "cosine", num_steps=NUM_STEPS, warmup_ratio=0.1),
-            max_grad_norm=max_grad_norm,
-            log=log,
-            cadence=Cadence(evaluate=evaluate_held_out),
+    def held_out_loss(trainer: BareTrainer) -> Evaluation:
+        evaluation = evaluate(
+            trainer.engine, model, batches[:3], trainer.fitting, used=trainer.used
         )
+        assert evaluation is not None
+        return evaluation
+
+    figures = Evaluating(
+        held_out_loss, tmp_path, engine, model, batches, fitting, num_steps=NUM_STEPS,
+        lr_schedule="cosine", warmup_ratio=0.1, max_grad_norm=max_grad_norm,
+        weight_decay=WEIGHT_DECAY, say=lambda line: None, eval_every_steps=0, **SETTINGS,
+    )  # fmt: skip
+    report = figures.train()
+    assert report is not None
     np.testing.assert_allclose(figures.losses, losses, rtol=1e-10)
     ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         error = (weight - theirs[name]).norm() / theirs[name].norm().clamp_min(1e-300)
         assert error <= 1e-10, name
-    assert figures.progress.eval_loss_before != figures.eval_loss_after
+    assert figures.progress.eval_loss_before != report.eval_loss_after
     held_out = sum(batch.num_valid_tokens for batch in batches[:3])
     expected = sum(_loss_sum(reference, batch) for batch in batches[:3]) / held_out
-    assert figures.eval_loss_after == pytest.approx(expected, rel=1e-10)
+    assert report.eval_loss_after == pytest.approx(expected, rel=1e-10)
 
 
 def _loss_sum(model: Any, batch: Batch) -> float:

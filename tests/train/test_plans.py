@@ -15,7 +15,7 @@ from furlong.errors import ElsewhereError
 from furlong.plan.check import check
 from furlong.plan.plan import Backward, Forward, Layout, Unshard
 from furlong.planners.options import ChunkOptions
-from furlong.train.batches.plans import (
+from furlong.train.batches import (
     BatchPlan,
     SharedPlans,
     Wanted,
@@ -188,7 +188,7 @@ def test_a_plan_that_cannot_be_written_is_told(replica):
     )  # fmt: skip
     if not replica:
         texts[f"{wanted.name}/1"] = packed(plan_own(wanted, 1, **dials))
-    full = patch("furlong.train.batches.plans.save_plan", side_effect=MemoryError("no room"))
+    full = patch("furlong.train.batches.save_plan", side_effect=MemoryError("no room"))
     with full, pytest.raises(MemoryError, match="no room"):
         plans.get(wanted)
     failed = texts[wanted.name if not replica else f"{wanted.name}/1"]

@@ -13,7 +13,7 @@ from helpers.tiny_runs import TinyRun
 from furlong.api import Engine
 from furlong.cli.main import main
 from furlong.planners.spaco import Sampling
-from furlong.train.figures.metrics import MetricsLog
+from furlong.train.metrics import MetricsLog
 from furlong.train.run_folder import CONFIG
 
 HALF = (
@@ -62,7 +62,7 @@ def test_a_sample_that_leaves_nothing_out_is_refused_before_the_model(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: Any, capsys: Any, flags: Any, named: str,
     source: str,
 ) -> None:  # fmt: skip
-    monkeypatch.delattr("furlong.train.run.build_run_model")
+    monkeypatch.delattr("furlong.train.trainer.build_run_model")
     assert main(tiny_run.arguments(tmp_path / "run", *flags)) == 2
     message = capsys.readouterr().err
     assert [line.split(":")[0] for line in message.splitlines()] == [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.bare_trainers import BareTrainer
 
 from furlong.cost.shape import model_shape
 from furlong.data.loader import Batch, LoaderState
@@ -25,14 +25,8 @@ from furlong.planners.spaco import EXACT, sample_backwards
 from furlong.runtime.distributed.fsdp import clip_gradients
 from furlong.runtime.step import StepResult
 from furlong.timeline import Record, Timeline
-from furlong.train.batches.engines import Engines
-from furlong.train.batches.fitting import Fitting
-from furlong.train.figures.metrics import MetricsLog
-from furlong.train.figures.mfu import MfuMeter
-from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.loop import Cadence, Progress, run_steps
-from furlong.train.setup.optimizer import build_optimizer, build_schedule
-from furlong.train.step import train_step
+from furlong.train.memory import Fitting
+from furlong.train.metrics import MfuMeter, Progress
 
 OPTIONS = ChunkOptions(size=8)
 
@@ -77,30 +71,19 @@ def make_batch(num_labels: int) -> Batch:
 
 
 def run(tmp_path: Path, engine: Any, batches: list[Batch], num_steps: int, **more: Any) -> Any:
-    optimizer = build_optimizer(
-        engine.model.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    """The trainer after its steps."""
+    trainer = BareTrainer(
+        tmp_path, engine, engine.model, batches, Fitting(OPTIONS), num_steps=num_steps, **more
     )
-    with MetricsLog(tmp_path / "metrics.jsonl", num_steps) as log:
-        return run_steps(
-            Engines(engine),
-            engine.model,
-            itertools.chain(batches),
-            Fitting(OPTIONS),
-            num_steps=num_steps,
-            optimizer=optimizer,
-            scheduler=build_schedule(optimizer, "constant", num_steps=num_steps, warmup_ratio=0.0),
-            max_grad_norm=None,
-            log=log,
-            **more,
-        )
+    trainer.train()
+    return trainer
 
 
 def test_a_step_that_diverges_tells_of_the_checkpoint_that_there_is(tmp_path: Path) -> None:
-    for save, said in ((None, "there is no checkpoint"), (print, "checkpoint of step 1 is whole")):
+    for every, said in ((0, "there is no checkpoint"), (1, "checkpoint of step 1 is whole")):
         engine = FixedEngine(torch.nn.Linear(2, 2, bias=False), [1.0, math.nan], [1.0, 1.0])
-        cadence = Cadence(save=save, save_every_steps=1)
         with pytest.raises(DivergenceError, match=said):
-            run(tmp_path, engine, [make_batch(3)] * 2, 2, cadence=cadence)
+            run(tmp_path, engine, [make_batch(3)] * 2, 2, save_every_steps=every)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +110,7 @@ def test_a_draw_without_a_label_has_no_loss_and_is_no_divergence(
     engine = FixedEngine(torch.nn.Linear(2, 2, bias=False), [3.0, math.nan], [1.0, 0.0])
     engine.plan = ONE_OF_THREE
     figures = run(tmp_path, engine, [make_batch(3)] * 2, 2)
-    assert (figures.losses, figures.progress.last_loss) == ((3.0, None), 3.0)
+    assert (figures.losses, figures.progress.last_loss) == ([3.0, None], 3.0)
     assert Progress.from_dict(json.loads(json.dumps(figures.progress.to_dict()))).last_loss == 3.0
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["loss"] for record in records] == [3.0, None]
@@ -174,8 +157,8 @@ def test_a_batch_without_labels_is_skipped_and_counted(
 ) -> None:
     engine = FixedEngine(torch.nn.Linear(2, 2, bias=False), [3.0, 2.0], [1.0, 1.0])
     figures = run(tmp_path, engine, [make_batch(n) for n in (2, 0, 0, 4)], 2)
-    assert (figures.progress.num_skipped_batches, figures.losses) == (2, (3.0, 2.0))
-    assert (figures.progress.step, figures.progress.num_tokens, figures.stopped) == (2, 10, False)
+    assert (figures.progress.num_skipped_batches, figures.losses) == (2, [3.0, 2.0])
+    assert (figures.progress.step, figures.progress.num_tokens) == (2, 10)
     assert engine.divisors == [2, 4]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [("skipped" in record, record["step"]) for record in records] == [
@@ -197,16 +180,18 @@ def test_progress_goes_on_behind_the_batch_that_was_taken(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("max_grad_norm", "moved_by"), [(0.5, 0.5), (8.0, 2.0), (None, 2.0)])
-def test_the_update_is_of_clipped_gradients(max_grad_norm: float | None, moved_by: float) -> None:
-    engine: Any = FixedEngine(torch.nn.Linear(2, 2, bias=False), [3.0], [1.0])
-    optimizer = torch.optim.SGD(engine.model.parameters(), lr=1.0)
-    figures, _ = train_step(
-        Engines(engine), make_batch(3), Fitting(OPTIONS), step=1, optimizer=optimizer,
-        scheduler=build_schedule(optimizer, "constant", num_steps=1, warmup_ratio=0.0),
-        max_grad_norm=max_grad_norm, used=UsedMemory(engine.model.parameters(), optimizer),
+def test_the_update_is_of_clipped_gradients(
+    tmp_path: Path, max_grad_norm: float | None, moved_by: float
+) -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    trainer = BareTrainer(
+        tmp_path, FixedEngine(model, [3.0], [1.0]), model, [], Fitting(OPTIONS), num_steps=1,
+        max_grad_norm=max_grad_norm,
     )  # fmt: skip
-    moved = engine.model.weight.detach() - engine.weights[0]
-    assert float(moved.norm()) == pytest.approx(moved_by)
+    trainer.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+    figures = trainer.step(make_batch(3))
+    assert float((model.weight.detach() - before).norm()) == pytest.approx(moved_by)
     assert figures.grad_norm == pytest.approx(2.0)
 
 

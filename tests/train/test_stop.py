@@ -18,10 +18,9 @@ from helpers.load import slowed
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.train import checkpoints, finish
+from furlong.train import build, checkpoints, trainer
 from furlong.train.checkpoint_folder import newest_checkpoint
-from furlong.train.loop import MetricsLog
-from furlong.train.setup import prepare
+from furlong.train.metrics import MetricsLog
 from furlong.train.stop import STOP_SIGNALS, Ended, QuietEnd, StopRequest
 
 PROGRAM = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -113,7 +112,7 @@ def test_a_signal_during_the_export_ends_nothing(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     run = tmp_path / "run"
-    before(monkeypatch, finish, "export_model", lambda: signal.raise_signal(number))
+    before(monkeypatch, trainer, "export_model", lambda: signal.raise_signal(number))
     assert main(tiny_run.arguments(run, ONCE)) == 0
     assert (run / "report.json").exists()
 
@@ -128,7 +127,7 @@ def test_a_second_ctrl_c_during_the_export_leaves_a_run_that_goes_on(
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patched:
-        before(patched, finish, "export_model", twice)
+        before(patched, trainer, "export_model", twice)
         assert main(tiny_run.arguments(run, ONCE)) == 130
     assert not (run / "report.json").exists()
     assert main(tiny_run.arguments(run, ONCE, "--resume")) == 0
@@ -143,7 +142,7 @@ def test_a_signal_while_the_data_are_read_ends_in_one_line(
     capsys: pytest.CaptureFixture[str],
     number: signal.Signals,
 ) -> None:
-    before(monkeypatch, prepare, "load_data", lambda: signal.raise_signal(number))
+    before(monkeypatch, build, "load_data", lambda: signal.raise_signal(number))
     assert main(tiny_run.arguments(tmp_path / "run")) == 128 + number
     assert capsys.readouterr().err.splitlines() == [f"ended by {number.name}"]
     assert not (tmp_path / "run").exists()

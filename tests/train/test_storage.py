@@ -114,9 +114,7 @@ def test_options_of_an_earlier_release_are_read(tiny_run: TinyRun, tmp_path: Pat
 def test_what_cannot_be_is_refused_before_weights_are_loaded(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: Any, capsys: Any, flags: Any, told: Any
 ) -> None:
-    monkeypatch.setattr(
-        "furlong.train.setup.prepare.build_model", lambda *_, **__: pytest.fail("loaded")
-    )
+    monkeypatch.setattr("furlong.train.build.build_model", lambda *_, **__: pytest.fail("loaded"))
     run = tmp_path / "run"
     arguments = (*FIXED, "--chunks.tier=disk", *DISK, *flags)
     if flags[0].startswith("--memory.dev"):

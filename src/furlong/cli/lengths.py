@@ -72,14 +72,15 @@ def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     """Lengths of the draws of a run's first epoch, by its own tokenizer or another; prints what was
     found in the data."""
     tell_loading()
-    from furlong.train.setup.prepare import load_splits
+    from furlong.train.build import load_splits
+    from furlong.train.objective import objective_of
 
     limit = config.data.max_seq_len
     # What is too long for the run is what one wants to see here.
     unlimited = {"max_seq_len": None} if config.data.too_long == "error" else {}
     own = _tokenizer(tokenizer or config.model.name, "model.name")
     settings = config.data.model_copy(update={"eval": None, **unlimited})
-    data = load_splits(settings, own, config.train.loss)
+    data = load_splits(settings, own, objective_of(config.train).format)
     train = data["train"]
     if too_long := int((train.seq_lens > limit).sum()):
         longer = count_words(too_long, "sequence")

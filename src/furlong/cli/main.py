@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from furlong import __version__
 from furlong.cli.output import Output, lasting_output
 from furlong.errors import ConfigError, UserError
 from furlong.train.stop import QuietEnd
+from furlong.version import __version__
 
 _VERBS = ("train", "plan", "lengths", "calibrate", "export", "verify")
 # Verbs whose result is what they print: elsewhere it lies in files.

@@ -206,7 +206,8 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     """
     batch, model, limits = question.batch, question.model, question.limits
     config = question.config
-    is_of_pairs = config.train.loss == "dpo"  # one call of a run, which takes the longest pair
+    # of pairs: one call of a run, which takes the longest one
+    is_of_pairs = config.train.is_of_pairs
     if is_of_pairs:
         check_pair_dials(config.chunks)
     decision = choose_plan(
@@ -334,7 +335,7 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
     if own.hardware is None:
         enough = [card for card in cards if budget == "auto" or budget <= known[card].memory_bytes]
         trials = [(card, least) for card in enough or cards[-1:]]
-    elif set(SIZES) <= asked.given.keys() or asked.config.train.loss == "dpo":
+    elif set(SIZES) <= asked.given.keys() or asked.config.train.is_of_pairs:
         trials = [(own.hardware, least)]
     else:
         trials = [(own.hardware, least * 2**n) for n in range(11) if least * 2**n <= MAX_DEVICES]

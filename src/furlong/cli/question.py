@@ -168,7 +168,7 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     check_num_devices(prod(sizes.values()), "the product of dp, sp and pp")
     num_devices: int = prod(sizes.values()) if own.devices is None else own.devices
     check_num_devices(num_devices, "--devices")
-    if config.train.loss == "dpo":
+    if config.train.is_of_pairs:
         _check_one_pair(flags, num_devices)
         sizes = {}
     spec = spec_of(THIS_CPU if own.hardware is None else own.hardware, num_devices)
@@ -240,7 +240,7 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
     own, seed = flags.own, config.train.seed
     is_run = own.subject is not None or "--data.train" in flags.names
     limit = config.data.max_seq_len if is_run or _LIMIT in flags.names else sys.maxsize
-    count, name, is_pair = own.sequences, own.lengths, config.train.loss == "dpo"
+    count, name, is_pair = own.sequences, own.lengths, config.train.is_of_pairs
     if count is None and (is_run or _PER_STEP in flags.names):
         count = config.train.sequences_per_step
     if name is not None and not os.path.exists(name) and not name.endswith(".json"):

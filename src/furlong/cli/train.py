@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _train(arguments: Sequence[str], processes: Processes) -> int:
     config = processes.together(partial(_parse, arguments))
-    from furlong.train.setup.start import open_run
+    from furlong.train.start import open_run
 
     with ExitStack() as stack:
         resume = _RESUME in arguments
@@ -69,9 +69,10 @@ def _train(arguments: Sequence[str], processes: Processes) -> int:
             return 0
         # torch and transformers are loaded when all that they are not needed for is sound.
         tell_loading()
-        from furlong.train.run import train_opened
+        from furlong.train.trainer import Trainer
 
-        train_opened(stack, config, opened, processes)
+        with Trainer(config, processes=processes, run=opened) as trainer:
+            trainer.train()
     return 0
 
 

@@ -349,6 +349,11 @@ class TrainConfig(BaseModel):
     eval_train_share: Number = Field(default=0.0, ge=0, le=1)
     """Share of the training sequences that evaluations read beside data.eval; 0 = none."""
 
+    @property
+    def is_of_pairs(self) -> bool:
+        """Whether the loss is of two answers."""
+        return self.loss == "dpo"
+
     @model_validator(mode="before")
     @classmethod
     def _epochs_replace_the_default_steps(cls, values: Any) -> Any:
@@ -541,6 +546,12 @@ class MemoryConfig(BaseModel):
     """Folder of what lives on disk, on a local drive; null = the run's folder."""
 
 
+def _ascending(steps: tuple[int, int] | None) -> tuple[int, int] | None:
+    if steps is not None and steps[0] > steps[1]:
+        raise PydanticCustomError("steps", "two numbers of steps, the smaller one first")
+    return steps
+
+
 class LogConfig(BaseModel):
     """Where figures go besides the terminal and metrics.jsonl."""
 
@@ -550,6 +561,10 @@ class LogConfig(BaseModel):
     """Write TensorBoard files into the run folder; needs furlong[tensorboard]."""
     wandb: Annotated[str, Field(min_length=1)] | None = Field(default=None, examples=["furlong"])
     """Project on Weights & Biases; needs furlong[wandb]."""
+    profile_steps: Annotated[tuple[Positive, Positive] | None, AfterValidator(_ascending)] = Field(
+        default=None, examples=[[3, 5]]
+    )
+    """First and last step that torch's profiler traces, into the run's folder profile."""
 
 
 class RunConfig(BaseSettings):
@@ -592,7 +607,7 @@ class RunConfig(BaseSettings):
     @model_validator(mode="after")
     def _pairs_have_a_loss(self) -> RunConfig:
         loss, shape = self.train.loss, self.data.format
-        if shape != "auto" and (loss == "dpo") != (shape == "preference"):
+        if shape != "auto" and self.train.is_of_pairs != (shape == "preference"):
             raise told(
                 keys="data.format and train.loss",
                 given=f"data.format = {shape!r} with train.loss: {loss}",

@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from furlong import __version__
 from furlong.data.dataset import SEQUENCES
 from furlong.errors import CheckpointError, differing
 from furlong.files import TEMPORARY, SummedFile, os_errors_told, publish, sync, write_json
@@ -56,11 +55,12 @@ from furlong.train.checkpoint_folder import (
     remove_old,
 )
 from furlong.train.choose_plan import values_of
-from furlong.train.loop import Progress
+from furlong.train.metrics import Progress
+from furlong.train.optim import make_state, set_rate
 from furlong.train.processes import ALONE, Processes
-from furlong.train.setup.optimizer import make_state
 from furlong.train.whole import trained
 from furlong.units import format_seconds
+from furlong.version import __version__
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
@@ -116,10 +116,7 @@ class RunState:
         restore_tensors(checkpoint, self.model, self.optimizer, self.processes)
         progress = Progress.from_dict(state["progress"])
         self.scheduler.last_epoch = progress.step
-        rates = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
-        for group, (lr, factor) in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = lr * factor(progress.step)
-        self.scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+        set_rate(self.scheduler)
         if changed := differing(self._written_by(), state["written_by"]):
             words = "; ".join(
                 f"{key} = {now}, before {then}" for key, (now, then) in changed.items()
@@ -249,12 +246,12 @@ def restore_tensors(
             )
         rows = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in rng.items()}
         load_tensors(checkpoint, tensors | rows)
-        _restore_generators(rows, processes.launch.number, next(model.parameters()).device)
+        restore_generators(rows, processes.launch.number, next(model.parameters()).device)
 
     processes.together(read)
 
 
-def _restore_generators(rows: Mapping[str, Tensor], number: int, device: torch.device) -> None:
+def restore_generators(rows: Mapping[str, Tensor], number: int, device: torch.device) -> None:
     """The generators of process `number`; one more than there were gets a state of its own."""
     states = rows[_CPU_RNG]
     if number >= len(states):

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from furlong.data.loader import Batch
+from furlong.data.dataset import DataSet
+from furlong.data.loader import Batch, Units, rows_of
+from furlong.data.tokenize import Sequence
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.rng import modes_kept
-from furlong.train.batches.engines import Engines
-from furlong.train.batches.fitting import Fitting
-from furlong.train.figures.used_memory import UsedMemory
+from furlong.train.batches import BatchEngine
+from furlong.train.memory import Fitting, UsedMemory
+from furlong.train.objective import Objective
 from furlong.train.processes import EVALUATION
 
 if TYPE_CHECKING:
@@ -59,11 +61,12 @@ class Evaluation:
 
 
 def evaluate(
-    engines: Engines,
+    engine: BatchEngine,
     model: nn.Module,
     batches: Iterable[Batch],
     fitting: Fitting,
     *,
+    objective: Objective | None = None,
     used: UsedMemory | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
@@ -72,8 +75,10 @@ def evaluate(
     Chunks shrink where memory, or the budget of `used`, does not suffice. None as soon as
     `should_stop` says so. The model's modes are afterwards as before.
     """
+    objective = objective or Objective()
     device = next(model.parameters()).device
-    loss_sum, num_valid_tokens = 0.0, 0
+    loss_sum, num_terms, num_valid_tokens = 0.0, 0, 0
+    by_name: Counter[str] = Counter()
     sums = torch.zeros(64, dtype=torch.float64)
     counts = torch.zeros(64, dtype=torch.int64)
     with evaluating(model):
@@ -82,16 +87,32 @@ def evaluate(
                 return None
             if batch.num_valid_tokens == 0:
                 continue
-            result = losses_of(engines, batch, device, fitting, used)
+
+            def call(options: ChunkOptions, batch: Batch = batch) -> StepResult:
+                if used is not None:
+                    used.restart()
+                watch = used.check if used is not None else lambda: None
+                return objective.compute(
+                    engine, batch, options, device, name=EVALUATION, backward=False, watch=watch
+                )
+
+            result = fitting.compute(
+                call, name="an evaluation", num_tokens=batch.num_tokens, device=device
+            )
+            own = objective.num_terms(batch)
             loss_sum += result.loss_sum
+            num_terms += own
             num_valid_tokens += result.num_valid_tokens
-            for number in engines.share(len(batch.sequences)):
+            for name, mean in result.metrics.items():
+                by_name[name] += mean * own  # type: ignore[assignment]
+            for number in engine.share(len(batch.sequences)) if objective.unit_size == 1 else ():
                 labels = torch.from_numpy(batch.sequences[number].labels.astype(np.int64))
                 _add_by_position(result.token_losses[number], labels, sums, counts)
-    figures = engines.processes.sums([*sums.tolist(), *counts.tolist()])
+    figures = engine.processes.sums([*sums.tolist(), *counts.tolist()])
     sums, counts = torch.tensor(figures, dtype=torch.float64).view(2, -1)
+    metrics = {name: total / num_terms for name, total in by_name.items()}
     by_position = _buckets(sums, counts.long())
-    return Evaluation(loss_sum / num_valid_tokens, num_valid_tokens, by_position)
+    return Evaluation(loss_sum / num_terms, num_valid_tokens, by_position, metrics)
 
 
 @contextmanager
@@ -102,23 +123,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def losses_of(
-    engines: Engines,
-    batch: Batch,
-    device: torch.device,
-    fitting: Fitting,
-    used: UsedMemory | None,
-) -> StepResult:
-    """The losses of a batch, in chunks that fit the memory and the budget of `used`."""
-
-    def call(options: ChunkOptions) -> StepResult:
-        compute = partial(engines.compute, batch, options, device, name=EVALUATION, backward=False)
-        if used is None:
-            return compute()
-        used.restart()
-        return compute(watch=used.check)
-
-    return fitting.compute(call, name="an evaluation", num_tokens=batch.num_tokens, device=device)
+def share_of(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], Units]:
+    """Some sequences, the same in every evaluation of a run, at least one, in the order of the
+    data; a pair stays one."""
+    num_chosen = max(1, round(share * len(data.units)))
+    chosen = np.sort(np.random.default_rng(seed).permutation(len(data.units))[:num_chosen])
+    units = data.units[chosen]
+    stops = np.cumsum(units[:, 1] - units[:, 0])
+    starts = np.concatenate([[0], stops[:-1]])
+    return [data[i] for i in rows_of(units).tolist()], np.stack([starts, stops], axis=1)
 
 
 def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tensor) -> None:

@@ -108,6 +108,7 @@ def _export(found: Exportable) -> Path:
 
     from furlong.data.tokenize import load_tokenizer
     from furlong.models.build import export_model, merge_adapters
+    from furlong.train.build import build_run_model
     from furlong.train.checkpoints import (
         base_fingerprint,
         check_base,
@@ -115,9 +116,7 @@ def _export(found: Exportable) -> Path:
         one_process,
         trained_tensors,
     )
-    from furlong.train.run_model import read_architecture, rope_of
-    from furlong.train.setup.architecture import check_architecture
-    from furlong.train.setup.prepare import build_run_model
+    from furlong.train.run_model import check_architecture, read_architecture, rope_of
 
     checkpoint, state, config = found.checkpoint, found.state, found.config
     check_architecture(checkpoint, state, read_architecture(config), config.model.name)

@@ -31,10 +31,10 @@ from math import inf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from furlong import __version__
 from furlong.config.schema import ParallelConfig
 from furlong.errors import ConfigError, UserError, difference_words, differing, in_four_parts
 from furlong.plan.plan import Layout
+from furlong.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup, Store

@@ -29,24 +29,26 @@ from furlong.train.checkpoint_folder import (
     set_aside,
 )
 from furlong.train.choose_plan import decision_of
-from furlong.train.figures.report import TrainReport, missing_of_export, read_report
+from furlong.train.report import TrainReport, missing_of_export, read_report
 from furlong.units import format_bytes
 
 CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl", "report.json"
-CHECKPOINTS, EXPORT, WANDB = "checkpoints", "model", "wandb.json"
+CHECKPOINTS, EXPORT, PROFILE, WANDB = "checkpoints", "model", "profile", "wandb.json"
 _LOCK = ".lock"
 _FILES = (CONFIG, OPTIONS, METRICS, REPORT, MEASURED, WANDB, _LOCK)
-_FOLDERS = (CHECKPOINTS, EXPORT)
-# What these change is time, memory and what is shown: neither weights nor their order.
+_FOLDERS = (CHECKPOINTS, EXPORT, PROFILE)
+# What these change is time, memory, what is shown and how long a run goes on: neither the weights
+# of its steps up to now nor their order.
 _FREE_KEYS = (
     "chunks.", "memory.", "parallel.", "log.", "out", "data.eval", "data.cache_dir",
     "train.save_every_steps", "train.eval_every_steps", "train.eval_train_share",
-    "train.async_save",
+    "train.async_save", "train.steps", "train.epochs",
 )  # fmt: skip
 _FREE_OF_A_SAMPLE = ("chunks.sample.report_loss", "chunks.sample.check_every_steps")
 _FREE_WORDS = (
     "free are the sections chunks (but for sample, and with it size), memory, parallel and log,"
-    " data.eval, data.cache_dir, train.save_every_steps, train.async_save, train.eval_*"
+    " data.eval, data.cache_dir, train.save_every_steps, train.async_save, train.eval_*,"
+    " train.steps and train.epochs"
 )
 _DECIDING_KEYS = ("chunks.", "memory.", "parallel.")
 
@@ -87,7 +89,8 @@ def open_run_folder(
         lock_folder(stack, path)
         differing = _changed(load_run(path / CONFIG), config)
         _check_same(differing, path, config, may_move=True)
-        if (report := _finished(path)) is not None:
+        goes_on = any(key in differing for key in ("train.steps", "train.epochs"))
+        if not goes_on and (report := _finished(path)) is not None:
             _check_same(differing, path, config, may_move=False)
             print(f"the run in {path} is finished: its model is {path / EXPORT}")
             return RunFolder(path, is_new=False, report=report)

@@ -23,7 +23,7 @@ from furlong.cost.machine import (
 )
 from furlong.cost.model import CostModel
 from furlong.data.dataset import DataSet
-from furlong.errors import ConfigError
+from furlong.errors import CheckpointError, ConfigError, difference_words, differing
 from furlong.kv.disk import NamelessFile
 from furlong.kv.pools import Storage
 from furlong.models.build import read_config
@@ -45,6 +45,7 @@ from furlong.planners.question import MARGIN, Limits, Question, tier_budgets
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import check_sampling
 from furlong.train.choose_plan import choose_plan
+from furlong.train.objective import objective_of
 from furlong.train.processes import Launch, layout_of, sizes_of
 from furlong.units import format_bytes
 
@@ -141,6 +142,22 @@ def read_architecture(config: RunConfig) -> dict[str, Any]:
     return _architecture_of(_read_config(config))
 
 
+def check_architecture(
+    checkpoint: Path, state: Mapping[str, Any], present: Mapping[str, Any], name: str
+) -> None:
+    """Raises CheckpointError unless `present`, the architecture of the model `name` today, is the
+    one that the checkpoint's weights were trained with."""
+    trained = state["architecture"]
+    if found := differing(present, trained):
+        raise CheckpointError(
+            given=difference_words(found, "trained with"),
+            required=f"the config.json of {name} with which the weights were trained",
+            source=f"{name}, config.json, and {checkpoint}",
+            change=f"restore the config.json of {name} (a hub id may have a new revision), or start"
+            " anew with another out",
+        )
+
+
 def choose_run_plan(
     config: RunConfig, model: RunModel, train: DataSet, storage: Storage
 ) -> Decision:
@@ -181,7 +198,10 @@ def _searched(
             stages = model.stages(some[0], train.seq_lens.tolist())
             return Decision(ChunkOptions(**whole), "", model=cost, layout=some[0], stages=stages)
         budget_bytes = _NO_BOUND_BYTES  # but the lower tiers must hold it
-    is_of_pairs = in_two_phases(config, num_processes)
+    objective = objective_of(config.train)
+    pairs = None
+    if objective.in_two_phases(num_processes):
+        pairs = [(a, b) for a, b in train.seq_lens.reshape(-1, 2).tolist()]
     lens = train.epoch_lens(config.train.seed)
     decision = choose_plan(
         config,
@@ -190,9 +210,9 @@ def _searched(
         Limits(budget_bytes, storage.host_bytes, storage.disk_bytes, cost.hardware.margin(MARGIN)),
         budget_words,
         num_processes,
-        sequences_per_step=config.train.sequences_per_step * train.rows_per_record,
+        sequences_per_step=config.train.sequences_per_step * objective.unit_size,
         given=given | {name: size for name, size in sizes.items() if size is not None},
-        pairs=[(a, b) for a, b in train.seq_lens.reshape(-1, 2).tolist()] if is_of_pairs else None,
+        pairs=pairs,
         longest=train.longest,
         must_fit=is_lowered or has_budget or not is_free,
     )
@@ -215,7 +235,7 @@ def _uncounted(
     layout = layout_of(config.parallel, model.launch.num_processes)
     if layout.pp > 1:
         given.setdefault("order", "chunk-first")
-    if in_two_phases(config, model.launch.num_processes):
+    if objective_of(config.train).in_two_phases(model.launch.num_processes):
         given.setdefault("keep", "kv")
     words = f"by the fixed rule, for the model's work cannot be counted: {model.uncounted}"
     if _are_all(given) and config.memory.device == "auto":
@@ -223,11 +243,6 @@ def _uncounted(
     options = fixed_options(config.data.max_seq_len, given)
     stages = model.stages(layout, train.seq_lens.tolist())
     return Decision(options, words, layout=layout, stages=stages)
-
-
-def in_two_phases(config: RunConfig, num_processes: int) -> bool:
-    """Whether each call of a step takes a pair of sequences, with the loss between two phases."""
-    return config.train.loss == "dpo" and num_processes == 1
 
 
 def _are_all(given: Mapping[str, Any]) -> bool:
@@ -239,7 +254,7 @@ def _are_all(given: Mapping[str, Any]) -> bool:
 def _given(config: RunConfig, train: DataSet, model: RunModel) -> dict[str, Any]:
     """The dials of the run file; a sample draws by the run's own seed."""
     given = given_dials(config.chunks)
-    if in_two_phases(config, model.launch.num_processes):
+    if objective_of(config.train).in_two_phases(model.launch.num_processes):
         return given | {"order": "chunk-first", "num_retained": 0}
     if "sample" in given:
         is_cut = train.seq_lens > given["size"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,18 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from furlong.data.loader import Batch
-from furlong.ops.backends.select import is_out_of_memory
 from furlong.planners.options import ChunkOptions
 from furlong.planners.spaco import num_drawn
-from furlong.runtime.profile import give_back_memory
 from furlong.runtime.rng import RNGState
 from furlong.train.evaluation import evaluating
+from furlong.train.memory import try_call
 from furlong.train.processes import STEP
-from furlong.train.step import trained_parameters
 
 if TYPE_CHECKING:
     from furlong.runtime.step import StepResult
-    from furlong.train.batches.engines import Engines
+    from furlong.train.batches import BatchEngine
 
 _NAME = f"{STEP} check"
 
@@ -46,7 +43,7 @@ class SampleCheck:
 
 
 def check_sample(
-    engines: Engines,
+    engine: BatchEngine,
     model: nn.Module,
     batch: Batch,
     options: ChunkOptions,
@@ -64,27 +61,24 @@ def check_sample(
     labelled = [sequence for sequence in batch.sequences if sequence.num_valid_tokens]
     longest = max(labelled, key=lambda sequence: sequence.seq_len)
     compute = partial(
-        engines.compute, Batch((longest,), batch.next_state), device=device, name=_NAME,
+        engine.compute, Batch((longest,), batch.next_state), device=device, name=_NAME,
         watch=watch,
     )  # fmt: skip
-    try:
+
+    def check() -> SampleCheck:
         with _undisturbed(model, device) as parameters:
-            return _check(engines, parameters, compute, options)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-    gc.collect()  # what the error has left may lie in a cycle
-    give_back_memory(device)
-    return None
+            return _check(engine, parameters, compute, options)
+
+    return try_call(check, device)[0]
 
 
 def _check(
-    engines: Engines,
+    engine: BatchEngine,
     parameters: Sequence[nn.Parameter],
     compute: Callable[[ChunkOptions], StepResult],
     options: ChunkOptions,
 ) -> SampleCheck:
-    elsewhere = {id(parameter) for parameter in engines.engine.counted_elsewhere}
+    elsewhere = {id(parameter) for parameter in engine.engine.counted_elsewhere}
     own = [parameter for parameter in parameters if id(parameter) not in elsewhere]
     compute(replace(options, sample=None))
     exact = _taken(own)
@@ -92,7 +86,7 @@ def _check(
         parameter.grad = None
     plan = compute(options).plan
     assert plan is not None  # the run plans every step
-    cosine, error = _compared(*engines.processes.sums(_sums(exact, _taken(own))))
+    cosine, error = _compared(*engine.processes.sums(_sums(exact, _taken(own))))
     return SampleCheck(cosine, error, sum(plan.seq_lens), len(plan.chunks), num_drawn(plan))
 
 
@@ -100,7 +94,7 @@ def _check(
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[list[nn.Parameter]]:
     """Within it the model evaluates and its trained parameters, which are yielded, have no
     gradient."""
-    parameters = trained_parameters(model)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = [parameter.grad for parameter in parameters]
     random = RNGState.read(device)
     try:

@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
+from furlong.config.schema import TrainConfig
 from furlong.data.dataset import load_data
 from furlong.data.loader import iterate_batches, sequence_tensors
 from furlong.data.sources import Source
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model
-from furlong.train.setup.optimizer import build_optimizer, build_schedule
+from furlong.train.optim import build_optimizer, build_schedule
 
 CPU = torch.device("cpu")
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
@@ -63,12 +64,11 @@ def plain_dpo(
         [Source(str(pairs))], AutoTokenizer.from_pretrained(name), format="preference",
         max_seq_len=512, cache_dir=str(cache),
     )  # fmt: skip
-    optimizer = build_optimizer(
-        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
-    )
-    schedule = build_schedule(optimizer, "cosine", num_steps=2, warmup_ratio=0.03)
+    settings = TrainConfig(lr=1e-2)
+    optimizer = build_optimizer(model.parameters(), settings)
+    schedule = build_schedule(optimizer, settings, 2)
     batches = iterate_batches(
-        data, sequences_per_step=3, seed=0, mixture=data.mixture, rows_per_record=2
+        data, sequences_per_step=3, seed=0, mixture=data.mixture, units=data.units
     )
     losses, margins = [], []
     for _ in range(2):

@@ -17,11 +17,15 @@ from furlong.api import Engine
 from furlong.cli.main import main
 from furlong.config.sources import parse_run
 from furlong.errors import ConfigError
-from furlong.train.figures.metrics import MetricsLog
-from furlong.train.preference import reference as module
-from furlong.train.preference.refusals import check_pairs
+from furlong.train import reference as module
+from furlong.train.metrics import MetricsLog
+from furlong.train.objective import objective_of
 
 TIMES = ("_s", "tokens_per_s", "_memory_bytes")
+
+
+def checked(config: Any, num_processes: int) -> None:
+    objective_of(config.train).check(config, num_processes)
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -161,13 +165,13 @@ def test_the_reference_of_another_model(tmp_path: Path, capsys: Any) -> None:
 def test_refused_before_data_are_read(flags: list[str], said: str) -> None:
     given = ["--model.name=m", "--data.train=t", "--train.loss=dpo"]
     with pytest.raises(ConfigError, match=said):
-        check_pairs(parse_run([*given, *flags]), 1)
+        checked(parse_run([*given, *flags]), 1)
 
 
 def test_what_one_process_refuses_several_may_have() -> None:
     given = ["--model.name=m", "--data.train=t", "--train.loss=dpo"]
-    check_pairs(parse_run([*given, "--chunks.num_retained=0"]), 1)
-    check_pairs(parse_run([*given, "--model.lora.dropout=0.1"]), 1)
+    checked(parse_run([*given, "--chunks.num_retained=0"]), 1)
+    checked(parse_run([*given, "--model.lora.dropout=0.1"]), 1)
     with pytest.raises(ConfigError, match=r"2 processes and model\.lora\.dropout"):
-        check_pairs(parse_run([*given, "--model.lora.dropout=0.1"]), 2)
-    check_pairs(parse_run([*given, "--chunks.keep=all"]), 2)
+        checked(parse_run([*given, "--model.lora.dropout=0.1"]), 2)
+    checked(parse_run([*given, "--chunks.keep=all"]), 2)

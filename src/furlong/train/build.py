@@ -1,17 +1,14 @@
-"""The parts of a run before its first step: device, tiers, data, dials, model, engine, steps.
-
-Below `train.run` functions take plain arguments; those here read them from the config.
-"""
+"""The parts of a run that `Trainer` puts together: device, data, model, engine, number of steps."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -19,92 +16,41 @@ from furlong.api import Engine
 from furlong.config.schema import DataConfig, RunConfig, TrainConfig
 from furlong.cost.model import CostModel
 from furlong.data.dataset import DataSet, describe_shared, load_data
-from furlong.data.loader import Batch, LoaderState, count_steps, describe_batches, iterate_batches
-from furlong.data.tokenize import load_tokenizer
-from furlong.errors import ConfigError
+from furlong.data.loader import count_steps
+from furlong.errors import CheckpointError, ConfigError
 from furlong.kv.pools import Storage
-from furlong.models.build import build_model, check_model
+from furlong.models.build import build_model
 from furlong.models.decoder import HFDecoder
 from furlong.plan.plan import Layout
-from furlong.planners.decide import Decision
+from furlong.planners.decide import Decision, division_in_words
+from furlong.planners.options import dials_of, value_in_words
+from furlong.planners.spaco import sampling_in_words
 from furlong.runtime.distributed.mesh import Ranks, make_ranks
-from furlong.train.checkpoints import check_data
-from furlong.train.choose_plan import decision_of, values_of
+from furlong.train.kernels import put_kernels
+from furlong.train.objective import DataFormat
 from furlong.train.processes import Launch, Processes
-from furlong.train.run_folder import CHECKPOINTS, RunFolder, check_room
-from furlong.train.run_model import (
-    RunModel,
-    check_free,
-    choose_run_plan,
-    rope_of,
-    storage_of,
-)
-from furlong.train.setup.architecture import check_architecture
-from furlong.train.setup.kernels import put_kernels
-from furlong.train.setup.start import source_of
+from furlong.train.run_folder import CHECKPOINTS, check_room
+from furlong.train.run_model import DIALS, rope_of
+from furlong.train.start import source_of
+from furlong.train.whole import ModelSize
+from furlong.units import format_bytes, format_count
 
 
 def device_of(launch: Launch) -> torch.device:
-    """The device of this process."""
+    """The device of this process. Raises ConfigError for a process without a GPU among others."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if launch.num_processes == 1:
-        return torch.device("cuda")
-    return torch.device("cuda", launch.local_number)
-
-
-def checked(
-    config: RunConfig, run: RunFolder, device: torch.device, launch: Launch
-) -> tuple[Storage, RunModel, Any]:
-    """Tiers, model and tokenizer of a run, as far as they can be had before all else."""
     num_gpus = torch.cuda.device_count()
-    if device.type == "cuda" and launch.local_number >= num_gpus:
+    if launch.local_number >= num_gpus:
         raise ConfigError(
             given=f"{launch.num_local} processes on a machine with {num_gpus} GPUs",
             required="at most one process per GPU",
             source="the number of processes that were started",
             change=f"torchrun --nproc-per-node {num_gpus}",
         )
-    storage = storage_of(config, device, num_local=launch.num_local)
-    limit = config.data.max_seq_len
-    check_model(config.model.name, init=config.model.init, rope=rope_of(config), max_seq_len=limit)
-    model = RunModel.read(config, device, launch)
-    if run.checkpoint is not None and run.state is not None:
-        check_architecture(run.checkpoint, run.state, model.architecture, config.model.name)
-    return storage, model, load_tokenizer(config.model.name)
-
-
-def check_batches(config: RunConfig, run: RunFolder, train: DataSet) -> None:
-    """Raises UserError for data other than a checkpoint's, and for batches larger than it."""
-    if run.checkpoint is not None and run.state is not None:
-        check_data(run.checkpoint, run.state, train.fingerprint)
-    draws_per_epoch = sum(train.mixture.draws)
-    per_step = config.train.sequences_per_step
-    print(f"data.train: {describe_batches(draws_per_epoch, per_step, train.noun)}")
-
-
-def decided(
-    config: RunConfig,
-    run: RunFolder,
-    train: DataSet,
-    model: RunModel,
-    storage: Storage,
-    processes: Processes,
-) -> Decision:
-    """The plan of the run; the first process chooses it for all, and has the words for it."""
-
-    def choose() -> Decision | None:
-        if not processes.is_first or run.decided is not None:
-            return run.decided
-        decision = choose_run_plan(config, model, train, storage)
-        check_free(storage, decision)
-        return decision
-
-    chosen = processes.together(choose)
-    if chosen is not None and processes.num_processes == 1:
-        return chosen
-    values = processes.from_first(lambda: values_of(chosen) if chosen else {})
-    return chosen or decision_of(values)
+    if launch.num_processes == 1:
+        return torch.device("cuda")
+    return torch.device("cuda", launch.local_number)
 
 
 def ranks_of(layout: Layout, device: torch.device) -> Ranks | None:
@@ -183,16 +129,17 @@ def fused(config: RunConfig, model: Any) -> Any:
 
 
 def load_splits(
-    settings: DataConfig, tokenizer: Any, loss: Literal["sft", "dpo"]
+    settings: DataConfig, tokenizer: Any, format: DataFormat | None
 ) -> dict[str, DataSet]:
-    """The data sets `train` and, if there is one, `eval`; prints what was found."""
+    """The data sets `train` and, if there is one, `eval`; prints what was found. `format`: that of
+    the loss, None is the settings' own."""
     data = {}
     for split, named in (("train", settings.train), ("eval", settings.eval)):
         if named is not None:
             data[split] = load_data(
                 [source_of(source) for source in named],
                 tokenizer,
-                format="preference" if loss == "dpo" else settings.format,
+                format=format or settings.format,
                 max_seq_len=settings.max_seq_len,
                 too_long=settings.too_long,
                 cache_dir=settings.cache_dir,
@@ -203,36 +150,6 @@ def load_splits(
         for line in describe_shared(data["train"], data["eval"]):
             print(line)
     return data
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunData:
-    """The sequences of a run."""
-
-    batches: Callable[[LoaderState], Iterator[Batch]]
-    """The global batches from a position on, endless."""
-    train: DataSet
-    held_out: DataSet | None
-    fingerprint: dict[str, str]
-    """Changes with the training sequences or their order."""
-
-
-def run_data(config: RunConfig, data: dict[str, DataSet]) -> RunData:
-    """The sequences of a run, and their batches from a position on."""
-    train = data["train"]
-    return RunData(
-        batches=lambda state: iterate_batches(
-            train,
-            sequences_per_step=config.train.sequences_per_step,
-            seed=config.train.seed,
-            state=state,
-            mixture=train.mixture,
-            rows_per_record=train.rows_per_record,
-        ),
-        train=train,
-        held_out=data.get("eval"),
-        fingerprint=train.fingerprint,
-    )
 
 
 def steps_of(settings: TrainConfig, train: DataSet) -> int:
@@ -247,3 +164,62 @@ def steps_of(settings: TrainConfig, train: DataSet) -> int:
         sequences_per_step=settings.sequences_per_step,
         seed=settings.seed,
     )
+
+
+def check_steps(num_steps: int, checkpoint: Path, state: dict[str, Any], config: RunConfig) -> None:
+    """Raises CheckpointError for fewer steps than a checkpoint has; tells that the learning rate
+    follows another number of them than before."""
+    if num_steps < state["step"]:
+        raise CheckpointError(
+            given=f"{num_steps} steps for a run that has taken {state['step']}",
+            required="at least as many",
+            source=f"train.steps or train.epochs, and {checkpoint}",
+            change="raise it, or start anew with another out",
+        )
+    before = state["config"]["train"]
+    for key in ("steps", "epochs"):
+        if getattr(config.train, key) != before[key]:
+            print(
+                f"train.{key} = {getattr(config.train, key)}, before {before[key]}: from now on the"
+                f" learning rate is that of a run of {num_steps} steps"
+            )
+            return
+
+
+def announce(
+    config: RunConfig,
+    size: ModelSize,
+    decision: Decision,
+    device: torch.device,
+    storage: Storage,
+    num_steps: int,
+) -> None:
+    """Print what is going to be trained, and how."""
+    trained, total = size.num_trained, size.num_parameters
+    where = str(device)
+    if (count := decision.layout.num_devices) > 1:
+        where = f"{count} processes, each a {device.type}"
+    print(
+        f"model: {config.model.name}, {format_count(total)} parameters,"
+        f" {format_count(trained)} trained, {config.model.dtype} on {where}; {num_steps} steps"
+    )
+    options = decision.options
+    values = {"tier": "device", "order": options.order} | dials_of(options)
+    dials = [
+        f"{name} {value_in_words(values[name])}"
+        + (" (auto)" if getattr(config.chunks, name) == "auto" else "")
+        for name in DIALS
+        if name in values
+    ]
+    print(f"chunks: {', '.join(dials)}")
+    if count > 1:
+        divided = division_in_words(decision.layout, decision.stages)
+        print(f"parallel: {decision.layout_words or divided}")
+    if "disk" in asdict(options.tiers).values():
+        print(f"disk: at most {format_bytes(storage.disk_bytes or 0)} in {storage.disk_dir}")
+    if options.sampling is not None:
+        print(f"sample: {sampling_in_words(options.sampling)}; the gradient is an estimate")
+    if decision.words:
+        print(f"auto: {decision.words}")
+    if decision.figures:
+        print(f"figures: {decision.figures}")

@@ -1,4 +1,10 @@
-"""Out-of-memory recovery: a run's options as they are now, with chunks that shrink to fit.
+"""Memory that training takes on a device, held to a budget, and chunks that shrink until it fits.
+
+Counted are weights, gradients, optimizer and all that a step needs, in the terms of predictions and
+budgets: not the interpreter, its libraries, the data set's mapped files and other processes. On
+CUDA it is what the allocator has given out. On a CPU it is the process's own memory: the bytes of
+weights and optimizer are counted, and what the process has taken since is measured, with all that
+the C library's heap keeps of what was freed.
 
 What has failed is freed and put back as it was, the chunk is halved, and the call is made again
 with a plan of the smaller chunks. The gradients are the same: exactness holds for any chunk size.
@@ -8,23 +14,92 @@ Where chunks are sampled the estimate is of the same gradient, with other draws.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from furlong.errors import ConfigError, UserError
 from furlong.ops.backends.select import is_out_of_memory
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.profile import give_back_memory
+from furlong.runtime.profile import (
+    file_bytes,
+    give_back_memory,
+    memory_bytes,
+    peak_memory_bytes,
+    reset_peak_memory,
+)
 from furlong.runtime.rng import RNGState
+from furlong.units import format_bytes
 
 _T = TypeVar("_T")
+SCRATCH_BYTES = 2**26
+"""Bytes of libraries and of the heap that no plan counts: a budget may be passed by so much."""
 SMALLEST_TOKENS = 64
 """Chunks of so many tokens are not halved: smaller ones save hardly any memory, for what a step
 needs then does not depend on them."""
+
+
+class OverBudgetError(MemoryError):
+    """A step took more than the budget of the device."""
+
+
+class UsedMemory:
+    """Made before the first step, when weights and the optimizer's state are there."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, *,
+        budget_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        """`budget_bytes`: what `check` holds a CPU to; None: nothing."""
+        held = list(parameters)
+        self.device = held[0].device
+        self.budget_bytes = budget_bytes if self.device.type != "cuda" else None
+        self._base_bytes = 0
+        if self.device.type != "cuda":
+            state_bytes = sum(_own_bytes(p) for p in held) + _state_bytes(optimizer)
+            give_back_memory(self.device)
+            self._base_bytes = memory_bytes(self.device) - file_bytes() - state_bytes
+
+    def restart(self) -> None:
+        """Let the peak start again from what is in use now."""
+        if self.device.type != "cuda":
+            give_back_memory(self.device)  # else a step counts what was freed before it
+        reset_peak_memory(self.device)
+
+    def peak_bytes(self) -> int:
+        """The most since `restart`."""
+        file = 0 if self.device.type == "cuda" else file_bytes()
+        return max(0, peak_memory_bytes(self.device) - file - self._base_bytes)
+
+    def check(self) -> None:
+        """Raises OverBudgetError if the peak is above the budget."""
+        if self.budget_bytes is None:
+            return
+        peak_bytes = self.peak_bytes()
+        if peak_bytes > self.budget_bytes + SCRATCH_BYTES:
+            raise OverBudgetError(
+                f"{format_bytes(peak_bytes)} in use, memory.device is"
+                f" {format_bytes(self.budget_bytes)}"
+            )
+
+
+def _own_bytes(x: torch.Tensor) -> int:
+    """Bytes of a tensor on this process, which may hold a part of it."""
+    return (x.to_local() if isinstance(x, DTensor) else x).nbytes
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(
+        _own_bytes(value)
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
 
 
 class Fitting:
@@ -60,20 +135,16 @@ class Fitting:
         after two failures with the smallest chunks.
         """
         before = RNGState.read(device)
-        tried: list[int] = []
-        while True:
-            reason = None
-            try:
-                return call(self.options)
-            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = reason_of(error)
-            # The error and the frames that it held are gone: now their memory can be freed.
+
+        def take_back() -> None:
             undo()
             before.write(device)
-            gc.collect()  # what the error has left may lie in a cycle
-            give_back_memory(device)
+
+        tried: list[int] = []
+        while True:
+            result, reason = try_call(lambda: call(self.options), device, take_back)
+            if not reason:
+                return result  # type: ignore[return-value]
             tried.append(self.options.size)
             if tried.count(self.options.size) > 1:
                 raise self._alike(_nothing_fits(name, tried, reason))
@@ -97,6 +168,24 @@ class Fitting:
         self.options = new
         self._changed(new)
         self._say(f"{name} did not fit ({reason}): {words}")
+
+
+def try_call(
+    call: Callable[[], _T], device: torch.device, undo: Callable[[], None] = lambda: None
+) -> tuple[_T | None, str]:
+    """The outcome of `call` and nothing; or None and the reason, where memory did not suffice for
+    it. Then `undo` takes back what it has left, and memory that nothing holds is freed."""
+    try:
+        return call(), ""
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = reason_of(error)
+    # The error and the frames that it held are gone: now their memory can be freed.
+    undo()
+    gc.collect()  # what the error has left may lie in a cycle
+    give_back_memory(device)
+    return None, reason
 
 
 @contextmanager

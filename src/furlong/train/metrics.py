@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import torch
+
+from furlong.cost.machine import known_card
+from furlong.cost.seconds import sequence_flops
+from furlong.cost.shape import ModelShape
+from furlong.data.loader import Batch, LoaderState
 from furlong.planners.candidates import CHUNKS
 from furlong.simulate.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
-from furlong.train.figures.trackers import Tracker
 from furlong.train.sample_check import SampleCheck
-from furlong.train.step import TrainedStep
+from furlong.train.trackers import Tracker
 from furlong.units import count_words, format_bytes, format_count, format_seconds
 
 Say = Callable[[str], None]
@@ -26,12 +32,143 @@ _TOLD_SHARE = 0.05
 """Share of a step's time from which recomputation and the wait for data are told."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Figures of one optimizer step that was taken."""
+
+    loss: float | None
+    """Mean over the labels, or the pairs, of the global batch, before the update. A sampled step
+    estimates it from the drawn chunks, unless it reports the loss of all; None where these have no
+    label."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    num_sequences: int
+    num_tokens: int
+    num_valid_tokens: int
+    longest_tokens: int
+    tokens_per_s: float
+    peak_memory_bytes: int
+    """Most bytes in use during the step: on CUDA those of the allocator, on a CPU the resident set
+    of the whole process."""
+    step_memory_bytes: int
+    """How far that peak lies above what was in use just before the step."""
+    used_memory_bytes: int
+    """Most bytes at a time of weights, gradients, optimizer and all that the plan needed: what is
+    predicted and budgeted, see `UsedMemory`."""
+    gradients_s: float
+    """Seconds of the plan's actions, without the update."""
+    chunk_size: int
+    """Most tokens in a chunk: less than before if the step did not fit."""
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+    data_s: float
+    """Seconds until the batch was there."""
+    step_s: float
+    """The whole step, data included."""
+    mfu: float | None = None
+    """Model FLOPs utilisation, 0 to 1; None where the device's peak is not known, and of a sampled
+    step, which leaves work out."""
+    host_bytes: int | None = None
+    """Most bytes at a time in the tier host; None where nothing was there."""
+    disk_bytes: int | None = None
+    plan_s: float | None = None
+    """Seconds in which the first process waited for the step's plan; None where it plans as it
+    goes, alone."""
+    plan_method: str | None = None
+    """Names of the plan's planners (`planners.search`), those of all replicas; None for one
+    process."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other figures of the loss, by name: of pairs, means over those of the global batch."""
+    drawn_share: float | None = None
+    """Share of the step's chunks that were drawn, whole sequences among them; None: all, for the
+    gradient is exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come. With weights, optimizer and generators, it is the whole state."""
+
+    step: int = 0
+    data: LoaderState = field(default_factory=LoaderState)
+    num_tokens: int = 0
+    steps_s: float = 0.0
+    """Seconds in steps, evaluations and checkpoints left out."""
+    peak_memory_bytes: int = 0
+    num_skipped_batches: int = 0
+    last_loss: float | None = None
+    """Mean loss of the last step's global batch, before its update; of the last step that had one,
+    see `StepFigures.loss`."""
+    eval_loss_before: float | None = None
+    """Held-out loss before the first step."""
+
+    def after(self, batch: Batch, figures: StepFigures, num_skipped: int) -> Progress:
+        """The progress when one more step has been taken."""
+        return replace(
+            self,
+            step=self.step + 1,
+            data=batch.next_state,
+            num_tokens=self.num_tokens + figures.num_tokens,
+            steps_s=self.steps_s + figures.step_s,
+            peak_memory_bytes=max(self.peak_memory_bytes, figures.peak_memory_bytes),
+            num_skipped_batches=self.num_skipped_batches + num_skipped,
+            last_loss=self.last_loss if figures.loss is None else figures.loss,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"data": self.data.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Progress:
+        return cls(**{**values, "data": LoaderState.from_dict(values["data"])})
+
+
+@dataclass(frozen=True, slots=True)
+class MfuMeter:
+    """Counts as PaLM (Chowdhery et al., 2022, appendix B) does, over the causal pairs only.
+
+    A backward is two forwards of work, one where all matrices are frozen (adapters are small beside
+    them); what is recomputed does not count.
+    """
+
+    shape: ModelShape
+    peak_flops_per_s: float
+    has_frozen_base: bool = False
+    num_devices: int = 1
+
+    def mfu(self, seq_lens: Iterable[int], seconds: float) -> float:
+        """Share of the peak, 0 to 1, of a step over these sequences."""
+        linear = 2 if self.has_frozen_base else 3
+        flops = sum(sequence_flops(self.shape, n).times(linear, 3).total for n in seq_lens)
+        return flops / (seconds * self.peak_flops_per_s * self.num_devices)
+
+
+def build_meter(
+    shape: ModelShape | None,
+    device: torch.device,
+    dtype: str,
+    *,
+    has_frozen_base: bool,
+    num_devices: int = 1,
+) -> MfuMeter | None:
+    """A meter of a model on a device; None where the peak or the model's work is not known.
+
+    The peaks that are known are those of bfloat16 on the devices of `cost.machine`.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    card = known_card(name)
+    if card is None or shape is None or dtype != "bfloat16":
+        return None
+    return MfuMeter(shape, card.peak_flops_per_s, has_frozen_base, num_devices)
+
+
 class MetricsLog:
     """Appends to `metrics.jsonl`, line by line, so that a killed run keeps what it wrote."""
 
     def __init__(
         self,
-        file: Path,
+        file: Path | None,
         num_steps: int,
         say: Say = print,
         *,
@@ -39,12 +176,15 @@ class MetricsLog:
         trackers: Sequence[Tracker] = (),
         advance: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`keep_bytes`: how much of the file belongs to what is continued; None: all of it.
-        `advance` is told every step that has been taken.
+        """`file`: None keeps no records. `keep_bytes`: how much of it belongs to what is continued;
+        None: all of it. `advance` is told every step that has been taken.
         """
-        if keep_bytes is not None and (num_lost_bytes := _cut(file, keep_bytes)):
-            say(f"{file}: {num_lost_bytes:,} of {keep_bytes:,} bytes of earlier records are gone")
-        self._file = file.open("a", encoding="utf-8", buffering=1)
+        self._file = None
+        self._keep_bytes = keep_bytes or 0
+        if file is not None:
+            if keep_bytes is not None and (lost := _cut(file, keep_bytes)):
+                say(f"{file}: {lost:,} of {keep_bytes:,} bytes of earlier records are gone")
+            self._file = file.open("a", encoding="utf-8", buffering=1)
         self._num_steps = num_steps
         self._say = say
         self._trackers = trackers
@@ -59,18 +199,21 @@ class MetricsLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._keep_bytes = self.num_bytes
+            self._file.close()
+            self._file = None
 
     @property
     def num_bytes(self) -> int:
         """Length of the file as far as it has been written."""
-        return self._file.tell()
+        return self._keep_bytes if self._file is None else self._file.tell()
 
     def say(self, line: str) -> None:
         """Prints a line, above the progress bar where there is one."""
         self._say(line)
 
-    def step(self, step: int, figures: TrainedStep) -> None:
+    def step(self, step: int, figures: StepFigures) -> None:
         values = {name: value for name, value in asdict(figures).items() if value is not None}
         values |= values.pop("metrics")
         self._write({"step": step, "loss": figures.loss} | values)
@@ -78,7 +221,7 @@ class MetricsLog:
         self._say(self._line(step, figures))
         self._advance(step)
 
-    def _line(self, step: int, figures: TrainedStep) -> str:
+    def _line(self, step: int, figures: StepFigures) -> str:
         """The figures that one looks at while a run goes on, in columns; records have them all."""
         loss = "-" if figures.loss is None else f"{figures.loss:.4f}"
         drawn = "" if figures.drawn_share is None else f"  drawn {figures.drawn_share:.0%}"
@@ -94,7 +237,7 @@ class MetricsLog:
             ends.append(f"  plan {figures.plan_method}")
         return (
             f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
-            f"  loss {loss:>6}{_of_pairs(figures.metrics)}{drawn}"
+            f"  loss {loss:>6}{_metrics_words(figures.metrics)}{drawn}"
             f"  grad {figures.grad_norm:<7.3g}  lr {figures.lr:.2e}"
             f"  {format_seconds(figures.step_s):>7}"
             f"  {format_count(figures.tokens_per_s):>5} tokens/s"
@@ -102,7 +245,7 @@ class MetricsLog:
             + f"  memory {format_bytes(figures.peak_memory_bytes):>8}{''.join(ends)}"
         ).rstrip()
 
-    def predicted(self, step: int, figures: TrainedStep, prediction: Prediction) -> None:
+    def predicted(self, step: int, figures: StepFigures, prediction: Prediction) -> None:
         """Report the first step beside its prediction, in the same terms."""
         self._write({"step": step} | {f"predicted_{k}": v for k, v in prediction._asdict().items()})
         parts = [
@@ -163,7 +306,7 @@ class MetricsLog:
                 for bucket in evaluation.by_position
             ]
             self._say(
-                f"{name} loss {evaluation.loss:.4f}{_of_pairs(evaluation.metrics)} after step"
+                f"{name} loss {evaluation.loss:.4f}{_metrics_words(evaluation.metrics)} after step"
                 f" {step}{'; by position ' * bool(buckets)}{'  '.join(buckets)}"
             )
         self._write(record)
@@ -177,15 +320,17 @@ class MetricsLog:
             tracker.track(step, values)
 
     def _write(self, record: dict[str, object]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
 
 
-def _of_pairs(metrics: Mapping[str, float]) -> str:
-    """The figures of pairs in a line: how far apart, and how many the right way round."""
-    if not metrics:
-        return ""
-    margin, accuracy = metrics["rewards/margins"], metrics["rewards/accuracies"]
-    return f"  margin {margin:.4f}  accuracy {accuracy:.0%}"
+def _metrics_words(metrics: Mapping[str, float]) -> str:
+    """The other figures of a loss in a line; of pairs how far apart they are, and how many the
+    right way round."""
+    if "rewards/margins" in metrics:
+        margin, accuracy = metrics["rewards/margins"], metrics["rewards/accuracies"]
+        return f"  margin {margin:.4f}  accuracy {accuracy:.0%}"
+    return "".join(f"  {name} {value:.4g}" for name, value in metrics.items())
 
 
 def format_position(position: int) -> str:
@@ -231,3 +376,25 @@ def _cut(file: Path, keep_bytes: int) -> int:
     with file.open("r+b") as opened:
         opened.truncate(kept.rfind(b"\n") + 1)
     return keep_bytes - len(kept)
+
+
+def open_profiler(
+    stack: ExitStack, steps: tuple[int, int] | None, done: int, file: Path
+) -> Callable[[], None]:
+    """Profile the steps from the first to the second number, both included, of a run that has
+    `done` some, and write a trace into `file`; what is returned is to be called after each step."""
+    if steps is None or done >= steps[1]:
+        return lambda: None
+    from torch.profiler import profile, schedule
+
+    def write(profiler: Any) -> None:
+        file.parent.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(file))
+
+    first = max(steps[0], done + 1)
+    before = first - 1 - done
+    warmup = min(before, 1)  # the profiler's own start is then in no step that it shows
+    active = steps[1] + 1 - first
+    plan = schedule(wait=before - warmup, warmup=warmup, active=active, repeat=1)
+    profiler = stack.enter_context(profile(schedule=plan, on_trace_ready=write))
+    return profiler.step

@@ -22,11 +22,12 @@ import xxhash
 from furlong.data.cache import ReferenceLogProbs
 from furlong.data.dataset import DataSet
 from furlong.report.patience import patience
-from furlong.train.batches.fitting import Fitting
+from furlong.train.batches import BatchEngine
 from furlong.train.checkpoints import checksum
 from furlong.train.evaluation import evaluating
-from furlong.train.preference.engines import PairEngines
-from furlong.train.processes import ALONE, Processes
+from furlong.train.memory import Fitting
+from furlong.train.objective import log_probs
+from furlong.train.processes import ALONE, REFERENCE, Processes
 from furlong.units import count_words, format_seconds
 
 _GROUP_TOKENS = 2**16
@@ -56,7 +57,7 @@ def reference_fingerprint(
 
 
 def referenced(
-    data: DataSet, engines: PairEngines, fitting: Fitting, *, folder: Path, fingerprint: str,
+    data: DataSet, engine: BatchEngine, fitting: Fitting, *, folder: Path, fingerprint: str,
     key: str,
 ) -> DataSet:  # fmt: skip
     """The data set with the reference of each answer: what is not in the cache is computed.
@@ -65,8 +66,8 @@ def referenced(
     `folder`: that of the cache; `key`: the data set's, for what is printed. A collective.
     """
     started_s = time.perf_counter()
-    processes, model = engines.processes, engines.engine.model.model
-    device = engines.engine.model.device
+    processes, model = engine.processes, engine.engine.model.model
+    device = engine.engine.model.device
     facts: dict[str, Any] = {"model": fingerprint}
     if data.num_truncated:
         facts["max_seq_len"] = data.max_seq_len
@@ -74,7 +75,7 @@ def referenced(
     references: dict[int, ReferenceLogProbs] = {}
     num_computed = 0
     waiting = patience(f"{key}: the reference", speaks=processes.is_first)
-    with torch.no_grad(), evaluating(model), _as_it_begins(engines), waiting as tell:
+    with torch.no_grad(), evaluating(model), _as_it_begins(engine), waiting as tell:
         for number, group in _groups(data):
             if number not in references:
                 opened = partial(
@@ -86,7 +87,9 @@ def referenced(
             if not processes.any(not references[number].is_done(rows)):
                 continue
             found = fitting.compute(
-                partial(engines.log_probs, [data[i] for i in group], device=device),
+                partial(
+                    log_probs, engine, [data[i] for i in group], device=device, name=REFERENCE
+                ),
                 name=f"the reference of {key}", device=device,
                 num_tokens=int(data.seq_lens[group].sum()),
             )  # fmt: skip
@@ -119,10 +122,10 @@ def _groups(data: DataSet) -> Iterator[tuple[int, list[int]]]:
         yield number, group
 
 
-def _as_it_begins(engines: PairEngines) -> AbstractContextManager[object]:
+def _as_it_begins(engine: BatchEngine) -> AbstractContextManager[object]:
     """Within it adapters are off. Where weights are divided they stay: new ones add nothing."""
-    model: Any = engines.engine.model.model
-    if engines.engine.ranks is not None or not hasattr(model, "disable_adapter"):
+    model: Any = engine.engine.model.model
+    if not engine.is_alone or not hasattr(model, "disable_adapter"):
         return nullcontext()
     disabled: AbstractContextManager[object] = model.disable_adapter()
     return disabled

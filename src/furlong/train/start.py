@@ -12,10 +12,10 @@ from furlong.data.sources import Source, list_files
 from furlong.errors import ConfigError
 from furlong.models.folder import check_files
 from furlong.planners.decide import given_dials
-from furlong.train.figures.trackers import check_packages
-from furlong.train.preference.refusals import check_pairs
+from furlong.train.objective import objective_of
 from furlong.train.processes import ALONE, Processes, layout_of, require_equal, versions
 from furlong.train.run_folder import RunFolder, open_run_folder
+from furlong.train.trackers import check_packages
 
 
 def open_run(
@@ -44,7 +44,7 @@ def open_run(
 
 def _check(config: RunConfig, num_processes: int) -> None:
     layout = layout_of(config.parallel, num_processes)
-    check_pairs(config, num_processes)
+    objective_of(config.train).check(config, num_processes)
     dials = given_dials(config.chunks)  # refuses what contradicts itself there
     if layout.pp > 1 and dials.get("order") == "layer-first":
         raise ConfigError(
@@ -54,7 +54,7 @@ def _check(config: RunConfig, num_processes: int) -> None:
             source="chunks, and parallel.pp",
             change="remove chunks.order and chunks.stage_layers, or set parallel.pp to 1",
         )
-    check_packages(tensorboard=config.log.tensorboard, wandb=config.log.wandb)
+    check_packages(config.log)
     check_files(config.model.name)
     for key, named in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for source in map(source_of, named or ()):

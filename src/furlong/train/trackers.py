@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from furlong.config.schema import LogConfig
 from furlong.errors import ConfigError
 from furlong.files import write_json
 
@@ -18,14 +19,14 @@ class Tracker(Protocol):
 
     def track(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def close(self) -> None: ...
 
-def check_packages(*, tensorboard: bool, wandb: str | None) -> None:
+
+def check_packages(settings: LogConfig) -> None:
     """Raises ConfigError for a package that is asked for and not installed."""
-    for key, package, asked in (
-        ("log.tensorboard", "tensorboard", tensorboard),
-        ("log.wandb", "wandb", wandb is not None),
-    ):
-        if asked and find_spec(package) is None:
+    for package in TRACKERS:
+        key = f"log.{package}"
+        if getattr(settings, package) and find_spec(package) is None:
             raise ConfigError(
                 given=f"{key} without the package {package}",
                 required=f"the package {package}",
@@ -35,29 +36,19 @@ def check_packages(*, tensorboard: bool, wandb: str | None) -> None:
 
 
 def open_trackers(
-    stack: ExitStack,
-    folder: Path,
-    *,
-    tensorboard: bool,
-    wandb: str | None,
-    config: dict[str, Any],
-    start_step: int,
+    stack: ExitStack, folder: Path, settings: LogConfig, config: dict[str, Any], start_step: int
 ) -> list[Tracker]:
-    """The trackers that are asked for, until `stack` ends; none is no tracker at all.
-
-    `wandb` is the name of a project. `start_step`: the step that is continued from; what a tracker
-    holds of later ones is replaced.
-    """
-    trackers: list[Tracker] = []
-    if tensorboard:
-        trackers.append(stack.enter_context(closing(_TensorBoard(folder, start_step))))
-    if wandb is not None:
-        trackers.append(stack.enter_context(closing(_Wandb(folder, wandb, config))))
-    return trackers
+    """The trackers that are asked for, until `stack` ends. `start_step`: the step that is continued
+    from; what a tracker holds of later ones is replaced."""
+    return [
+        stack.enter_context(closing(kind(folder, asked, config, start_step)))
+        for name, kind in TRACKERS.items()
+        if (asked := getattr(settings, name))
+    ]
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, start_step: int) -> None:
+    def __init__(self, folder: Path, asked: bool, config: dict[str, Any], start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)
@@ -73,7 +64,7 @@ class _TensorBoard:
 class _Wandb:
     """One run on the server per run folder: its id is kept in `wandb.json`."""
 
-    def __init__(self, folder: Path, project: str, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, project: str, config: dict[str, Any], start_step: int) -> None:
         import wandb
 
         file = folder / "wandb.json"
@@ -113,3 +104,10 @@ def read_run_id(file: Path) -> str:
         source=str(file),
         change="restore it, or remove it: the figures then go into a new run there",
     )
+
+
+TRACKERS: Mapping[str, Callable[[Path, Any, dict[str, Any], int], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+}
+"""By the name of the key below `log` that asks for one, which is that of its package too."""

@@ -1,9 +1,10 @@
-"""Plans of global batches over the processes of a run: made ahead of time, joined by the first one.
+"""Global batches over the processes of a run: their plans, made ahead of time, and their gradients.
 
 A process of each replica plans what the replica is dealt, so that a plan takes as long for many
 replicas as for one. All fetch the text of the joined plan from the store, under a name that says
 for what it was made. Nobody waits in a collective for a plan, and a process that sees another batch
-finds no plan of it.
+finds no plan of it. Each process runs out of memory on its own, and the engine tells all: they take
+smaller chunks.
 """
 
 from __future__ import annotations
@@ -12,24 +13,35 @@ import json
 import time
 import zlib
 from base64 import b85decode, b85encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from furlong.data.loader import Batch
+from furlong.data.tokenize import IGNORE_INDEX
 from furlong.errors import ElsewhereError
 from furlong.plan.check import check
 from furlong.plan.plan import ChunkPlan, Layout
-from furlong.plan.text import load_plan, save_plan
+from furlong.plan.text import format_action, load_plan, save_plan
 from furlong.planners.candidates import CHUNKS
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_kept, plan_replica
 from furlong.planners.search import BatchPlans
-from furlong.runtime.distributed.consensus import reason_of
-from furlong.train.processes import Processes
+from furlong.planners.spaco import num_drawn, sampled
+from furlong.runtime.distributed.consensus import reason_of, together
+from furlong.train.processes import ALONE, PLAN, Processes
+
+if TYPE_CHECKING:
+    from furlong.api import Engine
+    from furlong.runtime.step import StepResult
 
 _FAILURE = "failed: "
 """Before the reason in the place of a plan that could not be made; no planner is called so."""
@@ -44,6 +56,11 @@ class Wanted:
     seq_lens: tuple[int, ...]
     options: ChunkOptions
     backward: bool = True
+
+    @classmethod
+    def of(cls, batch: Batch, options: ChunkOptions, *, backward: bool = True) -> Wanted:
+        """The plan of all chunks of a batch, of which a sample leaves some out."""
+        return cls(batch.seq_lens, replace(options, sample=None), backward)
 
     @property
     def name(self) -> str:
@@ -237,3 +254,134 @@ def unpacked(text: str) -> BatchPlan:
     plan = load_plan(zlib.decompress(b85decode(saved)).decode())
     check(plan)
     return BatchPlan(plan, method)
+
+
+class BatchEngine:
+    """The engine of this process among those of all; one alone is its own engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        processes: Processes = ALONE,
+        work: Callable[[Sequence[int]], Sequence[float]] = lambda seq_lens: seq_lens,
+        stages: Sequence[int] = (),
+        rivals: BatchPlans | None = None,
+    ) -> None:
+        """`work`: what is dealt out evenly over the replicas, for each sequence. `stages`: layers
+        of each stage of a pipeline. `rivals`: other plans than those of the dials, which the first
+        process may take."""
+        self.engine, self.processes = engine, processes
+        self.method: str | None = None
+        """Names of the planners of the last plan, on the first of several processes."""
+        self._plans: SharedPlans | None = None
+        if engine.ranks is not None:
+            model, ranks = engine.model, engine.ranks
+            frozen = processes.each(model.num_frozen_layers)
+            dials: dict[str, Any] = {
+                "layout": Layout(ranks.dp, ranks.sp, ranks.pp), "stages": stages, "work": work,
+                "num_layers": model.num_layers, "frozen_layers": min(frozen),
+                "rivals": rivals,
+            }  # fmt: skip
+            is_of_replica = ranks.process == ranks.stage == 0
+            self._plans = SharedPlans(
+                processes, partial(plan_batch, **dials), partial(plan_own, **dials),
+                ranks.replica if is_of_replica else None,
+            )  # fmt: skip
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process computes a part of the batch."""
+        return self._plans is None
+
+    @property
+    def waited_s(self) -> float | None:
+        """Seconds of waiting for the last plan; None where the process plans as it goes."""
+        return None if self._plans is None else self._plans.waited_s
+
+    def expect(self, batch: Batch, options: ChunkOptions) -> None:
+        """A step over this batch will come: its plan can be made."""
+        if self._plans is not None and batch.num_valid_tokens:
+            self._plans.expect(Wanted.of(batch, options))
+
+    def compute(
+        self,
+        batch: Batch,
+        options: ChunkOptions,
+        device: torch.device,
+        *,
+        name: str,
+        backward: bool = True,
+        weights: Sequence[float] | None = None,
+        watch: Callable[[], None] = lambda: None,
+    ) -> StepResult:
+        """Gradients of the batch's mean loss, or its losses; the loss is that of all processes, and
+        token losses are those of the whole batch.
+
+        `name`: what the batch is called where a process has stopped. `weights`: on several
+        processes, see `Engine.run`. `watch`: see `Executor.run`. A process that fails raises its
+        own error, and all others raise ElsewhereError.
+        """
+        if self._plans is None:
+            divisor = batch.num_valid_tokens if backward else None
+            sequences = batch.tensors(device)
+            return self.engine.forward_backward(sequences, options, divisor, backward, watch=watch)
+        processes, plans = self.processes, self._plans
+        processes.at(name + PLAN)
+
+        def prepare() -> tuple[BatchPlan, Mapping[int, Mapping[str, Tensor]]]:
+            planned = plans.get(Wanted.of(batch, options, backward=backward))
+            if backward:
+                planned = replace(planned, plan=with_draw(planned.plan, batch, options))
+            return planned, batch.part(self.engine.reads(planned.plan), device)
+
+        # ids come onto the device: a process that lacks memory for them tells the others
+        planned, own = together(self.engine.ranks, prepare)
+        plan, self.method = planned.plan, planned.method or None
+        return self.engine.run(
+            plan, own, batch.num_valid_tokens, weights=weights, watch=watch,
+            begun=lambda action: processes.at(f"{name} {format_action(action)}"),
+        )  # fmt: skip
+
+    def share(self, num_sequences: int) -> range:
+        """The sequences of a batch whose token losses, which all have, this process counts."""
+        return range(self.processes.launch.number, num_sequences, self.processes.num_processes)
+
+    def close(self) -> None:
+        """No batch will come any more."""
+        if self._plans is not None:
+            self._plans.close()
+
+
+def step_options(options: ChunkOptions, step: int) -> ChunkOptions:
+    """Options whose draw is that of a step: it follows from the run's seed and the step's number
+    alone, so that a step that is repeated, or computed after a resume, draws the same chunks."""
+    sampling = options.sampling
+    if sampling is None:
+        return options
+    return replace(options, sample=replace(sampling, seed=((sampling.seed or 0) << 32) + step))
+
+
+def drawn_share(plan: ChunkPlan | None) -> float | None:
+    """Share of a plan's chunks that were drawn, whole sequences among them; None: it draws none."""
+    if plan is None or not plan.sampled:
+        return None
+    return num_drawn(plan) / len(plan.chunks)
+
+
+def with_draw(plan: ChunkPlan, batch: Batch, options: ChunkOptions) -> ChunkPlan:
+    """The plan with the draw that `options` ask for, if any: the same on all processes that have
+    the batch, whose labels are read."""
+    if options.sampling is None:
+        return plan
+    return sampled(plan, options.sampling, _labelled(plan, batch))
+
+
+def _labelled(plan: ChunkPlan, batch: Batch) -> set[int]:
+    """The chunks of cut sequences that have a label: that of a token is the token behind it."""
+    found = set()
+    for index in {chunk for group in plan.groups.values() for chunk in group}:
+        for piece in plan.chunks[index].slices:
+            labels = batch.sequences[piece.seq_id].labels[piece.start + 1 : piece.stop + 1]
+            if np.any(labels != IGNORE_INDEX):
+                found.add(index)
+    return found

@@ -1,0 +1,316 @@
+"""Losses of a run: what `train.loss` names, from the data's format to the figures of a step.
+
+A loss is one object. To add one: a class here with the members of `Objective`, a row in
+`OBJECTIVES`, and its name in `config.schema`. Loads no torch before it computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from furlong.config.schema import RunConfig, TrainConfig
+from furlong.errors import ConfigError
+from furlong.plan.plan import Backward, Forward
+from furlong.planners.decide import check_pair_dials
+from furlong.planners.options import ChunkOptions
+from furlong.timeline import Record, Timeline
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from furlong.data.loader import Batch
+    from furlong.data.tokenize import Sequence as Tokens
+    from furlong.runtime.step import StepResult
+    from furlong.train.batches import BatchEngine
+
+DataFormat = Literal["auto", "text", "chat", "completion", "tokens", "preference"]
+METRICS = (
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
+    "logps/chosen", "logps/rejected",
+)  # fmt: skip
+"""Figures of a pair, named as TRL names them."""
+
+
+class Objective:
+    """A loss with its options. This one is the cross-entropy of all tokens with a label, which
+    `train.loss: sft` names; others are its subclasses."""
+
+    format: ClassVar[DataFormat | None] = None
+    """The shape of the data, see `data.format`; None: the run's own."""
+    unit_size: ClassVar[int] = 1
+    """Sequences of a batch that make one term of the loss."""
+    needs_reference: ClassVar[bool] = False
+    """Whether log-probabilities by the model that the run begins with are to be had first."""
+
+    def in_two_phases(self, num_processes: int) -> bool:
+        """Whether each call takes one unit, with the loss between forward and backward."""
+        return False
+
+    def check(self, config: RunConfig, num_processes: int) -> None:
+        """Raises ConfigError for what the loss cannot have, before anything is read."""
+
+    def compute(
+        self,
+        engine: BatchEngine,
+        batch: Batch,
+        options: ChunkOptions,
+        device: torch.device,
+        *,
+        name: str,
+        backward: bool = True,
+        watch: Callable[[], None] = lambda: None,
+    ) -> StepResult:
+        """Gradients of the mean loss of a global batch, or its losses; see `BatchEngine.compute`.
+        All processes call it."""
+        return engine.compute(batch, options, device, name=name, backward=backward, watch=watch)
+
+    def num_terms(self, batch: Batch) -> int:
+        """Terms of a batch's mean loss."""
+        return batch.num_valid_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer of a pair: sums over its tokens, as scalars in float64."""
+
+    log_prob: Tensor
+    """Log-probability of all its tokens, with a graph."""
+    reference: float
+    """Log-probability of all its tokens by the reference."""
+    num_tokens: int
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.log_prob - self.reference
+
+
+@dataclass(frozen=True)
+class PairLoss(Objective):
+    """A loss of two answers, chosen and rejected by turns in a batch: `train.loss: dpo`.
+
+    A reward is beta times the log-ratio of an answer, as in DPO (Rafailov et al., 2023, equation
+    5). sigmoid: DPO; with smoothing the mean loss under so many pairs the wrong way round
+    (conservative DPO). sigmoid_norm: the same of log-ratios per token. robust: unbiased under so
+    many wrong pairs (Chowdhury et al., 2024, equation 12). ipo: a squared distance of log-ratios
+    per token (Azar et al., 2023, equation 17; beta is its tau).
+
+    One process takes each pair in a call of two phases: between them live keys and values of two
+    sequences, however many pairs a batch has. Several processes evaluate the batch first, wherever
+    its sequences lie, and make the losses of what all have then: the gradient is that of a plan in
+    which each sequence counts as often as the loss changes with its log-probability. That is one
+    forward more, and any layout.
+    """
+
+    loss_type: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    format = "preference"
+    unit_size = 2
+    needs_reference = True
+
+    def __call__(self, chosen: Answer, rejected: Answer) -> Tensor:
+        from torch.nn.functional import logsigmoid
+
+        ratios = [answer.log_ratio for answer in (chosen, rejected)]
+        if self.loss_type in ("sigmoid_norm", "ipo"):
+            ratios = [r / a.num_tokens for r, a in zip(ratios, (chosen, rejected), strict=True)]
+        delta = ratios[0] - ratios[1]
+        if self.loss_type == "ipo":
+            return (delta - 1 / (2 * self.beta)) ** 2
+        right, wrong = -logsigmoid(self.beta * delta), -logsigmoid(-self.beta * delta)
+        share = self.label_smoothing
+        if self.loss_type == "robust":
+            return ((1 - share) * right - share * wrong) / (1 - 2 * share)
+        return (1 - share) * right + share * wrong if share else right
+
+    def figures(self, chosen: Answer, rejected: Answer) -> dict[str, float]:
+        """The figures `METRICS` of a pair."""
+        log_probs = [float(answer.log_prob.detach()) for answer in (chosen, rejected)]
+        rewards = [
+            self.beta * (log_prob - answer.reference)
+            for log_prob, answer in zip(log_probs, (chosen, rejected), strict=True)
+        ]
+        accuracy, margin = float(rewards[0] > rewards[1]), rewards[0] - rewards[1]
+        return dict(zip(METRICS, (*rewards, accuracy, margin, *log_probs), strict=True))
+
+    def in_two_phases(self, num_processes: int) -> bool:
+        return num_processes == 1
+
+    def check(self, config: RunConfig, num_processes: int) -> None:
+        if num_processes == 1:
+            check_pair_dials(config.chunks)
+            return
+        if config.chunks.sample is not None:
+            raise ConfigError(
+                given="chunks.sample with train.loss: dpo",
+                required="exact gradients",
+                source="chunks.sample and train.loss",
+                change="remove chunks.sample",
+            )
+        if config.model.lora is not None and config.model.lora.dropout:
+            raise _draws_twice(
+                num_processes,
+                f"model.lora.dropout = {config.model.lora.dropout}",
+                "model.lora.dropout",
+                "set model.lora.dropout to 0",
+            )
+
+    def num_terms(self, batch: Batch) -> int:
+        return len(batch.sequences) // 2
+
+    def compute(
+        self,
+        engine: BatchEngine,
+        batch: Batch,
+        options: ChunkOptions,
+        device: torch.device,
+        *,
+        name: str,
+        backward: bool = True,
+        watch: Callable[[], None] = lambda: None,
+    ) -> StepResult:
+        """`loss_sum` of the outcome is that of the pairs."""
+        if engine.is_alone:
+            return self._alone(engine, batch, options, device, backward, watch)
+        import torch
+
+        processes, known = engine.processes, {"name": name, "watch": watch}
+        result = engine.compute(batch, options, device, backward=False, **known)  # type: ignore[arg-type]
+        if backward and processes.any(result.has_drawn):
+            raise processes.alike(
+                _draws_twice(
+                    processes.num_processes,
+                    "a model that draws random numbers in train mode (dropout, jitter or sampling)",
+                    "the model's config.json",
+                    "set its dropouts, such as resid_pdrop, to 0",
+                )
+            )
+        # the same on all processes, which then agree on what each sequence counts
+        sums = torch.stack([-losses.sum() for losses in result.token_losses]).requires_grad_()
+        answers = [_answer(own, x) for own, x in zip(batch.sequences, sums, strict=True)]
+        pairs = list(zip(answers[::2], answers[1::2], strict=True))
+        loss_sum = torch.stack([self(*pair) for pair in pairs]).sum()
+        metrics = means([self.figures(*pair) for pair in pairs])
+        if backward:
+            (slopes,) = torch.autograd.grad(loss_sum / len(pairs), sums)
+            counts = (-slopes * batch.num_valid_tokens).tolist()  # a plan divides by its labels
+            result = engine.compute(batch, options, device, weights=counts, **known)  # type: ignore[arg-type]
+        total = float(loss_sum.detach())
+        return replace(result, loss=total / len(pairs), loss_sum=total, metrics=metrics)
+
+    def _alone(
+        self,
+        engine: BatchEngine,
+        batch: Batch,
+        options: ChunkOptions,
+        device: torch.device,
+        backward: bool,
+        watch: Callable[[], None],
+    ) -> StepResult:
+        """One call for each pair, whose gradients add up."""
+        import torch
+
+        from furlong import values
+        from furlong.data.loader import sequence_tensors
+        from furlong.runtime.step import StepResult
+
+        pairs = list(zip(batch.sequences[::2], batch.sequences[1::2], strict=True))
+        clock = _Clock(time.perf_counter())
+        losses, found = [], []
+        for number, pair in enumerate(pairs):
+            with torch.set_grad_enabled(backward):
+                tensors = [sequence_tensors(sequence, device) for sequence in pair]
+                given = engine.engine.token_values(
+                    tensors, options, values.log_prob(), gradients="added", watch=watch
+                )
+                chosen, rejected = map(_answer, pair, [x.double().sum() for x in given])
+                loss = self(chosen, rejected)
+            losses.append(float(loss.detach()))
+            found.append(self.figures(chosen, rejected))
+            clock.note(Forward(number, 0, options.kept))
+            if backward:
+                (loss / len(pairs)).backward()  # type: ignore[no-untyped-call]
+                clock.note(Backward(number, 0))
+        loss_sum = sum(losses)
+        return StepResult(
+            loss_sum / len(pairs), loss_sum, batch.num_valid_tokens, Timeline(tuple(clock.records)),
+            metrics=means(found),
+        )  # fmt: skip
+
+
+OBJECTIVES: Mapping[str, Callable[[TrainConfig], Objective]] = {
+    "sft": lambda settings: Objective(),
+    "dpo": lambda settings: PairLoss(settings.loss_type, settings.beta, settings.label_smoothing),
+}
+
+
+def objective_of(settings: TrainConfig) -> Objective:
+    """The loss of a run."""
+    return OBJECTIVES[settings.loss](settings)
+
+
+def log_probs(
+    engine: BatchEngine, sequences: Iterable[Tokens], options: ChunkOptions, device: torch.device,
+    *, name: str,
+) -> list[npt.NDArray[Any]]:  # fmt: skip
+    """The log-probabilities of each sequence's tokens with a label, the same on all processes.
+    Call it under `torch.no_grad`."""
+    from furlong import values
+    from furlong.data.loader import Batch, LoaderState, sequence_tensors
+    from furlong.data.tokenize import IGNORE_INDEX
+
+    known = list(sequences)
+    learnt = [np.flatnonzero(own.labels[1:] != IGNORE_INDEX) for own in known]
+    if engine.is_alone:
+        tensors = [sequence_tensors(sequence, device) for sequence in known]
+        found = engine.engine.token_values(tensors, options, values.log_prob())
+        return [x.cpu().numpy()[at + 1] for x, at in zip(found, learnt, strict=True)]
+    batch = Batch(tuple(known), LoaderState())
+    result = engine.compute(batch, options, device, name=name, backward=False)
+    return [-x.numpy()[at] for x, at in zip(result.token_losses, learnt, strict=True)]
+
+
+def means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each figure over pairs."""
+    return {name: sum(own[name] for own in found) / len(found) for name in found[0]}
+
+
+def _answer(sequence: Tokens, log_prob: Tensor) -> Answer:
+    """The answer of a sequence whose reference is known, of the summed log-probability."""
+    from furlong.data.tokenize import IGNORE_INDEX
+
+    assert sequence.reference is not None  # attached before the first step
+    num_tokens = int((sequence.labels[1:] != IGNORE_INDEX).sum())
+    return Answer(log_prob, float(sequence.reference.sum(dtype="float64")), num_tokens)
+
+
+def _draws_twice(num_processes: int, what: str, source: str, change: str) -> ConfigError:
+    """The error for dropout, whose losses and gradients would be of other draws."""
+    return ConfigError(
+        given=f"train.loss: dpo with {num_processes} processes and {what}",
+        required="no draws: losses are made of one forward, gradients of another",
+        source=f"{source}, and the number of processes that were started",
+        change=f"{change}, or start one process",
+    )
+
+
+@dataclass
+class _Clock:
+    """Seconds of each pair's forward and backward, which waited for the device; a backward holds
+    what it computes again."""
+
+    started_s: float
+    records: list[Record] = field(default_factory=list)
+
+    def note(self, action: Forward | Backward) -> None:
+        start_s = self.records[-1].stop_s if self.records else 0.0
+        stop_s = time.perf_counter() - self.started_s
+        self.records.append(Record(0, "compute", action, start_s, stop_s, 0, 0))

@@ -1,1 +1,0 @@
-"""Training on pairs of answers: `train.loss: dpo`."""

@@ -1,0 +1,711 @@
+"""A run of `furlong train`: built in the order in which things fail, trained, saved and exported.
+
+    with furlong.Trainer("run.yaml", callbacks=[Mine()]) as trainer:
+        trainer.train()
+
+All processes of a run make one, and call the same methods.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from furlong.config.schema import RunConfig
+from furlong.config.sources import build_run, load_run
+from furlong.data.cache import cache_folder
+from furlong.data.loader import Batch, describe_batches, in_order, iterate_batches, told_ahead
+from furlong.data.tokenize import load_tokenizer
+from furlong.errors import DivergenceError
+from furlong.files import write_json
+from furlong.models.build import check_model, export_model
+from furlong.planners.options import ChunkOptions
+from furlong.report.patience import patience
+from furlong.runtime.profile import memory_bytes, peak_memory_bytes
+from furlong.simulate.predict import predict_step
+from furlong.timeline import MEASURED, MeasuredStep, Timeline
+from furlong.train.batches import BatchEngine, drawn_share, step_options
+from furlong.train.build import (
+    announce,
+    build_run_model,
+    check_run_room,
+    check_steps,
+    device_of,
+    engine_of,
+    fused,
+    layers_of,
+    load_splits,
+    ranks_of,
+    steps_of,
+    work_of,
+)
+from furlong.train.checkpoint_folder import list_checkpoints
+from furlong.train.checkpoints import (
+    Checkpoints,
+    RunState,
+    all_tensors,
+    base_fingerprint,
+    check_data,
+    one_process,
+    restore_generators,
+)
+from furlong.train.choose_plan import shrunk, values_of
+from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate, share_of
+from furlong.train.memory import SCRATCH_BYTES, Fitting, UsedMemory, lack_of_memory_told
+from furlong.train.metrics import (
+    MetricsLog,
+    Progress,
+    StepFigures,
+    build_meter,
+    open_bar,
+    open_profiler,
+)
+from furlong.train.objective import objective_of
+from furlong.train.optim import build_optimizer, build_schedule, make_state, set_rate
+from furlong.train.processes import ALONE, STEP, Processes, command_like, require_equal
+from furlong.train.reference import reference_fingerprint, referenced
+from furlong.train.report import TrainReport, list_export
+from furlong.train.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    EXPORT,
+    METRICS,
+    OPTIONS,
+    PROFILE,
+    REPORT,
+    RunFolder,
+    clear_export,
+    create_run_folder,
+    folder_errors_reported,
+)
+from furlong.train.run_model import (
+    RunModel,
+    batch_plans_of,
+    check_architecture,
+    check_free,
+    choose_run_plan,
+    rope_of,
+    storage_of,
+)
+from furlong.train.sample_check import check_sample
+from furlong.train.start import open_run
+from furlong.train.stop import StopRequest
+from furlong.train.trackers import open_trackers
+from furlong.train.whole import model_size, put_weights, whole_weights
+from furlong.units import format_bytes
+
+if TYPE_CHECKING:
+    from furlong.kv.pools import Storage
+    from furlong.planners.decide import Decision
+    from furlong.runtime.step import StepResult
+
+
+class Callback:
+    """Looks on, on every process; each method is called when its name says."""
+
+    def on_step_end(self, trainer: Trainer, figures: StepFigures) -> None:
+        """Gradients are still those of the step, clipped; the weights are updated."""
+
+    def on_evaluate(self, trainer: Trainer, evaluations: Mapping[str, Evaluation]) -> None: ...
+
+    def on_save(self, trainer: Trainer) -> None: ...
+
+    def on_train_end(self, trainer: Trainer, report: TrainReport) -> None:
+        """The model is exported. A run that a signal has stopped has not come to its end."""
+
+
+class Trainer:
+    """A run: its model, data, optimizer and progress, ready for the next step."""
+
+    def __init__(
+        self,
+        config: RunConfig | Mapping[str, Any] | str | Path,
+        *,
+        resume: bool = False,
+        callbacks: Sequence[Callback] = (),
+        processes: Processes = ALONE,
+        run: RunFolder | None = None,
+    ) -> None:
+        """`config`: a run, its keys as values, or the path of a run file. `resume` goes on with the
+        run in `config.out`, if there is one. `run`: what `open_run` has opened already.
+
+        The run folder appears when everything that can be checked before the first step has been.
+        Raises UserError for what the user can mend.
+        """
+        if isinstance(config, str | Path):
+            config = load_run(Path(config))
+        elif not isinstance(config, RunConfig):
+            config = build_run(dict(config), "the config of Trainer")
+        self.config, self.processes, self.callbacks = config, processes, list(callbacks)
+        self.objective = objective_of(config.train)
+        self.progress = Progress()
+        self.saved_step = 0
+        self._stop: StopRequest | None = None
+        with ExitStack() as stack:
+            self.run = run or open_run(stack, config, resume=resume, processes=processes)
+            kept = 0 if self.run.state is None else self.run.state["metrics_bytes"]
+            self.log = MetricsLog(None, 0, keep_bytes=kept)
+            if self.run.report is None:
+                stack.enter_context(one_process())
+                with lack_of_memory_told():
+                    # what fails without weights and data fails first
+                    self._check()
+                    self._load_data()
+                    self._choose_plan()
+                    self._build_model(stack)
+                    self._build_reference()
+                    self._build_optimizer()
+                    with folder_errors_reported(self.run.path):
+                        self._open_folder(stack)
+            self._stack = stack.pop_all()
+
+    # The phases of building, in this order.
+
+    def _check(self) -> None:
+        """Tiers, the model's files and its tokenizer, as far as they can be had before all else."""
+        config, run, launch = self.config, self.run, self.processes.launch
+
+        def check() -> tuple[torch.device, Storage, RunModel, Any]:
+            device = device_of(launch)
+            storage = storage_of(config, device, num_local=launch.num_local)
+            check_model(
+                config.model.name, init=config.model.init, rope=rope_of(config),
+                max_seq_len=config.data.max_seq_len,
+            )  # fmt: skip
+            model = RunModel.read(config, device, launch)
+            if run.checkpoint is not None and run.state is not None:
+                check_architecture(run.checkpoint, run.state, model.architecture, config.model.name)
+            return device, storage, model, load_tokenizer(config.model.name)
+
+        self.device, self.storage, self.run_model, self.tokenizer = self.processes.together(check)
+
+    def _load_data(self) -> None:
+        config, processes, run = self.config, self.processes, self.run
+        with patience("reading the data", speaks=processes.is_first):
+            read = partial(load_splits, config.data, self.tokenizer, self.objective.format)
+            self.data = processes.first_of_each_machine(read)
+        self.train_data, self.eval_data = self.data["train"], self.data.get("eval")
+        fingerprint = self.train_data.fingerprint
+        source = "data.train, and the files of the model's tokenizer"
+        require_equal(processes, fingerprint, source)
+
+        def check() -> int:
+            if run.checkpoint is not None and run.state is not None:
+                check_data(run.checkpoint, run.state, fingerprint)
+            per_step, train = config.train.sequences_per_step, self.train_data
+            print(f"data.train: {describe_batches(sum(train.mixture.draws), per_step, train.noun)}")
+            num_steps = steps_of(config.train, train)
+            if run.checkpoint is not None and run.state is not None:
+                check_steps(num_steps, run.checkpoint, run.state, config)
+            return num_steps
+
+        self.num_steps = processes.together(check)
+
+    def _choose_plan(self) -> None:
+        """The first process chooses for all."""
+
+        def choose() -> Decision:
+            if self.run.decided is not None:
+                return self.run.decided
+            decision = choose_run_plan(self.config, self.run_model, self.train_data, self.storage)
+            check_free(self.storage, decision)
+            return replace(decision, answer=None, model=None)  # what is not needed again
+
+        self.decision = self.processes.from_first(choose)
+
+    def _build_model(self, stack: ExitStack) -> None:
+        config, processes, decision = self.config, self.processes, self.decision
+        rivals = batch_plans_of(config, self.run_model, decision)
+        torch.manual_seed(config.train.seed + processes.launch.number)
+        ranks = ranks_of(decision.layout, self.device)
+        layers = layers_of(decision.stages, ranks)
+        self.model = processes.together(
+            lambda: fused(config, build_run_model(config, layers).to(self.device))
+        )
+        self.base_fingerprint = base_fingerprint(self.model, processes)
+        self.reference_fingerprint = None
+        if self.objective.needs_reference:
+            self.reference_fingerprint = reference_fingerprint(
+                self.model, self.run_model.architecture, dtype=config.model.dtype,
+                max_seq_len=config.data.max_seq_len, processes=processes,
+            )  # fmt: skip
+            rivals = None  # their plans know no weights of sequences
+        engine = engine_of(config, self.model, self.storage, ranks, processes)
+        for split in self.data.values():
+            processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
+        work = work_of(self.run_model.whole_cost)
+        self.engine = BatchEngine(engine, processes, work, decision.stages, rivals)
+        stack.callback(self.engine.close)
+        size = model_size(engine, processes)
+        announce(config, size, decision, self.device, self.storage, self.num_steps)
+        room = partial(check_run_room, config, size.trained_bytes, self.run.path, self.num_steps)
+        processes.together(room)
+
+    def _build_reference(self) -> None:
+        """Log-probabilities of the model as it is now, before its first step."""
+        self.fitting = Fitting(
+            self.decision.options, say=self.say, changed=self._options_changed,
+            alike=self.processes.alike,
+        )  # fmt: skip
+        if self.reference_fingerprint is None:
+            return
+        folder = cache_folder(self.config.data.cache_dir)
+        for name, split in self.data.items():
+            self.data[name] = referenced(
+                split, self.engine, self.fitting, folder=folder,
+                fingerprint=self.reference_fingerprint, key=f"data.{name}",
+            )  # fmt: skip
+        self.train_data, self.eval_data = self.data["train"], self.data.get("eval")
+        self.decision = replace(self.decision, options=self.fitting.options)
+
+    def _build_optimizer(self) -> None:
+        config, processes = self.config, self.processes
+        self.optimizer = build_optimizer(self.model.parameters(), config.train)
+        self.schedule = build_schedule(self.optimizer, config.train, self.num_steps)
+        self.budget_bytes = None if config.memory.device == "auto" else config.memory.device
+        cost = self.run_model.cost
+        self.meter = build_meter(
+            None if cost is None else cost.shape, self.device, config.model.dtype,
+            has_frozen_base=self.base_fingerprint is not None,
+            num_devices=processes.num_processes,
+        )  # fmt: skip
+        self.state = RunState(
+            config=config.model_dump(mode="json"),
+            decision=self.decision,
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.schedule,
+            data_fingerprint=self.train_data.fingerprint,
+            base_fingerprint=self.base_fingerprint,
+            architecture=self.run_model.architecture,
+            reference=self.reference_fingerprint,
+            processes=processes,
+        )
+
+    def _open_folder(self, stack: ExitStack) -> None:
+        """The run folder of a new run; that of an old one gives back what its checkpoint has."""
+        run, processes = self.run, self.processes
+        if run.is_new:
+            make_folder = partial(create_run_folder, stack, run.path)
+            processes.together(make_folder if processes.is_first else lambda: None)
+        if run.checkpoint is not None and run.state is not None:
+            self.progress = self.state.restore(run.checkpoint, run.state)
+            step = self.progress.step
+            print(f"resumed from {run.checkpoint.name}: step {step} of {self.num_steps}")
+        self.saved_step = self.progress.step
+        self.checkpoints = Checkpoints(
+            run.path / CHECKPOINTS, processes, in_background=self.config.train.async_save,
+            say=self.say,
+        )  # fmt: skip
+        stack.callback(self.checkpoints.close)
+        # The config comes last: a folder that has one holds a run.
+        if processes.is_first:
+            self._options_changed(self.fitting.options)
+            write_json(run.path / CONFIG, self.state.config)
+        make_state(self.optimizer)
+        self.used = self._used_memory()
+
+    # The steps.
+
+    def train(self) -> TrainReport | None:
+        """Trains, evaluates, exports; None when a signal ended it before that, with a checkpoint.
+
+        A checkpoint is taken before the evaluation of its step: a resumed run repeats that one.
+        """
+        if self.run.report is not None:
+            return self.run.report
+        folder = self.run.path
+        with (
+            ExitStack() as stack,
+            lack_of_memory_told(),
+            folder_errors_reported(folder),
+            StopRequest() as self._stop,
+        ):
+            profiled = self._open_log(stack)
+            self.used = self._used_memory()  # what trackers have loaded is not of the steps
+            batches = told_ahead(
+                self.batches(), lambda batch: self.engine.expect(batch, self.fitting.options)
+            )
+            every_steps = self.config.train.save_every_steps
+            loss, stopped = self._evaluate_if_due()
+            if self.progress.step == 0:
+                self.progress = replace(self.progress, eval_loss_before=loss)
+            while self.progress.step < self.num_steps and not stopped:
+                batch, num_skipped, data_s = self._next_batch(batches)
+                self._check_sample(batch)
+                figures = self.step(batch, data_s)
+                self.progress = self.progress.after(batch, figures, num_skipped)
+                self._step_taken(figures)
+                profiled()
+                self._call("on_step_end", figures)
+                if every_steps and self._is_due(every_steps):
+                    self.save()
+                loss, stopped = self._evaluate_if_due()
+            if stopped and every_steps and self.saved_step < self.progress.step:
+                self.save()
+            self.checkpoints.finish()
+            if stopped:
+                self._tell_how_to_go_on()
+                return None
+            report = self.export(loss)
+            self._call("on_train_end", report)
+            return report
+
+    def batches(self) -> Iterator[Batch]:
+        """The global batches from where the run is, endless."""
+        train, settings = self.train_data, self.config.train
+        return iterate_batches(
+            train,
+            sequences_per_step=settings.sequences_per_step,
+            seed=settings.seed,
+            state=self.progress.data,
+            mixture=train.mixture,
+            units=train.units,
+        )
+
+    def step(self, batch: Batch, data_s: float = 0.0) -> StepFigures:
+        """Gradients of the mean loss of the global batch, clipping, one update.
+
+        Where memory does not suffice, chunks shrink and the gradients are computed anew. Raises
+        DivergenceError, with the weights as they were, when loss or gradient are not finite, and
+        ConfigError when the smallest chunks do not fit.
+        """
+        step = self.progress.step + 1
+        started_s = time.perf_counter()
+        self.optimizer.zero_grad()
+        before_bytes = memory_bytes(self.used.device)
+        self.result = result = self.gradients(batch, step)
+        norm = self.engine.engine.clip_gradients(self.config.train.max_grad_norm)
+        loss = self._finite_loss(batch, result, norm, step)
+        lr = float(self.schedule.get_last_lr()[0])
+        self.optimizer.step()
+        self.schedule.step()
+        self.processes.at(f"after {STEP} {step}")
+        seconds, share = result.timeline.seconds_by_kind(), drawn_share(result.plan)
+        step_s = time.perf_counter() - started_s + data_s
+        peak_bytes = peak_memory_bytes(self.used.device)
+        meter = self.meter if share is None else None
+        return StepFigures(
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            num_sequences=len(batch.sequences),
+            num_tokens=batch.num_tokens,
+            num_valid_tokens=batch.num_valid_tokens,
+            longest_tokens=max(batch.seq_lens),
+            tokens_per_s=batch.num_tokens / step_s,
+            peak_memory_bytes=peak_bytes,
+            step_memory_bytes=max(0, peak_bytes - before_bytes),
+            used_memory_bytes=self.used.peak_bytes(),
+            gradients_s=result.timeline.duration_s,
+            chunk_size=self.fitting.options.size,
+            forward_s=seconds.get("F", 0.0),
+            recompute_s=seconds.get("R", 0.0) + seconds.get("K", 0.0),
+            backward_s=seconds.get("B", 0.0),
+            data_s=data_s,
+            step_s=step_s,
+            mfu=None if meter is None else meter.mfu(batch.seq_lens, step_s),
+            host_bytes=result.host_bytes or None,
+            disk_bytes=result.disk_bytes or None,
+            plan_s=self.engine.waited_s,
+            plan_method=self.engine.method,
+            metrics=result.metrics,
+            drawn_share=share,
+        )
+
+    def gradients(self, batch: Batch, step: int) -> StepResult:
+        """Gradients of the mean loss of the global batch, in chunks that fit; a sampled one's draw
+        is that of the step, however often it is tried."""
+        used = self.used
+
+        def call(options: ChunkOptions) -> StepResult:
+            used.restart()
+            return self.objective.compute(
+                self.engine, batch, step_options(options, step), used.device,
+                name=f"{STEP} {step}", watch=used.check,
+            )  # fmt: skip
+
+        result = self.fitting.compute(
+            call, name=f"step {step}", num_tokens=batch.num_tokens, device=used.device,
+            undo=self.optimizer.zero_grad,
+        )  # fmt: skip
+        self.processes.at(f"{STEP} {step} update")
+        return result
+
+    def evaluate(self) -> dict[str, Evaluation] | None:
+        """The loss of the held-out sequences and of a share of the training ones, by name; None
+        when a signal has stopped it."""
+        settings = self.config.train
+        sets: dict[str, Any] = {}
+        if self.eval_data is not None:
+            sets[HELD_OUT] = self.eval_data, self.eval_data.units
+        if settings.eval_train_share:
+            sets[TRAINING] = share_of(self.train_data, settings.eval_train_share, settings.seed)
+        found = {}
+        for name, (sequences, units) in sets.items():
+            batches = in_order(sequences, settings.sequences_per_step, units=units)
+            evaluation = evaluate(
+                self.engine, self.model, batches, self.fitting, objective=self.objective,
+                used=self.used, should_stop=self.should_stop,
+            )  # fmt: skip
+            if evaluation is None:
+                return None
+            found[name] = evaluation
+        return found
+
+    def save(self) -> None:
+        """Writes a checkpoint of now, or with `train.async_save` begins to."""
+        self.processes.at("a checkpoint")
+        state = replace(self.state, decision=shrunk(self.state.decision, self.fitting.options))
+        state.save(self.checkpoints, self.progress, metrics_bytes=self.log.num_bytes)
+        self.saved_step = self.progress.step
+        self._call("on_save")
+
+    def export(self, eval_loss: float | None = None) -> TrainReport:
+        """Writes the model as a folder that transformers loads, and the report, which marks the run
+        as finished."""
+        self.processes.at("the export")
+        engine, several = self.engine.engine, self.processes.num_processes > 1
+        weights = whole_weights(engine, self.processes) if several else {}
+
+        def write() -> TrainReport:
+            whole: Any = engine.model.model
+            if several:
+                whole = build_run_model(self.config)
+                put_weights(whole, weights)
+            return self._report(whole, eval_loss)
+
+        return self.processes.from_first(write)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next steps depend on, as far as this process has it: tensors by the names of
+        a checkpoint, which are those of now and no copies, and plain values."""
+        return {
+            "tensors": all_tensors(self.model, self.optimizer, self.processes),
+            "schedule": self.schedule.state_dict(),
+            "progress": self.progress.to_dict(),
+        }
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Goes back, or on, to a `state_dict` of the same layout; all processes call it."""
+        known = dict(values["tensors"])
+        rng = {name: known.pop(name) for name in [*known] if name.startswith("rng.")}
+        own = self.state_dict()["tensors"]
+        for name, tensor in known.items():
+            own[name].copy_(tensor)
+        restore_generators(rng, self.processes.launch.number, self.used.device)
+        self.schedule.load_state_dict(values["schedule"])
+        set_rate(self.schedule)
+        self.progress = Progress.from_dict(values["progress"])
+
+    def should_stop(self) -> bool:
+        """Whether a signal has asked any process to stop."""
+        return self.processes.any(self._stop is not None and self._stop.asked)
+
+    def say(self, line: str) -> None:
+        """Print a line, above the progress bar where there is one."""
+        self.log.say(line)
+
+    def close(self) -> None:
+        """Give the run folder free for other processes."""
+        self._stack.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # What happens around the steps.
+
+    def _used_memory(self) -> UsedMemory:
+        parameters, budget_bytes = self.model.parameters(), self.budget_bytes
+        return UsedMemory(parameters, self.optimizer, budget_bytes=budget_bytes)
+
+    def _open_log(self, stack: ExitStack) -> Any:
+        """The log of the run until `stack` ends, cut back to what the checkpoint knows of, that of
+        the first process; what is returned is called after each step."""
+        done, path, settings = self.progress.step, self.run.path, self.config.log
+        number = self.processes.launch.number
+        trace = path / PROFILE / f"process-{number}.json"
+        profiled = open_profiler(stack, settings.profile_steps, done, trace)
+        if self.processes.is_first:
+            trackers = open_trackers(stack, path, settings, self.state.config, done)
+            say, advance = open_bar(stack, done, self.num_steps)
+            log = MetricsLog(
+                path / METRICS, self.num_steps, say, keep_bytes=self.log.num_bytes,
+                trackers=trackers, advance=advance,
+            )  # fmt: skip
+            self.log = stack.enter_context(log)
+        return profiled
+
+    def _next_batch(self, batches: Iterator[Batch]) -> tuple[Batch, int, float]:
+        """The next batch with a label, how many without one came before it, and the seconds of
+        that."""
+        started_s = time.perf_counter()
+        num_skipped = 0
+        while (batch := next(batches)).num_valid_tokens == 0:
+            num_skipped += 1
+            self.log.skipped(self.progress.step + 1)
+        return batch, num_skipped, time.perf_counter() - started_s
+
+    def _check_sample(self, batch: Batch) -> None:
+        """Compares a sampled gradient with the exact one where that is due."""
+        sample, step = self.config.chunks.sample, self.progress.step + 1
+        if sample is None or not sample.check_every_steps or step % sample.check_every_steps:
+            return
+        started_s = time.perf_counter()
+        self.optimizer.zero_grad()  # the last step's gradients, which nobody needs any more
+        self.used.restart()
+        options = step_options(self.fitting.options, step)
+        found = check_sample(self.engine, self.model, batch, options, watch=self.used.check)
+        self.log.sample_check(step, found, time.perf_counter() - started_s)
+
+    def _step_taken(self, figures: StepFigures) -> None:
+        """Reports a step as measured; the first one also as predicted, and what it has taken beyond
+        the budget."""
+        step, budget_bytes, log = self.progress.step, self.budget_bytes, self.log
+        log.step(step, figures)
+        if step == 1 and budget_bytes is not None and figures.used_memory_bytes > budget_bytes:
+            self.say(
+                f"warning: step 1 has used {format_bytes(figures.used_memory_bytes)}, memory.device"
+                f" is {format_bytes(budget_bytes)}; up to {format_bytes(SCRATCH_BYTES)} more is let"
+                " pass, as the libraries' own"
+            )
+        cost, plan = self.run_model.whole_cost, self.result.plan
+        if step == 1 and self.processes.is_first and cost is not None and plan is not None:
+            log.predicted(step, figures, predict_step(cost, plan))
+        every_steps = self.config.train.save_every_steps
+        if plan is not None and (step == 1 or self._is_due(every_steps)):
+            self._write_measured(step)
+
+    def _write_measured(self, step: int) -> None:
+        """Writes a step with the records of all lists of its plan, each from its own start; of the
+        processes of a pool, which obey one list together, the first tells."""
+        ranks, plan = self.engine.engine.ranks, self.result.plan
+        assert plan is not None
+        is_of_list = ranks is None or ranks.process == 0
+        told = self.processes.each(self.result.timeline.to_json() if is_of_list else [])
+        if self.processes.is_first:
+            records = [record for of_process in told for record in of_process]
+            measured = MeasuredStep(step, plan, Timeline.from_json(records))
+            write_json(self.run.path / MEASURED, measured.to_json())
+
+    def _evaluate_if_due(self) -> tuple[float | None, bool]:
+        """The held-out loss if an evaluation is due, and whether the run has been asked to stop."""
+        step, settings = self.progress.step, self.config.train
+        is_last = step == self.num_steps
+        has_data = self.eval_data is not None or settings.eval_train_share
+        if not has_data or not (step == 0 or self._is_due(settings.eval_every_steps)):
+            return None, not is_last and self.should_stop()
+        started_s = time.perf_counter()
+        evaluations = self.evaluate()
+        if evaluations is None:
+            return None, True
+        self.log.evaluation(step, evaluations, time.perf_counter() - started_s)
+        self._call("on_evaluate", evaluations)
+        held_out = evaluations.get(HELD_OUT)
+        return (None if held_out is None else held_out.loss), not is_last and self.should_stop()
+
+    def _is_due(self, every_steps: int) -> bool:
+        """Whether what happens every so many steps is due now; after the last one it is."""
+        step = self.progress.step
+        return step == self.num_steps or (every_steps > 0 and step % every_steps == 0)
+
+    def _tell_how_to_go_on(self) -> None:
+        step = self.progress.step
+        assert self._stop is not None
+        cause = self._stop.signal_name or "a signal to another process"
+        path = self.run.path
+        command = command_like(self.processes.launch, f"train {path / CONFIG} --resume")
+        where = f"stopped by {cause} after step {step} of {self.num_steps}"
+        if list_checkpoints(path / CHECKPOINTS):
+            print(f"{where}; go on with: {command}")
+        else:
+            print(f"{where}; there is no checkpoint: {command} begins again")
+
+    def _report(self, model: Any, eval_loss: float | None) -> TrainReport:
+        folder, config, progress = self.run.path, self.config, self.progress
+        clear_export(folder)
+        dtype = getattr(torch, config.model.dtype)
+        exported = export_model(
+            model, self.tokenizer, folder / EXPORT, dtype=dtype, rope=rope_of(config)
+        )
+        report = TrainReport(
+            num_steps=progress.step,
+            num_tokens=progress.num_tokens,
+            train_loss=progress.last_loss,
+            eval_loss_before=progress.eval_loss_before,
+            eval_loss_after=eval_loss,
+            tokens_per_s=progress.num_tokens / progress.steps_s,
+            peak_memory_bytes=progress.peak_memory_bytes,
+            num_skipped_batches=progress.num_skipped_batches,
+            run_folder=str(folder),
+            export_folder=str(exported),
+            export_files=list_export(exported),
+        )
+        write_json(folder / REPORT, asdict(report))
+        print(f"exported to {exported}")
+        return report
+
+    def _options_changed(self, options: ChunkOptions) -> None:
+        """Writes the options of now, which a step that did not fit has changed."""
+        if self.processes.is_first and self.run.path.is_dir():
+            write_json(self.run.path / OPTIONS, values_of(shrunk(self.decision, options)))
+
+    def _call(self, hook: str, *values: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *values)
+
+    def _finite_loss(
+        self, batch: Batch, result: StepResult, norm: float, step: int
+    ) -> float | None:
+        """The loss; None where it is estimated from drawn chunks and none of them has a label.
+
+        Such a draw leaves gradients of zeros: a loss that is truly not a number leaves others.
+        Raises DivergenceError, with no gradients and on all processes, when loss or norm are not
+        finite.
+        """
+        is_estimated = result.plan is not None and not result.plan.report_loss
+        if is_estimated and norm == 0 and math.isnan(result.loss):
+            return None
+        if not (math.isfinite(result.loss) and math.isfinite(norm)):
+            self.optimizer.zero_grad()
+            error = _not_finite(step, batch, result.loss, norm, self.saved_step)
+            raise self.processes.alike(error)
+        return result.loss
+
+
+def _not_finite(
+    step: int, batch: Batch, loss: float, norm: float, saved_step: int
+) -> DivergenceError:
+    """`saved_step`: that of the newest checkpoint; 0: there is none."""
+    names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return DivergenceError(
+        given=f"loss {loss}, gradient norm {norm} in step {step}; the weights are still those of"
+        f" step {step - 1}",
+        required="finite figures",
+        source=f"the sequences of step {step}: {shown}",
+        change="look at these sequences, or start anew with a lower train.lr or a longer"
+        " train.warmup_ratio; "
+        + (
+            f"the checkpoint of step {saved_step} is whole, furlong export makes a model of it"
+            if saved_step
+            else "there is no checkpoint (train.save_every_steps says when one is written)"
+        ),
+    )

@@ -1,0 +1,153 @@
+"""`furlong.Trainer` from Python: the run of the command, hooks, more steps, a trace, a subclass."""
+
+from __future__ import annotations
+
+import copy
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_runs import TinyRun
+from safetensors.torch import load_file
+
+import furlong
+from furlong.cli.main import main
+from furlong.config.sources import parse_run
+from furlong.errors import CheckpointError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "subclass_trainer.py"
+PLAIN = ("--train.epochs=null", "--train.schedule=constant", "--train.warmup_ratio=0")
+
+
+def config_of(tiny_run: TinyRun, out: Path, *flags: str) -> Any:
+    return parse_run(tiny_run.arguments(out, *flags)[1:])
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Noting(furlong.Callback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def on_step_end(self, trainer: furlong.Trainer, figures: Any) -> None:
+        gradients = [p.grad for p in trainer.model.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        self.seen.append(("step", trainer.progress.step, figures.loss))
+
+    def on_evaluate(self, trainer: furlong.Trainer, evaluations: Any) -> None:
+        self.seen.append(("evaluate", trainer.progress.step, *evaluations))
+
+    def on_save(self, trainer: furlong.Trainer) -> None:
+        name = f"step-{trainer.progress.step:08d}"
+        assert (trainer.checkpoints.folder / name / "manifest.json").exists()
+        self.seen.append(("save", trainer.progress.step))
+
+    def on_train_end(self, trainer: furlong.Trainer, report: Any) -> None:
+        assert Path(report.export_folder).is_dir()
+        self.seen.append(("end", report.num_steps))
+
+
+def test_a_trainer_is_the_command_with_hooks(tiny_run: TinyRun, tmp_path: Path) -> None:
+    flags = ("--train.epochs=1", f"--data.eval={tiny_run.folder / 'held-out.jsonl'}")
+    assert main(tiny_run.arguments(tmp_path / "command", *flags)) == 0
+    config = config_of(tiny_run, tmp_path / "python", *flags)
+    noting = Noting()
+    with furlong.Trainer(config.model_dump(), callbacks=[noting]) as trainer:
+        report = trainer.train()
+    assert report is not None and report.num_steps == 3
+    assert same(weights(tmp_path / "python"), weights(tmp_path / "command"))
+    assert [one[:2] for one in noting.seen] == [
+        ("evaluate", 0), ("step", 1), ("step", 2), ("save", 2), ("step", 3), ("save", 3),
+        ("evaluate", 3), ("end", 3),
+    ]  # fmt: skip
+    records = map(json.loads, (tmp_path / "command" / "metrics.jsonl").read_text().splitlines())
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert [one[2] for one in noting.seen if one[0] == "step"] == losses
+
+
+def test_steps_are_taken_again_from_a_state(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Weights, moments, generators, schedule and data: what a checkpoint holds, in memory."""
+    adapters = ("--model.lora.rank=2", "--model.lora.dropout=0.3")
+    with furlong.Trainer(config_of(tiny_run, tmp_path / "run", *adapters)) as trainer:
+
+        def taken(num_steps: int) -> list[float | None]:
+            batches, losses = trainer.batches(), []
+            for _ in range(num_steps):
+                batch = next(batches)
+                figures = trainer.step(batch)
+                trainer.progress = trainer.progress.after(batch, figures, 0)
+                losses.append(figures.loss)
+            return losses
+
+        taken(2)
+        before = copy.deepcopy(trainer.state_dict())
+        losses = taken(3)
+        after = copy.deepcopy(trainer.state_dict())
+        trainer.load_state_dict(before)
+        assert taken(3) == losses
+        again = trainer.state_dict()
+        assert same(again["tensors"], after["tensors"])
+        assert (again["schedule"], again["progress"]["data"]) == (
+            after["schedule"], after["progress"]["data"],
+        )  # fmt: skip
+
+
+def test_a_run_that_has_ended_goes_on_with_more_steps(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert main(tiny_run.arguments(whole, *PLAIN, "--train.steps=4")) == 0
+    assert main(tiny_run.arguments(run, *PLAIN, "--train.steps=2")) == 0
+    capsys.readouterr()
+    assert main(tiny_run.arguments(run, *PLAIN, "--train.steps=4", "--resume")) == 0
+    told = capsys.readouterr().out
+    assert "train.steps = 4, before 2" in told and "learning rate" in told
+    assert same(weights(run), weights(whole))
+    assert json.loads((run / "report.json").read_text())["num_steps"] == 4
+    with pytest.raises(CheckpointError, match="3 steps for a run that has taken 4"):
+        furlong.Trainer(config_of(tiny_run, run, *PLAIN, "--train.steps=3"), resume=True)
+
+
+def test_the_rate_of_a_longer_run_follows_its_length(tiny_run: TinyRun, tmp_path: Path) -> None:
+    run, flags = tmp_path / "run", (*PLAIN[:1], "--train.schedule=linear")
+    assert main(tiny_run.arguments(run, *flags, "--train.steps=2")) == 0
+    assert main(tiny_run.arguments(run, *flags, "--train.steps=8", "--resume")) == 0
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    rates = [record["lr"] for record in records if "lr" in record]
+    assert rates == pytest.approx([1e-2, 5e-3, *(1e-2 * (8 - n) / 8 for n in range(2, 8))])
+
+
+@pytest.mark.parametrize("steps", ["[1, 2]", "[2, 9]"])
+def test_a_profiler_traces_the_steps_that_are_named(
+    tiny_run: TinyRun, tmp_path: Path, steps: str
+) -> None:
+    run = tmp_path / "run"
+    flags = ("--train.epochs=1", f"--log.profile_steps={steps}")
+    assert main(tiny_run.arguments(run, *flags)) == 0
+    trace = json.loads((run / "profile" / "process-0.json").read_text())
+    names = [str(event.get("name")) for event in trace["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step") for name in names) == 2
+    assert any("mm" in name for name in names)
+
+
+def test_the_example_of_a_subclass(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, file = tmp_path / "run", tmp_path / "run.json"
+    file.write_text(config_of(tiny_run, run, "--train.epochs=1").model_dump_json())
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(file)])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    records = [json.loads(line) for line in (run / "gradients.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    num_weights = sum(weight.numel() for weight in weights(run).values())
+    assert all(0 < sum(record["below"].values()) <= num_weights for record in records)
