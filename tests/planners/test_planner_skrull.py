@@ -20,8 +20,8 @@ from furlong.cost.training import Training
 from furlong.plan.check import check
 from furlong.plan.plan import Place
 from furlong.planners.chunks import sequence_work
-from furlong.planners.places import TOKENS, PoolBatch, Setting
-from furlong.planners.skrull import faster_places, micro_batches, plan_skrull
+from furlong.planners.places import TOKENS
+from furlong.planners.skrull import faster_places, micro_batches, plan_skrull, setting_of
 
 K = 1024
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("H100"), Training(zero_stage=2))
@@ -116,9 +116,9 @@ def test_places_by_seconds_are_close_to_the_best_of_all():
         ((batch, *others),) = schedule_skrull(lens, work, dp_size=1, **sizes)
         if others:
             continue
-        rates = Setting(PoolBatch.of(lens, model, sp_size), 0)
+        rates = setting_of(lens, model, sp_size, bucket_tokens)
         best_s = brute_force(lens, rates, sp_size, bucket_tokens)
-        found = faster_places(batch, rates, bucket_tokens)
+        found = faster_places(batch, rates)
         assert ids_of(found) == ids_of(batch)
         before.append(seconds(lens, places_of(batch), rates) / best_s)
         after.append(seconds(lens, places_of(found), rates, bucket_tokens) / best_s)

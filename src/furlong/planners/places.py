@@ -183,8 +183,11 @@ class PoolBatch:
     """(K, Z, F) what each sequence adds to every process of a place of each size."""
 
     @classmethod
-    def of(cls, seq_lens: Sequence[int], model: CostModel, pool_size: int) -> PoolBatch:
-        sizes = place_sizes(pool_size)
+    def of(
+        cls, seq_lens: Sequence[int], model: CostModel, pool_size: int, sizes: tuple[int, ...] = ()
+    ) -> PoolBatch:
+        """`sizes`: those of places that may be had; empty: all."""
+        sizes = sizes or place_sizes(pool_size)
         pieces = [Slice(0, 0, n, Place(0, size)) for n in seq_lens for size in sizes]
         table = chunk_table(
             [Chunk((piece,)) for piece in pieces],
@@ -441,6 +444,10 @@ class Division:
         most = np.maximum(seconds.max(axis=-1, keepdims=True), 1e-30)
         norms = most[..., 0] * ((seconds / most) ** _POWER).sum(axis=-1) ** (1 / _POWER)
         return np.where(fits, norms.sum(axis=(0, 2)), inf)
+
+    def has_room(self) -> bool:
+        """Whether no process holds more than it can."""
+        return bool(self._have_room(self.loads).all())
 
     def _have_room(self, loads: Array) -> NDArray[np.bool_]:
         return self.setting.held(loads) <= self.setting.device_tokens * (1 + _ALIKE)

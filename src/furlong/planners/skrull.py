@@ -24,10 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-
 from furlong.cost.model import CostModel
-from furlong.cost.seconds import Array
 from furlong.plan.check import check
 from furlong.plan.plan import Chunk, ChunkPlan, Layout, Place, Slice
 from furlong.planners.chunks import (
@@ -40,11 +37,11 @@ from furlong.planners.chunks import (
     sequence_work,
 )
 from furlong.planners.options import ChunkOptions
-from furlong.planners.places import TOKENS, PoolBatch, Setting
+from furlong.planners.places import Division, PoolBatch, Setting, Spot, improve
 from furlong.planners.question import Candidate, Question
 
-_MOST_CHANGED = 8
-"""Sequences of a kind that are tried on another place at a time."""
+_NUM_CHANGES = 12
+"""Moves and swaps that improve the places of a micro-batch."""
 
 
 def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
@@ -96,8 +93,20 @@ def micro_batches(
     found = paired(range(len(seq_lens)), seq_lens, work, sp_size, bucket_tokens)
     if sp_size == 1:
         return found
-    rates = Setting(PoolBatch.of(seq_lens, model, sp_size), recompute_layers)
-    return [faster_places(batch, rates, bucket_tokens) for batch in found]
+    setting = setting_of(seq_lens, model, sp_size, bucket_tokens, recompute_layers)
+    return [faster_places(batch, setting) for batch in found]
+
+
+def setting_of(
+    seq_lens: Sequence[int],
+    model: CostModel,
+    sp_size: int,
+    bucket_tokens: float,
+    recompute_layers: int = 0,
+) -> Setting:
+    """The places of Skrull: a sequence is on one process, or on all."""
+    batch = PoolBatch.of(seq_lens, model, sp_size, sizes=(1, sp_size))
+    return Setting(batch, recompute_layers, bucket_tokens)
 
 
 def paired(
@@ -139,52 +148,19 @@ def whole_sequences(
     return Chunk(by_place(Slice(i, 0, seq_lens[i], place) for i, place in placed))
 
 
-def faster_places(batch: Chunk, rates: Setting, bucket_tokens: int) -> Chunk:
-    """The micro-batch with places that take fewer seconds, found from the given ones and from all
-    sequences sharded: of the slowest process the longest local sequences are sharded or moved to
-    the fastest one, or sharded ones become local there, whichever helps most, as long as any does.
-    """
+def faster_places(batch: Chunk, setting: Setting) -> Chunk:
+    """The micro-batch with places that take fewer seconds, as far as a few changes find them from
+    the given ones and from all sequences shared."""
     slices = sorted(batch.slices, key=lambda piece: piece.seq_id)
-    seq_ids, given = [s.seq_id for s in slices], [s.place for s in slices]
-    starts = given, [Place(0, rates.batch.pool_size)] * len(given)
-    found = [_descend(seq_ids, places, rates, bucket_tokens) for places in starts]
-    _, places = min(found, key=lambda pair: pair[0])
-    return whole_sequences(seq_ids, places, rates.batch.seq_lens)
-
-
-def _descend(
-    seq_ids: Sequence[int], places: Sequence[Place], rates: Setting, bucket_tokens: int
-) -> tuple[float, list[Place]]:
-    """Seconds and places where no single change is faster, or after as many as there are
-    sequences."""
-    added, pool_size = rates.batch.added, rates.batch.pool_size
-    now, whole = list(places), Place(0, pool_size)
-    by_length = sorted(range(len(now)), key=lambda i: -rates.batch.seq_lens[seq_ids[i]])
-
-    def load(i: int, place: Place) -> Array:
-        own = np.zeros((added.shape[2], pool_size))
-        own[:, place.first : place.stop] = added[seq_ids[i], 0 if place.size == 1 else -1][:, None]
-        return own
-
-    loads = np.sum([load(i, place) for i, place in enumerate(now)], axis=0)  # (F, W)
-    best_s = float(rates.seconds(loads).max(axis=-1).sum())
-    for _ in seq_ids:
-        busy_s = rates.seconds(loads).sum(axis=0)  # (W,)
-        slowest, fastest = Place(int(busy_s.argmax()), 1), Place(int(busy_s.argmin()), 1)
-        local = [i for i in by_length if now[i] == slowest][:_MOST_CHANGED]
-        shared = [i for i in by_length if now[i] == whole]
-        shared = list(dict.fromkeys((*shared[:_MOST_CHANGED], *shared[-_MOST_CHANGED:])))
-        changes = [(i, place) for i in local for place in (whole, fastest)]
-        changes += [(i, fastest) for i in shared]
-        tried = [(loads + load(i, to) - load(i, now[i]), i, to) for i, to in changes]
-        tried = [one for one in tried if one[0][TOKENS].max() <= bucket_tokens + 1e-6]
-        if not tried:
-            break
-        seconds = rates.seconds(np.stack([after for after, _, _ in tried], axis=1))  # (P, N, W)
-        steps_s = seconds.max(axis=2).sum(axis=0)
-        if steps_s.min() >= best_s * (1 - 1e-9):
-            break
-        best_s = float(steps_s.min())
-        loads, i, place = tried[int(steps_s.argmin())]
-        now[i] = place
-    return best_s, now
+    shared = dict.fromkeys((piece.seq_id for piece in slices), Spot(0, 1, 0))
+    given = {s.seq_id: Spot(0, int(s.place.size > 1), s.place.first) for s in slices}
+    found = []
+    for spots in (given, shared):
+        division = Division(setting, 1, spots)
+        if division.has_room():
+            improve(division, _NUM_CHANGES)
+            found.append(division)
+    best = min(found, key=Division.step_s)
+    sizes = setting.batch.sizes
+    places = [Place(best.spots[s.seq_id].first, sizes[best.spots[s.seq_id].kind]) for s in slices]
+    return whole_sequences(best.spots, places, setting.batch.seq_lens)
