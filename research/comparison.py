@@ -44,7 +44,7 @@ from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.plan import Forward, Unshard
-from furlong.planners.options import dials_in_words
+from furlong.planners.options import options_in_words
 from furlong.planners.question import MARGIN, Limits, Question, whole_model
 from furlong.planners.search import best_plan
 from furlong.planners.search import search as one_search
@@ -172,7 +172,7 @@ def _ours(problem: Problem) -> Answer:
     layout = found.best.candidate.layout
     step = step_s(whole_model(found.question.model_of(layout)), plan)
     return {"s": step, "method": method, "is_pool": method == "places" and layout.dp == 1,
-            "dials": f"{layout}, {dials_in_words(found.options)}"}  # fmt: skip
+            "dials": f"{layout}, {options_in_words(found.options)}"}  # fmt: skip
 
 
 def bound_s(problem: Problem) -> float:

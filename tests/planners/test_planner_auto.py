@@ -16,7 +16,7 @@ from furlong.plan.lengths import count_lengths
 from furlong.plan.plan import Layout, Tiers
 from furlong.planners.candidates import ByteBound, chunks, longest_step
 from furlong.planners.decide import Decision, decide
-from furlong.planners.options import ChunkOptions, dials_of, fixed_options
+from furlong.planners.options import ChunkOptions, fixed_options, option_values
 from furlong.planners.orders import plan_on_device
 from furlong.planners.question import MARGIN, SLACK, Limits, Question, Space
 from furlong.planners.search import _order_of, search
@@ -96,14 +96,14 @@ def test_the_search_loses_nothing_to_brute_force(num_devices, lens, gib):
 def test_tiers_are_used_only_where_they_are_allowed_and_within_their_budgets():
     tight = {"model": H100, "budget_bytes": int(10.5 * GIB), "sequences_per_step": 1}
     alone = choose(**tight)
-    assert alone.options.order == "layer-first" and dials_of(alone.options).get("tier") is None
+    assert alone.options.order == "layer-first" and option_values(alone.options).get("tier") is None
     for host, disk in ((100 * GIB, 0), (GIB, 0), (GIB // 2, 4 * GIB), (0, 2 * GIB)):
         decision = choose(host_bytes=host, disk_bytes=disk, **tight)
         needs = decision.answer.best.needs
         assert needs.device_bytes <= (1 - MARGIN) * 10.5 * GIB
         assert needs.host_bytes <= host and needs.disk_bytes <= disk
         assert decision.answer.best.step_s <= alone.answer.best.step_s
-        used = set(dials_of(decision.options).get("tier", {}).values())
+        used = set(option_values(decision.options).get("tier", {}).values())
         assert used <= {name for name, n in (("host", host), ("disk", disk)) if n}
 
 

@@ -33,11 +33,11 @@ from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
 from furlong.planners.decide import (
     Decision,
-    check_pair_dials,
+    check_pair_options,
     division_in_words,
     longest_sequence,
 )
-from furlong.planners.options import dials_in_words, dials_of
+from furlong.planners.options import option_values, options_in_words
 from furlong.planners.question import SIZES, Answer
 from furlong.planners.search import METHODS, best_plan, own_methods
 from furlong.planners.spaco import Sampling, num_drawn, one_draw, sampling_in_words
@@ -189,7 +189,7 @@ class Found(NamedTuple):
         own = own_methods(answer.question) if answer else []
         if set(own).issuperset(self.method.split(", ")):
             return ""
-        return dials_in_words(self.decision.options)
+        return options_in_words(self.decision.options)
 
     @property
     def words(self) -> str:
@@ -209,7 +209,7 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     # of pairs: one call of a run, which takes the longest one
     is_of_pairs = config.train.is_of_pairs
     if is_of_pairs:
-        check_pair_dials(config.chunks)
+        check_pair_options(config.chunks)
     decision = choose_plan(
         config, model, batch.lengths, limits, question.budget_words, question.num_devices,
         sequences_per_step=len(batch.seq_lens), given=question.given,
@@ -235,7 +235,7 @@ def _show_found(
     plan, answer = report.plan, decision.answer
     above, below = question.lines() | {"plan": found.words}, dict[str, str]()
     values = question.to_json() | {
-        "method": method, "dials": dials_of(decision.options),
+        "method": method, "dials": option_values(decision.options),
         "auto": decision.words, "parallel": decision.layout_words,
     } | report.to_json()  # fmt: skip
     if (sampling := decision.options.sampling) is not None:
@@ -273,7 +273,7 @@ def _search_values(answer: Answer) -> dict[str, Any]:
     if len(answer.tried) > 1:
         one, step_s = answer.tried[1].candidate, answer.tried[1].step_s
         # a method's own chunks have none of these options
-        dials = dials_of(one.options) if one.longest else {}
+        dials = option_values(one.options) if one.longest else {}
         next_best = {
             "method": one.method, "layout": asdict(one.layout), "dials": dials, "step_s": step_s,
         }  # fmt: skip

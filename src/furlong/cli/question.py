@@ -30,7 +30,7 @@ from furlong.plan.lengths import (
     read_lengths,
     write_lengths,
 )
-from furlong.planners.decide import FREE_RAM, MAX_CHUNKS, given_dials, training_of
+from furlong.planners.decide import FREE_RAM, MAX_CHUNKS, given_options, training_of
 from furlong.planners.question import MARGIN, SIZES, Limits, tier_budgets
 from furlong.planners.spaco import check_sampling
 from furlong.units import count_words, format_bytes, format_count, plural
@@ -172,7 +172,7 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
         _check_one_pair(flags, num_devices)
         sizes = {}
     spec = spec_of(THIS_CPU if own.hardware is None else own.hardware, num_devices)
-    dials = given_dials(config.chunks)
+    dials = given_options(config.chunks)
     _check_dials(dials, batch)
     if "sample" in dials and (num_devices != 1 or own.compare):
         given = f"{num_devices} devices" if num_devices != 1 else "--compare"

@@ -1,4 +1,4 @@
-"""Plans of chunks, as candidates of a search: all values of the dials that may be worth a try.
+"""Plans of chunks, as candidates of a search: all values of the options that may be worth a try.
 
     for candidate in chunks(question, layout):          # rising in candidate.estimate_s
         candidate.options, candidate.plan_of(seq_lens)
@@ -7,8 +7,8 @@ Each has closed forms: `TimeEstimate`, about the seconds of its walk, and `ByteB
 bytes of the longest sequence. Dials that are given hold. What is left out needs as much memory as
 another candidate and takes more time, or has more cells than can be walked.
 
-Where the given dials sample, seconds are those of a draw, which is the same for all candidates; but
-memory must hold the exact plan, for any draw may be of all chunks.
+Where the given options sample, seconds are those of a draw, which is the same for all candidates;
+but memory must hold the exact plan, for any draw may be of all chunks.
 """
 
 from __future__ import annotations

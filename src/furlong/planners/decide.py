@@ -1,4 +1,4 @@
-"""The dials, the method and the layout that `auto` chooses for a run, and the words for them.
+"""The options, the method and the layout that `auto` chooses for a run, and the words for them.
 
     decision = decide(lengths, sequences_per_step=32, model=model, budget_bytes=budget)
     decision.options, decision.words, decision.predict(plan)
@@ -26,7 +26,7 @@ from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.lengths import Lengths, draw_lengths
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners.candidates import KEEPS
-from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions, dials_in_words, fixed_options
+from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions, fixed_options, options_in_words
 from furlong.planners.orders import plan_two_phases
 from furlong.planners.question import (
     SIZES,
@@ -109,7 +109,7 @@ def longest_sequence(
 
 FREE_RAM = "three fifths of the free RAM"
 """The budget of `memory.device: auto` on a CPU."""
-SEARCHED_DIALS = ("size", "num_retained", "keep", "tier", "order")
+SEARCHED_OPTIONS = ("size", "num_retained", "keep", "tier", "order")
 _MIN_SEQUENCES = 32
 """Number of sequences in the steps whose time is predicted, together."""
 _MAX_SEQUENCES = 1024
@@ -143,7 +143,7 @@ _NUM_TIMED = 3
 
 @dataclass(frozen=True)
 class Decision:
-    """The dials of a run, and why."""
+    """The options of a run, and why."""
 
     options: ChunkOptions
     words: str
@@ -285,14 +285,14 @@ def sample_steps(
 
 
 def smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:
-    """Options that need little, with the dials that are given."""
+    """Options that need little, with those that are given."""
     size = min(1024, fixed_options(longest).size)
     small: dict[str, Any] = {"size": size, "num_retained": 0, "keep": "kv"}
     return ChunkOptions(**(small | dict(given)))
 
 
-def check_pair_dials(chunks: ChunksConfig) -> None:
-    """Raises ConfigError for dials that two phases have not."""
+def check_pair_options(chunks: ChunksConfig) -> None:
+    """Raises ConfigError for options that two phases have not."""
     retained = chunks.num_retained
     for name, value, is_odd, change in (
         ("keep", chunks.keep, chunks.keep == "all", "set it to attention, kv or input"),
@@ -346,11 +346,11 @@ def training_of(model: ModelConfig) -> Training:
     return replace(training, lora=Lora(lora.rank, attention=attention, mlp=mlp))
 
 
-def given_dials(chunks: ChunksConfig) -> dict[str, Any]:
-    """The dials that a run file gives; stage_layers alone mean layer-first. Raises ConfigError for
-    a sample whose keys contradict each other."""
-    dials = {name: getattr(chunks, name) for name in (*SEARCHED_DIALS, "stage_layers")}
-    given = {name: value for name, value in dials.items() if value != "auto"}
+def given_options(chunks: ChunksConfig) -> dict[str, Any]:
+    """The options that a run file gives; stage_layers alone mean layer-first. Raises ConfigError
+    for a sample whose keys contradict each other."""
+    values = {name: getattr(chunks, name) for name in (*SEARCHED_OPTIONS, "stage_layers")}
+    given = {name: value for name, value in values.items() if value != "auto"}
     if "stage_layers" in given:
         given = {"order": "layer-first", **given}
     if chunks.sample is not None:
@@ -411,7 +411,7 @@ def _nothing_offered(question: Question, error: Exception | None) -> ConfigError
             given=f"chunks.method = {question.method}, and {error.given}",
             required=error.required, source=error.source, change=error.change,
         )  # fmt: skip
-    dials = ", ".join(f"{name} {value}" for name, value in question.given.items())
+    fixed = ", ".join(f"{name} {value}" for name, value in question.given.items())
     layouts = count_words(len(question.layouts()), "layout")
     needed = _NEEDS.get(question.method, "a layout")
     keys = [f"{'parallel' if name in SIZES else 'chunks'}.{name}" for name in question.given]
@@ -422,9 +422,9 @@ def _nothing_offered(question: Question, error: Exception | None) -> ConfigError
         ways.append("set chunks.size and chunks.sample")
     return ConfigError(
         given=f"chunks.method = {question.method}"
-        + (f" with {dials}" if dials else "")
+        + (f" with {fixed}" if fixed else "")
         + f" on {count_words(question.num_devices, 'device')}",
-        required=f"{needed}, and dials and a batch for which the method has a plan that fits",
+        required=f"{needed}, and options and a batch for which the method has a plan that fits",
         source=f"chunks.method, in {layouts}",
         change=" or ".join([*ways, "use another method"]),
     )
@@ -450,7 +450,7 @@ def _plan_lacks(answer: Answer, trial: Trial, *, alone: bool) -> ConfigError:
     given = [name for name in question.options if name != "size" or options.size > SMALLEST_CHUNK]
     enough = (f"memory.{name}: {-(-used // 2**20)}MiB" for name, used in lacking.items())
     return ConfigError(
-        given=f"of {plans} none fits; nearest is {dials_in_words(options)}, {needs}",
+        given=f"of {plans} none fits; nearest is {options_in_words(options)}, {needs}",
         required=required,
         source=source,
         change=advice(part, training, question.num_devices, given, alone=alone)
@@ -463,7 +463,7 @@ def _margin(limits: Limits) -> str:
 
 
 def why(answer: Answer, budget_words: str) -> str:
-    """The chosen dials of a layout, their reason, and the price of the next best."""
+    """The chosen options of a layout, their reason, and the price of the next best."""
     limits, (best, *others) = answer.question.limits, answer.chunked
     budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
     why = f"the fastest that fits {budget} less {limits.margin:.0%} for what no prediction sees"
@@ -471,13 +471,14 @@ def why(answer: Answer, budget_words: str) -> str:
         why = f"needs least memory of {answer.alike} plans within {SLACK:.0%} of {why}"
     chosen = answer.best
     own = f"{chosen.candidate.method} batch by batch, else " if chosen is not best else ""
-    if not limits.hold(best.needs):  # only a method by name goes on without dials that fit
+    if not limits.hold(best.needs):  # only a method by name goes on without options that fit
         return (
-            f"{own}{dials_in_words(best.candidate.options)}, in evaluations: no dials are predicted"
-            f" to fit {budget}; {needs_in_words(best.needs)} predicted for a step of theirs"
+            f"{own}{options_in_words(best.candidate.options)}, in evaluations: no options"
+            f" are predicted to fit {budget}; {needs_in_words(best.needs)} predicted for a step of"
+            " theirs"
         )
     words = (
-        f"{own}{dials_in_words(best.candidate.options)}: {why}; {needs_in_words(best.needs)}"
+        f"{own}{options_in_words(best.candidate.options)}: {why}; {needs_in_words(best.needs)}"
         f" predicted; next best of {1 + len(others)} that were tried and fit: "
     )
     if not others:
@@ -485,7 +486,7 @@ def why(answer: Answer, budget_words: str) -> str:
     other = others[0]
     change = compared(other.step_s / best.step_s)
     needs = needs_in_words(other.needs)
-    return f"{words}{dials_in_words(other.candidate.options)}: {change}, {needs}"
+    return f"{words}{options_in_words(other.candidate.options)}: {change}, {needs}"
 
 
 def needs_in_words(needs: Needs) -> str:

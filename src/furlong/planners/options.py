@@ -1,4 +1,4 @@
-"""The dials of a plan, and the rule that sets them where there is nothing to search with.
+"""The options of chunks, and the rule that sets them where there is nothing to search with.
 
 `auto` in a run file is the search of `planners.search`. The rule here stands in for it where no
 data set is at hand, and for models whose work cannot be counted.
@@ -138,37 +138,39 @@ def _refuse(name: str, value: object, required: str, change: str) -> NoReturn:
     )
 
 
-def fixed_options(max_seq_len: int, dials: Mapping[str, Any] | None = None) -> ChunkOptions:
+def fixed_options(max_seq_len: int, given: Mapping[str, Any] | None = None) -> ChunkOptions:
     """Options for sequences of at most `max_seq_len` tokens, without a search.
 
-    Every dial that `dials` leaves out is set by a rule: the size is the largest power of two that
+    Every one that `given` leaves out is set by a rule: the size is the largest power of two that
     exceeds neither 4,096 nor `max_seq_len`; the others are ChunkOptions' defaults.
     """
     chosen: dict[str, Any] = {"size": 1 << (min(4096, max(1, max_seq_len)).bit_length() - 1)}
-    return ChunkOptions(**(chosen | dict(dials or {})))
+    return ChunkOptions(**(chosen | dict(given or {})))
 
 
-def dials_of(options: ChunkOptions) -> dict[str, Any]:
-    """The dials of a run file that make these options; those at their defaults left out, but for
+def option_values(options: ChunkOptions) -> dict[str, Any]:
+    """The values of a run file that make these options; those at their defaults left out, but for
     the first three."""
-    dials: dict[str, Any] = {
+    values: dict[str, Any] = {
         "size": options.size, "num_retained": options.num_retained, "keep": options.keep,
     }  # fmt: skip
     if options.order == "layer-first":
-        dials |= {"order": options.order, "stage_layers": options.stage_layers or 1}
+        values |= {"order": options.order, "stage_layers": options.stage_layers or 1}
     if isinstance(options.tier, str):
-        return dials if options.tier == "device" else dials | {"tier": options.tier}
+        return values if options.tier == "device" else values | {"tier": options.tier}
     lower = {kind: tier for kind, tier in asdict(options.tiers).items() if tier != "device"}
-    return dials | {"tier": lower}
+    return values | {"tier": lower}
 
 
 def value_in_words(value: object) -> str:
-    """A dial's value; a mapping as a run file has it."""
+    """The value of an option; a mapping as a run file has it."""
     if not isinstance(value, Mapping):
         return str(value)
     return "{" + ", ".join(f"{name}: {inner}" for name, inner in value.items()) + "}"
 
 
-def dials_in_words(options: ChunkOptions) -> str:
-    """The dials of a plan as text, each as its name and value."""
-    return ", ".join(f"{name} {value_in_words(value)}" for name, value in dials_of(options).items())
+def options_in_words(options: ChunkOptions) -> str:
+    """Options as text, each as its name and value."""
+    return ", ".join(
+        f"{name} {value_in_words(value)}" for name, value in option_values(options).items()
+    )

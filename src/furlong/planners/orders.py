@@ -44,7 +44,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
@@ -127,15 +126,17 @@ def walk_group(
     for stage, height in enumerate(stages):
         if only is not None and stage not in only:
             continue
-        dials: dict[str, Any] = {"keep": options.kept, "num_retained": options.num_retained}
+        keep, num_retained = options.kept, options.num_retained
+        rebuilds: tuple[str, ...] = ("input",)
         if options.order == "layer-first" and stage < len(stages) - 1:
-            dials |= {"num_retained": 0, "rebuilds": ("input", "attention")}
-        elif options.order == "layer-first" and options.keep == "input":
-            dials["keep"] = "kv"  # they are there until the backward, which comes next
+            num_retained, rebuilds = 0, ("input", "attention")
+        elif options.order == "layer-first" and keep == "input":
+            keep = "kv"  # they are there until the backward, which comes next
         schedules.append(
             schedule_group(
-                chunks, stage=stage, recompute_layers=min(options.recompute_layers, height),
-                backward=backward and stage >= frozen_stages, **dials,
+                chunks, num_retained=num_retained, keep=keep, stage=stage, rebuilds=rebuilds,
+                recompute_layers=min(options.recompute_layers, height),
+                backward=backward and stage >= frozen_stages,
             )
         )  # fmt: skip
     return _there_and_back(schedules)
@@ -157,17 +158,22 @@ def plan_1f1b(
     sp_size: int = 1,
     frozen_stages: int = 0,
     backward: bool = True,
-    **dials: Any,
+    num_retained: int = 1,
+    keep: Keep = "kv",
+    recompute_layers: int = 0,
 ) -> ChunkPlan:
     """A checked plan of any groups in state-aware 1F1B, in the order in which they are listed.
 
     `stages`: layers per stage; rank s holds stage s. The first `frozen_stages`, with nothing to
-    train in them or below, only run forward; without backward all do. `dials`: those of
+    train in them or below, only run forward; without backward all do. The others: see
     `state_aware_lists`.
     """
     numbered = number_chunks(groups)
     first = frozen_stages if backward else len(stages)
-    lists = state_aware_lists(numbered, stages, frozen_stages=first, **dials)
+    lists = state_aware_lists(
+        numbered, stages, num_retained=num_retained, keep=keep, recompute_layers=recompute_layers,
+        frozen_stages=first,
+    )  # fmt: skip
     return assemble(
         seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size,
         frozen_stages=frozen_stages if backward else 0,

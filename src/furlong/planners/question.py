@@ -57,7 +57,7 @@ _WAYS: dict[str, tuple[tuple[str, str], ...]] = {
     "host": (_HIGHER, _LESS),
     "disk": (_HIGHER, _LESS),
 }
-"""Dials by which a plan needs less of a part of memory."""
+"""Options by which a plan needs less of a part of memory."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,14 @@ def advice(
     alone: bool = False,
 ) -> str:
     """Advice for a plan of `num_devices` whose memory goes into `part`, one of a device or a tier.
-    `given`: the dials that the user has given; `alone`: the devices are given too."""
+    `given`: the options that the user has given; `alone`: the devices are given too."""
     ways = ["use more devices" if num_devices > 1 else "use several devices"]
     if alone:
         ways = [f"give it a larger memory.{part if part in ('host', 'disk') else 'device'}"]
     elif part == "state" and num_devices == 1:
         ways = ["use several devices, which share the state (ZeRO)"]
-    dials = {"keep" if name == "num_retained" else name for name in given}
-    ways += [words for dial, words in _WAYS.get(part, ()) if dial in dials]
+    names = {"keep" if name == "num_retained" else name for name in given}
+    ways += [words for name, words in _WAYS.get(part, ()) if name in names]
     if part in ("activations", "kv", "kv_gradients", "states"):
         ways.append("use shorter sequences (data.max_seq_len)")
     if part == "state" and training.lora is None:

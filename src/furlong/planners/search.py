@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf, log2
 
@@ -62,7 +63,7 @@ METHODS: Mapping[str, Candidates] = {
 }
 """The published systems, by the names of `chunks.method`."""
 _OWN_CHUNKS = ("places", "skrull", "infinipipe")
-"""Methods that make chunks of their own: `auto` asks them beside all dials of chunks, among which
+"""Methods that make chunks of their own: `auto` asks them beside all options of chunks, among which
 is what the others offer."""
 
 
@@ -95,7 +96,7 @@ def _refuse_options(question: Question) -> ConfigError:
     names = [f"chunks.{name}" for name in question.options]
     return ConfigError(
         given=f"{', '.join(names)} with chunks.method = {question.method}",
-        required=f"no dials: {question.method} makes chunks of its own",
+        required=f"no options of chunks: {question.method} makes chunks of its own",
         source="chunks",
         change=f"leave {' and '.join(names)} out, or chunks.method",
     )
@@ -331,7 +332,7 @@ class _Search:
 
 
 def walkable(question: Question) -> list[Layout]:
-    """The layouts that the given dials can have; of these those without an idle replica, if there
+    """The layouts that the given options can have; of these those without an idle replica, if there
     are any. Raises ConfigError."""
     some = question.layouts()
     found = some
@@ -363,13 +364,13 @@ def _order_of(trial: Trial) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class BatchPlans:
-    """The planners that a run asks for every batch, beside that of its dials."""
+    """The planners that a run asks for every batch, beside that of its options."""
 
     question: Question
-    """Its model, limits, given dials and method."""
+    """Its model, limits, given options and method."""
     layout: Layout
     options: ChunkOptions
-    """The dials that the run has begun with."""
+    """The options that the run has begun with."""
     has_shrunk: bool = False
     """Whether a step did not fit before, although it was predicted to."""
 
@@ -382,44 +383,43 @@ class BatchPlans:
         frozen_layers: int = 0,
     ) -> tuple[str, ChunkPlan]:
         """The name and the plan of one replica's sequences that is predicted to be fastest: that of
-        the dials `options`, which is `plan`, unless another one is faster by more than the slack
+        `options`, which is `plan`, unless another one is faster by more than the slack
         with which layouts were compared. A method that is named is what runs: raises UserError
         where it has no plan."""
-        model, question = self.question.model_of(self.layout), self.question
-        if question.method in _OWN_CHUNKS:
-            return question.method, self._plan_by_name(seq_lens, plan, options)
-        # smaller chunks than at the start: what was predicted to fit did not
-        is_free = options == self.options and not self.has_shrunk and not plan.frozen_stages
-        own = own_methods(question) if is_free and options.tiers.kv == "device" else []
-        if question.method != "auto":
-            return question.method, plan
+        question, method = self.question, self.question.method
+        if method in _OWN_CHUNKS:
+            return method, self._plan_by_name(seq_lens, plan, options)
+        if method != "auto":
+            return method, plan
+        model, found = question.model_of(self.layout), dict[str, ChunkPlan]()
         plan_s = step_s(model, gathered_first(plan))  # as the plans of all replicas begin
-        best, best_s = (CHUNKS, plan), plan_s * (1 - LAYOUT_SLACK)
-        found = []
         if plan.sp_size > 1:
-            local = plan_replica(
+            found[LOCAL] = plan_replica(
                 seq_lens, options, num_layers=model.shape.num_layers,
                 stages=plan.stages if self.layout.pp > 1 else (), sp_size=plan.sp_size,
                 frozen_layers=frozen_layers, local_in=model.shape,
             )  # fmt: skip
-            found.append((LOCAL, local))
-        for method in own:
-            try:
-                found.append((method, self._plan_of(method, seq_lens, plan_s)))
-            except (UserError, StopIteration):  # none of its plans fits, or none is faster
-                continue
-        for name, one in found:
-            if self.layout.dp > 1 and one.stages != plan.stages:
-                continue  # another replica may take the dials, and all of a step share its stages
-            if (one_s := step_s(model, gathered_first(one))) < best_s:
-                best, best_s = (name, one), one_s
-        return best
+        # smaller chunks than at the start: what was predicted to fit did not
+        is_free = options == self.options and not self.has_shrunk and not plan.frozen_stages
+        for name in own_methods(question) if is_free and options.tiers.kv == "device" else ():
+            with suppress(UserError, StopIteration):  # none of its plans fits, or none is faster
+                found[name] = self._plan_of(name, seq_lens, plan_s)
+        # another replica may take the options, and all of a step share its stages
+        seconds = {
+            name: step_s(model, gathered_first(one))
+            for name, one in found.items()
+            if self.layout.dp == 1 or one.stages == plan.stages
+        }
+        best = min(seconds, key=seconds.__getitem__, default=CHUNKS)
+        if seconds.get(best, inf) < plan_s * (1 - LAYOUT_SLACK):
+            return best, found[best]
+        return CHUNKS, plan
 
     def _plan_by_name(
         self, seq_lens: Sequence[int], plan: ChunkPlan, options: ChunkOptions
     ) -> ChunkPlan:
         """The plan of the method that is named. Where a step did not fit, although it was predicted
-        to, and the dials' chunks were halved, in a tenth less memory for each time."""
+        to, and the options' chunks were halved, in a tenth less memory for each time."""
         method = self.question.method
         if plan.frozen_stages:
             raise ConfigError(
@@ -436,8 +436,8 @@ class BatchPlans:
         return asked._plan_of(method, seq_lens, inf)
 
     def _plan_of(self, method: str, seq_lens: Sequence[int], beat_s: float) -> ChunkPlan:
-        """The plan of a method with its own chunks, with the tiers of the dials, for replicas have
-        the same ones: nothing of it lies there."""
+        """The plan of a method with its own chunks, with the tiers of the options, for replicas
+        have the same ones: nothing of it lies there."""
         question = replace(self.question, seq_lens=tuple(seq_lens), beat_s=beat_s)
         plan = next(iter(METHODS[method](question, self.layout))).plan_of(seq_lens)
         return replace(plan, tiers=self.options.tiers)

@@ -23,7 +23,7 @@ from furlong.models.build import build_model
 from furlong.models.decoder import HFDecoder
 from furlong.plan.plan import Layout
 from furlong.planners.decide import Decision, division_in_words
-from furlong.planners.options import dials_of, value_in_words
+from furlong.planners.options import option_values, value_in_words
 from furlong.planners.spaco import sampling_in_words
 from furlong.runtime.distributed.mesh import Ranks, make_ranks
 from furlong.train.kernels import put_kernels
@@ -204,7 +204,7 @@ def announce(
         f" {format_count(trained)} trained, {config.model.dtype} on {where}; {num_steps} steps"
     )
     options = decision.options
-    values = {"tier": "device", "order": options.order} | dials_of(options)
+    values = {"tier": "device", "order": options.order} | option_values(options)
     dials = [
         f"{name} {value_in_words(values[name])}"
         + (" (auto)" if getattr(config.chunks, name) == "auto" else "")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from furlong.config.schema import RunConfig, TrainConfig
 from furlong.errors import ConfigError
 from furlong.plan.plan import Backward, Forward
-from furlong.planners.decide import check_pair_dials
+from furlong.planners.decide import check_pair_options
 from furlong.planners.options import ChunkOptions
 from furlong.timeline import Record, Timeline
 
@@ -146,7 +146,7 @@ class PairLoss(Objective):
 
     def check(self, config: RunConfig, num_processes: int) -> None:
         if num_processes == 1:
-            check_pair_dials(config.chunks)
+            check_pair_options(config.chunks)
             return
         if config.chunks.sample is not None:
             raise ConfigError(

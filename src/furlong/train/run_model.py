@@ -33,9 +33,9 @@ from furlong.plan.lengths import count_lengths
 from furlong.plan.plan import Layout
 from furlong.planners.decide import (
     FREE_RAM,
-    SEARCHED_DIALS,
+    SEARCHED_OPTIONS,
     Decision,
-    given_dials,
+    given_options,
     training_of,
 )
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
@@ -49,7 +49,7 @@ from furlong.train.objective import objective_of
 from furlong.train.processes import Launch, layout_of, sizes_of
 from furlong.units import format_bytes
 
-DIALS = (*SEARCHED_DIALS, "stage_layers")
+DIALS = (*SEARCHED_OPTIONS, "stage_layers")
 _NO_BOUND_BYTES = 2**62
 # Where a config comes from, and how a program is to run it.
 _VOLATILE = (
@@ -247,13 +247,13 @@ def _uncounted(
 
 def _are_all(given: Mapping[str, Any]) -> bool:
     """Whether no dial is left to choose."""
-    dials = SEARCHED_DIALS if given.get("order") == "chunk-first" else DIALS
+    dials = SEARCHED_OPTIONS if given.get("order") == "chunk-first" else DIALS
     return all(name in given for name in dials)
 
 
 def _given(config: RunConfig, train: DataSet, model: RunModel) -> dict[str, Any]:
     """The dials of the run file; a sample draws by the run's own seed."""
-    given = given_dials(config.chunks)
+    given = given_options(config.chunks)
     if objective_of(config.train).in_two_phases(model.launch.num_processes):
         return given | {"order": "chunk-first", "num_retained": 0}
     if "sample" in given:
@@ -278,7 +278,7 @@ def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> Ba
     limits = Limits(decision.budget_bytes, margin=model.cost.hardware.margin(MARGIN))
     question = Question(
         (), model.cost, limits, layout.num_devices,
-        given=given_dials(config.chunks), method=config.chunks.method, stages=decision.stages,
+        given=given_options(config.chunks), method=config.chunks.method, stages=decision.stages,
     )  # fmt: skip
     return BatchPlans(question, layout, decision.options, decision.has_shrunk)
 

@@ -11,7 +11,7 @@ from furlong.config.schema import RunConfig, SourceConfig
 from furlong.data.sources import Source, list_files
 from furlong.errors import ConfigError
 from furlong.models.folder import check_files
-from furlong.planners.decide import given_dials
+from furlong.planners.decide import given_options
 from furlong.train.objective import objective_of
 from furlong.train.processes import ALONE, Processes, layout_of, require_equal, versions
 from furlong.train.run_folder import RunFolder, open_run_folder
@@ -45,7 +45,7 @@ def open_run(
 def _check(config: RunConfig, num_processes: int) -> None:
     layout = layout_of(config.parallel, num_processes)
     objective_of(config.train).check(config, num_processes)
-    dials = given_dials(config.chunks)  # refuses what contradicts itself there
+    dials = given_options(config.chunks)  # refuses what contradicts itself there
     if layout.pp > 1 and dials.get("order") == "layer-first":
         raise ConfigError(
             given=f"{'chunks.order' if config.chunks.order != 'auto' else 'chunks.stage_layers'}"

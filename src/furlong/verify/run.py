@@ -13,8 +13,8 @@ from furlong.kv.pools import Storage
 from furlong.models.build import model_of_config, read_config
 from furlong.models.folder import check_folder
 from furlong.models.shrink import LONGEST_TOKENS, shrink_config
-from furlong.planners.decide import given_dials
-from furlong.planners.options import ChunkOptions, dials_in_words, fixed_options
+from furlong.planners.decide import given_options
+from furlong.planners.options import ChunkOptions, fixed_options, options_in_words
 from furlong.units import format_seconds
 from furlong.verify.checks import (
     CHUNK_SIZE,
@@ -61,7 +61,7 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
 def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
     """The run's own dials, with chunks and stages that cut the small sequences and model; without
     sampling, for an exact step."""
-    dials = given_dials(run.chunks) | {"size": CHUNK_SIZE, "sample": None}
+    dials = given_options(run.chunks) | {"size": CHUNK_SIZE, "sample": None}
     if dials.get("stage_layers", whole.num_hidden_layers) < whole.num_hidden_layers:
         most = max(1, shrunk.num_hidden_layers // 2)
         dials["stage_layers"] = min(dials["stage_layers"], most)
@@ -116,7 +116,7 @@ def _describe(subject: Subject, name: str) -> str:
     kinds = ", ".join(dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"]))
     heads = getattr(config, "num_attention_heads", 0)
     adapters = ", adapters" if base is not model else ""
-    dials = dials_in_words(options)
+    dials = options_in_words(options)
     return (
         f"{name} in small: {type(base).__name__}, {config.num_hidden_layers} layers ({kinds}),"
         f" {heads} heads on {getattr(config, 'num_key_value_heads', None) or heads}, hidden"

@@ -19,7 +19,7 @@ from torch import Tensor
 from furlong.config.schema import RunConfig
 from furlong.models.shrink import LONGEST_TOKENS
 from furlong.ops.loss import IGNORE_INDEX
-from furlong.planners.decide import given_dials
+from furlong.planners.decide import given_options
 from furlong.planners.options import fixed_options
 from furlong.planners.spaco import (
     Factors,
@@ -81,7 +81,7 @@ def sampling_of_run(run: RunConfig) -> Sampling | None:
 
     Raises ConfigError for what would draw all of them, whatever the data are.
     """
-    dials, max_seq_len = given_dials(run.chunks), run.data.max_seq_len
+    dials, max_seq_len = given_options(run.chunks), run.data.max_seq_len
     sampling = fixed_options(max_seq_len, dials).sampling
     if sampling is not None:
         check_sampling(sampling, size=dials["size"], longest=max_seq_len)
