@@ -16,6 +16,7 @@ from helpers.load import slowed
 
 from furlong.errors import DataError
 from furlong.train.processes import Limits, Processes, joined, read_launch
+from furlong.train.stop import QuietEnd
 
 QUICK = Limits(round_s=slowed(0.1), silent_rounds=15, stuck_rounds=15, idle_rounds=30)
 
@@ -42,7 +43,9 @@ def is_done(processes: Processes) -> None:
 def raises_of_one(processes: Processes) -> None:
     def read() -> None:
         if not processes.is_first:
-            raise DataError(given="no file", required="a file", source="here", change="add it")
+            error = DataError(given="no file", required="a file", source="here", change="add it")
+            error.add_note("beside the four parts")
+            raise error
 
     processes.together(read)
 
@@ -109,6 +112,13 @@ def sticks(processes: Processes) -> None:
     time.sleep(60)
 
 
+def is_ended_by_a_signal(processes: Processes) -> None:
+    """One works and the other waits in C, where no handler of Python's runs."""
+    with QuietEnd():
+        print("begun", flush=True)
+        processes.together(lambda: time.sleep(60) if processes.is_first else None)
+
+
 def stands_still_in_a_checkpoint(processes: Processes) -> None:
     """The disk of one machine does not answer; the others wait for their verdict."""
     processes.at("a checkpoint")
@@ -141,7 +151,7 @@ CASES = {
     function.__name__: function
     for function in (
         is_done, raises_of_one, fails_on_one, fails_as_a_user_may_mend, fails_outside,
-        dies_at_a_collective, dies_outside, the_first_dies, stops, sticks,
+        dies_at_a_collective, dies_outside, the_first_dies, stops, sticks, is_ended_by_a_signal,
         stands_still_in_a_checkpoint, cannot_write_before_a_collective, works_long_between_steps,
     )
 }  # fmt: skip
@@ -207,6 +217,16 @@ def test_a_stopped_process(tmp_path: Path) -> None:
     for number in (0, 2):
         told = r"process 1: silent for \d+ s \(.*\); its last action was step 3 F1.0 kv"
         assert re.search(told, ended[number].said)
+
+
+def test_a_signal_while_one_works_and_others_wait(tmp_path: Path) -> None:
+    launched = run(tmp_path, "is_ended_by_a_signal")
+    while not all("begun" in launched.said(number) for number in range(2)):
+        time.sleep(0.01)
+    for process in launched.processes:
+        os.kill(process.pid or 0, signal.SIGTERM)
+    ended = launched.ended(20)
+    assert None not in [process.code for process in ended], ended
 
 
 def test_a_dead_end(tmp_path: Path) -> None:

@@ -273,7 +273,10 @@ class Processes:
             return own or error
         if number:
             error.given = f"process {number}: {error.given}"
-            error.args = (in_four_parts(**vars(error)),)
+            parts = {
+                name: getattr(error, name) for name in ("given", "required", "source", "change")
+            }
+            error.args = (in_four_parts(**parts),)
         return error
 
     def from_first(self, work: Callable[[], _T]) -> _T:
@@ -356,18 +359,17 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """After which silence processes are given up."""
+    """After how many rounds processes are given up, and the seconds of a round.
+
+    `silent`: without a beat; `stuck`: without progress of any process within a step, beside ten
+    times the longest action so far; `idle`: the same outside of steps, and until the first one is
+    over: a disk may take its time to write, a first action to load and compile its kernels.
+    """
 
     round_s: float = 1.0
-    """Seconds between two beats of a process."""
     silent_rounds: int = 20
-    """Rounds without a beat after which a process counts as stopped."""
     stuck_rounds: int = 60
-    """Rounds without progress of any process within a step after which all count as stuck, beside
-    ten times the longest action so far."""
     idle_rounds: int = 300
-    """The same outside of steps, and until the first one is over: a disk may take its time to write
-    what it was given, a first action to load and compile its kernels."""
 
 
 class _Beat(NamedTuple):
@@ -456,7 +458,7 @@ class _Watch:
             if verdict := self._verdict():
                 return verdict
             if silent:
-                return self.accuse(self._words(silent, "stopped"))
+                return self.accuse(self._words(silent, " stopped"))
             where = "; ".join(
                 f"process {number} at {self._told(number).position}" for number in numbers
             )
@@ -467,7 +469,7 @@ class _Watch:
     def _words(self, silent: Sequence[int], what: str) -> str:
         names = ", ".join(f"process {number}" for number in silent)
         said = "; ".join(f"its last action was {self._told(number).position}" for number in silent)
-        return f"{names}{'' if what.startswith(':') else ' '}{what}; {said}"
+        return f"{names}{what}; {said}"
 
     def _verdict(self) -> str | None:
         """The reason why all have to leave, if there is one."""
