@@ -174,6 +174,11 @@ MUTANTS = {
         "            undo()\n            before.write(device)\n", "            undo()\n",
         "train/test_fitting.py::test_a_step_that_does_not_fit_is_repeated_in_smaller_chunks",
     ),
+    # data
+    "what a prompt says is learnt": Mutant(
+        "labels = np.where(learnt, ids, np.int32(IGNORE_INDEX))", "labels = ids",
+        "data/test_tokenize.py::test_a_completion_and_its_end_are_learnt",
+    ),
     "every pass over a part has the same order": Mutant(
         "(*seed, number, 1)", "(*seed, 1)",
         "data/test_loader.py::test_passes_over_a_part_have_orders_of_their_own",
