@@ -104,6 +104,7 @@ def test_no_replica_is_idle_unless_nothing_else_is_left() -> None:
     assert decision.layout == Layout(dp=4)
 
 
+@pytest.mark.slow
 def test_a_slow_link_between_machines_is_crossed_by_stages_or_replicas() -> None:
     shape = model_shape("Qwen3-0.6B")
     lengths, found = count_lengths([30_000] * 4), []
@@ -117,6 +118,7 @@ def test_a_slow_link_between_machines_is_crossed_by_stages_or_replicas() -> None
     assert found == [Layout(sp=4), Layout(sp=2, pp=2)]
 
 
+@pytest.mark.slow
 def test_words_name_the_next_best_and_what_does_not_fit() -> None:
     words = choose(budget_bytes=5 * GIB).layout_words
     first, *others = words.split("; ")

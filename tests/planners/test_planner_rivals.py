@@ -112,7 +112,10 @@ def test_stages_that_train_nothing_stay_as_they_are():
     assert found == (CHUNKS, own)
 
 
-@pytest.mark.parametrize(("sp", "pp", "method"), [(4, 1, "places"), (1, 4, "infinipipe")])
+@pytest.mark.parametrize(
+    ("sp", "pp", "method"),
+    [(4, 1, "places"), pytest.param(1, 4, "infinipipe", marks=pytest.mark.slow)],
+)
 def test_a_method_that_is_named_is_what_runs(sp, pp, method):
     """Also where the chunks of the dials are faster, or it has no plan."""
     for lens in (LENS, SHORT):
