@@ -183,6 +183,10 @@ MUTANTS = {
         "(*seed, number, 1)", "(*seed, 1)",
         "data/test_loader.py::test_passes_over_a_part_have_orders_of_their_own",
     ),
+    "the two answers of a record are drawn apart": Mutant(
+        "is_first[1:] = (origins[1:] != origins[:-1]).any(axis=1)", "is_first[1:] = True",
+        "data/test_pairs.py::test_the_cache_has_two_rows_of_a_record",
+    ),
 }  # fmt: skip
 
 

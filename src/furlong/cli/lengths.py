@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from furlong.cli.output import check_output, tell_loading, writing
-from furlong.config.schema import Format
+from furlong.config.schema import Format, RunConfig
 from furlong.config.sources import FlagParser, is_run_file, load_run
 from furlong.errors import refusal
 from furlong.units import count_words
 
 if TYPE_CHECKING:
-    from furlong.config.schema import RunConfig
     from furlong.plan.lengths import Lengths
 
 _MAX_NAMED = 3
@@ -30,8 +29,12 @@ def run(arguments: Sequence[str]) -> int:
             change = f"write {key} in {chosen.data[0]}, or name the data instead of the run"
             raise refusal(f"--{flag} with a run file", "the run's own data", change)
     with patience("counting the lengths"):
-        found = _of_run(chosen) if is_run else _of_data(chosen)
-    _show(*found, chosen.out, chosen.picture)
+        if is_run:
+            config = load_run(chosen.data[0])
+            lengths, limit = count_run(config, chosen.tokenizer), config.data.max_seq_len
+            _show(lengths, f"{chosen.data[0]}: data.train", limit, chosen)
+        else:
+            _show(*_of_data(chosen), None, chosen)
     return 0
 
 
@@ -61,13 +64,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return chosen
 
 
-def _of_run(chosen: argparse.Namespace) -> tuple[Lengths, str, int | None]:
-    """The lengths of a run's training sequences, their title, and the length that is cut off."""
-    config = load_run(chosen.data[0])
-    lengths, limit = count_run(config, chosen.tokenizer), config.data.max_seq_len
-    return lengths, f"{chosen.data[0]}: data.train", limit
-
-
 def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     """Lengths of the draws of a run's first epoch, by its own tokenizer or another; prints what was
     found in the data."""
@@ -88,7 +84,7 @@ def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     return _count(train.epoch_lens(config.train.seed))
 
 
-def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str, None]:
+def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str]:
     if chosen.tokenizer is None:
         required = "--tokenizer, the hub id or folder of a model"
         raise refusal("data without a tokenizer", required, "add --tokenizer T, or name a run file")
@@ -102,7 +98,7 @@ def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str, None]:
     print(*data.describe(), sep="\n")
     num_more = len(chosen.data) - _MAX_NAMED
     title = ", ".join(chosen.data[:_MAX_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
-    return _count(data.seq_lens), title, None
+    return _count(data.seq_lens), title
 
 
 def _tokenizer(name: str, source: str) -> Any:
@@ -120,17 +116,17 @@ def _count(seq_lens: Any) -> Lengths:
 
 
 def _show(
-    lengths: Lengths, title: str, max_seq_len: int | None, out: Path | None, picture: Path | None
+    lengths: Lengths, title: str, max_seq_len: int | None, chosen: argparse.Namespace
 ) -> None:
     from furlong.plan.lengths import write_lengths
     from furlong.report.lengths import format_lengths, save_lengths_picture, summary_line
 
     print(format_lengths(lengths, title))
     print(summary_line(lengths))
-    if out is not None:
-        write_lengths(out, lengths)
-        print(f"lengths written to {out}")
-    if picture is not None:
-        with writing(picture):
-            save_lengths_picture(lengths, picture, title, max_seq_len=max_seq_len)
-        print(f"picture written to {picture}")
+    if chosen.out is not None:
+        write_lengths(chosen.out, lengths)
+        print(f"lengths written to {chosen.out}")
+    if chosen.picture is not None:
+        with writing(chosen.picture):
+            save_lengths_picture(lengths, chosen.picture, title, max_seq_len=max_seq_len)
+        print(f"picture written to {chosen.picture}")

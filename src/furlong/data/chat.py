@@ -243,12 +243,11 @@ class Conversation:
         return _unmarked(texts[0]) if tags else (texts[0], [])
 
     def _fails(self, reason: str) -> DataError:
-        return DataError(
-            given="a conversation that the chat template of"
+        return self.record.refusal(
+            "a conversation that the chat template of"
             f" {self.tokenizer.name_or_path} refuses, {reason}",
-            required="messages in the order that the template expects",
-            source=self.record.origin,
-            change="mend or remove the record, or change the tokenizer's chat template",
+            "messages in the order that the template expects",
+            "mend or remove the record, or change the tokenizer's chat template",
         )
 
     def _cannot_be_masked(self, reason: str) -> DataError:
@@ -285,11 +284,10 @@ def tools_of(record: SourceRecord) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(
-            given=f"tools of type {type(tools).__name__}",
-            required="a list of tools, each of them a JSON schema",
-            source=record.origin,
-            change="write tools as objects, not as text",
+        raise record.refusal(
+            f"tools of type {type(tools).__name__}",
+            "a list of tools, each of them a JSON schema",
+            "write tools as objects, not as text",
         )
     return tools
 
@@ -354,11 +352,10 @@ def messages_of(
             what = f"message {number} with {', '.join(turn) or 'no field'}"
             raise _bad_turn(record, what, field, is_sharegpt={"from", "value"} <= turn.keys())
         if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
-            raise DataError(
-                given=f"message {number} of role {role!r}",
-                required=f"one of {', '.join(sorted(_ROLES))}, or a role of the chat template",
-                source=record.origin,
-                change="rename the role; what the model is to learn is said by the assistant",
+            raise record.refusal(
+                f"message {number} of role {role!r}",
+                f"one of {', '.join(sorted(_ROLES))}, or a role of the chat template",
+                "rename the role; what the model is to learn is said by the assistant",
             )
         if not isinstance(content, str | list) and ("content" in turn or "tool_calls" not in turn):
             kind = kind_of(content) if "content" in given else "missing"
@@ -388,11 +385,10 @@ def _text_of_parts(record: SourceRecord, parts: Items[Any], message: str) -> str
             if isinstance(part, dict) and not is_text:
                 is_other = part.get("type") not in ("text", None)
                 kind = f"of type {part['type']}" if is_other else f"with {media[0]}"
-            raise DataError(
-                given=f"{message}, part {number}: {kind}",
-                required='content as a string, or parts such as {"type": "text", "text": "..."}',
-                source=record.origin,
-                change="remove the record, or the part: images and sound are not trained on",
+            raise record.refusal(
+                f"{message}, part {number}: {kind}",
+                'content as a string, or parts such as {"type": "text", "text": "..."}',
+                "remove the record, or the part: images and sound are not trained on",
             )
         texts.append(text)
     return "".join(texts)
@@ -404,22 +400,20 @@ def _check_marks(record: SourceRecord, turn: Mapping[str, Any], message: str) ->
         value = turn.get(mark, True)
         others = mark != "weight" and value and mark in turn and turn["role"] != "assistant"
         if others or value not in (0, 1):
-            raise DataError(
-                given=f"{message}, of role {turn['role']}: {mark} = {value!r}",
-                required="0 or 1 (false or true), and true for what the assistant says alone",
-                source=record.origin,
-                change=f"remove {mark}, or mend it; an answer with 0 or false is not learnt",
+            raise record.refusal(
+                f"{message}, of role {turn['role']}: {mark} = {value!r}",
+                "0 or 1 (false or true), and true for what the assistant says alone",
+                f"remove {mark}, or mend it; an answer with 0 or false is not learnt",
             )
 
 
 def _bad_turn(
     record: SourceRecord, given: str, field: str, *, is_sharegpt: bool = False
 ) -> DataError:
-    return DataError(
-        given=given,
-        required=f'{field}: [{{"role": "user", "content": "..."}}, ...]',
-        source=record.origin,
-        change="rename from to role and value to content, human to user and gpt to assistant"
+    return record.refusal(
+        given,
+        f'{field}: [{{"role": "user", "content": "..."}}, ...]',
+        "rename from to role and value to content, human to user and gpt to assistant"
         if is_sharegpt
         else "mend or remove the record",
     )

@@ -26,6 +26,7 @@ from furlong.data.cache import (
     write_tokens,
     writing,
 )
+from furlong.data.chat import EMPTY_ANSWERS, ESCAPED, UNWRITTEN
 from furlong.data.formats import (
     FIELDS,
     FORMATS,
@@ -35,8 +36,15 @@ from furlong.data.formats import (
     unused_fields,
 )
 from furlong.data.loader import Mixture, Units, rows_of
-from furlong.data.pairs import NO_EOS, handled, require_answers, require_pair
-from furlong.data.records import BLANK, LeftOut, SourceRecord, read_records
+from furlong.data.pairs import (
+    ALONE,
+    NO_EOS,
+    REPEATED,
+    TOOLS_OF_TEXTS,
+    require_answers,
+    require_pair,
+)
+from furlong.data.records import BLANK, RAW, REPLACED, LeftOut, SourceRecord, read_records
 from furlong.data.sources import Listing, Source, SourceFile, list_files, printable, unreadable
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Sequence, fingerprint
 from furlong.errors import DataError
@@ -45,6 +53,17 @@ from furlong.units import count_words, format_count, format_seconds, plural
 TooLong = Literal["error", "truncate", "drop"]
 
 _MAX_LISTED = 8
+# The words for what was done with what a source did not take as it is, where it was not left out.
+_HANDLED = {
+    REPLACED: "replaced",
+    REPEATED: "read as whole texts",
+    ALONE: "read as answers behind it",
+    EMPTY_ANSWERS: "learnt as they are",
+    NO_EOS: "learnt as they are",
+    ESCAPED: "written with escaped quotes (make them objects)",
+    RAW: "read as they stand (records are .jsonl)",
+    TOOLS_OF_TEXTS: "that are not used",
+}
 SEQUENCES = "the sequences (a chat template may write the date)"
 """The name under which a fingerprint has the tokens themselves."""
 
@@ -286,7 +305,9 @@ def _describe(part: TokenizedSource) -> str:
         listed = ", ".join(map(printable, unused[:_MAX_LISTED]))
         line += f" (not used: {listed}{', ...' if len(unused) > _MAX_LISTED else ''})"
     for what, count in notes["left_out"].items():
-        line += f", {count:,} {what} {handled(what)}"
+        is_unwritten = what.startswith(UNWRITTEN.format(""))
+        done = "that the template does not write" if is_unwritten else "left out"
+        line += f", {count:,} {what} {_HANDLED.get(what, done)}"
         if what in notes["first"]:
             file, row = notes["first"][what]
             line += f" (first: {part.listing.files[file].origin(row)})"

@@ -125,19 +125,17 @@ def check_fields(record: SourceRecord, format: Format) -> None:
         raise _lacks(record, format)
     for name, where in shape.lost.items():
         if (value := record.fields.get(name)) and not _is_said(record, value):
-            raise DataError(
-                given=f"{name} beside {shape.needed[0]}, which would be lost",
-                required=f"all that the model reads in {' and '.join(shape.needed)}",
-                source=record.origin,
-                change=f"write {name} {where}, and remove the field",
+            raise record.refusal(
+                f"{name} beside {shape.needed[0]}, which would be lost",
+                f"all that the model reads in {' and '.join(shape.needed)}",
+                f"write {name} {where}, and remove the field",
             )
     label = record.fields.get("label")
     if shape.has_answers and str(label).lower() in ("false", "0", "0.0"):
-        raise DataError(
-            given=f"label: {str(label).lower()}, which says of answers that they are not learnt",
-            required="answers that are learnt: those of two kinds are pairs",
-            source=record.origin,
-            change="remove the record, or write prompt, chosen and rejected for train.loss: dpo;"
+        raise record.refusal(
+            f"label: {str(label).lower()}, which says of answers that they are not learnt",
+            "answers that are learnt: those of two kinds are pairs",
+            "remove the record, or write prompt, chosen and rejected for train.loss: dpo;"
             " a label that says something else needs another name",
         )
 
@@ -165,9 +163,8 @@ def _lacks(record: SourceRecord, *formats: Format) -> DataError:
         change = "rename the fields to prompt, chosen and rejected, or set train.loss to sft"
     elif {"chosen", "rejected"} <= record.fields.keys():
         change = "set train.loss to dpo, which learns from pairs of answers; or rename the fields"
-    return DataError(
-        given=f"a record with {', '.join((known + others)[:12]) or 'no field'}",
-        required=f"the field{'s' if ' ' in required else ''} {required}",
-        source=record.origin,
-        change=change,
+    return record.refusal(
+        f"a record with {', '.join((known + others)[:12]) or 'no field'}",
+        f"the field{'s' if ' ' in required else ''} {required}",
+        change,
     )

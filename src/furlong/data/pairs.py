@@ -25,15 +25,12 @@ import numpy as np
 
 from furlong.data.cache import TokenizedSource
 from furlong.data.chat import (
-    EMPTY_ANSWERS,
-    ESCAPED,
-    UNWRITTEN,
     Conversation,
     messages_of,
     template_of,
     tools_of,
 )
-from furlong.data.records import RAW, LeftOut, SourceRecord
+from furlong.data.records import LeftOut, SourceRecord
 from furlong.data.rendering import rendering
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Rendered, encode_rendered, text_of
 from furlong.errors import DataError
@@ -90,8 +87,8 @@ def render_texts(record: SourceRecord, left_out: LeftOut) -> _Answers:
         left_out.add(TOOLS_OF_TEXTS, record)
     if record.fields.get("prompt") is not None:
         if not isinstance(record.fields["prompt"], str):
-            raise _refusal(
-                record, "a prompt of messages with answers that are texts",
+            raise record.refusal(
+                "a prompt of messages with answers that are texts",
                 "a prompt and two answers of one kind",
                 'write each answer as [{"role": "assistant", "content": "..."}]',
             )  # fmt: skip
@@ -126,25 +123,6 @@ def render_turns(
         return EMPTY
     make = partial(Conversation, record, tokenizer, template, tools, before=before, first=first)
     return make(turns=chosen).rendered(), make(turns=rejected).rendered()
-
-
-def handled(what: str) -> str:
-    """The words for what was done with records that a source did not take as they are."""
-    if what == REPEATED:
-        return "read as whole texts"
-    if what in (EMPTY_ANSWERS, NO_EOS):
-        return "learnt as they are"
-    if what == ALONE:
-        return "read as answers behind it"
-    if what == ESCAPED:
-        return "written with escaped quotes (make them objects)"
-    if what == RAW:
-        return "read as they stand (records are .jsonl)"
-    if what == TOOLS_OF_TEXTS:
-        return "that are not used"
-    if what.startswith(UNWRITTEN.format("")):
-        return "that the template does not write"
-    return "replaced" if "bytes" in what else "left out"
 
 
 def require_pair(found: Iterable[tuple[Sized, Mapping[str, int]]], key: str) -> None:
@@ -200,8 +178,8 @@ def _conversations(record: SourceRecord, template: str) -> tuple[_Turns, _Turns,
             which = "both repeat in part" if all(repeats) and not any(whole) else (
                 f"{'chosen' if whole[0] or repeats[0] else 'rejected'} alone repeats"
             )  # fmt: skip
-            raise _refusal(
-                record, f"a prompt that {which}",
+            raise record.refusal(
+                f"a prompt that {which}",
                 "two answers behind the prompt, or two whole conversations",
                 "remove the prompt's messages from both answers",
             )  # fmt: skip
@@ -213,8 +191,8 @@ def _conversations(record: SourceRecord, template: str) -> tuple[_Turns, _Turns,
         turn["role"] == "user" and str(turn.get("content")).strip() == prompt.strip()
         for turn in chosen[:first]
     ):
-        raise _refusal(
-            record, f"a prompt {prompt[:40]!r} that is no turn of the user in both conversations",
+        raise record.refusal(
+            f"a prompt {prompt[:40]!r} that is no turn of the user in both conversations",
             "the prompt among the turns with which chosen and rejected begin",
             'write prompt as [{"role": "user", "content": "..."}] if it precedes them, or remove'
             " the record",
@@ -299,11 +277,7 @@ def _is_learnt(encoded: Encoded) -> bool:
 
 def _without_prompt(record: SourceRecord, what: str, kind: str, *foreign: str) -> DataError:
     change = f"rename {foreign[0]} to prompt" if foreign else "add the prompt of each record"
-    return _refusal(
-        record, f"{what}, without a prompt",
+    return record.refusal(
+        f"{what}, without a prompt",
         f"prompt ({kind}), chosen and rejected, or whole conversations that begin alike", change,
     )  # fmt: skip
-
-
-def _refusal(record: SourceRecord, given: str, required: str, change: str) -> DataError:
-    return DataError(given=given, required=required, source=record.origin, change=change)

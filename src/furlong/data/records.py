@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from furlong.data.sources import SourceFile
+from furlong.data.sources import SourceFile, unreadable
 from furlong.errors import DataError
 from furlong.units import count_words, format_bytes
 
@@ -51,6 +51,10 @@ class SourceRecord:
     line: int
     """Line or row, from 1; 0 = the whole file."""
     origin: str
+
+    def refusal(self, given: str, required: str, change: str) -> DataError:
+        """The error of a record that cannot be trained on."""
+        return DataError(given=given, required=required, source=self.origin, change=change)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ def read_records(
                 empty_file = False
                 yield SourceRecord(values, number, line, file.origin(line))
         except OSError as error:
-            raise _unreadable(file, key, error) from error
+            raise unreadable(file.path, key, error) from error
         if empty_file and file.named:
             raise _empty(file, key)
         empty = empty and empty_file
@@ -342,15 +346,6 @@ def _empty(file: SourceFile, key: str) -> DataError:
         required="at least one record or text",
         source=key,
         change="remove it from the list, or fill it",
-    )
-
-
-def _unreadable(file: SourceFile, key: str, error: OSError) -> DataError:
-    return DataError(
-        given=f"{file.origin(0)}: {error.strerror}",
-        required="a file that can be read",
-        source=key,
-        change="check its permissions, or remove it from the list",
     )
 
 

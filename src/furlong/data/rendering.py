@@ -62,11 +62,10 @@ def _ask(connection: Connection, process: BaseProcess, tokenizer: str, record: S
     try:
         content = ForkingPickler.dumps(record)
     except Exception as error:  # what a table's cells decode to may be anything
-        raise DataError(
-            given=f"a conversation of which no copy can be made: {type(error).__name__}: {error}",
-            required="messages of texts, lists and objects, not deeply nested",
-            source=record.origin,
-            change="mend or remove the record",
+        raise record.refusal(
+            f"a conversation of which no copy can be made: {type(error).__name__}: {error}",
+            "messages of texts, lists and objects, not deeply nested",
+            "mend or remove the record",
         ) from error
     try:
         connection.send_bytes(content)
@@ -117,12 +116,11 @@ def _ended(exit_code: int | None, tokenizer: str, record: SourceRecord) -> DataE
         reason = f"takes more than {LIMIT_S:g} s"
     else:
         reason = f"ends its process with {exit_code}"
-    return DataError(
-        given=f"a conversation for which the chat template of {tokenizer} {reason}",
-        required=f"a template that renders a conversation within {LIMIT_S:g} s and"
+    return record.refusal(
+        f"a conversation for which the chat template of {tokenizer} {reason}",
+        f"a template that renders a conversation within {LIMIT_S:g} s and"
         f" {format_bytes(LIMIT_BYTES)}",
-        source=record.origin,
-        change="use another tokenizer or mend its chat template, if its author can be trusted",
+        "use another tokenizer or mend its chat template, if its author can be trusted",
     )
 
 

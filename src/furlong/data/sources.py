@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -70,7 +70,7 @@ class SourceFile:
         """The files whose bytes are its content. Raises OSError."""
         if self.kind != "dataset":
             return (self.path,)
-        return tuple(walk(self.path).files)
+        return tuple(walk(self.path)[0])
 
     def origin(self, line: int) -> str:
         """Where a record is, for messages; line 0 is the whole file."""
@@ -168,17 +168,17 @@ def _files_of(folder: Path, source: Source, key: str) -> Listing:
         folder = folder / (split or "")
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return Listing((SourceFile(folder, "dataset"),), [])
-    found = walk(folder)
-    left_out = [_count(what, paths, folder) for what, paths in found.left_out.items()]
-    records = [file for file in found.files if _kind_of(file) != "text"]
+    found, others = walk(folder)
+    left_out = [_count(what, paths, folder) for what, paths in others.items()]
+    records = [file for file in found if _kind_of(file) != "text"]
     if not records:
-        if not found.files:
+        if not found:
             raise _empty_folder(folder, left_out, key)
-        texts = _texts_of(folder, found.files, source, left_out, key)
+        texts = _texts_of(folder, found, source, left_out, key)
         return Listing(tuple(SourceFile(file, "text", named=False) for file in texts), left_out)
-    _refuse_missing(found.left_out.get(DANGLING, []), key)
-    _refuse_mixture(folder, records, found.files, key)
-    if beside := [file for file in found.files
+    _refuse_missing(others.get(DANGLING, []), key)
+    _refuse_mixture(folder, records, found, key)
+    if beside := [file for file in found
                   if _kind_of(file) == "text" and file.stem.lower() not in CARD_NAMES]:  # fmt: skip
         left_out.append(_count("files beside the records", beside, folder))
     by_split = _splits_of(folder, records)
@@ -378,17 +378,9 @@ def _empty_folder(folder: Path, left_out: Items[str], key: str) -> DataError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FolderContent:
-    """Content of a folder, everything sorted by path."""
-
-    files: list[Path] = field(default_factory=list)
-    left_out: dict[str, list[Path]] = field(default_factory=dict)
-    """Paths under `DANGLING`, `REPEATED` and `SPECIAL`, for those of which there are some."""
-
-
-def walk(folder: Path) -> FolderContent:
-    """The files below a folder, without hidden ones. Links are followed.
+def walk(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
+    """The files below a folder, without hidden ones, and what is left out, under `DANGLING`,
+    `REPEATED` and `SPECIAL`; everything sorted by path. Links are followed.
 
     A folder is read once, however many links lead to it: under its own path where that is below
     `folder`, else under the first link's. One that contains `folder` is not read. Raises OSError,
@@ -418,9 +410,7 @@ def walk(folder: Path) -> FolderContent:
                         (links if entry.is_symlink() else folders).append(inside)
                     case other:
                         left_out[other].append(inside)
-    return FolderContent(
-        sorted(files), {what: sorted(paths) for what, paths in left_out.items() if paths}
-    )
+    return sorted(files), {what: sorted(paths) for what, paths in left_out.items() if paths}
 
 
 def _identity(folder: Path) -> tuple[int, int]:

@@ -293,11 +293,10 @@ def _whole_tokens(tokenizer: Any) -> Iterator[None]:
 
 
 def _cannot_tokenize(record: SourceRecord, rendered: Rendered, error: BaseException) -> DataError:
-    return DataError(
-        given=f"a text of {len(rendered.text):,} characters on which the tokenizer fails: {error}",
-        required="a text that the tokenizer can split",
-        source=record.origin,
-        change="remove the record, or shorten its runs of one character, such as spaces",
+    return record.refusal(
+        f"a text of {len(rendered.text):,} characters on which the tokenizer fails: {error}",
+        "a text that the tokenizer can split",
+        "remove the record, or shorten its runs of one character, such as spaces",
     )
 
 
@@ -322,11 +321,10 @@ def text_of(record: SourceRecord, field: str) -> str:
     text = record.fields[field]
     if not isinstance(text, str):
         hint = "; conversations go into messages" if isinstance(text, list) else ""
-        raise DataError(
-            given=f"{field} that is {kind_of(text)}",
-            required=f"a string in the field {field}",
-            source=record.origin,
-            change=f"write {field} as a string{hint}",
+        raise record.refusal(
+            f"{field} that is {kind_of(text)}",
+            f"a string in the field {field}",
+            f"write {field} as a string{hint}",
         )
     check_size(record, field, text)
     return text
@@ -341,13 +339,12 @@ def tokens_of(record: SourceRecord) -> tuple[npt.NDArray[np.int32], npt.NDArray[
     labels = _integers(record, "labels", lowest=IGNORE_INDEX)
     negative = labels[(labels < 0) & (labels != IGNORE_INDEX)]
     if len(labels) != len(ids) or len(negative):
-        raise DataError(
-            given=f"label {negative[0]}"
+        raise record.refusal(
+            f"label {negative[0]}"
             if len(negative)
             else f"{len(ids)} input_ids with {len(labels)} labels",
-            required=f"a label for every token, unshifted: a token id, or {IGNORE_INDEX} for none",
-            source=record.origin,
-            change="mend or remove the record",
+            f"a label for every token, unshifted: a token id, or {IGNORE_INDEX} for none",
+            "mend or remove the record",
         )
     return ids, labels
 
@@ -367,11 +364,8 @@ def _check_beside_tokens(record: SourceRecord, num_tokens: int) -> None:
         given = f"{masks[0]} beside input_ids, without labels"
         change = f"write labels: the token where {masks[0]} is 1, {IGNORE_INDEX} elsewhere"
     if given is not None:
-        raise DataError(
-            given=given,
-            required="input_ids of one sequence, and labels if not every token is learnt",
-            source=record.origin,
-            change=change,
+        raise record.refusal(
+            given, "input_ids of one sequence, and labels if not every token is learnt", change
         )
 
 
@@ -381,12 +375,11 @@ def _integers(record: SourceRecord, field: str, lowest: int) -> npt.NDArray[np.i
     if len(array) == 0 and values == []:
         return np.zeros(0, np.int32)
     if array.dtype.kind not in "iu" or array.min() < lowest or array.max() > _INT32.max:
-        raise DataError(
-            given=f"{field} that are {kind_of(values)}"
+        raise record.refusal(
+            f"{field} that are {kind_of(values)}"
             + (f" from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""),
-            required=f"a list of whole numbers, token ids from {lowest}",
-            source=record.origin,
-            change="mend or remove the record",
+            f"a list of whole numbers, token ids from {lowest}",
+            "mend or remove the record",
         )
     return array.astype(np.int32)
 
