@@ -506,7 +506,7 @@ class ChunksConfig(BaseModel):
     """Backward for drawn chunks only, such as {rate: 0.25}; null = for all, exactly."""
 
     @model_validator(mode="after")
-    def _stages_are_layer_first(self) -> ChunksConfig:
+    def _keys_fit(self) -> ChunksConfig:
         if self.order == "chunk-first" and self.stage_layers != "auto":
             raise told(
                 keys="chunks.stage_layers and chunks.order",
@@ -514,10 +514,6 @@ class ChunksConfig(BaseModel):
                 required="chunks.order: layer-first with chunks.stage_layers",
                 change="set chunks.order to layer-first, or remove chunks.stage_layers",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_sample_has_a_size(self) -> ChunksConfig:
         if self.sample is not None and self.size == "auto":
             raise told(
                 keys="chunks.size and chunks.sample",
@@ -592,7 +588,7 @@ class RunConfig(BaseSettings):
         return (named["init_settings"],)
 
     @model_validator(mode="after")
-    def _tiers_have_room(self) -> RunConfig:
+    def _sections_fit(self) -> RunConfig:
         for tier, budget in (("disk", self.memory.disk), ("host", self.memory.host)):
             if budget == 0 and names_tier(self.chunks.tier, tier):
                 name = f"memory.{tier}"
@@ -602,10 +598,6 @@ class RunConfig(BaseSettings):
                     required=f"{name} above 0, for what is to live there",
                     change=f"add {name}, such as {name}: 64GiB, or change chunks.tier",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _pairs_have_a_loss(self) -> RunConfig:
         loss, shape = self.train.loss, self.data.format
         if shape != "auto" and self.train.is_of_pairs != (shape == "preference"):
             raise told(
@@ -614,10 +606,6 @@ class RunConfig(BaseSettings):
                 required="preference (chosen + rejected) with dpo, and another shape with sft",
                 change="remove data.format, or change train.loss",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_have_a_base(self) -> RunConfig:
         if self.model.lora is not None and self.model.init == "random":
             raise told(
                 keys="model.lora and model.init",

@@ -175,11 +175,6 @@ class DataSet(Items[Sequence]):
         return Mixture(self._num_units, tuple(part.source.weight for part in self.parts))
 
     @property
-    def rows_per_record(self) -> int:
-        """Sequences of a record, of which all have as many."""
-        return len(self) // max(1, len(self.units))
-
-    @property
     def has_label(self) -> npt.NDArray[np.bool_]:
         """Whether each thing that is drawn has something to learn."""
         return np.asarray(np.logical_or.reduceat(self.valid_tokens > 0, self.units[:, 0]))

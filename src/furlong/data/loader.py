@@ -199,7 +199,6 @@ def iterate_batches(
     state: LoaderState = LoaderState(),
     mixture: Mixture | None = None,
     units: Units | None = None,
-    rows_per_record: int = 1,
 ) -> Iterator[Batch]:
     """Endless; every epoch has an order of its own.
 
@@ -207,7 +206,7 @@ def iterate_batches(
     goes through all of them once. `state` is where to begin: the sequences before it are not read.
     Raises DataError if the epoch has no such batch.
     """
-    units = even_units(len(sequences), rows_per_record) if units is None else units
+    units = _each(len(sequences)) if units is None else units
     mixture = mixture or Mixture((len(units),), (1.0,))
     epoch, batch = state.epoch, state.batch
     per_epoch = batches_per_epoch(sum(mixture.draws), sequences_per_step)
@@ -233,21 +232,20 @@ def iterate_batches(
 def in_order(
     sequences: Items[Sequence],
     sequences_per_step: int,
-    rows_per_record: int = 1,
     *,
     units: Units | None = None,
 ) -> Iterator[Batch]:
     """One pass without shuffling: the batches of an evaluation."""
-    units = even_units(len(sequences), rows_per_record) if units is None else units
+    units = _each(len(sequences)) if units is None else units
     for number, start in enumerate(range(0, len(units), sequences_per_step), start=1):
         drawn = _drawn(sequences, units[start : start + sequences_per_step])
         yield Batch(drawn, LoaderState(0, number))
 
 
-def even_units(num_sequences: int, each: int = 1) -> Units:
-    """The units of `each` sequences in a row."""
-    stops = np.arange(each, num_sequences + 1, each)
-    return np.stack([stops - each, stops], axis=1)
+def _each(num_sequences: int) -> Units:
+    """Each sequence by itself."""
+    numbers = np.arange(num_sequences)
+    return np.stack([numbers, numbers + 1], axis=1)
 
 
 def rows_of(units: Units) -> npt.NDArray[np.int64]:
