@@ -1,8 +1,10 @@
 """Attention of one block by PyTorch's own flash kernel for CPUs.
 
-The kernel wants as many key-value heads as query heads. A block without a mask gets them by folding
-a head group's rows under one another (no copy of keys, and one gradient per key); the causal square
-gets an expanded view. Masks exist for one tile of rows times the keys that those rows see."""
+The kernel wants as many key-value heads as query heads, and gets an expanded view of them. The
+backward of a block without a mask folds a head group's rows under one another instead: one gradient
+per key. Masks exist for one tile of rows times the keys that those rows see. Each operation on
+several threads costs the wait for the slowest of them: few are better than small ones.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,9 @@ class CPUFlash(Backend):
             return Reference().forward(q, k, v, block)
         if block.squares:
             return each_square(self, q, k, v, block)
-        if block.is_full(num_rows, num_keys):
-            pieces = _num_pieces(q.shape[0], k.shape[0])
-            keys, values = k.expand(pieces, *k.shape), v.expand(pieces, *v.shape)
-            out, lse = _flash(_fold(q, k, pieces), keys, values, scale=block.scale)
-            return _unfold(out, q.shape), _unfold(lse, q.shape[:2])
-        if block.is_causal(num_rows, num_keys):
-            out, lse = _flash(*_expanded(q, k, v), is_causal=True, scale=block.scale)
+        is_full = block.is_full(num_rows, num_keys)
+        if is_full or block.is_causal(num_rows, num_keys):
+            out, lse = _flash(*_expanded(q, k, v), is_causal=not is_full, scale=block.scale)
             return out.reshape(q.shape), lse.reshape(q.shape[:2])
         out = torch.zeros_like(q)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))
@@ -65,6 +63,8 @@ class CPUFlash(Backend):
             dq, dk, dv = _flash_backward(
                 fdout, fq, keys, values, fout, flse, 0.0, False, scale=block.scale
             )
+            if pieces == 1:
+                return _unfold(dq, q.shape), dk[0], dv[0]
             return _unfold(dq, q.shape), dk.sum(0), dv.sum(0)  # (pieces, K, S, H) -> (K, S, H)
         if block.is_causal(num_rows, num_keys):
             return _square_backward(dout, q, k, v, out, lse, True, None, block.scale)
