@@ -49,7 +49,6 @@ OTHERS = HYBRIDS | {
     "deepseek_v2": BASE | LATENT,
     "deepseek_v3": BASE | LATENT,
     "deepseek_v3 without narrow queries": BASE | LATENT | {"q_lora_rank": None},
-    "deepseek_v3 with biases": BASE | LATENT | {"attention_bias": True},
     "llama4_text": {
         **BASE, "num_local_experts": 2, "intermediate_size_mlp": 80, "attention_chunk_size": 20,
         "floor_scale": 16, "no_rope_layer_interval": 2, "moe_layers": [1, 3],
@@ -65,18 +64,8 @@ OTHERS = HYBRIDS | {
         **GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
         "moe_intermediate_size": 32,
     },
-    "falcon_h1 with norms and biases": HYBRIDS["falcon_h1"] | {
-        "mamba_rms_norm": True, "projectors_bias": True, "attention_bias": True, "mlp_bias": True,
-    },
     "granitemoehybrid without experts": HYBRIDS["granitemoehybrid"] | {"num_local_experts": 0},
-    "mamba with biases": HYBRIDS["mamba"] | {"use_bias": True, "use_conv_bias": False},
-    "mamba2 with biases": HYBRIDS["mamba2"] | {"use_bias": True, "use_conv_bias": False},
-    "lfm2 with biases": HYBRIDS["lfm2"] | {"conv_bias": True},
-    "lfm3 without gates": HYBRIDS["lfm3"] | {"use_attention_gate": False},
     "zamba2 with two blocks": HYBRIDS["zamba2"] | {"num_mem_blocks": 2},
-    "zamba2 without attention's adapters": HYBRIDS["zamba2"] | {
-        "use_shared_attention_adapter": False
-    },
 }  # fmt: skip
 
 
@@ -85,18 +74,13 @@ GROUPED = {
     "num_key_value_heads": 2, "vocab_size": 96,
 }  # fmt: skip
 VARIANTS = {
-    "cohere without norms": {"use_qk_norm": False},
-    "gpt_neox without bias": {"attention_bias": False},
-    "llama with biases": {"attention_bias": True, "mlp_bias": True},
     "llama tied": {"tie_word_embeddings": True},
     "llama wide heads": {"head_dim": 24},
-    "mixtral with windows": {"sliding_window": WINDOW},
     "phi3 with windows": {"sliding_window": WINDOW},
     "qwen2 late windows": {
         "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2,
     },
     "qwen3_moe with a dense layer": {"mlp_only_layers": [1]},
-    "stablelm with norms and biases": {"qk_layernorm": True, "use_qkv_bias": True},
 }  # fmt: skip
 TINY = tiny_families.FAMILIES | tiny_families.OTHERS
 OWN_CODE = {"gpt2", "granitemoe"}
