@@ -185,9 +185,7 @@ class _Bench(Session):
         self.model.model.zero_grad(set_to_none=True)
         with self.alone():
             self.ready()
-            result = take_step(
-                self, lambda: (plan, batch), None, _nothing, clock=now_s, begun=begun
-            )
+            result = take_step(self, plan, batch, None, _nothing, clock=now_s, begun=begun)
         self._clocked.pace = None
         return Ran(self.ranks.plan_rank, began[0], result.timeline.records)
 

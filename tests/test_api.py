@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 from functools import partial
 from pathlib import Path
@@ -243,17 +242,6 @@ def test_the_default_device_of_torch_changes_nothing() -> None:
         torch.set_default_device(None)
     assert given.loss == truth and evaluated.token_losses[0].device.type == "cpu"
     assert values[0].device.type == "cpu"
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine))]
-)
-def test_an_engine_can_be_copied_with_its_model(copied: Any) -> None:
-    engine = furlong.Engine(build("llama"), max_seq_len=100)
-    truth = engine.forward_backward(batch([29]), OPTIONS).loss
-    twin = copied(engine)
-    assert twin.model.base is not engine.model.base and twin.max_seq_len == 100
-    assert twin.forward_backward(batch([29]), OPTIONS).loss == truth
 
 
 def test_a_sequence_beyond_max_seq_len_is_refused() -> None:

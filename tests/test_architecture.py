@@ -28,7 +28,7 @@ FLOORS = (
     ("furlong",),
     ("train", "integrations"),
     ("calibrate",),
-    ("api", "door"),
+    ("api", "chunked_model"),
     ("runtime", "data"),
     ("models",),
     ("testing",),

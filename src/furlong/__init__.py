@@ -9,7 +9,7 @@ from furlong.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from furlong.api import Engine, forward_backward
-    from furlong.door import chunked, unchunked
+    from furlong.chunked_model import chunked, unchunked
     from furlong.errors import (
         CheckpointError,
         ConfigError,
@@ -51,7 +51,7 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(__all__, "furlong.errors"),
     **dict.fromkeys(["Engine", "forward_backward"], "furlong.api"),
-    **dict.fromkeys(["chunked", "unchunked"], "furlong.door"),
+    **dict.fromkeys(["chunked", "unchunked"], "furlong.chunked_model"),
     **dict.fromkeys(["Callback", "Trainer"], "furlong.train.trainer"),
     "ChunkOptions": "furlong.planners.options",
     "Sampling": "furlong.planners.spaco",

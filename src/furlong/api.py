@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,15 @@ from furlong.runtime.batch import (
     batch_of,
     check_compute_dtype,
     join_prompts,
-    no_data,
-    require_options,
+    refused_data,
     require_seq_lens,
+    require_type,
     shift_labels,
     whole_number,
 )
+from furlong.runtime.distributed.consensus import together
 from furlong.runtime.distributed.fsdp import clip_gradients
-from furlong.runtime.distributed.mesh import Ranks, not_copied
+from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.head import LossHead
 from furlong.runtime.profile import Measuring
 from furlong.runtime.session import Session
@@ -48,7 +49,6 @@ from furlong.runtime.two_phase import (
     Gradients,
     hidden_states,
     may_share,
-    require_one_device,
     token_values,
 )
 from furlong.values import TokenFunction, log_prob, require_function
@@ -127,6 +127,7 @@ class Engine:
     def clip_gradients(self, max_norm: float | None) -> float:
         """The L2 norm of the gradients of all processes, which call it together; above `max_norm`
         (None: no bound) they are scaled down to it."""
+        together(self.ranks, lambda: None, "a call of clip_gradients")
         return clip_gradients(
             self.model.model.parameters(), max_norm, self.ranks,
             counted_elsewhere=self.counted_elsewhere,
@@ -188,12 +189,13 @@ class Engine:
         with session.alone():
             session.ready()
 
-            def find() -> tuple[ChunkPlan, Batch]:
+            def read() -> Batch:
                 extras = _extras(token_loss)
                 return batch_for(session, plan, sequences, extras=extras, weights=weights)
 
+            batch = together(session.ranks, read)
             head = partial(LossHead, function=token_loss or label_losses, weights=weights)
-            return take_step(session, find, num_valid_tokens, watch, head=head, **measuring)
+            return take_step(session, plan, batch, num_valid_tokens, watch, head=head, **measuring)
 
     def forward_backward(
         self,
@@ -226,16 +228,14 @@ class Engine:
                 needs_labels = token_loss is None
                 shifted = shift_labels(sequences, extras=extras, needs_labels=needs_labels)
                 if not shifted:
-                    raise no_data("no sequences", "at least one sequence")
-                if share_prompts:
-                    require_one_device(session, "share_prompts")
-                require_options(options)
-                shares = share_prompts and not options.sampling and may_share(session.model)
+                    raise refused_data("no sequences", "at least one", "leave such a call out")
+                require_type(options, ChunkOptions)
+                shares = share_prompts and not options.sampling and may_share(session)
                 return join_prompts(shifted, options.size) if shares else batch_of(shifted)
 
             plan, batch, _ = planned_batch(session, options, read, backward=backward)
             head = partial(LossHead, function=token_loss or label_losses)
-            return take_step(session, lambda: (plan, batch), num_valid_tokens, watch, head=head)
+            return take_step(session, plan, batch, num_valid_tokens, watch, head=head)
 
     def token_values(
         self,
@@ -259,7 +259,8 @@ class Engine:
         but what is added to its `.grad`.
 
         `share_prompts`: sequences whose first tokens are equal, at least a chunk of them, share
-        their computation. It changes no value but by rounding. `watch`: see `run` of `Executor`.
+        their computation, on one device. It changes no value but by rounding. `watch`: see `run` of
+        `Executor`.
         """
         return token_values(
             self._session, sequences, options, fn or log_prob(), gradients,
@@ -279,17 +280,6 @@ class Engine:
         return hidden_states(
             self._session, sequences, options, gradients, share_prompts=share_prompts
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is an engine of the model's copy, with buffers and checks of its own. Raises
-        ConfigError where several processes call it."""
-        session = self._session
-        if session.ranks is not None:
-            raise not_copied(session.ranks.num_processes)
-        return partial(
-            type(self), max_seq_len=self.max_seq_len, compute_dtype=self.compute_dtype,
-            storage=session.storage,
-        ), (session.given,)  # fmt: skip
 
 
 def forward_backward(

@@ -44,7 +44,7 @@ def _run(one: Drawn, ranks: Ranks, position: Position) -> Found:
     own = read_by(case, engine, ranks, sequences) if one.gives_own_alone else sequences
     with ExitStack() as stack:
         if one.tier != "device":  # else what is so small stays where it is
-            stack.enter_context(patch("furlong.runtime.saved_graphs._MIN_BYTES", 1))
+            stack.enter_context(patch("furlong.runtime.cell._MIN_BYTES", 1))
             stack.enter_context(patch("furlong.kv.store.segment_tokens", lambda *_: 3))
         for _ in range(case.num_steps):
             watch = position.watch(str(one), case.plan, ranks.plan_rank)

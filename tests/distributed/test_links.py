@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,29 +203,21 @@ def test_a_process_that_fails_leaves_at_once(tmp_path):
             rank.communicate()
 
 
-@dataclass
-class Slow:
-    """A wire on which everything is there when it is asked for; it counts what is posted."""
+def test_a_receive_has_a_buffer_of_its_own_and_is_posted_once() -> None:
+    plan, posted = plan_of(5), list[torch.Tensor]()
 
-    posted: list[torch.Tensor] = field(default_factory=list)
+    def irecv(x: torch.Tensor) -> Any:
+        posted.append(x)
+        return SimpleNamespace(wait=lambda: None)
 
-    def irecv(self, x):
-        self.posted.append(x)
-        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
-
-
-def test_one_receive_is_posted_ahead_of_the_next_message():
-    """So that a message travels while its receiver computes; each has a buffer of its own."""
-    plan, wire = plan_of(5), Slow()
-    end = Neighbour(End(nowhere, ""), End(wire.irecv, "the link"))
+    end = Neighbour(End(nowhere, ""), End(irecv, "the link"))
     received = [a for a in plan.actions[1] if isinstance(a, Recv)]
     end.begin(received, plan.chunks, PARCEL)
-    end.post()
     for number, action in enumerate(received, 1):
-        assert len(wire.posted) == number
-        assert end.recv(action) is wire.posted[number - 1]
-        assert len(wire.posted) == min(number + 1, 5)
-    assert [len(x) for x in wire.posted] == [chunk.num_tokens for chunk in plan.chunks]
+        for _ in range(number % 3):
+            end.post()
+        assert end.recv(action) is posted[-1] and len(posted) == number
+    assert [len(x) for x in posted] == [chunk.num_tokens for chunk in plan.chunks]
     with pytest.raises(PlanError, match="expects no message any more"):
         end.recv(received[0])
 

@@ -83,7 +83,7 @@ class Case:
     def small_sizes(self) -> Iterator[None]:
         """Within it tiles and segments have the case's sizes, and graphs leave nothing behind as
         too small."""
-        sizes: dict[str, Any] = {"furlong.runtime.saved_graphs._MIN_BYTES": 1}
+        sizes: dict[str, Any] = {"furlong.runtime.cell._MIN_BYTES": 1}
         if self.tile_tokens:
             sizes["furlong.runtime.head.tile_tokens"] = lambda *_: self.tile_tokens
         if self.segment_tokens:

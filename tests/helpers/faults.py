@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from furlong.runtime.check import Ends
+from furlong.runtime.check import TrialHead
 from furlong.runtime.executor import Executor
 
 
@@ -16,7 +16,7 @@ def fail_at(patched: pytest.MonkeyPatch, actions: set[int], error: Exception) ->
     original, count = Executor._obey, iter(range(10**9))
 
     def obey(executor: Executor, action: Any, what: Any) -> None:
-        is_step = executor._last_backward and not isinstance(executor._head, Ends)
+        is_step = executor._last_backward and not isinstance(executor._head, TrialHead)
         if is_step and next(count) in actions:
             raise error
         original(executor, action, what)

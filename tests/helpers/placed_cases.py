@@ -168,7 +168,7 @@ def _run(rank: int, case: PlacedCase, sp_size: int, exchange: AllToAll) -> Found
     counted = Counted(exchange)
     with ExitStack() as stack:
         if case.options.tier != "device":  # else what is so small stays where it is
-            stack.enter_context(patch("furlong.runtime.saved_graphs._MIN_BYTES", 1))
+            stack.enter_context(patch("furlong.runtime.cell._MIN_BYTES", 1))
             stack.enter_context(patch("furlong.kv.store.segment_tokens", lambda *_: 3))
         loss_sum, token_losses = obey(model, plan, sequences, counted, rank, over_pool)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad and case.backward}

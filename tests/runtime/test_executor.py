@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import multiprocessing
-import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from copy import deepcopy
-from queue import Queue
 
 import peft
 import pytest
@@ -130,14 +124,14 @@ def test_lengths_that_are_none_are_refused(seq_lens) -> None:
 
 @pytest.mark.parametrize("plan", [None, "F0.0 all", OPTIONS])
 def test_what_is_no_plan_is_refused(plan) -> None:
-    with pytest.raises(ConfigError, match="a plan of type"):
+    with pytest.raises(ConfigError, match="ChunkPlan of type"):
         furlong.Engine(build("llama")).run(plan, batch(LENS))
 
 
 @pytest.mark.parametrize("options", [OPTIONS, LAYER_FIRST], ids=lambda o: o.order)
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_nothing_is_left_at_the_end(options, tier, monkeypatch) -> None:
-    monkeypatch.setattr("furlong.runtime.saved_graphs._MIN_BYTES", 1)
+    monkeypatch.setattr("furlong.runtime.cell._MIN_BYTES", 1)
     monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 3)
     model = HFDecoder(build("llama"))
     pools = Pools(Arena(model.device, poison=True), Storage(poison=True))
@@ -175,7 +169,7 @@ FAILING = [  # each pair of an action, a keep and a tier at least once
 @pytest.mark.parametrize(("kind", "keep", "tier"), FAILING)
 def test_an_error_inside_leaves_nothing_in_any_pool(kind, tier, keep, monkeypatch) -> None:
     """In the middle layer of the middle stage, while a lease and a graph are alive."""
-    monkeypatch.setattr("furlong.runtime.saved_graphs._MIN_BYTES", 1)
+    monkeypatch.setattr("furlong.runtime.cell._MIN_BYTES", 1)
     monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 3)
     model = build("llama")
     engine = furlong.Engine(model)
@@ -281,25 +275,6 @@ def test_a_graph_outlives_a_rebuild_of_its_own_cell(tier) -> None:
     assert worst_relative_error(take_grads(model), truth) <= 1e-12
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_fork_has_pools_of_its_own(tier) -> None:
-    engine = furlong.Engine(build("llama"))
-    options = dataclasses.replace(LAYER_FIRST, tier=tier)
-    truth = engine.forward_backward(batch(LENS), options).loss
-
-    def again() -> None:
-        torch.set_num_threads(1)  # threads of torch's own did not come along either
-        assert engine.forward_backward(batch(LENS), options).loss == truth
-
-    child = multiprocessing.get_context("fork").Process(target=again)
-    child.start()
-    child.join(timeout=60)
-    child.kill()
-    assert child.exitcode == 0
-    assert engine.forward_backward(batch(LENS), options).loss == truth
-
-
 def test_only_what_draws_has_drawn() -> None:
     for dropout, training, expected in ((0.3, True, True), (0.3, False, False), (0.0, True, False)):
         model = HFDecoder(build("phi3", resid_pdrop=dropout).train(training))
@@ -400,92 +375,6 @@ def test_a_plan_that_runs_layers_of_another_process_is_refused(layers) -> None:
     hold(base, placeholders(base, layers))
     with pytest.raises(PlanError, match=f"holds layers {layers.start} to {layers.stop - 1}"):
         executor_of(HFDecoder(base), planned())
-
-
-class Mailbox:
-    """Two ranks in one process: implements Comms by queues."""
-
-    def __init__(self, queues: dict, rank: int, told: list) -> None:
-        self._queues, self._rank, self.told = queues, rank, told
-
-    def accept(self, plan: ChunkPlan) -> None:
-        assert len(plan.actions) == 2
-
-    def before(self, index: int) -> None: ...
-    def send(self, action, x: torch.Tensor) -> None:
-        assert not x.requires_grad
-        self.told.append((action.payload, action.chunk, action.stage))
-        self._queues[action.peer].put(((action.payload, action.chunk, action.stage), x.clone()))
-
-    def recv(self, action) -> torch.Tensor:
-        what, x = self._queues[self._rank].get(timeout=60)
-        assert what == (action.payload, action.chunk, action.stage)
-        return x
-
-    def unshard(self, stage: int) -> None: ...
-    def reshard(self, stage: int) -> None: ...
-    @contextmanager
-    def backward(self, stage: int, *, is_last: bool) -> Iterator[None]:
-        if is_last:
-            self.told.append(("last", stage))
-        yield
-
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-    def reduce(self, stage: int) -> None:
-        self.told.append(("reduce", stage))
-
-    def settle(self) -> None: ...
-    def give_up(self, error: BaseException, rest: object) -> None: ...
-
-
-def two_ranks(options: ChunkOptions):
-    """A pipeline of two stages, each on a copy of the model: its plan, the gradients of both
-    together, the losses, what each rank was told."""
-    plan = plan_1f1b(
-        LENS, group_chunks(LENS, options), stages=(2, 1), num_retained=options.num_retained,
-        keep=options.keep, tiers=Tiers(inputs="host", attention="host"),
-    )  # fmt: skip
-    first = build("llama")
-    models = [HFDecoder(first), HFDecoder(deepcopy(first))]
-    queues = {0: Queue(), 1: Queue()}
-    told: list[list] = [[], []]
-    losses, errors = {}, []
-
-    def run(rank: int) -> None:
-        try:
-            with models[rank].installed():
-                comms = Mailbox(queues, rank, told[rank])
-                losses[rank] = executor_of(models[rank], plan, comms=comms, rank=rank).run()[0]
-        except BaseException as error:
-            errors.append(error)
-
-    other = threading.Thread(target=run, args=(1,), daemon=True)
-    other.start()
-    run(0)
-    other.join(60)
-    assert not errors, errors
-    grads = [take_grads(model.model) for model in models]
-    total = {n: sum(g[n] for g in grads if n in g) for n in grads[0].keys() | grads[1].keys()}
-    return plan, total, losses, told
-
-
-@pytest.mark.parametrize("keep", ["kv", "attention"])
-@pytest.mark.parametrize("num_retained", [0, 2])
-def test_two_ranks_of_a_pipeline_give_the_gradients_of_one(keep, num_retained) -> None:
-    plan, grads, losses, told = two_ranks(
-        ChunkOptions(size=8, keep=keep, num_retained=num_retained)
-    )
-    model = build("llama")
-    loss = reference_loss(model, batch(LENS))
-    assert worst_relative_error(grads, take_grads(model)) <= 1e-12
-    assert losses[0] == 0 and losses[1] / num_labels(batch(LENS)) == pytest.approx(loss, rel=1e-12)
-    for stage, (of_rank, payload) in enumerate(zip(told, ("activation", "gradient"), strict=True)):
-        others = [entry for entry in of_rank if len(entry) == 2]
-        assert others == [("last", stage), ("reduce", stage)]
-        sent = {entry for entry in of_rank if len(entry) == 3}
-        assert sent == {(payload, chunk, stage) for chunk in range(len(plan.chunks))}
 
 
 def test_pools_are_opened_anew_for_another_storage_only() -> None:

@@ -13,8 +13,8 @@ from helpers.tiny_families import bound, build
 import furlong
 from furlong.kv.arena import Arena
 from furlong.kv.pools import DevicePool
-from furlong.runtime import saved_graphs
-from furlong.runtime.saved_graphs import SavedGraph
+from furlong.runtime import cell
+from furlong.runtime.cell import SavedGraph
 from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 
@@ -26,7 +26,7 @@ from furlong.testing import reference_loss, take_grads, worst_relative_error
     ],
 )  # fmt: skip
 def test_gradients_are_the_same(family, order, tier, monkeypatch):
-    monkeypatch.setattr(saved_graphs, "_MIN_BYTES", 1)
+    monkeypatch.setattr(cell, "_MIN_BYTES", 1)
     model, sequences = build(family), batch([23, 4, 2])
     reference_loss(model, sequences)
     truth = take_grads(model)
@@ -108,7 +108,7 @@ def test_what_went_out_is_not_kept_in_memory_as_well():
 @pytest.mark.parametrize("min_bytes", [1, 4096])
 def test_no_graph_is_left_where_a_stage_computes_more_than_its_output(min_bytes, monkeypatch):
     """The final norm runs behind every stage, and no backward reaches it there."""
-    monkeypatch.setattr(saved_graphs, "_MIN_BYTES", min_bytes)
+    monkeypatch.setattr(cell, "_MIN_BYTES", min_bytes)
     options = furlong.ChunkOptions(size=8, keep="all", order="layer-first", tier={"graphs": "host"})
     furlong.forward_backward(build("llama"), batch([23, 4]), options)
     gc.collect()

@@ -50,7 +50,7 @@ MIXTURES = {
 @pytest.fixture(autouse=True)
 def _small_graphs(monkeypatch):
     """Graphs leave nothing behind as too small."""
-    monkeypatch.setattr("furlong.runtime.saved_graphs._MIN_BYTES", 1)
+    monkeypatch.setattr("furlong.runtime.cell._MIN_BYTES", 1)
 
 
 def step(options: ChunkOptions, folder: Path) -> tuple[float, dict[str, Tensor]]:

@@ -18,7 +18,7 @@ from furlong.models.describe import describe
 from furlong.planners.candidates import KEEPS
 from furlong.planners.decide import needs_beside_state
 from furlong.planners.orders import plan_two_phases
-from furlong.runtime import keep_auto
+from furlong.runtime import two_phase
 from furlong.testing import take_grads, worst_relative_error
 
 AUTO = furlong.ChunkOptions(size=8, keep="auto")
@@ -75,7 +75,7 @@ def test_room_is_measured_at_the_first_call_alone(monkeypatch: pytest.MonkeyPatc
     """Equal calls have equal plans, whatever else the machine does in between."""
     model, free = build("llama"), [10**9, 0]
     trained = 3 * sum(p.nbytes for p in model.parameters())
-    monkeypatch.setattr(keep_auto, "free_ram_budget_bytes", lambda: free.pop(0) + trained)
+    monkeypatch.setattr(two_phase, "free_ram_budget_bytes", lambda: free.pop(0) + trained)
     engine = furlong.Engine(model)
     with torch.no_grad():
         engine.token_values(SEQUENCES, AUTO)
@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_counted_keeps_kv(monkeypatch: pytest.MonkeyPatch
     def refuse(config: Any) -> Any:
         raise ConfigError(given="a config", required="sizes", source="a test", change="nothing")
 
-    monkeypatch.setattr(keep_auto, "describe", refuse)
+    monkeypatch.setattr(two_phase, "describe", refuse)
     engine = furlong.Engine(build("llama"))
     kv = between_the_phases(engine, furlong.ChunkOptions(size=8, keep="kv"))
     assert between_the_phases(engine, AUTO) == kv > 0

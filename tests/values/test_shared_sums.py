@@ -110,5 +110,5 @@ def test_extras_without_a_loss_are_refused(subject: Any) -> None:
     sequences = [{**s, "old": torch.zeros(len(s["labels"]))} for s in FOUR.answers()]
     with pytest.raises(DataError, match="old"):
         engine.forward_backward(sequences, OPTIONS[0], share_prompts=True)
-    with pytest.raises(ConfigError, match="options"):
+    with pytest.raises(ConfigError, match="ChunkOptions"):
         engine.forward_backward(FOUR.answers(), {"size": 16}, share_prompts=True)  # type: ignore[arg-type]

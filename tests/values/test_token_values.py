@@ -127,7 +127,7 @@ BAD: dict[str, Bad] = {
     ),
     "extras of other shapes": (
         [a(best=torch.zeros(6, 2)), a(best=torch.zeros(6, 3))], {},
-        "best (6, 3), where sequence 0 has (2,)", "pad best to one shape",
+        "best (6, 3) (6, 2)", "pad best with zeros",
     ),
     "an extra with a graph": (
         [a(old=torch.zeros(6, requires_grad=True))], {}, "old, which requires a gradient",
@@ -169,7 +169,7 @@ BAD: dict[str, Bad] = {
         "leave sample out",
     ),
     "other gradients": ([a()], {"gradients": "summed"}, "gradients='summed'", "added adds"),
-    "no options": ([a()], {"options": None}, "options of type NoneType", "ChunkOptions(size="),
+    "no options": ([a()], {"options": None}, "ChunkOptions of type NoneType", "ChunkOptions("),
     "an id without an embedding": (
         [{"input_ids": torch.tensor([4, 96])}], {}, "token id 96", "resize_token_embeddings",
     ),

@@ -188,6 +188,7 @@ def goes_on(rank: int) -> None:
         ("a call of hidden_states", lambda: engine.hidden_states(plain, OPTIONS)),
         ("a step", lambda: engine.run(plan, plain)),
         ("a step", lambda: engine.forward_backward(plain, OPTIONS)),
+        ("a call of clip_gradients", lambda: engine.clip_gradients(1.0)),
     ]
     for number, (place, call) in enumerate(calls, 1):
         loss = loss_of(engine.token_values(sequences, OPTIONS, BOTH))
@@ -195,7 +196,7 @@ def goes_on(rank: int) -> None:
             call() if rank else loss.backward()
     assert not take_grads(model)
     first, second = (loss_of(engine.token_values(sequences, OPTIONS, BOTH)) for _ in range(2))
-    with pytest.raises(ConfigError, match=r"call 5 of token_values; process 1 in the .* call 6"):
+    with pytest.raises(ConfigError, match=r"call 6 of token_values; process 1 in the .* call 7"):
         (second if rank else first).backward(retain_graph=True)
     first.backward()
     grads = take_grads(model)
@@ -205,7 +206,7 @@ def goes_on(rank: int) -> None:
     if rank:  # stays without a backward
         dist.destroy_process_group()
         return
-    with pytest.raises(LinkError, match=r"backward of call 7 .*\nrequired: .*\nfrom: .*\nchange: "):
+    with pytest.raises(LinkError, match=r"backward of call 8 .*\nrequired: .*\nfrom: .*\nchange: "):
         loss.backward()
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from furlong.api import Engine
-from furlong.door import chunked_within
+from furlong.chunked_model import chunked_within
 from furlong.errors import ConfigError, DataError
 from furlong.kv.pools import Storage
 from furlong.models.support import refuse_attention_dropout
@@ -43,7 +43,7 @@ from furlong.runtime.batch import (
     read_padded,
     unreadable,
 )
-from furlong.runtime.distributed.fsdp import sharded_modules
+from furlong.runtime.distributed.fsdp import reshard
 from furlong.values import (
     Extras,
     TokenFunction,
@@ -548,8 +548,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _divide_again(self) -> None:
         """Let go of weights that a call of the model itself has gathered: they would go stale."""
-        for module in sharded_modules(self.engine.model.base):
-            module.reshard()
+        reshard(self.engine.model.base)
 
     def _as_tensor(self, loss: float) -> Tensor:
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)

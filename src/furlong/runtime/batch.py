@@ -34,7 +34,6 @@ from furlong.ops.loss import IGNORE_INDEX, labelled_rows
 from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute, Slice
 from furlong.plan.rows import ChunkRows
 from furlong.planners.chunks import Forks
-from furlong.planners.options import ChunkOptions
 
 WEIGHTS = "token_weights"
 """The extra by which losses are multiplied."""
@@ -386,7 +385,7 @@ def require_seq_lens(seq_lens: object) -> list[int]:
         )
     lens = [whole_number(seq_len, "seq_lens") for seq_len in seq_lens]
     if not lens:
-        raise no_data("no sequences", "at least one sequence")
+        raise refused_data("no sequences", "at least one sequence", "leave such a call out")
     return lens
 
 
@@ -414,23 +413,14 @@ def refused_data(
     return DataError(given=given, required=required, source=source, change=change)
 
 
-def no_data(
-    given: str,
-    required: str,
-    change: str = "leave batches without labels out, or pass num_valid_tokens",
-) -> DataError:
-    """A call without anything to train on."""
-    return refused_data(given, required, change)
-
-
-def require_options(options: object) -> None:
-    """Raise ConfigError for what is no `ChunkOptions`."""
-    if not isinstance(options, ChunkOptions):
+def require_type(value: object, kind: type, change: str = "") -> None:
+    """Raise ConfigError for what is not of a kind: `ChunkOptions`, or `ChunkPlan`."""
+    if not isinstance(value, kind):
         raise ConfigError(
-            given=f"options of type {type(options).__name__}",
-            required="furlong.ChunkOptions",
-            source="the options that were passed",
-            change="pass furlong.ChunkOptions(size=..., keep=...)",
+            given=f"a {kind.__name__} of type {type(value).__name__}",
+            required=f"a furlong.{kind.__name__}",
+            source="the arguments that were passed",
+            change=change or f"pass furlong.{kind.__name__}(...)",
         )
 
 
@@ -445,76 +435,61 @@ def join_prompts(sequences: Sequence[ShiftedSequence], least_tokens: int) -> Bat
     ids = [sequence.input_ids.cpu().numpy() for sequence in sequences]
     firsts = [sequence.first_position for sequence in sequences]
     order = sorted(range(len(ids)), key=lambda i: (firsts[i], ids[i].astype(">i8").tobytes()))
-    alike = [
-        _num_alike(ids[i], ids[j]) if firsts[i] == firsts[j] else 0 for i, j in pairwise(order)
+    shared = [
+        _num_equal(ids[i], ids[j]) if firsts[i] == firsts[j] else 0 for i, j in pairwise(order)
     ]
-    groups = _groups(range(len(order)), alike, least_tokens)
+    groups = _groups(range(len(order)), shared, least_tokens)
     if all(len(group) == 1 for group in groups):
         return batch
-    joined: list[JoinedSequence] = []
-    forks: dict[int, list[tuple[int, int]]] = {}
-    for group in groups:
-        tree = _Joining(sequences, order, alike, least_tokens)
-        tree.grow(group, 0, 0)
-        if tree.forks:
-            forks[len(joined)] = tree.forks
-        joined.append(tree.joined())
-    return replace(batch, planned=joined, forks=forks)
+    trees = [_tree(sequences, order, shared, group, least_tokens) for group in groups]
+    forks = {seq_id: own for seq_id, (_, own) in enumerate(trees) if own}
+    return replace(batch, planned=[tree for tree, _ in trees], forks=forks)
 
 
-class _Joining:
-    """The tree of one group of sequences, laid out depth-first."""
+def _tree(
+    sequences: Sequence[ShiftedSequence],
+    order: Sequence[int],
+    shared: Sequence[int],
+    group: range,
+    least_tokens: int,
+) -> tuple[JoinedSequence, list[tuple[int, int]]]:
+    """The tree of one group of sequences, laid out depth-first as one of the plan, and its forks.
 
-    def __init__(
-        self, sequences: Sequence[ShiftedSequence], order: Sequence[int], alike: Sequence[int],
-        least_tokens: int,
-    ) -> None:  # fmt: skip
-        """`order`: sequences by their tokens; `alike`: equal first tokens of two neighbours."""
-        self.forks: list[tuple[int, int]] = []
-        self._sequences, self._order = sequences, order
-        self._alike, self._least_tokens = alike, least_tokens
-        self._ids: list[Tensor] = []
-        self._spans: list[Span] = []
-        self._num_tokens = 0
+    `order`: sequences by their tokens; `shared`: equal first tokens of two neighbours in it."""
+    ids: list[Tensor] = []
+    spans: list[Span] = []
+    forks: list[tuple[int, int]] = []
 
-    def grow(self, group: range, depth: int, parent: int) -> None:
+    def grow(group: range, depth: int, parent: int) -> None:
         """Lay out sequences of the order, behind the `depth` tokens that all share, which end at
         token `parent` of the tree."""
-        least = depth + self._least_tokens
-        for own in _groups(group, self._alike, least):
-            stop = len(self._sequences[self._order[own[0]]].input_ids)
+        for own in _groups(group, shared, depth + least_tokens):
+            members = [order[number] for number in own]
+            tokens = sequences[members[0]].input_ids
+            stop = min((shared[at] for at in own[:-1]), default=len(tokens))
+            end = parent
+            if depth < stop:  # else a sequence ends where others go on
+                at = spans[-1].stop if spans else 0
+                end = at + stop - depth
+                if parent != at:
+                    forks.append((at, parent))
+                ids.append(tokens[depth:stop])
+                spans.extend(Span(i, depth, at, end) for i in members)
             if len(own) > 1:
-                stop = min(self._alike[at] for at in own[:-1])
-            end = self._lay(own, depth, stop, parent)
-            if len(own) > 1:
-                self.grow(own, stop, end)
+                grow(own, stop, end)
 
-    def joined(self) -> JoinedSequence:
-        """The tree as one sequence of the plan."""
-        first = self._sequences[self._spans[0].sequence].first_position
-        return JoinedSequence(torch.cat(self._ids), first, tuple(self._spans))
-
-    def _lay(self, own: range, start: int, stop: int, parent: int) -> int:
-        """Lay out the tokens [start, stop) that sequences of the order share; their end."""
-        if start == stop:  # a sequence that ends where others go on
-            return parent
-        at, end = self._num_tokens, self._num_tokens + stop - start
-        if parent != at:
-            self.forks.append((at, parent))
-        members = [self._order[number] for number in own]
-        self._ids.append(self._sequences[members[0]].input_ids[start:stop])
-        self._spans += [Span(i, start, at, end) for i in members]
-        self._num_tokens = end
-        return end
+    grow(group, 0, 0)
+    first = sequences[order[group[0]]].first_position
+    return JoinedSequence(torch.cat(ids), first, tuple(spans)), forks
 
 
-def _groups(numbers: range, alike: Sequence[int], least: int) -> list[range]:
+def _groups(numbers: range, shared: Sequence[int], least: int) -> list[range]:
     """Runs of consecutive numbers of which neighbours share at least `least` tokens."""
-    starts = [numbers.start] + [at + 1 for at in numbers[:-1] if alike[at] < least]
+    starts = [numbers.start] + [at + 1 for at in numbers[:-1] if shared[at] < least]
     return [range(a, b) for a, b in pairwise([*starts, numbers.stop])]
 
 
-def _num_alike(one: _Ids, other: _Ids) -> int:
+def _num_equal(one: _Ids, other: _Ids) -> int:
     """The first tokens that are equal."""
     num_tokens = min(len(one), len(other))
     differ = one[:num_tokens] != other[:num_tokens]
@@ -526,7 +501,7 @@ _NO_EXTRAS = {"attention_mask", "position_ids", "token_type_ids"}
 
 
 def _require_extras(
-    index: int, extras: Mapping[str, object], num_tokens: int, first: Mapping[str, object]
+    index: int, extras: Mapping[str, object], num_tokens: int, first: Mapping[str, Any]
 ) -> None:
     """`first`: the extras of sequence 0, which have been checked."""
     if extras.keys() != first.keys():
@@ -536,45 +511,29 @@ def _require_extras(
             "the same names in all sequences of a call",
             "give each sequence every extra",
         )
-    unread = ", ".join(sorted(_NO_EXTRAS & extras.keys()))
-    if unread:
-        raise refused_data(
-            f"sequence {index} with {unread}",
-            "input_ids, labels and extras of your own: padding, packing and positions are "
-            "furlong's own",
-            "leave padding tokens and these keys out",
-        )
     for name, x in extras.items():
-        if not isinstance(x, Tensor) or not x.ndim or len(x) != num_tokens:
-            is_tensor = isinstance(x, Tensor)
-            what = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        what = f"sequence {index} of {num_tokens} tokens with {name}"
+        if name in _NO_EXTRAS:
             raise refused_data(
-                f"sequence {index} of {num_tokens} tokens with {name} {what}",
-                f"a tensor of shape ({num_tokens}, ...): entry t is about token t",
-                f"pad {name} with zeros where a token has none"
-                if is_tensor
-                else f"pass torch.tensor({name})",
+                what,
+                "input_ids, labels and extras of your own: padding and positions are furlong's",
+                "leave padding tokens and these keys out",
             )
-        if name == WEIGHTS and x.ndim != 1:
+        if not isinstance(x, Tensor):
+            required, change = "a tensor (T, ...)", f"pass torch.tensor({name})"
+            raise refused_data(f"{what} {type(x).__name__}", required, change)
+        shape = (num_tokens, *(() if name == WEIGHTS else first[name].shape[1:]))
+        if x.shape != shape:
             raise refused_data(
-                f"sequence {index} with {WEIGHTS} {tuple(x.shape)}",
-                "one weight per token: a tensor of shape (T,)",
-                "pass a vector",
-            )
-        own, others = x.shape[1:], first[name].shape[1:]  # type: ignore[attr-defined]
-        if own != others:
-            raise refused_data(
-                f"sequence {index} with {name} {tuple(x.shape)}, where sequence 0 has"
-                f" {tuple(others)} of each token",
-                "the same shape (T, ...) behind T in all sequences of a call",
-                f"pad {name} to one shape",
+                f"{what} {tuple(x.shape)}",
+                f"{shape}: entry t is about token t, of one shape in all sequences",
+                f"pad {name} with zeros where a token has none",
             )
         if x.requires_grad:
-            raise DataError(
-                given=f"sequence {index} with {name}, which requires a gradient",
-                required="extras without one: the backward goes to the model's parameters alone",
-                source="the sequences that were passed",
-                change=f"pass {name}.detach(), and make what needs its gradient of the values",
+            raise refused_data(
+                f"{what}, which requires a gradient",
+                "extras without one: the backward goes to the model's parameters alone",
+                f"pass {name}.detach(), and make what needs its gradient of the values",
             )
 
 

@@ -56,7 +56,6 @@ from furlong.models.placeholders import hold, placeholders, uncuttable
 from furlong.models.rope import num_positions
 from furlong.models.shrink import LONGEST_TOKENS, shrink_config
 from furlong.models.support import compiled_in_place, shortest_window
-from furlong.ops.attention import AttentionRule
 from furlong.ops.backends.base import Backend
 from furlong.ops.backends.select import is_of_machine
 from furlong.ops.loss import IGNORE_INDEX
@@ -99,13 +98,12 @@ def self_check(model: HFDecoder, backend: Backend, heights: Sequence[int] | None
 
     Runs in the mode in which the model is, or in evaluation mode where it draws random numbers,
     with the parameters as they are now, and adds to no `.grad`. Buffers and generators are
-    afterwards as before. Raises UnsupportedModelError for a model that differs in chunks, whose
-    weights are not finite, or whose forward changes a buffer.
+    afterwards as before. Raises UnsupportedModelError for a model that differs in chunks, computes
+    what is not finite, or whose forward changes a buffer.
     """
     whole = (model.num_layers,)
     heights = tuple(heights or whole)
     model.stages(heights)  # stages of other layers are no fault of the model
-    refuse_not_finite(model)
     is_whole = model.local_layers == range(model.num_layers)
     subjects = [model] if is_whole else []
     if not is_whole or hides_lengths(model):
@@ -419,18 +417,18 @@ class ComparedRuns:
         cotangent: Callable[[Tensor], Tensor] = torch.zeros_like,
     ) -> tuple[list[Tensor], Tensor]:
         """Let the executor obey a plan of one rank: final hidden states (T, D) of each sequence,
-        and the gradient (T, D) by the leaves, in the order of chunks; see `Ends`."""
+        and the gradient (T, D) by the leaves, in the order of chunks; see `TrialHead`."""
         model, leaves = self.model, self.leaves
         leaves.clear()
         begun: dict[int, Tensor] = {}
         labels = [torch.full(i.shape, IGNORE_INDEX, device="cpu") for i in ids]
         batch = batch_of([ShiftedSequence(*own) for own in zip(ids, labels, strict=True)])
-        head = Ends(model, batch, lambda hidden: self.loss_scale * cotangent(hidden))
+        head = TrialHead(model, batch, lambda hidden: self.loss_scale * cotangent(hidden))
         Executor(
             model, plan, batch,
             num_valid_tokens=1, num_labels=1, backend=self.backend,
             pools=Pools(Arena(model.device), Storage()), comms=Comms(), head=head, stages=stages,
-            make_cell=partial(WatchedCell, windows=self.windows),
+            make_cell=partial(Cell, adds_gradients=False, windows=self.windows),
             embedded=lambda chunk: begun.setdefault(chunk, leaves[-1]),
         ).run()  # fmt: skip
         _require_leaves(model, len(leaves), len(begun))
@@ -479,7 +477,7 @@ def plan_chunks(
     return assemble(lens, [chunks], heights, [walk])
 
 
-class Ends(OutputHead):
+class TrialHead(OutputHead):
     """A head that puts hidden states out with their backward, and gives the first sequence a
     gradient."""
 
@@ -495,22 +493,6 @@ class Ends(OutputHead):
         self.evaluate(hidden.detach(), inputs)
         self.cotangents = [self._cotangent(hidden), *[None] * len(inputs.rows.tokens)]
         return super().gradient(hidden, inputs, *factors)
-
-
-@dataclass
-class WatchedCell(Cell):
-    """A cell that notes the sliding window of every attention it computes, and adds to no weight's
-    gradient."""
-
-    adds_gradients: bool = False
-    windows: set[int | None] = field(default_factory=set)
-
-    def attend(
-        self, what: Pass, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule,
-        sinks: Tensor | None, source: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
-        self.windows.add(rule.window)
-        return super().attend(what, layer, q, k, v, rule, sinks, source)
 
 
 def cuts(length: int) -> list[int]:
@@ -688,21 +670,6 @@ def refusal(
     )  # fmt: skip
 
 
-def refuse_not_finite(model: HFDecoder) -> None:
-    """Raise UnsupportedModelError for a weight that is NaN or infinite."""
-    for name, parameter in model.model.named_parameters():
-        # a sum is finite if every term is, but for overflow: then each element is looked at
-        if not bool(parameter.detach().sum(dtype=torch.float32).isfinite()) and not bool(
-            parameter.detach().isfinite().all()
-        ):
-            raise UnsupportedModelError(
-                given=f"{model.name} with weights in {name} that are not finite",
-                required="finite weights",
-                source="the weights of the model",
-                change="load the weights again, or an earlier checkpoint",
-            )
-
-
 @contextmanager
 def _refused(
     model: HFDecoder, refused: Callable[[HFDecoder, Exception], UnsupportedModelError]
@@ -753,13 +720,20 @@ def _named(error: Exception) -> str:
 
 
 def _require_finite(model: HFDecoder, whole: Run, dtype: torch.dtype) -> None:
+    if all(bool(value.isfinite().all()) for value in whole.values()):
+        return
+    weights = model.model.named_parameters()
+    name = next((n for n, p in weights if not bool(p.detach().isfinite().all())), None)
     wider = "float64" if dtype.itemsize >= 4 else "bfloat16 or float32"
-    if not all(bool(value.isfinite().all()) for value in whole.values()):
-        raise UnsupportedModelError(
-            given=f"{model.name} computes values that are not finite, without chunks too, though "
-            "its weights are finite",
-            required="finite hidden states, logits and gradients",
-            source="the start-up self-check",
-            change=f"look at its weights and its config for values that are far too large, or"
-            f" compute in a wider type than {dtype}, such as {wider}",
-        )
+    raise UnsupportedModelError(
+        given=f"{model.name} with weights in {name} that are not finite"
+        if name
+        else f"{model.name} computes values that are not finite, without chunks too, though its "
+        "weights are finite",
+        required="finite weights, hidden states, logits and gradients",
+        source="the start-up self-check",
+        change="load the weights again, or an earlier checkpoint"
+        if name
+        else "look at its weights and its config for values that are far too large, or compute in "
+        f"a wider type than {dtype}, such as {wider}",
+    )

@@ -37,12 +37,11 @@ from furlong.plan.plan import (
     Unshard,
 )
 from furlong.runtime.batch import Batch, BatchInputs, count_valid_tokens
-from furlong.runtime.cell import Cell, chunk_pieces, open_store, rows_on
+from furlong.runtime.cell import Cell, SavedGraph, chunk_pieces, open_store, rows_on
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.head import Head, LossHead
 from furlong.runtime.profile import FreedMemory, Measuring, Recorder, process_heap
 from furlong.runtime.rng import RNGState, replayed
-from furlong.runtime.saved_graphs import SavedGraph
 from furlong.timeline import Timeline
 
 

@@ -1,18 +1,21 @@
 """A caller's model between calls: adapted, checked and divided, and again when it has changed.
 
-`runtime.caller` tells when it has changed, and what of a call's surroundings is refused.
+It has changed when its fingerprint has: when it was resized, adapted, moved, cast, configured or
+switched. Torch's modes, other processes and hooks are looked at before each call: refused, noted,
+or, as an autocast, entered again for a pass.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import CellType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,12 +27,15 @@ from torch.distributed import ProcessGroup
 from furlong.errors import ConfigError, LinkError, UnsupportedModelError
 from furlong.kv.arena import Arena
 from furlong.kv.pools import Pools, Storage, is_lane
-from furlong.models.attention import hooked
+from furlong.models.attention import called_within, hooked
 from furlong.models.decoder import HFDecoder
 from furlong.models.placeholders import PlaceholderLayer
 from furlong.models.support import (
+    COMPILED_CALL,
+    around,
     bare_model,
     compiled_in_place,
+    is_sharded,
     other_dropouts,
     refuse_attention_dropout,
     refuse_backward_hooks,
@@ -41,23 +47,10 @@ from furlong.ops.backends.select import ProbedBackend
 from furlong.ops.sequence_parallel import AllToAll
 from furlong.plan.plan import Chunk, ChunkPlan
 from furlong.plan.rows import ChunkRows
-from furlong.runtime.caller import (
-    fingerprint,
-    left_out,
-    refuse_autocast,
-    refuse_call,
-    refuse_compiled,
-    refuse_mode,
-)
 from furlong.runtime.cell import rows_on
 from furlong.runtime.check import self_check
-from furlong.runtime.distributed.comms import (
-    Comms,
-    Pipeline,
-    open_pipeline,
-    stage_heights,
-)
-from furlong.runtime.distributed.consensus import gathered, require_alike
+from furlong.runtime.distributed.comms import Comms, Pipeline, open_pipeline, stage_heights
+from furlong.runtime.distributed.consensus import gathered, require_equal
 from furlong.runtime.distributed.fsdp import one_step, shard
 from furlong.runtime.distributed.mesh import Ranks, ranks_given, require_stages
 from furlong.runtime.distributed.p2p import Parcel
@@ -72,14 +65,10 @@ class ModelState:
     pools: Pools | None = None
     backend: ProbedBackend = field(default_factory=ProbedBackend)
     checked: set[tuple[Any, ...]] = field(default_factory=set)
-    busy: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the call that runs."""
     thread: int | None = None
-    """The thread of that call."""
+    """The thread of the call that runs."""
     pooled: threading.Lock = field(default_factory=threading.Lock)
     """Held by whoever takes memory of the pools or gives it back: a call, or a `sweep`."""
-    process: int = field(default_factory=os.getpid)
-    """The process that has opened the pools."""
     ranks: Ranks | None = None
     """The processes among which the weights are divided, for good."""
     pipeline: Pipeline | None = None
@@ -96,8 +85,6 @@ class ModelState:
     """The dtype in which divided weights are gathered."""
     room_bytes: int | None = None
     """Bytes of the device that calls with a keep of auto may use, measured at the first one."""
-    has_drawn: bool = False
-    """Whether a forward in train mode has drawn random numbers."""
     num_calls: int = 0
     """Calls of token values and hidden states, the same on all processes."""
     decided: str = ""
@@ -123,20 +110,24 @@ class ModelState:
                 self.pooled.release()
 
     @contextmanager
-    def running(self) -> Iterator[bool]:
-        """Within it a call of this thread runs; False, and nothing, if another one does."""
-        if not self.busy.acquire(blocking=False):
-            yield False
-            return
+    def running(self) -> Iterator[None]:
+        """Within it a call of this thread runs; calls of other threads wait, on any model. Raises
+        ConfigError within another call on this one."""
+        if self.is_inside:
+            raise ConfigError(
+                given="a call of furlong on a model while another one runs",
+                required="one call at a time on each model",
+                source="a hook of the model, or a function of its values",
+                change="call them one after the other",
+            )
         try:
-            with self.pooled:  # a sweep of another thread is over soon
+            with _CALLS, self.pooled:  # a sweep of another thread is over soon
                 self.thread = threading.get_ident()
                 try:
-                    yield True
+                    yield
                 finally:
                     self.thread = None
         finally:
-            self.busy.release()
             self.sweep()
 
     @property
@@ -175,6 +166,9 @@ class ModelState:
 # By the model itself, weakly: a model that is forgotten takes its buffers with it, and its copies
 # and saved files hold nothing of ours.
 _STATES: WeakKeyDictionary[nn.Module, ModelState] = WeakKeyDictionary()
+# Held by the thread whose calls run: configs, in which attention is furlong's meanwhile, may be of
+# several models, and the generators that a call replays are the process's.
+_CALLS = threading.RLock()
 _HELD_ELSEWHERE = (
     "the weights are divided among the processes now, but something still holds them whole: an "
     "optimizer that was made before the engine trains nothing. Make the engine first"
@@ -184,15 +178,6 @@ _AS_WRITTEN = (
     "what torch.compile made of the whole model, or of layers with states, is not run: chunks go "
     "through single layers, which run compiled where layer.compile() was called on them"
 )
-
-
-def state_of(model: nn.Module) -> ModelState:
-    """The state of a bare model. A fork begins with its own: threads did not come along, and the
-    file is the parent's."""
-    state = _STATES.get(model)
-    if state is None or state.process != os.getpid():
-        state = _STATES[model] = ModelState()
-    return state
 
 
 class Session:
@@ -216,7 +201,7 @@ class Session:
         one alone. `needs_head`: see `HFDecoder`."""
         self.given, self.storage, self._needs_head = given, storage, needs_head
         self.max_seq_len, self.compute_dtype = max_seq_len, compute_dtype
-        self.state = state_of(bare_model(given))
+        self.state = _STATES.setdefault(bare_model(given), ModelState())
         self.ranks = ranks_given(ranks, process_group, self.autocast_kind)
         self._fingerprint: tuple[int, int] | None = None
         self._notes: set[str] = set()
@@ -230,27 +215,22 @@ class Session:
         refuse_mode()
         if not takes_autocast:
             refuse_autocast(self.given, self.autocast_kind, self.compute_dtype)
-        if self.state.process != os.getpid():
-            self.state, self._fingerprint = state_of(bare_model(self.given)), None
-        with self.state.running() as is_free:
-            if not is_free:
-                raise ConfigError(
-                    given="a second forward_backward on a model while the first one runs",
-                    required="one call at a time on each model",
-                    source="another thread, or a hook of the model",
-                    change="call them one after the other",
-                )
-            base = bare_model(self.given)
-            _refuse_rivals(base, self.state)
-            with (
-                hooked(base, refuse_call),
-                torch.autocast(self.autocast_kind, enabled=False),
-            ):
-                yield
+        with (
+            self.state.running(),
+            hooked(bare_model(self.given), refuse_call),
+            torch.autocast(self.autocast_kind, enabled=False),
+        ):
+            yield
 
     def ready(self, *, notes: bool = True) -> None:
         """Adapt to the model as it is now; check it if that is new, and divide it among the ranks
-        if that is not done. `notes`: warn of what nobody does."""
+        if that is not done. `notes`: warn of what nobody does. Raises LinkError if an earlier step
+        ended in the middle of what processes do together."""
+        if not self.state.is_settled:
+            raise LinkError(
+                "an earlier step of this model ended with an error while other processes waited "
+                "for this one: end all processes and start them again"
+            )
         base = bare_model(self.given)
         for message in left_out(self.given, base, is_shared=self.ranks is not None):
             if notes:
@@ -363,38 +343,27 @@ class Session:
         return self.state.exchange
 
     @property
-    def heights(self) -> tuple[int, ...]:
-        """Layers of each stage of the pipeline."""
-        return self.state.heights
-
-    @property
     def num_frozen_layers(self) -> int:
         """First layers in which, and below which, no process trains anything. A collective."""
         own = self.model.num_frozen_layers
         return own if self.ranks is None else min(n for (n,) in gathered(self.ranks, [own]))
 
-    def by_first(self, number: int) -> int:
-        """The number of the first process, on all. A collective."""
-        return number if self.ranks is None else gathered(self.ranks, [number])[0][0]
-
     def rows_of(self, plan: ChunkPlan) -> Callable[[Chunk], ChunkRows]:
         """The rows of each chunk of a plan that this process has."""
         return rows_on(self.model, plan, self.process, self.exchange)
 
-    def comms(self, plan: ChunkPlan | None = None) -> Comms:
-        """The comms with other ranks, for one plan; without one for sums alone."""
-        layers = self.model.layers if self._is_sharded else ()
-        pipeline = self.state.pipeline
-        messages = (pipeline.links, self._parcel(plan)) if pipeline and plan else None
-        return Comms(self.ranks, self.model.base, layers, messages)
-
-    def require_settled(self) -> None:
-        """Raise LinkError if an earlier step ended in the middle of what processes do together."""
-        if not self.state.is_settled:
-            raise LinkError(
-                "an earlier step of this model ended with an error while other processes waited "
-                "for this one: end all processes and start them again"
-            )
+    def comms(self, plan: ChunkPlan) -> Comms:
+        """The comms with other ranks, for one plan."""
+        model, messages = self.model, None
+        if self.state.pipeline is not None:
+            rows_of = self.rows_of(plan)
+            dtypes = (p.dtype for p in model.base.parameters() if p.is_floating_point())
+            parcel = Parcel(
+                model.config.hidden_size, self.compute_dtype or next(dtypes), model.device,
+                lambda chunk: rows_of(chunk).num_rows,
+            )  # fmt: skip
+            messages = self.state.pipeline.links, parcel
+        return Comms(self.ranks, model.base, model.layers if self._is_sharded else (), messages)
 
     @contextmanager
     def settling(self, comms: Comms) -> Iterator[None]:
@@ -422,15 +391,6 @@ class Session:
         ranks = self.state.ranks
         return ranks is not None and ranks.shard_mesh.size() > 1
 
-    def _parcel(self, plan: ChunkPlan) -> Parcel:
-        """The form of a plan's messages."""
-        model, rows_of = self.model, self.rows_of(plan)
-        dtypes = (p.dtype for p in model.base.parameters() if p.is_floating_point())
-        return Parcel(
-            model.config.hidden_size, self.compute_dtype or next(dtypes), model.device,
-            lambda chunk: rows_of(chunk).num_rows,
-        )  # fmt: skip
-
     def _check_once(self, now: object, heights: tuple[int, ...]) -> None:
         key = self._key(now, heights)
         if key not in self.state.checked:
@@ -444,10 +404,10 @@ class Session:
     def _shard(self, ranks: Ranks) -> None:
         """Divide the weights; what was checked whole is checked."""
         model, dtype = self.model, self.compute_dtype
-        require_alike(model, ranks, dtype)
+        require_equal(model, ranks, dtype)
         if ranks.shard_mesh.size() > 1:
             unchanged = [] if dtype is None else model.stays_float32(dtype)
-            layers = [x for x in _layers_of(model) if not isinstance(x, PlaceholderLayer)]
+            layers = [x for x in model.layers if not isinstance(x, PlaceholderLayer)]
             whole = [weakref.ref(p) for p in model.base.parameters() if p.requires_grad]
             shard(model.base, layers, ranks.shard_mesh, dtype, unchanged=unchanged)
             if whole and all(parameter() is not None for parameter in whole):
@@ -480,47 +440,197 @@ class Session:
             )
 
 
-def _refuse_rivals(base: nn.Module, own: ModelState) -> None:
-    """Raise ConfigError where another thread runs a call on another model that would meet this
-    one's: by their config, or by the random numbers that both replay."""
-    for reference in _STATES.keyrefs():
-        other = reference()
-        state = _STATES.get(other) if other is not None else None
-        if other is None or state is None or state.thread in (None, threading.get_ident()):
-            continue
-        if not _configs(base).isdisjoint(_configs(other)):
-            what, change = "which shares its config", "copy.deepcopy the config for one of them"
-        elif _draws(base, own) or _draws(other, state):
-            what, change = "and one of the two draws dropout or jitter", "run one after the other"
-        else:
-            continue
+_KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+_SWITCHES = ("is_causal", "scale_grad_by_freq")
+"""Attributes of modules that a check has judged."""
+
+
+def fingerprint(model: nn.Module) -> tuple[int, int]:
+    """Hashes of everything but the weights' values on which the adapter depends, and of the modes
+    on which its check depends besides: which modules train.
+
+    The first is of the config, every module and its type, its active adapters, what was put into it
+    or into all modules (hooks, another forward, a compiled call), and the shape, dtype and device
+    of every parameter. Comparable within one process.
+    """
+    config: Any = getattr(model, "config", None)
+    text = json.dumps(config.to_dict(), default=str, sort_keys=True) if config is not None else ""
+    modules = tuple(
+        (
+            id(module),
+            type(module),
+            *map(module.__dict__.get, _SWITCHES),
+            _adapters(module),
+            _put_in(module),
+            id(module.__dict__.get(COMPILED_CALL)),
+        )
+        for module in model.modules()
+    )
+    weights = tuple((p.shape, p.dtype, p.device) for p in model.parameters())
+    kernel = getattr(config, "_attn_implementation", None)
+    modes = hash(tuple(module.training for module in model.modules()))
+    everywhere = _hooks(vars(nn.modules.module), "_global_")
+    return hash((text, kernel, modules, weights, everywhere)), modes
+
+
+def adapter_states(model: nn.Module) -> tuple[Any, ...]:
+    """The active adapters of every module of peft, whether they are disabled, and what of them is
+    merged into the weights."""
+    return tuple(
+        (*_adapters(module), tuple(module.__dict__.get("merged_adapters") or ()))
+        for module in model.modules()
+        if "_active_adapter" in module.__dict__ or "merged_adapters" in module.__dict__
+    )
+
+
+def _put_in(module: nn.Module) -> tuple[Any, ...]:
+    """Hooks, a forward of its own, and that of the class, which may have been replaced."""
+    own = module.__dict__.get("forward")
+    return (
+        _hooks(vars(module), "_"),
+        own if own is None else _code(own, (id(getattr(own, "__self__", own)), *_holds(own))),
+        _code(type(module).forward, id(type(module).forward)),
+    )
+
+
+def _hooks(names: dict[str, Any], prefix: str) -> tuple[Any, ...]:
+    """The hooks among the names of a module of the model, or of torch's that has those of all. Each
+    time that one is put in has a number of its own; an address may come again."""
+    return tuple(
+        (kind, *(_code(hook, number) for number, hook in hooks.items()))
+        for kind in _KINDS
+        if (hooks := names.get(prefix + kind))
+    )
+
+
+def _code(function: Any, place: Any) -> tuple[Any, ...]:
+    """The code of a function, which is all that a plain one does: the same one, put in anew, is the
+    same. Else `place` too."""
+    is_plain = isinstance(function, FunctionType) and not (
+        function.__closure__ or function.__defaults__ or function.__kwdefaults__
+    )
+    code = getattr(function, "__code__", type(function))
+    return (code,) if is_plain else (code, place)
+
+
+def _holds(function: Any) -> tuple[Any, ...]:
+    """The contents of a closure: numbers and texts, and the addresses of all else."""
+    cells = getattr(function, "__closure__", None) or ()
+    held = (cell.cell_contents for cell in cells if cell != CellType())  # an empty one has none
+    return tuple(x if isinstance(x, int | float | str) else id(x) for x in held)
+
+
+def _adapters(module: nn.Module) -> tuple[str, bool]:
+    """The active adapters of a module of peft, and whether they are disabled."""
+    disabled = bool(module.__dict__.get("_disable_adapters", False))
+    return str(getattr(module, "_active_adapter", "")), disabled
+
+
+def refuse_mode() -> None:
+    """Raise ConfigError for a mode of torch around a call in which nothing can be recorded."""
+    if torch.is_inference_mode_enabled():
         raise ConfigError(
-            given=f"a call on a model while another thread runs one on another, {what}",
-            required="calls that share neither a config, in which attention is furlong's for the "
-            "length of one, nor the process's random numbers, which both replay",
-            source="two threads of one process",
-            change=f"{change}, or give each model a process of its own",
+            given="torch.inference_mode around furlong",
+            required="tensors that autograd may record, also in buffers that later calls use",
+            source="the caller's code",
+            change="use torch.no_grad, which is all that backward=False needs",
         )
 
 
-def _draws(model: nn.Module, state: ModelState) -> bool:
-    """Whether a forward draws random numbers, as far as its modules and past ones tell."""
-    return bool(other_dropouts(model)) or (state.has_drawn and model.training)
+def refuse_call(module: nn.Module, _: object) -> None:
+    """A hook of a model during a call of ours, which never calls it whole."""
+    raise called_within(module)
 
 
-def _configs(model: nn.Module) -> set[int]:
-    return {id(module.config) for module in model.modules() if hasattr(module, "config")}
+def refuse_autocast(model: nn.Module, kind: str, compute_dtype: torch.dtype | None) -> None:
+    """Raise ConfigError for an autocast around a call to another dtype than that of the compute."""
+    if torch.is_autocast_enabled(kind):
+        wanted = torch.get_autocast_dtype(kind)
+        computing = {compute_dtype or p.dtype for p in model.parameters() if p.is_floating_point()}
+        if computing != {wanted}:
+            found = ", ".join(sorted(_dtype_name(dtype) for dtype in computing))
+            raise ConfigError(
+                given=f"torch.autocast to {_dtype_name(wanted)} around a model of {found}",
+                required="one dtype of the compute, which the engine sets itself",
+                source="the caller's torch.autocast",
+                change=f"pass compute_dtype=torch.{_dtype_name(wanted)} and leave autocast out",
+            )
 
 
-def _layers_of(model: HFDecoder) -> Sequence[nn.Module]:
-    """The decoder's layers, to be gathered one by one; UnsupportedModelError where it has no list
-    of them."""
-    try:
-        return model.layers
-    except UnsupportedModelError as error:
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast of a caller, to be entered again: around passes, and around the head."""
+
+    kind: str
+    dtype: torch.dtype
+    enabled: bool
+
+    @staticmethod
+    def captured(kind: str) -> Autocast:
+        return Autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+    def __call__(self) -> AbstractContextManager[object]:
+        # casts that were made without a graph would have none in a pass with one
+        return torch.autocast(self.kind, self.dtype, self.enabled, cache_enabled=False)
+
+
+def left_out(model: nn.Module, bare: nn.Module, *, is_shared: bool = False) -> list[str]:
+    """Notes on what a caller may expect and nobody does, of a model and the bare one in it.
+    `is_shared`: several processes call it together."""
+    notes = []
+    distributed = torch.distributed
+    if not is_shared and distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+        if size > 1:
+            notes.append(
+                f"{size} processes: gradients are this process's own and nobody adds them up"
+            )
+    for module in around(model, bare):
+        given = module._forward_pre_hooks.values()
+        before = [h for h in given if not getattr(h, "__module__", "").startswith("furlong.")]
+        hooks = () if is_sharded(module) else (module._forward_hooks, before)
+        if any((*hooks, module._backward_hooks, module._backward_pre_hooks)):
+            notes.append(
+                f"hooks on {type(module).__name__} itself do not run: chunks go through the decoder"
+                " and the head; hooks on their modules do run, once per chunk and forward"
+            )
+    return notes
+
+
+def drawn(model: HFDecoder) -> str:
+    """The note that a forward in train mode drew random numbers."""
+    dropouts = other_dropouts(model.model)
+    if dropouts:
+        name, probability = next(iter(dropouts.items()))
+        what = f"{len(dropouts)} dropout modules are active ({name}: {probability})"
+    else:
+        what = f"{model.name} draws random numbers in train mode (dropout, jitter or sampling)"
+    return f"{what}; what they draw depends on how the batch is cut into chunks"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def untrainable(model: HFDecoder) -> ConfigError:
+    """The refusal of a step that nothing is trained in, on no process."""
+    return ConfigError(
+        given=f"{model.name} without a parameter that requires a gradient",
+        required="at least one trainable parameter",
+        source="the model that was passed",
+        change="model.requires_grad_(True), add adapters, or pass backward=False",
+    )
+
+
+def refuse_compiled(model: HFDecoder, *, is_shared: bool) -> None:
+    """Raise UnsupportedModelError for compiled layers on several processes, or with dropout: a
+    graph of its own for passes without gradients need not draw what a recompute draws."""
+    dropouts = other_dropouts(model.base)
+    if is_shared or dropouts:
+        beside = "on several processes" if is_shared else f"and dropout ({next(iter(dropouts))})"
         raise UnsupportedModelError(
-            given=error.given,
-            required="a decoder with one list of its layers, for weights that processes share",
-            source="the model's modules",
-            change="train it in one process",
-        ) from error
+            given=f"{model.name} with layers that are compiled in place, {beside}",
+            required="layers that draw nothing, whole in one process",
+            source="layer.compile(), or model.compile of a run",
+            change="leave it out, " + ("or train in one process" if is_shared else "or dropout"),
+        )

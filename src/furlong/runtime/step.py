@@ -12,7 +12,7 @@ from torch import Tensor
 
 from furlong.cost.memory import PlanMemory
 from furlong.cost.training import Training
-from furlong.errors import ConfigError, DataError, PlanError, UserError
+from furlong.errors import DataError, PlanError, UserError
 from furlong.kv.pools import HostPool
 from furlong.models.decoder import HFDecoder
 from furlong.models.describe import describe
@@ -29,19 +29,18 @@ from furlong.runtime.batch import (
     Span,
     batch_of,
     check_ranges,
-    no_data,
     refused_data,
-    require_options,
+    require_type,
     shift_labels,
     whole_number,
 )
-from furlong.runtime.caller import drawn, untrainable
 from furlong.runtime.distributed.comms import require_layout, stages_of
 from furlong.runtime.distributed.consensus import (
     Facts,
     Planned,
     agreed,
     checksums,
+    gathered,
     joined,
     planned,
     together,
@@ -49,33 +48,25 @@ from furlong.runtime.distributed.consensus import (
 from furlong.runtime.executor import Executor
 from furlong.runtime.head import Head, LossHead
 from furlong.runtime.profile import Measuring
-from furlong.runtime.session import Session
+from furlong.runtime.session import Session, drawn, untrainable
 from furlong.timeline import Timeline
 
 
-def require_plan(plan: object) -> ChunkPlan:
-    """Raise ConfigError for what is no ChunkPlan."""
-    if not isinstance(plan, ChunkPlan):
-        raise ConfigError(
-            given=f"a plan of type {type(plan).__name__}",
-            required="a ChunkPlan",
-            source="the arguments of Engine.run",
-            change="pass what Engine.plan returns",
-        )
-    return plan
-
-
 def batch_for(
-    session: Session, plan: object, sequences: object, *,
-    extras: Collection[str] | None = (WEIGHTS,), weights: Sequence[float] | None = None,
-) -> tuple[ChunkPlan, Batch]:  # fmt: skip
-    """The plan and the batch that a caller has passed to this process; labels are shifted.
+    session: Session,
+    plan: ChunkPlan,
+    sequences: object,
+    *,
+    extras: Collection[str] | None = (WEIGHTS,),
+    weights: Sequence[float] | None = None,
+) -> Batch:
+    """The batch that a caller has passed to this process for a plan; labels are shifted.
 
     `sequences`: all, in order, or a mapping of seq_id to each whose tokens this process reads.
     `extras`: see `shift_labels`. Raises DataError unless the sequences are of the lengths that the
     plan was made for, and `weights` one for each sequence of an exact plan.
     """
-    plan = require_plan(plan)
+    require_type(plan, ChunkPlan, "Engine.plan returns one")
     if plan.two_phases:
         raise PlanError("a plan of two phases has no loss: Engine.token_values makes and obeys it")
     if session.ranks is not None:
@@ -91,7 +82,7 @@ def batch_for(
     if not isinstance(sequences, Mapping):
         shifted = shift_labels(sequences, extras=extras, needs_labels=needs_labels)
         _require_lens([len(s.input_ids) for s in shifted], plan.seq_lens)
-        return plan, along_paths(plan, batch_of(shifted))
+        return along_paths(plan, batch_of(shifted))
     shifted = shift_labels(sequences.values(), extras=extras, needs_labels=needs_labels)
     own: dict[Any, ShiftedSequence] = dict(zip(sequences, shifted, strict=True))
     needed = read_sequences(plan, session.rank, session.rows_of(plan))
@@ -104,9 +95,9 @@ def batch_for(
             f"{_listed(needed)}",
             "pass a mapping of seq_id to sequence, or all sequences of the batch in a list",
         )
-    ids = [seq_id for seq_id in range(len(plan.seq_lens)) if seq_id in own]
+    ids = sorted(own)
     _require_lens([len(own[i].input_ids) for i in ids], [plan.seq_lens[i] for i in ids])
-    return plan, along_paths(plan, among(own, plan.seq_lens))
+    return along_paths(plan, among(own, plan.seq_lens))
 
 
 def along_paths(plan: ChunkPlan, batch: Batch) -> Batch:
@@ -143,7 +134,11 @@ def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int | None) -> in
             change="pass num_valid_tokens, or all sequences of the batch",
         )
     if not own_valid_tokens:
-        raise no_data("no token with a label to divide the loss by", "at least one label")
+        raise refused_data(
+            "no token with a label to divide the loss by",
+            "at least one label",
+            "leave batches without labels out, or pass num_valid_tokens",
+        )
     return own_valid_tokens
 
 
@@ -200,12 +195,12 @@ def planner_of(
     frozen = session.num_frozen_layers if backward and is_staged else 0
 
     def plan(seq_lens: Sequence[int], forks: Forks | None = None) -> ChunkPlan:
-        require_options(options)
+        require_type(options, ChunkOptions)
         is_cut = backward and options.order == "layer-first"
         return plan_replica(
             seq_lens, options,
             num_layers=model.num_layers, backward=backward, forks=forks,
-            stages=session.heights if is_staged else (),
+            stages=session.state.heights if is_staged else (),
             sp_size=1 if ranks is None else ranks.sp,
             frozen_layers=model.num_frozen_layers if is_cut and not is_staged else frozen,
         )  # fmt: skip
@@ -247,28 +242,27 @@ def with_draw(
         return plan
     if sampling.seed is None:
         seed = int(torch.randint(2**62, (), device="cpu"))
-        sampling = replace(sampling, seed=session.by_first(seed))
+        if session.ranks is not None:
+            seed = gathered(session.ranks, [seed])[0][0]
+        sampling = replace(sampling, seed=seed)
     return sampled(plan, sampling, labelled)
 
 
 def take_step(
     session: Session,
-    find: Callable[[], tuple[ChunkPlan, Batch]],
+    plan: ChunkPlan,
+    batch: Batch,
     num_valid_tokens: int | None,
     watch: Callable[[], None],
     *,
     head: Callable[[HFDecoder, ChunkPlan, Batch], Head] = LossHead,
     **measuring: Unpack[Measuring],
 ) -> StepResult:
-    """Take the step of a plan and its batch, which `find` returns; where that raises an error, no
-    process takes it. `head`: makes what takes final hidden states. The other arguments are those of
-    `Engine.run`."""
+    """Take the step of a plan and its batch; where one process cannot, none does. `head`: makes
+    what takes final hidden states. The other arguments are those of `Engine.run`."""
     model = session.model
-    session.require_settled()
-    (plan, batch), own = together(
-        session.ranks, lambda: _prepared(session, *find(), num_valid_tokens)
-    )
-    facts = agreed(session.ranks, own)
+    own = together(session.ranks, lambda: _facts(session, plan, batch, num_valid_tokens))
+    facts = agreed(session.ranks, plan, own)
     num_labels, trains = batch.num_labels, bool(plan.trained)
     if trains and not facts.trains:
         raise untrainable(model)
@@ -298,7 +292,6 @@ def take_step(
     if num_labels is None:
         num_labels = executor.num_labels
     assert num_labels == executor.num_labels, "the plan met other labels than the batch has"
-    session.state.has_drawn |= executor.has_drawn
     if trains and executor.has_drawn:
         session.note(drawn(model))
     losses = tuple(losses.cpu() for losses in executor.token_losses)
@@ -337,10 +330,8 @@ def _take_pinned(session: Session, plan: ChunkPlan) -> None:
     pools.reserved[kind] = most
 
 
-def _prepared(
-    session: Session, plan: ChunkPlan, batch: Batch, num_valid_tokens: int | None
-) -> tuple[tuple[ChunkPlan, Batch], Facts]:
-    """The step and what this process knows of it. Raises for what it cannot take."""
+def _facts(session: Session, plan: ChunkPlan, batch: Batch, num_valid_tokens: int | None) -> Facts:
+    """The facts of this process about a step. Raises an error for one that it cannot take."""
     model = session.model
     divisor = divisor_of(num_valid_tokens, batch.num_labels)
     check_ranges(
@@ -353,7 +344,7 @@ def _prepared(
         num_frozen = model.num_frozen_layers if plan.frozen_stages else num_frozen
     trains = any(parameter.requires_grad for parameter in model.model.parameters())
     sums = checksums(session.ranks, model, batch.sequences)
-    return (plan, batch), Facts(plan, divisor, num_frozen, trains, sums)
+    return Facts(divisor, num_frozen, trains, sums)
 
 
 def _require_stage(session: Session, plan: ChunkPlan) -> None:

@@ -15,6 +15,7 @@ every process makes the same one.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -27,12 +28,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from furlong.errors import ConfigError
+from furlong.cost.machine import free_ram_budget_bytes, rounded_budget
+from furlong.cost.memory import PlanMemory
+from furlong.cost.training import Training
+from furlong.errors import ConfigError, UserError
 from furlong.kv.pools import Pools
-from furlong.models.decoder import HFDecoder
+from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan, Forward
+from furlong.planners.decide import with_keep
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device, plan_two_phases, require_two_phases
+from furlong.planners.question import Limits
 from furlong.runtime.batch import (
     Batch,
     ShiftedSequence,
@@ -40,11 +46,10 @@ from furlong.runtime.batch import (
     check_ranges,
     count_valid_tokens,
     join_prompts,
-    no_data,
-    require_options,
+    refused_data,
+    require_type,
     shift_labels,
 )
-from furlong.runtime.caller import Autocast, adapter_states
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.distributed.consensus import (
     gathered,
@@ -52,14 +57,14 @@ from furlong.runtime.distributed.consensus import (
     together,
     weights_checksum,
 )
-from furlong.runtime.distributed.fsdp import sharded_modules
+from furlong.runtime.distributed.fsdp import reshard
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.executor import Executor
 from furlong.runtime.head import OutputHead
-from furlong.runtime.keep_auto import decided
 from furlong.runtime.rng import modes_kept
-from furlong.runtime.session import Session
+from furlong.runtime.session import Autocast, Session, adapter_states
 from furlong.runtime.step import planned_batch, take_step
+from furlong.units import format_bytes
 from furlong.values import TokenFunction, require_function
 
 Gradients = Literal["returned", "added"]
@@ -84,7 +89,7 @@ class TwoPhases:
         self._batch = batch
         self._watch = watch
         self._model = session.model
-        self._then = _Then(self._model.model)
+        self._at_forward = _AtForward(self._model.model)
         self._head = OutputHead(self._model, batch, function, autocast, is_rounded=autocast.enabled)
         state = session.state
         # pools of its own: other calls may come, and fail, between the phases
@@ -99,14 +104,13 @@ class TwoPhases:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        return self._then.parameters
+        return self._at_forward.parameters
 
     def first(self) -> list[Tensor]:
         """The outputs of each sequence, without a graph. Call it alone on the model."""
         forwards = sum(isinstance(action, Forward) for action in self._plan.actions[0])
         with self._session.computing():
             self._executor.advance(forwards, self._watch)
-        self._session.state.has_drawn |= self._executor.has_drawn
         return self._head.finish()
 
     def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -116,10 +120,10 @@ class TwoPhases:
         returned: dict[int, Tensor] | None = {} if self._gradients == "returned" else None
         model = self._model
         try:
-            self._then.require_same(model.model)
+            self._at_forward.require_same(model.model)
             self._head.cotangents = cotangents
             with (
-                self._session.alone(takes_autocast=True), self._then.modes(model.model),
+                self._session.alone(takes_autocast=True), self._at_forward.modes(model.model),
                 self._session.computing(self._plan, returned, model),
             ):  # fmt: skip
                 self._executor.skip(_unused(self._plan, self._batch, cotangents))
@@ -146,10 +150,10 @@ class TwoSteps:
         """`batch`: this replica's. The other arguments are those of `TwoPhases`."""
         assert session.ranks is not None
         self._session, self._ranks = session, session.ranks
-        self._reshard()
+        reshard(session.model.base)  # a call of the model itself gathers them
         self._place = f"the backward of call {session.state.num_calls} of {_name(function)}"
         self._gradients, self._watch, self._options = gradients, watch, options
-        self._local, self._then = batch, _Then(session.model.model)
+        self._local, self._at_forward = batch, _AtForward(session.model.model)
         self._plan, self._batch, self._own = planned_batch(
             session, options, lambda: batch, backward=False
         )
@@ -168,14 +172,9 @@ class TwoSteps:
         self._like = torch.empty(0, device="cpu")
         """Dtype and columns of the outputs, without a token."""
 
-    def _reshard(self) -> None:
-        """Divide the weights again that a call of the model itself has gathered."""
-        for module in sharded_modules(self._session.model.base):
-            module.reshard()
-
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        return self._then.parameters
+        return self._at_forward.parameters
 
     def first(self) -> list[Tensor]:
         """The outputs of each of this replica's sequences on all its processes, without a graph.
@@ -200,8 +199,8 @@ class TwoSteps:
         def begin() -> None:
             if self._is_over:
                 raise _second_backward()
-            self._reshard()
-            self._then.require_same(model)
+            reshard(session.model.base)
+            self._at_forward.require_same(model)
             if weights_checksum(self.parameters) != self._checksum:
                 raise _changed("weights")
 
@@ -222,7 +221,7 @@ class TwoSteps:
             self._head.cotangents[i] = own
         with ExitStack() as stack:
             stack.enter_context(session.alone())
-            stack.enter_context(self._then.modes(model))
+            stack.enter_context(self._at_forward.modes(model))
             if self._gradients == "returned":
                 stack.enter_context(_apart(self.parameters, found))
             plan, *_ = planned_batch(session, self._options, lambda: self._local, backward=True)
@@ -238,7 +237,7 @@ class TwoSteps:
     def _take(self, plan: ChunkPlan) -> bool:
         """Take a step; whether this process has drawn random numbers."""
         return take_step(
-            self._session, lambda: (plan, self._batch), 1, self._watch, head=lambda *_: self._head
+            self._session, plan, self._batch, 1, self._watch, head=lambda *_: self._head
         ).has_drawn
 
     def _of_all(self, found: Sequence[Tensor]) -> list[Tensor]:
@@ -269,7 +268,7 @@ class TwoSteps:
 _DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-class _Then:
+class _AtForward:
     """The model as it is at the forward, and must be at the backward."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -392,7 +391,7 @@ def token_values(
         require_function(fn, "fn")
         shifted = shift_labels(sequences, extras=None, needs_labels=False)
         if shifted and not count_valid_tokens(shifted):
-            raise no_data(
+            raise refused_data(
                 "no token with a label, but for first ones, which nothing predicts",
                 "at least one: an answer of at least one token behind its prompt",
                 "leave such sequences out; -100 in labels means no label",
@@ -434,8 +433,8 @@ def _outputs(
     def prepare() -> list[ShiftedSequence]:
         sequences = read()
         if not sequences:
-            raise no_data("no sequences", "at least one sequence", "leave the call out")
-        require_options(options)
+            raise refused_data("no sequences", "at least one sequence", "leave the call out")
+        require_type(options, ChunkOptions)
         require_two_phases(options)
         if gradients not in get_args(Gradients):
             raise ConfigError(
@@ -477,7 +476,7 @@ def _planned_alone(
         sequences, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
         longest_tokens=model.longest_tokens,
     )  # fmt: skip
-    shares = share_prompts and may_share(model)
+    shares = share_prompts and may_share(session)
     batch = join_prompts(sequences, options.size) if shares else batch_of(sequences)
     lens = [len(tree.input_ids) for tree in batch.planned]
     if differs:
@@ -505,17 +504,62 @@ def _any_trains(ranks: Ranks, trains: bool) -> bool:
     return any(trains for _, trains in rows)
 
 
-def may_share(model: HFDecoder) -> bool:
-    """Whether several answers may go on from one prompt: a state leaves it for one alone."""
-    return model.events is None
+def may_share(session: Session) -> bool:
+    """Whether several answers may go on from one prompt: on one device, and where no state leaves
+    it, for that goes on to one answer alone."""
+    return session.ranks is None and session.model.events is None
 
 
-def require_one_device(session: Session, name: str) -> None:
-    """Raise ConfigError for an engine of several processes."""
-    if session.ranks is not None:
-        raise ConfigError(
-            given=f"{name} of an engine with ranks of {session.ranks.num_processes} processes",
-            required="an engine of one process on one device",
-            source="the ranks or process_group of furlong.Engine",
-            change="make an engine without ranks, or leave it out",
-        )
+_COPIES_TO_COME = 3
+"""Copies of the trained weights that are not there at the first call: gradients, and the two
+moments of AdamW."""
+
+
+def decided(
+    session: Session, options: ChunkOptions, seq_lens: Sequence[int], autocast: Autocast
+) -> ChunkOptions:
+    """The options of a call with gradients, with a keep in the place of auto: as much as the free
+    bytes of the device hold between the phases, `kv` where the model's bytes cannot be counted.
+    Another choice than the last call's is logged."""
+    model, storage, state = session.model, session.state.opened.storage, session.state
+    try:
+        shape = describe(model.config)
+    except UserError:
+        found, why = replace(options, keep="kv"), "bytes cannot be predicted"
+    else:
+        own = session.compute_dtype or next(model.model.parameters()).dtype
+        dtype = autocast.dtype if autocast.enabled else own
+        training = Training.in_dtype(str(dtype).removeprefix("torch."))
+        room = _room_bytes(session) if storage.device_bytes is None else storage.device_bytes
+        memory = PlanMemory(shape, training, room, device_type=model.device.type)
+        limits = Limits(room, storage.host_bytes, storage.disk_bytes)
+        found = with_keep(seq_lens, options, memory, limits)
+        why = f"budget {format_bytes(room)}"
+    if state.decided != found.keep:
+        state.decided = found.keep
+        logging.getLogger(__name__).info(
+            "keep=auto of %s: %s for %s tokens in %d sequences (%s)", model.name, found.keep,
+            format(sum(seq_lens), ","), len(seq_lens), why,
+        )  # fmt: skip
+    return found
+
+
+def _room_bytes(session: Session) -> int:
+    """Bytes that were free on the device at the first call, without what training will need of
+    them beside its calls: the same for all calls on a model, so that equal ones have equal plans.
+    """
+    state, model = session.state, session.model.model
+    if state.room_bytes is None:
+        trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        free_bytes = _free_bytes(session.model.device)
+        state.room_bytes = max(0, free_bytes - _COPIES_TO_COME * trained_bytes)
+    return state.room_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    """The budget of `memory.device: auto`; on CUDA with what torch's allocator holds and nobody
+    uses."""
+    if device.type != "cuda":
+        return free_ram_budget_bytes()
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return rounded_budget((torch.cuda.mem_get_info(device)[0] + held) * 19 // 20)

@@ -161,8 +161,8 @@ class Comms:
         )
 
     def before(self, index: int) -> None:
-        """Action number `index` is about to begin. The first receives are posted at the first one,
-        when the plan has passed all checks: what is posted cannot be taken back."""
+        """Action number `index` is about to begin; the first one when the plan has passed all
+        checks, for what is posted cannot be taken back."""
         if self._messages is not None:
             links, parcel = self._messages
             if not index:

@@ -196,7 +196,6 @@ def compared(
 class Facts:
     """A step as one process knows it."""
 
-    plan: ChunkPlan
     divisor: int
     num_frozen_layers: int
     """First layers in which, and below which, it trains nothing."""
@@ -221,8 +220,8 @@ def checksums(
     return found
 
 
-def agreed(ranks: Ranks | None, own: Facts) -> Facts:
-    """The facts of all processes together.
+def agreed(ranks: Ranks | None, plan: ChunkPlan, own: Facts) -> Facts:
+    """The facts of all processes about the step of a plan.
 
     Raises PlanError, on all, unless all have the same plan and the same divisor, and where the plan
     has no backward in layers that one of them trains; ConfigError or DataError where they train
@@ -230,7 +229,7 @@ def agreed(ranks: Ranks | None, own: Facts) -> Facts:
     """
     if ranks is None:
         return own
-    plan, numbers = own.plan, (own.num_frozen_layers, int(own.trains))
+    numbers = own.num_frozen_layers, int(own.trains)
     common = {"plan": plan.checksum, "divisor": own.divisor, **own.checksums}
     difference, rows = compared(ranks, common, numbers)
     if difference is not None:
@@ -273,7 +272,7 @@ _NO_MATTER = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transfo
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def require_alike(model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None) -> None:
+def require_equal(model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None) -> None:
     """Raise ConfigError, on all processes, unless they have the same config and compute in the same
     dtype, and those of a stage have the same weights. Collective over them, on weights that are not
     divided yet."""
@@ -287,21 +286,15 @@ def require_alike(model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | N
     own = {"config": texts, f"stage {ranks.stage}": weights}
     if model.tied_weight is not None and ranks.stage in (0, ranks.pp - 1):
         own["tied"] = {"the tied embeddings": _form(model.tied_weight)}
-    _require_equal(ranks, own)
-
-
-def _require_equal(ranks: Ranks, own: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise ConfigError unless all processes that have the same key have the same texts there.
-    Collective over all."""
     sums = {key: zlib.crc32(repr(sorted(own[key].items())).encode()) for key in own}
     of, _ = compared(ranks, sums)
     if of is None:
         return
-    texts: list[Mapping[str, str]] = [{}] * ranks.num_processes
-    dist.all_gather_object(texts, own.get(of.key, {}), group=ranks.group)
-    one, other = texts[of.first], texts[of.process]
+    of_all: list[Mapping[str, str]] = [{}] * ranks.num_processes
+    dist.all_gather_object(of_all, own.get(of.key, {}), group=ranks.group)
+    one, other = of_all[of.first], of_all[of.process]
     name = next(n for n in {**one, **other} if one.get(n) != other.get(n))
-    shown = [f"{texts.get(name, 'none'):.60}" for texts in (other, one)]
+    shown = [f"{of_process.get(name, 'none'):.60}" for of_process in (other, one)]
     raise ConfigError(
         given=f"{name}: {shown[0]} on process {of.process}, {shown[1]} on process {of.first}",
         required="one model, with the same weights, on all processes that share it",
@@ -341,7 +334,7 @@ def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
     bits = gathered(ranks, own.view(torch.int64).tolist())
     rows = torch.tensor(bits, device="cpu").view(torch.float64)
     for process, (norm, turn) in enumerate(rows.tolist()):
-        first = process // ranks.sp % ranks.dp * ranks.sp
+        first = ranks.replica_of(process) * ranks.sp
         norm_of_first, turn_of_first = rows[first].tolist()
         bound = 1e-3 * abs(norm_of_first)
         is_equal = abs(norm - norm_of_first) <= bound and abs(turn - turn_of_first) <= bound
@@ -393,13 +386,14 @@ def joined(ranks: Ranks, own: Planned) -> tuple[Planned, range]:
     `own`: that of this replica, whose processes all have it: the first one sends it. Raises
     ConfigError where another one has other sequences.
     """
-    difference, _ = compared(ranks, {f"replica {ranks.replica}": own.checksum})
-    if difference is not None:
-        raise _others(ranks, difference)
-    found: list[Planned | None] = [None] * ranks.num_processes
     is_first = not ranks.stage and not ranks.process
-    dist.all_gather_object(found, own if is_first else None, group=ranks.group)
-    each = [one for one in found if one is not None]
+    found: list[tuple[int, Planned | None]] = [(0, None)] * ranks.num_processes
+    dist.all_gather_object(found, (own.checksum, own if is_first else None), group=ranks.group)
+    each = [one for _, one in found if one is not None]
+    for process, (checksum, _) in enumerate(found):
+        replica = ranks.replica_of(process)
+        if checksum != each[replica].checksum:
+            raise _others(ranks, process, replica)
     stops = list(accumulate(len(p.plan.seq_lens) for p in each))
     ids = [range(stop - len(p.plan.seq_lens), stop) for p, stop in zip(each, stops, strict=True)]
     seq_lens = [seq_len for p in each for seq_len in p.plan.seq_lens]
@@ -412,10 +406,10 @@ def joined(ranks: Ranks, own: Planned) -> tuple[Planned, range]:
     return Planned(plan, frozenset(labelled), num_labels), ids[ranks.replica]
 
 
-def _others(ranks: Ranks, of: Difference) -> ConfigError:
+def _others(ranks: Ranks, process: int, replica: int) -> ConfigError:
     return ConfigError(
-        given=f"other sequences or options on process {of.process} than on process {of.first}, both"
-        f" of {of.key}",
+        given=f"other sequences or options on process {process} than on process "
+        f"{replica * ranks.sp}, both of replica {replica}",
         required="the same sequences on all processes of a replica: its stages and its pools",
         source="the sequences and options of the call, on each process",
         change=f"deal sequences to the {ranks.dp} replicas (Ranks.replica), not to processes",

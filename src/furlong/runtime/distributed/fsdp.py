@@ -76,6 +76,12 @@ def sharded_modules(base: nn.Module) -> list[FSDPModule]:
     return [module for module in base.modules() if isinstance(module, FSDPModule)]
 
 
+def reshard(base: nn.Module) -> None:
+    """Divide all weights again that have been gathered."""
+    for module in sharded_modules(base):
+        module.reshard()
+
+
 @contextmanager
 def one_step(base: nn.Module, *, regathers: bool = False) -> Iterator[None]:
     """Within it gradients stay on their process until `adding_up`, and weights that have been
@@ -100,9 +106,7 @@ def one_step(base: nn.Module, *, regathers: bool = False) -> Iterator[None]:
         _forget(base)
         raise
     finally:
-        # weights left gathered by an evaluation would hide the gradients of later steps
-        for module in sharded_modules(base):
-            module.reshard()
+        reshard(base)  # left gathered by an evaluation they would hide gradients of later steps
 
 
 @contextmanager
@@ -110,7 +114,7 @@ def adding_up(modules: Sequence[FSDPModule], *, is_last: bool = False) -> Iterat
     """Within it a backward adds the gradients of these modules up over the processes. `is_last`:
     the root is among them, and no backward follows."""
     for module in modules:
-        _make_alike(module)
+        _fill_sums(module)
         if not adds_unused():
             _give_zeros(module)
         module.set_requires_gradient_sync(True, recurse=False)
@@ -120,7 +124,7 @@ def adding_up(modules: Sequence[FSDPModule], *, is_last: bool = False) -> Iterat
         module.set_requires_gradient_sync(False, recurse=False)
 
 
-def _make_alike(module: FSDPModule) -> None:
+def _fill_sums(module: FSDPModule) -> None:
     """Give all trained parameters of a module a sum over chunks where one has it: FSDP2 adds up no
     mixture of dtypes. With one chunk the head alone has a sum, of its tiles."""
     own = [p for p in _divided(module) if hasattr(p, "_unsharded_param")]

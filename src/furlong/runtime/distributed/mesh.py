@@ -54,11 +54,9 @@ class Ranks:
         side for it. Through a GPU they would wait for all that it has to do."""
         return "cpu" if "cpu:" in dist.get_backend_config(group) else self.mesh.device_type
 
-    def peer(self, plan_rank: int) -> int:
-        """Number of the process at the same place of the pool that obeys another list."""
-        replica, stage = divmod(plan_rank, self.pp)
-        processes = self.mesh.mesh.reshape(self.pp, self.dp, self.sp)
-        return int(processes[stage, replica, self.process])
+    def replica_of(self, process: int) -> int:
+        """The replica of a process of the run."""
+        return process // self.sp % self.dp
 
 
 def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
@@ -114,17 +112,6 @@ def require_stages(pp: int, num_layers: int) -> None:
             source="the sizes of parallel and the model's config",
             change=f"set pp to {num_layers} or less",
         )
-
-
-def not_copied(num_processes: int) -> ConfigError:
-    """The error for a copy of an engine that several processes call."""
-    return ConfigError(
-        given=f"a copy, or a pickle, of an engine of {num_processes} processes",
-        required="the engine itself: its weights are divided among them, and its groups are theirs",
-        source="copy.deepcopy or pickle of a furlong.Engine",
-        change="save the weights (torch.distributed.checkpoint, or furlong train's checkpoints) and"
-        " make a new engine of a new model, on all processes",
-    )
 
 
 def ranks_of_group(group: ProcessGroup, device_type: str) -> Ranks:

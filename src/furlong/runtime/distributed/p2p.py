@@ -1,9 +1,8 @@
 """Links between the stages of a pipeline: one process group per pair of neighbours and direction.
 
 A message carries no tag (NCCL has none): each direction is first in, first out, and both ends know
-its messages from the plan. One receive is posted ahead, and a send begins right after its compute.
-On a GPU a posted receive is a kernel that spins, and starts NCCL's clock: it is posted behind all
-but the last pass before the action that needs it.
+its messages from the plan. A send begins right after its compute, a receive is posted at the last
+pass before the action that needs it: on a GPU it is a kernel that spins, and starts NCCL's clock.
 With one queue for both directions, or one per process, sends that face each other wait for ever.
 
 A send buffer is held, untouched, until its message has gone: gloo copies nothing, so the receiver
@@ -23,24 +22,18 @@ from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
 from furlong.errors import LinkError, PlanError
 from furlong.plan.plan import Action, Chunk, ChunkPlan, Computing, Recv, Send
 from furlong.plan.text import format_action
 
 _T = TypeVar("_T")
-
-
-class Work(Protocol):
-    """A send or a receive that has begun."""
-
-    def wait(self) -> Any: ...
-    def is_completed(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +128,13 @@ class Neighbour:
         """Send buffers held now."""
         return sum(not _has_gone(work) for _, work, _ in self._under_way)
 
-    def begin(
-        self, messages: Iterable[Action], chunks: Sequence[Chunk], parcel: Parcel, *,
-        posts_ahead: bool = True,
-    ) -> None:  # fmt: skip
-        """Expect a step's messages; `post` then posts the receive of the first. `posts_ahead`:
-        whether each receive posts the next one."""
+    def begin(self, messages: Iterable[Action], chunks: Sequence[Chunk], parcel: Parcel) -> None:
+        """Expect a step's messages; `post` then posts the receive of the first."""
         left = [*self._to_send, *self._to_recv]
         assert not left, f"'{format_action(left[0])}' of the step before is left"
         for action in messages:
             (self._to_send if isinstance(action, Send) else self._to_recv).append(action)
-        self._chunks, self._parcel, self._posts_ahead = chunks, parcel, posts_ahead
+        self._chunks, self._parcel = chunks, parcel
         self._is_one_way = not self._to_recv
 
     def send(self, action: Send, x: Tensor) -> None:
@@ -167,14 +156,12 @@ class Neighbour:
     def recv(self, action: Recv) -> Tensor:
         """The next message (num_rows, D)."""
         text = _require_next(self._to_recv, action, self._into)
-        self.post()  # where the one before found no memory for it
+        self.post()  # unless a pass before it has
         assert self._posted is not None
         work, x = self._posted
         self._into.guarded(text, work.wait)
         self._to_recv.popleft()
         self._posted = None
-        if self._posts_ahead:
-            self.post()
         return x
 
     def post(self) -> None:
@@ -223,15 +210,10 @@ class Links:
     """One process's links: by the step from its rank to a neighbour's, -1 or 1."""
 
     def __init__(
-        self,
-        neighbours: Mapping[int, Neighbour],
-        *,
-        posts_ahead: bool = True,
-        groups: Iterable[dist.ProcessGroup] = (),
+        self, neighbours: Mapping[int, Neighbour], groups: Iterable[dist.ProcessGroup] = ()
     ) -> None:
-        """`posts_ahead`: whether one receive from each is always posted; else at the last pass
-        before it is needed. `groups`: those that `close` ends."""
-        self.neighbours, self._posts_ahead, self.groups = neighbours, posts_ahead, [*groups]
+        """`groups`: those that `close` ends."""
+        self.neighbours, self.groups = neighbours, [*groups]
         self._rank = 0
         self._posts: Mapping[int, list[int]] = {}
         """By action, the peers whose receives are posted before it."""
@@ -250,12 +232,9 @@ class Links:
                     text = format_action(action)
                     raise PlanError(f"rank {rank} has '{text}': its links lead to {to}")
                 messages[action.peer - rank].append(action)
-        self._rank, self._posts = rank, {} if self._posts_ahead else late_posts(own)
+        self._rank, self._posts = rank, late_posts(own)
         for step, neighbour in self.neighbours.items():
-            of_step = messages[step]
-            neighbour.begin(of_step, plan.chunks, parcel, posts_ahead=self._posts_ahead)
-        for neighbour in self.neighbours.values() if self._posts_ahead else ():
-            neighbour.post()
+            neighbour.begin(messages[step], plan.chunks, parcel)
 
     def before(self, index: int) -> None:
         """Action number `index` of the step is about to begin."""
@@ -300,8 +279,8 @@ def open_links(
     `pipelines`: the processes of each pipeline by stage, as numbers in the world; each process is
     in one. `timeout`: by default that of the world. Collective over the world: every process makes
     all groups, in one order, and sends one element through each of its own. NCCL connects two
-    processes at the first message and blocks them until then: receives posted ahead would wait for
-    each other in a circle.
+    processes at the first message and blocks them until then: receives that are posted before they
+    are needed would wait for each other in a circle.
     """
     me = dist.get_rank()
     options: dict[str, Any] = {}
@@ -333,7 +312,7 @@ def open_links(
         step: Neighbour(out, intos[step], None if polls else Waiter(f"furlong-link-{step}"))
         for step, out in outs.items()
     }
-    return Links(neighbours, posts_ahead=not polls, groups=groups)
+    return Links(neighbours, groups)
 
 
 def _world_timeout(device: torch.device) -> timedelta | None:

@@ -1,4 +1,4 @@
-"""The decoder's forward as a door: `chunked(model, options)`, for trainers that call a model whole.
+"""The decoder's forward in chunks: `chunked(model, options)`, for trainers that call a model whole.
 
 A trainer calls the model; the model calls its decoder; there the batch is cut into chunks, and what
 comes back are final hidden states with a graph. Head and loss are the caller's own, so a trainer
@@ -33,14 +33,14 @@ from furlong.runtime.batch import (
     labels_of_padding,
     padding_read,
     read_padded,
-    require_options,
+    require_type,
 )
 from furlong.runtime.session import Session
 from furlong.runtime.two_phase import hidden_states
 
-_DOOR = "furlong_door"
+_FORWARD = "furlong_forward"
 _LABELS = "furlong_labels"
-_SET = (_DOOR, "forward", _LABELS)  # what a door adds to a decoder
+_SET = (_FORWARD, "forward", _LABELS)  # what `chunked` adds to a decoder
 _READ = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
 # logits_to_keep is for a head: no decoder reads it, but some trainers pass it on
 _HARMLESS = {
@@ -85,14 +85,14 @@ def chunked(
     the model's own, of all tokens at once.
 
     Raises UnsupportedModelError, by name, for a model that cannot be trained exactly; a call of the
-    model raises ConfigError or DataError for what the door does not know. The head may be any, such
+    model raises ConfigError or DataError for what chunks do not know. The head may be any, such
     as that of a reward model.
     """
     options = options or ChunkOptions(keep="auto")
-    require_options(options)
+    require_type(options, ChunkOptions)
     require_two_phases(options)
     decoder: Any = _decoder(model)
-    if "forward" in decoder.__dict__ and _DOOR not in decoder.__dict__:
+    if "forward" in decoder.__dict__ and _FORWARD not in decoder.__dict__:
         raise ConfigError(
             given=f"{type(decoder).__name__} with a forward that was set on it",
             required="a decoder whose forward is its class's own",
@@ -102,7 +102,7 @@ def chunked(
     session = Session(
         model, max_seq_len=max_seq_len, compute_dtype=None, storage=storage, needs_head=False
     )
-    decoder.__dict__[_DOOR] = _Door(session, options, share_prompts)
+    decoder.__dict__[_FORWARD] = ChunkedForward(session, options, share_prompts)
     decoder.__dict__["forward"] = MethodType(forward, decoder)
     if _LABELS not in decoder.__dict__:
         hook = bare_model(model).register_forward_pre_hook(_refuse_labels, with_kwargs=True)
@@ -144,10 +144,10 @@ def chunked_within(
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The decoder's forward: through chunks, or as it was."""
-    door = self.__dict__.get(_DOOR)
-    if door is None:  # a copy of the model, or one that was loaded
+    in_chunks = self.__dict__.get(_FORWARD)
+    if in_chunks is None:  # a copy of the model, or one that was loaded
         return type(self).forward(self, *args, **kwargs)
-    return door(self, *args, **kwargs)
+    return in_chunks(self, *args, **kwargs)
 
 
 def _decoder(model: nn.Module) -> nn.Module:
@@ -163,19 +163,19 @@ def _decoder(model: nn.Module) -> nn.Module:
 
 
 def _remove(decoder: Any) -> None:
-    if decoder.__dict__.pop(_DOOR, None) is not None:
+    if decoder.__dict__.pop(_FORWARD, None) is not None:
         decoder.__dict__.pop("forward", None)
         decoder.__dict__.pop(_LABELS).remove()
 
 
 @dataclass(frozen=True, slots=True)
-class _Door:
+class ChunkedForward:
     session: Session
     options: ChunkOptions
     share_prompts: bool
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # copies of the model, and saved ones, have no door
+        return type(None), ()  # copies of the model, and saved ones, have none
 
     def __call__(self, decoder: Any, *args: Any, **kwargs: Any) -> Any:
         given = _named(decoder, args, kwargs)
@@ -228,7 +228,7 @@ def _named(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the arguments that the door does not know."""
+    """Raise ConfigError for the arguments that chunks do not know."""
     config = decoder.config
     asked = {name: True for name in _REFUSED if getattr(config, name, None) is True}
     given = asked | {name: x for name, x in given.items() if x is not None}
@@ -292,11 +292,12 @@ def _refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """A hook before a language model's forward. Without a gradient a loss would not tell that it
     was made of padding: raise DataError for the labels that make it so."""
     decoder: Any = decoder_of(model)
-    door: _Door | None = decoder.__dict__.get(_DOOR)
+    in_chunks: ChunkedForward | None = decoder.__dict__.get(_FORWARD)
     given = _named(model, args, kwargs)
     labels, mask = given.get("labels"), given.get("attention_mask")
     if (
-        door is None or door.wants_gradients() or door.is_plain(decoder, given)
+        in_chunks is None or in_chunks.wants_gradients()
+        or in_chunks.is_plain(decoder, given)
         or model.get_output_embeddings() is None  # labels of something else than the next token
         or not (isinstance(labels, Tensor) and isinstance(mask, Tensor))
         or labels.ndim != 2 or labels.shape != mask.shape
