@@ -47,7 +47,6 @@ from furlong.runtime.step import (
 )
 from furlong.runtime.two_phase import (
     Gradients,
-    hidden_states,
     may_share,
     token_values,
 )
@@ -277,8 +276,8 @@ class Engine:
     ) -> list[Tensor]:
         """Final hidden states (T, D) of each sequence, for a head of the caller's own; see
         `token_values`. Labels are not needed."""
-        return hidden_states(
-            self._session, sequences, options, gradients, share_prompts=share_prompts
+        return token_values(
+            self._session, sequences, options, None, gradients, share_prompts=share_prompts
         )
 
 

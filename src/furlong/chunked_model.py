@@ -36,7 +36,7 @@ from furlong.runtime.batch import (
     require_type,
 )
 from furlong.runtime.session import Session
-from furlong.runtime.two_phase import hidden_states
+from furlong.runtime.two_phase import token_values
 
 _FORWARD = "furlong_forward"
 _LABELS = "furlong_labels"
@@ -186,9 +186,10 @@ class ChunkedForward:
             given["input_ids"], given.get("attention_mask"), given.get("position_ids"),
             has_cache=_makes_cache(decoder, given), model_type=decoder.config.model_type,
         )  # fmt: skip
-        states = hidden_states(
-            self.session, sequences, self.options, notes=False, share_prompts=self.share_prompts
-        )
+        states = token_values(
+            self.session, sequences, self.options, None, notes=False,
+            share_prompts=self.share_prompts,
+        )  # fmt: skip
         output = DecoderOutput(last_hidden_state=_joined(given["input_ids"], cells, states))
         return output.to_tuple() if given.get("return_dict") is False else output
 

@@ -381,59 +381,29 @@ def token_values(
     session: Session,
     sequences: object,
     options: ChunkOptions,
-    fn: TokenFunction,
-    gradients: Gradients,
-    **more: Any,
-) -> list[Tensor]:
-    """See `Engine.token_values`."""
-
-    def read() -> list[ShiftedSequence]:
-        require_function(fn, "fn")
-        shifted = shift_labels(sequences, extras=None, needs_labels=False)
-        if shifted and not count_valid_tokens(shifted):
-            raise refused_data(
-                "no token with a label, but for first ones, which nothing predicts",
-                "at least one: an answer of at least one token behind its prompt",
-                "leave such sequences out; -100 in labels means no label",
-            )
-        return shifted
-
-    return _outputs(session, read, options, fn, gradients, **more)
-
-
-def hidden_states(
-    session: Session,
-    sequences: object,
-    options: ChunkOptions,
-    gradients: Gradients = "returned",
-    **more: Any,
-) -> list[Tensor]:
-    """See `Engine.hidden_states`."""
-
-    def read() -> list[ShiftedSequence]:
-        return shift_labels(sequences, needs_labels=False)
-
-    return _outputs(session, read, options, None, gradients, **more)
-
-
-def _outputs(
-    session: Session,
-    read: Callable[[], list[ShiftedSequence]],
-    options: ChunkOptions,
     function: TokenFunction | None,
-    gradients: Gradients,
+    gradients: Gradients = "returned",
     *,
     notes: bool = True,
     share_prompts: bool = True,
     watch: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
-    """The values of each sequence's tokens, or without a function its final hidden states.
-    `notes`: warn of what of the model does not run."""
+    """See `Engine.token_values`, and without a function `Engine.hidden_states`. `notes`: warn of
+    what of the model does not run."""
 
-    def prepare() -> list[ShiftedSequence]:
-        sequences = read()
-        if not sequences:
+    def read() -> list[ShiftedSequence]:
+        if function is not None:
+            require_function(function, "fn")
+        extras = None if function is not None else ()
+        shifted = shift_labels(sequences, extras=extras, needs_labels=False)
+        if not shifted:
             raise refused_data("no sequences", "at least one sequence", "leave the call out")
+        if function is not None and not count_valid_tokens(shifted):
+            raise refused_data(
+                "no token with a label, but for first ones, which nothing predicts",
+                "at least one: an answer of at least one token behind its prompt",
+                "leave such sequences out; -100 in labels means no label",
+            )
         require_type(options, ChunkOptions)
         require_two_phases(options)
         if gradients not in get_args(Gradients):
@@ -443,9 +413,9 @@ def _outputs(
                 change="added adds to .grad without a second copy; returned is what autograd "
                 "expects",
             )  # fmt: skip
-        return sequences
+        return shifted
 
-    sequences = together(session.ranks, prepare, f"a call of {_name(function)}")
+    shifted = together(session.ranks, read, f"a call of {_name(function)}")
     session.state.num_calls += 1
     autocast = Autocast.captured(session.autocast_kind)
     with session.alone(takes_autocast=session.ranks is None):
@@ -458,9 +428,9 @@ def _outputs(
         if session.ranks is not None:
             if options.keep == "auto":
                 options = replace(options, keep="kv")
-            run = TwoSteps(session, batch_of(sequences), options, function, gradients, watch)
+            run = TwoSteps(session, batch_of(shifted), options, function, gradients, watch)
         else:
-            batch, plan = _planned_alone(session, sequences, options, autocast, differs=differs,
+            batch, plan = _planned_alone(session, shifted, options, autocast, differs=differs,
                                          share_prompts=share_prompts)  # fmt: skip
             run = TwoPhases(session, plan, batch, function, gradients, autocast, watch)
         return differentiable(run) if differs else run.first()
