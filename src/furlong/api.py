@@ -252,10 +252,11 @@ class Engine:
         `sequences`: as there, where labels may be left out (the ids), and with any more tensors
         (T, ...), which `fn` gets as extras. `fn`: see `furlong.values`; default its `log_prob()`.
         Entry t is about token t; entry 0 and tokens without a label are 0. `gradients`: returned to
-        autograd, or added to `.grad` without a second copy. Between forward and backward lives what
-        `options.keep` says of all sequences of the call, and no graph (`num_retained` is 0). Under
-        `torch.no_grad` there is no graph at all. A tensor that `fn` closes over gets no gradient
-        but what is added to its `.grad`.
+        autograd, or added to `.grad` without a second copy, of which an error leaves a part in a
+        `.grad` that was there. Between forward and backward lives what `options.keep` says of all
+        sequences of the call, and no graph (`num_retained` is 0). Under `torch.no_grad` there is no
+        graph at all. A tensor that `fn` closes over gets no gradient but what is added to its
+        `.grad`.
 
         `share_prompts`: sequences whose first tokens are equal, at least a chunk of them, share
         their computation, on one device. It changes no value but by rounding. `watch`: see `run` of
