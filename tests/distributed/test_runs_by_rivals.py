@@ -20,7 +20,7 @@ from furlong.planners import search
 from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
 from furlong.train import run_model
-from furlong.train.checkpoints import RunState
+from furlong.train.checkpoints import Checkpoints
 from furlong.train.choose_plan import decision_of, shrunk, values_of
 from furlong.train.processes import Launch
 
@@ -83,14 +83,14 @@ def test_losses_are_those_of_one_process(
 
 def takes_until_saved(arguments: list[str], method: str) -> None:
     """The same, until the first process is killed after the first checkpoint."""
-    save = RunState.save
+    save = Checkpoints.save
 
     def saved(*args: Any, **values: Any) -> Any:
         save(*args, **values)
         if os.environ["RANK"] == "0":  # which has given the checkpoint its name
             os.kill(os.getpid(), signal.SIGKILL)
 
-    RunState.save = saved  # type: ignore[method-assign]
+    Checkpoints.save = saved  # type: ignore[method-assign]
     takes(arguments, method)
 
 

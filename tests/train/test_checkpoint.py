@@ -17,10 +17,7 @@ import pytest
 import torch
 
 from furlong.config.schema import TrainConfig
-from furlong.data.loader import LoaderState
 from furlong.errors import CheckpointError
-from furlong.planners.decide import Decision
-from furlong.planners.options import ChunkOptions
 from furlong.train import checkpoint_folder
 from furlong.train import checkpoints as module
 from furlong.train.checkpoint_folder import (
@@ -33,13 +30,13 @@ from furlong.train.checkpoint_folder import (
 )
 from furlong.train.checkpoints import (
     Checkpoints,
-    RunState,
+    all_tensors,
     load_tensors,
+    restore_tensors,
     save_checkpoint,
     stored_tensors,
 )
-from furlong.train.metrics import Progress
-from furlong.train.optim import build_optimizer, build_schedule
+from furlong.train.optim import build_optimizer, build_schedule, set_rate
 
 STATE = {"step": 3, "lr": 0.1 + 0.2, "names": ["a", "b"], "nothing": None}
 
@@ -77,48 +74,46 @@ def test_tensors_and_values_come_back_to_the_bit(
         assert torch.equal(loaded[name], tensor), name
 
 
-def run_state(seed: int) -> RunState:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
-    settings = TrainConfig(
-        lr=0.1, betas=(0.8, 0.9), weight_decay=0.1, schedule="linear", warmup_ratio=0.0
-    )
-    optimizer = build_optimizer(model.parameters(), settings)
-    return RunState(
-        config={}, decision=Decision(ChunkOptions(size=8), ""), model=model, optimizer=optimizer,
-        scheduler=build_schedule(optimizer, settings, 9),
-        data_fingerprint={}, base_fingerprint=None, architecture={},
-    )  # fmt: skip
+class Run:
+    """A model with its optimizer and schedule."""
 
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        settings = TrainConfig(
+            lr=0.1, betas=(0.8, 0.9), weight_decay=0.1, schedule="linear", warmup_ratio=0.0
+        )
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+        self.optimizer = build_optimizer(self.model.parameters(), settings)
+        self.schedule = build_schedule(self.optimizer, settings, 9)
 
-def trained_further(run: RunState, num_steps: int) -> dict[str, torch.Tensor]:
-    """Weights, and the optimizer's state of each, after random updates."""
-    for _ in range(num_steps):
-        for parameter in run.model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        run.optimizer.step()
-        run.scheduler.step()
-    found = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    for name, parameter in run.model.named_parameters():
-        own = run.optimizer.state[parameter].items()
-        found |= {f"{key} of {name}": value.clone() for key, value in own}
-    return found
+    def trained_further(self, num_steps: int) -> dict[str, torch.Tensor]:
+        """Weights, and the optimizer's state of each, after random updates."""
+        for _ in range(num_steps):
+            for parameter in self.model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            self.optimizer.step()
+            self.schedule.step()
+        found = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            own = self.optimizer.state[parameter].items()
+            found |= {f"{key} of {name}": value.clone() for key, value in own}
+        return found
 
 
 def test_a_run_goes_on_with_its_moments_schedule_and_generator(tmp_path: Path) -> None:
-    first, other = run_state(0), run_state(1)
-    taken = trained_further(first, 3)
-    progress = Progress(step=3, data=LoaderState(2, 5), num_tokens=70, last_loss=0.1 + 0.2)
-    first.save(Checkpoints(tmp_path), progress, metrics_bytes=0)
-    checkpoint = tmp_path / "step-00000003"
-    gone_on = trained_further(first, 2)
-    trained_further(other, 1)
-    assert other.restore(checkpoint, read_state(checkpoint)) == progress
+    first, other = Run(0), Run(1)
+    taken = first.trained_further(3)
+    tensors = all_tensors(first.model, first.optimizer)
+    Checkpoints(tmp_path).save(3, tensors, {"step": 3})
+    gone_on = first.trained_further(2)
+    other.trained_further(1)
+    restore_tensors(tmp_path / "step-00000003", other.model, other.optimizer)
+    set_rate(other.schedule, 3)
     for wanted, num_steps in ((taken, 0), (gone_on, 2)):
-        given = trained_further(other, num_steps)
+        given = other.trained_further(num_steps)
         assert given.keys() == wanted.keys() and len(wanted) == 4 * 4
         assert all(torch.equal(given[name], wanted[name]) for name in wanted)
-    assert other.scheduler.get_last_lr() == first.scheduler.get_last_lr()
+    assert other.schedule.get_last_lr() == first.schedule.get_last_lr()
 
 
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,13 +69,8 @@ def test_a_run_of_more_steps_goes_on_at_their_rate() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     settings = TrainConfig(schedule="linear", warmup_ratio=0.0)
     optimizer = torch.optim.AdamW([parameter], lr=1.0)
-    short, long = (build_schedule(optimizer, settings, n) for n in (4, 8))
-    optimizer.step()
-    for _ in range(2):
-        short.step()
-    long.load_state_dict(short.state_dict())
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(2 / 4)
-    set_rate(long)
+    long = build_schedule(optimizer, settings, 8)
+    set_rate(long, 2)
     assert long.get_last_lr() == [optimizer.param_groups[0]["lr"]] == [pytest.approx(6 / 8)]
 
 

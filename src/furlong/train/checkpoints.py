@@ -24,7 +24,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from furlong.data.dataset import SEQUENCES
 from furlong.errors import CheckpointError, differing
 from furlong.files import TEMPORARY, SummedFile, os_errors_told, publish, sync, write_json
-from furlong.planners.decide import Decision
 from furlong.train.checkpoint_folder import (
     FORMAT_VERSION,
     MANIFEST,
@@ -54,9 +52,7 @@ from furlong.train.checkpoint_folder import (
     measured,
     remove_old,
 )
-from furlong.train.choose_plan import values_of
-from furlong.train.metrics import Progress
-from furlong.train.optim import make_state, set_rate
+from furlong.train.optim import make_state
 from furlong.train.processes import ALONE, Processes
 from furlong.train.whole import trained
 from furlong.units import format_seconds
@@ -68,78 +64,7 @@ _CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
 _MAX_FILE_BYTES = 2**28
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """All that a run needs to go on, as live objects."""
-
-    config: dict[str, Any]
-    """The resolved run config."""
-    decision: Decision
-    """A resumed run does not decide again."""
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
-    data_fingerprint: dict[str, str]
-    """Identifies the training sequences and their order, see `DataSet.fingerprint`."""
-    base_fingerprint: str | None
-    """Identifies what is not saved, see `base_fingerprint`."""
-    architecture: dict[str, Any]
-    """The model's config, see `architecture_of`."""
-    reference: str | None = None
-    """Identifies the model to which a trained one is compared; None where there is none."""
-    processes: Processes = ALONE
-
-    def save(self, checkpoints: Checkpoints, progress: Progress, *, metrics_bytes: int) -> None:
-        """Write a checkpoint. `metrics_bytes`: length of the run's metrics so far. A collective;
-        raises CheckpointError."""
-        state = {
-            "step": progress.step,
-            "progress": progress.to_dict(),
-            "config": self.config,
-            "options": values_of(self.decision),
-            "data_fingerprint": self.data_fingerprint,
-            "base_fingerprint": self.base_fingerprint,
-            "reference": self.reference,
-            "architecture": self.architecture,
-            "metrics_bytes": metrics_bytes,
-            "written_by": self._written_by(),
-        }
-        tensors = all_tensors(self.model, self.optimizer, self.processes)
-        checkpoints.save(progress.step, tensors, state)
-
-    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> Progress:
-        """Put everything into place as it was when the checkpoint was taken. A collective.
-
-        Raises CheckpointError when base model or parameters are others. See `check_data`.
-        """
-        self.processes.together(lambda: self._check(checkpoint, state))
-        restore_tensors(checkpoint, self.model, self.optimizer, self.processes)
-        progress = Progress.from_dict(state["progress"])
-        self.scheduler.last_epoch = progress.step
-        set_rate(self.scheduler)
-        if changed := differing(self._written_by(), state["written_by"]):
-            words = "; ".join(
-                f"{key} = {now}, before {then}" for key, (now, then) in changed.items()
-            )
-            print(f"{words}: the last bits may differ from those of a run without it")
-        return progress
-
-    def _check(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        check_base(checkpoint, state, self.base_fingerprint)
-        if state["reference"] != self.reference:
-            name = state["config"]["model"]["name"]
-            raise CheckpointError(
-                given=f"a reference by other weights of {name} than those that the run began with",
-                required="the same model: train.loss: dpo compares with it in every step",
-                source=str(checkpoint),
-                change=f"restore the files of {name}, or start anew with another out",
-            )
-
-    def _written_by(self) -> dict[str, Any]:
-        return written_by(self.model) | {"processes": self.processes.num_processes}
-
-
-def written_by(model: nn.Module) -> dict[str, Any]:
+def written_by(model: nn.Module, num_processes: int) -> dict[str, Any]:
     """Versions, threads and device on which the last bits of a run depend; all may change."""
     device = next(model.parameters()).device
     return {
@@ -147,7 +72,15 @@ def written_by(model: nn.Module) -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "processes": num_processes,
     }
+
+
+def tell_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Print in what `written_by` differs from that of a checkpoint."""
+    if changed := differing(now, before):
+        words = "; ".join(f"{key} = {own}, before {then}" for key, (own, then) in changed.items())
+        print(f"{words}: the last bits may differ from those of a run without it")
 
 
 def check_data(checkpoint: Path, state: Mapping[str, Any], fingerprint: dict[str, str]) -> None:
@@ -193,6 +126,19 @@ def check_base(checkpoint: Path, state: Mapping[str, Any], fingerprint: str | No
             required="the same base model: a checkpoint of adapters does not hold it",
             source=str(checkpoint),
             change=f"restore the files of {name}",
+        )
+
+
+def check_reference(checkpoint: Path, state: Mapping[str, Any], fingerprint: str | None) -> None:
+    """Raises CheckpointError unless the model that the run began with is the one of now: it is the
+    reference of its loss, which a checkpoint does not hold."""
+    if state["reference"] != fingerprint:
+        name = state["config"]["model"]["name"]
+        raise CheckpointError(
+            given=f"a reference by other weights of {name} than those that the run began with",
+            required="the same model: train.loss: dpo compares with it in every step",
+            source=str(checkpoint),
+            change=f"restore the files of {name}, or start anew with another out",
         )
 
 

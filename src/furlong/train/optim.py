@@ -94,11 +94,11 @@ def build_schedule(
     return schedule
 
 
-def set_rate(schedule: torch.optim.lr_scheduler.LambdaLR) -> None:
-    """Let the next step have the rate that the schedule has for it, which a checkpoint's may not be
-    after the number of steps has changed."""
+def set_rate(schedule: torch.optim.lr_scheduler.LambdaLR, step: int = 0) -> None:
+    """Put a schedule where it is after so many steps; its rates follow from their number alone."""
+    schedule.last_epoch = step
     rates = [
-        base * factor(schedule.last_epoch)
+        base * factor(step)
         for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     ]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):

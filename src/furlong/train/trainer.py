@@ -51,12 +51,16 @@ from furlong.train.build import (
 from furlong.train.checkpoint_folder import list_checkpoints
 from furlong.train.checkpoints import (
     Checkpoints,
-    RunState,
     all_tensors,
     base_fingerprint,
+    check_base,
     check_data,
+    check_reference,
     one_process,
     restore_generators,
+    restore_tensors,
+    tell_changes,
+    written_by,
 )
 from furlong.train.choose_plan import shrunk, values_of
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate, share_of
@@ -278,18 +282,6 @@ class Trainer:
             has_frozen_base=self.base_fingerprint is not None,
             num_devices=processes.num_processes,
         )  # fmt: skip
-        self.state = RunState(
-            config=config.model_dump(mode="json"),
-            decision=self.decision,
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.schedule,
-            data_fingerprint=self.train_data.fingerprint,
-            base_fingerprint=self.base_fingerprint,
-            architecture=self.run_model.architecture,
-            reference=self.reference_fingerprint,
-            processes=processes,
-        )
 
     def _open_folder(self, stack: ExitStack) -> None:
         """The run folder of a new run; that of an old one gives back what its checkpoint has."""
@@ -298,7 +290,7 @@ class Trainer:
             make_folder = partial(create_run_folder, stack, run.path)
             processes.together(make_folder if processes.is_first else lambda: None)
         if run.checkpoint is not None and run.state is not None:
-            self.progress = self.state.restore(run.checkpoint, run.state)
+            self._restore(run.checkpoint, run.state)
             step = self.progress.step
             print(f"resumed from {run.checkpoint.name}: step {step} of {self.num_steps}")
         self.saved_step = self.progress.step
@@ -310,7 +302,7 @@ class Trainer:
         # The config comes last: a folder that has one holds a run.
         if processes.is_first:
             self._options_changed(self.fitting.options)
-            write_json(run.path / CONFIG, self.state.config)
+            write_json(run.path / CONFIG, self.config.model_dump(mode="json"))
         make_state(self.optimizer)
         self.used = self._used_memory()
 
@@ -465,8 +457,20 @@ class Trainer:
     def save(self) -> None:
         """Writes a checkpoint of now, or with `train.async_save` begins to."""
         self.processes.at("a checkpoint")
-        state = replace(self.state, decision=shrunk(self.state.decision, self.fitting.options))
-        state.save(self.checkpoints, self.progress, metrics_bytes=self.log.num_bytes)
+        values = {
+            "step": self.progress.step,
+            "progress": self.progress.to_dict(),
+            "config": self.config.model_dump(mode="json"),
+            "options": values_of(shrunk(self.decision, self.fitting.options)),
+            "data_fingerprint": self.train_data.fingerprint,
+            "base_fingerprint": self.base_fingerprint,
+            "reference": self.reference_fingerprint,
+            "architecture": self.run_model.architecture,
+            "metrics_bytes": self.log.num_bytes,
+            "written_by": written_by(self.model, self.processes.num_processes),
+        }
+        tensors = all_tensors(self.model, self.optimizer, self.processes)
+        self.checkpoints.save(self.progress.step, tensors, values)
         self.saved_step = self.progress.step
         self._call("on_save")
 
@@ -491,7 +495,6 @@ class Trainer:
         a checkpoint, which are those of now and no copies, and plain values."""
         return {
             "tensors": all_tensors(self.model, self.optimizer, self.processes),
-            "schedule": self.schedule.state_dict(),
             "progress": self.progress.to_dict(),
         }
 
@@ -503,9 +506,8 @@ class Trainer:
         for name, tensor in known.items():
             own[name].copy_(tensor)
         restore_generators(rng, self.processes.launch.number, self.used.device)
-        self.schedule.load_state_dict(values["schedule"])
-        set_rate(self.schedule)
         self.progress = Progress.from_dict(values["progress"])
+        set_rate(self.schedule, self.progress.step)
 
     def should_stop(self) -> bool:
         """Whether a signal has asked any process to stop."""
@@ -532,6 +534,19 @@ class Trainer:
 
     # What happens around the steps.
 
+    def _restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        """Puts everything into place as it was when the checkpoint was taken."""
+
+        def check() -> None:
+            check_base(checkpoint, state, self.base_fingerprint)
+            check_reference(checkpoint, state, self.reference_fingerprint)
+
+        self.processes.together(check)
+        restore_tensors(checkpoint, self.model, self.optimizer, self.processes)
+        self.progress = Progress.from_dict(state["progress"])
+        set_rate(self.schedule, self.progress.step)
+        tell_changes(written_by(self.model, self.processes.num_processes), state["written_by"])
+
     def _used_memory(self) -> UsedMemory:
         parameters, budget_bytes = self.model.parameters(), self.budget_bytes
         return UsedMemory(parameters, self.optimizer, budget_bytes=budget_bytes)
@@ -544,7 +559,8 @@ class Trainer:
         trace = path / PROFILE / f"process-{number}.json"
         profiled = open_profiler(stack, settings.profile_steps, done, trace)
         if self.processes.is_first:
-            trackers = open_trackers(stack, path, settings, self.state.config, done)
+            config = self.config.model_dump(mode="json")
+            trackers = open_trackers(stack, path, settings, config, done)
             say, advance = open_bar(stack, done, self.num_steps)
             log = MetricsLog(
                 path / METRICS, self.num_steps, say, keep_bytes=self.log.num_bytes,
