@@ -6,6 +6,7 @@ import copy
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import furlong
 from furlong.cli.main import main
 from furlong.config.sources import parse_run
 from furlong.errors import CheckpointError
+from furlong.train.objective import OBJECTIVES, Objective
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "subclass_trainer.py"
 PLAIN = ("--train.epochs=null", "--train.schedule=constant", "--train.warmup_ratio=0")
@@ -73,6 +75,29 @@ def test_a_trainer_is_the_command_with_hooks(tiny_run: TinyRun, tmp_path: Path) 
     records = map(json.loads, (tmp_path / "command" / "metrics.jsonl").read_text().splitlines())
     losses = [record["loss"] for record in records if "loss" in record]
     assert [one[2] for one in noting.seen if one[0] == "step"] == losses
+
+
+def test_a_loss_of_ones_own_is_one_object(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its figures are in the records of steps and evaluations, whatever they are called."""
+
+    class Doubled(Objective):
+        def compute(self, *args: Any, **named: Any) -> Any:
+            result = super().compute(*args, **named)
+            loss, total = 2 * result.loss, 2 * result.loss_sum
+            return replace(result, loss=loss, loss_sum=total, metrics={"half": result.loss})
+
+    monkeypatch.setitem(OBJECTIVES, "sft", lambda settings: Doubled())
+    run, held_out = tmp_path / "run", f"--data.eval={tiny_run.folder / 'held-out.jsonl'}"
+    assert main(tiny_run.arguments(run, "--train.epochs=1", held_out)) == 0
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    assert len(steps) == 3 and all(one["loss"] == 2 * one["half"] for one in steps)
+    evaluated = [record for record in records if "eval_loss" in record]
+    assert all(
+        record["eval_loss"] == pytest.approx(2 * record["eval_half"]) for record in evaluated
+    )
 
 
 def test_steps_are_taken_again_from_a_state(tiny_run: TinyRun, tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ class PairLoss(Objective):
         )  # fmt: skip
 
 
-OBJECTIVES: Mapping[str, Callable[[TrainConfig], Objective]] = {
+OBJECTIVES: dict[str, Callable[[TrainConfig], Objective]] = {
     "sft": lambda settings: Objective(),
     "dpo": lambda settings: PairLoss(settings.loss_type, settings.beta, settings.label_smoothing),
 }
