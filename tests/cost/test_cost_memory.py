@@ -234,6 +234,26 @@ def test_processes_of_a_group_hold_their_own_slices():
     )
 
 
+def test_a_pool_on_cpus_counts_what_gloo_copies_and_what_the_heap_does_not_give_back():
+    shape = describe(TINY | {"vocab_size": 2000})
+    training = replace(Training.in_dtype("float32"), zero_stage=1, gathers=True)
+    chunk = Chunk((Slice(0, 0, 16, Place(0, 2)),))
+    actions = (Forward(0, 0, "all"), Backward(0, 0), Reduce(0))
+    plan = ChunkPlan((16,), (chunk,), (4,), (actions,), sp_size=2)
+    on_cpu = PlanMemory(shape, training, 10**15, heap_blocks=1.0, device_type="cpu")
+
+    def buffers(memory):
+        return memory.curve(plan, 0).device[-1, PARTS.index("buffers")]
+
+    held = shape, (4,), WHOLE, 2
+    added_up = 2 * shape.embedding_parameters * 4  # head and embedding, the largest that is
+    shards = training.state_bytes(*held).gradients // 2
+    expected = on_cpu.heap_bytes(plan, 0) + 3 * added_up + shards
+    plain = buffers(replace(on_cpu, heap_blocks=0.0)) - training.collective_bytes(*held)
+    assert buffers(on_cpu) - plain == expected
+    assert training.collective_bytes(*held) < added_up  # layers are shards by then
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     lens=st.lists(st.integers(1, 150), min_size=1, max_size=8),
