@@ -52,7 +52,11 @@ def fit_rates(samples: Sequence[Sample], spec: Machine) -> dict[str, Any]:
     table, measured = _table(samples, spec, names)
     found = relative_fit(table, measured)
     if spec.hides_launches:
-        stages, _ = _table([_without_head(sample) for sample in samples], spec, names)
+        headless = []
+        for sample in samples:
+            shape = replace(sample.model.shape, vocab_size=0)
+            headless.append(replace(sample, model=replace(sample.model, shape=shape)))
+        stages, _ = _table(headless, spec, names)
         found = _fit_hidden(stages, table - stages, measured, found, names)
     return _fields(dict(zip(names, found.tolist(), strict=True)))
 
@@ -70,11 +74,6 @@ def _fit_hidden(
         longer[np.ix_(~launched, ~is_work)] = 0.0
         found = relative_fit(longer + heads, measured)
     return found
-
-
-def _without_head(sample: Sample) -> Sample:
-    shape = replace(sample.model.shape, vocab_size=0)
-    return replace(sample, model=replace(sample.model, shape=shape))
 
 
 def residuals(samples: Sequence[Sample]) -> dict[Computed, list[float]]:

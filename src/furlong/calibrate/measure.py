@@ -167,14 +167,10 @@ def collective_links(device: torch.device) -> dict[str, Link]:
             continue
         moved = [_moved_bytes(name, num_bytes) for num_bytes in _COLLECTIVE_BYTES]
         each, latency = relative_line(moved, seconds)
-        if each > 0:
-            links[f"{name}{suffix}"] = Link(latency / _num_calls(name), 1 / each)
+        if each > 0:  # what is measured of an all-to-all are two, which share its bytes
+            latency /= 2 if name == "all_to_all" else 1
+            links[f"{name}{suffix}"] = Link(latency, 1 / each)
     return links
-
-
-def _num_calls(name: Collective) -> int:
-    """Collectives in what is measured of one kind, which share its bytes."""
-    return 2 if name == "all_to_all" else 1
 
 
 def _moved_bytes(name: Collective, num_bytes: int) -> float:

@@ -50,11 +50,16 @@ def format_report(report: PlanReport) -> str:
     each = f" ({format_count(report.tokens_per_s / _num_devices(plan))} per device)"
     whose = "" if alone else "ranks' "
     update = report.update_s
+    order = "1F1B over chunks" if len(plan.stages) > 1 else "chunk-first"
+    if max(map(len, held_stages(plan))) > 1:
+        order = "layer-first, each stage for all chunks before the next"
+    is_uneven = report.pool_idle_ratio >= 5e-4
+    slowest = ": the slowest of a pool holds the others up" if is_uneven else ""
     texts = {
         "chunks": _chunk_words(plan),
         "kept": _kept_words(plan),
         "recompute": _recompute_words(plan),
-        "order": _order_words(plan),
+        "order": f"{order}: forwards ascending, backwards descending within a sequence",
         "tier": tiers_in_words(plan.tiers),
         "moved": "\n".join(_traffic_words(report)),
         "layout": _layout_words(report),
@@ -63,7 +68,9 @@ def format_report(report: PlanReport) -> str:
         + (f"\n{format_seconds(report.step_s + update)} with the optimizer" if update else ""),
         "bubble": f"{figures.bubble_ratio:.1%} of the {whose}time is no first forward and no"
         f" backward\n{figure_words(figures)}",
-        "pool": _pool_words(report),
+        "pool": f"{report.pool_idle_ratio:.1%} of the processes' time in passes is idle{slowest}"
+        if plan.sp_size > 1
+        else "",
         "time": breakdown,
         "memory": _memory_words(report),
     }
@@ -129,14 +136,6 @@ def _recompute_words(plan: ChunkPlan) -> str:
     return text
 
 
-def _order_words(plan: ChunkPlan) -> str:
-    """The way in which the grid of chunks and stages is walked."""
-    if max(len(stages) for stages in held_stages(plan)) > 1:
-        return "layer-first: each rank finishes a stage for all chunks before the next"
-    walk = "1F1B over chunks" if len(plan.stages) > 1 else "chunk-first"
-    return f"{walk}: forwards ascending, backwards descending within a sequence"
-
-
 def _traffic_words(report: PlanReport) -> list[str]:
     """A text per kind of memory that travels, over all ranks."""
     written: Counter[str] = Counter()
@@ -168,15 +167,6 @@ def _layout_words(report: PlanReport) -> str:
         f"{'one device' if is_alone(plan) else devices};"
         f" {count_words(len(plan.stages), 'stage')}, layers per stage: {layers}"
     )
-
-
-def _pool_words(report: PlanReport) -> str:
-    """The idleness of the processes of pools, which the bubble does not show."""
-    if report.plan.sp_size == 1:
-        return ""
-    idle = report.pool_idle_ratio
-    why = ": the slowest of a pool holds the others up" if idle >= 5e-4 else ""
-    return f"{idle:.1%} of the processes' time in passes is idle{why}"
 
 
 def _memory_words(report: PlanReport) -> str:
