@@ -4,7 +4,8 @@
     check(plan, memory)                    # the checker's Memory: refuses a plan that does not fit
     memory.curve(plan, rank).peak          # the parts where the rank needs most
 
-A walk follows the executor, which obeys the plan's passes, and adds up what comes and goes:
+A simulation of a rank follows the executor, which obeys the plan's passes, and adds up what comes
+and goes:
 
     ids            token ids, positions and labels: from stage 0's Forward to its Backward
     inputs         hidden states in front of a stage: from the pass that delivers them to the last
@@ -366,7 +367,7 @@ class PlanMemory:
         own = dict.fromkeys(a.chunk for a in plan.actions[rank] if isinstance(a, Forward))
         loads = {i: _loads(plan.chunks[i], plan.sp_size, self.shape) for i in own}
         processes = _unlike(plan, loads)
-        curves = [_Walk(self, plan, rank, process, loads).run() for process in processes]
+        curves = [_RankMemory(self, plan, rank, process, loads).run() for process in processes]
         if len(curves) == 1:
             return curves[0]
         worst = np.stack([curve.device.sum(axis=1) for curve in curves]).argmax(axis=0)
@@ -405,7 +406,7 @@ def _unlike(plan: ChunkPlan, loads: Mapping[int, list[list[float]]]) -> list[int
     return processes
 
 
-class _Walk:
+class _RankMemory:
     """Bytes that one process has in use, action by action."""
 
     def __init__(
@@ -862,31 +863,31 @@ class StoredLayers:
         """The segments that hold tokens which a piece sees, ascending."""
         return self._tokens.seen_segments(piece, self._window)
 
-    def write(self, walk: _Walk, piece: int) -> None:
+    def write(self, rank: _RankMemory, piece: int) -> None:
         """The K,V of a piece come into being."""
         for index in self._touched(piece):
             if index not in self._written:
                 self._written[index], self._owners[index] = set(), set()
                 self._filling.add(index)
-                walk.add("kv", self._kv[index])
+                rank.add("kv", self._kv[index])
             elif not self._on_device and index not in self._filling:
                 # a segment that another piece keeps in the lower tier
-                walk.read("kv", self._kv[index], self._num_layers)
-                walk.write("kv", self._kv[index], self._num_layers)
+                rank.read("kv", self._kv[index], self._num_layers)
+                rank.write("kv", self._kv[index], self._num_layers)
             if piece not in self._owners[index] and self._is_cold(index):
                 # a piece that is computed again begins without gradients, there too
-                walk.read("kv_gradients", self._gradients[index], self._num_layers)
-                walk.write("kv_gradients", self._gradients[index], self._num_layers)
+                rank.read("kv_gradients", self._gradients[index], self._num_layers)
+                rank.write("kv_gradients", self._gradients[index], self._num_layers)
             self._written[index].add(piece)
             self._owners[index].add(piece)
             complete = len(self._written[index]) == self._num_pieces[index]
             if not self._on_device and complete and index in self._filling:
                 self._filling.remove(index)
-                walk.add("kv", -self._kv[index])
-                walk.add("kv", self._kv[index], self._tier)
-                walk.write("kv", self._kv[index], self._num_layers)
+                rank.add("kv", -self._kv[index])
+                rank.add("kv", self._kv[index], self._tier)
+                rank.write("kv", self._kv[index], self._num_layers)
 
-    def read(self, walk: _Walk, piece: int, *layers: range) -> None:
+    def read(self, rank: _RankMemory, piece: int, *layers: range) -> None:
         """The segments that `piece` sees come from the lower tier, for `layers` of the stage."""
         seen = self.seen(piece)
         filling = [index for index in self._filling if index in seen]
@@ -897,15 +898,15 @@ class StoredLayers:
         num_bytes -= sum(self._kv[index] for index in filling)
         reading = sum(layer in some for some in layers for layer in self.layers)
         num_reads = (len(seen) - len(filling)) * reading
-        walk.read("kv", num_bytes * reading / self._num_layers, num_reads)
+        rank.read("kv", num_bytes * reading / self._num_layers, num_reads)
 
-    def send_back(self, walk: _Walk, piece: int) -> None:
+    def send_back(self, rank: _RankMemory, piece: int) -> None:
         """The Backward of a piece adds to the gradients of what it sees."""
         seen, sent_to = self.seen(piece), self._sent_to(piece)
         if self._on_device:
             new = [index for index in sent_to if index not in self._hot]
             self._hot.update(new)
-            walk.add("kv_gradients", self._sum(new))
+            rank.add("kv_gradients", self._sum(new))
             return
         # all but the newest segments go back to the tier
         num_rest = bisect_left(sent_to, seen[-NUM_HOT:][0] if seen else 0)
@@ -914,17 +915,17 @@ class StoredLayers:
         here = [index for index in self._hot if index in sent_to]
         were_here = self._sum(here)
         brought, taken = self._sum(had) - were_here, self._sum(rest)
-        walk.read("kv_gradients", brought, self._num_layers * (len(had) - len(here)))
-        walk.write("kv_gradients", taken, self._num_layers * len(rest))
-        walk.add("kv_gradients", taken - brought, self._tier)
-        walk.add("kv_gradients", self._sum(newest) - were_here)
+        rank.read("kv_gradients", brought, self._num_layers * (len(had) - len(here)))
+        rank.write("kv_gradients", taken, self._num_layers * len(rest))
+        rank.add("kv_gradients", taken - brought, self._tier)
+        rank.add("kv_gradients", self._sum(newest) - were_here)
         self._hot = self._hot.difference(rest).union(newest)
         self._sent.update(sent_to)
         # its own, which later pieces have sent
         own = [i for i in self._touched(piece) if self._is_cold(i)]
-        walk.read("kv_gradients", self._sum(own), self._num_layers * len(own))
+        rank.read("kv_gradients", self._sum(own), self._num_layers * len(own))
 
-    def free(self, walk: _Walk, piece: int) -> None:
+    def free(self, rank: _RankMemory, piece: int) -> None:
         """A piece dies, and every segment that no other one touches."""
         for index in self._touched(piece):
             owners = self._owners.get(index, set())
@@ -935,9 +936,9 @@ class StoredLayers:
                 continue
             if index in self._sent or index in self._hot:
                 tier = "device" if index in self._hot else self._tier
-                walk.add("kv_gradients", -self._gradients[index], tier)
+                rank.add("kv_gradients", -self._gradients[index], tier)
             tier = "device" if index in self._filling else self._tier
-            walk.add("kv", -self._kv[index], tier)
+            rank.add("kv", -self._kv[index], tier)
             for indices in (self._filling, self._hot, self._sent):
                 indices.discard(index)
             del self._written[index], self._owners[index]
