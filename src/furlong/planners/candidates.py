@@ -357,38 +357,30 @@ class TimeEstimate:
         """Seconds of the step, about: what computes, or what is copied if that is longer."""
         on_device = replace(options, tier="device", sample=None)
         if on_device not in self._compute:
-            compute_s = self._pipeline_s if self._stages else self._compute_s
-            self._compute[on_device] = compute_s(on_device)
+            self._compute[on_device] = self._compute_s(on_device)
         return max(self._compute[on_device], self._copies_s(options))
 
     def _compute_s(self, options: ChunkOptions) -> float:
-        """Seconds of all passes."""
-        stages = stages_of(self._num_layers, options)
-        counts, walked = count_kinds(self._model.shape, stages)
-        some, few = self._some(options)
-        seconds = self._stage_seconds(
-            walk_group(some, stages, few, only=walked), some, stages, options
-        )
-        return sum(count * seconds[stage] for stage, count in counts.items())
-
-    def _pipeline_s(self, options: ChunkOptions) -> float:
-        """Seconds of the slowest stage, and those in which a pipeline fills and drains."""
-        stages = self._stages
-        some, few = self._some(options)
-        actions = [
-            action
-            for stage in dict.fromkeys(first_alike(self._model.shape, stages))
-            for action in schedule_group(
-                some, num_retained=few.num_retained, keep=few.kept, stage=stage
-            )
-        ]
-        slowest_s = max(self._stage_seconds(actions, some, stages, options).values())
-        return slowest_s * (1 + self._num_steps * (len(stages) - 1) / len(self._behind))
-
-    def _some(self, options: ChunkOptions) -> tuple[range, ChunkOptions]:
-        """Few chunks, and options under which they take all passes that there are."""
+        """Seconds of all passes; of a pipeline those of its slowest stage, and those in which it
+        fills and drains."""
+        shape, stages = self._model.shape, self._stages
         few = replace(options, num_retained=min(options.num_retained, 2))
-        return range(2 if options.num_retained < 2 else 3), few
+        some = range(2 if options.num_retained < 2 else 3)  # they take all passes that there are
+        if stages:
+            actions = [
+                action
+                for stage in dict.fromkeys(first_alike(shape, stages))
+                for action in schedule_group(
+                    some, num_retained=few.num_retained, keep=few.kept, stage=stage
+                )
+            ]
+            slowest_s = max(self._stage_seconds(actions, some, stages, options).values())
+            return slowest_s * (1 + self._num_steps * (len(stages) - 1) / len(self._behind))
+        stages = stages_of(self._num_layers, options)
+        counts, walked = count_kinds(shape, stages)
+        actions = walk_group(some, stages, few, only=walked)
+        seconds = self._stage_seconds(actions, some, stages, options)
+        return sum(count * seconds[stage] for stage, count in counts.items())
 
     def _stage_seconds(
         self,
