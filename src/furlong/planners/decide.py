@@ -1,6 +1,6 @@
 """The options, the method and the layout that `auto` chooses for a run, and the words for them.
 
-    decision = decide(lengths, sequences_per_step=32, model=model, budget_bytes=budget)
+    decision = decide(lengths, sequences_per_step=32, model=model, limits=limits)
     decision.options, decision.words, decision.predict(plan)
 
 The search is that of `planners.search`; what is given holds. Times are those of a run's first

@@ -375,18 +375,36 @@ def choose_layers(loads: Loads, exact: bool = False) -> Integers | None:
 
 def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
     layers = np.zeros(loads.saved_bytes.shape[1], dtype=np.int64)
-    while (lacking := loads.lacking_bytes(layers)).max(initial=-inf) > 0:
+    lacking = loads.lacking_bytes(layers)
+
+    def gains(diagonals: slice) -> Array:
+        """Relief of one layer more on each of the diagonals."""
         rows = np.flatnonzero(lacking > 0)
-        lacks, acting = lacking[rows, None], loads.acting[rows]
-        saved = loads.saved_bytes[rows] * (layers < loads.heights[rows, None])  # (rows, D)
-        relief = saved.copy()
+        lacks, heights = lacking[rows, None], loads.heights[rows, None]
+        saved = loads.saved_bytes[rows, diagonals] * (layers[diagonals] < heights)
         # who recomputes for the first time needs bytes for it
-        relief[range(len(rows)), acting] -= np.where(layers[acting] > 0, 0, loads.again_bytes[rows])
-        relief = np.clip(relief, 1e-3 * saved, lacks) / (lacks if by_shares else 1.0)
-        gain = relief.sum(axis=0)
-        if gain.max() <= 0:
+        acts = loads.acting[rows, None] == np.arange(len(layers))[diagonals]
+        more = acts * np.where(layers[diagonals] > 0, 0.0, loads.again_bytes[rows, None])
+        relief = np.clip(saved - more, 1e-3 * saved, lacks) / (lacks if by_shares else 1.0)
+        gain: Array = relief.sum(axis=0)
+        return gain
+
+    while lacking.max(initial=-inf) > 0:
+        gain = gains(slice(None))
+        chosen = int(gain.argmax())
+        if gain[chosen] <= 0:
             return None
-        layers[gain.argmax()] += 1
+        gain[chosen] = 0.0
+        is_first = not layers[chosen]
+        # the others' gains fall, too, but where one that recomputes for the first time needs bytes
+        while True:
+            lacking -= loads.saved_bytes[:, chosen] * (layers[chosen] < loads.heights)
+            layers[chosen] += 1
+            if is_first or lacking.max(initial=-inf) <= 0:
+                lacking += loads.again_bytes * (loads.acting == chosen) * is_first
+                break
+            if gains(slice(chosen, chosen + 1))[0] <= gain.max():
+                break
     for diagonal in np.argsort(layers, kind="stable"):
         while layers[diagonal]:
             layers[diagonal] -= 1
