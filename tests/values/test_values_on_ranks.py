@@ -172,10 +172,6 @@ def edges(rank: int) -> None:
     assert not any(grad.any() for grad in take_grads(model).values())
 
 
-def test_a_backward_after_close_and_one_without_a_gradient() -> None:
-    run_ranks(edges, num_ranks=2)
-
-
 def goes_on(rank: int) -> None:
     """A process catches an error of its own loss and goes on, to another call than the others."""
     model = llama()
@@ -235,10 +231,6 @@ def changes(rank: int) -> None:
         assert not take_grads(model)
 
 
-def test_weights_that_one_process_has_changed_are_an_error_of_all() -> None:
-    run_ranks(changes, num_ranks=2)
-
-
 def heads(rank: int) -> None:
     """The head has no gradient by hidden states; a call of the model itself may come between."""
     ids = sequences_of(0)[0]["input_ids"]
@@ -254,5 +246,11 @@ def heads(rank: int) -> None:
             assert all(p.grad is not None for p in model.model.parameters())
 
 
-def test_hidden_states_leave_the_head_without_a_gradient() -> None:
-    run_ranks(heads, num_ranks=2)
+def between_the_phases(rank: int) -> None:
+    edges(rank)
+    changes(rank)
+    heads(rank)
+
+
+def test_what_happens_between_forward_and_backward_is_right_or_an_error_of_all() -> None:
+    run_ranks(between_the_phases, num_ranks=2)
