@@ -1,4 +1,4 @@
-"""A run in any layout is the run on one process: losses, lines, checkpoints, the exported model."""
+"""A run in any layout is the run on one process: losses, lines, files, the exported model."""
 
 from __future__ import annotations
 
@@ -52,14 +52,19 @@ def train(folder: Path, arguments: list[str], num_processes: int) -> str:
     return ended[0].said
 
 
+LORA = ("--model.lora.rank=4", "--model.lora.dropout=0")
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("division", "flags"),
     [
+        ({"dp": 2}, ()),
         ({"pp": 2}, ()),
         ({"sp": 2}, ()),
+        # with one sequence in a step one replica is always idle
+        slow({"dp": 2}, (*LORA, "--train.sequences_per_step=1")),
+        slow({"dp": 2}, ("--chunks.order=layer-first", "--chunks.keep=kv")),
         slow({"dp": 2, "pp": 2}, ()),
         # with one sequence in a step one pipeline, or one pool, is always idle
         slow({"dp": 2, "pp": 2}, ("--train.sequences_per_step=1",)),
@@ -89,6 +94,7 @@ def test_a_run_is_that_of_one_process(
         assert records(two, key) == pytest.approx(expected, rel=1e-10), key
     assert worst(weights(two), weights(one)) < 1e-9
     assert keys(two) == keys(one)
+    assert len(records(two, "plan_s")) == 5
     assert {path.name for path in two.iterdir()} == FILES
     lines = [line for line in said.splitlines() if "step " in line or "loss" in line]
     assert [shape_of(line) for line in lines if line[:5] != "model"] == [
@@ -114,9 +120,6 @@ def in_parts(folder: Path, arguments: list[str], *divisions: dict[str, int]) -> 
         assert [process.code for process in ended] == [0] * num_processes, ended
         said.append(ended[0].said)
     return said
-
-
-LORA = ("--model.lora.rank=4", "--model.lora.dropout=0")
 
 
 @pytest.mark.slow

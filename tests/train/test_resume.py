@@ -230,7 +230,7 @@ def test_a_resumed_run_does_not_decide_again(
     def decide(*_: Any) -> None:
         raise AssertionError("decided again")
 
-    monkeypatch.setattr("furlong.train.setup.prepare.choose_run_plan", decide)
+    monkeypatch.setattr("furlong.train.trainer.choose_run_plan", decide)
     assert main(tiny_run.arguments(run, "--resume")) == 0
 
 

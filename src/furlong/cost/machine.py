@@ -38,6 +38,7 @@ import psutil
 
 from furlong.cost.inputs import look_up, read_object, user_cache
 from furlong.errors import ConfigError
+from furlong.files import write_text
 from furlong.units import format_bytes
 
 THIS_CPU = "cpu"
@@ -216,7 +217,7 @@ class Machine:
         links = {name: found.pop(name) for name in self.links.by_name() if name in found}
         values = {"version": VERSION, **dict(zip(_TEXTS, texts, strict=True)), **found}
         text = json.dumps(values | {"links": links}, indent=2, default=asdict)
-        Path(file).write_text(text + "\n", encoding="utf-8")
+        write_text(Path(file), text + "\n")
 
 
 _MADE_FOR = ("hardware", "machine", "dtype")

@@ -17,6 +17,7 @@ from typing import Any
 
 from furlong.cost.inputs import look_up, read_object, user_cache
 from furlong.families import family_of
+from furlong.files import write_json
 from furlong.plan.rows import inner_size
 
 NO_ATTENTION = 1
@@ -290,7 +291,7 @@ def cached_shape(config_file: Path, measure: Callable[[Path], ModelShape]) -> Mo
     values = json.loads(json.dumps(shape.to_values()))
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"digest": _digest(values), "shape": values}), encoding="utf-8")
+        write_json(file, {"digest": _digest(values), "shape": values})
     return shape
 
 
