@@ -89,46 +89,44 @@ class DataSet(Items[Sequence]):
         self._references: Mapping[int, ReferenceLogProbs] = {}
         self._key = key
         self.max_seq_len = max_seq_len
-        lens = [part.seq_lens for part in parts]
-        limit = max_seq_len if max_seq_len is not None else max(map(_longest, lens), default=0)
-        starts = [part.starts for part in parts]
-        of_units = [
-            np.logical_or.reduceat(seq_lens > limit, own) if len(own) else np.zeros(0, bool)
-            for seq_lens, own in zip(lens, starts, strict=True)
-        ]
-        num_above = int(sum(map(np.count_nonzero, of_units)))
+        self._offsets = np.cumsum([0, *(len(part.index) for part in parts)])
+        lens = np.concatenate([part.seq_lens for part in parts])
+        starts = np.concatenate([part.starts + self._offsets[i] for i, part in enumerate(parts)])
+        limit = max_seq_len if max_seq_len is not None else int(lens.max(initial=0))
+        above = np.logical_or.reduceat(lens > limit, starts) if len(starts) else starts > 0
+        num_above = int(above.sum())
         if num_above and too_long == "error":
-            raise self._too_long(lens, num_above, limit, sum(map(len, starts)))
+            raise self._too_long(lens, num_above, limit, len(starts))
         dropping = too_long == "drop"
         self.num_dropped = num_above if dropping else 0
         self.num_truncated = 0 if dropping else num_above
-        sizes = [np.diff(own, append=len(x)) for own, x in zip(starts, lens, strict=True)]
-        above = [np.repeat(over, size) for over, size in zip(of_units, sizes, strict=True)]
-        kept = [np.flatnonzero(~over) if dropping else np.arange(len(over)) for over in above]
-        if self.num_truncated and self.noun == "pair":
-            for part, own, over in zip(parts, starts, of_units, strict=True):
-                require_answers(part, own[over].tolist(), limit)
-        if dropping:
-            sizes = [size[~over] for size, over in zip(sizes, of_units, strict=True)]
-        stops = np.cumsum(np.concatenate(sizes))
-        self.units: Units = np.stack([stops - np.concatenate(sizes), stops], axis=1)
+        valid = np.concatenate([part.index[:, 3] for part in parts])
+        if not dropping:
+            for row in np.flatnonzero(lens > limit).tolist():
+                number, own = self._find(row)
+                labels = parts[number].tokens(own)[1][1:limit]
+                valid[row] = np.count_nonzero(labels != IGNORE_INDEX)
+            for row in starts[above].tolist() if self.noun == "pair" else ():
+                number, own = self._find(row)
+                require_answers(parts[number], own, limit)
+        kept = ~above if dropping else above | True
+        sizes = np.diff(starts, append=len(lens))
+        self._rows = np.flatnonzero(np.repeat(kept, sizes))
+        stops = np.cumsum(sizes[kept])
+        self.units: Units = np.stack([stops - sizes[kept], stops], axis=1)
         """(U, 2) the sequences of each record: they are drawn, and left out, as one."""
-        self._num_units = tuple(map(len, sizes))
-        self._rows = kept
-        self._starts = np.cumsum([0, *map(len, kept)])
-        self.seq_lens: npt.NDArray[np.int64] = np.minimum(
-            np.concatenate([seq_lens[rows] for seq_lens, rows in zip(lens, kept, strict=True)]),
-            limit,
-        )
+        of_parts = np.searchsorted(self._offsets, starts[kept], side="right") - 1
+        self._num_units = tuple(np.bincount(of_parts, minlength=len(parts)).tolist())
+        self.seq_lens: npt.NDArray[np.int64] = np.minimum(lens[self._rows], limit)
         """(N,) tokens of every sequence."""
-        self.valid_tokens = self._count_valid_tokens(above, dropping)
+        self.valid_tokens: npt.NDArray[np.int64] = valid[self._rows]
         """(N,) tokens of every sequence that are learnt."""
         self.num_valid_tokens = int(self.valid_tokens.sum())
         if not self.num_valid_tokens:
             raise self._nothing_to_learn()
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self._rows)
 
     @overload
     def __getitem__(self, index: int) -> Sequence: ...
@@ -140,10 +138,11 @@ class DataSet(Items[Sequence]):
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         seq_id = range(len(self))[index]
-        part, row = self._find(seq_id)
+        number, row = self.row(seq_id)
+        part = self.parts[number]
         ids, labels = part.tokens(row)
         counted = int(self.valid_tokens[seq_id])
-        known = self._references.get(self.row(seq_id)[0])
+        known = self._references.get(number)
         reference = None if known is None else known.read(row, counted)
         return Sequence(
             seq_id, part.origin(row), ids[: self.max_seq_len], labels[: self.max_seq_len],
@@ -167,7 +166,7 @@ class DataSet(Items[Sequence]):
 
     @property
     def longest(self) -> int:
-        return _longest(self.seq_lens)
+        return int(self.seq_lens.max(initial=0))
 
     @property
     def mixture(self) -> Mixture:
@@ -184,9 +183,13 @@ class DataSet(Items[Sequence]):
         return self.seq_lens[rows_of(self.units[self.mixture.order(seed, 0)])]
 
     def row(self, seq_id: int) -> tuple[int, int]:
-        """The part of a sequence, and its row there."""
-        number = int(np.searchsorted(self._starts, seq_id, side="right")) - 1
-        return number, int(self._rows[number][seq_id - self._starts[number]])
+        """The number of the part of a sequence, and its row there."""
+        return self._find(int(self._rows[seq_id]))
+
+    def _find(self, row: int) -> tuple[int, int]:
+        """The number of the part that holds a row of all parts together, and its row there."""
+        number = int(np.searchsorted(self._offsets, row, side="right")) - 1
+        return number, row - int(self._offsets[number])
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -235,34 +238,16 @@ class DataSet(Items[Sequence]):
             )
         return [*lines, line]
 
-    def _find(self, seq_id: int) -> tuple[TokenizedSource, int]:
-        number, row = self.row(seq_id)
-        return self.parts[number], row
-
-    def _count_valid_tokens(
-        self, above: Items[npt.NDArray[np.bool_]], dropping: bool
-    ) -> npt.NDArray[np.int64]:
-        counts = []
-        for part, rows, over in zip(self.parts, self._rows, above, strict=True):
-            own = np.array(part.index[:, 3])
-            for row in () if dropping else np.flatnonzero(over):
-                labels = part.tokens(int(row))[1][1 : self.max_seq_len]
-                own[row] = np.count_nonzero(labels != IGNORE_INDEX)
-            counts.append(own[rows])
-        return np.concatenate(counts)
-
     def _too_long(
-        self, lens: Items[npt.NDArray[np.int64]], num_above: int, limit: int, num_units: int
+        self, lens: npt.NDArray[np.int64], num_above: int, limit: int, num_units: int
     ) -> DataError:
-        part = max(range(len(lens)), key=lambda number: _longest(lens[number]))
-        row = int(lens[part].argmax())
+        number, row = self._find(int(lens.argmax()))
         others = f", and {num_above - 1:,} more above the limit" if num_above > 1 else ""
         return DataError(
-            given=f"a {'pair with a ' * (self.noun == 'pair')}sequence of"
-            f" {_longest(lens[part]):,} tokens{others},"
-            f" of {count_words(num_units, self.noun)}",
+            given=f"a {'pair with a ' * (self.noun == 'pair')}sequence of {lens.max():,} tokens"
+            f"{others}, of {count_words(num_units, self.noun)}",
             required=f"at most data.max_seq_len = {limit:,}",
-            source=self.parts[part].origin(row),
+            source=self.parts[number].origin(row),
             change="raise data.max_seq_len, or set data.too_long to truncate or drop",
         )
 
@@ -283,10 +268,6 @@ class DataSet(Items[Sequence]):
             source=self._key,
             change="add text or answers of the assistant, or raise data.max_seq_len",
         )
-
-
-def _longest(seq_lens: npt.NDArray[np.int64]) -> int:
-    return int(seq_lens.max(initial=0))
 
 
 def _describe(part: TokenizedSource) -> str:

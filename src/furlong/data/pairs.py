@@ -143,21 +143,20 @@ def require_pair(found: Iterable[tuple[Sized, Mapping[str, int]]], key: str) -> 
         )
 
 
-def require_answers(source: TokenizedSource, rows: Iterable[int], limit: int) -> None:
-    """Raises DataError for a pair, in `rows` and those behind, of which the first `limit` tokens
+def require_answers(source: TokenizedSource, row: int, limit: int) -> None:
+    """Raises DataError for a pair, in `row` and the one behind, of which the first `limit` tokens
     hold no answer, or the same twice."""
-    for row in rows:
-        (chosen, labels), (rejected, others) = (source.tokens(r) for r in (row, row + 1))
-        none = any((x[1:limit] == IGNORE_INDEX).all() for x in (labels, others))
-        if none or np.array_equal(chosen[:limit], rejected[:limit]):
-            what = "are a prompt and no answer" if none else "are the same in both answers"
-            raise DataError(
-                given=f"a pair of {max(len(chosen), len(rejected)):,} tokens, of which the first"
-                f" {limit:,} {what}",
-                required="two answers that differ within data.max_seq_len",
-                source=source.origin(row),
-                change="raise data.max_seq_len, set data.too_long to drop, or shorten the prompt",
-            )
+    (chosen, labels), (rejected, others) = (source.tokens(r) for r in (row, row + 1))
+    none = any((x[1:limit] == IGNORE_INDEX).all() for x in (labels, others))
+    if none or np.array_equal(chosen[:limit], rejected[:limit]):
+        what = "are a prompt and no answer" if none else "are the same in both answers"
+        raise DataError(
+            given=f"a pair of {max(len(chosen), len(rejected)):,} tokens, of which the first"
+            f" {limit:,} {what}",
+            required="two answers that differ within data.max_seq_len",
+            source=source.origin(row),
+            change="raise data.max_seq_len, set data.too_long to drop, or shorten the prompt",
+        )
 
 
 def _conversations(record: SourceRecord, template: str) -> tuple[_Turns, _Turns, int]:
