@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -551,7 +551,7 @@ class Trainer:
         parameters, budget_bytes = self.model.parameters(), self.budget_bytes
         return UsedMemory(parameters, self.optimizer, budget_bytes=budget_bytes)
 
-    def _open_log(self, stack: ExitStack) -> Any:
+    def _open_log(self, stack: ExitStack) -> Callable[[], None]:
         """The log of the run until `stack` ends, cut back to what the checkpoint knows of, that of
         the first process; what is returned is called after each step."""
         done, path, settings = self.progress.step, self.run.path, self.config.log
