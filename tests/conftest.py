@@ -1,10 +1,22 @@
 """Shared by all tests: GPU tests skip without a device; no test uses a hub or the user's cache."""
 
+import gc
 import os
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests are no garbage: nobody looks through them, neither now nor in a test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

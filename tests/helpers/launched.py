@@ -3,6 +3,7 @@ of them ended."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -75,6 +76,7 @@ class Launched:
 def _begin(variables: dict[str, str], output: str, call: bytes) -> None:
     import torch
 
+    gc.freeze()  # what the server has imported is no garbage
     os.environ |= variables
     # it ends with the tests, and may have processes of its own as torchrun's may
     vars(multiprocessing.current_process())["_config"]["daemon"] = False

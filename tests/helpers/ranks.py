@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -101,6 +102,7 @@ def _of_rank(
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what the server has imported is no garbage
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
