@@ -276,8 +276,10 @@ def test_recomputed_layers_buy_tokens():
 
 
 def test_what_fits_is_counted_once_for_all_batches(monkeypatch):
-    walks, walk = [], PlanMemory.walk
-    monkeypatch.setattr(PlanMemory, "walk", lambda *args: walks.append(args) or walk(*args))
+    walks, walk = [], PlanMemory.peak_bytes_of_actions
+    monkeypatch.setattr(
+        PlanMemory, "peak_bytes_of_actions", lambda *args: walks.append(args) or walk(*args)
+    )
     sizes = {"dp_size": 1, "sp_size": 8, "recompute_layers": 5}
     first = fitting_tokens(MODEL.memory(66 * 10**9), **sizes)
     count = len(walks)
