@@ -187,6 +187,7 @@ def test_random_layouts():
     check_random(range(20), 4)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", seeds(1, 3))
 @pytest.mark.parametrize("sp_size", [6, 8])
 def test_many_random_layouts(part, sp_size):

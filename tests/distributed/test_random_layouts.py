@@ -66,7 +66,7 @@ def test_three_random_steps(tmp_path):
     check(drawn, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_thirty_random_steps(tmp_path):
     check(drawn_layouts(), tmp_path)
 

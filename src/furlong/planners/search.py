@@ -199,12 +199,16 @@ class _Search:
         space, layout = self._spaces[candidate.layout], candidate.layout
         busiest: list[ChunkPlan] = []
         if candidate.longest:
-            trial = self._walked(candidate, [candidate.plan_of(candidate.longest)])
+            plan = candidate.plan_of(candidate.longest)
+            trial = self._walked(candidate, [plan])
             if not self._limits.hold(trial.needs):
                 self._refused.append(trial)
                 return False
             if self._is_one:
-                seconds = candidate.clock_s() if candidate.clock_s else candidate.estimate_s
+                seconds = candidate.estimate_s
+                if candidate.clock_s:
+                    seconds = candidate.clock_s()
+                    self._num_actions += sum(map(len, plan.actions))
                 self.fitting.append(replace(trial, step_s=seconds))
                 return True
         try:
