@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import thread as futures_thread
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ IDS = batch([6])[0]["input_ids"][None]
 TOLD = "while a step of its model, or of one that shares its config, runs"
 
 
-def in_thread(call: Callable[[], object]) -> BaseException | None:
+def in_thread(call: Callable[[], object], limit_s: float = 60) -> BaseException | None:
     """The error of a call in a thread of its own."""
     found: list[BaseException] = []
 
@@ -35,9 +36,10 @@ def in_thread(call: Callable[[], object]) -> BaseException | None:
         except BaseException as error:
             found.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(limit_s)
+    assert not thread.is_alive()
     return found[0] if found else None
 
 
@@ -161,6 +163,21 @@ def test_values_that_a_pools_own_thread_drops_wait_for_others() -> None:
     assert not ended
     kept.sweep()
     assert ended == [None]
+
+
+def test_the_collector_may_drop_values_in_the_middle_of_what_a_pools_thread_is_given() -> None:
+    """In a call on another model, or in an executor of the caller's own."""
+    options = furlong.ChunkOptions(size=6, keep="attention", tier="host")
+    engine = furlong.Engine(build("llama"))
+    state = engine._session.state
+
+    def drop_within_submit() -> None:
+        values: list[Any] = [engine.token_values(SEQUENCES, options)]
+        with futures_thread._global_shutdown_lock:  # held by every executor's submit
+            values.clear()
+        assert not state.dropped and not state.opened.lower_bytes
+
+    assert in_thread(drop_within_submit, limit_s=20) is None
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -23,13 +23,16 @@ import mmap
 import tempfile
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -287,21 +290,52 @@ def now(device: torch.device) -> Event:
 
 
 class ThreadLane:
-    """One thread. An operation behind one that failed fails with the same error."""
+    """One thread. An operation behind one that failed fails with the same error.
+
+    The garbage collector may come upon a `submit`, and drop values of another model whose lanes
+    have then to end: that needs a queue which is made for it, where an executor has locks.
+    """
 
     def __init__(self, name: str) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=_PREFIX + name)
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        thread = Thread(target=_carry, args=(self._tasks,), name=_PREFIX + name, daemon=True)
+        thread.start()
+        self._ended = weakref.finalize(self, _end_thread, self._tasks, thread)
 
     def submit(self, work: Callable[[], None], after: Sequence[Event]) -> Event:
         """Do `work` behind all that was submitted before it, and behind `after`."""
-        return Event(self._executor.submit(_in_turn, work, tuple(after)))
+        done: Future[None] = Future()
+        self._tasks.put((done, work, tuple(after)))
+        return Event(done)
 
     def drain(self) -> None:
         """The calling thread sleeps until nothing is left to do."""
-        self._executor.submit(_in_turn, bool, ()).result()
+        self.submit(lambda: None, ()).block()
 
     def close(self) -> None:
-        self._executor.shutdown(wait=True)
+        self._ended()
+
+
+_Task = tuple[Future[None], Callable[[], None], tuple[Event, ...]]
+
+
+def _carry(tasks: SimpleQueue[_Task | None]) -> None:
+    """The life of a lane's thread; None ends it."""
+    while (task := tasks.get()) is not None:
+        done, work, after = task
+        try:
+            _in_turn(work, after)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        del task, done, work, after  # they hold memory, while it waits
+
+
+def _end_thread(tasks: SimpleQueue[_Task | None], thread: Thread) -> None:
+    tasks.put(None)
+    if thread is not threading.current_thread():  # in which the collector may find the lane
+        thread.join()
 
 
 def _in_turn(work: Callable[[], object], after: Sequence[Event]) -> None:
