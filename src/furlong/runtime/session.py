@@ -8,6 +8,7 @@ or, as an autocast, entered again for a pass.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import warnings
 import weakref
@@ -65,6 +66,8 @@ class ModelState:
     pools: Pools | None = None
     backend: ProbedBackend = field(default_factory=ProbedBackend)
     checked: set[tuple[Any, ...]] = field(default_factory=set)
+    process: int = field(default_factory=os.getpid)
+    """That of the pools."""
     thread: int | None = None
     """The thread of the call that runs."""
     pooled: threading.Lock = field(default_factory=threading.Lock)
@@ -152,6 +155,14 @@ class ModelState:
         assert self.pools is not None
         return self.pools
 
+    def leave_parent(self) -> None:
+        """Take pools of its own in a process that was forked: threads do not come along."""
+        if self.process != os.getpid():
+            self.process = os.getpid()
+            if self.pools is not None:
+                storage, device = self.pools.storage, self.pools.arena.device
+                self.pools = Pools(Arena(device, poison=storage.poison), storage)
+
     def open_pools(self, device: torch.device, storage: Storage | None) -> None:
         """Make the pools of a device; anew if the device or the given storage is another one."""
         if self.pools is not None:
@@ -231,6 +242,7 @@ class Session:
                 "an earlier step of this model ended with an error while other processes waited "
                 "for this one: end all processes and start them again"
             )
+        self.state.leave_parent()
         base = bare_model(self.given)
         for message in left_out(self.given, base, is_shared=self.ranks is not None):
             if notes:
