@@ -210,7 +210,7 @@ def test_another_out_is_another_run(
 def test_what_lies_in_the_place_of_the_model_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for number, name in enumerate(("model.damaged", "model.damaged-2")):
+    for number, name in enumerate(("model.before", "model.before-2")):
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "precious.txt").write_text(str(number))
         clear_export(tmp_path)

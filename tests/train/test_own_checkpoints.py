@@ -168,7 +168,7 @@ def test_the_model_of_a_finished_run_is_exported_again(
     assert "it is exported again" in capsys.readouterr().out
     assert (run / "model" / "model.safetensors").read_bytes() == weights
     assert (run / "model" / "tokenizer.json").exists()
-    assert {path.name for path in (run / "model.damaged").glob("*")} == left
+    assert {path.name for path in (run / "model.before").glob("*")} == left
     assert (run / "metrics.jsonl").read_text() == metrics
     assert main([*arguments, "--resume"]) == 0
     assert "is finished: its model is" in capsys.readouterr().out

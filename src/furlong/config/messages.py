@@ -81,12 +81,12 @@ def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
     key = key.lower().replace("-", "_")
     section, _, name = key.rpartition(".")
     beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
+    for answer, theirs in foreign_keys().items():
+        if name in theirs:  # before what is only spelt alike
+            return answer
     close = difflib.get_close_matches(name, beside, n=1, cutoff=_NEAR)
     if close:
         return f"did you mean {prefix}{beside[close[0]]}?"
-    for answer, theirs in foreign_keys().items():
-        if name in theirs:
-            return answer
     elsewhere = [one for one in all_keys() if one.rpartition(".")[2] == name]
     close = elsewhere or difflib.get_close_matches(key, known, n=1, cutoff=_NEAR)
     return f"did you mean {prefix}{close[0]}?" if close else "remove it: furlong has none"
@@ -198,7 +198,7 @@ def _key_of(location: tuple[int | str, ...]) -> str:
 def _tuple_length(key: str) -> int | None:
     """How many values a key takes, if that is fixed."""
     field = all_keys().get(key)
-    if field is None or get_origin(field.annotation) is not tuple:
-        return None
-    kinds = get_args(field.annotation)
-    return None if Ellipsis in kinds else len(kinds)
+    kind = field.annotation if field else None
+    kinds = [one for one in (kind, *get_args(kind)) if get_origin(one) is tuple]
+    values = get_args(kinds[0]) if kinds else ()
+    return len(values) if values and Ellipsis not in values else None

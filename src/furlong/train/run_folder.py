@@ -20,7 +20,6 @@ from furlong.files import TEMPORARY, os_errors_told
 from furlong.planners.decide import Decision
 from furlong.timeline import MEASURED
 from furlong.train.checkpoint_folder import (
-    DAMAGED,
     NUM_KEPT,
     STATE,
     list_checkpoints,
@@ -232,7 +231,7 @@ def clear_export(path: Path) -> None:
     into it."""
     export = path / EXPORT
     if os.path.lexists(export):
-        names = (f"{EXPORT}{DAMAGED}{f'-{number}' * (number > 1)}" for number in count(1))
+        names = (f"{EXPORT}.before{f'-{number}' * (number > 1)}" for number in count(1))
         aside = next(path / name for name in names if not os.path.lexists(path / name))
         os.rename(export, aside)
         print(f"{export}, which was there already, is kept as {aside.name}")
