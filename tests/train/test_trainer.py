@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import furlong
 from furlong.cli.main import main
 from furlong.config.sources import parse_run
-from furlong.errors import CheckpointError
+from furlong.errors import CheckpointError, ConfigError
 from furlong.train.objective import OBJECTIVES, Objective
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "subclass_trainer.py"
@@ -161,6 +161,47 @@ def test_a_profiler_traces_the_steps_that_are_named(
     names = [str(event.get("name")) for event in trace["traceEvents"]]
     assert sum(name.startswith("Optimizer.step") for name in names) == 2
     assert any("mm" in name for name in names)
+
+
+def test_a_trace_of_steps_that_never_come_is_told(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--train.epochs=1", "--log.profile_steps=[5, 9]")
+    assert main(tiny_run.arguments(tmp_path / "run", *flags)) == 0
+    told = "log.profile_steps begins at step 5, the run ends with step 3"
+    assert told in capsys.readouterr().out
+    assert not (tmp_path / "run" / "profile").exists()
+
+
+@pytest.mark.parametrize("callback", [Noting, object()])
+def test_what_is_no_callback_is_refused_at_the_start(
+    tiny_run: TinyRun, tmp_path: Path, callback: Any
+) -> None:
+    config = config_of(tiny_run, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"furlong\.Callback"):
+        furlong.Trainer(config, callbacks=[callback])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loop_of_ones_own_goes_on_from_its_checkpoint(tiny_run: TinyRun, tmp_path: Path) -> None:
+    def steps(trainer: furlong.Trainer, last: int) -> None:
+        for batch in trainer.batches():
+            figures = trainer.step(batch)
+            trainer.progress = trainer.progress.after(batch, figures, num_skipped=0)
+            if trainer.progress.step == last:
+                return
+
+    config = config_of(tiny_run, tmp_path / "own", "--train.epochs=1")
+    with furlong.Trainer(config) as trainer:
+        steps(trainer, 2)
+        trainer.save()
+    with furlong.Trainer(config, resume=True) as trainer:
+        assert trainer.progress.step == 2
+        steps(trainer, trainer.num_steps)
+        trainer.export()
+    with furlong.Trainer(config_of(tiny_run, tmp_path / "whole", "--train.epochs=1")) as trainer:
+        trainer.train()
+    assert same(weights(tmp_path / "own"), weights(tmp_path / "whole"))
 
 
 def test_the_example_of_a_subclass(

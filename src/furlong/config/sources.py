@@ -96,6 +96,7 @@ def read_run_file(file: str) -> dict[str, Any]:
             f"{file}: {getattr(error, 'strerror', None) or error}",
             "a run file that can be read",
             "check the path; paths are relative to the folder you call furlong from",
+            "the path of the run file",
         ) from error
     values = read_yaml(text, file, "mend the line that is named")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

@@ -25,7 +25,7 @@ from furlong.config.sources import build_run, load_run
 from furlong.data.cache import cache_folder
 from furlong.data.loader import Batch, describe_batches, in_order, iterate_batches, told_ahead
 from furlong.data.tokenize import load_tokenizer
-from furlong.errors import DivergenceError
+from furlong.errors import ConfigError, DivergenceError
 from furlong.files import write_json
 from furlong.models.build import check_model, export_model
 from furlong.planners.options import ChunkOptions
@@ -150,6 +150,7 @@ class Trainer:
         elif not isinstance(config, RunConfig):
             config = build_run(dict(config), "the config of Trainer")
         self.config, self.processes, self.callbacks = config, processes, list(callbacks)
+        _check_callbacks(self.callbacks)
         self.objective = objective_of(config.train)
         self.progress = Progress()
         self.saved_step = 0
@@ -210,6 +211,12 @@ class Trainer:
             num_steps = steps_of(config.train, train)
             if run.checkpoint is not None and run.state is not None:
                 check_steps(num_steps, run.checkpoint, run.state, config)
+            first, _ = config.log.profile_steps or (0, 0)
+            if first > num_steps:
+                print(
+                    f"warning: log.profile_steps begins at step {first}, the run ends with step"
+                    f" {num_steps}: no step is traced"
+                )
             return num_steps
 
         self.num_steps = processes.together(check)
@@ -704,6 +711,19 @@ class Trainer:
             error = _not_finite(step, batch, result.loss, norm, self.saved_step)
             raise self.processes.alike(error)
         return result.loss
+
+
+def _check_callbacks(callbacks: Sequence[Any]) -> None:
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                given=f"the callback {callback!r}",
+                required="objects of subclasses of furlong.Callback",
+                source="callbacks of Trainer",
+                change="make an object of the class: callbacks=[Watch()]"
+                if isinstance(callback, type)
+                else "derive its class from furlong.Callback",
+            )
 
 
 def _not_finite(
