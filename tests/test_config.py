@@ -112,6 +112,7 @@ def test_the_resolved_config_is_accepted_back(tmp_path: Path) -> None:
         (["--log.profile_steps=2"], "[2], 1 value", "--log.profile_steps", "such as [3, 5]"),
         (["--train.sequence_parallel_size=2"], "--train.seq", "command line", "parallel.dp"),
         (["--parallel.tp=2"], "--parallel.tp", "command line", "write parallel.dp"),
+        (["--train.learningRate=1"], "--train.learn", "command line", "write train.lr"),
         (["--train.min_lr=0"], "--train.min_lr", "command line", "remove it: train.schedule"),
         (["a.yaml", "b.yaml"], "b.yaml", "command line", "remove it"),
         (["--data.train=[x].jsonl"], "[x].jsonl", "the flag --data.train", "quote"),

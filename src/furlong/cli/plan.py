@@ -254,7 +254,8 @@ def _show_found(
     }
     if answer is not None:
         below["search"] = (
-            f"{count_words(len(answer.tried), 'candidate')} fit and were timed;"
+            f"{count_words(len(answer.tried), 'candidate')} fit and"
+            f" {'was' if len(answer.tried) == 1 else 'were'} timed;"
             f" {len(answer.refused)} did not fit, {answer.num_pruned} were left out by their"
             f" bounds ({format_seconds(answer.seconds)})"
         )

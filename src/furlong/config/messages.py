@@ -82,7 +82,8 @@ def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
     section, _, name = key.rpartition(".")
     beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
     for answer, theirs in foreign_keys().items():
-        if name in theirs:  # before what is only spelt alike
+        # before what is only spelt alike; learningrate is learning_rate
+        if name.replace("_", "") in {one.replace("_", "") for one in theirs}:
             return answer
     close = difflib.get_close_matches(name, beside, n=1, cutoff=_NEAR)
     if close:
