@@ -35,7 +35,7 @@ class HistogramTrainer(furlong.Trainer):
         counts = torch.tensor(self.processes.sums(counts.tolist()))
         if self.processes.is_first:
             record = {
-                "step": self.progress.step + 1,
+                "step": self.progress.step,
                 "below": {2.0**power: int(n) for power, n in enumerate(counts, LOWEST + 1) if n},
             }
             with (self.run.path / "gradients.jsonl").open("a", encoding="utf-8") as file:

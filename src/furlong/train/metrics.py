@@ -103,7 +103,7 @@ class Progress:
     eval_loss_before: float | None = None
     """Held-out loss before the first step."""
 
-    def after(self, batch: Batch, figures: StepFigures, num_skipped: int) -> Progress:
+    def after(self, batch: Batch, figures: StepFigures) -> Progress:
         """The progress when one more step has been taken."""
         return replace(
             self,
@@ -112,7 +112,6 @@ class Progress:
             num_tokens=self.num_tokens + figures.num_tokens,
             steps_s=self.steps_s + figures.step_s,
             peak_memory_bytes=max(self.peak_memory_bytes, figures.peak_memory_bytes),
-            num_skipped_batches=self.num_skipped_batches + num_skipped,
             last_loss=self.last_loss if figures.loss is None else figures.loss,
         )
 

@@ -339,10 +339,9 @@ class Trainer:
             if self.progress.step == 0:
                 self.progress = replace(self.progress, eval_loss_before=loss)
             while self.progress.step < self.num_steps and not stopped:
-                batch, num_skipped, data_s = self._next_batch(batches)
+                batch, data_s = self._next_batch(batches)
                 self._check_sample(batch)
                 figures = self.step(batch, data_s)
-                self.progress = self.progress.after(batch, figures, num_skipped)
                 self._step_taken(figures)
                 profiled()
                 self._call("on_step_end", figures)
@@ -372,7 +371,8 @@ class Trainer:
         )
 
     def step(self, batch: Batch, data_s: float = 0.0) -> StepFigures:
-        """Gradients of the mean loss of the global batch, clipping, one update.
+        """Gradients of the mean loss of the global batch, clipping, one update; it is counted in
+        `progress`.
 
         Where memory does not suffice, chunks shrink and the gradients are computed anew. Raises
         DivergenceError, with the weights as they were, when loss or gradient are not finite, and
@@ -393,7 +393,7 @@ class Trainer:
         step_s = time.perf_counter() - started_s + data_s
         peak_bytes = peak_memory_bytes(self.used.device)
         meter = self.meter if share is None else None
-        return StepFigures(
+        figures = StepFigures(
             loss=loss,
             grad_norm=norm,
             lr=lr,
@@ -420,6 +420,8 @@ class Trainer:
             metrics=result.metrics,
             drawn_share=share,
         )
+        self.progress = self.progress.after(batch, figures)
+        return figures
 
     def gradients(self, batch: Batch, step: int) -> StepResult:
         """Gradients of the mean loss of the global batch, in chunks that fit; a sampled one's draw
@@ -576,15 +578,15 @@ class Trainer:
             self.log = stack.enter_context(log)
         return profiled
 
-    def _next_batch(self, batches: Iterator[Batch]) -> tuple[Batch, int, float]:
-        """The next batch with a label, how many without one came before it, and the seconds of
-        that."""
+    def _next_batch(self, batches: Iterator[Batch]) -> tuple[Batch, float]:
+        """The next batch with a label, and the seconds until it was there. Those without one that
+        came before it are counted."""
         started_s = time.perf_counter()
-        num_skipped = 0
         while (batch := next(batches)).num_valid_tokens == 0:
-            num_skipped += 1
+            num_skipped = self.progress.num_skipped_batches + 1
+            self.progress = replace(self.progress, num_skipped_batches=num_skipped)
             self.log.skipped(self.progress.step + 1)
-        return batch, num_skipped, time.perf_counter() - started_s
+        return batch, time.perf_counter() - started_s
 
     def _check_sample(self, batch: Batch) -> None:
         """Compares a sampled gradient with the exact one where that is due."""
