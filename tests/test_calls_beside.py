@@ -120,6 +120,37 @@ def test_a_plain_call_by_the_callers_own_code_within_a_step_is_refused(where: st
     assert engine.forward_backward(SEQUENCES, options).loss > 0
 
 
+def test_a_backward_waits_for_a_backward_of_another_thread() -> None:
+    """The parameters are not those of its forward while that one runs."""
+    model = build("llama")
+    engine, options = furlong.Engine(model), furlong.ChunkOptions(size=6, num_retained=0)
+    inside, go_on = threading.Event(), threading.Event()
+    errors: list[BaseException | None] = []
+
+    def wait(*_: Any) -> None:
+        if torch.is_grad_enabled() and threading.current_thread() is first:
+            inside.set()
+            assert go_on.wait(60)
+
+    model.model.layers[0].register_forward_hook(wait)
+    first = threading.current_thread()  # both forwards pass without a stop
+    go_on.set()
+    one, other = (engine.token_values(SEQUENCES, options)[0].sum() for _ in range(2))
+    go_on.clear()
+    inside.clear()
+    first = threading.Thread(target=lambda: one.backward())
+    second = threading.Thread(target=lambda: errors.append(in_thread(other.backward)))
+    first.start()
+    assert inside.wait(60)
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    go_on.set()
+    first.join(60)
+    second.join(60)
+    assert errors == [None]
+
+
 @pytest.mark.parametrize("call", ["engine", "door"])
 def test_values_that_another_thread_drops_are_waited_for(
     call: str, monkeypatch: pytest.MonkeyPatch

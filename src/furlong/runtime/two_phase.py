@@ -120,14 +120,15 @@ class TwoPhases:
         returned: dict[int, Tensor] | None = {} if self._gradients == "returned" else None
         model = self._model
         try:
-            self._at_forward.require_same(model.model)
             self._head.cotangents = cotangents
-            with (
-                self._session.alone(takes_autocast=True), self._at_forward.modes(model.model),
-                self._session.computing(self._plan, returned, model),
-            ):  # fmt: skip
-                self._executor.skip(_unused(self._plan, self._batch, cotangents))
-                self._executor.advance(len(self._plan.actions[0]), self._watch)
+            with self._session.alone(takes_autocast=True):
+                self._at_forward.require_same(model.model)  # not as another thread's call has them
+                with (
+                    self._at_forward.modes(model.model),
+                    self._session.computing(self._plan, returned, model),
+                ):
+                    self._executor.skip(_unused(self._plan, self._batch, cotangents))
+                    self._executor.advance(len(self._plan.actions[0]), self._watch)
             self._head.require_unmoved(self.parameters[0].dtype)
         finally:
             self._head.cotangents = ()
