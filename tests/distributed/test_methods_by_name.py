@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from distributed.layout_cases import Grads, read_grads
-from helpers.launched import Launched
+from helpers.launched import Launched, free_port
 from helpers.tiny_runs import TinyRun, build_tiny_run
 
 from furlong.cli.main import main
@@ -107,10 +106,7 @@ def trained(
         (folder / name).mkdir()
         method = "auto" if name == "plain" else name.split(",")[0]
         flags = (*FLAGS, f"--chunks.method={method}", *flags)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        given.append((folder / name, tiny.arguments(folder / name / "run", *flags), port))
+        given.append((folder / name, tiny.arguments(folder / name / "run", *flags), free_port()))
     ended = Launched(folder / "out", record, given, num_processes=num_processes).ended(240)
     assert [process.code for process in ended] == [0] * num_processes, ended
     files = {name: [folder / name / f"{i}.pt" for i in range(num_processes)] for name in runs}

@@ -7,9 +7,11 @@ import gc
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,6 +31,16 @@ class Ended:
     """All that it wrote, to both streams."""
 
 
+def free_port() -> int:
+    """A port that nobody listens on, below those that the system gives to connections (from 32,768
+    on), which would take it before it is used."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 1_000):
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port from 15,000 to 31,999")
+
+
 class Launched:
     """Processes that call `function(*args)`, each with a number of its own."""
 
@@ -38,9 +50,7 @@ class Launched:
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self._outputs = [folder / f"{number}.txt" for number in range(num_processes)]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.processes: list[BaseProcess] = []
         for number, output in enumerate(self._outputs):
             variables = {
