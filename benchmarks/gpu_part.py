@@ -25,9 +25,8 @@ from furlong.cost.machine import known_card
 from furlong.cost.shape import known_models
 from furlong.models.describe import describe
 from furlong.runtime.profile import peak_memory_bytes, reset_peak_memory
-from furlong.train.checkpoint_folder import list_checkpoints
 from furlong.train.metrics import MfuMeter
-from furlong.train.run_folder import CHECKPOINTS
+from furlong.train.run_folder import CHECKPOINTS, list_checkpoints
 
 K = 1024
 SMALL, LARGE = "Qwen2.5-0.5B", "Qwen2.5-7B"

@@ -21,7 +21,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from furlong.train.checkpoint_folder import FORMAT_VERSION, MANIFEST, measure_files
+from furlong.train.run_folder import FORMAT_VERSION, MANIFEST, measured
 
 SCRIPT = """
 import contextlib, io, json, sys
@@ -344,7 +344,8 @@ def test_nothing_of_a_checkpoint_is_executed(world: World) -> None:
     pickles = (".metadata", "rng_state.pth", "optimizer.pt", "training_args.bin")
     world.pickle("unlisted", *(newest / name for name in pickles))
     world.pickle("listed", *(older / name for name in pickles))
-    manifest = {"version": FORMAT_VERSION, "files": measure_files(older)}
+    files = {file.name: measured(file) for file in older.iterdir() if file.name != MANIFEST}
+    manifest = {"version": FORMAT_VERSION, "files": files}
     (older / MANIFEST).write_text(json.dumps(manifest))
     commands = {"resume": [*first, "--resume"], "export": ["export", str(older), "--out", "e"]}
     told = run_commands(world, commands)

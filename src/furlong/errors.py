@@ -70,8 +70,11 @@ class UserError(FurlongError):
         self.required = required
         self.source = source
         self.change = change
-        super().__init__(
-            in_four_parts(given=given, required=required, source=source, change=change)
+        super().__init__()
+
+    def __str__(self) -> str:
+        return in_four_parts(
+            given=self.given, required=self.required, source=self.source, change=self.change
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

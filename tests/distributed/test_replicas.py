@@ -195,8 +195,7 @@ def test_an_error_of_the_planner_ends_all(tiny_run: TinyRun, tmp_path: Path) -> 
     arguments = tiny_run.arguments(tmp_path / "run")
     ended = Launched(tmp_path / "out", cannot_plan, arguments, ValueError).ended(60)
     assert [process.code for process in ended] == [1, 1], ended
-    assert "ValueError: no such plan\nprocess 0 ends; it was at step 3 plan" in ended[0].said
-    assert "ValueError: no such plan" in ended[1].said
+    assert all("ValueError: no such plan" in process.said for process in ended)
 
 
 def diverges(arguments: list[str]) -> None:

@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from furlong.config.schema import TrainConfig
 from furlong.errors import CheckpointError
 from furlong.files import checksum
-from furlong.train import checkpoint_folder
 from furlong.train import checkpoints as module
-from furlong.train.checkpoint_folder import check_checkpoint, list_checkpoints
+from furlong.train import run_folder
 from furlong.train.checkpoints import (
     all_tensors,
     load_tensors,
@@ -30,6 +29,7 @@ from furlong.train.checkpoints import (
 )
 from furlong.train.optim import build_optimizer, make_state
 from furlong.train.processes import Launch, Processes
+from furlong.train.run_folder import check_checkpoint, list_checkpoints
 
 
 class Tiny(nn.Module):
@@ -139,7 +139,7 @@ def draws(rank: int, num_ranks: int, folder: Path) -> tuple[float, float]:
     optimizer = optimizer_of(model)
     torch.manual_seed(7 + rank)
     tensors = all_tensors(model, optimizer, processes)
-    with patch.object(checkpoint_folder, "checksum", read_none):
+    with patch.object(run_folder, "checksum", read_none):
         checkpoints = module.Checkpoints(folder, processes, in_background=True)
         checkpoints.save(1, tensors, {"step": 1})
         drawn = torch.rand(1).item()

@@ -125,7 +125,6 @@ def killed(tiny: TinyRun, folder: Path, num_kills: int, draw: random.Random) -> 
             time.sleep(0.01)
         kills.append(Kill(number, steps, others_s, time.monotonic() - killed_s))
     assert started.wait() == 0, started.said
-    assert "the attempt before ended with process 0 at " in started.said
     assert "resumed from step-" in started.said or "begins again" in started.said
     return kills
 

@@ -18,16 +18,7 @@ import torch
 
 from furlong.config.schema import TrainConfig
 from furlong.errors import CheckpointError
-from furlong.train import checkpoint_folder
 from furlong.train import checkpoints as module
-from furlong.train.checkpoint_folder import (
-    DamagedCheckpointError,
-    check_checkpoint,
-    list_checkpoints,
-    newest_checkpoint,
-    read_state,
-    set_aside,
-)
 from furlong.train.checkpoints import (
     Checkpoints,
     all_tensors,
@@ -37,6 +28,14 @@ from furlong.train.checkpoints import (
     stored_tensors,
 )
 from furlong.train.optim import build_optimizer, build_schedule, set_rate
+from furlong.train.run_folder import (
+    DamagedCheckpointError,
+    check_checkpoint,
+    clear_leftovers,
+    list_checkpoints,
+    newest_checkpoint,
+    read_state,
+)
 
 STATE = {"step": 3, "lr": 0.1 + 0.2, "names": ["a", "b"], "nothing": None}
 
@@ -222,15 +221,16 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object]
 ) -> None:
-    before, damaged = save(tmp_path, 2, 4)
+    folder = tmp_path / "checkpoints"
+    before, damaged = save(folder, 2, 4)
     damage(damaged)
     with pytest.raises(DamagedCheckpointError, match=r"step-00000004 is damaged"):
         check_checkpoint(damaged)
-    assert newest_checkpoint(tmp_path) == before
+    assert newest_checkpoint(folder) == before
     assert "not loaded: checkpoint step-00000004 is damaged" in capsys.readouterr().out
-    assert list_checkpoints(tmp_path) == [before, damaged]
-    set_aside(tmp_path, before)
-    assert list_checkpoints(tmp_path) == [before]
+    assert list_checkpoints(folder) == [before, damaged]
+    clear_leftovers(tmp_path, before)
+    assert list_checkpoints(folder) == [before]
     assert damaged.with_name("step-00000004.damaged").is_dir()
 
 
@@ -242,25 +242,6 @@ def test_without_a_whole_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
         newest_checkpoint(tmp_path)
 
 
-def test_a_run_that_trains_on_while_its_checkpoints_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What is removed meanwhile is not damaged, and newer ones have been written."""
-    save(tmp_path, 1, 2, 3)
-    measure = checkpoint_folder.measure_files
-
-    def measure_late(checkpoint: Path) -> dict[str, dict[str, Any]]:
-        monkeypatch.setattr(checkpoint_folder, "measure_files", measure)
-        save(tmp_path, 4, 5, 6)
-        return measure(checkpoint)
-
-    monkeypatch.setattr(checkpoint_folder, "measure_files", measure_late)
-    newest = newest_checkpoint(tmp_path)
-    assert newest is not None
-    assert newest.name == "step-00000006"
-    assert not capsys.readouterr().out
-
-
 def test_a_later_format_is_no_damage(tmp_path: Path) -> None:
     later = save(tmp_path, 1, 2)[1]
     manifest = json.loads((later / "manifest.json").read_text()) | {"version": 99}
@@ -270,13 +251,15 @@ def test_a_later_format_is_no_damage(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    whole = save(tmp_path, 1)[0]
+    folder = tmp_path / "checkpoints"
+    whole = save(folder, 1)[0]
     for name in ("step-00000002.tmp", "step-00000000.old.tmp"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "state.json").write_text("{")
-    assert newest_checkpoint(tmp_path) == whole
-    set_aside(tmp_path, whole)
-    assert list(tmp_path.iterdir()) == [whole]
+        (folder / name).mkdir()
+        (folder / name / "state.json").write_text("{")
+    (tmp_path / ".config.json.tmp").touch()
+    assert newest_checkpoint(folder) == whole
+    clear_leftovers(tmp_path, whole)
+    assert list(tmp_path.rglob("*")) == [folder, whole, *whole.iterdir()]
 
 
 def test_a_checkpoint_of_another_model_is_told(tmp_path: Path) -> None:
@@ -318,7 +301,7 @@ import sys, torch
 from pathlib import Path
 from furlong.errors import CheckpointError
 from furlong.train.checkpoints import save_checkpoint
-from furlong.train.checkpoint_folder import list_checkpoints, newest_checkpoint
+from furlong.train.run_folder import list_checkpoints, newest_checkpoint
 folder = Path(sys.argv[1])
 tensors = {f"model.{i}": torch.full((100_000,), float(i)) for i in range(10)}
 saved = []

@@ -15,7 +15,6 @@ from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
 from furlong.train import trackers
-from furlong.train.checkpoint_folder import DamagedCheckpointError, check_checkpoint
 from furlong.train.metrics import MetricsLog
 from furlong.train.run_folder import clear_export
 
@@ -64,45 +63,13 @@ def run(tiny_run: TinyRun, tmp_path: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "options.json", "timeline.json", "config.json", "report.json",
-             "wandb.json", ".lock"],
-)  # fmt: skip
 def test_a_folder_in_the_place_of_a_file(
-    tiny_run: TinyRun, run: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    (run / name).unlink(missing_ok=True)
-    (run / name).mkdir()
-    message = refused(capsys, tiny_run.arguments(run, *ONCE, "--resume"))
-    assert f"{run / name}, which is a folder" in message
-
-
-def test_a_pipe_or_a_device_in_the_place_of_a_file(
     tiny_run: TinyRun, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metrics = run / "metrics.jsonl"
-    for make in (lambda: os.mkfifo(metrics), lambda: metrics.symlink_to("/dev/full")):
-        metrics.unlink()
-        make()
-        message = refused(capsys, tiny_run.arguments(run, *ONCE, "--resume"))
-        assert f"{metrics}, which is a pipe or device" in message
-
-
-def test_a_pipe_in_a_checkpoint(run: Path) -> None:
-    checkpoint = run / "checkpoints" / "step-00000002"
-    (checkpoint / "manifest.json").unlink()
-    os.mkfifo(checkpoint / "manifest.json")
-    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is no file"):
-        check_checkpoint(checkpoint)
-
-
-def test_a_file_in_the_place_of_the_checkpoints(
-    tiny_run: TinyRun, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.rmtree(run / "checkpoints")
-    (run / "checkpoints").touch()
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
     message = refused(capsys, tiny_run.arguments(run, *ONCE, "--resume"))
-    assert f"{run / 'checkpoints'}, which is a file" in message
+    assert f"{run / 'metrics.jsonl'}: Is a directory" in message
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone else")
@@ -172,17 +139,6 @@ def test_a_broken_last_line_of_the_metrics(tiny_run: TinyRun, run: Path) -> None
     assert [record["step"] for record in records] == [1, 1, 2, 3]
 
 
-def test_a_run_folder_behind_a_link(
-    tiny_run: TinyRun, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "link").symlink_to(run)
-    assert main(tiny_run.arguments(tmp_path / "link", *ONCE, "--resume")) == 0
-    assert "resumed from step-00000002" in capsys.readouterr().out
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    message = refused(capsys, tiny_run.arguments(tmp_path / "dangling"))
-    assert "dangling" in message
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3}', '{"other": "x"}'])
 def test_a_damaged_id_of_weights_and_biases(tmp_path: Path, text: str) -> None:
     (tmp_path / "wandb.json").write_text(text)
@@ -197,14 +153,6 @@ def test_out_inside_of_a_file(
     for out in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / "file" / "a" / "b"):
         for flags in ((), ("--resume",)):
             assert "is no folder" in refused(capsys, tiny_run.arguments(out, *flags))
-
-
-def test_another_out_is_another_run(
-    tiny_run: TinyRun, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = str(run / "config.json")
-    assert main(["train", config, "--resume", f"--out={tmp_path / 'other'}"]) == 0
-    assert f"nothing to resume in {tmp_path / 'other'}: a new run" in capsys.readouterr().out
 
 
 def test_what_lies_in_the_place_of_the_model_is_kept(

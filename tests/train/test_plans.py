@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from functools import partial
-from threading import Event, Timer
+from contextlib import closing
+from threading import Barrier
 from unittest.mock import patch
 
 import pytest
@@ -15,15 +14,8 @@ from furlong.errors import ElsewhereError
 from furlong.plan.check import check
 from furlong.plan.plan import Backward, Forward, Layout, Unshard
 from furlong.planners.options import ChunkOptions
-from furlong.train.batches import (
-    BatchPlan,
-    SharedPlans,
-    Wanted,
-    packed,
-    plan_batch,
-    plan_own,
-    unpacked,
-)
+from furlong.train import batches
+from furlong.train.batches import SharedPlans, Wanted, plan_batch
 from furlong.train.processes import ALONE, Launch, Processes
 
 
@@ -70,7 +62,6 @@ def test_each_sequence_has_one_replica(seq_lens, num_replicas, backward, dials, 
         first = actions[: len(plan.stages)]
         assert first == tuple(Unshard(stage) for stage in range(len(plan.stages)))
         assert any(isinstance(action, Backward) for action in actions) == backward
-    assert unpacked(packed(BatchPlan(plan, "chunks"))) == BatchPlan(plan, "chunks")
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,7 +90,6 @@ def test_pipelines_of_pools(seq_lens, dp, sp, stages, backward, dials, frozen_la
     assert {p.place.size for chunk in plan.chunks for p in chunk.slices} == {sp}
     for rank, actions in enumerate(plan.actions):
         assert actions[0] == Unshard(rank % len(stages))
-    assert unpacked(packed(BatchPlan(plan, "chunks"))) == BatchPlan(plan, "chunks")
 
 
 def test_work_is_dealt_evenly():
@@ -107,123 +97,96 @@ def test_work_is_dealt_evenly():
     assert [own_sequences(plan, rank) for rank in range(2)] == [[0], [1, 2, 3, 4]]
 
 
-def test_a_plan_is_made_once_and_named_by_its_batch():
-    asked = []
+def shared(replica=0, processes=ALONE, layout=None):
+    layout = layout or Layout()
+    return SharedPlans(processes, replica, layout=layout, work=squares, num_layers=3)
 
-    def make(wanted, elsewhere):
+
+def test_plans_come_in_the_order_in_which_they_were_expected(monkeypatch):
+    asked, plan_own = [], batches.plan_own
+
+    def noted(wanted, *args, **dials):
         asked.append(wanted)
-        return BatchPlan(made(wanted, 1))
+        return plan_own(wanted, *args, **dials)
 
-    plans = SharedPlans(ALONE, make)
+    monkeypatch.setattr(batches, "plan_own", noted)
     one, other = Wanted((5, 7), ChunkOptions(size=4)), Wanted((7, 5), ChunkOptions(size=4))
-    assert one.name != other.name != Wanted((7, 5), ChunkOptions(size=4), backward=False).name
-    plans.expect(one)
-    plans.expect(other)
-    assert plans.get(one).plan.seq_lens == (5, 7)
-    assert plans.get(other).plan.seq_lens == (7, 5)
-    assert asked == [one, other]
-    plans.get(one)
-    assert asked == [one, other, one]
-    plans.close()
+    with closing(shared()) as plans:
+        plans.expect(one)
+        plans.expect(other)
+        assert plans.get(one).plan.seq_lens == (5, 7)
+        assert plans.get(other).plan.seq_lens == (7, 5)
+        assert asked == [one, other]
+        shrunk = Wanted((5, 7), ChunkOptions(size=2))
+        plans.expect(one)
+        assert {len(chunk.slices) for chunk in plans.get(shrunk).plan.chunks} == {1}
+        plans.get(one)
+        assert asked[2:] == [one, shrunk, one]
 
 
-def test_an_error_of_the_planner_comes_when_the_plan_is_asked_for():
-    def make(wanted, elsewhere):
+def test_an_error_of_the_planner_comes_when_the_plan_is_asked_for(monkeypatch):
+    def fail(*args, **dials):
         raise ValueError("no such plan")
 
-    plans = SharedPlans(ALONE, make)
+    monkeypatch.setattr(batches, "plan_own", fail)
     wanted = Wanted((5,), ChunkOptions(size=4))
-    plans.expect(wanted)
-    with pytest.raises(ValueError, match="no such plan"):
-        plans.get(wanted)
-    plans.close()
+    with closing(shared()) as plans:
+        plans.expect(wanted)
+        with pytest.raises(ValueError, match="no such plan"):
+            plans.get(wanted)
 
 
-def test_what_was_expected_before_chunks_shrank_is_planned_anew():
-    asked, go_on = [], Event()
+class Threads(Processes):
+    """Processes as threads of one process."""
 
-    def make(wanted, elsewhere):
-        asked.append((wanted.seq_lens, wanted.options.size))
-        assert go_on.wait(10)
-        return BatchPlan(made(wanted, 1))
-
-    plans = SharedPlans(ALONE, make)
-    for seq_lens in ((9,), (5, 7), (3,)):
-        plans.expect(Wanted(seq_lens, ChunkOptions(size=8)))
-    Timer(0.2, go_on.set).start()  # the first plan is under way until then
-    for seq_lens in ((5, 7), (3,)):
-        plans.get(Wanted(seq_lens, ChunkOptions(size=4)))
-    plans.close()
-    assert asked[:2] == [((9,), 8), ((5, 7), 4)]
-    assert {size for _, size in asked[1:]} == {4}
-
-
-class OneStore(Processes):
-    """Processes as threads of one process: the texts of all are in `texts`."""
-
-    def __init__(self, number, texts):
+    def __init__(self, number, barrier, values):
         super().__init__(Launch(number=number, num_processes=4, num_local=4))
-        self.texts = texts
+        self.barrier, self.values = barrier, values
 
-    def publish(self, key, text):
-        self.texts[key] = text
-
-    def fetch(self, key, is_over=lambda: False):
-        while key not in self.texts and not is_over():
-            time.sleep(0.001)
-        return self.texts[key]
-
-    def forget(self, *keys):
-        for key in keys:
-            self.texts.pop(key, None)
+    def each(self, value):
+        self.values[self.launch.number] = value
+        self.barrier.wait(20)
+        found = list(self.values)
+        self.barrier.wait(20)
+        return found
 
 
-@pytest.mark.parametrize("replica", [0, 1])
-def test_a_plan_that_cannot_be_written_is_told(replica):
-    """It would be waited for until the store gives up, and the error be lost."""
-    dials = {"layout": Layout(2, 1, 1), "work": squares, "num_layers": 3}
-    wanted, texts = Wanted((30, 20), ChunkOptions(size=8)), {}
-    plans = SharedPlans(
-        OneStore(replica, texts), partial(plan_batch, **dials), partial(plan_own, **dials), replica
-    )  # fmt: skip
-    if not replica:
-        texts[f"{wanted.name}/1"] = packed(plan_own(wanted, 1, **dials))
-    full = patch("furlong.train.batches.save_plan", side_effect=MemoryError("no room"))
-    with full, pytest.raises(MemoryError, match="no room"):
-        plans.get(wanted)
-    failed = texts[wanted.name if not replica else f"{wanted.name}/1"]
-    with pytest.raises(ElsewhereError, match="no room"):
-        unpacked(failed)
-    plans.close()
-
-
-def test_a_process_of_each_replica_plans_for_it():
+@pytest.mark.parametrize("failing", [None, 1])
+def test_a_process_of_each_replica_plans_for_it(monkeypatch, failing):
     """Processes 0 to 3 of dp 2 x sp 2; the plan is that of one planner, and is not checked again
-    where a step waits for it."""
-    dials = {"layout": Layout(2, 2, 1), "work": squares, "num_layers": 3}
-    wanted, texts, asked = Wanted((30, 20, 9, 5), ChunkOptions(size=8)), {}, []
+    where a step waits for it. Where one cannot plan all are told."""
+    layout, wanted = Layout(2, 2, 1), Wanted((30, 20, 9, 5), ChunkOptions(size=8))
+    asked, plan_own = [], batches.plan_own
 
-    def own(number):
-        def make_own(wanted, replica):
-            asked.append((number, replica))
-            return plan_own(wanted, replica, **dials)
+    def own(wanted, replica, **dials):
+        asked.append(replica)
+        if replica == failing:
+            raise MemoryError("no room")
+        return plan_own(wanted, replica, **dials)
 
-        def make(wanted, elsewhere):
-            return plan_batch(wanted, elsewhere, **dials)
-
-        replica = number // 2 if number % 2 == 0 else None
-        return SharedPlans(OneStore(number, texts), make, make_own, replica)
-
-    every = [own(number) for number in range(4)]
+    expected = made(wanted, 2, sp=2)
+    monkeypatch.setattr(batches, "plan_own", own)
+    barrier, values = Barrier(4), [None] * 4
+    every = [
+        shared(None if number % 2 else number // 2, Threads(number, barrier, values), layout)
+        for number in range(4)
+    ]
     for plans in every:
         plans.expect(wanted)
-    found = [plans.get(wanted).plan for plans in every]
-    assert asked == [(2, 1)]
-    assert found == [made(wanted, 2, sp=2)] * 4
+    found = []
+    for plans in every:
+        try:
+            found.append(plans.get(wanted).plan)
+        except (MemoryError, ElsewhereError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        plans.close()
+    assert sorted(asked) == [0, 1]
+    if failing is not None:
+        elsewhere = "ElsewhereError: no plan of another process (MemoryError: no room)"
+        assert found == [elsewhere] * 2 + ["MemoryError: no room"] + [elsewhere]
+        return
+    assert found == [expected] * 4
     with patch("furlong.plan.check.Grid") as grid:
         for plan in found:
             check(plan)
     assert not grid.called
-    assert texts.keys() == {wanted.name}
-    for plans in every:
-        plans.close()

@@ -195,7 +195,7 @@ def test_a_run_folder_of_another_config_is_refused(
     ]  # fmt: skip
     assert named in message and "= None, the run has None" not in message
     assert main(tiny_run.arguments(run)) == 2
-    assert "add --resume" in capsys.readouterr().err
+    assert "--resume; in Python resume=True" in capsys.readouterr().err
     now = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.name != ".lock"}
     assert now == files
 
@@ -262,7 +262,8 @@ def test_the_same_files_may_be_spelled_otherwise_or_lie_elsewhere(
     resume = tiny_run.arguments(run, f"--data.train={texts}", f"--model.name={model}", "--resume")
     shutil.move(run / "checkpoints", tmp_path / "aside")
     assert main(resume) == 2  # nothing knows what the data were
-    assert f"data.train = ['{texts}'], the run has" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"data.train = [{{'path': '{texts}'" in told and "}], the run has" in told
     shutil.move(tmp_path / "aside", run / "checkpoints")
     with signal_after(3):
         assert main(resume) == 0
@@ -372,10 +373,6 @@ def test_damaged_files_of_a_run_folder(
     tiny_run.leave_run(run, *once)
     trained = weights(run)
     (run / "report.json").write_text("{")
-    capsys.readouterr()
-    assert main(tiny_run.arguments(run, *once, "--resume")) == 2
-    assert "report.json: Expecting" in capsys.readouterr().err
-    (run / "report.json").unlink()
     (run / "options.json").write_text("{")
     assert main(tiny_run.arguments(run, *once, "--resume")) == 0
     assert weights(run) == trained

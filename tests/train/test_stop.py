@@ -19,8 +19,8 @@ from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
 from furlong.train import build, checkpoints, trainer
-from furlong.train.checkpoint_folder import newest_checkpoint
 from furlong.train.metrics import MetricsLog
+from furlong.train.run_folder import newest_checkpoint
 from furlong.train.stop import STOP_SIGNALS, Ended, QuietEnd, StopRequest
 
 PROGRAM = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"

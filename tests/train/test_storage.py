@@ -90,7 +90,7 @@ def test_options_of_an_earlier_release_are_read(tiny_run: TinyRun, tmp_path: Pat
     from furlong.train.run_folder import _decided
 
     old = {"size": 64, "num_retained": 2, "keep": "kv", "tier": "device", "hybrid": True}
-    decided = _decided(tmp_path, {"options": old}, {})
+    decided = _decided(tmp_path, {"options": old}, {}, 1)
     assert decided is not None and decided.layout == Layout() and decided.stages == ()
     options = decided.options
     assert (options.size, options.order, options.stage_layers) == (64, "chunk-first", None)

@@ -1,23 +1,17 @@
 """Global batches over the processes of a run: their plans, made ahead of time, and their gradients.
 
 A process of each replica plans what the replica is dealt, so that a plan takes as long for many
-replicas as for one. All fetch the text of the joined plan from the store, under a name that says
-for what it was made. Nobody waits in a collective for a plan, and a process that sees another batch
-finds no plan of it. Each process runs out of memory on its own, and the engine tells all: they take
-smaller chunks.
+replicas as for one; all join the plans. That happens in a thread, by collectives of its own, while
+the batch before trains. Each process runs out of memory on its own, and the engine tells all: they
+take smaller chunks.
 """
 
 from __future__ import annotations
 
-import json
 import time
-import zlib
-from base64 import b85decode, b85encode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from hashlib import sha256
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,9 +21,7 @@ from torch import Tensor
 from furlong.data.loader import Batch
 from furlong.data.tokenize import IGNORE_INDEX
 from furlong.errors import ElsewhereError
-from furlong.plan.check import check
 from furlong.plan.plan import ChunkPlan, Layout
-from furlong.plan.text import format_action, load_plan, save_plan
 from furlong.planners.candidates import CHUNKS
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
@@ -37,16 +29,11 @@ from furlong.planners.orders import join_kept, plan_replica
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import num_drawn, sampled
 from furlong.runtime.distributed.consensus import reason_of, together
-from furlong.train.processes import ALONE, PLAN, Processes
+from furlong.train.processes import ALONE, Processes
 
 if TYPE_CHECKING:
     from furlong.api import Engine
     from furlong.runtime.step import StepResult
-
-_FAILURE = "failed: "
-"""Before the reason in the place of a plan that could not be made; no planner is called so."""
-_NUM_KEPT = 4
-"""Plans that stay in the store: whoever takes the last one has the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +48,6 @@ class Wanted:
     def of(cls, batch: Batch, options: ChunkOptions, *, backward: bool = True) -> Wanted:
         """The plan of all chunks of a batch, of which a sample leaves some out."""
         return cls(batch.seq_lens, replace(options, sample=None), backward)
-
-    @property
-    def name(self) -> str:
-        """The same on every process that sees the same batch."""
-        values = {"seq_lens": self.seq_lens, "backward": self.backward} | asdict(self.options)
-        return f"plan/{sha256(json.dumps(values).encode()).hexdigest()[:32]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +71,16 @@ def plan_batch(
     pool over which each chunk is divided, as a pipeline in state-aware 1F1B, or as one of the
     `rivals` that is predicted to be faster.
 
-    `elsewhere`: the plan of a replica but the first; default: made here. `work`: the FLOPs of each
-    sequence, or whatever else is to be dealt out evenly. `dials`: see `plan_own`. Where there are
-    fewer sequences than replicas some have a dummy.
+    `elsewhere`: the plan of a replica; default: made here. `work`: the FLOPs of each sequence, or
+    whatever else is to be dealt out evenly. `dials`: see `plan_own`. Where there are fewer
+    sequences than replicas some have a dummy.
     """
 
     def make(replica: int) -> BatchPlan:
         return plan_own(wanted, replica, layout=layout, work=work, **dials)
 
     dealt = _dealt(wanted, layout, work)
-    found = [make(0), *map(elsewhere or make, range(1, len(dealt)))]
+    found = [*map(elsewhere or make, range(len(dealt)))]
     plans = [own.plan for own in found]
     plan = join_kept(plans, dealt, wanted.seq_lens, layout.dp)
     return BatchPlan(plan, ", ".join(dict.fromkeys(own.method for own in found)))
@@ -140,120 +121,57 @@ def _dealt(
 
 
 class SharedPlans:
-    """The plans of a run of several processes, in the order in which all of them ask."""
+    """The plans of a run of several processes, made in a thread in the order in which all ask."""
 
-    def __init__(
-        self,
-        processes: Processes,
-        make: Callable[[Wanted, Callable[[int], BatchPlan]], BatchPlan],
-        make_own: Callable[[Wanted, int], BatchPlan] | None = None,
-        replica: int | None = None,
-    ) -> None:
-        """`make`, see `plan_batch`, runs in a thread of the first process; `make_own`, `plan_own`,
-        in one of the process that plans for a `replica` but the first."""
-        self._processes, self._make = processes, make
-        self._make_own, self._replica = make_own, replica
+    def __init__(self, processes: Processes, replica: int | None, **dials: Any) -> None:
+        """`replica`: the one that this process plans for, if any. `dials`: see `plan_batch`. A
+        collective."""
+        self._processes, self._replica, self._dials = processes.apart(), replica, dials
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
-        self._coming: dict[str, tuple[Wanted, Future[BatchPlan]]] = {}
-        self._given: list[str] = []
-        self._outdated: set[str] = set()
-        """Plans that nobody will ask for."""
-        self._is_closed = False
+        self._coming: dict[Wanted, Future[BatchPlan]] = {}
         self.waited_s = 0.0
         """Seconds that the last `get` has waited."""
 
     def expect(self, wanted: Wanted) -> None:
-        """Begin to make, or to fetch, a plan that will be asked for."""
-        if wanted.name not in self._coming:
-            self._outdated.discard(wanted.name)
-            future = self._thread.submit(self._find, wanted)
-            self._coming[wanted.name] = wanted, future
+        """Begin to make a plan that will be asked for."""
+        if wanted not in self._coming:
+            self._coming[wanted] = self._thread.submit(self._make, wanted)
 
     def get(self, wanted: Wanted) -> BatchPlan:
-        """The plan, the same on all processes, which all ask for it.
-
-        What was expected with other options, before chunks were made smaller, is expected with
-        those of now. Raises ElsewhereError where the first process could not make the plan.
-        """
+        """The plan, the same on all processes, which all ask for it. Raises ElsewhereError where
+        another process could not make its part."""
         started_s = time.perf_counter()
-        outdated = [own for own, _ in self._coming.values() if own.options != wanted.options]
-        for own in outdated:
-            self._coming.pop(own.name)[1].cancel()
-            self._outdated.add(own.name)
-            self._given.append(own.name)
         self.expect(wanted)
-        for own in outdated:
-            if own.seq_lens != wanted.seq_lens:
-                self.expect(replace(own, options=wanted.options))
+        # what was expected before chunks were made smaller is never asked for
+        for other in [own for own in self._coming if own.options != wanted.options]:
+            del self._coming[other]
         try:
-            planned = self._coming[wanted.name][1].result()
+            return self._coming.pop(wanted).result()
         finally:
-            del self._coming[wanted.name]
-            self._given.append(wanted.name)
-        if self._processes.is_first:
-            self._forget()
-        self.waited_s = time.perf_counter() - started_s
-        return planned
+            self.waited_s = time.perf_counter() - started_s
 
     def close(self) -> None:
-        """End the thread, when nobody asks any more."""
-        self._is_closed = True
-        self._thread.shutdown(cancel_futures=True)
+        """End the thread, when all processes have made what any has expected."""
+        self._thread.shutdown()
 
-    def _find(self, wanted: Wanted) -> BatchPlan:
-        found = self._made_or_fetched(wanted)
-        assert found.plan.checksum >= 0  # here, and not where the step waits for it
-        return found
-
-    def _made_or_fetched(self, wanted: Wanted) -> BatchPlan:
-        replica, name = self._replica, wanted.name
-        if self._processes.is_first:
-            return self._published(name, partial(self._make, wanted, partial(self._of, wanted)))
-        if replica and self._make_own and replica < len(wanted.seq_lens):
-            self._published(f"{name}/{replica}", partial(self._make_own, wanted, replica))
-        return unpacked(self._processes.fetch(name, partial(self._is_over, name)))
-
-    def _of(self, wanted: Wanted, replica: int) -> BatchPlan:
-        """The plan of a replica, made by a process of its own."""
-        key = f"{wanted.name}/{replica}"
-        text = self._processes.fetch(key, partial(self._is_over, wanted.name))
-        self._processes.forget(key)
-        return unpacked(text)
-
-    def _published(self, key: str, make: Callable[[], BatchPlan]) -> BatchPlan:
-        try:
-            made = make()
-            text = packed(made)
-        except Exception as error:
-            self._processes.publish(key, _FAILURE + reason_of(error))
-            raise
-        self._processes.publish(key, text)
-        return made
-
-    def _is_over(self, name: str) -> bool:
-        return self._is_closed or name in self._outdated
-
-    def _forget(self) -> None:
-        """Let go of texts that all have fetched by now."""
-        kept = {*self._given[-_NUM_KEPT:], *self._coming}
-        self._processes.forget(*(name for name in self._given if name not in kept))
-        self._given = self._given[-_NUM_KEPT:]
-
-
-def packed(made: BatchPlan) -> str:
-    """A plan as short text."""
-    text = b85encode(zlib.compress(save_plan(made.plan).encode(), 1)).decode()
-    return f"{made.method}\n{text}"
-
-
-def unpacked(text: str) -> BatchPlan:
-    """The inverse of `packed`, checked. Raises ElsewhereError where there is no plan."""
-    if text.startswith(_FAILURE):
-        raise ElsewhereError(f"no plan of another process ({text.removeprefix(_FAILURE)})")
-    method, _, saved = text.partition("\n")
-    plan = load_plan(zlib.decompress(b85decode(saved)).decode())
-    check(plan)
-    return BatchPlan(plan, method)
+    def _make(self, wanted: Wanted) -> BatchPlan:
+        own: BatchPlan | Exception | None = None
+        if self._replica is not None and self._replica < len(wanted.seq_lens):
+            try:
+                own = plan_own(wanted, self._replica, **self._dials)
+            except Exception as error:
+                own = error
+        told = reason_of(own) if isinstance(own, Exception) else own
+        # in the order of their replicas, as `make_ranks` numbers processes
+        found = [made for made in self._processes.each(told) if made is not None]
+        if isinstance(own, Exception):
+            raise own
+        plans = [made for made in found if isinstance(made, BatchPlan)]
+        if reason := next((made for made in found if isinstance(made, str)), ""):
+            raise ElsewhereError(f"no plan of another process ({reason})")
+        planned = plan_batch(wanted, lambda replica: plans[replica], **self._dials)
+        assert planned.plan.checksum >= 0  # here, and not where the step waits for it
+        return planned
 
 
 class BatchEngine:
@@ -283,10 +201,8 @@ class BatchEngine:
                 "rivals": rivals,
             }  # fmt: skip
             is_of_replica = ranks.process == ranks.stage == 0
-            self._plans = SharedPlans(
-                processes, partial(plan_batch, **dials), partial(plan_own, **dials),
-                ranks.replica if is_of_replica else None,
-            )  # fmt: skip
+            own = ranks.replica if is_of_replica else None
+            self._plans = SharedPlans(processes, own, **dials)
 
     @property
     def is_alone(self) -> bool:
@@ -309,7 +225,6 @@ class BatchEngine:
         options: ChunkOptions,
         device: torch.device,
         *,
-        name: str,
         backward: bool = True,
         weights: Sequence[float] | None = None,
         watch: Callable[[], None] = lambda: None,
@@ -317,16 +232,14 @@ class BatchEngine:
         """Gradients of the batch's mean loss, or its losses; the loss is that of all processes, and
         token losses are those of the whole batch.
 
-        `name`: what the batch is called where a process has stopped. `weights`: on several
-        processes, see `Engine.run`. `watch`: see `Executor.run`. A process that fails raises its
-        own error, and all others raise ElsewhereError.
+        `weights`: on several processes, see `Engine.run`. `watch`: see `Executor.run`. A process
+        that fails raises its own error, and all others raise ElsewhereError.
         """
         if self._plans is None:
             divisor = batch.num_valid_tokens if backward else None
             sequences = batch.tensors(device)
             return self.engine.forward_backward(sequences, options, divisor, backward, watch=watch)
-        processes, plans = self.processes, self._plans
-        processes.at(name + PLAN)
+        plans = self._plans
 
         def prepare() -> tuple[BatchPlan, Mapping[int, Mapping[str, Tensor]]]:
             planned = plans.get(Wanted.of(batch, options, backward=backward))
@@ -337,10 +250,7 @@ class BatchEngine:
         # ids come onto the device: a process that lacks memory for them tells the others
         planned, own = together(self.engine.ranks, prepare)
         plan, self.method = planned.plan, planned.method or None
-        return self.engine.run(
-            plan, own, batch.num_valid_tokens, weights=weights, watch=watch,
-            begun=lambda action: processes.at(f"{name} {format_action(action)}"),
-        )  # fmt: skip
+        return self.engine.run(plan, own, batch.num_valid_tokens, weights=weights, watch=watch)
 
     def share(self, num_sequences: int) -> range:
         """The sequences of a batch whose token losses, which all have, this process counts."""

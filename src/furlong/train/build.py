@@ -26,13 +26,13 @@ from furlong.planners.decide import Decision, division_in_words
 from furlong.planners.options import option_values, value_in_words
 from furlong.planners.spaco import sampling_in_words
 from furlong.runtime.distributed.mesh import Ranks, make_ranks
+from furlong.train.checkpoints import ModelSize
 from furlong.train.kernels import put_kernels
 from furlong.train.objective import DataFormat
 from furlong.train.processes import Launch, Processes
-from furlong.train.run_folder import CHECKPOINTS, check_room
+from furlong.train.run_folder import check_room
 from furlong.train.run_model import DIALS, rope_of
 from furlong.train.start import source_of
-from furlong.train.whole import ModelSize
 from furlong.units import format_bytes, format_count
 
 
@@ -96,7 +96,7 @@ def check_run_room(config: RunConfig, trained_bytes: int, folder: Path, num_step
     with so many bytes of trained weights."""
     every = config.train.save_every_steps
     num_saves = math.ceil(num_steps / every) if every else 0
-    check_room(folder, folder / CHECKPOINTS, weight_bytes=trained_bytes, num_saves=num_saves)
+    check_room(folder, weight_bytes=trained_bytes, num_saves=num_saves)
 
 
 def build_run_model(config: RunConfig, layers: range | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 Tensors have global names: those of the Hugging Face model's (or, with adapters, peft's) parameters.
 Trained parameters are saved, frozen ones are not: they are the base model's, which is identified by
-its contents instead. See `checkpoint_folder` for the files.
+its contents instead. See `run_folder` for the files.
 
 Nothing is ever unpickled. The default storage of torch.distributed.checkpoint (DCP) keeps its index
 as a pickle of torch's private classes. DCP's safetensors storage has no index: the header of each
@@ -24,10 +24,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,11 +42,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from furlong.data.dataset import SEQUENCES
 from furlong.errors import CheckpointError, differing
 from furlong.files import TEMPORARY, SummedFile, os_errors_told, publish, sync, write_json
-from furlong.train.checkpoint_folder import (
+from furlong.train.optim import make_state
+from furlong.train.processes import ALONE, Processes
+from furlong.train.run_folder import (
     FORMAT_VERSION,
     MANIFEST,
     STATE,
@@ -52,11 +57,11 @@ from furlong.train.checkpoint_folder import (
     measured,
     remove_old,
 )
-from furlong.train.optim import make_state
-from furlong.train.processes import ALONE, Processes
-from furlong.train.whole import trained
 from furlong.units import format_seconds
 from furlong.version import __version__
+
+if TYPE_CHECKING:
+    from furlong.api import Engine
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
@@ -117,26 +122,20 @@ def checksum(weight: Tensor) -> str:
     return found.hexdigest()
 
 
-def check_base(checkpoint: Path, state: Mapping[str, Any], fingerprint: str | None) -> None:
-    """Raises CheckpointError unless the frozen weights are those that were trained upon."""
-    if state["base_fingerprint"] != fingerprint:
-        name = state["config"]["model"]["name"]
-        raise CheckpointError(
-            given=f"weights of {name} other than those that the adapters were trained upon",
-            required="the same base model: a checkpoint of adapters does not hold it",
-            source=str(checkpoint),
-            change=f"restore the files of {name}",
-        )
+_WEIGHTS = {
+    "base_fingerprint": "frozen weights, which its adapters were trained upon",
+    "reference": "reference model, with which train.loss: dpo compares in every step",
+}
+"""Weights that a checkpoint does not hold and depends on, by the key of their checksum."""
 
 
-def check_reference(checkpoint: Path, state: Mapping[str, Any], fingerprint: str | None) -> None:
-    """Raises CheckpointError unless the model that the run began with is the one of now: it is the
-    reference of its loss, which a checkpoint does not hold."""
-    if state["reference"] != fingerprint:
+def check_weights(checkpoint: Path, state: Mapping[str, Any], key: str, now: str | None) -> None:
+    """Raises CheckpointError unless the weights beside a checkpoint are those of its run."""
+    if state[key] != now:
         name = state["config"]["model"]["name"]
         raise CheckpointError(
-            given=f"a reference by other weights of {name} than those that the run began with",
-            required="the same model: train.loss: dpo compares with it in every step",
+            given=f"weights of {name} other than the checkpoint's {_WEIGHTS[key]}",
+            required="the same model: a checkpoint does not hold them",
             source=str(checkpoint),
             change=f"restore the files of {name}, or start anew with another out",
         )
@@ -415,3 +414,81 @@ def one_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+# The whole model of a run whose processes each hold a part of it.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Parameters of a whole model."""
+
+    num_parameters: int
+    num_trained: int
+    trained_bytes: int
+
+
+def model_size(engine: Engine, processes: Processes) -> ModelSize:
+    """The size of the model that all processes hold together. A collective."""
+    elsewhere = {id(parameter) for parameter in engine.counted_elsewhere}
+    own = [p for p in engine.model.model.parameters() if id(p) not in elsewhere]
+    trained = [p for p in own if p.requires_grad]
+    ours = [sum(map(_numel, own)), sum(map(_numel, trained)),
+            sum(_numel(p) * p.element_size() for p in trained)]  # fmt: skip
+    return ModelSize(*(int(total) for total in processes.sums(ours)))
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters that this process holds; tied ones appear once, under their first
+    name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def whole_weights(engine: Engine, processes: Processes) -> dict[str, Tensor]:
+    """The trained weights of all processes, on the CPU of the first one, and nothing on the
+    others. A collective.
+
+    The processes of a stage gather its weights; then the first one of each stage sends them on.
+    """
+    ranks = engine.ranks
+    is_sender = ranks is None or (ranks.replica, ranks.process) == (0, 0)
+    found: dict[str, Tensor] = {}
+    for name, parameter in trained(engine.model.model).items():
+        weight = parameter.data
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if is_sender:
+            found[name] = whole.cpu()
+    if ranks is None or ranks.pp == 1:
+        return found if processes.is_first else {}
+    forms = {name: (list(w.shape), w.dtype) for name, w in found.items()}
+    told = processes.each(forms)
+    if not processes.is_first:
+        for weight in found.values():
+            dist.send(weight.contiguous(), 0)
+        return {}
+    for number, forms in enumerate(told[1:], start=1):
+        found |= _received(number, forms)
+    return found
+
+
+def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights into the parameters of their names."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            parameters[name].copy_(weight)
+
+
+def _received(number: int, forms: Mapping[str, tuple[list[int], torch.dtype]]) -> dict[str, Tensor]:
+    """The weights that a process sends, by name."""
+    found = {}
+    for name, (shape, dtype) in forms.items():
+        weight = torch.empty(shape, dtype=dtype)
+        dist.recv(weight, number)
+        found[name] = weight
+    return found
+
+
+def _numel(parameter: Tensor) -> int:
+    """Elements on this process."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()

@@ -21,7 +21,6 @@ from furlong.runtime.rng import modes_kept
 from furlong.train.batches import BatchEngine
 from furlong.train.memory import Fitting, UsedMemory
 from furlong.train.objective import Objective
-from furlong.train.processes import EVALUATION
 
 if TYPE_CHECKING:
     from furlong.runtime.step import StepResult
@@ -93,7 +92,7 @@ def evaluate(
                     used.restart()
                 watch = used.check if used is not None else lambda: None
                 return objective.compute(
-                    engine, batch, options, device, name=EVALUATION, backward=False, watch=watch
+                    engine, batch, options, device, backward=False, watch=watch
                 )
 
             result = fitting.compute(

@@ -13,18 +13,16 @@ from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.folder import check_export_folder, check_files
-from furlong.train.checkpoint_folder import (
+from furlong.train.run_folder import (
+    CHECKPOINTS,
     MANIFEST,
     STATE,
-    RemovedCheckpointError,
     check_checkpoint,
+    check_creatable,
+    folder_errors_reported,
     newest_checkpoint,
     read_state,
-    removal_told,
 )
-from furlong.train.run_folder import CHECKPOINTS, check_creatable, folder_errors_reported
-
-_NUM_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +37,6 @@ class Exportable:
     merge: bool
     """Whether adapters are added to their base."""
     out: Path
-    source: Path
-    """The run or checkpoint that was named."""
-    given_out: Path | None
 
 
 def find_exportable(source: Path, *, merge: bool = False, out: Path | None = None) -> Exportable:
@@ -51,9 +46,21 @@ def find_exportable(source: Path, *, merge: bool = False, out: Path | None = Non
     ConfigError.
     """
     with folder_errors_reported(source):
-        checkpoint = _find_checkpoint(source)
-        with removal_told(checkpoint):
-            state = read_state(checkpoint)
+        checkpoint: Path | None = source
+        if (source / MANIFEST).exists() or (source.parent.name == CHECKPOINTS and source.is_dir()):
+            check_checkpoint(source)
+        else:
+            checkpoint = newest_checkpoint(source / CHECKPOINTS)
+        if checkpoint is None:
+            found = "which holds no checkpoint" if source.is_dir() else "which is no folder"
+            raise CheckpointError(
+                given=f"{source}, {found}",
+                required="the folder of a run with checkpoints, or of one of them",
+                source="the command line",
+                change="check the path; a run writes checkpoints with train.save_every_steps"
+                " above 0",
+            )
+        state = read_state(checkpoint)
     config = build_run(state["config"], str(checkpoint / STATE))
     if merge and config.model.lora is None:
         raise ConfigError(
@@ -67,43 +74,15 @@ def find_exportable(source: Path, *, merge: bool = False, out: Path | None = Non
     check_creatable(folder, "the export")
     check_export_folder(folder)
     check_files(config.model.name)
-    return Exportable(checkpoint, state, config, merge, folder, source, out)
-
-
-def _find_checkpoint(source: Path) -> Path:
-    if (source / MANIFEST).exists() or (source.parent.name == CHECKPOINTS and source.is_dir()):
-        with removal_told(source):
-            check_checkpoint(source)
-        return source
-    checkpoint = newest_checkpoint(source / CHECKPOINTS)
-    if checkpoint is None:
-        raise CheckpointError(
-            given=f"{source}, which holds no checkpoint",
-            required="the folder of a run with checkpoints, or of one of them",
-            source="the command line",
-            change="name a run that was trained with train.save_every_steps above 0",
-        )
-    return checkpoint
+    return Exportable(checkpoint, state, config, merge, folder)
 
 
 def export(found: Exportable) -> Path:
     """Writes the model of a checkpoint into a new folder; returns it.
 
-    Adapters are written in peft's format or added to the base's weights. A run that trains on may
-    remove its checkpoint meanwhile: then its newest is taken. Raises CheckpointError or
+    Adapters are written in peft's format or added to the base's weights. Raises CheckpointError or
     ConfigError.
     """
-    for _ in range(_NUM_TRIES - 1):
-        try:
-            return _export(found)
-        except RemovedCheckpointError:
-            if found.checkpoint == found.source:
-                raise
-            found = find_exportable(found.source, merge=found.merge, out=found.given_out)
-    return _export(found)
-
-
-def _export(found: Exportable) -> Path:
     import torch
 
     from furlong.data.tokenize import load_tokenizer
@@ -111,7 +90,7 @@ def _export(found: Exportable) -> Path:
     from furlong.train.build import build_run_model
     from furlong.train.checkpoints import (
         base_fingerprint,
-        check_base,
+        check_weights,
         load_tensors,
         one_process,
         trained_tensors,
@@ -121,8 +100,8 @@ def _export(found: Exportable) -> Path:
     checkpoint, state, config = found.checkpoint, found.state, found.config
     check_architecture(checkpoint, state, read_architecture(config), config.model.name)
     model = build_run_model(config)
-    check_base(checkpoint, state, base_fingerprint(model))
-    with one_process(), removal_told(checkpoint):
+    check_weights(checkpoint, state, "base_fingerprint", base_fingerprint(model))
+    with one_process(), folder_errors_reported(checkpoint):
         load_tensors(checkpoint, trained_tensors(model))
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if found.merge:

@@ -63,13 +63,12 @@ class Objective:
         options: ChunkOptions,
         device: torch.device,
         *,
-        name: str,
         backward: bool = True,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Gradients of the mean loss of a global batch, or its losses; see `BatchEngine.compute`.
         All processes call it."""
-        return engine.compute(batch, options, device, name=name, backward=backward, watch=watch)
+        return engine.compute(batch, options, device, backward=backward, watch=watch)
 
     def num_terms(self, batch: Batch) -> int:
         """Terms of a batch's mean loss."""
@@ -173,7 +172,6 @@ class PairLoss(Objective):
         options: ChunkOptions,
         device: torch.device,
         *,
-        name: str,
         backward: bool = True,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
@@ -182,8 +180,8 @@ class PairLoss(Objective):
             return self._alone(engine, batch, options, device, backward, watch)
         import torch
 
-        processes, known = engine.processes, {"name": name, "watch": watch}
-        result = engine.compute(batch, options, device, backward=False, **known)  # type: ignore[arg-type]
+        processes = engine.processes
+        result = engine.compute(batch, options, device, backward=False, watch=watch)
         if backward and processes.any(result.has_drawn):
             raise processes.alike(
                 _draws_twice(
@@ -202,7 +200,7 @@ class PairLoss(Objective):
         if backward:
             (slopes,) = torch.autograd.grad(loss_sum / len(pairs), sums)
             counts = (-slopes * batch.num_valid_tokens).tolist()  # a plan divides by its labels
-            result = engine.compute(batch, options, device, weights=counts, **known)  # type: ignore[arg-type]
+            result = engine.compute(batch, options, device, weights=counts, watch=watch)
         total = float(loss_sum.detach())
         return replace(result, loss=total / len(pairs), loss_sum=total, metrics=metrics)
 
@@ -258,9 +256,8 @@ def objective_of(settings: TrainConfig) -> Objective:
 
 
 def log_probs(
-    engine: BatchEngine, sequences: Iterable[Tokens], options: ChunkOptions, device: torch.device,
-    *, name: str,
-) -> list[npt.NDArray[Any]]:  # fmt: skip
+    engine: BatchEngine, sequences: Iterable[Tokens], options: ChunkOptions, device: torch.device
+) -> list[npt.NDArray[Any]]:
     """The log-probabilities of each sequence's tokens with a label, the same on all processes.
     Call it under `torch.no_grad`."""
     from furlong import values
@@ -274,7 +271,7 @@ def log_probs(
         found = engine.engine.token_values(tensors, options, values.log_prob())
         return [x.cpu().numpy()[at + 1] for x, at in zip(found, learnt, strict=True)]
     batch = Batch(tuple(known), LoaderState())
-    result = engine.compute(batch, options, device, name=name, backward=False)
+    result = engine.compute(batch, options, device, backward=False)
     return [-x.numpy()[at] for x, at in zip(result.token_losses, learnt, strict=True)]
 
 

@@ -27,7 +27,7 @@ from furlong.train.checkpoints import checksum
 from furlong.train.evaluation import evaluating
 from furlong.train.memory import Fitting
 from furlong.train.objective import log_probs
-from furlong.train.processes import ALONE, REFERENCE, Processes
+from furlong.train.processes import ALONE, Processes
 from furlong.units import count_words, format_seconds
 
 _GROUP_TOKENS = 2**16
@@ -87,9 +87,7 @@ def referenced(
             if not processes.any(not references[number].is_done(rows)):
                 continue
             found = fitting.compute(
-                partial(
-                    log_probs, engine, [data[i] for i in group], device=device, name=REFERENCE
-                ),
+                partial(log_probs, engine, [data[i] for i in group], device=device),
                 name=f"the reference of {key}", device=device,
                 num_tokens=int(data.seq_lens[group].sum()),
             )  # fmt: skip

@@ -1,41 +1,46 @@
-"""The folder of a run: who may write into it, what it holds, and whether a run may go on in it."""
+"""The folder of a run: who may write into it, its checkpoints, and whether a run may go on in it.
+
+    run/
+      config.json, options.json, metrics.jsonl, report.json
+      checkpoints/step-00000050/
+        shard-*.safetensors   the tensors, under global names
+        state.json            everything else
+        manifest.json         size and checksum of every other file
+      model/                  the exported model, when the run has come to its end
+
+Nothing here loads torch.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from furlong.config.schema import RunConfig
+from furlong.config.schema import RunConfig, SourceConfig
 from furlong.config.sources import build_run, load_run
 from furlong.errors import CheckpointError, ConfigError, differing
-from furlong.files import TEMPORARY, os_errors_told
+from furlong.files import TEMPORARY, checksum, os_errors_told
 from furlong.planners.decide import Decision
-from furlong.timeline import MEASURED
-from furlong.train.checkpoint_folder import (
-    NUM_KEPT,
-    STATE,
-    list_checkpoints,
-    newest_checkpoint,
-    read_state,
-    set_aside,
-)
 from furlong.train.choose_plan import decision_of
-from furlong.train.report import TrainReport, missing_of_export, read_report
 from furlong.units import format_bytes
 
 CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl", "report.json"
-CHECKPOINTS, EXPORT, PROFILE, WANDB = "checkpoints", "model", "profile", "wandb.json"
-_LOCK = ".lock"
-_FILES = (CONFIG, OPTIONS, METRICS, REPORT, MEASURED, WANDB, _LOCK)
-_FOLDERS = (CHECKPOINTS, EXPORT, PROFILE)
+CHECKPOINTS, EXPORT, PROFILE = "checkpoints", "model", "profile"
+STATE, MANIFEST = "state.json", "manifest.json"
+_LOCK, _DAMAGED = ".lock", ".damaged"
+# 3: the optimizer's groups are those of the config, the generators a row for each process.
+FORMAT_VERSION = 3
+NUM_KEPT = 3
+_STEP = re.compile(r"step-(\d{8,})")
 # What these change is time, memory, what is shown and how long a run goes on: neither the weights
 # of its steps up to now nor their order.
 _FREE_KEYS = (
@@ -44,12 +49,29 @@ _FREE_KEYS = (
     "train.async_save", "train.steps", "train.epochs",
 )  # fmt: skip
 _FREE_OF_A_SAMPLE = ("chunks.sample.report_loss", "chunks.sample.check_every_steps")
-_FREE_WORDS = (
-    "free are the sections chunks (but for sample, and with it size), memory, parallel and log,"
-    " data.eval, data.cache_dir, train.save_every_steps, train.async_save, train.eval_*,"
-    " train.steps and train.epochs"
-)
 _DECIDING_KEYS = ("chunks.", "memory.", "parallel.")
+Measured = dict[str, Any]
+"""Size and checksum of a file, as the manifest has them: `{"bytes": ..., "xxh3": ...}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """The final figures of a run, as in its `report.json`."""
+
+    num_steps: int
+    num_tokens: int
+    train_loss: float | None
+    """Mean loss of the last step's global batch; None where no step has one, as sampled steps whose
+    drawn chunks have no label."""
+    eval_loss_before: float | None
+    eval_loss_after: float | None
+    tokens_per_s: float
+    peak_memory_bytes: int
+    num_skipped_batches: int
+    run_folder: str
+    export_folder: str
+    export_files: dict[str, int]
+    """Bytes of each file of the exported model, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +106,27 @@ def open_run_folder(
             if resume:
                 print(f"nothing to resume in {path}: a new run")
             return RunFolder(path)
-        _check_kinds(path)
         lock_folder(stack, path)
-        differing = _changed(load_run(path / CONFIG), config)
-        _check_same(differing, path, config, may_move=True)
-        goes_on = any(key in differing for key in ("train.steps", "train.epochs"))
-        if not goes_on and (report := _finished(path)) is not None:
-            _check_same(differing, path, config, may_move=False)
-            print(f"the run in {path} is finished: its model is {path / EXPORT}")
-            return RunFolder(path, is_new=False, report=report)
-        return _resumed(path, config, differing, num_processes)
+        saved = load_run(path / CONFIG)
+        changed = _changed(saved, config)
+        _check_same(saved, config, path / CONFIG, may_move=True)
+        if not changed.keys() & {"train.steps", "train.epochs"}:
+            report = _finished(path)
+            if report is not None:
+                _check_same(saved, config, path / CONFIG, may_move=False)
+                print(f"the run in {path} is finished: its model is {path / EXPORT}")
+                return RunFolder(path, is_new=False, report=report)
+        checkpoint = newest_checkpoint(path / CHECKPOINTS)
+        state = None if checkpoint is None else read_state(checkpoint)
+        if checkpoint is None or state is None:
+            _check_same(saved, config, path / CONFIG, may_move=False)
+            print(f"no checkpoint in {path}: the run begins again with its first step")
+        else:  # it may be of another run, or the run's config have been edited
+            written = build_run(state["config"], str(checkpoint / STATE))
+            _check_same(written, config, checkpoint / STATE, may_move=True)
+        clear_leftovers(path, checkpoint)
+        decided = _decided(path, state, changed, num_processes)
+        return RunFolder(path, decided, checkpoint, state, is_new=False)
 
 
 def _finished(path: Path) -> TrainReport | None:
@@ -101,9 +134,10 @@ def _finished(path: Path) -> TrainReport | None:
 
     Raises CheckpointError where the model is missing and nothing can be exported.
     """
-    if not (path / REPORT).exists():
+    try:
+        report = TrainReport(**json.loads((path / REPORT).read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):  # damaged: the run ends again
         return None
-    report = read_report(path / REPORT)
     missing = missing_of_export(path / EXPORT, report.export_files)
     if missing is None:
         return report
@@ -119,90 +153,51 @@ def _finished(path: Path) -> TrainReport | None:
     return None
 
 
-def _resumed(
-    path: Path, config: RunConfig, differing: Mapping[str, Any], num_processes: int
-) -> RunFolder:
-    """The run folder with the checkpoint that the run goes on from. Raises CheckpointError."""
-    checkpoint = newest_checkpoint(path / CHECKPOINTS)
-    state = None
-    if checkpoint is None:
-        _check_same(differing, path, config, may_move=False)
-        print(f"no checkpoint in {path}: the run begins again with its first step")
-    else:
-        state = read_state(checkpoint)
-        _check_own(checkpoint, state, config)
-    set_aside(path / CHECKPOINTS, checkpoint)
-    for leftover in path.glob(f".*{TEMPORARY}"):  # of a process that was killed while it wrote
-        if leftover.is_dir():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink()
-    return RunFolder(
-        path,
-        decided=_decided(path, state, differing, num_processes),
-        checkpoint=checkpoint,
-        state=state,
-        is_new=False,
-    )
-
-
-def _check_same(
-    differing: Mapping[str, tuple[Any, Any]], path: Path, config: RunConfig, *, may_move: bool
-) -> None:
-    """Raises ConfigError if a key that must be the run's own differs. `may_move`: whether data may
-    lie elsewhere, since a checkpoint knows their contents (`check_data`)."""
-    refused = _not_free(differing, config, may_move=may_move)
-    if refused:
-        raise ConfigError(
-            given="; ".join(f"{key} = {new!r}, the run has {old!r}"
-                            for key, (old, new) in refused.items()),
-            required=f"the config of the run that is resumed; {_FREE_WORDS}",
-            source=str(path / CONFIG),
-            change=f"furlong train {path / CONFIG} --resume, or another out for another run",
-        )  # fmt: skip
-
-
-def _check_own(checkpoint: Path, state: Mapping[str, Any], config: RunConfig) -> None:
-    """Raises CheckpointError if a checkpoint was written with another config than the run's."""
-    written = build_run(state["config"], str(checkpoint / STATE))
-    refused = _not_free(_changed(written, config), config, may_move=True)
-    if refused:
-        raise CheckpointError(
-            given="; ".join(f"{key} = {old!r} in checkpoint {checkpoint.name}, the run has {new!r}"
-                            for key, (old, new) in refused.items()),
-            required=f"a checkpoint that this run has written; {_FREE_WORDS}",
-            source=str(checkpoint / STATE),
-            change=f"move {checkpoint} away if it is of another run, or restore the run's config",
-        )  # fmt: skip
-
-
-def _not_free(
-    differing: Mapping[str, tuple[Any, Any]], config: RunConfig, *, may_move: bool
-) -> dict[str, tuple[Any, Any]]:
+def list_export(folder: Path) -> dict[str, int]:
+    """Bytes of each file of an exported model, by name."""
     return {
-        key: pair
-        for key, pair in differing.items()
-        if not (_is_free(key, config) or _means_the_same(key, *pair, may_move=may_move))
+        file.relative_to(folder).as_posix(): file.stat().st_size
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
     }
 
 
-def _means_the_same(key: str, old: Any, new: Any, *, may_move: bool) -> bool:
-    """Whether two values differ in how they spell what they name, or in where it lies."""
-    match key:
-        case "model.name":
-            return _place(old) == _place(new)
-        case "data.train":
-            return _sources(old, may_move) == _sources(new, may_move)
-    return False
+def missing_of_export(folder: Path, files: dict[str, int]) -> str | None:
+    """The first file of an exported model that is missing or, with weights, of another size; None
+    if the model is whole. Other files may have been edited."""
+    found = list_export(folder)
+    for name, num_bytes in files.items():
+        is_weights = name.endswith(".safetensors")
+        if name not in found or (is_weights and found[name] != num_bytes):
+            return str(folder / name if folder.is_dir() else folder)
+    return None
 
 
-def _sources(named: list[Any], may_move: bool) -> list[tuple[Any, ...]]:
-    """Where each entry of `data.train` is, unless it may move; its weight and its split."""
-    whole = [{"path": one} if isinstance(one, str) else one for one in named]
-    return [
-        ("" if may_move else _place(one["path"]), one.get("weight", 1.0), one.get("split"))
-        for one in whole
+def _check_same(saved: RunConfig, config: RunConfig, source: Path, *, may_move: bool) -> None:
+    """Raises ConfigError if a key that must be the run's own differs. `may_move`: whether data may
+    lie elsewhere, since a checkpoint knows their contents (`check_data`)."""
+    found = differing(_comparable(saved, may_move), _comparable(config, may_move))
+    if refused := {key: pair for key, pair in found.items() if not _is_free(key, config)}:
+        shown = [f"{key} = {new!r}, the run has {old!r}" for key, (old, new) in refused.items()]
+        raise ConfigError(
+            given="; ".join(shown),
+            required="the config of the run that is resumed; free are, but for a sample,"
+            f" {', '.join(_FREE_KEYS)}",
+            source=str(source),
+            change="take the run's own values, or another out for another run",
+        )
+
+
+def _comparable(config: RunConfig, may_move: bool) -> dict[str, Any]:
+    """The values of a config, with paths in one spelling, or without those of data that may lie
+    elsewhere."""
+    values = config.model_dump(mode="json")
+    values["model"]["name"] = _place(config.model.name)
+    named = [SourceConfig(path=s) if isinstance(s, str) else s for s in config.data.train]
+    values["data"]["train"] = [
+        s.model_dump(mode="json") | {"path": "" if may_move else _place(s.path)} for s in named
     ]
+    return values
 
 
 def _place(name: str) -> str:
@@ -217,6 +212,46 @@ def _is_free(key: str, config: RunConfig) -> bool:
     if key == "chunks.size" and config.chunks.sample is not None:
         return False
     return key.startswith(_FREE_KEYS)
+
+
+def _changed(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """`{"train.lr": (saved, given)}` for every key in which two configs differ."""
+    return differing(saved.model_dump(mode="json"), given.model_dump(mode="json"))
+
+
+def clear_leftovers(path: Path, newest: Path | None) -> None:
+    """Removes what a process that was killed had not yet written or removed, and renames what is
+    newer than the checkpoint that the run goes on from, and so damaged, to `.damaged`."""
+    checkpoints = path / CHECKPOINTS
+    for leftover in (*path.glob(f".*{TEMPORARY}"), *checkpoints.glob(f"step-*{TEMPORARY}")):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink()
+    for checkpoint in list_checkpoints(checkpoints):
+        if newest is not None and step_of(checkpoint) > step_of(newest):
+            damaged = checkpoint.with_name(checkpoint.name + _DAMAGED)
+            shutil.rmtree(damaged, ignore_errors=True)
+            os.rename(checkpoint, damaged)
+
+
+def _decided(
+    path: Path, state: Mapping[str, Any] | None, changed: Mapping[str, Any], num_processes: int
+) -> Decision | None:
+    causes = [key for key in changed if key.startswith(_DECIDING_KEYS)]
+    if state and state.get("written_by", {}).get("processes", 1) != num_processes:
+        causes.append("the number of processes")
+    if causes:
+        print(f"options are decided again, for these keys have changed: {', '.join(causes)}")
+        return None
+    if state:
+        found = decision_of(state["options"])
+    else:
+        try:  # nothing has been computed by them: what cannot be read is decided again
+            found = decision_of(json.loads((path / OPTIONS).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, ConfigError):
+            return None
+    return found if found.layout.num_devices == num_processes else None
 
 
 def create_run_folder(stack: ExitStack, path: Path) -> None:
@@ -257,11 +292,6 @@ def lock_folder(stack: ExitStack, path: Path) -> None:
         print(f"warning: the file system of {path} has no locks: start no second process in it")
 
 
-def _changed(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """`{"train.lr": (saved, given)}` for every key in which two configs differ."""
-    return differing(saved.model_dump(mode="json"), given.model_dump(mode="json"))
-
-
 def holds_run(path: Path) -> bool:
     """Whether a run has begun in `path`. A Hugging Face model's folder has a config.json too."""
     return (path / CONFIG).exists() and any(
@@ -269,38 +299,17 @@ def holds_run(path: Path) -> bool:
     )
 
 
-def _check_kinds(path: Path) -> None:
-    """Raises CheckpointError if a folder stands where a run has a file, or the reverse, or a pipe
-    or a device, of which reading and writing may have no end."""
-    for name in (*_FILES, *_FOLDERS):
-        entry, is_folder = path / name, name in _FOLDERS
-        if entry.exists() and not (entry.is_dir() if is_folder else entry.is_file()):
-            found = "folder" if entry.is_dir() else "file" if entry.is_file() else "pipe or device"
-            raise CheckpointError(
-                given=f"{entry}, which is a {found}",
-                required=f"a {'folder' if is_folder else 'file'}, as a run has written it",
-                source=str(path),
-                change=f"move {entry} away or restore it",
-            )
-
-
 def _check_empty(path: Path, out: str) -> None:
-    if not path.exists():
+    if not path.exists() or (path.is_dir() and all(map(_is_leftover, path.iterdir()))):
         return
-    if path.is_dir() and all(_is_leftover(entry) for entry in path.iterdir()):
-        return
-    if (path / CHECKPOINTS).is_dir() and not (path / CONFIG).exists():
-        raise ConfigError(
-            given=f"out = {out}, which holds checkpoints but no {CONFIG}",
-            required="a run's folder with all its files, or a new folder",
-            source="out",
-            change=f"restore {CONFIG} (every checkpoint's {STATE} has it, under the key config)"
-            " and add --resume, or set another out",
-        )
-    has_run = holds_run(path)
-    go_on = "add --resume to go on with that run, " if has_run else ""
+    given, go_on = "is not empty", ""
+    if holds_run(path):
+        given, go_on = "holds a run", "go on with it (--resume; in Python resume=True), "
+    elif (path / CHECKPOINTS).is_dir():
+        given = f"holds checkpoints but no {CONFIG}"
+        go_on = f"restore {CONFIG} (it is in every checkpoint's {STATE}) and go on with --resume, "
     raise ConfigError(
-        given=f"out = {out}, which {'holds a run' if has_run else 'is not empty'}",
+        given=f"out = {out}, which {given}",
         required="a folder that does not exist or is empty",
         source="out",
         change=f"{go_on}set another out, or move the old folder away",
@@ -312,25 +321,6 @@ def _is_leftover(entry: Path) -> bool:
     is_unfinished = entry.name.startswith(".") and entry.name.endswith(TEMPORARY)
     of_a_run = (_LOCK, OPTIONS) if (entry.parent / _LOCK).exists() else (_LOCK,)
     return is_unfinished or entry.name in of_a_run
-
-
-def _decided(
-    path: Path,
-    state: Mapping[str, Any] | None,
-    differing: Mapping[str, Any],
-    num_processes: int = 1,
-) -> Decision | None:
-    changed = [key for key in differing if key.startswith(_DECIDING_KEYS)]
-    if state and state.get("written_by", {}).get("processes", 1) != num_processes:
-        changed.append("the number of processes")
-    if changed:
-        print(f"options are decided again, for these keys have changed: {', '.join(changed)}")
-        return None
-    found = None
-    # Without a checkpoint nothing has been computed by them: what cannot be read is decided again.
-    with nullcontext() if state else suppress(OSError, ValueError, TypeError):
-        found = decision_of(state["options"] if state else json.loads((path / OPTIONS).read_text()))
-    return found if found and found.layout.num_devices == num_processes else None
 
 
 def folder_errors_reported(folder: Path) -> AbstractContextManager[None]:
@@ -353,9 +343,7 @@ def check_creatable(path: Path, key: str) -> None:
     try:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         reason = None if there.is_dir() else f"{there} is no folder"
-        if there == path and reason is None:
-            return
-        if reason is None and not os.access(there, os.W_OK | os.X_OK):
+        if there != path and not reason and not os.access(there, os.W_OK | os.X_OK):
             reason = f"{there} cannot be written to"
     except OSError as error:
         reason = error.strerror
@@ -368,23 +356,129 @@ def check_creatable(path: Path, key: str) -> None:
         )
 
 
-def check_room(folder: Path, checkpoints: Path, *, weight_bytes: int, num_saves: int) -> None:
-    """Raises CheckpointError if the disk has no room for what the run is going to write.
+def check_room(path: Path, *, weight_bytes: int, num_saves: int) -> None:
+    """Raises CheckpointError if the disk has no room for what the run in `path` is going to write.
 
     `weight_bytes`: those of the trained weights. A checkpoint holds them and AdamW's two moments;
     one more than are kept exists while it is written, and the exported model in the end.
     """
-    checkpoint_bytes = 3 * weight_bytes
-    num_kept = len(list_checkpoints(checkpoints))
+    num_kept = len(list_checkpoints(path / CHECKPOINTS))
     num_checkpoints = max(min(num_saves, 1), min(num_saves + num_kept, NUM_KEPT + 1) - num_kept)
-    needed = checkpoint_bytes * num_checkpoints + weight_bytes
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    needed = 3 * weight_bytes * num_checkpoints + weight_bytes
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
         raise CheckpointError(
-            given=f"{format_bytes(free)} free on the disk of {folder}",
+            given=f"{format_bytes(free)} free on the disk of {path}",
             required=f"{format_bytes(needed)}: {num_checkpoints} checkpoints of"
-            f" {format_bytes(checkpoint_bytes)} and the model of {format_bytes(weight_bytes)}",
+            f" {format_bytes(3 * weight_bytes)} and the model of {format_bytes(weight_bytes)}",
             source="out and train.save_every_steps",
             change="make room, set out to another disk, or train.save_every_steps: 0 for none",
         )
+
+
+# Checkpoints as folders.
+
+
+class DamagedCheckpointError(CheckpointError):
+    """The files of a checkpoint do not fit its manifest."""
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoint folders, oldest first. Not verified; those still being written (`.tmp`)
+    are left out."""
+    found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was taken, by its name."""
+    match = _STEP.fullmatch(checkpoint.name)
+    assert match is not None, checkpoint
+    return int(match[1])
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole; None if there is none at all.
+
+    Damaged ones are named in print and passed over. Nothing is changed: another process may be
+    writing. Raises CheckpointError if all are damaged.
+    """
+    found = list_checkpoints(folder)
+    for checkpoint in reversed(found):
+        try:
+            check_checkpoint(checkpoint)
+            return checkpoint
+        except DamagedCheckpointError as error:
+            print(f"not loaded: {error.given}")
+    if not found:
+        return None
+    raise CheckpointError(
+        given=f"{len(found)} damaged checkpoints and no other",
+        required="a checkpoint whose files fit its manifest",
+        source=str(folder),
+        change="restore one from a copy, or start anew with another out",
+    )
+
+
+def remove_old(folder: Path) -> None:
+    """Remove all checkpoints but the last `NUM_KEPT`: renamed first, so that a half removed one is
+    never taken for a checkpoint."""
+    for checkpoint in list_checkpoints(folder)[:-NUM_KEPT]:
+        aside = checkpoint.with_name(f"{checkpoint.name}.old{TEMPORARY}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(checkpoint, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Raises DamagedCheckpointError unless every file has the manifest's size and checksum, and
+    the state is of the step that the folder's name says."""
+    if not (checkpoint / MANIFEST).exists():
+        raise _damaged(checkpoint, f"{MANIFEST} is missing: it was not written to its end")
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        version = manifest["version"]
+        files = {name: dict(own) for name, own in manifest["files"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _damaged(checkpoint, f"{MANIFEST} cannot be read ({error})") from error
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            given=f"checkpoint {checkpoint.name} of format {version}",
+            required=f"format {FORMAT_VERSION}, which this release reads",
+            source=str(checkpoint),
+            change="use the release of furlong that wrote it, or start anew with another out",
+        )
+    try:
+        found = {file.name: measured(file) for file in checkpoint.iterdir()}
+    except OSError as error:
+        raise _damaged(checkpoint, error.strerror or str(error)) from error
+    del found[MANIFEST]
+    for name in sorted(files.keys() | found.keys()):
+        if name not in found:
+            raise _damaged(checkpoint, f"{name} is missing")
+        if found[name] != files.get(name):
+            known = files.get(name, "nothing")
+            raise _damaged(checkpoint, f"{name} has {found[name]}, in the manifest {known}")
+    step = read_state(checkpoint).get("step")
+    if _STEP.fullmatch(checkpoint.name) and step != step_of(checkpoint):
+        raise _damaged(checkpoint, f"its state is of step {step}")
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """State that was saved beside the tensors. The checkpoint must have been checked."""
+    return dict(json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
+
+
+def measured(file: Path) -> Measured:
+    """Size and checksum of a file. An OSError names it."""
+    return {"bytes": file.stat().st_size, "xxh3": checksum(file)}
+
+
+def _damaged(checkpoint: Path, what: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        given=f"checkpoint {checkpoint.name} is damaged: {what}",
+        required="files that fit the checkpoint's manifest",
+        source=str(checkpoint),
+        change="name another checkpoint, or restore this one from a copy",
+    )

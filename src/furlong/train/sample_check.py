@@ -19,13 +19,10 @@ from furlong.planners.spaco import num_drawn
 from furlong.runtime.rng import RNGState
 from furlong.train.evaluation import evaluating
 from furlong.train.memory import try_call
-from furlong.train.processes import STEP
 
 if TYPE_CHECKING:
     from furlong.runtime.step import StepResult
     from furlong.train.batches import BatchEngine
-
-_NAME = f"{STEP} check"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +58,8 @@ def check_sample(
     labelled = [sequence for sequence in batch.sequences if sequence.num_valid_tokens]
     longest = max(labelled, key=lambda sequence: sequence.seq_len)
     compute = partial(
-        engine.compute, Batch((longest,), batch.next_state), device=device, name=_NAME,
-        watch=watch,
-    )  # fmt: skip
+        engine.compute, Batch((longest,), batch.next_state), device=device, watch=watch
+    )
 
     def check() -> SampleCheck:
         with _undisturbed(model, device) as parameters:

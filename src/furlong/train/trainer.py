@@ -48,18 +48,19 @@ from furlong.train.build import (
     steps_of,
     work_of,
 )
-from furlong.train.checkpoint_folder import list_checkpoints
 from furlong.train.checkpoints import (
     Checkpoints,
     all_tensors,
     base_fingerprint,
-    check_base,
     check_data,
-    check_reference,
+    check_weights,
+    model_size,
     one_process,
+    put_weights,
     restore_generators,
     restore_tensors,
     tell_changes,
+    whole_weights,
     written_by,
 )
 from furlong.train.choose_plan import shrunk, values_of
@@ -75,9 +76,8 @@ from furlong.train.metrics import (
 )
 from furlong.train.objective import objective_of
 from furlong.train.optim import build_optimizer, build_schedule, make_state, set_rate
-from furlong.train.processes import ALONE, STEP, Processes, command_like, require_equal
+from furlong.train.processes import ALONE, Processes, command_like, require_equal
 from furlong.train.reference import reference_fingerprint, referenced
-from furlong.train.report import TrainReport, list_export
 from furlong.train.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -87,9 +87,12 @@ from furlong.train.run_folder import (
     PROFILE,
     REPORT,
     RunFolder,
+    TrainReport,
     clear_export,
     create_run_folder,
     folder_errors_reported,
+    list_checkpoints,
+    list_export,
 )
 from furlong.train.run_model import (
     RunModel,
@@ -104,7 +107,6 @@ from furlong.train.sample_check import check_sample
 from furlong.train.start import open_run
 from furlong.train.stop import StopRequest
 from furlong.train.trackers import open_trackers
-from furlong.train.whole import model_size, put_weights, whole_weights
 from furlong.units import format_bytes
 
 if TYPE_CHECKING:
@@ -388,7 +390,6 @@ class Trainer:
         lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
-        self.processes.at(f"after {STEP} {step}")
         seconds, share = result.timeline.seconds_by_kind(), drawn_share(result.plan)
         step_s = time.perf_counter() - started_s + data_s
         peak_bytes = peak_memory_bytes(self.used.device)
@@ -431,16 +432,13 @@ class Trainer:
         def call(options: ChunkOptions) -> StepResult:
             used.restart()
             return self.objective.compute(
-                self.engine, batch, step_options(options, step), used.device,
-                name=f"{STEP} {step}", watch=used.check,
-            )  # fmt: skip
+                self.engine, batch, step_options(options, step), used.device, watch=used.check
+            )
 
-        result = self.fitting.compute(
+        return self.fitting.compute(
             call, name=f"step {step}", num_tokens=batch.num_tokens, device=used.device,
             undo=self.optimizer.zero_grad,
         )  # fmt: skip
-        self.processes.at(f"{STEP} {step} update")
-        return result
 
     def evaluate(self) -> dict[str, Evaluation] | None:
         """The loss of the held-out sequences and of a share of the training ones, by name; None
@@ -465,7 +463,6 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint of now, or with `train.async_save` begins to."""
-        self.processes.at("a checkpoint")
         values = {
             "step": self.progress.step,
             "progress": self.progress.to_dict(),
@@ -486,7 +483,6 @@ class Trainer:
     def export(self, eval_loss: float | None = None) -> TrainReport:
         """Writes the model as a folder that transformers loads, and the report, which marks the run
         as finished."""
-        self.processes.at("the export")
         engine, several = self.engine.engine, self.processes.num_processes > 1
         weights = whole_weights(engine, self.processes) if several else {}
 
@@ -547,8 +543,8 @@ class Trainer:
         """Puts everything into place as it was when the checkpoint was taken."""
 
         def check() -> None:
-            check_base(checkpoint, state, self.base_fingerprint)
-            check_reference(checkpoint, state, self.reference_fingerprint)
+            check_weights(checkpoint, state, "base_fingerprint", self.base_fingerprint)
+            check_weights(checkpoint, state, "reference", self.reference_fingerprint)
 
         self.processes.together(check)
         restore_tensors(checkpoint, self.model, self.optimizer, self.processes)
