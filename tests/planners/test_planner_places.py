@@ -25,7 +25,6 @@ from furlong.planners.places import (
     Spot,
     plan_of,
     plan_places,
-    take_fastest,
 )
 from furlong.planners.places import settings as settings_of
 from furlong.simulate.clock import time_actions
@@ -86,25 +85,14 @@ def test_a_division_is_charged_what_its_plan_is(data):
         assert seconds(plan, model) == pytest.approx(filled.max(axis=2).sum())
     else:
         assert seconds(plan, model) == pytest.approx(division.step_s())
-    # the norm of a move is that of the swap with a sequence that has no place yet to give
     ((norm_s, spot),) = division.moves([0])
-    if norm_s < np.inf:
-        others = [i for i in division.spots if i]
-        before, moved = dict(division.spots), Division(setting, 2, division.spots)
-        moved.put(0, spot)
-        assert spot != division.spots[0] and moved.step_s() <= norm_s * (1 + 1e-9)
-        for other in others:
-            (swap_s,) = moved.swap_norms(0, [other])
-            assert swap_s >= (1 - 1e-9) * swapped(moved, 0, other).step_s()
-        moved.reset(before)
-        assert moved.seconds() == pytest.approx(division.seconds())
-
-
-def swapped(division, one, other):
-    found = Division(division.setting, division.loads.shape[1], division.spots)
-    found.put(one, division.spots[other])
-    found.put(other, division.spots[one])
-    return found
+    if norm_s < np.inf:  # no division undercuts its norm
+        assert spot != division.spots[0]
+        before, before_s = dict(division.spots), division.step_s()
+        division.put(0, spot)
+        assert division.step_s() <= norm_s * (1 + 1e-9)
+        division.reset(before)
+        assert division.step_s() == pytest.approx(before_s)
 
 
 def small(num_heads):
@@ -186,34 +174,15 @@ def test_near_the_optimum_of_small_cases(count):
     assert np.mean(found) <= 0.05 and max(found) <= 0.2
 
 
-def test_a_few_sequences_get_the_best_of_all_divisions():
-    """Eight on four devices, where an improved division of static groups was 2.2 % slower."""
+def test_a_few_sequences_get_about_the_best_of_all_divisions():
+    """Eight on four devices, where static groups that are improved get stuck 2.2 % above it."""
     model = CostModel(model_shape("Llama-3.2-1B"), Machine.named("H100"), Training(zero_stage=1))
     lens = [12920, 6548, 14325, 10258, 4827, 5421, 13399, 6679]
     spots = [(0, 1, 2), (0, 0, 3), (0, 2, 0), (0, 0, 1), (0, 1, 2), (0, 0, 1), (0, 0, 0), (0, 0, 2)]
     batch = PoolBatch.of(lens, model, 4)
     best = plan_of(batch, {i: Spot(*spot) for i, spot in enumerate(spots)}, 0, None)
-    assert seconds(plan_places(lens, model, pool_size=4), model) <= seconds(best, model) * (
-        1 + 1e-9
-    )
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_best_of_all_divisions_is_that_of_a_plain_loop(seed):
-    draw, model = random.Random(seed), small((8, 2)[seed % 2])
-    lens = [int(2 ** draw.uniform(8, 16)) for _ in range(6)]
-    lens[1] = lens[0]
-    (setting,) = settings_of(PoolBatch.of(lens, model, 4), None, [0])
-    division = Division(setting, 1, {})
-    best_s = optimum_s(setting.batch, [setting], 1)
-    assert take_fastest(division, best_s * (1 - 1e-9)) and division.spots == {}
-    assert take_fastest(division, np.inf)
-    assert division.step_s() == pytest.approx(best_s, rel=1e-9)
-
-
-def test_too_many_divisions_are_left_to_improvement():
-    (setting,) = settings_of(PoolBatch.of([1000 + i for i in range(40)], GPT, 16), None, [0])
-    assert not take_fastest(Division(setting, 1, {}), np.inf)
+    found = plan_places(lens, model, pool_size=4)
+    assert seconds(found, model) <= 1.005 * seconds(best, model)
 
 
 def test_a_sequence_too_long_for_the_heads_gets_a_larger_place():

@@ -44,8 +44,10 @@ def plan_fastest(
     for layers in tried:
         for setting in settings(batch, budget_bytes, [layers]):
             best = _fastest_in(setting, divide, best)
-        if best is not None and best.is_roomy():
-            break  # what more recomputation adds to the room is not needed
+        if best is not None and 2 * best.setting.held(best.loads).max() <= (
+            best.setting.device_tokens
+        ):
+            break  # half of the room is free, which more recomputation only adds to
     if best is None:
         raise nothing_fits(batch, tried[-1], budget_bytes)
     return plan_of(batch, best.spots, best.setting.recompute_layers, budget_bytes)

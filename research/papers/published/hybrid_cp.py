@@ -16,7 +16,7 @@ import numpy as np
 
 from furlong.cost.model import CostModel
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.places import Division, Setting, placed, smallest
+from furlong.planners.places import Division, Setting, earliest_first, smallest
 from papers.published.fastest import plan_fastest
 
 _STEPS_PER_DOUBLING = 4
@@ -43,4 +43,6 @@ def _by_length(setting: Setting, num_micro_batches: int) -> Iterator[Division]:
     is_power = sizes & (sizes - 1) == 0
     tokens = np.where(is_power, lens[:, None] / sizes, np.inf)
     most = [lens.max() / 2 ** (n / _STEPS_PER_DOUBLING) for n in range(4 * len(sizes))]
-    yield from placed(setting, num_micro_batches, (smallest(setting, tokens <= n) for n in most))
+    for kinds in dict.fromkeys(smallest(setting, tokens <= n) for n in most):
+        if (division := earliest_first(setting, num_micro_batches, kinds)) is not None:
+            yield division

@@ -4,8 +4,7 @@ A sequence is on one process of a sequence-parallel group or on an aligned run o
 micro-batch runs on all processes at once, and is as slow as its slowest. Every number of
 checkpointed layers says how many tokens a process holds at a time, and so how many micro-batches
 there must be. These settings are tried by rising lower bound: first their starts (dual
-approximation, greedy), then the best of them are improved by tabu search, or all divisions looked
-at where they are few.
+approximation, greedy), then the best of them are improved by tabu search.
 
 FlexSP (Wang et al., ASPLOS 2025) and Megatron-Core's hybrid context parallelism choose places too:
 the one on disjoint groups per micro-batch, the other by length alone. Here each sequence's place is
@@ -56,15 +55,12 @@ _NUM_IMPROVED = 8
 """Starts, the best ones, that are improved a little; then the best of them goes on."""
 _FEW_CHANGES = 60
 _NUM_CHANGES = 600
-"""Moves and swaps that it makes."""
+"""Moves that it makes."""
 _NUM_CHANGES_OF_A_STEP = 20
 """The same while a step runs: far more would make the steps wait, and gain a percent."""
 _MOST_SPOTS = 2**18
 """Most sequences times processes times micro-batches for which every spot of each is looked at,
 unless there is no other start."""
-_MOST_TRIED = 2**20
-"""Loads of processes at which the search of all divisions gives up, with all changes: about a
-second."""
 
 
 def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
@@ -104,59 +100,49 @@ def plan_places(
     starts = _starts(settings(batch, budget_bytes, tried))
     if not starts:
         raise nothing_fits(batch, tried[-1], budget_bytes)
-    places = sum(pool_size // size for size in batch.sizes)
-    most_tried = _MOST_TRIED * min(num_changes, _NUM_CHANGES) // _NUM_CHANGES
-    are_few = pool_size * places ** len(seq_lens) <= most_tried
-    best, solved = starts[0], set[int]()
-    """Checkpointed layers with which the fastest division is known."""
-    for start in starts[:_NUM_IMPROVED]:
-        layers = start.setting.recompute_layers
-        if layers in solved:
-            continue
-        if are_few and take_fastest(start, best.step_s(), most_tried):
-            solved.add(layers)
-        else:
-            improve(start, min(_FEW_CHANGES, num_changes))
-        best = min(best, start, key=Division.step_s)
-    known = best.setting.recompute_layers in solved
-    if not known and not take_fastest(best, best.step_s(), most_tried):
-        improve(best, num_changes)
+    starts = starts[:_NUM_IMPROVED]
+    for start in starts:
+        improve(start, min(_FEW_CHANGES, num_changes))
+    best = min(starts, key=Division.step_s)
+    improve(best, num_changes)
     return plan_of(batch, best.spots, best.setting.recompute_layers, budget_bytes)
 
 
 def _starts(found: Iterable[Setting]) -> list[Division]:
-    """The starts of every setting whose bound is below the best of all, fastest first."""
+    """The starts of every setting whose bound is below the best of all, fastest first, each with
+    the fewest micro-batches that have one."""
     starts: list[Division] = []
     best_s = inf
-    fastest: dict[int, Spots] = {}
-    """For a number of micro-batches the fastest start in the last setting."""
-    roomy: dict[int, int] = {}
-    """The same, and checkpointed layers of which more bring nothing: there is room, or the fastest
-    start stays the same."""
     for setting in sorted(found, key=lambda setting: setting.least_s(setting.fewest)):
-        layers, own = setting.recompute_layers, list[Division]()
         for count in range(setting.fewest, len(setting.batch.seq_lens) + 1):
-            if own or layers > roomy.get(count, layers) or setting.least_s(count) >= best_s:
+            if setting.least_s(count) >= best_s:
                 break
-            own = starts_of(setting, count)
-            if own:
-                first = min(own, key=Division.step_s)
-                best_s = min(best_s, first.step_s())
-                if first.is_roomy() or fastest.get(count) == first.spots:
-                    roomy[count] = min(layers, roomy.get(count, layers))
-                fastest[count] = first.spots
-        starts += own
+            if own := starts_of(setting, count):
+                starts += own
+                best_s = min(best_s, *map(Division.step_s, own))
+                break
     return sorted(starts, key=Division.step_s)
 
 
 def starts_of(setting: Setting, num_micro_batches: int) -> list[Division]:
     """The best starts that every way to start has in a setting; improvement ends elsewhere from
-    each."""
-    batch = setting.batch
+    each: one size for all, as static sequence parallelism has them; by dual approximation (Turek,
+    Ludwig, Tiwari 1994), for if no process may take longer than a target, or no place hold more
+    tokens, every sequence has a smallest place; greedily."""
+    batch, alone_s = setting.batch, setting.alone_s
+    lens, sizes = np.array(batch.seq_lens), np.array(batch.sizes)
+    mean_s = alone_s[:, 0].sum() / (num_micro_batches * batch.pool_size)
+    most_tokens = [lens.max() / 2 ** (step / 4) for step in range(4 * len(sizes))]
     found: list[Division] = []
-    for ways in _sizes_tried(setting, num_micro_batches):
-        found += [*placed(setting, num_micro_batches, ways)][-2:]
-    num_spots = len(batch.seq_lens) * batch.pool_size * num_micro_batches
+    for ways in (
+        [(kind,) * len(lens) for kind in range(len(sizes))],
+        [smallest(setting, setting.fixed_s + alone_s <= n * mean_s) for n in _TARGETS],
+        [smallest(setting, lens[:, None] / sizes <= n) for n in most_tokens],
+    ):
+        tried = (earliest_first(setting, num_micro_batches, kinds) for kinds in dict.fromkeys(ways))
+        own = [division for division in tried if division is not None]
+        found += sorted(own, key=Division.step_s)[:2]
+    num_spots = len(lens) * batch.pool_size * num_micro_batches
     if not found or num_spots <= _MOST_SPOTS:
         found += greedy(setting, num_micro_batches)
     return found
@@ -286,19 +272,14 @@ class Setting:
         weighted: Array = loads[TOKENS] + self._gather_weight * loads[GATHERED]
         return weighted
 
-    def even_s(self, num_micro_batches: int) -> Array:
-        """(P,) seconds of the step's parts with all work spread evenly over all processes."""
-        batch = self.batch
-        load = batch.added[:, 0].sum(axis=0)[:, None] / (batch.pool_size * num_micro_batches)
-        even_s: Array = num_micro_batches * self.seconds(load)[:, 0]
-        return even_s
-
     def least_s(self, num_micro_batches: int) -> float:
         """About the seconds that no step undercuts: neither is it shorter than all work spread
         evenly, nor than any one sequence on its best place, with empty other micro-batches."""
+        batch = self.batch
+        load = batch.added[:, 0].sum(axis=0)[:, None] / (batch.pool_size * num_micro_batches)
+        even_s = num_micro_batches * self.seconds(load).sum()
         alone_s = (self.alone_s + self.fixed_s).min(axis=1).max()
-        others_s = (num_micro_batches - 1) * self.floor_s.sum()
-        return float(max(self.even_s(num_micro_batches).sum(), alone_s + others_s))
+        return float(max(even_s, alone_s + (num_micro_batches - 1) * self.floor_s.sum()))
 
 
 def settings(
@@ -390,10 +371,6 @@ class Division:
     def step_s(self) -> float:
         return float(self.seconds().max(axis=2).sum())
 
-    def is_roomy(self) -> bool:
-        """Whether no process holds half of what it could."""
-        return bool(2 * self.setting.held(self.loads).max() <= self.setting.device_tokens)
-
     def moves(self, seq_ids: Sequence[int]) -> list[tuple[float, Spot]]:
         """For each of the sequences, absent or not, the norm of its best spot but its own, infinite
         where no spot has room, and that spot. The norm stands for the step: it falls, too, where
@@ -411,7 +388,7 @@ class Division:
         grown = (after_s / scale[..., None]) ** _POWER - powers[:, :, None]  # (P, N, Z, M, W)
         sums = powers.sum(axis=-1, keepdims=True)
         now_s = scale * sums ** (1 / _POWER)  # (P, N, M, 1)
-        fits = self._have_room(after)
+        fits = self.have_room(after)
         best = [(inf, Spot(0, 0, 0))] * len(seq_ids)
         for kind, size in enumerate(batch.sizes):
             there = sums + _by_place(grown[:, :, kind], size).sum(axis=-1)
@@ -428,29 +405,11 @@ class Division:
         # by what they add: of most it is less than the last digit of the norm
         return [(now + more, spot) for now, (more, spot) in zip(norms_s, best, strict=True)]
 
-    def swap_norms(self, seq_id: int, others: Sequence[int]) -> Array:
-        """(N,) each if `seq_id` and one of the others changed spots; infinite where that has no
-        room."""
-        here = self.spots[seq_id]
-        loads = np.repeat(self.loads[:, None], len(others), axis=1)
-        for i, other in enumerate(others):
-            there = self.spots[other]
-            for one, spot, times in (
-                (seq_id, here, -1), (other, there, -1), (seq_id, there, 1), (other, here, 1),
-            ):  # fmt: skip
-                self._change(loads[:, i], one, spot, times)
-        fits = self._have_room(loads).all(axis=(1, 2))
-        seconds = self.setting.seconds(loads)  # (P, N, M, W)
-        most = np.maximum(seconds.max(axis=-1, keepdims=True), 1e-30)
-        norms = most[..., 0] * ((seconds / most) ** _POWER).sum(axis=-1) ** (1 / _POWER)
-        return np.where(fits, norms.sum(axis=(0, 2)), inf)
-
-    def has_room(self) -> bool:
-        """Whether no process holds more than it can."""
-        return bool(self._have_room(self.loads).all())
-
-    def _have_room(self, loads: Array) -> NDArray[np.bool_]:
-        return self.setting.held(loads) <= self.setting.device_tokens * (1 + _ALIKE)
+    def have_room(self, loads: Array | None = None) -> NDArray[np.bool_]:
+        """(...) whether a process with the loads (F, ...), or each of its own, holds no more than
+        it can."""
+        held = self.setting.held(self.loads if loads is None else loads)
+        return held <= self.setting.device_tokens * (1 + _ALIKE)
 
     def slowest(self) -> list[int]:
         """Sequences on the slowest process of any part of any micro-batch."""
@@ -472,33 +431,18 @@ Kinds = tuple[int, ...]
 """For each sequence the number of the size of its place."""
 _TARGETS = tuple(1 + 0.02 * step for step in range(8))
 """Multiples of the mean seconds of a slot that are tried as a target."""
-_HIDDEN = 1.1
-"""How much longer, about, sequences take each alone than beside others, where exchanges hide."""
 
 
-def greedy(setting: Setting, num_micro_batches: int) -> Iterator[Division]:
+def greedy(setting: Setting, num_micro_batches: int) -> list[Division]:
     """Every sequence, the longest first, where the step's norm grows least; nothing where one
     finds no room."""
     division = Division(setting, num_micro_batches, {})
     for seq_id in np.argsort(-np.array(setting.batch.seq_lens), kind="stable").tolist():
         ((norm_s, spot),) = division.moves([seq_id])
         if norm_s == inf:
-            return
+            return []
         division.put(seq_id, spot)
-    yield division
-
-
-def _sizes_tried(setting: Setting, num_micro_batches: int) -> Iterator[list[Kinds]]:
-    """One size for all, as static sequence parallelism has them; and by dual approximation (Turek,
-    Ludwig, Tiwari 1994): if no process may take longer than a target, every sequence has a smallest
-    place. Aligned places of falling sizes leave no holes."""
-    batch, alone_s = setting.batch, setting.alone_s
-    yield [(kind,) * len(alone_s) for kind in range(len(batch.sizes))]
-    mean_s = alone_s[:, 0].sum() / (num_micro_batches * batch.pool_size)
-    yield [smallest(setting, setting.fixed_s + alone_s <= n * mean_s) for n in _TARGETS]
-    lens, sizes = np.array(batch.seq_lens), np.array(batch.sizes)
-    tokens = [lens.max() / 2 ** (step / 4) for step in range(4 * len(sizes))]
-    yield [smallest(setting, lens[:, None] / sizes <= n) for n in tokens]
+    return [division]
 
 
 def smallest(setting: Setting, is_short: NDArray[np.bool_]) -> Kinds:
@@ -508,31 +452,10 @@ def smallest(setting: Setting, is_short: NDArray[np.bool_]) -> Kinds:
     return tuple(np.where(fits.any(axis=1), fits.argmax(axis=1), last).tolist())
 
 
-def placed(setting: Setting, num_micro_batches: int, ways: Iterable[Kinds]) -> Iterator[Division]:
-    """Divisions with these sizes, each faster than the one before, those first whose sequences take
-    least: as long as others may be faster, and only what fits."""
-    sizes, queue = np.array(setting.batch.sizes), dict[Kinds, float]()
-    for kinds in ways:
-        own = list(kinds)
-        alone_s = setting.alone_s[range(len(own)), own]
-        spread_s = float((alone_s * sizes[own]).sum()) / setting.batch.pool_size
-        queue[kinds] = max(spread_s, float((alone_s + setting.fixed_s[own]).max()))
-    best_s = inf
-    for kinds, bound_s in sorted(queue.items(), key=lambda one: one[1]):
-        if bound_s >= _HIDDEN * best_s:
-            break
-        spots = earliest_first(setting, num_micro_batches, kinds)
-        if spots is not None:
-            division = Division(setting, num_micro_batches, spots)
-            if division.step_s() < best_s:
-                best_s = division.step_s()
-                yield division
-
-
-def earliest_first(setting: Setting, num_micro_batches: int, kinds: Kinds) -> Spots | None:
+def earliest_first(setting: Setting, num_micro_batches: int, kinds: Kinds) -> Division | None:
     """Sequences on places of given sizes, or larger ones where those have no room, the largest
-    places first and of those the longest work, each to where it ends earliest; None where one finds
-    no room."""
+    places first and of those the longest work, each to where it ends earliest: aligned places of
+    falling sizes leave no holes. None where one finds no room."""
     batch = setting.batch
     held = setting.held(batch.added.transpose(2, 0, 1))
     busy_s, tokens = np.zeros((2, num_micro_batches, batch.pool_size))
@@ -553,20 +476,18 @@ def earliest_first(setting: Setting, num_micro_batches: int, kinds: Kinds) -> Sp
                 break
         else:
             return None
-    return spots
+    return Division(setting, num_micro_batches, spots)
 
 
 _NUM_TRIED = 6
 """Sequences whose moves are compared for every change."""
-_NUM_PARTNERS = 32
-"""Sequences that one is tried against in a swap."""
 _TENURE = 6
 """Changes, at least, for which a sequence that has moved stays; at most nearly twice as many."""
 
 
 def improve(division: Division, num_changes: int) -> None:
-    """The best division that tabu search finds with so many changes: of the best moves of some
-    sequences, and the swaps of the first one, the best is made."""
+    """The best division that tabu search finds with so many changes, each the best of the moves of
+    some sequences."""
     draw = random.Random(0)
     best_s, best = division.step_s(), dict(division.spots)
     stays: dict[int, int] = {}
@@ -574,79 +495,14 @@ def improve(division: Division, num_changes: int) -> None:
     for change in range(num_changes):
         free = [i for i in division.slowest() if stays.get(i, -1) < change] or [*division.spots]
         chosen = draw.sample(free, min(_NUM_TRIED, len(free)))
-        moves = [
-            (norm_s, {seq_id: spot})
-            for seq_id, (norm_s, spot) in zip(chosen, division.moves(chosen), strict=True)
-        ]
-        one = chosen[0]
-        others = [i for i, spot in division.spots.items() if spot != division.spots[one]]
-        others = [i for i in others if stays.get(i, -1) < change]
-        if others:
-            others = draw.sample(others, min(_NUM_PARTNERS, len(others)))
-            norms_s = division.swap_norms(one, others)
-            other = others[norms_s.argmin()]
-            swapped = {one: division.spots[other], other: division.spots[one]}
-            moves.append((float(norms_s.min()), swapped))
-        least_s, moved = min(moves, key=lambda move: move[0])
-        for seq_id, spot in moved.items() if least_s < inf else ():
+        moves = zip(division.moves(chosen), chosen, strict=True)
+        (least_s, spot), seq_id = min(moves, key=lambda move: move[0][0])
+        if least_s < inf:
             division.put(seq_id, spot)
             stays[seq_id] = change + _TENURE + draw.randrange(_TENURE)
         if division.step_s() < best_s:
             best_s, best = division.step_s(), dict(division.spots)
     division.reset(best)
-
-
-def take_fastest(division: Division, step_s: float, most_tried: int = _MOST_TRIED) -> bool:
-    """Put the fastest of all divisions in one micro-batch in the place of one, if it takes less
-    than `step_s` seconds; False where there are more micro-batches, or too many to know."""
-    setting, batch = division.setting, division.setting.batch
-    if division.loads.shape[1] > 1:
-        return False
-    width, even_s, left = batch.pool_size, setting.even_s(1)[:, None], most_tried
-    places = [
-        Spot(0, kind, first)
-        for kind, size in enumerate(batch.sizes)
-        for first in range(0, width, size)
-    ]
-    # N divisions of the longest sequences: their loads (F, N, W), and where these are (N, K)
-    loads, taken = np.zeros((batch.added.shape[2], 1, width)), np.zeros((1, 0), dtype=int)
-    order = np.argsort(-np.array(batch.seq_lens), kind="stable").tolist()
-    for seq_id in order:
-        grown: list[tuple[Array, NDArray[np.int64], Array]] = []
-        for number, spot in enumerate(places):
-            rows = _first_alike(loads, batch.sizes, spot)
-            left -= width * int(rows.sum())
-            if left < 0:
-                return False
-            after = loads[:, rows]
-            there = slice(spot.first, spot.first + batch.sizes[spot.kind])
-            after[..., there] += batch.added[seq_id, spot.kind][:, None, None]
-            # more load is never faster, and no part of a step is faster than all work spread evenly
-            steps_s = np.maximum(setting.seconds(after).max(axis=2), even_s).sum(axis=0)
-            kept = (setting.held(after).max(axis=1) <= setting.device_tokens) & (steps_s < step_s)
-            own = np.full((int(kept.sum()), 1), number)
-            grown.append((after[:, kept], np.hstack([taken[rows][kept], own]), steps_s[kept]))
-        loads = np.concatenate([one[0] for one in grown], axis=1)
-        taken, steps_s = (np.concatenate([one[n] for one in grown]) for n in (1, 2))
-        if not len(taken):
-            return True
-    fastest = taken[steps_s.argmin()].tolist()
-    division.reset({i: places[number] for i, number in zip(order, fastest, strict=True)})
-    return True
-
-
-def _first_alike(loads: Array, sizes: Sequence[int], spot: Spot) -> NDArray[np.bool_]:
-    """(N,) whether no place before `spot` is like it: it, or a place around it, has not the loads
-    (F, N, W) of another with which it could change, all other places staying places."""
-    first, stop = spot.first, spot.first + sizes[spot.kind]
-    found = np.ones(loads.shape[1], dtype=bool)
-    for size in sizes[spot.kind :]:
-        start = first // size * size
-        for other in range(0, start if stop <= start + size else 0, size):
-            if all(size % n == 0 or other // n == (start + size - 1) // n for n in sizes):
-                alike = loads[..., other : other + size] == loads[..., start : start + size]
-                found &= ~alike.all(axis=(0, 2))
-    return found
 
 
 def plan_of(

@@ -41,7 +41,7 @@ from furlong.planners.places import Division, PoolBatch, Setting, Spot, improve
 from furlong.planners.question import Candidate, Question
 
 _NUM_CHANGES = 12
-"""Moves and swaps that improve the places of a micro-batch."""
+"""Moves that improve the places of a micro-batch."""
 
 
 def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
@@ -157,7 +157,7 @@ def faster_places(batch: Chunk, setting: Setting) -> Chunk:
     found = []
     for spots in (given, shared):
         division = Division(setting, 1, spots)
-        if division.has_room():
+        if division.have_room().all():
             improve(division, _NUM_CHANGES)
             found.append(division)
     best = min(found, key=Division.step_s)
