@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiny_tokenizers import CHATML, CHATML_WITH_TAGS, byte_tokenizer
 
-from furlong.data.chat import ESCAPED, render_conversation
-from furlong.data.records import SourceRecord
+from furlong.data.chat import ChatTemplate, Turns
+from furlong.data.tokenize import Rendered
 from furlong.errors import ConfigError, DataError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -37,11 +37,15 @@ ALTERNATING = (
 )
 
 
-def learnt(messages: Any, template: str | None, **fields: Any) -> tuple[str, list[str]]:
-    record = SourceRecord({"messages": messages, **fields}, 0, 3, "a.jsonl:3")
-    rendered = render_conversation(record, byte_tokenizer(template))
-    assert rendered is not None
-    return rendered.text, [rendered.text[start:stop] for start, stop in rendered.ranges]
+def rendered(messages: Any, template: str | None, tools: Any = None) -> Rendered:
+    turns = Turns("a.jsonl:3", messages, tools)
+    return ChatTemplate(byte_tokenizer(template)).render(turns)
+
+
+def learnt(messages: Any, template: str | None, tools: Any = None) -> tuple[str, list[str]]:
+    found = rendered(messages, template, tools)
+    assert found.by_template and found.ranges is not None
+    return found.text, [found.text[start:stop] for start, stop in found.ranges]
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_WITH_TAGS], ids=["prefixes", "tags"])
@@ -54,10 +58,6 @@ def test_what_the_assistant_says_is_learnt(template: str) -> None:
     assert learnt(TURNS[1:], template)[1] == ANSWERS
     twice = [TURNS[0], TURNS[1], TURNS[3]]
     assert learnt(twice, template)[1] == ANSWERS
-
-
-def test_a_conversation_without_a_message_is_none() -> None:
-    assert render_conversation(SourceRecord({"messages": []}, 0, 1, "x"), byte_tokenizer()) is None
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,8 @@ def test_a_conversation_that_ends_with_its_first_answer_can_be_masked() -> None:
         (ALTERNATING, [SYSTEM, *TURNS], "up to message 5: roles must alternate"),
         ("{{ messages[0].name.first }}", TURNS, "up to message 4"),
         ("{% for m in messages %}", TURNS, "up to message 4: TemplateSyntaxError: "),
-        ("{{ 1/0 }}", TURNS, "up to message 4: ZeroDivisionError: division by zero"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", TURNS, "RecursionError: "),
-        ("{{ range(10**9) | list }}", TURNS, "OverflowError: Range too big"),
+        (CHATML, [*TURNS, {"role": "bot", "content": "x"}], "message 5 of role 'bot'"),
     ],
 )
 def test_a_conversation_that_the_template_refuses_is_told(
@@ -126,8 +125,7 @@ def test_tools_reach_the_template() -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + CHATML
     assert learnt(TURNS, template, tools=[tool])[0].startswith("add<|im_start|>user")
-    with pytest.raises(DataError, match="tools of type str"):
-        learnt(TURNS, template, tools="[]")
+    assert learnt([{"role": "ipython", "content": "x"}], "{{ '' if 'ipython' }}x")[1] == []
 
 
 def test_a_tokenizer_without_a_template_is_told() -> None:
@@ -145,13 +143,8 @@ PARTS_ALONE = (
 @pytest.mark.parametrize(
     "template", [CHATML, CHATML_WITH_TAGS, PARTS_ALONE], ids=["prefixes", "tags", "parts alone"]
 )
-def test_contents_in_parts_are_their_text(template: str) -> None:
-    in_parts = [
-        turn | {"content": [{"type": "text", "text": part} for part in turn["content"]]}
-        for turn in TURNS
-    ]
-    text, answers = learnt(in_parts, template)
-    assert (text, answers) == learnt(TURNS, template)
+def test_a_template_that_writes_parts_alone_gets_them(template: str) -> None:
+    text, answers = learnt(TURNS, template)
     assert "Hello there" in text and "type" not in text
     assert [answer[:2] for answer in answers] == ["Hi", "4."]
 
@@ -179,62 +172,22 @@ ANSWER_ALONE = (
 
 def test_what_the_template_does_not_write_is_told() -> None:
     turns = [
+        {"role": "system", "content": "2 + 2"},
+        {"role": "developer", "content": "unseen"},
         {"role": "user", "content": "2 + 2?", "name": "x"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 1},
+        {"role": "assistant", "tool_calls": [CALL], "weight": 1},
         {"role": "assistant", "content": "4", "reasoning": "hm", "audio": {}, "mask": 0},
-        {"role": "assistant", "content": " ", "weight": 0},
     ]
-    record = SourceRecord({"messages": turns, "tools": [{"type": "function"}]}, 0, 3, "a.jsonl:3")
-    found = render_conversation(record, byte_tokenizer(ANSWER_ALONE))
-    assert found is not None
-    assert found.told == (
-        "conversations with mask in a message",
-        "conversations with name in a message",
-        "conversations with tool_calls in a message",
-        "conversations with tools",
-        "empty answers",
-    )
+    template = ANSWER_ALONE.replace("{{ m.content or '' }}", USER_AND_ANSWER)
+    assert rendered(turns, template, [{"type": "function"}]).unwritten == (
+        "mask in a message", "name in a message", "tool_calls in a message", "tools",
+        "content of role developer",
+    )  # fmt: skip
     writing = "{{ tools }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
-    whole = render_conversation(record, byte_tokenizer(writing))
-    assert whole is not None and whole.told == ()
+    assert rendered(turns, writing, [{"type": "function"}]).unwritten == ()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "written", "num_told"),
-    [('{"a": "é"}', "{{ call | tojson }}", 1), ({"a": "é"}, "{{ call | tojson }}", 0),
-     ('{"a": "é"}', "{{ call.function.arguments }}", 0), ("x", "{{ call | tojson }}", 0)],
-)  # fmt: skip
-def test_arguments_that_are_written_as_escaped_text_are_told(
-    arguments: Any, written: str, num_told: int
-) -> None:
-    calls = [{"function": {"name": "f", "arguments": arguments}}]
-    template = "{% for m in messages %}M{{ m.content }}{% for call in m.tool_calls or [] %}"
-    record = SourceRecord({"messages": [TURNS[0], TURNS[1] | {"tool_calls": calls}]}, 0, 3, "x")
-    tokenizer = byte_tokenizer(template + written + "{% endfor %}{% endfor %}")
-    found = render_conversation(record, tokenizer)
-    assert found is not None and found.told == (ESCAPED,) * num_told
-
-
-USERS_AND_LATE_THOUGHTS = (
-    "{% for m in messages %}{% if m.role == 'user' %}U{{ m.content }}"
-    "{% elif m.role == 'assistant' %}A{% if loop.index > 4 %}{{ m.thoughts }}{% endif %}"
-    "{{ m.tool_calls or m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}A{% endif %}"
-)
-
-
-def test_what_the_template_writes_of_some_messages_alone_is_told() -> None:
-    called = {"role": "assistant", "content": "U", "tool_calls": [CALL], "thoughts": "t"}
-    turns = [
-        SYSTEM, {"role": "developer", "content": "2"}, TURNS[2], TURNS[3] | {"thoughts": "t"},
-        {"role": "tool", "content": "4"}, called,
-    ]  # fmt: skip
-    record = SourceRecord({"messages": turns}, 0, 3, "a.jsonl:3")
-    rendered = render_conversation(record, byte_tokenizer(USERS_AND_LATE_THOUGHTS))
-    assert rendered is not None and rendered.text.startswith("U2 + 2?A4.At[{")
-    told = ["thoughts in a message"]
-    told += [f"content of role {role}" for role in ("assistant", "developer", "system", "tool")]
-    assert rendered.told == tuple(f"conversations with {what}" for what in told)
+USER_AND_ANSWER = "{% if m.role != 'developer' %}{{ m.content or '' }}{% endif %}"
 
 
 IN_TAGS = "{%- generation -%}\n {{ m.content }}<|im_end|>\n {%- endgeneration %}\n"

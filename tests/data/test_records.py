@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,15 @@ import pytest
 
 from furlong.data import records
 from furlong.data.formats import FIELDS
-from furlong.data.records import SourceRecord, read_records
+from furlong.data.records import Notes, SourceRecord, read_records
 from furlong.data.sources import Source, list_files
 from furlong.errors import DataError
 
 datasets.disable_progress_bars()
 
 
-def read(path: Path, left_out: Counter[str] | None = None) -> list[SourceRecord]:
-    counted: Counter[str] = Counter() if left_out is None else left_out
+def read(path: Path, notes: Notes | None = None) -> list[SourceRecord]:
+    counted = Notes() if notes is None else notes
     return list(read_records(list_files(Source(str(path))).files, counted, FIELDS))
 
 
@@ -34,17 +32,19 @@ def test_a_text_file_is_a_record_and_what_holds_no_text_is_left_out_of_folders(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "b.txt").write_text("two\nlines \ufffd")
-    (tmp_path / "a.md").write_bytes(b"caf\xe9 au lait, s'il vous pla\xeet")
+    (tmp_path / "a.md").write_bytes(b"\xef\xbb\xbfcaf\xe9 au lait, s'il vous pla\xeet")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / "cyrillic.txt").write_bytes("Война и мир".encode("cp1251"))
-    left_out: Counter[str] = Counter()
-    found = read(tmp_path, left_out)
+    notes = Notes()
+    found = read(tmp_path, notes)
     assert [(r.fields["text"], Path(r.origin).name, r.file, r.line) for r in found] == [
         ("caf\ufffd au lait, s'il vous pla\ufffdt", "a.md", 0, 0),
         ("two\nlines \ufffd", "b.txt", 1, 0),
     ]
-    assert left_out == {records.BINARY: 2, records.BLANK: 1, records.REPLACED: 2}
+    assert notes == {
+        records.BINARY: [2, 2, 0], records.BLANK: [1, 3, 0], records.REPLACED: [2, 0, 0],
+    }  # fmt: skip
 
 
 def test_every_line_of_json_is_a_record(tmp_path: Path) -> None:
@@ -54,48 +54,40 @@ def test_every_line_of_json_is_a_record(tmp_path: Path) -> None:
         ({"text": "one"}, "a.jsonl:1"),
         ({"text": "two", "id": 1}, "a.jsonl:4"),
     ]
-
-
-def test_half_a_pair_of_utf16_is_replaced(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
     file.write_text(r'{"text": "x\ud83d!", "messages": [{"content": "\udc00"}], "n": 1}')
-    (record,) = read(file)
-    assert record.fields == {"text": "x\ufffd!", "messages": [{"content": "\ufffd"}], "n": 1}
+    ((half, _),) = found(file)
+    assert half == {"text": "x\ufffd!", "messages": [{"content": "\ufffd"}], "n": 1}
     file.write_text(r'{"text": "\ud83d\ude00"}')
-    assert read(file)[0].fields == {"text": "\U0001f600"}
+    assert found(file)[0][0] == {"text": "\U0001f600"}
 
 
 @pytest.mark.parametrize(
     ("line", "given"),
     [
-        ('{"text": ', "Expecting value at column"),
-        ("[1]", "a line with a list"),
-        ("5", "a line with a int"),
-        ("[" * 100_000, "recursion"),
-        ('{"text": ' + "1" * 5000 + "}", "digits"),
-        ("{'text': 'x'}", "double quotes"),
-        ("\x01\x02\x03", "Expecting value"),
+        (b'{"text": ', "Expecting value at column"),
+        (b"[1]", "it is of type list"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"text": ' + b"1" * 5000 + b"}", "digits"),
+        (b"PK\x03\x04\0", "a binary file"),
+        ('{"text": "战争与和平是一部小说"}'.encode("gb18030"), "another encoding than UTF-8"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, line: str, given: str) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + line + "\n")
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes, given: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes('{"text": "café"}\n'.encode() + line + b"\n")
     with pytest.raises(DataError) as caught:
         read(tmp_path / "a.jsonl")
     assert given in caught.value.given
-    assert len(caught.value.given) < 300
+    assert len(caught.value.given) < 400
     assert caught.value.source == f"{tmp_path / 'a.jsonl'}:2"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "given"),
     [
-        ("a.txt", b"", "an empty file"),
-        ("a.txt", b" \n\t", "an empty file"),
-        ("a.jsonl", b"\n\n", "an empty file"),
-        ("a.bin", b"\x7fELF\0\0", "a binary file"),
-        ("a.jsonl", b"PK\x03\x04\0", "a binary file"),
-        ("a.txt", "text".encode("utf-16"), "a binary file"),
-        ("a.txt", "Война и мир".encode("cp1251"), "text in another encoding than UTF-8"),
+        ("a.txt", b" \n\t", "1 file without a record, 1 blank texts"),
+        ("a.jsonl", b"\n\n", "1 file without a record"),
+        ("a.txt", "text".encode("utf-16"), "1 file without a record, 1 binary files"),
+        ("a.gz", b"\x1f\x8b\x08\0\0\xfe\xff", "1 file without a record, 1 binary files"),
         ("a.parquet", b"", "0 bytes"),
         ("a.parquet", b"PAR1 junk " * 9, "not a parquet file"),
         ("a.arrow", b"junk" * 99, "a.arrow"),
@@ -107,8 +99,7 @@ def test_a_file_that_was_named_must_hold_something(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
         read(tmp_path / name)
-    assert given in caught.value.given
-    assert name in str(caught.value)
+    assert given in caught.value.given and name in caught.value.given
 
 
 def test_lines_and_texts_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,18 +115,20 @@ def test_lines_and_texts_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_rows_of_parquet_are_records(tmp_path: Path) -> None:
-    # The name is no pattern; a column that is not needed is not decoded.
+    # The name is no pattern; a column that is not needed may be of any type, and is not decoded.
     file = tmp_path / "we*[i]rd?.parquet"
-    columns = {"text": ["one", None], "labels": [None, [1, 2]], "image": [b"x", b"y"]}
+    meta = pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64()))
+    columns = {"text": ["one", None], "labels": [None, [1, 2]], "image": [b"x", b"y"], "meta": meta}
     pq.write_table(pa.table(columns), file, row_group_size=1)  # rows are numbered over batches
+    rest = {"image": None, "meta": None}
     assert found(file) == [
-        ({"text": "one", "labels": None, "image": None}, "we*[i]rd?.parquet, row 1"),
-        ({"text": None, "labels": [1, 2], "image": None}, "we*[i]rd?.parquet, row 2"),
+        ({"text": "one", "labels": None} | rest, "we*[i]rd?.parquet, row 1"),
+        ({"text": None, "labels": [1, 2]} | rest, "we*[i]rd?.parquet, row 2"),
     ]
     pq.write_table(pa.table({"id": [1]}), file)
     assert [fields for fields, _ in found(file)] == [{"id": None}]
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), file)
-    with pytest.raises(DataError, match="an empty file"):
+    with pytest.raises(DataError, match="without a record"):
         read(file)
 
 
@@ -149,64 +142,10 @@ def test_folders_and_files_of_datasets_are_read(tmp_path: Path) -> None:
         assert [fields for fields, _ in found(path)] == [{"messages": turns, "id": None}] * 3
     rows.remove_columns("messages").save_to_disk(tmp_path / "other")
     assert [fields for fields, _ in found(tmp_path / "other")] == [{"id": None}] * 3
-
-
-def test_the_other_format_of_arrow_is_refused_by_name(tmp_path: Path) -> None:
-    table = pa.table({"text": ["x"]})
-    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as opened:
-        opened.write_table(table)
-    with pytest.raises(DataError, match="Arrow's file format") as caught:
-        read(tmp_path / "a.arrow")
-    assert "pyarrow.parquet.write_table" in caught.value.change
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", '{"_data_files": [{"filename": "gone.arrow"}]}'])
-def test_a_damaged_folder_of_datasets_is_told(tmp_path: Path, content: str) -> None:
-    datasets.Dataset.from_list([{"text": "x"}]).save_to_disk(tmp_path / "disk")
-    (tmp_path / "disk" / "state.json").write_text(content)
-    with pytest.raises(DataError, match="a readable dataset folder"):
-        read(tmp_path / "disk")
-
-
-def test_no_code_of_the_data_runs(tmp_path: Path) -> None:
-    trap = tmp_path / "trapped"
-    pickled = f"cos\nsystem\n(S'touch {trap}'\ntR.".encode()
-    (tmp_path / "a.pkl").write_bytes(pickled)
-    assert [r.fields["text"] for r in read(tmp_path / "a.pkl")] == [pickled.decode()]
-    script = tmp_path / "set"
-    script.mkdir()
-    (script / "set.py").write_text(f"open({str(trap)!r}, 'w')")
-    pq.write_table(pa.table({"text": ["x"]}), script / "a.parquet")
-    with pytest.raises(DataError, match=r"set\.py among them"):
-        read(script)
-    (script / "set.py").rename(script / "README.md")
-    assert [fields for fields, _ in found(script)] == [{"text": "x"}]
-    assert not trap.exists()
-
-
-def test_records_in_another_encoding_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    line = '{"text": "战争与和平是一部小说"}\n'
-    file.write_bytes((line * 5).encode("gb18030"))
-    for path in (file, tmp_path):
-        with pytest.raises(DataError, match=r"a\.jsonl: a binary file, or text in another encod"):
-            read(path)
-    file.write_bytes((line * 5).encode() + '{"text": "café"}'.encode("latin-1"))
-    assert len(read(file)) == 6
-
-
-def test_a_text_of_records_is_noted(tmp_path: Path) -> None:
-    for text, noted in (('\n{"text": "x"}\n{"text"', 1), ('{"a": 1}', 0), ("[" * 9999, 0)):
-        (tmp_path / "a.txt").write_text(text)
-        left_out: Counter[str] = Counter()
-        read(tmp_path / "a.txt", left_out)
-        assert left_out[records.RAW] == noted
-
-
-def test_columns_that_are_not_needed_may_be_of_any_type(tmp_path: Path) -> None:
-    table = pa.table({"meta": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))})
-    pq.write_table(table.append_column("text", pa.array(["x"])), tmp_path / "a.parquet")
-    assert found(tmp_path / "a.parquet") == [({"text": "x", "meta": None}, "a.parquet, row 1")]
+    for content in ("{}", "[]", '{"_data_files": [{"filename": "gone.arrow"}]}'):
+        (tmp_path / "disk" / "state.json").write_text(content)
+        with pytest.raises(DataError, match="reads as dataset"):
+            read(tmp_path / "disk")
 
 
 def test_keys_that_a_table_fills_with_null_are_absent(tmp_path: Path) -> None:
@@ -222,17 +161,15 @@ def test_keys_that_a_table_fills_with_null_are_absent(tmp_path: Path) -> None:
         assert [fields for fields, _ in found(path)] == rows
 
 
-def test_times_in_a_call_are_refused(tmp_path: Path) -> None:
-    at = datetime(2024, 5, 1)
-    call = {"role": "assistant", "tool_calls": [{"arguments": {"at": at}}]}
-    row = {"messages": [{"role": "user", "content": "x", "at": at}]}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-    assert found(tmp_path / "a.parquet")[0][0] == row
-    pq.write_table(pa.Table.from_pylist([row, {"messages": [call]}]), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a datetime within messages[\s\S]*a.parquet, row 2"):
-        found(tmp_path / "a.parquet")
-
-
-def test_the_mark_of_windows_is_no_part_of_a_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
-    assert found(tmp_path / "a.txt") == [({"text": "hello"}, "a.txt")]
+def test_no_code_of_the_data_runs(tmp_path: Path) -> None:
+    trap = tmp_path / "trapped"
+    pickled = f"cos\nsystem\n(S'touch {trap}'\ntR.".encode()
+    (tmp_path / "a.pkl").write_bytes(pickled)
+    assert [r.fields["text"] for r in read(tmp_path / "a.pkl")] == [pickled.decode()]
+    script = tmp_path / "set"
+    script.mkdir()
+    (script / "set.py").write_text(f"open({str(trap)!r}, 'w')")
+    pq.write_table(pa.table({"text": ["x"]}), script / "a.parquet")
+    with pytest.raises(DataError, match=r"set\.py among them"):
+        read(script)
+    assert not trap.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tokenizers import normalizers, processors
 from furlong.config.schema import Format
 from furlong.data import tokenize
 from furlong.data.formats import encode
-from furlong.data.records import BLANK, LeftOut, SourceRecord
+from furlong.data.records import BLANK, Notes, SourceRecord
 from furlong.data.tokenize import Encoded, Sequence, fingerprint, load_tokenizer
 from furlong.errors import ConfigError, DataError
 
@@ -28,10 +27,11 @@ TURNS = [
 
 def run(
     fields: list[dict[str, Any]], tokenizer: Any, format: Format = "text"
-) -> tuple[list[Encoded], Counter[str]]:
-    left_out: Counter[str] = Counter()
+) -> tuple[list[Encoded], dict[str, int]]:
+    notes = Notes()
     records = (SourceRecord(f, 0, line, f"file:{line}") for line, f in enumerate(fields, start=1))
-    return list(encode(records, tokenizer, format, LeftOut(left_out, {}))), left_out
+    encoded = [one for _, own in encode(records, tokenizer, format, notes) for one in own]
+    return encoded, {what: number for what, (number, *_) in notes.items()}
 
 
 def words(text: str, post_processor: str | None = None) -> list[int]:
@@ -62,23 +62,30 @@ def test_order_over_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenize, "_CHARS_PER_CALL", 100)
     texts = ["a " * (index % 70) + "b" for index in range(150)]
     sequences, _ = run([{"text": text} for text in texts], word_tokenizer())
-    assert [s.line for s in sequences] == list(range(1, 151))
     assert [len(s.input_ids) for s in sequences] == [index % 70 + 2 for index in range(150)]
 
 
 def test_what_has_no_token_is_counted() -> None:
     texts = [{"text": ""}, {"text": "a"}, {"text": " \n"}]
     sequences, left_out = run(texts, word_tokenizer())
-    assert ([s.line for s in sequences], left_out[BLANK]) == ([2], 2)
+    assert ([s.input_ids.tolist() for s in sequences], left_out) == ([[2, 1]], {BLANK: 2})
     silent = word_tokenizer()
     silent.eos_token = None
     # The tokenizer drops every character of the first text.
     silent.backend_tokenizer.normalizer = normalizers.Replace("~", "")
     sequences, left_out = run([{"text": "~"}, {"text": "a"}], silent)
-    assert ([s.input_ids.tolist() for s in sequences], left_out[BLANK]) == ([[2]], 1)
+    assert [s.input_ids.tolist() for s in sequences] == [[2]]
+    assert left_out == {tokenize.NO_EOS: 2, BLANK: 1}
     assert run([{"messages": []}], byte_tokenizer(), "chat") == ([], {BLANK: 1})
     assert run([{"input_ids": []}], byte_tokenizer(), "tokens") == ([], {BLANK: 1})
     assert run([{"prompt": " ", "completion": ""}], byte_tokenizer(), "completion")[1] == {BLANK: 1}
+
+
+def test_a_text_is_of_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenize, "MAX_TEXT_BYTES", 3)
+    run([{"text": "123"}, {"text": "é"}], word_tokenizer())
+    with pytest.raises(DataError, match=r"a text of 4 B[\s\S]*file:2"):
+        run([{"text": "é"}, {"text": "éé"}], word_tokenizer())
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_WITH_TAGS], ids=["prefixes", "tags"])
@@ -134,20 +141,14 @@ def test_a_token_on_the_border_is_learnt() -> None:
     assert sequence.labels.tolist() == [-100, 4, 1]
 
 
-def test_tokens_are_not_touched() -> None:
-    records = [{"input_ids": [4, 2]}, {"input_ids": [4, 2], "labels": [-100, 2]}]
-    plain, masked = run(records, None, "tokens")[0]
-    assert plain.labels is plain.input_ids and plain.input_ids.tolist() == [4, 2]
-    assert masked.labels.tolist() == [-100, 2]
-
-
 def test_only_fast_tokenizers_can_mask() -> None:
     class Slow:
         is_fast = False
         name_or_path = "slow"
+        eos_token_id = None
 
     with pytest.raises(ConfigError, match=r"slow: a tokenizer that cannot tell"):
-        run([{"messages": TURNS}], Slow(), "chat")
+        run([{"prompt": "a", "completion": "b"}], Slow(), "completion")
 
 
 def test_a_text_that_breaks_the_tokenizer_is_named() -> None:

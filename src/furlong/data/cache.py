@@ -1,13 +1,13 @@
 """Memory-mapped arrays on disk, whole or not at all: tokenized sources, and numbers beside them.
 
-    <folder>/tokens/<key>/       one source; the key is a checksum of contents, tokenizer and format
+    <folder>/tokens/<key>/       one source; the key is of its files' names, sizes and times, the
+                                 tokenizer and the format
       input_ids.bin, labels.bin  int32, sequence after sequence; no labels.bin if labels are ids;
                                  of a record of two answers chosen, then rejected
       index.bin                  (N, 4) int64: stop, file, line, labelled tokens of each sequence
     <folder>/reference/<key>/    log-probabilities of one source by one model
       log_probs.bin              one number per token with a label, row after row of the tokens
       done.bin                   a byte per row: 1 as soon as its numbers are there
-    <folder>/seen/<key>          checksum of files whose names, sizes and times have this key
 
 Each folder of arrays has a manifest.json: types, shapes, facts, and checksums of what is complete.
 What does not fit it is written anew: every byte of the tokens is compared at a start. Of several
@@ -21,10 +21,10 @@ import json
 import math
 import os
 import shutil
-import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,19 +35,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from furlong.data.records import SourceRecord
 from furlong.data.sources import Listing, Source, SourceFile
 from furlong.data.tokenize import Encoded
-from furlong.errors import ConfigError, DataError
-from furlong.files import checksum, os_errors_told, whole_folder, write_json, write_text
+from furlong.errors import ConfigError
+from furlong.files import checksum, os_errors_told, whole_folder, write_json
 
-# 7: an index without a header; the key of the tokens is that of their files.
-VERSION = 7
+# 8: the key of a source is that of its files' names, sizes and times.
+VERSION = 8
 
 _SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
 _MANIFEST = "manifest.json"
-# A file written so shortly before it was read could be written again within the clock's tick.
-_SETTLED_S = 2.0
-_KEY_CHARS = 32
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 
 Mode = Literal["r", "r+"]
@@ -64,21 +62,6 @@ class Arrays:
     facts: dict[str, Any]
     """Plain values that the writer wanted to be remembered."""
     checksums: dict[str, str]
-
-    def check_sizes(self) -> None:
-        """Raises DataError where files were cut short meanwhile: reading such memory would end the
-        process."""
-        for name, values in self.arrays.items():
-            with suppress(FileNotFoundError):  # what is mapped stays there
-                file = self.folder / f"{name}.bin"
-                if (found := os.stat(file).st_size) < values.nbytes:
-                    raise DataError(
-                        given=f"{file}: cut to {found:,} of {values.nbytes:,} bytes while it is in"
-                        " use",
-                        required="a cache whose files stay as they are",
-                        source="data.cache_dir",
-                        change="start again (--resume goes on): the data are tokenized anew",
-                    )
 
 
 def read_arrays(place: Path, mode: Mode = "r") -> Arrays | None:
@@ -137,8 +120,6 @@ class TokenizedSource:
     source: Source
     listing: Listing
     arrays: Arrays
-    content: str
-    """A checksum of the files."""
     tokenizer: str
     """A checksum of all that decides which ids a text gets."""
     tokenized_s: float | None = None
@@ -176,11 +157,7 @@ class TokenizedSource:
         return "pair" if self.notes["format"] == "preference" else "sequence"
 
     def tokens(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """`input_ids` and `labels` of a sequence, (T,) both: views, read when they are used.
-
-        Raises DataError where files were cut short meanwhile.
-        """
-        self.arrays.check_sizes()
+        """`input_ids` and `labels` of a sequence, (T,) both: views, read when they are used."""
         start, stop = int(self.index[row - 1, 0]) if row else 0, int(self.index[row, 0])
         ids = self.arrays.arrays["input_ids"]
         labels = self.arrays.arrays.get("labels", ids)
@@ -193,19 +170,9 @@ class TokenizedSource:
 
 
 def cache_folder(given: str | None) -> Path:
-    """`data.cache_dir`, or furlong's folder in the user's cache directory. Raises ConfigError."""
-    try:
-        if given is not None:
-            return Path(given).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(base).expanduser() / "furlong"
-    except RuntimeError as error:
-        raise ConfigError(
-            given=f"no home directory: {error}",
-            required="a folder for tokenized data",
-            source=_SOURCE,
-            change="set data.cache_dir, or HOME",
-        ) from error
+    """`data.cache_dir`, or furlong's folder in the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    return Path(os.path.expanduser(given or os.path.join(base, "furlong")))
 
 
 @contextmanager
@@ -224,30 +191,9 @@ def writing(folder: Path) -> Iterator[None]:
         yield
 
 
-def content_key(files: Iterable[SourceFile], folder: Path) -> str:
-    """A checksum of the files' contents and kinds, in order; where they are does not matter.
-
-    Files whose `status_key` is known are not read again.
-    """
-    listed = [(file, part) for file in files for part in file.parts]
-    seen = folder / "seen" / status_key(files)
-    with suppress(OSError, ValueError):
-        key = seen.read_text(encoding="ascii")
-        if len(key) == _KEY_CHARS:
-            return key
-    started_s = time.time()
-    newest_s = max(max(part.stat().st_mtime, part.stat().st_ctime) for _, part in listed)
-    key = key_of([[file.kind, checksum(part)] for file, part in listed])
-    if newest_s < started_s - _SETTLED_S:
-        with writing(folder):
-            seen.parent.mkdir(parents=True, exist_ok=True)
-            write_text(seen, key)
-    return key
-
-
 def status_key(files: Iterable[SourceFile]) -> str:
-    """A checksum of the files' paths, sizes, inodes and times."""
-    return key_of([_status(part) for file in files for part in file.parts])
+    """A key of the files' kinds, paths, sizes, inodes and times. Raises OSError."""
+    return key_of([[file.kind, *map(_status, file.parts)] for file in files])
 
 
 def key_of(*parts: object) -> str:
@@ -255,10 +201,14 @@ def key_of(*parts: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([VERSION, *parts]).encode())
 
 
-def write_tokens(place: Path, encoded: Iterable[Encoded], notes: dict[str, Any]) -> Arrays:
+def write_tokens(
+    place: Path,
+    encoded: Iterable[tuple[SourceRecord, Items[Encoded]]],
+    facts: dict[str, Any],
+) -> Arrays:
     """Write what `encoded` yields, sequence by sequence, and map it.
 
-    `notes` is saved as it is after the last sequence. Raises OSError if the folder cannot be
+    `facts` is saved as it is after the last sequence. Raises OSError if the folder cannot be
     written, and whatever `encoded` raises; either way nothing half written stays.
     """
 
@@ -267,23 +217,24 @@ def write_tokens(place: Path, encoded: Iterable[Encoded], notes: dict[str, Any])
         stop, labels = 0, None
         with ExitStack() as opened:
             ids = opened.enter_context((aside / "input_ids.bin").open("wb"))
-            for sequence in encoded:
-                if labels is None and sequence.labels is not sequence.input_ids:
-                    # The first labels of their own: those before are the ids.
-                    ids.flush()
-                    shutil.copyfile(aside / "input_ids.bin", aside / "labels.bin")
-                    labels = opened.enter_context((aside / "labels.bin").open("ab"))
-                ids.write(sequence.input_ids.tobytes())
-                if labels is not None:
-                    labels.write(sequence.labels.tobytes())
-                stop += len(sequence.input_ids)
-                valid = int(np.count_nonzero(sequence.labels[1:] >= 0))
-                index.extend((stop, sequence.file, sequence.line, valid))
+            for record, sequences in encoded:
+                for sequence in sequences:
+                    if labels is None and sequence.labels is not sequence.input_ids:
+                        # The first labels of their own: those before are the ids.
+                        ids.flush()
+                        shutil.copyfile(aside / "input_ids.bin", aside / "labels.bin")
+                        labels = opened.enter_context((aside / "labels.bin").open("ab"))
+                    ids.write(sequence.input_ids.tobytes())
+                    if labels is not None:
+                        labels.write(sequence.labels.tobytes())
+                    stop += len(sequence.input_ids)
+                    valid = int(np.count_nonzero(sequence.labels[1:] >= 0))
+                    index.extend((stop, record.file, record.line, valid))
         (aside / "index.bin").write_bytes(index.tobytes())
         names = ("input_ids", *(("labels",) if labels is not None else ()))
         return dict.fromkeys(names, ("int32", (stop,))) | {
             "index": ("int64", (len(index) // 4, 4))
-        }, notes
+        }, facts
 
     return write_arrays(place, fill)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from itertools import chain
@@ -19,32 +18,16 @@ from furlong.data.cache import (
     ReferenceLogProbs,
     TokenizedSource,
     cache_folder,
-    content_key,
     key_of,
     read_arrays,
     status_key,
     write_tokens,
     writing,
 )
-from furlong.data.chat import EMPTY_ANSWERS, ESCAPED, UNWRITTEN
-from furlong.data.formats import (
-    FIELDS,
-    FORMATS,
-    check_endings,
-    decide_format,
-    encode,
-    unused_fields,
-)
+from furlong.data.formats import FIELDS, FORMATS, decide_format, encode, unused_fields
 from furlong.data.loader import Mixture, Units, rows_of
-from furlong.data.pairs import (
-    ALONE,
-    NO_EOS,
-    REPEATED,
-    TOOLS_OF_TEXTS,
-    require_answers,
-    require_pair,
-)
-from furlong.data.records import BLANK, RAW, REPLACED, LeftOut, SourceRecord, read_records
+from furlong.data.pairs import require_answers
+from furlong.data.records import Notes, SourceRecord, read_records
 from furlong.data.sources import Listing, Source, SourceFile, list_files, printable, unreadable
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Sequence, fingerprint
 from furlong.errors import DataError
@@ -53,19 +36,8 @@ from furlong.units import count_words, format_count, format_seconds, plural
 TooLong = Literal["error", "truncate", "drop"]
 
 _MAX_LISTED = 8
-# The words for what was done with what a source did not take as it is, where it was not left out.
-_HANDLED = {
-    REPLACED: "replaced",
-    REPEATED: "read as whole texts",
-    ALONE: "read as answers behind it",
-    EMPTY_ANSWERS: "learnt as they are",
-    NO_EOS: "learnt as they are",
-    ESCAPED: "written with escaped quotes (make them objects)",
-    RAW: "read as they stand (records are .jsonl)",
-    TOOLS_OF_TEXTS: "that are not used",
-}
-SEQUENCES = "the sequences (a chat template may write the date)"
-"""The name under which a fingerprint has the tokens themselves."""
+SEQUENCES = "the order of the sequences"
+"""The name under which a fingerprint has all that decides which sequence has which number."""
 
 
 class DataSet(Items[Sequence]):
@@ -108,7 +80,9 @@ class DataSet(Items[Sequence]):
                 valid[row] = np.count_nonzero(labels != IGNORE_INDEX)
             for row in starts[above].tolist() if self.noun == "pair" else ():
                 number, own = self._find(row)
-                require_answers(parts[number], own, limit)
+                part = parts[number]
+                pair = [Encoded(*part.tokens(each)) for each in (own, own + 1)]
+                require_answers(pair, limit, part.origin(own))
         kept = ~above if dropping else above | True
         sizes = np.diff(starts, append=len(lens))
         self._rows = np.flatnonzero(np.repeat(kept, sizes))
@@ -194,7 +168,10 @@ class DataSet(Items[Sequence]):
     @property
     def fingerprint(self) -> dict[str, str]:
         """Checksums of all that decides which sequence has which number, by what they are of."""
-        named = {f"the files of {printable(part.source.path)}": part.content for part in self.parts}
+        named = {
+            f"the sequences of {printable(part.source.path)}": part.tokens_key
+            for part in self.parts
+        }
         named["the tokenizer (its files, or the versions of transformers and tokenizers)"] = (
             self.parts[0].tokenizer
         )
@@ -225,7 +202,7 @@ class DataSet(Items[Sequence]):
             drawn = f", weight {weight:g}: {draws:,} an epoch" if weight != 1 else ""
             lines.append(f"{self._key}: {_describe(part)}{drawn}")
             path = printable(part.source.path)
-            lines += [f"{self._key}: {path}: {line}" for line in part.listing.left_out]
+            lines += [f"{self._key}: {path}: {line}" for line in part.listing.notes]
         line = (
             f"{self._key}: {count_words(len(self.units), self.noun)},"
             f" {format_count(self.num_tokens)} {plural(self.num_tokens, 'token')},"
@@ -252,21 +229,15 @@ class DataSet(Items[Sequence]):
         )
 
     def _nothing_to_learn(self) -> DataError:
-        num_blank = sum(part.notes["left_out"].get(BLANK, 0) for part in self.parts)
-        if not len(self) and not self.num_dropped:
-            return DataError(
-                given=f"{count_words(num_blank, 'record')}, all of them blank",
-                required="at least one with text, messages or tokens",
-                source=self._key,
-                change="check that the right files are named, and what their first records hold",
-            )
+        left_out = [_left_out(part) for part in self.parts]
         return DataError(
             given=f"{count_words(len(self), 'sequence')} without a label"
             + (f", {self.num_dropped:,} dropped" if self.num_dropped else "")
-            + (f", {num_blank:,} blank records left out" if num_blank else ""),
+            + "".join(left_out),
             required="at least one token that is to be predicted from one before it",
             source=self._key,
-            change="add text or answers of the assistant, or raise data.max_seq_len",
+            change="check that the right files are named, and what their first records hold; add"
+            " text or answers of the assistant, or raise data.max_seq_len",
         )
 
 
@@ -280,15 +251,17 @@ def _describe(part: TokenizedSource) -> str:
     if unused := notes["unused"]:
         listed = ", ".join(map(printable, unused[:_MAX_LISTED]))
         line += f" (not used: {listed}{', ...' if len(unused) > _MAX_LISTED else ''})"
-    for what, count in notes["left_out"].items():
-        is_unwritten = what.startswith(UNWRITTEN.format(""))
-        done = "that the template does not write" if is_unwritten else "left out"
-        line += f", {count:,} {what} {_HANDLED.get(what, done)}"
-        if what in notes["first"]:
-            file, row = notes["first"][what]
-            line += f" (first: {part.listing.files[file].origin(row)})"
     seconds = part.tokenized_s
-    return line + (", cached" if seconds is None else f", tokenized in {format_seconds(seconds)}")
+    how = "cached" if seconds is None else f"tokenized in {format_seconds(seconds)}"
+    return f"{line}{_left_out(part)}, {how}"
+
+
+def _left_out(part: TokenizedSource) -> str:
+    """What a source did not take as it is, and where the first of each kind is."""
+    return "".join(
+        f", {count:,} {what} (first: {part.listing.files[file].origin(line)})"
+        for what, (count, file, line) in part.notes["left_out"].items()
+    )
 
 
 def load_data(
@@ -305,27 +278,39 @@ def load_data(
 
     key: where the sources were named, for messages. Raises DataError and ConfigError.
     """
-    folder = cache_folder(cache_dir)
-    print_of_tokenizer = fingerprint(tokenizer)
-    listings = [list_files(source, key) for source in sources]
+    listings = [list_files(source, key, format) for source in sources]
     _refuse_repeated(listings, key)
-    parts = tuple(
-        _tokenized(source, listing, tokenizer, print_of_tokenizer, format, folder, key)
-        for source, listing in zip(sources, listings, strict=True)
-    )
-    require_pair(((part.index, part.notes["left_out"]) for part in parts), key)
-    return DataSet(parts, max_seq_len=max_seq_len, too_long=too_long, key=key)
+    known = fingerprint(tokenizer)
+    folder = cache_folder(cache_dir)
+    parts = []
+    for source, listing in zip(sources, listings, strict=True):
+        files = listing.files
+        try:
+            place = folder / "tokens" / key_of(status_key(files), known, format)
+        except OSError as error:
+            raise unreadable(source.path, key, error) from error
+        started_s = time.perf_counter()
+        tokenized_s = None
+        arrays = read_arrays(place)
+        if arrays is None:
+            facts: dict[str, Any] = {}
+            encoded = _encoded(files, tokenizer, format, key, facts)
+            with writing(folder):
+                arrays = write_tokens(place, encoded, facts)
+            tokenized_s = time.perf_counter() - started_s
+        parts.append(TokenizedSource(source, listing, arrays, known, tokenized_s))
+    return DataSet(tuple(parts), max_seq_len=max_seq_len, too_long=too_long, key=key)
 
 
 def describe_shared(train: DataSet, held_out: DataSet) -> list[str]:
-    """A line if files of the held-out data, or sources of the same content, are trained on."""
+    """A line if files of the held-out data, or sources of the same tokens, are trained on."""
     files = {file.path.resolve() for part in train.parts for file in part.listing.files}
-    contents = {part.content for part in train.parts}
+    contents = {part.tokens_key for part in train.parts}
     shared = [
         file.origin(0)
         for part in held_out.parts
         for file in part.listing.files
-        if part.content in contents or file.path.resolve() in files
+        if part.tokens_key in contents or file.path.resolve() in files
     ]
     if not shared:
         return []
@@ -352,70 +337,28 @@ def _refuse_repeated(listings: Items[Listing], key: str) -> None:
         seen |= own.keys()
 
 
-def _tokenized(
-    source: Source,
-    listing: Listing,
-    tokenizer: Any,
-    print_of_tokenizer: str,
-    format: Format | Literal["auto"],
-    folder: Path,
-    key: str,
-) -> TokenizedSource:
-    files = listing.files
-    if format != "text":
-        check_endings(files, format)
-    try:
-        before = status_key(files)
-        content = content_key(files, folder)
-    except OSError as error:
-        raise unreadable(source.path, key, error) from error
-    place = folder / "tokens" / key_of(content, print_of_tokenizer, format)
-    arrays = read_arrays(place)
-    if arrays is not None:
-        return TokenizedSource(source, listing, arrays, content, print_of_tokenizer)
-    started_s = time.perf_counter()
-    notes: dict[str, Any] = {}
-    encoded = _encoded(files, tokenizer, format, key, notes)
-
-    def unchanged() -> Iterator[Encoded]:
-        yield from encoded
-        if status_key(files) != before:
-            raise DataError(
-                given=f"{source.path}, which changed while it was read",
-                required="data that stays as it is",
-                source=key,
-                change="start again when it is complete",
-            )
-
-    with writing(folder):
-        arrays = write_tokens(place, unchanged(), notes)
-    tokenized_s = time.perf_counter() - started_s
-    return TokenizedSource(source, listing, arrays, content, print_of_tokenizer, tokenized_s)
-
-
 def _encoded(
     files: tuple[SourceFile, ...],
     tokenizer: Any,
     format: Format | Literal["auto"],
     key: str,
-    notes: dict[str, Any],
-) -> Iterator[Encoded]:
-    """The sequences of a source; fills `notes`."""
-    left_out = LeftOut(Counter(), {})
-    records = read_records(files, left_out.counts, FIELDS, key)
+    facts: dict[str, Any],
+) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
+    """The sequences of a source; fills `facts`."""
+    notes = Notes()
+    records = read_records(files, notes, FIELDS, key)
     first: SourceRecord = next(records)
     decided = decide_format(first) if format == "auto" else format
-    notes["format"] = decided
     is_file = files[first.file].kind == "text"
-    notes["fields"] = [] if is_file else list(FORMATS[decided].needed)
-    notes["unused"] = [] if is_file else unused_fields(first.fields, decided)
-    notes["highest"] = -1
-    notes["first"] = left_out.first
-    is_text = all(isinstance(first.fields.get(name), str) for name in FORMATS[decided].needed)
-    lacks_eos = is_text and tokenizer.eos_token_id is None
-    for sequence in encode(chain((first,), records), tokenizer, decided, left_out):
-        left_out.counts[NO_EOS] += lacks_eos
-        highest = max(int(sequence.input_ids.max()), int(sequence.labels.max()))
-        notes["highest"] = max(notes["highest"], highest)
-        yield sequence
-    notes["left_out"] = {what: number for what, number in left_out.counts.items() if number}
+    facts |= {
+        "format": decided,
+        "fields": [] if is_file else list(FORMATS[decided].needed),
+        "unused": [] if is_file else unused_fields(first.fields, decided),
+        "highest": -1,
+        "left_out": notes,
+    }
+    for record, sequences in encode(chain((first,), records), tokenizer, decided, notes):
+        for one in sequences:
+            highest = max(int(one.input_ids.max()), int(one.labels.max()))
+            facts["highest"] = max(facts["highest"], highest)
+        yield record, sequences

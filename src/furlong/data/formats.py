@@ -7,21 +7,62 @@ for preference, which the loss asks for; then it holds for the whole source.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Items
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from furlong.config.schema import Format
-from furlong.data.chat import encode_chat
-from furlong.data.pairs import encode_pairs
-from furlong.data.records import BLANK, LeftOut, SourceRecord
-from furlong.data.sources import CARD_NAMES, SourceFile, printable
-from furlong.data.tokenize import Encoded, encode_completions, encode_texts, encode_tokens
+from furlong.data.chat import Turns, messages_of, tools_of
+from furlong.data.pairs import check_pair, read_pair
+from furlong.data.records import BLANK, Notes, SourceRecord
+from furlong.data.rendering import rendering
+from furlong.data.sources import printable
+from furlong.data.tokenize import IGNORE_INDEX, Encoded, Item, Rendered, tokenized
 from furlong.errors import DataError
 
-_MAYBE_RECORDS = frozenset((".json", ".csv", ".tsv"))
+_INT32 = np.iinfo(np.int32)
 _INTO_PROMPT = {"system": "into prompt", "history": "into prompt"}
+
+Read = Callable[[SourceRecord], tuple[Rendered | Turns | Encoded, ...] | str]
+"""What becomes the sequences of a record, or why it is left out. Raises DataError."""
+
+
+def read_tokens(record: SourceRecord) -> tuple[Encoded]:
+    """Token ids as they are; without labels every token is one."""
+    ids = _integers(record, "input_ids", lowest=0)
+    labels = ids
+    if record.fields.get("labels") is not None:
+        labels = _integers(record, "labels", lowest=IGNORE_INDEX)
+        if len(labels) != len(ids) or ((labels < 0) & (labels != IGNORE_INDEX)).any():
+            raise record.refusal(
+                f"{len(ids)} input_ids with {len(labels)} labels from {labels.min(initial=0)}",
+                f"a label for every token, unshifted: a token id, or {IGNORE_INDEX} for none",
+            )
+    _check_beside_tokens(record, len(ids))
+    return (Encoded(ids, labels),)
+
+
+def read_chat(record: SourceRecord) -> tuple[Turns] | str:
+    """A conversation, of which the assistant's answers are learnt."""
+    turns = messages_of(record, "messages")
+    return (Turns(record.origin, turns, tools_of(record)),) if turns else BLANK
+
+
+def read_completion(record: SourceRecord) -> tuple[Rendered] | str:
+    """A prompt and a completion, which is learnt."""
+    prompt, completion = text_of(record, "prompt"), text_of(record, "completion")
+    text = prompt + completion
+    return (Rendered(text, ((len(prompt), len(text)),)),) if text.strip() else BLANK
+
+
+def read_text(record: SourceRecord) -> tuple[Rendered] | str:
+    """A text, all of which is learnt."""
+    text = text_of(record, "text")
+    return (Rendered(text),) if text.strip() else BLANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +71,7 @@ class Shape:
 
     needed: tuple[str, ...]
     """Fields that each record has."""
-    encode: Callable[[Iterable[SourceRecord], Any, LeftOut], Iterator[Encoded]]
-    """Makes sequences of records with a tokenizer."""
+    read: Read
     optional: tuple[str, ...] = ()
     lost: Mapping[str, str] = field(default_factory=dict)
     """Fields that other programs train on, which would be lost here, and where they belong."""
@@ -40,25 +80,21 @@ class Shape:
 
 
 FORMATS: dict[Format, Shape] = {
-    # taken as they are
-    "tokens": Shape(("input_ids",), encode_tokens, optional=("labels",)),
-    # loss on what the assistant says
+    "tokens": Shape(("input_ids",), read_tokens, optional=("labels",)),
     "chat": Shape(
         ("messages",),
-        encode_chat,
+        read_chat,
         optional=("tools",),
         lost={"system": "as the first message, of role system", "history": "as messages"},
         has_answers=True,
     ),
-    # loss on the completion
     "completion": Shape(
-        ("prompt", "completion"), encode_completions, lost=_INTO_PROMPT, has_answers=True
+        ("prompt", "completion"), read_completion, lost=_INTO_PROMPT, has_answers=True
     ),
-    # loss on every token; a text file is one record
-    "text": Shape(("text",), encode_texts),
+    "text": Shape(("text",), read_text),  # a text file is one record
     # two answers to one prompt, for train.loss: dpo
     "preference": Shape(
-        ("chosen", "rejected"), encode_pairs, optional=("prompt", "tools"), lost=_INTO_PROMPT
+        ("chosen", "rejected"), read_pair, optional=("prompt", "tools"), lost=_INTO_PROMPT
     ),
 }
 FIELDS = frozenset(
@@ -72,29 +108,44 @@ FIELDS = frozenset(
 
 
 def encode(
-    records: Iterable[SourceRecord], tokenizer: Any, format: Format, left_out: LeftOut
-) -> Iterator[Encoded]:
-    """The sequences of records; those without any token are counted. Raises UserError."""
-    for sequence in FORMATS[format].encode(_checked(records, format), tokenizer, left_out):
-        if len(sequence.input_ids):
-            yield sequence
-        else:
-            left_out.counts[BLANK] += 1
+    records: Iterable[SourceRecord], tokenizer: Any, format: Format, notes: Notes
+) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
+    """Records with their sequences, one or the two answers of a pair; `notes` counts the others.
+    Raises UserError."""
+    shape = FORMATS[format]
 
+    def items(stack: ExitStack) -> Iterator[Item]:
+        render = None
+        for record in records:
+            check_fields(record, format)
+            found = shape.read(record)
+            if isinstance(found, str):
+                notes.add(found, record.file, record.line)
+                continue
+            own: list[Rendered | Encoded] = []
+            for one in found:
+                if isinstance(one, Turns):
+                    # A template runs apart.
+                    render = render or stack.enter_context(rendering(tokenizer))
+                    own.append(text := render(one))
+                    for what in text.unwritten:
+                        told = f"conversations with {what} that the template does not write"
+                        notes.add(told, record.file, record.line)
+                else:
+                    own.append(one)
+            yield record, own
 
-def check_endings(files: Items[SourceFile], format: Format | Literal["auto"] = "auto") -> None:
-    """Raises DataError for a source of files, but for what describes them, that may be texts or
-    hold records."""
-    or_text = ", or set data.format: text to read every such file as one text"
-    described = [file for file in files if file.path.stem.lower() not in CARD_NAMES] or files
-    if {file.path.suffix.lower() for file in described} <= _MAYBE_RECORDS:
-        origin, ending = described[0].origin(0), described[0].path.suffix.lower()
-        raise DataError(
-            given=f"{origin}: a {ending} file, which may hold records or be a text itself",
-            required="records as .jsonl (one JSON object in a line) or .parquet",
-            source=origin,
-            change="convert it" + or_text * (format != "preference"),
-        )
+    with ExitStack() as stack:
+        for record, found in tokenized(items(stack), tokenizer, notes):
+            checked: list[Encoded] | str = found
+            if len(found) == 2:
+                checked = check_pair(found, of_texts=isinstance(record.fields["chosen"], str))
+            elif not len(found[0].input_ids):
+                checked = BLANK
+            if isinstance(checked, str):
+                notes.add(checked, record.file, record.line)
+            else:
+                yield record, checked
 
 
 def decide_format(record: SourceRecord) -> Format:
@@ -110,12 +161,6 @@ def unused_fields(fields: Mapping[str, Any], format: Format) -> list[str]:
     """The fields of a record that its shape does not look at."""
     used = FORMATS[format].needed + FORMATS[format].optional
     return sorted(str(field) for field in fields if field not in used)
-
-
-def _checked(records: Iterable[SourceRecord], format: Format) -> Iterator[SourceRecord]:
-    for record in records:
-        check_fields(record, format)
-        yield record
 
 
 def check_fields(record: SourceRecord, format: Format) -> None:
@@ -140,31 +185,72 @@ def check_fields(record: SourceRecord, format: Format) -> None:
         )
 
 
+def text_of(record: SourceRecord, field: str) -> str:
+    """A field that must be a text. Raises DataError."""
+    text = record.fields[field]
+    if not isinstance(text, str):
+        raise record.refusal(
+            f"{field} of type {type(text).__name__}",
+            f"a string in the field {field}",
+            f"write {field} as a string; conversations go into messages",
+        )
+    return text
+
+
 def _is_said(record: SourceRecord, text: Any) -> bool:
     """Whether a message of a record is this text."""
-    turns = chain(*(
-        found for name in ("messages", "prompt", "chosen")
-        if isinstance(found := record.fields.get(name), list)
-    ))  # fmt: skip
+    fields = (record.fields.get(name) for name in ("messages", "prompt", "chosen"))
+    turns = chain(*(turns for turns in fields if isinstance(turns, list)))
     return any(isinstance(turn, dict) and turn.get("content") == text for turn in turns)
 
 
 def _lacks(record: SourceRecord, *formats: Format) -> DataError:
     """The refusal of a record without the fields of any of these shapes."""
     required = " or ".join(" + ".join(FORMATS[format].needed) for format in formats)
-    known = [
-        field if value is not None else f"{field} (null)"
-        for field, value in record.fields.items()
-        if field in FIELDS
-    ]
-    others = [printable(field) for field in record.fields if field not in FIELDS]
+    null = {name: " (null)" for name, value in record.fields.items() if value is None}
+    known = sorted(record.fields, key=lambda name: name not in FIELDS)
+    names = [printable(name) + null.get(name, "") * (name in FIELDS) for name in known[:12]]
     change = "rename the fields, or set data.format to the shape that the records have"
     if formats == ("preference",):
         change = "rename the fields to prompt, chosen and rejected, or set train.loss to sft"
     elif {"chosen", "rejected"} <= record.fields.keys():
         change = "set train.loss to dpo, which learns from pairs of answers; or rename the fields"
     return record.refusal(
-        f"a record with {', '.join((known + others)[:12]) or 'no field'}",
-        f"the field{'s' if ' ' in required else ''} {required}",
-        change,
+        f"a record with {', '.join(names) or 'no field'}", f"the fields {required}", change
     )
+
+
+def _check_beside_tokens(record: SourceRecord, num_tokens: int) -> None:
+    """Raises DataError where other fields say that not all tokens are one sequence, or learnt."""
+    mask, positions = (record.fields.get(name) for name in ("attention_mask", "position_ids"))
+    given = ""
+    if mask is not None and mask != [1] * num_tokens:
+        given = "an attention_mask that is not 1 for every token"
+    elif positions is not None and positions != list(range(num_tokens)):
+        given = f"position_ids that are not 0 to {num_tokens - 1}"
+    elif record.fields.get("labels") is None:
+        masks = ("completion_mask", "assistant_masks", "loss_mask")
+        found = next((name for name in masks if name in record.fields), None)
+        given = f"{found} beside input_ids, without labels" if found else ""
+    if given:
+        raise record.refusal(
+            given,
+            "input_ids of one sequence, and labels if not every token is learnt",
+            "remove padding, write packed sequences as records of their own, and write labels:"
+            f" {IGNORE_INDEX} where a token is not learnt",
+        )
+
+
+def _integers(record: SourceRecord, field: str, lowest: int) -> npt.NDArray[np.int32]:
+    values = record.fields[field]
+    if values == []:
+        return np.zeros(0, np.int32)
+    if isinstance(values, list) and all(type(value) is int for value in values):
+        array = np.asarray(values)
+        if array.dtype.kind == "i" and array.min() >= lowest and array.max() <= _INT32.max:
+            return array.astype(np.int32)
+        given = f"{field} from {min(values)} to {max(values)}"
+    else:
+        kinds = {type(value).__name__ for value in values} if isinstance(values, list) else ()
+        given = f"{field} of type {type(values).__name__} {' and '.join(sorted(kinds))}".strip()
+    raise record.refusal(given, f"a list of whole numbers, token ids from {lowest}")

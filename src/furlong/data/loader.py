@@ -7,10 +7,9 @@ and `iterate_batches` goes on from any state without reading a sequence that lie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,32 +26,10 @@ and counted as one."""
 
 @dataclass(frozen=True, slots=True)
 class LoaderState:
-    """Which batch comes next: with the data set and the seed, enough to go on from there.
-
-    A checkpoint saves `state.to_dict()` and `DataSet.fingerprint`, and hands
-    `LoaderState.from_dict(...)` to `iterate_batches(state=...)`.
-    """
+    """Which batch comes next: with the data set and the seed, enough to go on from there."""
 
     epoch: int = 0
     batch: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        """Plain numbers for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LoaderState:
-        """The inverse of `to_dict`. Raises DataError for anything else."""
-        if set(values) != {"epoch", "batch"} or not all(
-            type(number) is int and number >= 0 for number in values.values()
-        ):
-            raise DataError(
-                given=f"a position in the data of {dict(values)!r}",
-                required="epoch and batch, whole numbers from 0",
-                source="the checkpoint",
-                change="resume from another checkpoint",
-            )
-        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)

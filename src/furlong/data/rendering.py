@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
-from furlong.data.records import SourceRecord
+from furlong.data.chat import ChatTemplate, Turns
+from furlong.data.tokenize import Rendered
 from furlong.errors import DataError
 from furlong.units import format_bytes
 
@@ -31,26 +30,38 @@ LIMIT_BYTES = 2**30
 """Memory that rendering may take beside what the process begins with."""
 
 _LOOK_S = 1.0
-_R = TypeVar("_R")
-Render = Callable[[SourceRecord, Any, Callable[[], object]], _R]
-"""Renders a record by a tokenizer; it calls its last argument before the template runs."""
 
 
 @contextmanager
-def rendering(tokenizer: Any, render: Render[_R]) -> Iterator[Callable[[SourceRecord], _R]]:
-    """`render`, such as `render_conversation`, for `tokenizer`, within `LIMIT_S` and
+def rendering(tokenizer: Any) -> Iterator[Callable[[Turns], Rendered]]:
+    """A function that renders by the tokenizer's chat template, within `LIMIT_S` and
     `LIMIT_BYTES`."""
     # Loaded here, so that the new process finds it there.
     import transformers.utils.chat_template_utils  # noqa: F401
 
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, ours, tokenizer, render), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, ours, tokenizer), daemon=True)
     with _quiet_fork():
         process.start()
     theirs.close()
+
+    def ask(turns: Turns) -> Rendered:
+        try:
+            ours.send(turns)
+            while not ours.poll(_LOOK_S):
+                if not process.is_alive() and not ours.poll():
+                    raise EOFError
+            answer = ours.recv()
+        except (EOFError, OSError) as error:
+            process.join()
+            raise _ended(process.exitcode, tokenizer.name_or_path, turns.origin) from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
     try:
-        yield partial(_ask, ours, process, tokenizer.name_or_path)
+        yield ask
     finally:
         ours.close()
         process.kill()
@@ -58,33 +69,8 @@ def rendering(tokenizer: Any, render: Render[_R]) -> Iterator[Callable[[SourceRe
         process.close()
 
 
-def _ask(connection: Connection, process: BaseProcess, tokenizer: str, record: SourceRecord) -> Any:
-    try:
-        content = ForkingPickler.dumps(record)
-    except Exception as error:  # what a table's cells decode to may be anything
-        raise record.refusal(
-            f"a conversation of which no copy can be made: {type(error).__name__}: {error}",
-            "messages of texts, lists and objects, not deeply nested",
-            "mend or remove the record",
-        ) from error
-    try:
-        connection.send_bytes(content)
-        while not connection.poll(_LOOK_S):
-            if not process.is_alive() and not connection.poll():
-                raise EOFError
-        answer = connection.recv()
-    except (EOFError, OSError) as error:
-        process.join()
-        raise _ended(process.exitcode, tokenizer, record) from error
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _serve(
-    connection: Connection, other_end: Connection, tokenizer: Any, render: Render[Any]
-) -> None:
-    """The life of the process: records in, rendered conversations or errors out."""
+def _serve(connection: Connection, other_end: Connection, tokenizer: Any) -> None:
+    """The life of the process: conversations in, rendered ones or errors out."""
     # Otherwise the pipe would never end for this process.
     other_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -98,29 +84,30 @@ def _serve(
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, hardest))
     # Without a handler the signal ends the process, also in the midst of one long operation.
     wind_up = partial(signal.setitimer, signal.ITIMER_PROF, LIMIT_S)
+    template = ChatTemplate(tokenizer, before=wind_up)
+    answer: Any
     while True:
         try:
-            record = connection.recv()
+            turns = connection.recv()
         except EOFError:
             return
         try:
-            answer = render(record, tokenizer, wind_up)
+            answer = template.render(turns)
         except Exception as error:  # goes on in the process that asked
             answer = error
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send(answer)
 
 
-def _ended(exit_code: int | None, tokenizer: str, record: SourceRecord) -> DataError:
-    if exit_code == -signal.SIGPROF:
-        reason = f"takes more than {LIMIT_S:g} s"
-    else:
-        reason = f"ends its process with {exit_code}"
-    return record.refusal(
-        f"a conversation for which the chat template of {tokenizer} {reason}",
-        f"a template that renders a conversation within {LIMIT_S:g} s and"
+def _ended(exit_code: int | None, tokenizer: str, origin: str) -> DataError:
+    is_late = exit_code == -signal.SIGPROF
+    reason = f"takes more than {LIMIT_S:g} s" if is_late else f"ends its process with {exit_code}"
+    return DataError(
+        given=f"a conversation for which the chat template of {tokenizer} {reason}",
+        required=f"a template that renders a conversation within {LIMIT_S:g} s and"
         f" {format_bytes(LIMIT_BYTES)}",
-        "use another tokenizer or mend its chat template, if its author can be trusted",
+        source=origin,
+        change="use another tokenizer or mend its chat template, if its author can be trusted",
     )
 
 

@@ -1,11 +1,13 @@
-"""Records to token ids and labels; besides models, the only package that knows transformers."""
+"""Texts to token ids and labels; besides models, the only package that knows transformers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+import os
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from furlong.data.records import BLANK, LeftOut, SourceRecord, check_size, kind_of
-from furlong.errors import ConfigError, DataError
+from furlong.data.records import MAX_TEXT_BYTES, Notes, SourceRecord, too_large
+from furlong.errors import ConfigError
+from furlong.units import format_bytes
 
 IGNORE_INDEX = -100
 """The label of a token that adds no loss."""
+NO_EOS = "sequences without an end, since the tokenizer has no EOS"
 
-_INT32 = np.iinfo(np.int32)
-_TOKEN_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 _TEXTS_PER_CALL = 64
 _CHARS_PER_CALL = 2**20
 
@@ -53,29 +55,32 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A record as tokens: (T,) int32 both; `labels` is `input_ids` itself where all are learnt."""
+    """A record, or an answer of one, as tokens: (T,) int32 both; `labels` is `input_ids` itself
+    where all are learnt."""
 
     input_ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
-    file: int
-    line: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text and the half-open ranges of its characters that are learnt."""
+    """A text as the model reads it."""
 
     text: str
-    ranges: tuple[tuple[int, int], ...]
-    told: tuple[str, ...] = ()
-    """Each is counted once more for the source."""
+    ranges: tuple[tuple[int, int], ...] | None = None
+    """Half-open ranges of its characters that are learnt; None = all of it."""
+    by_template: bool = False
+    """Whether a chat template has written all special tokens. Elsewhere the tokenizer's own
+    post-processor runs, and EOS is appended where it left it out."""
+    unwritten: tuple[str, ...] = ()
+    """What the record has and the template has not written."""
 
 
 def load_tokenizer(name: str, source: str = "model.name") -> Any:
     """The tokenizer of a hub id or folder, which `source` named. Raises ConfigError."""
     from transformers import AutoTokenizer
 
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     cause: Exception | None = None
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -87,33 +92,13 @@ def load_tokenizer(name: str, source: str = "model.name") -> Any:
         reason = "there is no vocabulary"
     except Exception as error:  # the tokenizers' Rust code raises plain ones for a broken file
         cause, reason = error, str(error).strip().split("\n")[0]
-        if isinstance(error, UnicodeDecodeError) and folder.is_dir():
-            _refuse_other_encodings(folder, source)
     raise ConfigError(
         given=f"{name} without a tokenizer: {reason}",
-        required="tokenizer files beside config.json",
+        required="tokenizer files beside config.json, in UTF-8",
         source=source,
-        change="save the model's tokenizer into the folder"
-        if folder.is_dir()
-        else "check the name, which is a folder or a whole id of the hub (Qwen/Qwen2.5-0.5B), and"
-        " the connection to the hub",
+        change="save the model's tokenizer into the folder; of the hub, check the whole id"
+        " (Qwen/Qwen2.5-0.5B) and the connection",
     ) from cause
-
-
-def _refuse_other_encodings(folder: Path, source: str) -> None:
-    """Raises ConfigError for the first text of a tokenizer that is no UTF-8."""
-    for file in sorted(
-        file for end in ("json", "jinja", "txt") for file in folder.rglob(f"*.{end}")
-    ):
-        try:
-            file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                given=f"{file}: {error.reason} at byte {error.start}",
-                required="a tokenizer's files in UTF-8",
-                source=source,
-                change="save this file in UTF-8",
-            ) from error
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -142,69 +127,62 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def encode_tokens(
-    records: Iterable[SourceRecord], tokenizer: Any, left_out: LeftOut
-) -> Iterator[Encoded]:
-    """Records of token ids, taken as they are. Raises DataError."""
-    for record in records:
-        yield Encoded(*tokens_of(record), record.file, record.line)
+Item = tuple[SourceRecord, Items[Rendered | Encoded]]
+"""A record, and what becomes one sequence each: one, or the two answers of a pair."""
 
 
-def encode_texts(
-    records: Iterable[SourceRecord], tokenizer: Any, left_out: LeftOut
-) -> Iterator[Encoded]:
-    """Records of a text, all of which is learnt. Raises UserError."""
+def tokenized(
+    items: Iterable[Item], tokenizer: Any, notes: Notes
+) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
+    """Records with their sequences, which may be empty.
 
-    def render(record: SourceRecord) -> Rendered | None:
-        return _not_blank("", text_of(record, "text"))
-
-    yield from encode_rendered(rendered(records, render, left_out), tokenizer, masked=False)
-
-
-def encode_completions(
-    records: Iterable[SourceRecord], tokenizer: Any, left_out: LeftOut
-) -> Iterator[Encoded]:
-    """Records of a prompt and a completion, which is learnt. Raises UserError."""
-
-    def render(record: SourceRecord) -> Rendered | None:
-        return _not_blank(text_of(record, "prompt"), text_of(record, "completion"))
-
-    yield from encode_rendered(rendered(records, render, left_out), tokenizer)
-
-
-def rendered(
-    records: Iterable[SourceRecord],
-    render: Callable[[SourceRecord], Rendered | None],
-    left_out: LeftOut,
-) -> Iterator[tuple[SourceRecord, Rendered]]:
-    """Records with their texts; those without any are counted."""
-    for record in records:
-        found = render(record)
-        if found is None:
-            left_out.counts[BLANK] += 1
-        else:
-            left_out.counts.update(found.told)
-            yield record, found
-
-
-def _not_blank(prompt: str, rest: str) -> Rendered | None:
-    text = prompt + rest
-    return Rendered(text, ((len(prompt), len(text)),)) if text.strip() else None
-
-
-def encode_rendered(
-    rendered: Iterable[tuple[SourceRecord, Rendered]],
-    tokenizer: Any,
-    *,
-    by_template: bool = False,
-    masked: bool = True,
-) -> Iterator[Encoded]:
-    """Rendered records as sequences, one by one; they may be empty.
-
-    A template writes all special tokens; elsewhere the tokenizer's own post-processor runs, and EOS
-    is appended where it left it out. Where they are `masked`, a token that reaches into a learnt
-    range of characters has a label, else all have. Raises UserError.
+    A token that reaches into a range of characters that is learnt has a label. Raises UserError.
     """
+    for batch in _batches(items):
+        texts = [(record, one) for record, own in batch for one in own if isinstance(one, Rendered)]
+        encoded = iter(_encode(texts, tokenizer) if texts else ())
+        for record, own in batch:
+            if _has_own_end(own) and tokenizer.eos_token_id is None:
+                notes.add(NO_EOS, record.file, record.line, len(own))
+            yield record, [one if isinstance(one, Encoded) else next(encoded) for one in own]
+
+
+def _has_own_end(own: Items[Rendered | Encoded]) -> bool:
+    """Whether the tokenizer, and neither a template nor a list of ids, ends these sequences."""
+    return isinstance(own[0], Rendered) and not own[0].by_template
+
+
+def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """A batch lets the tokenizer use its threads; its size bounds the memory that this takes. Its
+    texts are all by a template, or none is."""
+    batch: list[Item] = []
+    num_chars = 0
+    for record, own in items:
+        for one in own:
+            if isinstance(one, Rendered):
+                _check_size(record, one.text)
+        num_own = sum(len(o.text if isinstance(o, Rendered) else o.input_ids) for o in own)
+        full = len(batch) == _TEXTS_PER_CALL or num_chars + num_own > _CHARS_PER_CALL
+        if batch and (full or _has_own_end(batch[0][1]) != _has_own_end(own)):
+            yield batch
+            batch, num_chars = [], 0
+        batch.append((record, own))
+        num_chars += num_own
+    if batch:
+        yield batch
+
+
+def _check_size(record: SourceRecord, text: str) -> None:
+    # Counting bytes takes a copy; a character has at most four.
+    if 4 * len(text) > MAX_TEXT_BYTES:
+        num_bytes = len(text.encode("utf-8", "surrogatepass"))
+        if num_bytes > MAX_TEXT_BYTES:
+            raise too_large(record.origin, f"a text of {format_bytes(num_bytes)}")
+
+
+def _encode(batch: Items[tuple[SourceRecord, Rendered]], tokenizer: Any) -> list[Encoded]:
+    by_template = batch[0][1].by_template
+    masked = any(rendered.ranges is not None for _, rendered in batch)
     if masked and not tokenizer.is_fast:
         raise ConfigError(
             given=f"{tokenizer.name_or_path}: a tokenizer that cannot tell a token's characters",
@@ -212,34 +190,9 @@ def encode_rendered(
             source="model.name",
             change="save the fast tokenizer into the folder, or give token ids and labels",
         )
-    for batch in _batches(rendered):
-        yield from _encode_batch(batch, tokenizer, by_template, masked)
-
-
-def _batches(
-    rendered: Iterable[tuple[SourceRecord, Rendered]],
-) -> Iterator[list[tuple[SourceRecord, Rendered]]]:
-    """A batch lets the tokenizer use its threads; its size bounds the memory that this takes."""
-    batch: list[tuple[SourceRecord, Rendered]] = []
-    num_chars = 0
-    for item in rendered:
-        num_item_chars = len(item[1].text)
-        full = len(batch) == _TEXTS_PER_CALL or num_chars + num_item_chars > _CHARS_PER_CALL
-        if batch and full:
-            yield batch
-            batch, num_chars = [], 0
-        batch.append(item)
-        num_chars += num_item_chars
-    if batch:
-        yield batch
-
-
-def _encode_batch(
-    batch: list[tuple[SourceRecord, Rendered]], tokenizer: Any, by_template: bool, masked: bool
-) -> Iterator[Encoded]:
     try:
-        with _whole_tokens(tokenizer) if masked else nullcontext():
-            encoded = tokenizer(
+        with _whole_tokens(tokenizer, masked):
+            found = tokenizer(
                 [rendered.text for _, rendered in batch],
                 add_special_tokens=not by_template,
                 return_attention_mask=False,
@@ -253,51 +206,48 @@ def _encode_batch(
         if type(error).__name__ != "PanicException":
             raise
         if len(batch) == 1:
-            raise _cannot_tokenize(*batch[0], error) from None
-        for item in batch:
-            yield from _encode_batch([item], tokenizer, by_template, masked)
-        return
+            record, rendered = batch[0]
+            raise record.refusal(
+                f"a text of {len(rendered.text):,} characters on which the tokenizer fails:"
+                f" {error}",
+                "a text that the tokenizer can split",
+                "remove the record, or shorten its runs of one character, such as spaces",
+            ) from None
+        return [one for item in batch for one in _encode([item], tokenizer)]
     eos: int | None = None if by_template else tokenizer.eos_token_id
-    for number, (record, rendered) in enumerate(batch):
-        ids = np.asarray(encoded["input_ids"][number], dtype=np.int32)
+    encoded = []
+    for number, (_, rendered) in enumerate(batch):
+        ids = np.asarray(found["input_ids"][number], dtype=np.int32)
         if eos is not None and (not len(ids) or ids[-1] != eos):
             ids = np.append(ids, np.int32(eos))
         labels = ids
-        if masked:
-            chars = np.asarray(encoded["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
+        if rendered.ranges is not None:
+            chars = np.asarray(found["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
             learnt = np.zeros(len(ids), dtype=bool)
             learnt[: len(chars)] = _within(chars, rendered.ranges)
             # That the completion ends here is learnt, whoever wrote the EOS.
             learnt[-1:] |= eos is not None and bool(rendered.ranges)
             labels = np.where(learnt, ids, np.int32(IGNORE_INDEX))
-        yield Encoded(ids, labels, record.file, record.line)
+        encoded.append(Encoded(ids, labels))
+    return encoded
 
 
 @contextmanager
-def _whole_tokens(tokenizer: Any) -> Iterator[None]:
+def _whole_tokens(tokenizer: Any, masked: bool) -> Iterator[None]:
     """Within it the characters of a token are all of them: with `trim_offsets` a post-processor
     leaves out the white space, and of white space alone (the indents of code) nothing stays."""
-    backend = tokenizer.backend_tokenizer
-    own = backend.post_processor
+    own: Any = tokenizer.backend_tokenizer.post_processor if masked else None
     state = b"" if own is None else own.__getstate__()
     if (trims := b'"trim_offsets":true') not in state:
         yield
         return
     whole = copy(own)
     whole.__setstate__(state.replace(trims, b'"trim_offsets":false'))
-    backend.post_processor = whole
+    tokenizer.backend_tokenizer.post_processor = whole
     try:
         yield
     finally:
-        backend.post_processor = own
-
-
-def _cannot_tokenize(record: SourceRecord, rendered: Rendered, error: BaseException) -> DataError:
-    return record.refusal(
-        f"a text of {len(rendered.text):,} characters on which the tokenizer fails: {error}",
-        "a text that the tokenizer can split",
-        "remove the record, or shorten its runs of one character, such as spaces",
-    )
+        tokenizer.backend_tokenizer.post_processor = own
 
 
 def _within(
@@ -314,75 +264,3 @@ def _within(
             last = np.searchsorted(starts, stop, side="left")
             inside[tokens[first:last]] = True
     return inside
-
-
-def text_of(record: SourceRecord, field: str) -> str:
-    """A field that must be a text. Raises DataError."""
-    text = record.fields[field]
-    if not isinstance(text, str):
-        hint = "; conversations go into messages" if isinstance(text, list) else ""
-        raise record.refusal(
-            f"{field} that is {kind_of(text)}",
-            f"a string in the field {field}",
-            f"write {field} as a string{hint}",
-        )
-    check_size(record, field, text)
-    return text
-
-
-def tokens_of(record: SourceRecord) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """`input_ids` and `labels`, both (T,); without labels every token is one. Raises DataError."""
-    ids = _integers(record, "input_ids", lowest=0)
-    _check_beside_tokens(record, len(ids))
-    if record.fields.get("labels") is None:
-        return ids, ids
-    labels = _integers(record, "labels", lowest=IGNORE_INDEX)
-    negative = labels[(labels < 0) & (labels != IGNORE_INDEX)]
-    if len(labels) != len(ids) or len(negative):
-        raise record.refusal(
-            f"label {negative[0]}"
-            if len(negative)
-            else f"{len(ids)} input_ids with {len(labels)} labels",
-            f"a label for every token, unshifted: a token id, or {IGNORE_INDEX} for none",
-            "mend or remove the record",
-        )
-    return ids, labels
-
-
-def _check_beside_tokens(record: SourceRecord, num_tokens: int) -> None:
-    """Raises DataError where other fields say that not all tokens are one sequence, or learnt."""
-    mask, positions = (record.fields.get(name) for name in ("attention_mask", "position_ids"))
-    masks = [name for name in _TOKEN_MASKS if name in record.fields]
-    given, change = None, ""
-    if mask is not None and mask != [1] * num_tokens:
-        given = "an attention_mask that is not 1 for every token"
-        change = "remove the padding from the lists: sequences are not padded here"
-    elif positions is not None and positions != list(range(num_tokens)):
-        given = f"position_ids that are not 0 to {num_tokens - 1}"
-        change = "write packed sequences as records of their own: furlong packs them itself"
-    elif masks and record.fields.get("labels") is None:
-        given = f"{masks[0]} beside input_ids, without labels"
-        change = f"write labels: the token where {masks[0]} is 1, {IGNORE_INDEX} elsewhere"
-    if given is not None:
-        raise record.refusal(
-            given, "input_ids of one sequence, and labels if not every token is learnt", change
-        )
-
-
-def _integers(record: SourceRecord, field: str, lowest: int) -> npt.NDArray[np.int32]:
-    values = record.fields[field]
-    array = np.asarray(values) if _is_flat(values) else np.zeros(0, np.float64)
-    if len(array) == 0 and values == []:
-        return np.zeros(0, np.int32)
-    if array.dtype.kind not in "iu" or array.min() < lowest or array.max() > _INT32.max:
-        raise record.refusal(
-            f"{field} that are {kind_of(values)}"
-            + (f" from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""),
-            f"a list of whole numbers, token ids from {lowest}",
-            "mend or remove the record",
-        )
-    return array.astype(np.int32)
-
-
-def _is_flat(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int for value in values)

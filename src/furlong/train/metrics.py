@@ -116,11 +116,11 @@ class Progress:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"data": self.data.to_dict()}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        return cls(**{**values, "data": LoaderState.from_dict(values["data"])})
+        return cls(**{**values, "data": LoaderState(**values["data"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def _check(config: RunConfig, num_processes: int) -> None:
         for source in map(source_of, named or ()):
             # Folders are listed when they are read: that may take its time.
             if not os.path.isdir(os.path.expanduser(source.path)):
-                list_files(source, key)
+                list_files(source, key, config.data.format)
             elif key == "data.train":
                 _check_apart(source.path, config)
 
