@@ -250,7 +250,7 @@ def test_other_data_is_refused(
     (texts / "0.txt").write_text("other words")
     monkeypatch.delattr("furlong.train.trainer.build_run_model")  # it is told before that
     assert main(tiny_run.arguments(run, flag, "--resume")) == 2
-    assert f"given:    the files of {texts}: changed since" in capsys.readouterr().err
+    assert f"given:    the sequences of {texts}: changed since" in capsys.readouterr().err
 
 
 def test_the_same_files_may_be_spelled_otherwise_or_lie_elsewhere(
@@ -273,7 +273,7 @@ def test_the_same_files_may_be_spelled_otherwise_or_lie_elsewhere(
     assert "'weight': 2.0" in capsys.readouterr().err
     (texts / "0.txt").write_text("other words")
     assert main(resume) == 2
-    assert "the files of " in capsys.readouterr().err
+    assert "the sequences of " in capsys.readouterr().err
 
 
 def test_another_tokenizer_is_refused(

@@ -96,7 +96,7 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], fingerprint: dict[str
         causes = [name for name in found if name != SEQUENCES] or [SEQUENCES]
         raise CheckpointError(
             given=f"{', '.join(causes)}: changed since the checkpoint was written",
-            required="the same files and tokenizer: the order of sequences follows from them",
+            required="the same files and tokenizer, whose chat template writes no date",
             source=str(checkpoint),
             change="restore what has changed, or start anew with another out",
         )
