@@ -257,7 +257,7 @@ def _describe(part: TokenizedSource) -> str:
 
 
 def _left_out(part: TokenizedSource) -> str:
-    """What a source did not take as it is, and where the first of each kind is."""
+    """Counts of what a source did not take as it is, and where the first of each kind is."""
     return "".join(
         f", {count:,} {what} (first: {part.listing.files[file].origin(line)})"
         for what, (count, file, line) in part.notes["left_out"].items()

@@ -28,7 +28,7 @@ _INT32 = np.iinfo(np.int32)
 _INTO_PROMPT = {"system": "into prompt", "history": "into prompt"}
 
 Read = Callable[[SourceRecord], tuple[Rendered | Turns | Encoded, ...] | str]
-"""What becomes the sequences of a record, or why it is left out. Raises DataError."""
+"""Reads what becomes the sequences of a record, or why it is left out. Raises DataError."""
 
 
 def read_tokens(record: SourceRecord) -> tuple[Encoded]:

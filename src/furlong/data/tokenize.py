@@ -73,7 +73,7 @@ class Rendered:
     """Whether a chat template has written all special tokens. Elsewhere the tokenizer's own
     post-processor runs, and EOS is appended where it left it out."""
     unwritten: tuple[str, ...] = ()
-    """What the record has and the template has not written."""
+    """Names of parts of the record that the template has not written."""
 
 
 def load_tokenizer(name: str, source: str = "model.name") -> Any:
