@@ -174,7 +174,7 @@ def test_trained_parameters_that_no_forward_uses_are_refused(what: str) -> None:
 def test_a_head_without_one_weight_is_refused() -> None:
     model = build("llama")
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 96)).double()
-    with pytest.raises(UnsupportedModelError, match=r"head of type Sequential"):
+    with pytest.raises(UnsupportedModelError, match="head without a weight of shape"):
         furlong.Engine(model)
 
 

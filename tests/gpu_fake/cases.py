@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import fake_gpu  # before torch
+import fake_gpu  # noqa: F401 - before torch
 import torch
 from fake_gpu import Card, FakeGPU, build
 
@@ -71,7 +71,6 @@ def seen(gpu: FakeGPU, **more: Any) -> dict[str, Any]:
     problems = [f"{kind} {n} x {text} [{at}]" for (kind, text), (n, at) in gpu.problems.items()]
     return {
         "problems": problems, "host_syncs": gpu.counts["host syncs"], "syncs": dict(gpu.syncs),
-        "kernels": sum(gpu.kernels.values()), "num_plans": sum(gpu.rules.num_plans.values()),
         "calls": dict(gpu.rules.shapes), "no_room": gpu.counts["prefetch refused: no room"], **more,
     }  # fmt: skip
 
@@ -116,7 +115,7 @@ def staging_of(
     }  # fmt: skip
 
 
-def values(share_prompts: bool) -> dict[str, Any]:
+def values() -> dict[str, Any]:
     """Log-probabilities of two answers to one prompt, and their gradients, as DPO asks for them."""
     options = furlong.ChunkOptions(size=256, tier="host", keep="kv", num_retained=0)
     with FakeGPU() as gpu:
@@ -127,7 +126,7 @@ def values(share_prompts: bool) -> dict[str, Any]:
         for number in range(2):
             if number:
                 gpu.clear()
-            found = engine.token_values(given, options, log_prob(), share_prompts=share_prompts)
+            found = engine.token_values(given, options, log_prob(), share_prompts=True)
             (found[0].sum() - found[1].sum()).backward()
         return seen(gpu)
 
@@ -156,45 +155,6 @@ def mutant(what: str) -> dict[str, Any]:
         return seen(gpu)
 
 
-def kernels_of_a_layer() -> dict[str, Any]:
-    """Kernels per layer and chunk, beside transformers with checkpoints on sequences of that size
-    whose attention is one call of the same kernel."""
-    own, plain, num_chunks, size = {}, {}, 4, 256
-    for num_layers in (2, 4):
-        given = batch([size] * num_chunks)
-        settings = _SMALL | {"num_hidden_layers": num_layers}
-        options = furlong.ChunkOptions(size=size, keep="attention", num_retained=0)
-        with FakeGPU() as gpu:
-            model = build("qwen2", **settings)
-            for _ in range(2):
-                gpu.clear()
-                furlong.forward_backward(model, given, options)
-            own[num_layers] = sum(gpu.kernels.values())
-        with FakeGPU() as gpu:
-            model = build("qwen2", **settings, attn_implementation=fake_gpu.one_call())
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            for _ in range(2):
-                gpu.clear()
-                for sequence in given:
-                    ids = sequence["input_ids"][None].to(fake_gpu.CUDA)
-                    model(input_ids=ids, labels=ids).loss.backward()
-            plain[num_layers] = sum(gpu.kernels.values())
-    each = [(found[4] - found[2]) / 2 / num_chunks for found in (own, plain)]
-    return {"furlong": each[0], "transformers": each[1]}
-
-
-def plans_of_lengths(num: int = 100) -> dict[str, Any]:
-    """Plans that cuDNN would build for sequences of many lengths."""
-    generator = torch.Generator().manual_seed(0)
-    lens = torch.randint(500, 60_000, (num,), generator=generator).tolist()
-    options = furlong.ChunkOptions(size=8192, keep="attention", num_retained=1)
-    with FakeGPU() as gpu:
-        model = build("qwen2", **_SMALL | {"num_hidden_layers": 1})
-        for length in lens:
-            furlong.forward_backward(model, batch([length]), options)
-        return seen(gpu)
-
-
 def benchmark(part: str) -> dict[str, Any]:
     """A part of benchmarks/gpu.py: models of two layers, all else as on a GPU."""
     import gpu_part
@@ -215,8 +175,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "gemma3_text on an A100": partial(step, "gemma3_text", "device", "chunk-first", AMPERE),
     "old cuDNN": partial(step, "qwen2", "device", "chunk-first", Card(cudnn=91_000)),
-    "values of a tree": partial(values, True),
-    "values": partial(values, False),
+    "values of a tree": values,
     **{
         f"mutant: {what}": partial(mutant, what)
         for what in (
@@ -224,8 +183,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
             "buffers that are free at once",
         )
     },
-    "kernels of a layer": kernels_of_a_layer,
-    "plans of 100 lengths": plans_of_lengths,
     **{f"benchmark: {part}": partial(benchmark, part) for part in ("versions", "seven")},
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ What it does
   a copy is seen to be done by `query`: at once, never, or by chance.
 - The attention operators are checked against what their C++ checks or silently assumes
   (MHA.cpp, sdp_utils.cpp, flash_api.cpp of torch 2.11 to 2.13): see `Rules`.
-- It counts kernels, host syncs, and plans that cuDNN would have to build.
+- It counts host syncs.
 
 What it cannot tell: values (an `item()` gives a number that lets checks pass), real times.
 """
@@ -46,17 +46,6 @@ from torch.utils._pytree import tree_flatten
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 
-NO_LAUNCH = {
-    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias",
-    "_unsafe_view", "lift_fresh", "set_", "resize_", "is_same_size", "sym_size", "_version",
-    "stride", "view", "t", "transpose", "expand", "_reshape_alias", "device",
-}  # fmt: skip
-LAUNCHES = {  # kernels of one call where it is more than one
-    "_flash_attention_forward": 1, "_flash_attention_backward": 5,
-    "_scaled_dot_product_cudnn_attention": 1, "_scaled_dot_product_cudnn_attention_backward": 5,
-    "embedding_dense_backward": 8, "sort": 3, "topk": 3, "nonzero": 3, "cumsum": 2,
-    "index_put_": 6, "_index_put_impl_": 6, "_grouped_mm": 2, "histc": 3, "unique": 8,
-}  # fmt: skip
 SYNCS = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim",
     "_unique2", "unique_consecutive", "bincount", "repeat_interleave",
@@ -182,7 +171,6 @@ class Rules:
 
     def __init__(self, gpu):
         self.gpu = gpu
-        self.plans: dict[str, Counter] = {"forward": Counter(), "backward": Counter()}
         self.shapes: Counter = Counter()
 
     def bad(self, kind, text):
@@ -260,16 +248,6 @@ class Rules:
                 f"{what}: keys = 64 mod 128, not causal, on Hopper: dQ is NaN for rows with "
                 "a log-sum-exp below -88.7 (pytorch 196678, trl 7181)",
             )
-        side = "backward" if "backward" in what else "forward"
-        key = (
-            q.shape[2:], k.shape[1:3], q.stride(), k.stride(), v.stride(), is_causal,
-            threading.get_ident(),
-        )  # fmt: skip
-        self.plans[side][key] += 1
-
-    @property
-    def num_plans(self):
-        return {side: len(plans) for side, plans in self.plans.items()}
 
 
 class _Mode(TorchDispatchMode):
@@ -297,7 +275,6 @@ class FakeGPU:
         self.card, self.copies = card or Card(), copies
         self.local = threading.local()
         self.counts: Counter = Counter()
-        self.kernels: Counter = Counter()
         self.syncs: Counter = Counter()
         self.problems: dict[tuple[str, str], list] = {}
         self.host_clock: dict[int, int] = {}
@@ -459,7 +436,7 @@ class FakeGPU:
                 result.gpu_values = args[0].tolist()
                 if args[0].numel() == 1:
                     result.gpu_value = args[0].item()
-        self._count(func, name, args, flat, result)
+        self._note(func, args, flat, result)
         return result
 
     def _check_devices(self, func, name, flat):
@@ -536,7 +513,6 @@ class FakeGPU:
         self._access(into, stream, writes=True)
         kinds = isinstance(source, FakeTensor), isinstance(into, FakeTensor)
         if kinds == (True, True):
-            self.kernels["copy_"] += 1
             return func(*args, **kwargs)
         assert into.shape == source.shape, (into.shape, source.shape)
         way = "to the device" if kinds[1] else "to the host"
@@ -547,8 +523,8 @@ class FakeGPU:
             self.syncs[f"a copy {way}, pageable at {where(2)}"] += 1
         return into
 
-    def _count(self, func, name, args, flat, result):
-        if func.is_view or name in NO_LAUNCH:
+    def _note(self, func, args, flat, result):
+        if func.is_view:
             return
         outputs = [x for x in tree_flatten(result)[0] if isinstance(x, FakeTensor)]
         inputs = [x for x in flat if isinstance(x, FakeTensor)]
@@ -563,10 +539,6 @@ class FakeGPU:
             self._access(x, stream, writes=id(x) in written)
         for x in outputs:
             self._access(x, stream, writes=True)
-        number = LAUNCHES.get(name, 1)
-        if name.startswith(("_foreach", "_fused")):
-            number = 1 + len(inputs) // 100
-        self.kernels[name] += number
 
     def _access(self, x, stream, *, writes):
         if not isinstance(x, Tensor) or x.numel() == 0:
@@ -607,10 +579,9 @@ class FakeGPU:
                         self.problem("RACE", f"{what} is freed while stream {number} uses it")
 
     def clear(self):
-        for counter in (self.counts, self.kernels, self.syncs, self.rules.shapes):
+        for counter in (self.counts, self.syncs, self.rules.shapes):
             counter.clear()
         self.problems.clear()
-        self.rules.plans = {"forward": Counter(), "backward": Counter()}
 
 
 def _apply(module, fn, recurse=True):
@@ -666,18 +637,3 @@ def build(model_type: str, *, dtype=torch.bfloat16, **settings):
     with CUDA:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.train()
-
-
-def one_call() -> str:
-    """The name of an attention of transformers that is one call of flash attention."""
-    from transformers import AttentionInterface
-
-    def attend(module, query, key, value, mask, *, scaling=None, **_):
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (1, T, N, H)
-        out = aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=scaling
-        )[0]
-        return out, None
-
-    AttentionInterface.register("one_call", attend)
-    return "one_call"

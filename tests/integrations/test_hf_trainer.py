@@ -85,19 +85,6 @@ def test_positions_that_nobody_gives_count_the_padding_in_front(tmp_path: Path) 
     assert_equal_runs(*(train(c, tmp_path, **given) for c in (Trainer, transformers.Trainer)))
 
 
-def test_the_untouched_plain_trainer_rounds_its_loss_to_float32(tmp_path: Path) -> None:
-    """The same without the door for a loss: equal as far as float32 logits go."""
-    mine = train(Trainer, tmp_path, max_steps=3)
-    plain = recording(transformers.Trainer)(
-        model=build("qwen2"),
-        args=transformers.TrainingArguments(**settings(tmp_path, max_steps=3)),
-        train_dataset=records(),
-        data_collator=padded("right"),
-    )
-    plain.train()
-    assert mine.losses == pytest.approx(plain.losses, rel=1e-6)
-
-
 def test_evaluation_callbacks_and_checkpoints_are_the_trainers_own(tmp_path: Path) -> None:
     class Count(transformers.TrainerCallback):  # type: ignore[misc]
         steps = 0
@@ -128,25 +115,6 @@ def test_evaluation_callbacks_and_checkpoints_are_the_trainers_own(tmp_path: Pat
     again = train(Trainer, tmp_path / "mine", resume=str(folder), **arguments)  # type: ignore[arg-type]
     assert again.losses == mine.losses[3:]
     assert largest_difference(again.model, mine.model) == 0
-
-
-def test_metrics_of_logits_are_the_models_own(tmp_path: Path) -> None:
-    shapes = []
-
-    def note_shape(prediction: Any) -> dict[str, float]:
-        shapes.append(prediction.predictions.shape)
-        return {"rows": float(len(prediction.predictions))}
-
-    trainer = Trainer(
-        model=build("qwen2"),
-        args=transformers.TrainingArguments(**settings(tmp_path, per_device_eval_batch_size=2)),
-        eval_dataset=records(4),
-        data_collator=padded("right"),
-        compute_metrics=note_shape,
-        chunk_options=OPTIONS,
-    )
-    assert trainer.evaluate()["eval_rows"] == 4
-    assert shapes[0][0] == 4 and shapes[0][2] == 96
 
 
 def test_a_batch_without_labels_is_left_out(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.tiny_families import build
 from sft_cases import ChunkedSFTTrainer, byte_tokenizer, prompts_and_completions
 from trainers import falls, largest_difference, recording, settings, wide_loss, with_adapters
@@ -79,23 +78,3 @@ def test_what_sft_trainer_adds_to_the_loss_is_refused_by_name(
     with pytest.raises(UnsupportedModelError, match="router loss"):
         make("mixtral", router_aux_loss_coef=0.01)
     make("mixtral", router_aux_loss_coef=0.0)
-
-
-def test_the_order_of_the_bases_does_not_matter_for_training(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    class Reversed(SFTTrainer, Trainer):  # type: ignore[misc]
-        pass
-
-    model = build("llama", vocab_size=260)
-    trainer = Reversed(
-        model=model,
-        args=SFTConfig(**settings(tmp_path, max_steps=1)),
-        train_dataset=prompts_and_completions(),
-        processing_class=tokenizer,
-    )
-    seen = []
-    plain = trainer.engine.forward_backward
-    trainer.engine.forward_backward = lambda *a, **k: seen.append(1) or plain(*a, **k)  # type: ignore
-    trainer.train()
-    assert seen and torch.isfinite(next(model.parameters())).all()

@@ -26,7 +26,7 @@ from trl import SFTTrainer
 
 from furlong.errors import ConfigError
 from furlong.integrations import Trainer
-from furlong.integrations.transformers import refuse_processes, without_repeats
+from furlong.integrations.transformers import refuse_settings, without_repeats
 
 BOUND = 1e-9
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
@@ -134,14 +134,7 @@ def test_two_processes_train_as_one(tmp_path: Path, runs: dict[str, Run]) -> Non
 
 REFUSED = {
     "average_tokens_across_devices=False": Run({"average_tokens_across_devices": False}),
-    "auto_find_batch_size": Run({"auto_find_batch_size": True}),
-    "another model on process 1": Run(num_other_layers=1),
-    "2, 1 batches": Run(
-        {"gradient_accumulation_steps": 2, "accelerator_config": {"even_batches": False}},
-        num_records=9,
-    ),
     "a compute_loss_func or compute_loss of": Run(loss=wide_loss),
-    "FSDP on cpu": Run(FSDP),
 }
 
 
@@ -160,7 +153,7 @@ PLUGIN = {"fsdp_version": 2, "cpu_offload": None, "activation_checkpointing": Fa
     ("name", "kind", "changes"),
     [
         ("DataParallel over 2 GPUs", "NO", {"n_gpu": 2}),
-        ("DeepSpeed", "DEEPSPEED", {}),
+        ("DEEPSPEED", "DEEPSPEED", {}),
         ("MEGATRON_LM", "MEGATRON_LM", {}),
         ("parallelism_config", "MULTI_GPU", {"parallelism_config": object()}),
         ("version 1", "FSDP", {"fsdp_version": 1}),
@@ -177,7 +170,8 @@ def test_other_ways_to_several_devices_are_refused_by_name(
     """The trainer is a stand-in: most of these need packages or devices that are not here."""
     arguments = {
         "n_gpu": 1, "world_size": 2, "fsdp": kind == "FSDP", "torch_compile": False,
-        "average_tokens_across_devices": True, "auto_find_batch_size": False,
+        "average_tokens_across_devices": True, "neftune_noise_alpha": None, "fp16": False,
+        "optim": "adamw_torch",
     }  # fmt: skip
     arguments |= {key: value for key, value in changes.items() if key in arguments}
     plugin = PLUGIN | {key: value for key, value in changes.items() if key in PLUGIN}
@@ -190,9 +184,10 @@ def test_other_ways_to_several_devices_are_refused_by_name(
         ),
         model=SimpleNamespace(**{key: changes[key] for key in changes if key == "peft_config"}),
         is_fsdp_enabled=kind == "FSDP",
+        model_init=None,
     )
     with pytest.raises(ConfigError, match=f"given: .*{name}") as error:
-        refuse_processes(trainer)
+        refuse_settings(trainer)
     assert all(f"\n{part}:" in str(error.value) for part in ("required", "from", "change"))
 
 

@@ -114,7 +114,6 @@ def test_a_name_that_fits_no_module_is_told_beside_others(config_folder: Path) -
         with pytest.raises(ConfigError, match="q_proj, v_porj: v_porj fits none") as caught:
             build_model(str(config_folder), init="random", lora=lora, layers=layers)
         assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj" in caught.value.required
-        assert caught.value.change == "name modules that the model has"
 
 
 @pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])

@@ -12,7 +12,6 @@ import torch
 from model_gradients import Row, cut, measure
 
 import furlong
-from furlong.runtime.executor import Executor
 
 
 def test_a_right_model():
@@ -63,34 +62,6 @@ def test_an_engine_that_is_wrong_or_fails(damaged, outcome, told, monkeypatch):
     assert row.outcome == outcome and re.match(told, row.detail), row
 
 
-def test_an_error_within_a_family_s_own_rounding_is_measured_in_wider_numbers(monkeypatch):
-    def worst(model, *_):
-        is_wide = type(model).__module__.endswith("_in_float64")
-        return (1e-10 if is_wide else 1e-3), "a weight"
-
-    monkeypatch.setattr(model_gradients, "own_rounding", lambda *given: 1e-3)
-    monkeypatch.setattr(model_gradients, "_worst", worst)
-    row = measure("llama")
-    assert (row.outcome, row.cut) == ("widened", "widened") and row.detail.startswith("1.0e-10")
-
-
-def test_a_model_that_is_wrong_in_stages_alone_is_wrong(monkeypatch):
-    deliver = Executor._deliver_gradient
-    monkeypatch.setattr(
-        Executor, "_deliver_gradient", lambda self, cell, x: deliver(self, cell, 1.001 * x)
-    )
-    # the start-up check sees it too, and would refuse to cut
-    monkeypatch.setattr("furlong.runtime.session.self_check", lambda *_: 0.0)
-    row = measure("llama")
-    assert row.outcome == "wrong" and row.detail.startswith("layer by layer: ")
-
-
-def test_a_control_that_does_not_move_proves_nothing(monkeypatch):
-    monkeypatch.setattr(model_gradients, "cut", lambda sequences: sequences)
-    row = measure("llama")
-    assert row.outcome == "unprovable" and "without a relay" in row.detail
-
-
 def test_only_what_rounds_by_itself_may_be_rounded():
     """gemma casts norms' weights to float32 and sums their gradients in it, llama does not."""
     moved = {}
@@ -124,17 +95,3 @@ def test_what_was_right_must_stay_right():
     ]  # fmt: skip
     found = [miss.split()[0] for miss in families.misses(worse, before)]
     assert found == ["a", "b", "d", "e", "f", "g"]
-
-
-@pytest.mark.slow  # three new processes
-def test_a_process_each_a_time_limit_and_the_exit_code(monkeypatch, tmp_path, capsys):
-    document = tmp_path / "models.md"
-    document.write_text(families.document([Row("bloom", "BloomForCausalLM", "exact", "1e-15")]))
-    monkeypatch.setattr(families, "DOCUMENT", document)
-    assert families.main(["--only", "LlamaForCausalLM"]) == 0
-    assert families.main(["--only", "bloom"]) == 1
-    assert "MISSED: bloom (BloomForCausalLM) was exact, is refused" in capsys.readouterr().out
-    assert families.main(["--only", "no such model"]) == 2
-    (late,) = families.measure_all(["gpt2"], jobs=1, limit_s=0)
-    assert (late.outcome, late.detail) == ("not run", "no answer within 0 s")
-    assert "bloom" in document.read_text()

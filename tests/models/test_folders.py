@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
 from furlong.models.build import INDEX, WEIGHTS, build_model, check_model, export_model
 
-NOBODY = 65534
 UP = "model.layers.1.mlp.up_proj.weight"
 TINY: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -91,11 +88,8 @@ ABSURD: dict[str, tuple[dict[str, Any], str]] = {
     "positions in words": ({"max_position_embeddings": "far"}, "max_position_embeddings"),
     "rope in a list": ({"rope_parameters": [1, 2]}, "config.json"),
     "rope of no type": ({"rope_parameters": {"rope_type": "spiral"}}, "config.json"),
-    "a dtype": ({"dtype": "load"}, "dtype = 'load'"),
     "fused modules": ({"fusion_config": {"patch_embeddings": True}}, "fusion_config"),
     "weights elsewhere": ({"transformers_weights": "../x.safetensors"}, "transformers_weights"),
-    "tuples": ({"return_dict": False}, "return_dict = False"),
-    "hidden states": ({"output_hidden_states": True}, "output_hidden_states = True"),
     "a billion labels": ({"num_labels": 10**9}, "num_labels = 1000000000"),
     "heads that do not divide": ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
     "no positions": ({"max_position_embeddings": 0}, "max_position_embeddings = 0"),
@@ -304,27 +298,3 @@ def test_weights_of_another_config_are_told(folder: Path) -> None:
     change(folder, num_hidden_layers=3)
     with pytest.raises(ConfigError, match="lacks 9 weights"):
         build_model(str(folder))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_a_file_without_permission_is_told_as_such(folder: Path) -> None:
-    """As another user: root may read everything."""
-    other = Path(shutil.copytree(folder, folder.with_name("other")))
-    for path in (folder, other, *folder.parents):
-        path.chmod(path.stat().st_mode | 0o055)
-    (folder / WEIGHTS).chmod(0)
-    (other / "config.json").chmod(0)
-    code = (
-        "import os, sys; from furlong.models.build import check_model\n"
-        "from furlong.errors import ConfigError\n"
-        f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
-        "for folder in sys.argv[1:]:\n"
-        "    try: check_model(folder, init='pretrained', max_seq_len=32)\n"
-        "    except ConfigError as error: print(error)\n"
-    )
-    command = [sys.executable, "-c", code, str(folder), str(other)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    for name in (WEIGHTS, "config.json"):
-        assert f"{name}: Permission denied" in run.stdout, run.stdout + run.stderr
-    assert run.stdout.count("a file that you may read") == 2

@@ -194,15 +194,6 @@ def test_a_mixer_with_a_forward_of_its_own_is_refused():
         own_forward(mixer, Current())
 
 
-def test_a_forward_that_a_caller_has_set_on_a_shared_block_stays():
-    model = build("zamba2")
-    for block in HFDecoder(model).probed.shared:
-        block.forward = block.forward
-    furlong.forward_backward(model, batch([20, 3], vocab_size=VOCAB_SIZE))
-    shared = HFDecoder(model).probed.shared
-    assert shared and all("forward" in vars(block) for block in shared)
-
-
 def through_its_parent(plain):
     """Its own code calls no scan, so that no door stands in it."""
 

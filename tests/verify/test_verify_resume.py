@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,15 @@ import pytest
 import transformers
 
 from furlong.cli.main import main
-from furlong.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+from furlong.config.schema import (
+    ChunksConfig,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    SampleConfig,
+    TrainConfig,
+)
+from furlong.config.sources import build_run, read_yaml
 from furlong.models.shrink import shrink_config
 from furlong.verify import run as verify_run
 from furlong.verify.checks import Finding
@@ -27,10 +36,11 @@ checkpoints.restore_tensors = forget
 """
 
 
-def run_config(**model: Any) -> RunConfig:
+def run_config(chunks: ChunksConfig | None = None, **model: Any) -> RunConfig:
     return RunConfig(
         model=ModelConfig(name="tiny", **model),
         data=DataConfig(train=("none",)),
+        chunks=chunks or ChunksConfig(),
         train=TrainConfig(lr=1e-2, weight_decay=0.1),
     )
 
@@ -52,6 +62,13 @@ def test_a_killed_run_resumes_to_the_same_weights() -> None:
 @pytest.mark.slow
 def test_adapters_with_dropout_resume_to_the_same_weights() -> None:
     finding = check_resume(run_config(lora={"rank": 2, "dropout": 0.1}), tiny())
+    assert finding.passed, finding
+
+
+@pytest.mark.slow
+def test_a_sampled_run_resumes_to_the_same_draws() -> None:
+    sample = {"chunks": 8, "check_every_steps": 3}
+    finding = check_resume(run_config(ChunksConfig(size=64, sample=sample)), tiny())
     assert finding.passed, finding
 
 
@@ -114,3 +131,14 @@ def test_a_model_that_cannot_be_trained_ends_with_2(
     transformers.T5Config().save_pretrained(tmp_path)
     assert main(["verify", *flags]) == 2
     assert "model type t5" in capsys.readouterr().err
+
+
+def test_the_document_of_sampling_shows_runs_and_names_every_key() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(shown) == 4
+    for block in shown:
+        values = read_yaml(block, "", "") | {"model": {"name": "x"}, "data": {"train": "x"}}
+        assert build_run(values, "run.yaml").chunks.sample is not None
+    table = text.split("| Key of `chunks.sample` |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(SampleConfig.model_fields)

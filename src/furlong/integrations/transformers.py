@@ -12,9 +12,7 @@ refused.
 
 from __future__ import annotations
 
-import os
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -24,13 +22,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from furlong.api import Engine
 from furlong.chunked_model import chunked_within
-from furlong.errors import ConfigError, DataError
+from furlong.errors import ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.support import refuse_attention_dropout
 from furlong.ops.loss import IGNORE_INDEX, wide
@@ -70,11 +67,8 @@ def unpad(
     unknown = sorted(key for key in batch.keys() - known if batch[key] is not None)
     input_ids, labels = batch.get("input_ids"), batch.get("labels")
     is_shaped = (
-        isinstance(input_ids, Tensor)
-        and isinstance(labels, Tensor)
-        and input_ids.ndim == 2
-        and input_ids.shape == labels.shape
-        and input_ids.dtype == labels.dtype == torch.int64
+        all(isinstance(x, Tensor) and x.dtype == torch.int64 for x in (input_ids, labels))
+        and input_ids.shape == labels.shape  # type: ignore[union-attr]
     )
     if unknown or not is_shaped:
         found = ", ".join(unknown or sorted(batch))
@@ -109,74 +103,54 @@ def without_repeats(batch: dict[str, Any], num_samples: int, num_own: int) -> di
     return {**batch, "labels": labels.masked_fill(sample >= num_own, IGNORE_INDEX)}
 
 
-def refuse_inexact(trainer: Any) -> None:
-    """Raise ConfigError for a setting of a trainer that chunks cannot honour exactly."""
-    args = trainer.args
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    is_inside = any(name in optimizer.lower() for name in ("lomo", "layerwise"))
-    leave_out = "leave it out, or use the trainer without furlong"
+def refuse_settings(trainer: Any) -> None:
+    """Raise ConfigError for a setting of a trainer that chunks cannot honour exactly, and for a way
+    to use several devices that is neither replicas of the whole model nor FSDP2 as the engine has
+    it."""
+    args, kind = trainer.args, str(getattr(trainer.accelerator.distributed_type, "value", ""))
+    optimizer, several = str(getattr(args.optim, "value", args.optim)), args.world_size > 1
+    whole = "start one process per device with torchrun or accelerate launch, each with the whole"
+    whole += " model; `torchrun -m furlong train` divides weights that do not fit whole"
     found = [
-        (args.neftune_noise_alpha, "neftune_noise_alpha", "no noise scaled by a call's length"),
-        (args.fp16, "fp16", "bf16 or float32, which need no scaling of the loss"),
-        (is_inside, f"optim={optimizer}, which updates inside the backward",
-         "an optimizer of whole gradients"),
-        (trainer.model_init, "model_init", "the model itself"),
+        (args.neftune_noise_alpha, "neftune_noise_alpha, noise scaled by a call's length", ""),
+        (args.fp16, "fp16", "use bf16 or float32, which need no scaling of the loss"),
+        (any(name in optimizer.lower() for name in ("lomo", "layerwise")),
+         f"optim={optimizer}, which updates inside the backward", ""),
+        (trainer.model_init, "model_init", "pass the model itself"),
+        (args.n_gpu > 1, f"DataParallel over {args.n_gpu} GPUs", whole),
+        (getattr(trainer.accelerator, "parallelism_config", None) is not None,
+         "a parallelism_config of accelerate (tp, cp, sp)", whole),
+        (kind not in ("NO", "FSDP") and not kind.startswith("MULTI_"),  # MULTI_CPU, MULTI_GPU, ...
+         f"distributed training by {kind}", whole),
+        (several and not args.average_tokens_across_devices,
+         "average_tokens_across_devices=False, on several processes", ""),
     ]  # fmt: skip
-    _refuse_first(trainer, [(*row, leave_out) for row in found])
+    if trainer.is_fsdp_enabled:
+        plugin = trainer.accelerator.state.fsdp_plugin
+        has_adapters = hasattr(trainer.model, "peft_config")
+        fsdp = [
+            (not several, "one process", ""),
+            (plugin.fsdp_version != 2, "version 1", "fsdp_config={'version': 2}"),
+            (isinstance(plugin.cpu_offload, CPUOffloadPolicy), "cpu_offload", ""),
+            (plugin.activation_checkpointing, "activation_checkpointing",
+             "leave it out: chunk_options.keep decides what is recomputed"),
+            (args.torch_compile, "torch_compile", ""),
+            (has_adapters, "adapters", "leave FSDP out: each process then has the whole model"),
+        ]  # fmt: skip
+        found += [(is_set, f"FSDP of accelerate with {what}", do) for is_set, what, do in fsdp]
+    _refuse_first(trainer, found)
 
 
-def refuse_processes(trainer: Any) -> None:
-    """Raise ConfigError for a way to use several devices that is neither replicas of the whole
-    model nor FSDP2 as the engine has it."""
-    args, kind = trainer.args, trainer.accelerator.distributed_type
-    replicas = "one process per device, each with the whole model (torchrun, accelerate launch)"
-    divided = "leave it out; `torchrun -m furlong train` divides weights that do not fit whole"
-    several = args.world_size > 1
-    wants_fsdp = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    has_axes = getattr(trainer.accelerator, "parallelism_config", None) is not None
-    is_known = kind in ("NO", "FSDP") or kind.startswith("MULTI_")  # MULTI_CPU, MULTI_GPU, ...
-    found = [
-        (args.n_gpu > 1, f"DataParallel over {args.n_gpu} GPUs", replicas,
-         f"start {args.n_gpu} processes with torchrun, or show this one a single GPU"),
-        (kind == DistributedType.DEEPSPEED, "DeepSpeed", replicas, divided),
-        (wants_fsdp and kind != DistributedType.FSDP, f"FSDP on {args.device.type}",
-         "several processes with a GPU each: elsewhere accelerate leaves FSDP out", divided),
-        (has_axes, "a parallelism_config of accelerate (tp, cp, sp)", replicas, divided),
-        (not is_known, f"distributed training by {kind}", replicas,
-         "leave it out, or use the trainer without furlong"),
-        (several and not args.average_tokens_across_devices, "average_tokens_across_devices=False",
-         "a loss divided by the labels of all processes", "leave it out"),
-        (several and args.auto_find_batch_size, "auto_find_batch_size on several processes",
-         "batches that all processes take together", "set chunk_options.size smaller instead"),
-    ]  # fmt: skip
-    _refuse_first(trainer, found, ", or the launcher's")
-    if not trainer.is_fsdp_enabled:
-        return
-    plugin = trainer.accelerator.state.fsdp_plugin
-    whole = "leave FSDP out, so that each process has the whole model; or `furlong train`"
-    settings = [
-        (not several, "one process", "leave it out"),
-        (plugin.fsdp_version != 2, "version 1", "fsdp_config={'version': 2}"),
-        (isinstance(plugin.cpu_offload, CPUOffloadPolicy), "cpu_offload", "leave it out"),
-        (plugin.activation_checkpointing, "activation_checkpointing",
-         "leave it out: chunk_options.keep decides what is recomputed"),
-        (args.torch_compile, "torch_compile", "leave it out"),
-        (hasattr(trainer.model, "peft_config"), "adapters", whole),
-    ]  # fmt: skip
-    own = "FSDP2 of a model alone, whose weights stay on the device"
-    rows = [(is_set, f"FSDP of accelerate with {what}", own, do) for is_set, what, do in settings]
-    _refuse_first(trainer, rows, ", or the launcher's")
-
-
-def _refuse_first(
-    trainer: Any, rows: Iterable[tuple[Any, str, str, str]], beside: str = ""
-) -> None:
-    """Raise ConfigError for the first of the settings (is_set, given, required, change) that is
-    set."""
-    for is_set, given, required, change in rows:
+def _refuse_first(trainer: Any, rows: Iterable[tuple[Any, str, str]]) -> None:
+    """Raise ConfigError for the first of the settings (is_set, given, change) that is set."""
+    for is_set, given, change in rows:
         if is_set:
-            source = f"the arguments of {type(trainer).__name__}{beside}"
-            raise ConfigError(given=given, required=required, source=source, change=change)
+            raise ConfigError(
+                given=given,
+                required="settings that give the gradients of whole sequences, summed over tokens",
+                source=f"the arguments of {type(trainer).__name__}, its class, or the launcher's",
+                change=change or "leave it out, or use the trainer without furlong",
+            )
 
 
 _SFT = "trl.trainer.sft_trainer"
@@ -233,18 +207,16 @@ def refuse_loss(trainer: Any, options: ChunkOptions) -> None:
     is_any = is_any_function(trainer)
     if is_any:
         require_two_phases(options)
-    size, seed = trainer.args.world_size, options.sampling and options.sampling.seed
+    seed = options.sampling and options.sampling.seed
     found = [
-        (is_any and size > 1,
-         f"a compute_loss_func or compute_loss of the trainer's own on {size} processes",
-         "one process, or a loss that is a sum over tokens",
+        (is_any and trainer.args.world_size > 1,
+         "a compute_loss_func or compute_loss of the trainer's own on several processes",
          "pass compute_loss_func=furlong.integrations.TokenLoss(function), or give "
          "furlong.chunked(model) to the trainer without furlong, on any number of processes"),
-        (seed is not None, f"chunk_options with sample.seed = {seed}",
-         "no seed: every step would draw the same chunks",
+        (seed is not None, f"chunk_options with sample.seed = {seed}, the same draw in every step",
          "leave sample.seed out; draws then follow from args.seed"),
     ]  # fmt: skip
-    _refuse_first(trainer, found, ", or its class")
+    _refuse_first(trainer, found)
 
 
 def _smoothed(factor: float) -> TokenFunction:
@@ -278,21 +250,8 @@ class Replica(nn.Module):
 
 @torch.no_grad()
 def make_equal(model: nn.Module) -> None:
-    """Give all processes the weights and buffers of the first one.
-
-    Processes with other seeds would else train other models. Raises ConfigError, on all, unless
-    they have the same parameters.
-    """
-    rows = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
-    found = _gathered([zlib.crc32(repr(rows).encode())])
-    other = next((process for process, own in enumerate(found) if own != found[0]), None)
-    if other is not None:
-        raise ConfigError(
-            given=f"another model on process {other} than on process 0",
-            required="parameters of the same names, shapes and dtypes, trained on all or on none",
-            source="the model that was passed to the trainer of each process",
-            change="make the same model on all processes; their weights may differ",
-        )
+    """Give all processes the weights and buffers of the first one. Processes with other seeds would
+    else train other models."""
     for x in chain(model.parameters(), model.buffers()):
         whole = x.contiguous()
         dist.broadcast(whole, 0)
@@ -314,24 +273,6 @@ def require_parts(model: nn.Module) -> None:
             )
 
 
-def counted_together(num_batches: int, num_labels: int) -> int:
-    """The labels of all processes up to their next update.
-
-    Raises DataError, on all, unless each has the same number of batches: gradients are added up
-    after the last one.
-    """
-    found = _gathered([num_batches, num_labels])
-    numbers = [batches for batches, _ in found]
-    if len(set(numbers)) > 1:
-        raise DataError(
-            given=f"{', '.join(map(str, numbers))} batches on the processes, before an update",
-            required="the same number of batches on each process",
-            source="the data loaders of the processes",
-            change="leave even_batches in accelerator_config as it is, or drop the last batch",
-        )
-    return sum(labels for _, labels in found)
-
-
 def last_round(loader: Any, num_processes: int) -> tuple[int, int]:
     """Samples that each process gets at the end of accelerate's data loader, and how many of all
     are no repeats; 0 where none are repeated, or where nobody knows."""
@@ -347,38 +288,26 @@ def last_round(loader: Any, num_processes: int) -> tuple[int, int]:
     return num_samples, len(samples) % (num_samples * num_processes)
 
 
-def add_up_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def add_up_gradients(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
     """Put the sum of all processes' gradients in the place of each one's own.
 
     A parameter that has a gradient on some gets one on all; without any it stays without.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    own = [int(p.grad is not None) for p in trained]
-    needed = [max(flags) for flags in zip(*_gathered(own), strict=True)]
-    works = []
-    for parameter, is_needed in zip(trained, needed, strict=True):
-        if is_needed:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad = parameter.grad.contiguous()
-            works.append(dist.all_reduce(parameter.grad, async_op=True))
-    for work in works:
-        work.wait()
+    numbers = added_up(device, *(parameter.grad is not None for parameter in trained))
+    for parameter, num_processes in zip(trained, numbers, strict=True):
+        if num_processes:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = own.contiguous()
+            dist.all_reduce(parameter.grad)
 
 
-def added_up(loss_sum: float, count: int, device: torch.device) -> tuple[float, int]:
-    """A sum of losses and the number of its labels, over all processes."""
-    totals = torch.tensor([loss_sum, count], dtype=torch.float64, device=device)
-    dist.all_reduce(totals)
-    whole, labels = totals.tolist()
-    return whole, int(labels)
-
-
-def _gathered(numbers: list[int]) -> list[list[int]]:
-    """The numbers of each process."""
-    found: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, numbers)
-    return found
+def added_up(device: torch.device, *numbers: float) -> list[float]:
+    """The sum of each number over all processes."""
+    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    return sums.tolist()  # type: ignore[no-any-return]
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -408,12 +337,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        refuse_inexact(self)
-        refuse_processes(self)
+        refuse_settings(self)
         self.chunk_options = chunk_options or ChunkOptions()
         self._sizes: dict[str, Any] = {"max_seq_len": max_seq_len, "storage": storage}
         refuse_loss(self, self.chunk_options)
-        if self._divides:
+        divides = self.is_fsdp_enabled
+        if divides:
             self.model.to(self.args.device)
             make_equal(self.model)
         with warnings.catch_warnings():
@@ -422,9 +351,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.engine = Engine(
                 self.model, **self._sizes,
                 compute_dtype=torch.bfloat16 if self.args.bf16 else None,
-                process_group=dist.group.WORLD if self._divides else None,
+                process_group=dist.group.WORLD if divides else None,
             )  # fmt: skip
-        if self._divides:
+        if divides:
             require_parts(self.model)
             self.accelerator.state.fsdp_plugin.auto_wrap_policy = None  # nothing is left to wrap
         refuse_attention_dropout(self.engine.model.base)  # from_pretrained returns it in eval mode
@@ -437,35 +366,29 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if is_any_function(self):
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         batches = [self._own_samples(batch) for batch in islice(epoch_iterator, num_batches)]
-        count = sum(count_valid_tokens(self._read(batch)) for batch in batches)
-        if self._num_processes > 1:
-            count = counted_together(len(batches), count)
-        return batches, torch.tensor(count, device=device)
+        return batches, torch.tensor(self._num_labels(batches), device=device)
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Loss and gradients of a batch. On several processes the loss of an update comes with its
         last batch, when gradients are added up; it is that of all, and 0 before."""
-        refuse_inexact(self)  # a loss may have been set since
-        refuse_loss(self, self.chunk_options)
+        refuse_loss(self, self.chunk_options)  # it may have been set since
         if is_any_function(self):
             with chunked_within(self.model, self.chunk_options, **self._sizes):
                 return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
-        if num_items_in_batch is None:
-            own = count_valid_tokens(self._read(inputs))
-            num_items_in_batch = counted_together(1, own) if self._num_processes > 1 else own
-        divisor = int(num_items_in_batch)
+        divisor = num_items_in_batch
+        divisor = int(self._num_labels([inputs]) if divisor is None else divisor)
         loss = self._summed(inputs, divisor)[0] / divisor if divisor else 0.0
-        if self._num_processes > 1 and not self._divides:
+        if self._has_replicas:
             self._own_loss += loss
             loss = 0.0
             if self.accelerator.sync_gradients:
-                add_up_gradients(self.model.parameters())
-                loss, _ = added_up(self._own_loss, 0, self.args.device)
+                add_up_gradients(self.model.parameters(), self.args.device)
+                (loss,) = added_up(self.args.device, self._own_loss)
                 self._own_loss = 0.0
         return self._as_tensor(loss)
 
@@ -484,18 +407,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """
         if not prediction_loss_only or is_any_function(self):
             found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            self._divide_again()
+            reshard(self.engine.model.base)  # weights that are gathered would go stale
             return found  # type: ignore[no-any-return]
         loss_sum, count = self._summed(self._own_samples(inputs), 1, backward=False)
-        if self._num_processes > 1 and not self._divides:
-            loss_sum, count = added_up(loss_sum, count, self.args.device)
+        if self._has_replicas:
+            loss_sum, count = added_up(self.args.device, loss_sum, count)
         return (self._as_tensor(loss_sum / count) if count else None), None, None
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
         """Leaves `DistributedDataParallel` out, which acts in a forward that chunks never call."""
-        if not training or self._num_processes == 1 or self._divides:
+        if not training or not self._has_replicas:
             return super()._wrap_model(model, training, dataloader)  # type: ignore[no-any-return]
         if not isinstance(model, Replica):
             make_equal(model)
@@ -503,13 +426,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return model
 
     @property
-    def _divides(self) -> bool:
-        """Whether processes share the weights, by accelerate's FSDP2 and our engine."""
-        return self.is_fsdp_enabled  # type: ignore[no-any-return]
+    def _has_replicas(self) -> bool:
+        """Whether each of several processes has the whole model."""
+        return self.args.world_size > 1 and not self.is_fsdp_enabled
 
-    @property
-    def _num_processes(self) -> int:
-        return self.args.world_size  # type: ignore[no-any-return]
+    def _num_labels(self, batches: Iterable[dict[str, Any]]) -> int:
+        """The labels of all processes' batches."""
+        own = sum(count_valid_tokens(self._read(batch)) for batch in batches)
+        return int(added_up(self.args.device, own)[0])
 
     def _read(self, batch: dict[str, Any]) -> list[ShiftedSequence]:
         return unpad(
@@ -520,24 +444,23 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """The batch that a data loader has just given, without the labels of what it repeats at its
         end to give every process equally many samples."""
         state = self.accelerator.gradient_state
-        if self._num_processes == 1 or not state.end_of_dataloader:
+        if self.args.world_size == 1 or not state.end_of_dataloader:
             return batch
-        num_samples, num_left = last_round(state.active_dataloader, self._num_processes)
+        num_samples, num_left = last_round(state.active_dataloader, self.args.world_size)
         if not num_left:
             return batch
         return without_repeats(batch, num_samples, num_left - num_samples * self.args.process_index)
 
     def _summed(
         self, batch: dict[str, Any], divisor: int, *, backward: bool = True
-    ) -> tuple[float, int]:
+    ) -> tuple[float, float]:
         """The summed loss of a batch and the number of its labels: where weights are divided, of
         all processes' batches."""
         every = self._read(self._prepare_inputs(batch))
-        sequences = [
-            s for s in every if count_valid_tokens([s])
-        ]  # others add neither loss nor gradient
-        if self._divides:
-            self._divide_again()
+        # others add neither loss nor gradient
+        sequences = [sequence for sequence in every if count_valid_tokens([sequence])]
+        if self.is_fsdp_enabled:
+            reshard(self.engine.model.base)
             sequences = sequences or every[:1]  # the others wait for this process
         if not sequences:
             return 0.0, 0
@@ -545,10 +468,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             sequences, self.chunk_options, divisor, backward, token_loss=token_loss(self)
         )
         return result.loss_sum, result.num_valid_tokens
-
-    def _divide_again(self) -> None:
-        """Let go of weights that a call of the model itself has gathered: they would go stale."""
-        reshard(self.engine.model.base)
 
     def _as_tensor(self, loss: float) -> Tensor:
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)

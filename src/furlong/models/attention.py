@@ -41,7 +41,6 @@ from furlong.plan.passes import Pass
 
 ATTENTION_NAME = "furlong"
 CELL = "_furlong_cell"
-SHARED_CACHE = "_furlong_shared_cache"
 
 # Keywords that say nothing of which tokens meet or how: what a call returns, and what positions
 # and packing already say by other means.
@@ -96,12 +95,21 @@ class BoundCell:
     """Position (T,) of each token in its sequence."""
     thread: int
     """The thread of the pass: a call of the model in another one is no part of it."""
+    cache: Any = None
+    """The `models.mixers.EmptyCache` that the decoder passes to its layers, if it does."""
 
     @classmethod
     def to(cls, module: nn.Module) -> BoundCell | None:
         """The cell of a module in a pass of this thread; None outside of one."""
         found: BoundCell | None = module.__dict__.get(CELL)
         return found if found and found.thread == threading.get_ident() else None
+
+    def layer_of(self, module: nn.Module) -> int:
+        """The layer that attends: a block that several share does not know it, the cache does."""
+        if self.cache is None or self.cache.layer is None:
+            return module.layer_idx  # type: ignore[return-value]
+        layer, self.cache.layer = self.cache.layer, None
+        return int(layer)
 
 
 ABSENT = object()
@@ -133,10 +141,12 @@ def _put(names: MutableMapping[str, Any], key: str, value: Any) -> None:
 
 @contextmanager
 def bound(
-    modules: Sequence[nn.Module], cell: CellAttention, what: Pass, positions: Tensor
-) -> Iterator[None]:
-    """Within it the attention of `modules` is that of a cell's pass, of tokens at `positions`."""
-    own = BoundCell(cell, what, positions, threading.get_ident())
+    modules: Sequence[nn.Module], cell: CellAttention, what: Pass, positions: Tensor,
+    cache: Any = None,
+) -> Iterator[None]:  # fmt: skip
+    """Within it the attention of `modules` is that of a cell's pass, of tokens at `positions`;
+    `cache`: see `BoundCell`."""
+    own = BoundCell(cell, what, positions, threading.get_ident(), cache)
     with patched((vars(module), CELL, own) for module in modules):
         yield
 
@@ -181,10 +191,7 @@ def attention(
             module, f"the keyword {', '.join(sorted(unknown))}", "keywords that furlong knows"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    shared = module.__dict__.get(
-        SHARED_CACHE
-    )  # its cache knows the layer of a block that several share
-    layer: Any = module.layer_idx if shared is None else shared.layer
+    layer = pass_of.layer_of(module)
     block = attention_block(module, layer)
     q, k, v = as_attended(query, key, value)
     value_width = value.shape[-1]

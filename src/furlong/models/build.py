@@ -34,6 +34,7 @@ from furlong.models.folder import (
     check_generation,
     check_readable,
     check_sizes,
+    model_error,
     reason,
     with_adapters,
 )
@@ -65,8 +66,7 @@ def check_weights(source: str) -> None:
     if missing and names != [WEIGHTS]:
         raise _no_weights(
             f"{folder} without {len(missing)} of the {len(names)} files that {INDEX} lists,"
-            f" {missing[0]} among them",
-            "download or copy the whole model once more",
+            f" {missing[0]} among them"
         )
     for name in names:
         _check_header(folder / name)
@@ -81,10 +81,8 @@ def _check_header(file: Path) -> None:
         with safe_open(str(file), framework="pt") as opened:
             dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError) as error:
-        raise _no_weights(
-            f"{file}, which is cut off or no safetensors file: {reason(error)}",
-            "download or copy the file once more",
-        ) from error
+        what = f"{file}, which is cut off or no safetensors file: {reason(error)}"
+        raise _no_weights(what) from error
     for name, dtype in dtypes.items():
         # buffers, such as masks of old families, may be of any other kind
         if dtype not in _FLOATS and (name.endswith("weight") or dtype.startswith(_INEXACT)):
@@ -104,10 +102,8 @@ def _shards(index: Path) -> list[str]:
         if others or not names:
             raise ValueError(f"it lists {others[0]!r}" if others else "it lists no file")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _no_weights(
-            f"{index}, which is no index of .safetensors files beside it: {reason(error)}",
-            "download or copy the file once more",
-        ) from error
+        what = f"{index}, which is no index of .safetensors files beside it: {reason(error)}"
+        raise _no_weights(what) from error
     return names
 
 
@@ -115,25 +111,21 @@ def _without_safetensors(folder: Path) -> ConfigError:
     kinds = (*_PICKLES, ".safetensors", ".gguf", ".npz")
     names = sorted(path.name for path in folder.iterdir() if path.name != "training_args.bin")
     found = [name for name in names if name.endswith(kinds)]
-    told, change = "", "use the folder that save_pretrained of transformers writes"
+    told = f"{folder} without {WEIGHTS}"
+    change = "use the folder that save_pretrained of transformers writes"
     if found:
-        told = f" or {INDEX}; there is {', '.join(found[:3])}"
+        told += f" or {INDEX}; there is {', '.join(found[:3])}"
     if pickles := [name for name in found if name.endswith(_PICKLES)]:
         told += f": {pickles[0]} is a pickle, which is not read, for it can hold a program"
         change = (
             "convert it, if you trust it, with transformers: AutoModelForCausalLM"
             f".from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER)"
         )
-    return _no_weights(f"{folder} without {WEIGHTS}{told}", change)
+    return _no_weights(told, change)
 
 
-def _no_weights(given: str, change: str) -> ConfigError:
-    return ConfigError(
-        given=given,
-        required="weights (safetensors)",
-        source="model.name",
-        change=f"{change}; or set model.init: random",
-    )
+def _no_weights(given: str, change: str = "download or copy the model once more") -> ConfigError:
+    return model_error(given, "weights (safetensors)", f"{change}; or set model.init: random")
 
 
 def draw_weights(model: Any, seed: int, device: torch.device) -> None:
@@ -208,7 +200,7 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], whole: nn.Module | None
     found = adapted.base_model.targeted_module_names
     for name in () if isinstance(modules, str) else modules:
         if not any(own == name or own.endswith(f".{name}") for own in found):
-            raise _no_such_modules(model, modules, f"{name} fits none")
+            raise _no_such_modules(model, modules, f": {name} fits none")
     return adapted
 
 
@@ -250,30 +242,29 @@ def _adapted(model: nn.Module, lora: dict[str, Any]) -> Any:
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
             return peft.get_peft_model(model, settings)
     except Exception as error:  # modules may be of any kind, and names are regular expressions
-        unknown = "not found in the base model" in str(error)
-        raise _no_such_modules(model, modules, None if unknown else reason(error)) from error
+        is_unknown = "not found in the base model" in str(error)
+        why = "" if is_unknown else f", of rank {lora['rank']}: {reason(error)}"
+        raise _no_such_modules(model, modules, why) from error
 
 
-def _no_such_modules(model: nn.Module, modules: Any, why: str | None) -> ConfigError:
+def _no_such_modules(model: nn.Module, modules: Any, why: str) -> ConfigError:
     linear = {name.removesuffix(".base_layer").rpartition(".")[2]
               for name, module in model.named_modules()
               if isinstance(module, nn.Linear) and ".lora_" not in name}  # fmt: skip
     told = modules if isinstance(modules, str) else ", ".join(modules)
-    is_rank = why is not None and not why.endswith("fits none")
-    return ConfigError(
-        given=f"model.lora.target_modules = {told}" + (f": {why}" if why else ""),
-        required=f"all-linear, or names among {', '.join(sorted(linear))}",
-        source="model.lora",
-        change="name modules that the model has" + (", or lower model.lora.rank" * is_rank),
+    return model_error(
+        f"model.lora.target_modules = {told}{why}",
+        f"all-linear, or names among {', '.join(sorted(linear))}",
+        "name modules that the model has",
+        "model.lora",
     )
 
 
 BASE = "base"
 """The folder of an export of adapters that holds the changed config of their base."""
 _BASE_TOLD = (
-    "the adapters belong to their base with another RoPE (model.rope), which peft, transformers"
-    " and others that read adapter_config.json do not set: load them with"
-    " AutoModelForCausalLM.from_pretrained('{folder}',"
+    "the adapters belong to their base with another RoPE (model.rope), which peft does not set:"
+    " load them with AutoModelForCausalLM.from_pretrained('{folder}',"
     " config=AutoConfig.from_pretrained('{folder}/{base}')), or merge them: furlong export RUN"
     " --merge"
 )
@@ -399,11 +390,10 @@ def read_config(
     except UserError:
         raise
     except Exception as error:  # a family's own code may make anything of a broken file
-        raise ConfigError(
-            given=f"{source}, config.json: {reason(error, values)}",
-            required="a model whose config.json transformers can read without remote code",
-            source="model.name",
-            change="mend config.json, or use the model's own"
+        raise model_error(
+            f"{source}, config.json: {reason(error, values)}",
+            "a model whose config.json transformers can read without remote code",
+            "mend config.json, or use the model's own"
             if Path(source).exists()
             else "check the name, the connection to the hub, or use a local folder",
         ) from error
@@ -427,12 +417,9 @@ def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
             model.config.save_pretrained(folder)
         return model
     except Exception as error:  # a family's own code may make anything of wrong sizes
-        raise ConfigError(
-            given=f"{source}, config.json: {reason(error, vars(config))}",
-            required="sizes and names of which transformers can build the model",
-            source="model.name",
-            change="mend config.json, or use the model's own",
-        ) from error
+        what = f"{source}, config.json: {reason(error, vars(config))}"
+        required = "sizes and names of which transformers can build the model"
+        raise model_error(what, required) from error
 
 
 def _check_kind(config: Any, source: str) -> None:
@@ -446,6 +433,10 @@ def _check_kind(config: Any, source: str) -> None:
             source=f"{source}, config.json",
             change="choose a causal language model",
         )
+
+
+_WHOLE_WEIGHTS = "every weight (safetensors) of the model that config.json describes"
+_USE_WHOLE = "use the whole model's folder with its own config.json, or model.init: random"
 
 
 def _load_weights(source: str, config: Any, dtype: torch.dtype, layers: range | None) -> Any:
@@ -473,27 +464,17 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype, layers: range | 
                 **_OWN_KERNELS,
             )
     except Exception as error:  # of the family's code, of safetensors, of the hub
-        raise ConfigError(
-            given=f"{source}: {reason(error, vars(config))}",
-            required="weights (safetensors) of the model that config.json describes",
-            source="model.name",
-            change="use a folder with whole weights and its own config.json, or set"
-            " model.init: random",
-        ) from error
+        what = f"{source}: {reason(error, vars(config))}"
+        raise model_error(what, _WHOLE_WEIGHTS, _USE_WHOLE) from error
     if getattr(model, "_hf_peft_config_loaded", False):
         raise with_adapters(source)
     # transformers fills what the files lack, or have in another shape, with random numbers.
-    for what, names in (
-        ("lacks", sorted(loaded["missing_keys"])),
-        ("has in another shape", sorted(name for name, *_ in loaded["mismatched_keys"])),
-    ):
+    lacking = sorted(loaded["missing_keys"])
+    others_ = sorted(name for name, *_ in loaded["mismatched_keys"])
+    for what, names in (("lacks", lacking), ("has in another shape", others_)):
         if names:
-            raise ConfigError(
-                given=f"{source} {what} {len(names)} weights, {names[0]} among them",
-                required="every weight of the model, as its config.json says",
-                source="model.name",
-                change="use the whole model's folder, or model.init: random",
-            )
+            given = f"{source} {what} {len(names)} weights, {names[0]} among them"
+            raise model_error(given, _WHOLE_WEIGHTS, _USE_WHOLE)
     if layers is not None:
         model.__class__ = type(whole)
         _require_tied(model, source)
@@ -510,12 +491,10 @@ def _require_tied(model: Any, source: str) -> None:
     tied: Any = model.config.get_text_config().tie_word_embeddings
     weights = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
     if tied and all(isinstance(w, nn.Parameter) for w in weights) and weights[0] is not weights[1]:
-        raise ConfigError(
-            given=f"{source}, with tie_word_embeddings in config.json and two different weights",
-            required="a config that says whether head and input embeddings are one weight, for a"
-            " pipeline of several stages",
-            source="model.name",
-            change="set tie_word_embeddings to false in config.json",
+        raise model_error(
+            f"{source}, with tie_word_embeddings in config.json and two different weights",
+            "a config that says whether head and input embeddings are one weight, for a pipeline",
+            "set tie_word_embeddings to false in config.json",
         )
 
 
@@ -579,11 +558,11 @@ def _check_memory(model: torch.nn.Module, source: str) -> None:
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     machine_bytes = psutil.virtual_memory().total + psutil.swap_memory().total
     if num_weights * _LEAST_BYTES > machine_bytes:
-        raise ConfigError(
-            given=f"{format_count(num_weights)} parameters, of which even bfloat16 takes"
+        raise model_error(
+            f"{format_count(num_weights)} parameters, of which even bfloat16 takes"
             f" {format_bytes(num_weights * _LEAST_BYTES)}",
-            required=f"at most {format_bytes(machine_bytes)}, the memory of this machine, in which"
-            " a model is loaded before it goes to a device",
-            source=f"{source}, config.json",
-            change="use a smaller model or a larger machine; or mend the sizes in config.json",
+            f"at most {format_bytes(machine_bytes)}, the memory of this machine, in which a model"
+            " is loaded before it goes to a device",
+            "use a smaller model or a larger machine; or mend the sizes in config.json",
+            f"{source}, config.json",
         )

@@ -138,12 +138,14 @@ class Stage:
 
     def _run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
         """Hidden states (1, T, D)."""
-        decode, modules = self._model.decode, self._model.cell_modules
+        modules = self._model.cell_modules
+        cache = EmptyCache() if self._model.probed.mixers else None
+        decode = partial(self._model.decode, cache)
         positions = position_ids[None].clone()  # a hook that changes them must not meet them again
         with ExitStack() as stack:
-            stack.enter_context(bound(modules, cell, what, position_ids))
+            stack.enter_context(bound(modules, cell, what, position_ids, cache))
             if what.recompute_layers and what.computes == "graph":
-                stack.enter_context(self._checkpointed(cell, what, position_ids))
+                stack.enter_context(self._checkpointed(cell, what, position_ids, cache))
             if self._is_whole:
                 return decode(input_ids=x[None], position_ids=positions)
             stack.enter_context(self._swapped(x))
@@ -194,7 +196,7 @@ class Stage:
         return _wrapped(self._model.layers[last : last + 1], lambda own: partial(until_kv, own))
 
     def _checkpointed(
-        self, cell: CellAttention, what: Pass, position_ids: Tensor
+        self, cell: CellAttention, what: Pass, position_ids: Tensor, cache: EmptyCache | None
     ) -> AbstractContextManager[None]:
         """Within it the stage's first layers keep only their inputs in the graph.
 
@@ -204,7 +206,7 @@ class Stage:
         first = self.layers.start
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), bound(self._model.cell_modules, cell, again, position_ids)
+            return nullcontext(), bound(self._model.cell_modules, cell, again, position_ids, cache)
 
         return _wrapped(
             self._model.layers[first : first + what.recompute_layers],
@@ -248,7 +250,6 @@ class HFDecoder:
         self.vocab_size = int(head.weight.shape[0])
         self.decoder: Any = decoder_of(base)
         self._decoder_name = _child_name(base, self.decoder)
-        self._relays = False
         self._decodes_in: int | None = None  # the thread that is about to call the decoder
         self.attention_modules = [m for m in self.decoder.modules() if hasattr(m, "layer_idx")]
 
@@ -407,12 +408,10 @@ class HFDecoder:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Within it attention is ours; on exit, also after an error, the model is as it was."""
-        probed = self.probed
-        relayed = probed.mixers or probed.shared
+        mixers = self.probed.mixers
         with (
             chunked_attention(self.base, self.max_seq_len, self.compiled),
-            relaying(probed.mixers, probed.shared) if relayed else nullcontext(),
-            patched([(vars(self), "_relays", bool(probed.mixers))]),
+            relaying(mixers),
             hooked(self.decoder, self._refuse_others),
         ):
             yield
@@ -500,8 +499,6 @@ class HFDecoder:
 
     def decode(self, cache: EmptyCache | None = None, **inputs: Tensor) -> Tensor:
         """Final hidden states (1, T, D) by the decoder, of inputs with that batch axis."""
-        if cache is None and self._relays:
-            cache = EmptyCache()
         caches = {} if cache is None else {cache_argument(self.decoder) or "": cache}
         self._decodes_in = threading.get_ident()
         output = self.decoder(**inputs, **caches, use_cache=False, return_dict=True)

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from furlong.cost.shape import NO_ATTENTION, LayerShape, ModelShape
-from furlong.errors import ConfigError, UserError
+from furlong.errors import ConfigError
 from furlong.families import ATTENTION_DROPOUTS, INNER_CHUNKS, family_of, for_all_layers
 from furlong.models.build import model_of_config, read_config
 from furlong.models.decoder import HFDecoder
 from furlong.models.folder import reason
 from furlong.models.mixers import SliceRows
+from furlong.models.placeholders import PlaceholderLayer, in_place_of, layer_list
 from furlong.models.rope import num_positions
-from furlong.models.shrink import cut_layers
 from furlong.models.support import refuse_config
 from furlong.ops.attention import AttentionRule
 from furlong.plan.passes import Pass
@@ -61,10 +61,6 @@ def _described(config_class: type, text: str, source: str) -> ModelShape:
             return _measured(config, source)
     except ConfigError:
         raise
-    except UserError as error:
-        raise ConfigError(
-            given=error.given, required=error.required, source=error.source, change=error.change
-        ) from error
     except Exception as error:  # a family's own code may do anything on meta
         raise ConfigError(
             given=f"model type {config.model_type}, whose layers cannot be measured:"
@@ -285,41 +281,35 @@ def _storage(x: Tensor) -> int:
 
 
 def _measured(config: Any, source: str) -> ModelShape:
-    whole = _built(config, source, torch.bfloat16)
-    listed = [
-        name
-        for name, value in vars(config).items()
-        if isinstance(value, list) and len(value) == whole.num_layers
-    ]
-    kinds = _kinds(whole, listed)
+    whole = _built(config, source)
+    kinds = _kinds(whole)
     # a second layer of each kind: the first also saves what is made once for all
-    kept: Sequence[int] = [n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < 2]
-    models = None
-    for some in (kept, range(kept[-1] + 1)):  # a rule may count layers from the first
-        if models is None:
-            kept, models = some, _cut(config, some, listed, [kinds[n] for n in some], source)
-    if models is None:  # layers that know others by their numbers
-        kept, models = range(len(kinds)), [whole, _built(config, source, torch.float32)]
-    chunks: list[_Chunk] = []
-    for model in models:
-        plain = _passed(model, ())
-        chunks += [plain, *(_passed(model, _adapted(plain, *parts)) for parts in _ADAPTERS)]
+    kept = [n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < 2]
+    try:
+        chunks = _chunks(_built(config, source, kept))
+    except Exception:  # a layer that asks for what another one has made
+        chunks = _chunks(_built(config, source))
+        kept = list(range(len(kinds)))
     shapes = {
-        kinds[n]: _layer_shape([c.layers[place] for c in chunks], kinds[n][0], config)
-        for place, n in enumerate(kept)
+        kinds[n]: _layer_shape([c.layers[n] for c in chunks], kinds[n][0], config) for n in kept
     }
     return _model_shape(whole, tuple(shapes[kind] for kind in kinds), chunks)
 
 
-def _built(config: Any, source: str, dtype: torch.dtype) -> HFDecoder:
-    model = model_of_config(config, source, dtype=dtype).eval()
-    return HFDecoder(model, max_seq_len=num_positions(config))
+def _built(config: Any, source: str, kept: Sequence[int] | None = None) -> HFDecoder:
+    """The model on meta; of its layers those that are kept, and placeholders for the others."""
+    base = model_of_config(config, source, dtype=torch.bfloat16).eval()
+    if kept is not None and len(kept) < config.num_hidden_layers:
+        layers = layer_list(base)[1]
+        for n in set(range(len(layers))).difference(kept):
+            layers[n] = in_place_of(layers[n], PlaceholderLayer())
+    return HFDecoder(base, max_seq_len=num_positions(config))
 
 
-def _kinds(model: HFDecoder, listed: Sequence[str]) -> list[tuple[int, Any]]:
-    """For each layer the number of its own parameters, and all else that tells it from others;
-    `listed`: keys of the config with an entry per layer."""
-    lists = [getattr(model.config, name) for name in listed]
+def _kinds(model: HFDecoder) -> list[tuple[int, Any]]:
+    """For each layer the number of its own parameters, and all else that tells it from others."""
+    lists = [x for x in vars(model.config).values() if isinstance(x, list)]
+    lists = [x for x in lists if len(x) == model.num_layers]
     seen: set[int] = set()
     found = []
     for n, layer in enumerate(model.layers):
@@ -330,18 +320,15 @@ def _kinds(model: HFDecoder, listed: Sequence[str]) -> list[tuple[int, Any]]:
     return found
 
 
-def _cut(
-    config: Any, kept: Sequence[int], listed: Sequence[str], kinds: Sequence[Any], source: str
-) -> list[HFDecoder] | None:
-    """Models of some layers in two dtypes, None where these are others than within the whole."""
-    values = config.to_dict()
-    cut_layers(config, values, kept)
-    try:
-        small = type(config).from_dict(values)
-        models = [_built(small, source, dtype) for dtype in (torch.bfloat16, torch.float32)]
-        return models if _kinds(models[0], listed) == list(kinds) else None
-    except (UserError, ValueError, LookupError):
-        return None
+def _chunks(model: HFDecoder) -> list[_Chunk]:
+    """Chunks that have passed a model in bfloat16, and then in float32: all is trained, and under
+    each set of adapters."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model.base.to(dtype)
+        plain = _passed(model, ())
+        found += [plain, *(_passed(model, _adapted(plain, *parts)) for parts in _ADAPTERS)]
+    return found
 
 
 def _num_tokens(config: Any) -> int:

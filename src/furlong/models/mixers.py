@@ -39,9 +39,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from types import FunctionType, MethodType
-from typing import Any, Literal, Protocol, get_args, get_origin
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +49,8 @@ from torch.nn.functional import pad, silu, softplus
 from transformers import DynamicCache
 
 from furlong.errors import UnsupportedModelError
-from furlong.models.attention import SHARED_CACHE, BoundCell, bound, called_within, patched
-from furlong.models.placeholders import PlaceholderLayer
+from furlong.models.attention import BoundCell, bound, called_within, patched
+from furlong.models.placeholders import PlaceholderLayer, num_returned
 from furlong.ops.attention import AttentionRule
 from furlong.ops.latent import Expansion
 from furlong.plan.passes import Pass
@@ -295,8 +294,6 @@ class Probed:
     """The mixers of a decoder, and what its layers do in the order in which they do it."""
 
     mixers: tuple[Mixer, ...] = ()
-    shared: tuple[nn.Module, ...] = ()
-    """Attention modules that do not know their layer, or serve several."""
     events: tuple[Event, ...] = ()
     num_returned: int = 0
     """Elements of the tuple that a layer returns; 0: hidden states alone."""
@@ -316,38 +313,18 @@ class Probe:
     """Modules that run now, the innermost one last."""
     mixers: dict[nn.Module, int] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    served: dict[nn.Module, list[int]] = field(default_factory=dict)
-    """Layers whose keys and values came from a module."""
-    num_axes: dict[nn.Module, int] = field(default_factory=dict)
-    """Axes of a module's first input."""
     num_returned: dict[nn.Module, int] = field(default_factory=dict)
     """Elements of the tuple that a module has returned; 0: no tuple."""
-    _layer: int | None = None
-    """The layer whose keys and values came last, until its attention runs."""
 
     def attend(
         self, what: Pass, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule,
         sinks: Tensor | None, source: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        self.events.append(("attention", layer if self._layer is None else self._layer))
-        self._layer = None
+        self.events.append(("attention", layer))
         return q
 
     def take_latents(self, what: Pass, layer: int, latents: Tensor, expand: Expansion) -> Tensor:
         return latents
-
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.modules.append(module)
-        given = next(iter((*args, *kwargs.values())), None)
-        self.num_axes[module] = given.ndim if isinstance(given, Tensor) else 0
-
-    def end(self, module: nn.Module, _: object, output: object) -> None:
-        self.modules.pop()
-        self.num_returned[module] = len(output) if isinstance(output, tuple) else 0
-
-    def update(self, layer: int) -> None:
-        self._layer = layer
-        self.served.setdefault(self.modules[-1], []).append(layer)
 
     def touch(self, layer: int) -> None:
         module = self.modules[-1]
@@ -355,24 +332,13 @@ class Probe:
             self.mixers[module] = layer
             self.events.append(("states", layer))
 
-    def probed(self, num_returned: int) -> Probed:
-        mixers = tuple(Mixer(module, layer) for module, layer in self.mixers.items())
-        shared = tuple(m for m, layers in self.served.items() if layers != [m.layer_idx])
-        return Probed(mixers, shared, tuple(self.events), num_returned)
-
 
 class WatchedCache(SliceCache):
-    """A cache of a whole sequence that tells which module touches its states."""
+    """A cache of a whole sequence that tells a probe which module touches its states."""
 
     def __init__(self, watch: Probe, num_tokens: int = NUM_TOKENS) -> None:
         super().__init__({}, num_tokens)
         self._watch = watch
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        self._watch.update(layer_idx)
-        return key_states, value_states
 
     def touch(self, layer: int) -> None:
         self._watch.touch(layer)
@@ -381,24 +347,28 @@ class WatchedCache(SliceCache):
 @contextmanager
 def watching(
     decoder: nn.Module, attending: Sequence[nn.Module], device: torch.device
-) -> Iterator[Probe]:
-    """Within it a forward of the decoder is watched, with a `WatchedCache` of the probe;
-    `attending`: modules that may reach `AttentionInterface`; `device`: where it computes."""
+) -> Iterator[tuple[Probe, WatchedCache]]:
+    """Within it a forward of the decoder with the cache is watched; `attending`: modules that may
+    reach `AttentionInterface`; `device`: where it computes."""
     watch, blocks = Probe(), rg_lru_blocks(decoder)
-    positions = torch.arange(NUM_TOKENS, device=device)
+    cache, positions = WatchedCache(watch), torch.arange(NUM_TOKENS, device=device)
 
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        watch.begin(module, args, kwargs)
+    def begin(module: nn.Module, _: object) -> None:
+        watch.modules.append(module)
         if module in blocks:  # it touches no cache
             watch.touch(blocks[module])
 
+    def end(module: nn.Module, _: object, output: object) -> None:
+        watch.modules.pop()
+        watch.num_returned[module] = num_returned(output)
+
     with ExitStack() as stack:
         for module in decoder.modules():
-            stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(watch.end).remove)
-        stack.enter_context(bound(attending, watch, Pass("values"), positions))
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            stack.callback(module.register_forward_hook(end).remove)
+        stack.enter_context(bound(attending, watch, Pass("values"), positions, cache))
         stack.enter_context(torch.no_grad())
-        yield watch
+        yield watch, cache
 
 
 _BUCKET_TOKENS = 64
@@ -446,26 +416,15 @@ class Mixer:
 
 
 @contextmanager
-def relaying(mixers: Sequence[Mixer], shared: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Within it each mixer is called slice by slice; `shared`: attention modules that do not know
-    their layer, or serve several: the cache knows it."""
-    sliced = ((vars(mixer.module), "forward", _sliced(mixer)) for mixer in mixers)
-    by_cache = (
-        (vars(module), "forward", partial(_by_cache, module, module.forward)) for module in shared
-    )
-    with patched(chain(sliced, by_cache)):
+def relaying(mixers: Sequence[Mixer]) -> Iterator[None]:
+    """Within it each mixer is called slice by slice."""
+    with patched((vars(mixer.module), "forward", _sliced(mixer)) for mixer in mixers):
         yield
 
 
 def _sliced(mixer: Mixer) -> Callable[..., Any]:
     current = Current()
     return partial(_forward, mixer, own_forward(mixer.module, current), current)
-
-
-def _by_cache(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    caches = [x for x in (*args, *kwargs.values()) if isinstance(x, EmptyCache)]
-    with patched([(vars(module), SHARED_CACHE, caches[0])]):
-        return own(*args, **kwargs)
 
 
 def _forward(
@@ -630,32 +589,21 @@ def find(
     decoder that cannot. Call it where attention is ours.
 
     What stands for layers of other stages must return what layers return, and what these say of it
-    is not always what they do: a tuple is tried where hidden states (1, T, D) do not come through.
+    is not always what they do: in this forward it calls the first layer in their place.
     """
     placeholders = [module for module in decoder.modules() if isinstance(module, PlaceholderLayer)]
-    said = _num_said(first_layer()) if placeholders else 0
-    for num_returned in dict.fromkeys((0, said)):
+    try:
         for placeholder in placeholders:
-            placeholder.num_returned = num_returned
-        with watching(decoder, attending, device) as watch:
-            try:
-                run(WatchedCache(watch), NUM_TOKENS)
-            except UnsupportedModelError:
-                if num_returned == said:
-                    raise
-                continue
-        if not placeholders and not watch.mixers:
-            return Probed()
-        found = watch.num_returned[first_layer()]
-        if not placeholders or (watch.num_axes[first_layer()], found) == (3, num_returned):
-            break
-    return watch.probed(found) if watch.mixers else Probed(num_returned=found)
-
-
-def _num_said(layer: nn.Module) -> int:
-    """Elements of the tuple that a layer says it returns; 0: no tuple."""
-    says = inspect.signature(type(layer).forward).return_annotation
-    return len(get_args(says)) if get_origin(says) is tuple else 0
+            placeholder.learn_from(first_layer())
+        with watching(decoder, attending, device) as (watch, cache):
+            run(cache, NUM_TOKENS)
+    finally:
+        for placeholder in placeholders:
+            placeholder.learn_from(None)
+    if not placeholders and not watch.mixers:
+        return Probed()
+    mixers = tuple(Mixer(module, layer) for module, layer in watch.mixers.items())
+    return Probed(mixers, tuple(dict.fromkeys(watch.events)), watch.num_returned[first_layer()])
 
 
 @dataclass(frozen=True, slots=True)

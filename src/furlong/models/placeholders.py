@@ -21,8 +21,19 @@ class PlaceholderLayer(nn.Module):
     """Stands for a layer of another stage: returns the hidden states that it is given."""
 
     num_returned = 0
+    """Elements of the tuple that a layer returns; 0: hidden states alone."""
+    _like: nn.Module | None = None
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    def learn_from(self, layer: nn.Module | None) -> None:
+        """Return what a layer returns, and learn from it how many elements; None: from now on
+        return hidden states as it does."""
+        self.__dict__["_like"] = layer  # no child
+
+    def forward(self, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+        if self._like is not None:
+            output = self._like(hidden_states, *others, **named)
+            self.num_returned = num_returned(output)
+            return output
         return returned(hidden_states, self.num_returned)
 
 
@@ -44,6 +55,11 @@ class Capture(PlaceholderLayer):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         self.hidden = hidden_states
         return super().forward(hidden_states)
+
+
+def num_returned(output: Any) -> int:
+    """Elements of the tuple that a layer has returned; 0: no tuple."""
+    return len(output) if isinstance(output, tuple) else 0
 
 
 def returned(hidden_states: Tensor, num_returned: int) -> Any:

@@ -8,7 +8,7 @@ of the root: before its layers are swapped for those of a stage, also the first 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -71,21 +71,8 @@ VERIFIED_ADAPTERS = (
 """peft's types whose gradients were compared with those of the whole forward; LORA is also DoRA
 and adapters of bare parameters (`target_parameters`)."""
 
-# by class name, so that distributed packages need not be imported to look for them
-_WRAPPERS = {
-    "FullyShardedDataParallel": "FSDP's wrapper",
-    "FSDPModule": "FSDP2's fully_shard",
-    "DeepSpeedEngine": "DeepSpeed's engine",
-    "CheckpointWrapper": "torch's checkpoint_wrapper, whose second forward runs in the backward",
-    "OptimizedModule": "a compiled layer (torch.compile)",
-}
 COMPILED_CALL = "_compiled_call_impl"
 """Where `nn.Module.compile` puts the compiled call of a module."""
-_BACKWARD = ("backward_hooks", "backward_pre_hooks")
-_MENDS = {
-    "CheckpointWrapper": "leave it out: the plan decides what is recomputed (ChunkOptions.keep)",
-    "OptimizedModule": "compile layers in place: layer.compile()",
-}
 
 
 def bare_model(model: nn.Module) -> nn.Module:
@@ -94,23 +81,12 @@ def bare_model(model: nn.Module) -> nn.Module:
     Raises UnsupportedModelError for wrappers of several devices and for adapters that change more
     than the layers they are put into.
     """
-    if not isinstance(model, nn.Module):
-        raise refusal(model, "is no model", "a causal decoder of transformers", "pass the model")
     bare: Any = getattr(model, "_orig_mod", model)  # torch.compile(model)
-    if isinstance(bare, DataParallel | DistributedDataParallel):
-        raise refusal(
-            bare,
-            f"is wrapped in {type(bare).__name__}",
-            "one process on one device",
-            "pass model.module; gradients are then this process's own and are not reduced",
-        )
+    _refuse(bare, _WRAPPED)
     if hasattr(bare, "get_base_model"):
-        refuse_adapters(bare)
         bare = bare.get_base_model()
         bare = getattr(bare, "_orig_mod", bare)
-    if hasattr(bare, "peft_config"):  # put in by transformers' own add_adapter
-        refuse_adapters(bare)
-    refuse_wrappers(bare)
+        _refuse(bare, _WRAPPED)
     return bare  # type: ignore[no-any-return]
 
 
@@ -128,211 +104,31 @@ def around(model: nn.Module, bare: nn.Module) -> list[nn.Module]:
     return found if found[-1] is bare else [model, bare]
 
 
-def refuse_wrappers(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for shards, compiled layers and checkpoint wrappers within."""
-    for name, module in model.named_modules():
-        known = [c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS]
-        if known and not (known == ["FSDPModule"] and is_sharded(model)):
-            raise refusal(
-                model,
-                f"has {_WRAPPERS[known[0]]} at {name or 'its root'}",
-                "modules as transformers builds them, whole on one device",
-                _MENDS.get(
-                    known[0], "pass the model before it is sharded; Engine(ranks=...) does it"
-                ),
-            )
-
-
-def refuse_adapters(model: Any) -> None:
-    """Raise UnsupportedModelError for adapters of peft that were not verified to be exact."""
-    configs = model.peft_config
-    for config in configs.values() if isinstance(configs, dict) else [configs]:
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
-        if getattr(config, "alora_invocation_tokens", None):
-            what = "aLoRA (alora_invocation_tokens), which looks for its tokens in a whole sequence"
-        elif config.is_prompt_learning:
-            what = f"prompt learning ({kind}), whose virtual tokens precede every sequence"
-        elif kind == "ADALORA":
-            what = "AdaLoRA, which adds a term to the loss of a whole forward"
-        elif kind not in VERIFIED_ADAPTERS:
-            what = f"adapters of type {kind}, which were never compared with a whole forward"
-        else:
-            continue
-        raise refusal(
-            model,
-            f"has {what}",
-            f"adapters of type {', '.join(VERIFIED_ADAPTERS)}",
-            "use LoRA or another type of the list",
-        )
-
-
-def refuse_placement(model: nn.Module) -> None:
+def refuse_state(model: nn.Module) -> None:
     """Raise UnsupportedModelError for weights that are quantised, offloaded, on two devices, or
-    divided by others."""
-    config: Any = getattr(model, "config", None)
-    method = getattr(model, "quantization_method", None)
-    packed = next((n for n, p in model.named_parameters() if not p.is_floating_point()), None)
-    if getattr(config, "quantization_config", None) or method or packed:
-        what = f"{packed} holds packed numbers" if packed else str(method or "quantization_config")
-        raise refusal(
-            model,
-            f"is quantised ({what})",
-            "floating-point weights",
-            "load the model without quantization, in bfloat16",
-        )
-    parted = next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
-    if parted is not None and not is_sharded(model):
-        raise refusal(
-            model,
-            f"has parts of weights ({parted} is a DTensor)",
-            "weights that are whole, or divided by furlong.Engine(ranks=...)",
-            "pass the model before it is divided",
-        )
-    devices = sorted({str(p.device) for p in model.parameters()})
-    hooks = [getattr(m, "_hf_hook", None) for m in model.modules()]
-    if len(devices) > 1 or "meta" in devices or any(_offloads(hook) for hook in hooks):
-        raise refusal(
-            model,
-            f"is spread over {', '.join(devices)} or offloaded (accelerate's device_map)",
-            "all weights on one device",
-            "load it without device_map and move it with model.to(device)",
-        )
+    divided by others, and for hooks of modules that may change gradients."""
+    _refuse(model, _STATE)
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for hooks on parameters, which would see the gradient of each
-    chunk alone, or nothing where processes share a weight."""
-    for name, parameter in model.named_parameters():
-        hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-        if parameter.requires_grad and any(hooks):
-            raise refusal(
-                model,
-                f"has a hook on {name}: it would run once per chunk, on a part of the gradient",
-                "no hooks on parameters, as optimizers inside the backward use",
-                "change .grad, or update the weights, after forward_backward",
-            )
-
-
-def refuse_sparse_gradients(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for a trained embedding with sparse gradients."""
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and any(p.requires_grad for p in module.parameters()):
-            raise refusal(
-                model,
-                f"has sparse gradients at {name}",
-                "dense gradients, to which those of other chunks can be added in place",
-                f"set {name}.sparse = False, or freeze it",
-            )
-
-
-def refuse_backward_hooks(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for hooks of modules that may change gradients. Those of the
-    model itself do not run."""
-    everywhere = vars(nn.modules.module)
-    names = ["all modules"] * any(everywhere[f"_global_{kind}"] for kind in _BACKWARD)
-    names += [
-        name
-        for name, module in model.named_modules()
-        if name and any(getattr(module, f"_{kind}") for kind in _BACKWARD)
-    ]
-    if names:
-        raise refusal(
-            model,
-            f"has a backward hook on {names[0]}: it would see the gradients of one chunk, of which "
-            "a norm or a bound is another one",
-            "no full backward hooks of modules, of which nobody can tell whether they change "
-            "gradients token by token",
-            "change .grad after the backward",
-        )
-
-
-def _offloads(hook: Any) -> bool:
-    """Whether one of accelerate's hooks moves weights in and out during a forward."""
-    inner: Iterator[Any] = iter(getattr(hook, "hooks", ()))
-    return bool(getattr(hook, "offload", False)) or any(_offloads(h) for h in inner)
-
-
-OTHER_FAMILY = "train a model of another family"
-
-
-def refusal(
-    model: nn.Module, what: str, required: str, change: str = OTHER_FAMILY,
-    source: str = "the model that was passed",
-) -> UnsupportedModelError:  # fmt: skip
-    return UnsupportedModelError(
-        given=f"{type(model).__name__} {what}", required=required, source=source, change=change
-    )
-
-
-_REFUSED: tuple[tuple[Callable[[Any], object], str, str, str], ...] = (
-    (
-        lambda text: not isinstance(getattr(text, "num_hidden_layers", None), int),
-        "names no num_hidden_layers", "one stack of decoder layers", OTHER_FAMILY,
-    ),
-    (
-        lambda text: ", ".join(sorted(_layer_types(text) - KNOWN_LAYER_TYPES)),
-        "has layers of type {}", "layers in which tokens meet in causal attention, whole or with a "
-        "sliding window, or in a state", OTHER_FAMILY,
-    ),
-    (
-        lambda text: CHUNKED in _layer_types(text) and not getattr(text, ATTENTION_BLOCK, None),
-        f"has layers of type {CHUNKED}, and its config names no {ATTENTION_BLOCK}",
-        "the tokens of an attention block", f"set config.{ATTENTION_BLOCK}, or the layers' own "
-        "types",
-    ),
-    (
-        lambda text: getattr(text, "use_bidirectional_attention", None),
-        "attends in both directions", "causal attention", OTHER_FAMILY,
-    ),
-    (
-        lambda text: "dynamic" in rope_types(text),
-        "has RoPE of type dynamic, whose frequencies depend on the length of each call",
-        "position embeddings that depend on the position alone",
-        "choose another type, such as yarn or linear, in config.rope_parameters",
-    ),
-    (
-        lambda text: getattr(text, "output_router_logits", False),
-        "adds a router loss (output_router_logits=True), which mixes all tokens of a batch",
-        "no router loss", "set config.output_router_logits = False",
-    ),
-)  # fmt: skip
-"""For the config of a decoder: what tells of a fault, the fault, what is required, the change."""
+def refuse_trained(model: nn.Module, *, hooks: bool) -> None:
+    """Raise UnsupportedModelError for parameters whose gradients cannot be summed over chunks.
+    `hooks`: also for hooks on them."""
+    _refuse(model, _TRAINED if hooks else _TRAINED[:1])
 
 
 def refuse_unsupported(
     model: nn.Module, max_seq_len: int | None, *, needs_head: bool = True
 ) -> None:
     """Raise UnsupportedModelError for what is known to break exactness."""
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(model, "get_decoder"):
-        raise _of_config(model, "is no transformers model", "a causal decoder of transformers")
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    if getattr(config, "is_encoder_decoder", False) or (needs_head and head is None):
-        raise _of_config(model, "has no causal language-model head", "a ...ForCausalLM model")
-    places = {} if head is None else {"head": head}
-    places["input embeddings"] = model.get_input_embeddings()  # type: ignore[operator]
-    for place, module in places.items():
-        if getattr(getattr(module, "weight", None), "ndim", 0) != 2:
-            raise _of_config(
-                model,
-                f"has a {place} of type {type(module).__name__}, without a weight of shape (V, D)",
-                "one matrix that tells the size of the vocabulary",
-                "use torch.nn.Linear and torch.nn.Embedding",
-            )
-        if getattr(module, "scale_grad_by_freq", False):
-            raise _of_config(
-                model,
-                f"has a {place} with scale_grad_by_freq=True, which counts the tokens of one call",
-                "gradients that are sums over tokens: a chunk is one call of many",
-                "set scale_grad_by_freq = False",
-            )
-    name, text = type(model).__name__, config.get_text_config()
-    refuse_config(config, name, f"the model ({name}) and its config")
-    for tells, what, required, change in _REFUSED:
-        if found := tells(text):
-            raise _of_config(model, what.format(found), required, change)
-    if "longrope" in rope_types(text) and max_seq_len is None:
-        raise _of_config(
+    _refuse(model, _KINDS)
+    base: Any = model
+    if base.config.is_encoder_decoder or (needs_head and base.get_output_embeddings() is None):
+        raise refusal(model, "has no causal language-model head", "a ...ForCausalLM model")
+    name = type(model).__name__
+    refuse_config(base.config, name, f"the model ({name}) and its config")
+    _refuse(model, _CONFIGS)
+    if "longrope" in rope_types(base.config.get_text_config()) and max_seq_len is None:
+        raise refusal(
             model,
             "has RoPE of type longrope, with one set of factors for short and one for long runs",
             "the length of the run's longest sequence, to choose the set once",
@@ -340,6 +136,186 @@ def refuse_unsupported(
         )
     if model.training:
         refuse_attention_dropout(model)
+
+
+Row = tuple[Callable[[Any], object], str, str, str]
+"""What tells of a fault in a model, the fault in words, what is required, and the change."""
+OTHER_FAMILY = "train a model of another family"
+_WHOLE = "pass the model before it is sharded; Engine(ranks=...) does it"
+
+
+def _refuse(model: Any, rows: Sequence[Row]) -> None:
+    """Raise UnsupportedModelError for the first fault of a table that a model has."""
+    for tells, what, required, change in rows:
+        if found := tells(model):
+            raise refusal(model, what.format(found), required, change)
+
+
+def refusal(
+    model: nn.Module, what: str, required: str, change: str = OTHER_FAMILY,
+    source: str = "the model that was passed, and its config",
+) -> UnsupportedModelError:  # fmt: skip
+    return UnsupportedModelError(
+        given=f"{type(model).__name__} {what}", required=required, source=source, change=change
+    )
+
+
+def _unverified_adapters(model: Any) -> str:
+    """Adapters of peft, or put in by transformers, that were not verified to be exact."""
+    configs = getattr(model, "peft_config", None) or {}
+    for config in configs.values() if isinstance(configs, dict) else [configs]:
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if getattr(config, "alora_invocation_tokens", None):
+            return "aLoRA (alora_invocation_tokens), which looks for its tokens in a whole sequence"
+        if config.is_prompt_learning:
+            return f"prompt learning ({kind}), whose virtual tokens precede every sequence"
+        if kind == "ADALORA":
+            return "AdaLoRA, which adds a term to the loss of a whole forward"
+        if kind not in VERIFIED_ADAPTERS:
+            return f"adapters of type {kind}, which were never compared with a whole forward"
+    return ""
+
+
+# by class name, so that distributed packages need not be imported to look for them
+_FOREIGN = {
+    "FullyShardedDataParallel": "FSDP's wrapper",
+    "FSDPModule": "FSDP2's fully_shard",
+    "DeepSpeedEngine": "DeepSpeed's engine",
+    "CheckpointWrapper": "torch's checkpoint_wrapper, whose second forward runs in the backward",
+    "OptimizedModule": "a compiled layer (torch.compile)",
+}
+
+
+def _foreign_module(model: nn.Module) -> str:
+    """The first module that shards, checkpoints or compiles what is in it."""
+    for name, module in model.named_modules():
+        known = [c.__name__ for c in type(module).__mro__ if c.__name__ in _FOREIGN]
+        if known and not (known == ["FSDPModule"] and is_sharded(model)):
+            return f"{_FOREIGN[known[0]]} at {name or 'its root'}"
+    return ""
+
+
+_WRAPPED: tuple[Row, ...] = (
+    (lambda m: not isinstance(m, nn.Module), "is no model", "a causal decoder of transformers",
+     "pass the model"),
+    (lambda m: isinstance(m, DataParallel | DistributedDataParallel),
+     "is a wrapper of several devices", "one process on one device",
+     "pass model.module; gradients are then this process's own and are not reduced"),
+    (_unverified_adapters, "has {}", f"adapters of type {', '.join(VERIFIED_ADAPTERS)}",
+     "use LoRA or another type of the list"),
+    (_foreign_module, "has {}", "modules as transformers builds them, whole on one device",
+     f"{_WHOLE}; compile layers in place: layer.compile(); the plan decides what is recomputed "
+     "(ChunkOptions.keep)"),
+)  # fmt: skip
+
+
+def _first(parameters: Iterable[tuple[str, Any]], tells: Callable[[Any], object]) -> str:
+    """The name of the first parameter or module that something is told of."""
+    return next((name for name, x in parameters if tells(x)), "")
+
+
+def _quantisation(model: Any) -> object:
+    if packed := _first(model.named_parameters(), lambda p: not p.is_floating_point()):
+        return f"{packed} holds packed numbers"
+    config = getattr(model, "config", None)
+    return getattr(model, "quantization_method", None) or (
+        "quantization_config" if getattr(config, "quantization_config", None) else ""
+    )
+
+
+def _placement(model: nn.Module) -> str:
+    devices = sorted({str(p.device) for p in model.parameters()})
+    hooks = (getattr(m, "_hf_hook", None) for m in model.modules())
+    is_spread = len(devices) > 1 or "meta" in devices or any(_offloads(hook) for hook in hooks)
+    return ", ".join(devices) if is_spread else ""
+
+
+def _offloads(hook: Any) -> bool:
+    """Whether one of accelerate's hooks moves weights in and out during a forward."""
+    inner: Iterable[Any] = getattr(hook, "hooks", ())
+    return bool(getattr(hook, "offload", False)) or any(_offloads(h) for h in inner)
+
+
+def _backward_hooks(model: nn.Module) -> str:
+    """The first module with a backward hook. Those of the model itself do not run."""
+    kinds = ("backward_hooks", "backward_pre_hooks")
+    if any(vars(nn.modules.module)[f"_global_{kind}"] for kind in kinds):
+        return "all modules"
+    modules = ((name, module) for name, module in model.named_modules() if name)
+    return _first(modules, lambda m: any(getattr(m, f"_{kind}") for kind in kinds))
+
+
+_STATE: tuple[Row, ...] = (
+    (_quantisation, "is quantised ({})", "floating-point weights",
+     "load the model without quantization, in bfloat16"),
+    (lambda m: not is_sharded(m) and _first(
+        m.named_parameters(), lambda p: isinstance(p, DTensor)),
+     "has parts of weights ({} is a DTensor)", "weights that are whole", _WHOLE),
+    (_placement, "is spread over {} or offloaded (accelerate's device_map)",
+     "all weights on one device", "load it without device_map and move it with model.to(device)"),
+    (_backward_hooks, "has a backward hook on {}: it would see the gradients of one chunk, of "
+     "which a norm or a bound is another one",
+     "no full backward hooks of modules, of which nobody can tell whether they change gradients "
+     "token by token", "change .grad after the backward"),
+)  # fmt: skip
+_TRAINED: tuple[Row, ...] = (
+    (lambda m: _first(m.named_modules(), lambda x: getattr(x, "sparse", False) and any(
+        p.requires_grad for p in x.parameters())),
+     "has sparse gradients at {}",
+     "dense gradients, to which those of other chunks can be added in place",
+     "set its sparse = False, or freeze it"),
+    (lambda m: _first(m.named_parameters(), lambda p: p.requires_grad and (
+        p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))),
+     "has a hook on {}: it would run once per chunk, on a part of the gradient",
+     "no hooks on parameters, as optimizers inside the backward use",
+     "change .grad, or update the weights, after forward_backward"),
+)  # fmt: skip
+
+
+def _ends(model: Any) -> list[tuple[str, Any]]:
+    """The input embeddings and the head, as far as there is one."""
+    ends = (("input embeddings", model.get_input_embeddings()),
+            ("head", model.get_output_embeddings()))  # fmt: skip
+    return [(name, module) for name, module in ends if module is not None]
+
+
+def _of_text(tells: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Tells by the config of the decoder."""
+    return lambda model: tells(model.config.get_text_config())
+
+
+_KINDS: tuple[Row, ...] = (
+    (lambda m: not (hasattr(m, "config") and hasattr(m, "get_decoder")), "is no transformers model",
+     "a causal decoder of transformers", OTHER_FAMILY),
+    (lambda m: _first(_ends(m), lambda x: getattr(getattr(x, "weight", None), "ndim", 0) != 2),
+     "has a {} without a weight of shape (V, D)",
+     "one matrix that tells the size of the vocabulary",
+     "use torch.nn.Linear and torch.nn.Embedding"),
+    (lambda m: _first(_ends(m), lambda x: getattr(x, "scale_grad_by_freq", False)),
+     "has {} with scale_grad_by_freq=True, which counts the tokens of one call",
+     "gradients that are sums over tokens: a chunk is one call of many",
+     "set scale_grad_by_freq = False"),
+)  # fmt: skip
+_CONFIGS: tuple[Row, ...] = (
+    (_of_text(lambda text: not isinstance(getattr(text, "num_hidden_layers", None), int)),
+     "names no num_hidden_layers", "one stack of decoder layers", OTHER_FAMILY),
+    (_of_text(lambda text: ", ".join(sorted(_layer_types(text) - KNOWN_LAYER_TYPES))),
+     "has layers of type {}", "layers in which tokens meet in causal attention, whole or with a "
+     "sliding window, or in a state", OTHER_FAMILY),
+    (_of_text(
+        lambda text: CHUNKED in _layer_types(text) and not getattr(text, ATTENTION_BLOCK, None)),
+     f"has layers of type {CHUNKED}, and its config names no {ATTENTION_BLOCK}",
+     "the tokens of an attention block", f"set config.{ATTENTION_BLOCK}, or the layers' own types"),
+    (_of_text(lambda text: getattr(text, "use_bidirectional_attention", None)),
+     "attends in both directions", "causal attention", OTHER_FAMILY),
+    (_of_text(lambda text: "dynamic" in rope_types(text)),
+     "has RoPE of type dynamic, whose frequencies depend on the length of each call",
+     "position embeddings that depend on the position alone",
+     "choose another type, such as yarn or linear, in config.rope_parameters"),
+    (_of_text(lambda text: getattr(text, "output_router_logits", False)),
+     "adds a router loss (output_router_logits=True), which mixes all tokens of a batch",
+     "no router loss", "set config.output_router_logits = False"),
+)  # fmt: skip
 
 
 def refuse_config(config: Any, given: str, source: str) -> None:
@@ -366,10 +342,12 @@ def refuse_config(config: Any, given: str, source: str) -> None:
 
 def refuse_attention_dropout(model: nn.Module) -> None:
     """Raise UnsupportedModelError if the config names an attention dropout above 0."""
-    if attention_dropout(model) > 0:
-        raise _of_config(
+    text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    dropout = max(float(getattr(text, name, None) or 0.0) for name in ATTENTION_DROPOUTS)
+    if dropout > 0:
+        raise refusal(
             model,
-            f"has attention dropout {attention_dropout(model)}",
+            f"has attention dropout {dropout}",
             "no attention dropout: a chunk cannot draw what the whole sequence would have drawn",
             "set the attention dropout of its config to 0 before building it",
         )
@@ -382,17 +360,11 @@ def refuse_mixerless(model: nn.Module, layers: range) -> None:
     types = getattr(text, "layer_types", None) or ()
     named = set(types[layers.start : layers.stop]) & RECURRENT_LAYER_TYPES
     if named:
-        raise _of_config(
+        raise refusal(
             model,
             f"has layers of type {', '.join(sorted(named))} that touch no cache",
             "recurrent layers that keep their states in one of transformers' caches",
         )
-
-
-def attention_dropout(model: nn.Module) -> float:
-    """The largest attention dropout that the config names."""
-    text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    return max(float(getattr(text, name, None) or 0.0) for name in ATTENTION_DROPOUTS)
 
 
 def other_dropouts(model: nn.Module) -> dict[str, float]:
@@ -425,10 +397,3 @@ def rope_types(text_config: Any) -> set[str]:
 
 def _layer_types(text: Any) -> set[str]:
     return set(getattr(text, "layer_types", None) or ())
-
-
-def _of_config(
-    model: nn.Module, what: str, required: str, change: str = OTHER_FAMILY
-) -> UnsupportedModelError:
-    source = f"the model ({type(model).__name__}) and its config"
-    return refusal(model, what, required, change, source)

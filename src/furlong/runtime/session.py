@@ -39,10 +39,8 @@ from furlong.models.support import (
     is_sharded,
     other_dropouts,
     refuse_attention_dropout,
-    refuse_backward_hooks,
-    refuse_hooks,
-    refuse_placement,
-    refuse_sparse_gradients,
+    refuse_state,
+    refuse_trained,
 )
 from furlong.ops.backends.select import ProbedBackend
 from furlong.ops.sequence_parallel import AllToAll
@@ -258,8 +256,7 @@ class Session:
         self._require_own_shards(base)
         if self._fingerprint is None or now[0] != self._fingerprint[0]:
             self._fingerprint = None  # an adapter of something else is not to be met again
-            refuse_placement(base)
-            refuse_backward_hooks(base)
+            refuse_state(base)
             self.model = HFDecoder(
                 self.given,
                 max_seq_len=self.max_seq_len,
@@ -300,9 +297,8 @@ class Session:
         model, trains = self.model.model, plan is not None and bool(plan.trained)
         with ExitStack() as stack:
             if trains:
-                refuse_sparse_gradients(model)
+                refuse_trained(model, hooks=returned is None)
             if plan is not None and trains and returned is None:
-                refuse_hooks(model)
                 if self.state.pipeline is not None:
                     stack.enter_context(self.state.pipeline.tied.adding_up(self.model))
                 stack.enter_context(added_gradients(model, keeps_zeros=plan.sampled))

@@ -26,31 +26,17 @@ from furlong.planners.spaco import (
     Sampling,
     check_sampling,
     draw,
-    expected_weight,
-    fixed_factors,
     sample_backwards,
-    sampling_in_words,
 )
-from furlong.report.text import align
 from furlong.runtime.batch import batch_of, labelled_chunks, shift_labels
 from furlong.testing import Batch, Gradients, take_grads, worst_error
-from furlong.verify.checks import (
-    ROUNDED,
-    Bound,
-    Finding,
-    Subject,
-    bound_of,
-    sequences,
-    true_gradients,
-    watched_forward,
-)
+from furlong.verify.checks import Finding, Float64, Subject, sequences
 
 NUM_CHUNKS = 6
 """Chunks of the sequence whose draws are enumerated: 64 draws at most."""
 SIZE = math.ceil(LONGEST_TOKENS / NUM_CHUNKS)
 UNBIASED = 1e-10
 """Error of a mean of 64 gradients in float64 whose factors are no powers of two."""
-_MAX_HOPS = 3
 _FIRST_LABEL = {"at the end": (NUM_CHUNKS - 2) * SIZE + 1, "everywhere": 0}
 """Where labels begin: with a prompt they are those of the last two chunks alone."""
 
@@ -63,15 +49,11 @@ class OverDraws:
     """
 
     num_draws: int
-    share: float
-    """Expected share of the chunks that is drawn."""
     bias: float
     """Distance of the mean gradient."""
     worst_bias: float
     """The same of the parameter for which it is largest."""
     worst_name: str
-    cosine: float
-    """Cosine of the angle between the mean gradient and the exact one."""
     error: float
     """Root of the mean square distance of one draw."""
 
@@ -94,20 +76,6 @@ def num_chunks_of_run(run: RunConfig) -> int:
     return math.ceil(run.data.max_seq_len / run.chunks.size)
 
 
-def bound_of_mean(subject: Subject) -> Bound:
-    """1e-10, or 2e-6 where the model's own forward holds float32 values; 1e-9 for recurrent layers.
-
-    Gradients of float32 values are rounded to it, so that one of a chunk times 3 is not quite three
-    times as large. Those of recurrent layers cancel.
-    """
-    if subject.is_wide:
-        return bound_of(subject)
-    if not watched_forward(subject).has_float32:
-        return Bound(UNBIASED, f"bound {UNBIASED:.0e}")
-    reason = f"bound {ROUNDED:.0e}: transformers itself rounds to float32 in this family"
-    return Bound(ROUNDED, reason)
-
-
 def check_draws(subject: Subject, sampling: Sampling, num_chunks: int) -> Finding:
     """The mean of all sampled gradients against the exact one; how far a single one is from it.
 
@@ -123,17 +91,16 @@ def check_draws(subject: Subject, sampling: Sampling, num_chunks: int) -> Findin
     }
     labels, worst = max(measured.items(), key=lambda item: item[1].worst_bias)
     if sampling.rule == "unbiased":
-        bound = bound_of_mean(subject)
-        told = (
-            f"mean of all draws off by {worst.worst_bias:.1e} ({worst.worst_name}, labels"
-            f" {labels}); {bound.reason}"
-        )
-        passed = worst.worst_bias <= bound.error
+        bound = max(UNBIASED, subject.bound)
+        told = f"{worst.worst_bias:.1e} ({worst.worst_name}, labels {labels}); bound {bound:.0e}"
+        passed = worst.worst_bias <= bound
     else:
-        biases = " and ".join(f"{one.bias:.2g} (labels {name})" for name, one in measured.items())
-        told = f"mean of all draws off by {biases}: rule {sampling.rule} is biased, see the table"
+        biases = (f"{one.bias:.2g} (labels {name})" for name, one in measured.items())
+        told = f"{' and '.join(biases)}: rule {sampling.rule} is biased"
         passed = all(math.isfinite(one.worst_bias) for one in measured.values())
-    return Finding("draws", told, passed, _table(small, measured) + _weights(sampling, num_chunks))
+    error = max(one.error for one in measured.values())
+    figure = f"one draw off by {error:.2g} (root mean square), the mean of all by {told}"
+    return Finding("draws", figure, passed)
 
 
 def in_small(sampling: Sampling, num_chunks: int) -> Sampling:
@@ -148,34 +115,31 @@ def in_small(sampling: Sampling, num_chunks: int) -> Sampling:
 
 def measure(subject: Subject, sampling: Sampling, batch: Batch) -> OverDraws:
     """Every sampled gradient of a batch of one sequence, weighed by its probability."""
-    _, truth = true_gradients(subject, batch)
+    _, truth = subject.whole(batch)
     engine = subject.engine()
     options = replace(subject.options, size=SIZE, sample=None)
     whole = engine.plan([len(batch[0]["input_ids"])], options)
     chunks, labelled = whole.groups[0], labelled_chunks(whole, batch_of(shift_labels(batch)))
     exact = _flat(truth, truth)
     mean: Gradients = {}
-    num_draws, share, square = 0, 0.0, 0.0
+    num_draws, square = 0, 0.0
     for chance, drawn in all_draws(sampling, [chunk in labelled for chunk in chunks]):
         trained = {chunks[position]: factors for position, factors in drawn.items()}
         plan = sample_backwards(whole, trained, report_loss=sampling.report_loss)
-        with subject.computing():
+        with Float64():
             engine.run(plan, batch)
         given = take_grads(subject.model)
         for name, gradient in given.items():
             mean[name] = mean.get(name, 0) + chance * gradient
         num_draws += 1
-        share += chance * len(drawn) / len(chunks)
         square += chance * float((_flat(given, truth) - exact).square().sum())
     worst_bias, worst_name = worst_error(mean, truth)
-    norm, drawn_mean = float(exact.norm()), _flat(mean, truth)
+    norm = float(exact.norm())
     return OverDraws(
         num_draws=num_draws,
-        share=share,
-        bias=float((drawn_mean - exact).norm()) / norm,
+        bias=float((_flat(mean, truth) - exact).norm()) / norm,
         worst_bias=worst_bias,
         worst_name=worst_name,
-        cosine=float(drawn_mean @ exact) / (float(drawn_mean.norm()) * norm),
         error=math.sqrt(square) / norm,
     )
 
@@ -224,40 +188,3 @@ def _with_labels_from(first: int) -> Batch:
 def _flat(gradients: Gradients, like: Gradients) -> Tensor:
     """One vector; what is not there (an expert that no token chose) is zero."""
     return torch.cat([gradients.get(n, torch.zeros_like(x)).flatten() for n, x in like.items()])
-
-
-def _table(small: Sampling, measured: dict[str, OverDraws]) -> tuple[str, ...]:
-    heads = "labels", "draws", "share drawn", "bias of the mean", "cosine of the mean", "error"
-    rows = [
-        (
-            labels, f"{one.num_draws}", f"{one.share:.3f}", f"{one.bias:.1e}",
-            f"{one.cosine:.4f}", f"{one.error:.3g}",
-        )
-        for labels, one in measured.items()
-    ]  # fmt: skip
-    return (
-        f"{sampling_in_words(small)}: every draw of a sequence of {NUM_CHUNKS} chunks, beside its"
-        " exact gradient (norm 1)",
-        *align([heads, *rows], left=heads[:1]),
-        "error: distance of a single draw, root mean square",
-    )
-
-
-def _weights(sampling: Sampling, num_chunks: int) -> tuple[str, ...]:
-    """Average share that remains of a contribution to the gradient, by how many earlier chunks it
-    goes through; in small, and in the longest sequence of the run."""
-    if sampling.rule == "unbiased":
-        return ("expected weight of a gradient through any number of earlier chunks: 1",)
-    rows = [("drawn", *(f"{hops}" for hops in range(_MAX_HOPS + 1)))]
-    for budget, total in ((in_small(sampling, num_chunks), NUM_CHUNKS), (sampling, num_chunks)):
-        num_drawn, factors = budget.num_drawn(total), fixed_factors(budget, total)
-        weights = (
-            f"{abs(expected_weight(total, num_drawn, hops, factors)):.3f}" if hops < total else "-"
-            for hops in range(_MAX_HOPS + 1)
-        )
-        rows.append((f"{num_drawn} of {total}", *weights))
-    return (
-        "expected weight (1: unbiased) of a gradient through so many earlier chunks, here and at"
-        " data.max_seq_len",
-        *align(rows, left=["drawn"]),
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,15 +68,13 @@ class Kind:
 class ProbedBackend(Backend):
     """A backend that takes, for each kind of attention, the fastest one that is right.
 
-    A model may have several kinds; which, its first attentions tell. A call that its kind's backend
-    refuses in the middle of a run goes to the next one, and so does each later one of that shape.
+    A model may have several kinds; which, its first attentions tell. A kind of which a backend
+    refuses a call in the middle of a run goes to the next one.
     """
 
     def __init__(self) -> None:
-        self._right: dict[Kind, list[Backend]] = {}
+        self._chosen: dict[Kind, Backend] = {}
         self._untried: dict[Kind, list[Backend]] = {}
-        self._refused: Counter[tuple[object, ...]] = Counter()
-        """How many backends have refused calls of a shape."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         return self._call("forward", q, k, v, block)  # type: ignore[no-any-return]
@@ -89,29 +86,23 @@ class ProbedBackend(Backend):
 
     def _call(self, what: str, *given: Any) -> Any:
         q, k = given[:2] if what == "forward" else given[1:3]
-        block: Block = given[-1]
-        kind = Kind.of(q, block)
-        call = kind, what, q.shape, k.shape, len(block.squares), block.distance == 0
+        kind = Kind.of(q, given[-1])
         while True:
-            own = self._of(kind, self._refused[call] if self._refused else 0)
+            if kind not in self._chosen:
+                untried = self._untried.setdefault(kind, candidates(kind))
+                self._chosen[kind] = choose_backend(kind, untried)
+            own = self._chosen[kind]
             try:
                 return getattr(own, what)(*given)
             except _REFUSALS as error:
                 if isinstance(own, CPUFlash | Reference) or isinstance(error, _FATAL):
                     raise
-                self._refused[call] += 1
+                del self._chosen[kind]
                 logging.getLogger(__name__).warning(
                     "attention backend %s refuses a %s of %d rows and %d keys on %s for %s (%s): "
-                    "the next one takes all of that shape", type(own).__name__, what, q.shape[1],
+                    "the next one takes its place", type(own).__name__, what, q.shape[1],
                     k.shape[1], kind.device, kind, _first_line(error),
                 )  # fmt: skip
-
-    def _of(self, kind: Kind, number: int) -> Backend:
-        """The backend of a kind behind so many others."""
-        right = self._right.setdefault(kind, [])
-        while len(right) <= number:
-            right.append(choose_backend(kind, self._untried.setdefault(kind, candidates(kind))))
-        return right[number]
 
 
 def candidates(kind: Kind) -> list[Backend]:
