@@ -40,7 +40,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -388,23 +388,9 @@ class SliceRows:
     is_continued: bool
     """Whether a later chunk goes on where it ends."""
 
-
-class CellStates(Protocol):
-    """Where the states of one (chunk, stage) come from, and where they go."""
-
-    def state_slices(self) -> Sequence[SliceRows]: ...
-
-    def enter(self, layer: int, slice_index: int, x: Tensor) -> tuple[Tensor, States]:
-        """x (1, T, D) of a slice that continues, and the states that enter it."""
-        ...
-
-    def leave(self, what: Pass, layer: int, slice_index: int, y: Tensor, states: States) -> Tensor:
-        """y (1, T, D) of a slice that is continued; `states` are those that leave it."""
-        ...
-
-    def mixed(self, what: Pass, layer: int) -> None:
-        """Note that a layer's mixer is done; may raise KVReady."""
-        ...
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.stop - self.rows.start  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,17 +420,40 @@ def _forward(
     pass_of = BoundCell.to(mixer.module)
     if pass_of is None:
         raise called_within(mixer.module)
-    cell: Any = pass_of.cell
-    what = pass_of.what
-    given, call = inputs_of(args, kwargs), partial(_call, own, current)
-    outputs: dict[int, Any] = {}
+    cell: Any = pass_of.cell  # with `runtime.cell.Cell`'s slices and states
+    given, found, output = inputs_of(args, kwargs), dict[int, Tensor](), None
     for parts in in_batches(cell.state_slices()):
-        if len(parts) > 1:
-            outputs |= _batch(call, parts, given)
+        part, take = parts[0], partial(_rows_of, parts)
+        x, before = take(given.x), States()
+        if part.continues:
+            x, before = cell.enter(mixer.layer, part.index, x)
+        current.cache, current.num_scans = SliceCache(before, x.shape[1]), 0
+        try:
+            own_args, own_kwargs = given.of(x, take, current.cache)
+            output = own(*own_args, **own_kwargs)
+            after = current.cache.after
+        finally:
+            current.cache = None
+        y = first(output)
+        if part.is_continued:
+            y = cell.leave(pass_of.what, mixer.layer, part.index, y, after)
+        if len(parts) == 1:
+            found[part.index] = y
         else:
-            outputs[parts[0].index] = _slice(mixer, call, cell, what, parts[0], given)
-    cell.mixed(what, mixer.layer)
-    return joined([outputs[index] for index in sorted(outputs)])
+            found |= {p.index: y[n : n + 1, : p.num_tokens] for n, p in enumerate(parts)}
+    cell.mixed(pass_of.what, mixer.layer)
+    ys = [found[index] for index in sorted(found)]
+    y = ys[0] if len(ys) == 1 else torch.cat(ys, 1)
+    return (y, *output[1:]) if isinstance(output, tuple) else y
+
+
+def _rows_of(parts: Sequence[SliceRows], x: Tensor) -> Tensor:
+    """x (1, T, ...) -> (1, t, ...) of one slice; (B, longest, ...) of several, padded on the right:
+    a causal layer never looks there."""
+    if len(parts) == 1:
+        return x[:, parts[0].rows]
+    longest, others = max(part.num_tokens for part in parts), (0, 0) * (x.ndim - 2)
+    return torch.cat([pad(x[:, p.rows], (*others, 0, longest - p.num_tokens)) for p in parts])
 
 
 def in_batches(parts: Sequence[SliceRows]) -> list[list[SliceRows]]:
@@ -452,61 +461,11 @@ def in_batches(parts: Sequence[SliceRows]) -> list[list[SliceRows]]:
     less than twice their tokens; each other one is called alone."""
     batches: dict[tuple[int, ...], list[SliceRows]] = {}
     for part in parts:
-        n = part.rows.stop - part.rows.start
+        n = part.num_tokens
         alike = (n.bit_length(),) if n < _BUCKET_TOKENS else (_BUCKET_TOKENS, n // _BUCKET_TOKENS)
         is_whole = not part.continues and not part.is_continued
         batches.setdefault(alike if is_whole else (0, 0, part.index), []).append(part)
     return list(batches.values())
-
-
-def _batch(call: Callable[..., Any], parts: Sequence[SliceRows], given: Inputs) -> dict[int, Any]:
-    """The outputs of whole slices by their numbers, computed as one batch padded on the right: a
-    causal layer never looks there."""
-    lens = [part.rows.stop - part.rows.start for part in parts]
-    length = max(lens)
-
-    def padded(x: Tensor) -> Tensor:
-        """x (1, T, ...) -> (B, length, ...)."""
-        rows = [x[:, part.rows] for part in parts]
-        behind = [(0, 0) * (x.ndim - 2) + (0, length - n) for n in lens]
-        return torch.cat([pad(one, more) for one, more in zip(rows, behind, strict=True)])
-
-    cache = SliceCache({}, length)
-    output = call(cache, given.of(padded(given.x), padded, cache))
-    y, others = first(output), output[1:] if isinstance(output, tuple) else None
-    found: dict[int, Any] = {}
-    for number, (part, n) in enumerate(zip(parts, lens, strict=True)):
-        own = y[number : number + 1, :n]
-        found[part.index] = own if others is None else (own, *others)
-    return found
-
-
-def _slice(
-    mixer: Mixer, call: Callable[..., Any], cell: CellStates, what: Pass, part: SliceRows,
-    given: Inputs,
-) -> Any:  # fmt: skip
-    x, before = given.x[:, part.rows], States()
-    if part.continues:
-        x, before = cell.enter(mixer.layer, part.index, x)
-    cache = SliceCache(before, x.shape[1])
-    output = call(cache, given.of(x, lambda of_tokens: of_tokens[:, part.rows], cache))
-    if part.is_continued:
-        y = cell.leave(what, mixer.layer, part.index, first(output), cache.after)
-        output = (y, *output[1:]) if isinstance(output, tuple) else y
-    return output
-
-
-def _call(
-    own: Callable[..., Any],
-    current: Current,
-    cache: SliceCache,
-    given: tuple[Sequence[Any], Mapping[str, Any]],
-) -> Any:
-    current.cache, current.num_scans = cache, 0
-    try:
-        return own(*given[0], **given[1])
-    finally:
-        current.cache = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,15 +523,6 @@ def first(output: Any) -> Tensor:
     found = output[0] if isinstance(output, tuple) else output
     assert isinstance(found, Tensor)
     return found
-
-
-def joined(outputs: Sequence[Any]) -> Any:
-    """The output of a chunk of the outputs of its slices, in order."""
-    if len(outputs) == 1:
-        return outputs[0]
-    y = torch.cat([first(output) for output in outputs], 1)
-    last = outputs[-1]
-    return (y, *last[1:]) if isinstance(last, tuple) else y
 
 
 def find(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from furlong.verify.checks import (
     check_isolation,
 )
 from furlong.verify.resume import check_resume
-from furlong.verify.sampling import check_draws, num_chunks_of_run, sampling_of_run
 
 
 def verify(config: RunConfig | None = None) -> list[Finding]:
@@ -34,8 +33,10 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
 
     Prints as it goes. Raises UserError for a model that cannot be trained.
     """
-    run = config or _default_run()
-    sampling = sampling_of_run(run)
+    run = config or RunConfig(
+        model=ModelConfig(name="Qwen2"),
+        data=DataConfig(train=("none",), max_seq_len=LONGEST_TOKENS),
+    )
     whole = _default_model() if config is None else _model_config(run)
     shrunk = shrink_config(whole, max_seq_len=run.data.max_seq_len)
     lora = None if run.model.lora is None else run.model.lora.model_dump()
@@ -44,35 +45,32 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
     storage = Storage(disk_dir=run.memory.disk_dir)
     subject = build_subject(shrunk, options, lora, storage=storage)
     print(_describe(subject, run.model.name))
-    checks: list[Callable[[], Finding]] = [
-        lambda: check_gradients(subject),
-        lambda: check_isolation(subject),
-        lambda: check_accumulation(subject),
+    checks = [
+        *(
+            partial(check, subject)
+            for check in (check_gradients, check_isolation, check_accumulation)
+        ),
+        partial(check_resume, run, shrunk),
     ]
-    if sampling is not None:
-        num_chunks = num_chunks_of_run(run)
-        checks.append(lambda: check_draws(subject, sampling, num_chunks))
-    checks.append(lambda: check_resume(run, shrunk))
-    return [_run(check) for check in checks]
+    findings = []
+    for check in checks:
+        started_s = time.perf_counter()
+        finding = check()
+        verdict, took = "ok  " if finding.passed else "FAIL", time.perf_counter() - started_s
+        told = f"{finding.name:<12}  {finding.figure}  ({format_seconds(took)})"
+        print(f"{verdict}  {told}", flush=True)
+        findings.append(finding)
+    return findings
 
 
 def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
-    """The run's own dials, with chunks and stages that cut the small sequences and model; without
+    """The run's own options, with chunks and stages that cut the small sequences and model; without
     sampling, for an exact step."""
-    dials = given_options(run.chunks) | {"size": CHUNK_SIZE, "sample": None}
-    if dials.get("stage_layers", whole.num_hidden_layers) < whole.num_hidden_layers:
+    given = given_options(run.chunks) | {"size": CHUNK_SIZE, "sample": None}
+    if given.get("stage_layers", whole.num_hidden_layers) < whole.num_hidden_layers:
         most = max(1, shrunk.num_hidden_layers // 2)
-        dials["stage_layers"] = min(dials["stage_layers"], most)
-    return fixed_options(run.data.max_seq_len, dials)
-
-
-def _run(check: Callable[[], Finding]) -> Finding:
-    started_s = time.perf_counter()
-    finding = check()
-    verdict = "ok  " if finding.passed else "FAIL"
-    took = format_seconds(time.perf_counter() - started_s)
-    print(f"{verdict}  {finding.name:<12}  {finding.figure}  ({took})", flush=True)
-    return finding
+        given["stage_layers"] = min(given["stage_layers"], most)
+    return fixed_options(run.data.max_seq_len, given)
 
 
 def _model_config(run: RunConfig) -> Any:
@@ -84,37 +82,23 @@ def _model_config(run: RunConfig) -> Any:
     return config
 
 
-def _default_run() -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(name="Qwen2"),
-        data=DataConfig(train=("none",), max_seq_len=LONGEST_TOKENS),
-    )
-
-
 def _default_model() -> Any:
     """The shape of Qwen2.5-0.5B."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
 
 
 def _describe(subject: Subject, name: str) -> str:
-    model, options = subject.model, subject.options
+    model = subject.model
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = base.config
-    kinds = ", ".join(dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"]))
-    heads = getattr(config, "num_attention_heads", 0)
+    kinds = dict.fromkeys(getattr(base.config, "layer_types", None) or ["full_attention"])
     adapters = ", adapters" if base is not model else ""
-    dials = options_in_words(options)
     return (
-        f"{name} in small: {type(base).__name__}, {config.num_hidden_layers} layers ({kinds}),"
-        f" {heads} heads on {getattr(config, 'num_key_value_heads', None) or heads}, hidden"
-        f" {config.hidden_size}{adapters}; chunks: {dials}; float64 on the CPU"
+        f"{name} in small: {type(base).__name__}, {base.config.num_hidden_layers} layers"
+        f" ({', '.join(kinds)}), hidden {base.config.hidden_size}{adapters};"
+        f" chunks: {options_in_words(subject.options)}; float64 on the CPU"
     )
