@@ -11,8 +11,7 @@ so does everything in a copy of the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
@@ -120,26 +119,6 @@ def unchunked(model: _M) -> _M:
     """The model, with the decoder's own forward again."""
     _remove(_decoder(model))
     return model
-
-
-@contextmanager
-def chunked_within(
-    model: nn.Module,
-    options: ChunkOptions,
-    *,
-    max_seq_len: int | None = None,
-    storage: Storage | None = None,
-) -> Iterator[None]:
-    """Within it the model is `chunked` with these options; a backward may come later."""
-    decoder = _decoder(model)
-    before = {name: decoder.__dict__[name] for name in _SET if name in decoder.__dict__}
-    chunked(model, options, max_seq_len=max_seq_len, storage=storage)
-    try:
-        yield
-    finally:
-        decoder.__dict__.update(before)
-        if not before:
-            _remove(decoder)
 
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -141,20 +141,6 @@ def test_a_config_that_is_wrong_about_its_tied_head_is_refused(tmp_path):
         build_model(weights, layers=STAGES[2])
 
 
-def test_adapters_are_drawn_by_name_too(tmp_path):
-    _config, weights = written(tmp_path, "llama")
-    whole = build_model(weights, lora=LORA, seed=4)
-    seen: set[str] = set()
-    for layers in STAGES:
-        part = build_model(weights, lora=LORA, seed=4, layers=layers)
-        for name, parameter in part.named_parameters():
-            assert torch.equal(parameter, whole.get_parameter(name)), name
-            seen.add(name)
-    assert seen == set(dict(whole.named_parameters()))
-    drawn = {n: p for n, p in whole.named_parameters() if "lora_A" in n}
-    assert len(drawn) == 21 and all(p.any() for p in drawn.values())
-
-
 @pytest.mark.parametrize(
     ("modules", "stages", "tied"),
     [

@@ -14,7 +14,6 @@ from furlong.kv.pools import DevicePool
 from furlong.kv.store import KVStore
 from furlong.models.attention import KVReady
 from furlong.models.decoder import HFDecoder, Stage
-from furlong.models.support import FSDP_METHOD, add_fsdp_method
 from furlong.ops.backends.select import ProbedBackend
 from furlong.plan.passes import Pass
 from furlong.plan.plan import Chunk, Slice
@@ -23,7 +22,6 @@ from furlong.runtime.cell import Cell
 from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 NUM_TOKENS = 9
-GRAPH = Pass("graph")
 CPU = torch.device("cpu")
 
 
@@ -32,32 +30,6 @@ def cell_of(stage: Stage) -> Cell:
     chunk = Chunk((Slice(0, 0, NUM_TOKENS),))
     rows = rows_of(chunk, 0, sp_size=1, q_heads=1, kv_heads=1)
     return Cell(rows, {}, KVStore(arena, {}), ProbedBackend(), DevicePool(arena), stage.layers)
-
-
-def run(model: HFDecoder, heights, what=GRAPH) -> list[torch.Tensor]:
-    """Hidden states (T, D) behind each stage, each of which is the next one's leaf."""
-    ids = batch([NUM_TOKENS])[0]["input_ids"]
-    outputs = []
-    with model.installed():
-        x = ids
-        for stage in model.stages(heights):
-            hidden = stage.run(x, torch.arange(NUM_TOKENS), cell_of(stage), what)
-            outputs.append(hidden)
-            x = hidden.detach().requires_grad_()
-    return outputs
-
-
-@pytest.mark.parametrize(
-    ("family", "heights"),
-    [("llama", (2, 1)), ("granite", (1, 1, 1)), ("gemma3_text", (1, 2)), ("gpt_oss", (1, 1, 1))],
-)
-def test_stages_compute_what_the_decoder_computes_bit_for_bit(family, heights):
-    model = HFDecoder(build(family))
-    ids = batch([NUM_TOKENS])[0]["input_ids"]
-    with torch.no_grad():
-        whole = run(model, (3,))[0]
-        assert torch.equal(run(model, heights)[-1], whole)
-        torch.testing.assert_close(whole, model.whole_hidden(ids), rtol=1e-5, atol=1e-7)
 
 
 def test_the_model_is_afterwards_as_it_was_also_after_an_error():
@@ -159,22 +131,3 @@ def test_frozen_layers_are_counted_from_below():
     assert model.num_frozen_layers == 1
     base.model.norm.weight.requires_grad_(True)
     assert model.num_frozen_layers == 0, "what lies beside the layers may lie below them"
-
-
-def test_every_pass_and_every_head_enters_before_layers_are_swapped():
-    """A wrapper that looks at the modules at its first call must see all of the model's own."""
-    model = build("llama")
-    own = [type(m).__name__ for m in model.modules()]
-    plain = getattr(model, add_fsdp_method(model))
-    seen = []
-
-    def wrapper(run):
-        seen.append([type(m).__name__ for m in model.modules()])
-        return plain(run)
-
-    model.__dict__[FSDP_METHOD] = wrapper
-    options = furlong.ChunkOptions(size=8, keep="input", order="layer-first", stage_layers=1)
-    result = furlong.forward_backward(model, batch([21]), options)
-    assert all(names == own for names in seen)
-    num_passes = sum(r.text[0] in "FR" for r in result.timeline.records)
-    assert len(seen) >= num_passes + 3, "and the head of three chunks"

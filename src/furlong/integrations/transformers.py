@@ -5,9 +5,8 @@ data preparation, accumulation, clipping, optimizers, callbacks, checkpoints, PE
 TRL's by inheritance: `class ChunkedSFTTrainer(furlong.integrations.Trainer, SFTTrainer): ...`.
 
 Batches of a data collator are read as sequences. A loss is a sum over tokens, which chunks compute
-one tile of logits at a time, or any function of the model's outputs, which goes through
-`furlong.chunked` and holds all logits. Settings that chunks or several processes cannot honour are
-refused.
+one tile of logits at a time; any function of the model's outputs needs no trainer of ours but
+`furlong.chunked`. Settings that chunks or several processes cannot honour are refused.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from furlong.api import Engine
-from furlong.chunked_model import chunked_within
 from furlong.errors import ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.support import refuse_attention_dropout
 from furlong.ops.loss import IGNORE_INDEX, wide
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import require_two_phases
 from furlong.runtime.batch import (
     IMPLIED,
     ShiftedSequence,
@@ -192,27 +189,18 @@ def token_loss(trainer: Any) -> TokenFunction | None:
     return _smoothed(factor) if factor else None
 
 
-def is_any_function(trainer: Any) -> bool:
-    """Whether the loss is made of the outputs of the model, by a `compute_loss_func` or by a
-    `compute_loss` of a trainer's own."""
+def refuse_loss(trainer: Any) -> None:
+    """Raise ConfigError for a loss that is made of the outputs of the model, by a
+    `compute_loss_func` or by a `compute_loss` of a trainer's own, and for a seed."""
     owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
     is_own = "compute_loss" in vars(trainer) or owner.__module__ not in _KNOWN
-    function = trainer.compute_loss_func
-    return is_own or not (function is None or isinstance(function, TokenLoss))
-
-
-def refuse_loss(trainer: Any, options: ChunkOptions) -> None:
-    """Raise ConfigError for a loss that several processes do not have, and for options that it, or
-    a trainer of many steps, does not have."""
-    is_any = is_any_function(trainer)
-    if is_any:
-        require_two_phases(options)
-    seed = options.sampling and options.sampling.seed
+    function, sampling = trainer.compute_loss_func, trainer.chunk_options.sampling
+    seed = None if sampling is None else sampling.seed
     found = [
-        (is_any and trainer.args.world_size > 1,
-         "a compute_loss_func or compute_loss of the trainer's own on several processes",
-         "pass compute_loss_func=furlong.integrations.TokenLoss(function), or give "
-         "furlong.chunked(model) to the trainer without furlong, on any number of processes"),
+        (is_own or not (function is None or isinstance(function, TokenLoss)),
+         "a compute_loss_func or compute_loss of the trainer's own",
+         "pass compute_loss_func=furlong.integrations.TokenLoss(function); or give "
+         "furlong.chunked(model) to the trainer without furlong"),
         (seed is not None, f"chunk_options with sample.seed = {seed}, the same draw in every step",
          "leave sample.seed out; draws then follow from args.seed"),
     ]  # fmt: skip
@@ -320,9 +308,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     exact.
 
     A loss that is a sum over tokens never holds the logits of a batch: `label_smoothing_factor`,
-    the `loss_type` of TRL's SFTTrainer, and a `compute_loss_func` that is a `TokenLoss`. Any other
-    `compute_loss_func`, and a `compute_loss` of a class's own, is transformers' training step on a
-    model that is `furlong.chunked`, and holds them all.
+    the `loss_type` of TRL's SFTTrainer, and a `compute_loss_func` that is a `TokenLoss`. For any
+    other loss give a model that is `furlong.chunked` to the trainer as it is.
 
     On several processes each holds the whole model, and gradients are added up once per update;
     with accelerate's FSDP2 the engine divides the weights among them.
@@ -339,8 +326,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         refuse_settings(self)
         self.chunk_options = chunk_options or ChunkOptions()
-        self._sizes: dict[str, Any] = {"max_seq_len": max_seq_len, "storage": storage}
-        refuse_loss(self, self.chunk_options)
+        refuse_loss(self)
         divides = self.is_fsdp_enabled
         if divides:
             self.model.to(self.args.device)
@@ -349,7 +335,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             # somebody does: this trainer
             warnings.filterwarnings("ignore", ".*nobody adds them up")
             self.engine = Engine(
-                self.model, **self._sizes,
+                self.model, max_seq_len=max_seq_len, storage=storage,
                 compute_dtype=torch.bfloat16 if self.args.bf16 else None,
                 process_group=dist.group.WORLD if divides else None,
             )  # fmt: skip
@@ -363,8 +349,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
         """Counts the labels that a token predicts: what the loss sums over, on all processes."""
-        if is_any_function(self):
-            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         batches = [self._own_samples(batch) for batch in islice(epoch_iterator, num_batches)]
         return batches, torch.tensor(self._num_labels(batches), device=device)
 
@@ -373,10 +357,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> Tensor:
         """Loss and gradients of a batch. On several processes the loss of an update comes with its
         last batch, when gradients are added up; it is that of all, and 0 before."""
-        refuse_loss(self, self.chunk_options)  # it may have been set since
-        if is_any_function(self):
-            with chunked_within(self.model, self.chunk_options, **self._sizes):
-                return super().training_step(model, inputs, num_items_in_batch)
+        refuse_loss(self)  # it may have been set since
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
@@ -402,10 +383,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Mean loss of a batch, on several processes that of all their batches together; None,
         which evaluation leaves out, for a batch without labels.
 
-        A `compute_metrics` asks for logits, and so does a loss of the model's outputs: these are
-        the model's own, of the whole batch.
+        A `compute_metrics` asks for logits: these are the model's own, of the whole batch.
         """
-        if not prediction_loss_only or is_any_function(self):
+        if not prediction_loss_only:
             found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
             reshard(self.engine.model.base)  # weights that are gathered would go stale
             return found  # type: ignore[no-any-return]

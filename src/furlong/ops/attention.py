@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -142,6 +143,11 @@ class Gathered:
     """Their gradients in log-sum-exp's dtype, where a backward adds to them."""
     dv: Tensor | None = None
 
+    def add_grad(self, keys: slice, dk: Tensor, dv: Tensor) -> None:
+        assert self.dk is not None and self.dv is not None
+        self.dk[:, keys] += dk
+        self.dv[:, keys] += dv
+
 
 def store_slices(
     slices: Sequence[PlacedSlice], k: Tensor, v: Tensor, layer_kv: LayerKV,
@@ -153,6 +159,20 @@ def store_slices(
         if layer_kv.keeps(placed.index):
             keys = slice(placed.keys[0] - first_row, placed.keys[1] - first_row)
             layer_kv.write(placed.index, k[:, keys], v[:, keys], rule)
+
+
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """Keys and values k, v (K, S, H) that rows of the chunk see before their own.
+
+    Whoever asks for the next ones holds none of these any more.
+    """
+
+    k: Tensor
+    v: Tensor
+    seen: Sequence[tuple[slice, Block]]
+    """Rows that see them, and how."""
+    add_grad: Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,29 +195,21 @@ class SliceAttention:
             return q, q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
         out, lse = self.backend.forward(q, k, v, self.rule.scores(0, *squares))
         for branches in self._branches():
-            self._merge_earlier(branches, q, out, lse, gathered)
+            rows, wide = self._rows(branches), None
+            for earlier in self._earlier(branches, gathered, gradients=False):
+                # merged in log-sum-exp's dtype, and rounded once
+                wide = out[:, rows].to(lse.dtype) if wide is None else wide
+                for part, block in earlier.seen:
+                    found = self.backend.forward(q[:, part], earlier.k, earlier.v, block)
+                    merge_(_within(wide, rows, part), lse[:, part], *found)
+                del earlier, found
+            if wide is not None and wide.dtype != out.dtype:
+                out[:, rows] = wide
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
             out = (out * torch.exp(lse - with_sinks)[..., None]).to(q.dtype)
             lse = with_sinks
         return out, lse
-
-    def _merge_earlier(
-        self, branches: Sequence[PlacedSlice], q: Tensor, out: Tensor, lse: Tensor,
-        gathered: Gathered | None,
-    ) -> None:  # fmt: skip
-        """Merge what the rows of slices with one prefix see before them into their out and lse."""
-        whole = self._rows(branches)
-        wide = _Wide(out, whole, lse.dtype)
-        for rows, block, keys in self._seeing_in_chunk(branches):
-            assert gathered is not None
-            of = gathered.k[:, keys], gathered.v[:, keys]
-            wide.merge(rows, lse, *self.backend.forward(q[:, rows], *of, block))
-        for piece in self._prefix(branches[0], gradients=False):
-            for rows, block in self._seeing(branches, piece):
-                wide.merge(rows, lse, *self.backend.forward(q[:, rows], piece.k, piece.v, block))
-            del piece  # done with, before the next is asked for
-        wide.end()
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -215,47 +227,26 @@ class SliceAttention:
         else:
             dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for branches in self._branches():
-            self._add_earlier(branches, (dout, q, out, lse), dq, gathered, needs_kv)
+            rows, wide = self._rows(branches), None
+            for earlier in self._earlier(branches, gathered, gradients=needs_kv):
+                wide = dq[:, rows].to(lse.dtype) if wide is None else wide
+                sent: list[Tensor] = []
+                for part, block in earlier.seen:
+                    part_dq, *grads = self.backend.backward(
+                        dout[:, part], q[:, part], earlier.k, earlier.v, out[:, part],
+                        lse[:, part], block,
+                    )  # fmt: skip
+                    _within(wide, rows, part).add_(part_dq)
+                    sent = [a + b for a, b in zip(sent, grads, strict=True)] if sent else grads
+                    del part_dq, grads
+                if needs_kv:
+                    earlier.add_grad(*sent)
+                del earlier, sent
+            if wide is not None and wide.dtype != dq.dtype:
+                dq[:, rows] = wide
         for placed in self.slices if needs_kv else ():
             self._add_relayed(placed, dk, dv, gathered)
         return dq, dk, dv
-
-    def _add_earlier(
-        self, branches: Sequence[PlacedSlice], whole: tuple[Tensor, ...], dq: Tensor,
-        gathered: Gathered | None, needs_kv: bool,
-    ) -> None:  # fmt: skip
-        """Add to dq what the rows of slices with one prefix see before them, and send the keys
-        there theirs.
-
-        `whole` is dout, q, out (N, T, H) and lse (N, T).
-        """
-        wide = _Wide(dq, self._rows(branches), whole[3].dtype)
-        for rows, block, keys in self._seeing_in_chunk(branches):
-            assert gathered is not None and gathered.dk is not None and gathered.dv is not None
-            of = gathered.k[:, keys], gathered.v[:, keys]
-            dk, dv = self._part_backward(rows, block, whole, *of, wide)
-            gathered.dk[:, keys] += dk
-            gathered.dv[:, keys] += dv
-        for piece in self._prefix(branches[0], gradients=needs_kv):
-            sent: tuple[Tensor, Tensor] | None = None
-            for rows, block in self._seeing(branches, piece):
-                part = self._part_backward(rows, block, whole, piece.k, piece.v, wide)
-                sent = part if sent is None else (sent[0] + part[0], sent[1] + part[1])
-                del part
-            if needs_kv and sent is not None:
-                piece.add_grad(*sent)
-            del piece, sent  # done with, before the next is asked for
-        wide.end()
-
-    def _part_backward(
-        self, rows: slice, block: Block, whole: tuple[Tensor, ...], k: Tensor, v: Tensor,
-        wide: _Wide,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """dk, dv of earlier keys k, v (K, S, H) from some rows, whose dq is added."""
-        dout, q, out, lse = (x[:, rows] for x in whole)
-        dq, dk, dv = self.backend.backward(dout, q, k, v, out, lse, block)
-        wide.add(rows, dq)
-        return dk, dv
 
     def _add_relayed(
         self, placed: PlacedSlice, dk: Tensor, dv: Tensor, gathered: Gathered | None
@@ -267,19 +258,34 @@ class SliceAttention:
         start = placed.keys[0] + first - (0 if gathered else self.first_row)
         kept = slice(start, start + dk_relayed.shape[1])
         if gathered is not None:
-            assert gathered.dk is not None and gathered.dv is not None
-            dk, dv = gathered.dk, gathered.dv
+            gathered.add_grad(kept, dk_relayed, dv_relayed)
+            return
         dk[:, kept] += dk_relayed
         dv[:, kept] += dv_relayed
 
-    def _prefix(self, placed: PlacedSlice, *, gradients: bool) -> Iterator[PrefixBlock]:
-        """The stored blocks that a slice's rows see."""
-        if self.rule.block is None:
-            return self.layer_kv.prefix(placed.index, self.rule.window, gradients=gradients)
-        num_open = self.rule.open_tokens(placed.start)
-        if not num_open:
-            return iter(())
-        return self.layer_kv.prefix(placed.index, num_open + 1, gradients=gradients)
+    def _earlier(
+        self, branches: Sequence[PlacedSlice], gathered: Gathered | None, *, gradients: bool
+    ) -> Iterator[_Earlier]:
+        """What the rows of slices with one prefix see: gathered keys of each slice itself that lie
+        before a stretch, and the stored blocks."""
+        for placed, stretch in ((own, s) for own in branches for s in own.stretches):
+            inside = stretch.position - placed.start
+            before = min(inside, self.rule.open_tokens(stretch.position))
+            rows, block = self._first_rows(stretch, before, before)
+            if rows.start < rows.stop and before:
+                assert gathered is not None
+                keys = slice(placed.keys[0] + inside - before, placed.keys[0] + inside)
+                of = gathered.k[:, keys], gathered.v[:, keys]
+                yield _Earlier(*of, [(rows, block)], partial(gathered.add_grad, keys))
+        window, first = self.rule.window, branches[0]
+        if self.rule.block is not None:
+            window = self.rule.open_tokens(first.start) + 1
+            if window == 1:
+                return
+        for piece in self.layer_kv.prefix(first.index, window, gradients=gradients):
+            if seen := list(self._seeing(branches, piece)):
+                yield _Earlier(piece.k, piece.v, seen, piece.add_grad)
+            del piece  # done with, before the next is asked for
 
     def _squares(self) -> list[slice]:
         """The rows that see themselves causally: of each stretch, or of its part of each attention
@@ -329,19 +335,6 @@ class SliceAttention:
                 if rows.start < rows.stop:  # a kernel may divide by their number
                     yield rows, block
 
-    def _seeing_in_chunk(
-        self, branches: Sequence[PlacedSlice]
-    ) -> Iterator[tuple[slice, Block, slice]]:
-        """The same for the gathered keys of each slice itself that lie before a stretch."""
-        for placed in branches:
-            for stretch in placed.stretches:
-                inside = stretch.position - placed.start
-                before = min(inside, self.rule.open_tokens(stretch.position))
-                rows, block = self._first_rows(stretch, before, before)
-                if rows.start < rows.stop and before:
-                    last = placed.keys[0] + inside
-                    yield rows, block, slice(last - before, last)
-
     def _first_rows(self, stretch: Stretch, distance: int, num_keys: int) -> tuple[slice, Block]:
         """Those of a stretch that see keys, of which the first one lies `distance` before it."""
         block, start = self.rule.scores(distance), stretch.start - self.first_row
@@ -355,29 +348,9 @@ class SliceAttention:
         return max(0, self.rule.left_tokens(position, distance + num_rows) - distance)
 
 
-class _Wide:
-    """Rows of x (N, T, H) while blocks add to them: in log-sum-exp's dtype, rounded once."""
-
-    def __init__(self, x: Tensor, rows: slice, dtype: torch.dtype) -> None:
-        self._x, self._rows, self._dtype = x, rows, dtype
-        self._wide: Tensor | None = None
-
-    def merge(self, rows: slice, lse: Tensor, out: Tensor, other_lse: Tensor) -> None:
-        """Merge attention of `rows` over more keys into x and lse (N, T)."""
-        merge_(self._of(rows), lse[:, rows], out, other_lse)
-
-    def add(self, rows: slice, part: Tensor) -> None:
-        self._of(rows).add_(part)
-
-    def end(self) -> None:
-        if self._wide is not None and self._wide.dtype != self._x.dtype:
-            self._x[:, self._rows] = self._wide
-
-    def _of(self, rows: slice) -> Tensor:
-        if self._wide is None:
-            self._wide = self._x[:, self._rows].to(self._dtype)
-        start = rows.start - self._rows.start
-        return self._wide[:, start : start + rows.stop - rows.start]
+def _within(wide: Tensor, rows: slice, part: slice) -> Tensor:
+    """A part of some rows, of which `wide` (N, rows, H) has all."""
+    return wide[:, part.start - rows.start : part.stop - rows.start]
 
 
 class LevelAttention:
