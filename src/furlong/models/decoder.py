@@ -411,7 +411,7 @@ class HFDecoder:
         mixers = self.probed.mixers
         with (
             chunked_attention(self.base, self.max_seq_len, self.compiled),
-            relaying(mixers),
+            relaying(mixers) if mixers else nullcontext(),
             hooked(self.decoder, self._refuse_others),
         ):
             yield

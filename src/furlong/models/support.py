@@ -139,7 +139,7 @@ def refuse_unsupported(
 
 
 Row = tuple[Callable[[Any], object], str, str, str]
-"""What tells of a fault in a model, the fault in words, what is required, and the change."""
+"""A test of a model that tells of a fault, the fault in words, what is required, and the change."""
 OTHER_FAMILY = "train a model of another family"
 _WHOLE = "pass the model before it is sharded; Engine(ranks=...) does it"
 

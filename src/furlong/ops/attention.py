@@ -266,7 +266,7 @@ class SliceAttention:
     def _earlier(
         self, branches: Sequence[PlacedSlice], gathered: Gathered | None, *, gradients: bool
     ) -> Iterator[_Earlier]:
-        """What the rows of slices with one prefix see: gathered keys of each slice itself that lie
+        """Yield all that rows of slices with one prefix see: gathered keys of a slice itself, those
         before a stretch, and the stored blocks."""
         for placed, stretch in ((own, s) for own in branches for s in own.stretches):
             inside = stretch.position - placed.start
