@@ -15,7 +15,7 @@ from furlong.cli.main import main
 from furlong.errors import ConfigError
 from furlong.plan.lengths import read_lengths
 from furlong.report.patience import patience
-from furlong.train import build, trainer
+from furlong.train import build
 
 NUM_BYTES = (10, 100, 100, 3000)
 
@@ -132,7 +132,6 @@ def test_a_long_reading_of_data_gives_signs_of_life(
 
     monkeypatch.setattr(patience.__wrapped__, "__kwdefaults__", {"every_s": 0.02, "speaks": True})
     monkeypatch.setattr(build, "load_splits", read)
-    monkeypatch.setattr(trainer, "load_splits", read)
     LlamaConfig(vocab_size=300, max_position_embeddings=2**17).save_pretrained(tokenizer)
     run = tmp_path / "run.yaml"
     values = {"model": {"name": str(tokenizer), "init": "random"}, "data": {"train": str(data)}}

@@ -46,7 +46,6 @@ def test_what_the_user_can_mend_ends_with_2_and_four_parts(
         (["train"], "name a run file"),
         (["train", "--resume"], "name a run file"),
         (["plan", "--devices", "0"], "given:    no --lengths"),
-        (["train", "--out=env\udcc3\udcb6"], "LC_ALL"),
     ],
 )
 def test_what_a_command_line_lacks_is_named(
@@ -54,17 +53,6 @@ def test_what_a_command_line_lacks_is_named(
 ) -> None:
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_working_folder_that_was_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert main(["train", "run.yaml"]) == 2
-    assert "given:    a working folder that no longer exists" in capsys.readouterr().err
 
 
 def test_our_own_failure_ends_with_1_and_a_traceback(tmp_path: Path) -> None:

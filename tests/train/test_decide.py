@@ -43,13 +43,6 @@ def test_plan_says_what_the_run_does(tiny_run: TinyRun, tmp_path, capsys, flags)
     assert values["dials"].items() <= options.items()
 
 
-def test_a_budget_that_is_too_small_is_refused_before_the_run(tiny_run, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert main(tiny_run.arguments(out, "--memory.device=1KiB")) == 2
-    assert "which lacks" in capsys.readouterr().err
-    assert not out.exists()
-
-
 def test_a_model_that_cannot_be_counted_takes_the_fixed_rule(
     tiny_run, tmp_path, capsys, monkeypatch
 ):
@@ -120,17 +113,4 @@ def test_both_predict_with_what_was_calibrated(tiny_run, tmp_path, capsys, monke
     assert "less 10% for what no prediction sees" in auto
     place.write_text("{")
     assert main(arguments) == 2
-    assert f"from:     the calibration file {place}" in capsys.readouterr().err
-
-
-def test_a_damaged_calibration_is_named_where_plans_are_searched(
-    tiny_run, tmp_path, capsys, monkeypatch
-):
-    """And no budget is forgotten for it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    place = this_cpu().calibration_file("float32")
-    place.parent.mkdir(parents=True)
-    place.write_text("{}")
-    flags = (*ENDLESS, "--model.dtype=float32", "--chunks.size=auto", "--memory.device=1GiB")
-    assert main(tiny_run.arguments(tmp_path / "out", *flags)) == 2
     assert f"from:     the calibration file {place}" in capsys.readouterr().err

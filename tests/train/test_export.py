@@ -112,11 +112,8 @@ def test_another_base_is_refused(
     ("arguments", "part"),
     [
         ([], "the following arguments are required: RUN_OR_CHECKPOINT"),
-        (["{run}", "--merge"], "--merge for a checkpoint without adapters"),
         (["{run}/nowhere"], "nowhere, which is no folder"),
         (["{run}/model"], "model, which holds no checkpoint"),
-        (["{run}", "--out={run}/model"], "model exists"),
-        (["{run}", "--out={run}/report.json/model"], "report.json is no folder"),
         (["{run}", "--marge"], "did you mean --merge"),
         (["{run}/checkpoints/step-00000003"], "checkpoint step-00000003 is damaged: state.json"),
     ],

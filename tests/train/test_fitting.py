@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from furlong.cli.main import main
 from furlong.errors import ConfigError
 from furlong.planners.options import ChunkOptions
-from furlong.train.memory import Fitting, OverBudgetError, UsedMemory, lack_of_memory_told
+from furlong.train.memory import Fitting, OverBudgetError, UsedMemory
 
 FLAGS = (
     *("--train.epochs=1", "--train.save_every_steps=2", "--train.eval_every_steps=0"),
@@ -134,23 +134,6 @@ def test_what_failed_is_undone_before_the_next_try() -> None:
     device = torch.device("cpu")
     done: Any = fitting.compute(call, name="step 1", num_tokens=10**6, device=device, undo=undo)
     assert (done, fitting.options.size, len(set(drawn)), len(drawn)) == ("done", 256, 1, 3)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
-        MemoryError(),
-    ],
-    ids=["cuda", "cpu", "python"],
-)
-def test_lack_of_memory_beside_the_steps_is_told(error: Exception) -> None:
-    with pytest.raises(ConfigError, match="out of memory") as told, lack_of_memory_told():
-        raise error
-    assert "model.lora" in told.value.change
-    with pytest.raises(RuntimeError, match="another"), lack_of_memory_told():
-        raise RuntimeError("another")
 
 
 def test_a_budget_of_ram_is_checked_against_what_training_has_taken() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.train import trackers
 from furlong.train.metrics import MetricsLog
 from furlong.train.run_folder import clear_export
 
@@ -106,53 +104,6 @@ def test_a_run_folder_that_is_removed_in_mid_run(
     message = refused(capsys, tiny_run.arguments(run))
     assert f"{run}/" in message and "No such file or directory" in message
     assert not run.exists()
-
-
-def test_a_checkpoint_folder_that_becomes_a_file(
-    tiny_run: TinyRun,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = tmp_path / "run"
-
-    def replace() -> None:
-        shutil.move(run / "checkpoints", tmp_path / "moved")
-        (run / "checkpoints").touch()
-
-    at_step(monkeypatch, 3, replace)
-    message = refused(capsys, tiny_run.arguments(run))
-    assert "File exists while checkpoint step-00000004 was written" in message
-    assert "make room" not in message
-    (run / "checkpoints").unlink()
-    shutil.move(tmp_path / "moved", run / "checkpoints")
-    monkeypatch.undo()
-    assert main(tiny_run.arguments(run, "--resume")) == 0
-
-
-def test_a_broken_last_line_of_the_metrics(tiny_run: TinyRun, run: Path) -> None:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text("\n".join(lines[:3]) + '\n{"step": 3, "lo')
-    assert main(tiny_run.arguments(run, *ONCE, "--resume")) == 0
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    # the first step has two: its figures, and what of them was predicted
-    assert [record["step"] for record in records] == [1, 1, 2, 3]
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3}', '{"other": "x"}'])
-def test_a_damaged_id_of_weights_and_biases(tmp_path: Path, text: str) -> None:
-    (tmp_path / "wandb.json").write_text(text)
-    with pytest.raises(trackers.ConfigError, match=r"wandb\.json"):
-        trackers.read_run_id(tmp_path / "wandb.json")
-
-
-def test_out_inside_of_a_file(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    for out in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / "file" / "a" / "b"):
-        for flags in ((), ("--resume",)):
-            assert "is no folder" in refused(capsys, tiny_run.arguments(out, *flags))
 
 
 def test_what_lies_in_the_place_of_the_model_is_kept(

@@ -16,8 +16,7 @@ from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
 from furlong.config.schema import LogConfig
-from furlong.simulate.predict import Prediction
-from furlong.train import metrics, trackers
+from furlong.train import metrics, start
 from furlong.train.evaluation import Evaluation, PositionBucket
 from furlong.train.metrics import MetricsLog, StepFigures, format_position, open_bar
 from furlong.train.sample_check import SampleCheck
@@ -90,18 +89,6 @@ def test_one_line_and_one_record_per_step_and_evaluation(tmp_path: Path) -> None
     assert tracker.seen[1][1] == {
         "eval_loss": 2.0, "eval_loss_at_0": 2.5, "eval_loss_at_1024": 1.0,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(("load", "told"), [(30.0, 1), (0.5, 0)])
-def test_a_late_first_step_tells_of_a_busy_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, told: int
-) -> None:
-    monkeypatch.setattr(metrics.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(metrics.os, "cpu_count", lambda: 2)
-    lines: list[str] = []
-    with MetricsLog(tmp_path / "metrics.jsonl", 100, lines.append) as log:
-        log.predicted(1, FIGURES, Prediction(0.2, 2**29, 0, 0))
-    assert lines[0].count("busy machine (load 30 on 2 cores)") == told
 
 
 def test_the_lines_of_steps_are_short_columns(tmp_path: Path) -> None:
@@ -203,23 +190,11 @@ def test_weights_and_biases_goes_on_with_its_run(
     for start_step in (0, 4):
         with ExitStack() as stack:
             settings = LogConfig(wandb="trials")
-            (tracker,) = trackers.open_trackers(stack, tmp_path, settings, {"out": "x"}, start_step)
+            (tracker,) = metrics.open_trackers(stack, tmp_path, settings, {"out": "x"}, start_step)
             tracker.track(start_step + 1, {"loss": 2.0})
     assert [run.settings["id"] for run in runs] == [None, "abc123"]
     assert all(run.settings["project"] == "trials" and run.finished for run in runs)
     assert [run.logged for run in runs] == [[(1, {"loss": 2.0})], [(5, {"loss": 2.0})]]
-
-
-def test_records_that_are_lost_are_told(tmp_path: Path) -> None:
-    file, said = tmp_path / "metrics.jsonl", list[str]()
-    for content, lost in ((None, "24 of 24"), (b"1234567\n", "16 of 24"), (b"x" * 24, None)):
-        file.unlink(missing_ok=True)
-        if content is not None:
-            file.write_bytes(content)
-        with MetricsLog(file, 1, said.append, keep_bytes=24):
-            pass
-        assert said == ([f"{file}: {lost} bytes of earlier records are gone"] if lost else [])
-        said.clear()
 
 
 @pytest.mark.parametrize("kind", [None, ValueError])
@@ -238,7 +213,7 @@ def test_a_run_that_weights_and_biases_refuses_can_go_on(
 
     wandb = types.SimpleNamespace(init=init, Error=WandbError)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(trackers, "find_spec", lambda name: True)
+    monkeypatch.setattr(start, "find_spec", lambda name: True)
     arguments = tiny_run.arguments(tmp_path / "run", "--train.epochs=1")
     assert main([*arguments, "--log.wandb=trials"]) == 2
     assert "given:    log.wandb = trials: No API key configured." in capsys.readouterr().err
@@ -265,7 +240,7 @@ def test_a_package_that_is_not_installed_is_named_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    monkeypatch.setattr(start, "find_spec", lambda name: None)
     for flag, package in (("--log.tensorboard=true", "tensorboard"), ("--log.wandb=x", "wandb")):
         assert main(tiny_run.arguments(tmp_path / "run", flag)) == 2
         assert f"pip install 'furlong[{package}]'" in capsys.readouterr().err

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.tiny_runs import TinyRun
 
-from furlong.cli.main import main
-from furlong.cli.train import set_allocators
+from furlong.cli import train as cli_train
 
 PROGRAM = (
     "import sys; from furlong.cli.main import main; code = main(sys.argv[1:]); "
@@ -24,7 +24,6 @@ PROGRAM = (
 REFUSING = """
 import contextlib, io, json, sys
 from furlong.cli.main import main
-from furlong.cli.train import set_allocators
 
 found = []
 for arguments in json.load(sys.stdin):
@@ -117,19 +116,6 @@ def test_another_launcher(tiny_run: TinyRun, tmp_path: Path) -> None:
     assert "given:    2 processes of mpirun" in message and "torchrun" in message
 
 
-def test_more_replicas_than_processes(tiny_run: TinyRun, tmp_path: Path) -> None:
-    (message,) = refused(tiny_run.arguments(tmp_path / "run", "--parallel.dp=2"))
-    assert "dp 2 x sp 1 x pp 1 = 2, and 1 process\n" in message
-    assert "torchrun --nproc-per-node 2 -m furlong train" in message
-
-
-def test_a_launcher_of_one_process_is_none(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert main(tiny_run.arguments(tmp_path / "run", "--train.epochs=1")) == 0
-
-
 def test_run_folders(tiny_run: TinyRun, tmp_path: Path) -> None:
     run, edited, damaged = (tmp_path / name for name in ("run", "edited", "damaged"))
     for folder in (run, edited, damaged):
@@ -165,7 +151,7 @@ def test_exports(tiny_run: TinyRun, tmp_path: Path) -> None:
     run = tmp_path / "run"
     tiny_run.leave_run(run, "--train.epochs=1")
     cases = (
-        ([str(tmp_path / "nowhere")], "which holds no checkpoint"),
+        ([str(tmp_path / "nowhere")], "which is no folder"),
         ([str(run), "--merge"], "--merge for a checkpoint without adapters"),
         ([str(run), f"--out={run / 'model'}"], "model exists"),
         ([str(run), f"--out={run / 'report.json' / 'x'}"], "is no folder"),
@@ -175,30 +161,21 @@ def test_exports(tiny_run: TinyRun, tmp_path: Path) -> None:
         assert part in message
 
 
-@pytest.mark.parametrize("given", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])
-def test_segments_of_a_gpu_grow_unless_the_user_says_otherwise(
-    given: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "LRU_CACHE_CAPACITY": "7"},
+    ],
+)
+def test_what_torch_reads_at_its_start_is_set_unless_the_user_has_set_it(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    if given is not None:
-        monkeypatch.setenv(given, "max_split_size_mb:64")
-    set_allocators()
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    expected = {given: "max_split_size_mb:64"} if given else {names[0]: "expandable_segments:True"}
-    assert found == expected
-
-
-def test_the_cpus_kernels_are_bounded_unless_the_user_says_otherwise(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for given, expected in ((None, "64"), ("7", "7")):
-        for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-            monkeypatch.delenv(cache, raising=False)
-        if given is not None:
-            monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", given)
-        run = tmp_path / f"run-{expected}"
-        assert main(tiny_run.arguments(run, "--train.epochs=1", "--train.save_every_steps=0")) == 0
-        assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == expected
-        assert os.environ["LRU_CACHE_CAPACITY"] == "64"
+    expected = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+    if not any("ALLOC_CONF" in name for name in given):
+        expected["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    environment = dict(given)
+    monkeypatch.setattr(cli_train, "os", SimpleNamespace(environ=environment))
+    cli_train.set_allocators()
+    assert environment == expected | given

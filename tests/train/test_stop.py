@@ -50,24 +50,6 @@ def before(
     monkeypatch.setattr(owner, name, acting)
 
 
-@SOME
-def test_a_stop_signal_ends_a_run_with_a_checkpoint(
-    tiny_run: TinyRun,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    number: signal.Signals,
-) -> None:
-    run = tmp_path / "run"
-    with monkeypatch.context() as patched:
-        before(patched, MetricsLog, "step", lambda: signal.raise_signal(number))
-        assert main(tiny_run.arguments(run, ONCE)) == 0
-    assert f"stopped by {number.name} after step 1 of 3; go on with:" in capsys.readouterr().out
-    assert (run / "checkpoints" / "step-00000001").is_dir()
-    assert main(tiny_run.arguments(run, ONCE, "--resume")) == 0
-    assert steps_of(run) == [1, 2, 3]
-
-
 def test_signals_during_the_last_save_lose_nothing(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,18 +125,6 @@ def test_what_cannot_be_is_refused_before_weights_are_loaded(
         "given", "required", "from", "change",
     ]  # fmt: skip
     assert not run.exists()
-
-
-def test_a_disk_without_room_for_the_plan_is_refused(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.setattr(
-        "furlong.train.run_model.shutil",
-        SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=9)),
-    )
-    assert main(tiny_run.arguments(tmp_path / "run", *FIXED, "--chunks.tier=disk", *DISK)) == 2
-    message = capsys.readouterr().err
-    assert "9 B free on the disk of" in message and "memory.disk_dir" in message
 
 
 def test_the_budgets_alone_decide(tiny_run: TinyRun, tmp_path: Path, capsys: Any) -> None:

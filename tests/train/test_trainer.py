@@ -162,14 +162,19 @@ def test_a_profiler_traces_the_steps_that_are_named(
     assert any("mm" in name for name in names)
 
 
-def test_a_trace_of_steps_that_never_come_is_told(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ("--train.epochs=1", "--log.profile_steps=[5, 9]")
-    assert main(tiny_run.arguments(tmp_path / "run", *flags)) == 0
-    told = "log.profile_steps begins at step 5, the run ends with step 3"
-    assert told in capsys.readouterr().out
-    assert not (tmp_path / "run" / "profile").exists()
+def test_what_a_trainer_of_an_ended_run_says(tiny_run: TinyRun, tmp_path: Path) -> None:
+    config = config_of(tiny_run, tmp_path / "run", "--train.epochs=1")
+    with furlong.Trainer(config) as trainer:
+        report = trainer.train()
+    with furlong.Trainer(config, resume=True) as trainer:
+        assert trainer.train() == report
+        with pytest.raises(AttributeError, match=r"run in .* is finished"):
+            trainer.evaluate()
+        assert not hasattr(trainer, "model")
+    with pytest.raises(ConfigError, match="resume=True"):
+        furlong.Trainer(config)
+    with pytest.raises(ConfigError, match=r"Trainer\(5\)"):
+        furlong.Trainer(5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("callback", [Noting, object()])

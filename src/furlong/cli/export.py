@@ -22,11 +22,8 @@ def run(arguments: Sequence[str]) -> int:
         "--out", metavar="FOLDER", help="new folder; default: beside the checkpoints of the run"
     )
     given = parser.parse_args(arguments)
-    from furlong.train.export import export, find_exportable
+    from furlong.train.export import export
 
     out = None if given.out is None else Path(given.out).expanduser()
-    found = find_exportable(Path(given.source).expanduser(), merge=given.merge, out=out)
-    # torch and transformers are loaded when all that they are not needed for is sound.
-    tell_loading()
-    export(found)
+    export(Path(given.source).expanduser(), merge=given.merge, out=out, loading=tell_loading)
     return 0

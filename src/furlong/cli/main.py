@@ -103,8 +103,6 @@ def _check_written(out: Output, arguments: list[str]) -> int:
 def _dispatch(arguments: list[str]) -> int:
     verb = arguments[0] if arguments else "--help"
     if verb in _VERBS:
-        _check_working_folder()
-        _check_texts(arguments)
         code: int = import_module(f"furlong.cli.{verb}").run(arguments[1:])
         return code
     if verb in ("--help", "-h"):
@@ -120,32 +118,3 @@ def _dispatch(arguments: list[str]) -> int:
         source="the command line",
         change=f"did you mean furlong {close[0]}?" if close else "see furlong --help",
     )
-
-
-def _check_working_folder() -> None:
-    """Libraries end the process, in words of their own, where there is none."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise ConfigError(
-            given="a working folder that no longer exists",
-            required="a folder to be called from",
-            source="the command line",
-            change="change to a folder that exists (cd)",
-        ) from error
-
-
-def _check_texts(arguments: list[str]) -> None:
-    """Letters that the locale cannot read come as halves of characters, which no file may hold."""
-    for argument in arguments:
-        try:
-            argument.encode("utf-8")
-        except UnicodeEncodeError as error:
-            shown = os.fsencode(argument).decode("utf-8", "replace")
-            raise ConfigError(
-                given=f"{shown}, under a locale that cannot read it"
-                f" (LC_ALL={os.environ.get('LC_ALL', '')!r}, LANG={os.environ.get('LANG', '')!r})",
-                required="text in the locale's encoding",
-                source="the command line",
-                change="set LC_ALL=C.UTF-8, or write the value into the run file",
-            ) from error

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,23 +12,20 @@ import torch
 
 from furlong.api import Engine
 from furlong.config.schema import DataConfig, RunConfig, TrainConfig
-from furlong.cost.model import CostModel
 from furlong.data.dataset import DataSet, describe_shared, load_data
 from furlong.data.loader import count_steps
 from furlong.errors import CheckpointError, ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.build import build_model
 from furlong.models.decoder import HFDecoder
-from furlong.plan.plan import Layout
 from furlong.planners.decide import Decision, division_in_words
 from furlong.planners.options import option_values, value_in_words
 from furlong.planners.spaco import sampling_in_words
-from furlong.runtime.distributed.mesh import Ranks, make_ranks
+from furlong.runtime.distributed.mesh import Ranks
 from furlong.train.checkpoints import ModelSize
 from furlong.train.kernels import put_kernels
 from furlong.train.objective import DataFormat
 from furlong.train.processes import Launch, Processes
-from furlong.train.run_folder import check_room
 from furlong.train.run_model import DIALS, rope_of
 from furlong.train.start import source_of
 from furlong.units import format_bytes, format_count
@@ -53,21 +48,6 @@ def device_of(launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_number)
 
 
-def ranks_of(layout: Layout, device: torch.device) -> Ranks | None:
-    """The place of this process in the layout; None where it is alone. A collective."""
-    if layout.num_devices == 1:
-        return None
-    return make_ranks(layout.dp, layout.sp, layout.pp, device.type)
-
-
-def layers_of(stages: Sequence[int], ranks: Ranks | None) -> range | None:
-    """The layers that this process holds; None without a pipeline: all."""
-    if ranks is None or not stages:
-        return None
-    first = sum(stages[: ranks.stage])
-    return range(first, first + stages[ranks.stage])
-
-
 def engine_of(
     config: RunConfig, model: Any, storage: Storage, ranks: Ranks | None, processes: Processes
 ) -> Engine:
@@ -84,19 +64,6 @@ def engine_of(
         warnings.filterwarnings("ignore", r"\d+ processes: gradients are this process's own")
         engine = processes.together(make)
     return engine if ranks is None else processes.together(partial(make, ranks=ranks))
-
-
-def work_of(model: CostModel | None) -> Callable[[Sequence[int]], Sequence[float]]:
-    """Seconds of each sequence; its tokens where the model's work cannot be counted."""
-    return model.sequence_seconds if model is not None else lambda seq_lens: seq_lens
-
-
-def check_run_room(config: RunConfig, trained_bytes: int, folder: Path, num_steps: int) -> None:
-    """Raises CheckpointError if the disk has no room for what the run is going to write, of a model
-    with so many bytes of trained weights."""
-    every = config.train.save_every_steps
-    num_saves = math.ceil(num_steps / every) if every else 0
-    check_room(folder, weight_bytes=trained_bytes, num_saves=num_saves)
 
 
 def build_run_model(config: RunConfig, layers: range | None = None) -> Any:

@@ -47,6 +47,7 @@ from torch.distributed.tensor import DTensor
 from furlong.data.dataset import SEQUENCES
 from furlong.errors import CheckpointError, differing
 from furlong.files import TEMPORARY, SummedFile, os_errors_told, publish, sync, write_json
+from furlong.train.memory import local
 from furlong.train.optim import make_state
 from furlong.train.processes import ALONE, Processes
 from furlong.train.run_folder import (
@@ -433,8 +434,8 @@ def model_size(engine: Engine, processes: Processes) -> ModelSize:
     elsewhere = {id(parameter) for parameter in engine.counted_elsewhere}
     own = [p for p in engine.model.model.parameters() if id(p) not in elsewhere]
     trained = [p for p in own if p.requires_grad]
-    ours = [sum(map(_numel, own)), sum(map(_numel, trained)),
-            sum(_numel(p) * p.element_size() for p in trained)]  # fmt: skip
+    ours = [sum(local(p).numel() for p in own), sum(local(p).numel() for p in trained),
+            sum(local(p).nbytes for p in trained)]  # fmt: skip
     return ModelSize(*(int(total) for total in processes.sums(ours)))
 
 
@@ -467,7 +468,9 @@ def whole_weights(engine: Engine, processes: Processes) -> dict[str, Tensor]:
             dist.send(weight.contiguous(), 0)
         return {}
     for number, forms in enumerate(told[1:], start=1):
-        found |= _received(number, forms)
+        for name, (shape, dtype) in forms.items():
+            found[name] = torch.empty(shape, dtype=dtype)
+            dist.recv(found[name], number)
     return found
 
 
@@ -477,18 +480,3 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, weight in weights.items():
             parameters[name].copy_(weight)
-
-
-def _received(number: int, forms: Mapping[str, tuple[list[int], torch.dtype]]) -> dict[str, Tensor]:
-    """The weights that a process sends, by name."""
-    found = {}
-    for name, (shape, dtype) in forms.items():
-        weight = torch.empty(shape, dtype=dtype)
-        dist.recv(weight, number)
-        found[name] = weight
-    return found
-
-
-def _numel(parameter: Tensor) -> int:
-    """Elements on this process."""
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()

@@ -5,11 +5,9 @@ Torch is loaded when all that can be checked without it is sound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.folder import check_export_folder, check_files
@@ -25,25 +23,18 @@ from furlong.train.run_folder import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Exportable:
-    """A whole checkpoint, and a folder that can be created for its model."""
+def export(
+    source: Path,
+    *,
+    merge: bool = False,
+    out: Path | None = None,
+    loading: Callable[[], None] = lambda: None,
+) -> Path:
+    """Writes the model of the checkpoint `source`, or of the newest one of the run `source`, into a
+    new folder, by default beside the run's `checkpoints`; returns it.
 
-    checkpoint: Path
-    state: dict[str, Any]
-    """State that the checkpoint holds beside its tensors."""
-    config: RunConfig
-    """With which it was written."""
-    merge: bool
-    """Whether adapters are added to their base."""
-    out: Path
-
-
-def find_exportable(source: Path, *, merge: bool = False, out: Path | None = None) -> Exportable:
-    """The checkpoint `source`, or the newest one of the run `source`.
-
-    By default the model's folder lies beside the run's `checkpoints`. Raises CheckpointError or
-    ConfigError.
+    Adapters are written in peft's format, or with `merge` added to the base's weights. `loading` is
+    called before torch is loaded. Raises CheckpointError or ConfigError.
     """
     with folder_errors_reported(source):
         checkpoint: Path | None = source
@@ -74,15 +65,7 @@ def find_exportable(source: Path, *, merge: bool = False, out: Path | None = Non
     check_creatable(folder, "the export")
     check_export_folder(folder)
     check_files(config.model.name)
-    return Exportable(checkpoint, state, config, merge, folder)
-
-
-def export(found: Exportable) -> Path:
-    """Writes the model of a checkpoint into a new folder; returns it.
-
-    Adapters are written in peft's format or added to the base's weights. Raises CheckpointError or
-    ConfigError.
-    """
+    loading()
     import torch
 
     from furlong.data.tokenize import load_tokenizer
@@ -97,17 +80,16 @@ def export(found: Exportable) -> Path:
     )
     from furlong.train.run_model import check_architecture, read_architecture, rope_of
 
-    checkpoint, state, config = found.checkpoint, found.state, found.config
     check_architecture(checkpoint, state, read_architecture(config), config.model.name)
     model = build_run_model(config)
     check_weights(checkpoint, state, "base_fingerprint", base_fingerprint(model))
     with one_process(), folder_errors_reported(checkpoint):
         load_tensors(checkpoint, trained_tensors(model))
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    if found.merge:
+    if merge:
         model = merge_adapters(model)
-    with folder_errors_reported(found.out.parent):
+    with folder_errors_reported(folder.parent):
         tokenizer = load_tokenizer(config.model.name)
-        export_model(model, tokenizer, found.out, dtype=dtype, rope=rope_of(config))
-    print(f"exported step {state['step']} to {found.out}")
-    return found.out
+        export_model(model, tokenizer, folder, dtype=dtype, rope=rope_of(config))
+    print(f"exported step {state['step']} to {folder}")
+    return folder

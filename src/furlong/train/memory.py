@@ -14,8 +14,7 @@ Where chunks are sampled the estimate is of the same gradient, with other draws.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -61,7 +60,7 @@ class UsedMemory:
         self.budget_bytes = budget_bytes if self.device.type != "cuda" else None
         self._base_bytes = 0
         if self.device.type != "cuda":
-            state_bytes = sum(_own_bytes(p) for p in held) + _state_bytes(optimizer)
+            state_bytes = sum(local(p).nbytes for p in held) + _state_bytes(optimizer)
             give_back_memory(self.device)
             self._base_bytes = memory_bytes(self.device) - file_bytes() - state_bytes
 
@@ -88,14 +87,14 @@ class UsedMemory:
             )
 
 
-def _own_bytes(x: torch.Tensor) -> int:
-    """Bytes of a tensor on this process, which may hold a part of it."""
-    return (x.to_local() if isinstance(x, DTensor) else x).nbytes
+def local(x: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this process holds."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(
-        _own_bytes(value)
+        local(value).nbytes
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
@@ -186,23 +185,6 @@ def try_call(
     gc.collect()  # what the error has left may lie in a cycle
     give_back_memory(device)
     return None, reason
-
-
-@contextmanager
-def lack_of_memory_told() -> Iterator[None]:
-    """A ConfigError where memory does not suffice for what no smaller chunk would spare."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            given=f"out of memory beside the steps' own plans: {reason_of(error)}",
-            required="memory for the weights, the gradients, the optimizer's state and its update",
-            source="the memory of the device",
-            change="use a device with more memory, LoRA (model.lora) or a smaller model; smaller"
-            " chunks would not help. Where there is a checkpoint, --resume goes on from it",
-        ) from error
 
 
 def reason_of(error: Exception) -> str:

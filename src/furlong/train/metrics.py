@@ -1,33 +1,31 @@
-"""One printed line and one JSON line per step, and what else wants to see the figures."""
+"""One printed line and one JSON line per step, and the trackers that see the figures too."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from furlong.config.schema import LogConfig
 from furlong.cost.machine import known_card
 from furlong.cost.seconds import sequence_flops
 from furlong.cost.shape import ModelShape
 from furlong.data.loader import Batch, LoaderState
+from furlong.errors import ConfigError
+from furlong.files import write_json
 from furlong.planners.candidates import CHUNKS
 from furlong.simulate.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
 from furlong.train.sample_check import SampleCheck
-from furlong.train.trackers import Tracker
-from furlong.units import count_words, format_bytes, format_count, format_seconds
+from furlong.units import format_bytes, format_count, format_seconds
 
 Say = Callable[[str], None]
-_BUSY_LOAD = 1.5
-"""Processes that want to compute, per core, from which a machine counts as busy."""
 _TOLD_SHARE = 0.05
 """Share of a step's time from which recomputation and the wait for data are told."""
 
@@ -181,8 +179,8 @@ class MetricsLog:
         self._file = None
         self._keep_bytes = keep_bytes or 0
         if file is not None:
-            if keep_bytes is not None and (lost := _cut(file, keep_bytes)):
-                say(f"{file}: {lost:,} of {keep_bytes:,} bytes of earlier records are gone")
+            if keep_bytes is not None:
+                _cut(file, keep_bytes)
             self._file = file.open("a", encoding="utf-8", buffering=1)
         self._num_steps = num_steps
         self._say = say
@@ -192,12 +190,7 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._keep_bytes = self.num_bytes
             self._file.close()
@@ -261,9 +254,6 @@ class MetricsLog:
                 parts.append(
                     f"{tier} {format_bytes(used or 0)} (predicted {format_bytes(expected)})"
                 )
-        load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
-        if figures.gradients_s > 1.5 * prediction.step_s and load > _BUSY_LOAD * num_cores:
-            parts.append(f"on a busy machine (load {load:.0f} on {count_words(num_cores, 'core')})")
         self._say(f"first step: {', '.join(parts)}")
 
     def sample_check(self, step: int, check: SampleCheck | None, seconds: float) -> None:
@@ -347,34 +337,17 @@ def open_bar(stack: ExitStack, start: int, num_steps: int) -> tuple[Say, Callabl
     """
     if not sys.stdout.isatty():
         return (lambda line: print(line, flush=True)), (lambda step: None)
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
-    # rich's own colour of a finished bar is grey where a terminal has 16 colours
-    whole = BarColumn(finished_style="green")
-    bar = Progress(whole, MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    task = stack.enter_context(bar).add_task("", total=num_steps, completed=start)
-
-    def say(line: str) -> None:
-        bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    return say, lambda step: bar.update(task, completed=step)
+    bar = stack.enter_context(tqdm(total=num_steps, initial=start, file=sys.stdout, unit="step"))
+    return bar.write, lambda step: bar.update(step - bar.n)
 
 
-def _cut(file: Path, keep_bytes: int) -> int:
-    """Leave the whole lines within the first `keep_bytes`; returns how many of these are missing,
-    as when somebody has moved the file away."""
-    if not file.exists():
-        return keep_bytes
-    kept = file.read_bytes()[:keep_bytes]
-    with file.open("r+b") as opened:
-        opened.truncate(kept.rfind(b"\n") + 1)
-    return keep_bytes - len(kept)
+def _cut(file: Path, keep_bytes: int) -> None:
+    """Leave the whole lines within the first `keep_bytes`."""
+    if file.exists():
+        with file.open("r+b") as opened:
+            opened.truncate(opened.read(keep_bytes).rfind(b"\n") + 1)
 
 
 def open_profiler(
@@ -397,3 +370,72 @@ def open_profiler(
     plan = schedule(wait=before - warmup, warmup=warmup, active=active, repeat=1)
     profiler = stack.enter_context(profile(schedule=plan, on_trace_ready=write))
     return profiler.step
+
+
+class Tracker(Protocol):
+    """Takes the figures of a step or an evaluation."""
+
+    def track(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_trackers(
+    stack: ExitStack, folder: Path, settings: LogConfig, config: dict[str, Any], start_step: int
+) -> list[Tracker]:
+    """The trackers that are asked for, until `stack` ends. `start_step`: the step that is continued
+    from; what a tracker holds of later ones is replaced."""
+    return [
+        stack.enter_context(closing(kind(folder, asked, config, start_step)))
+        for name, kind in TRACKERS.items()
+        if (asked := getattr(settings, name))
+    ]
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, asked: bool, config: dict[str, Any], start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)
+
+    def track(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """One run on the server per run folder: its id is kept in `wandb.json`."""
+
+    def __init__(self, folder: Path, project: str, config: dict[str, Any], start_step: int) -> None:
+        import wandb
+
+        file = folder / "wandb.json"
+        known = json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
+        try:
+            self._run = wandb.init(
+                project=project, id=known, resume="allow", dir=str(folder), config=config
+            )
+        except Exception as error:  # settings, log-in, the connection: each has types of its own
+            raise ConfigError(
+                given=f"log.wandb = {project}: {' '.join(str(error).split())}",
+                required="a run that Weights & Biases lets begin",
+                source="log.wandb",
+                change="wandb login, WANDB_MODE=offline, or no log.wandb; then go on with --resume",
+            ) from error
+        write_json(file, {"id": self._run.id})
+
+    def track(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: Mapping[str, Callable[[Path, Any, dict[str, Any], int], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+}
+"""By the name of the key below `log` that asks for one."""

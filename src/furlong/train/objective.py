@@ -154,13 +154,6 @@ class PairLoss(Objective):
                 source="chunks.sample and train.loss",
                 change="remove chunks.sample",
             )
-        if config.model.lora is not None and config.model.lora.dropout:
-            raise _draws_twice(
-                num_processes,
-                f"model.lora.dropout = {config.model.lora.dropout}",
-                "model.lora.dropout",
-                "set model.lora.dropout to 0",
-            )
 
     def num_terms(self, batch: Batch) -> int:
         return len(batch.sequences) // 2
@@ -184,11 +177,12 @@ class PairLoss(Objective):
         result = engine.compute(batch, options, device, backward=False, watch=watch)
         if backward and processes.any(result.has_drawn):
             raise processes.alike(
-                _draws_twice(
-                    processes.num_processes,
-                    "a model that draws random numbers in train mode (dropout, jitter or sampling)",
-                    "the model's config.json",
-                    "set its dropouts, such as resid_pdrop, to 0",
+                ConfigError(
+                    given=f"train.loss: dpo with {processes.num_processes} processes and a model"
+                    " that draws random numbers in train mode (dropout, jitter or sampling)",
+                    required="no draws: losses are made of one forward, gradients of another",
+                    source="the model's config.json, or model.lora.dropout",
+                    change="set its dropouts to 0, or start one process",
                 )
             )
         # the same on all processes, which then agree on what each sequence counts
@@ -287,16 +281,6 @@ def _answer(sequence: Tokens, log_prob: Tensor) -> Answer:
     assert sequence.reference is not None  # attached before the first step
     num_tokens = int((sequence.labels[1:] != IGNORE_INDEX).sum())
     return Answer(log_prob, float(sequence.reference.sum(dtype="float64")), num_tokens)
-
-
-def _draws_twice(num_processes: int, what: str, source: str, change: str) -> ConfigError:
-    """The error for dropout, whose losses and gradients would be of other draws."""
-    return ConfigError(
-        given=f"train.loss: dpo with {num_processes} processes and {what}",
-        required="no draws: losses are made of one forward, gradients of another",
-        source=f"{source}, and the number of processes that were started",
-        change=f"{change}, or start one process",
-    )
 
 
 @dataclass

@@ -1,13 +1,12 @@
-"""Optimizers by name, and the course of their learning rate."""
+"""The optimizer, and the course of its learning rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from furlong.config.schema import TrainConfig
 
@@ -15,61 +14,34 @@ _HF_NAMES = {"constant": "constant_with_warmup"}
 """Names of transformers' schedules that differ from the run's."""
 
 
-class Kind(NamedTuple):
-    """An optimizer."""
-
-    build: Callable[[list[dict[str, Any]], TrainConfig, bool], torch.optim.Optimizer]
-    """Gets groups of parameters, the settings, and whether they are on a GPU."""
-    new_state: Callable[[Tensor, bool], dict[str, Tensor]]
-    """The state of a parameter before its first step; the flag says whether one kernel updates
-    all."""
-    num_moments: int
-    """Numbers that a checkpoint holds for each weight beside it."""
-
-
-def _adamw(
-    groups: list[dict[str, Any]], settings: TrainConfig, on_gpu: bool
-) -> torch.optim.Optimizer:
-    # on a GPU one kernel updates all, without temporaries of the size of the weights
-    return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=on_gpu or None
-    )
-
-
-def _adamw_state(parameter: Tensor, is_fused: bool) -> dict[str, Tensor]:
-    return {
-        "step": torch.zeros((), device=parameter.device if is_fused else "cpu"),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }
-
-
-OPTIMIZERS: Mapping[str, Kind] = {"adamw": Kind(_adamw, _adamw_state, 2)}
-
-
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], settings: TrainConfig, name: str = "adamw"
+    parameters: Iterable[nn.Parameter], settings: TrainConfig
 ) -> torch.optim.Optimizer:
-    """The optimizer of what requires a gradient. Norms and biases (one axis) do not decay. A
-    process of a pipeline may hold none of one kind, or nothing that is trained."""
+    """AdamW for what requires a gradient. Norms and biases (one axis) do not decay. A process of a
+    pipeline may hold none of one kind, or nothing that is trained."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    on_gpu = any(p.is_cuda for p in trained)
-    return OPTIMIZERS[name].build(groups, settings, on_gpu)
+    # on a GPU one kernel updates all, without temporaries of the size of the weights
+    fused = any(p.is_cuda for p in trained) or None
+    return torch.optim.AdamW(
+        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused
+    )
 
 
-def make_state(optimizer: torch.optim.Optimizer, name: str = "adamw") -> None:
-    """Give the optimizer its state, as its first step would: what does not fit beside it fails in
-    that step, and not in the second one. Trained weights become memory of this process's own."""
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW its state, as its first step would: what does not fit beside it fails in that
+    step, and not in the second one. Trained weights become memory of this process's own."""
     is_fused = bool(optimizer.defaults.get("fused"))
     with torch.no_grad():
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             parameter.mul_(1)  # loaded weights lie in a mapped file until they are written
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = OPTIMIZERS[name].new_state(parameter, is_fused)
+            if not (state := optimizer.state[parameter]):
+                state["step"] = torch.zeros((), device=parameter.device if is_fused else "cpu")
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 def build_schedule(

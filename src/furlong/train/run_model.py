@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,7 +46,6 @@ from furlong.planners.spaco import check_sampling
 from furlong.train.choose_plan import choose_plan
 from furlong.train.objective import objective_of
 from furlong.train.processes import Launch, layout_of, sizes_of
-from furlong.units import format_bytes
 
 DIALS = (*SEARCHED_OPTIONS, "stage_layers")
 _NO_BOUND_BYTES = 2**62
@@ -298,24 +296,6 @@ def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -
         # The run's own folder appears later: until then the one it will be in stands for it.
         NamelessFile(_existing(folder) if named is None else folder).close()
     return Storage(host_bytes, disk_bytes, folder)
-
-
-def check_free(storage: Storage, decision: Decision) -> None:
-    """Raises ConfigError if the disk has less room than what was decided is predicted to need."""
-    if decision.answer is None:
-        return
-    disk_bytes = decision.answer.best.needs.disk_bytes
-    if not disk_bytes:
-        return
-    free = shutil.disk_usage(_existing(Path(storage.disk_dir or "."))).free
-    if free < disk_bytes:
-        raise ConfigError(
-            given=f"{format_bytes(free)} free on the disk of {storage.disk_dir}",
-            required=f"{format_bytes(disk_bytes)}, which the plan is predicted to keep there",
-            source="memory.disk_dir",
-            change="make room there, name a folder on a larger disk with memory.disk_dir, or lower"
-            f" memory.disk to what is free, such as {free * 9 // 10 // 2**20}MiB",
-        )
 
 
 def _existing(folder: Path) -> Path:

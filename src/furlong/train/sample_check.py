@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from furlong.data.loader import Batch
 from furlong.planners.options import ChunkOptions
 from furlong.planners.spaco import num_drawn
 from furlong.runtime.rng import RNGState
 from furlong.train.evaluation import evaluating
-from furlong.train.memory import try_call
+from furlong.train.memory import local, try_call
 
 if TYPE_CHECKING:
     from furlong.runtime.step import StepResult
@@ -118,14 +117,10 @@ def _sums(exact: Sequence[Tensor], drawn: Sequence[Tensor]) -> list[float]:
     """Sums over this process's part of all gradients, in float64: exact x drawn, the squares of
     both, and that of their difference."""
     sums = torch.zeros(4, dtype=torch.float64)
-    for one, other in zip(map(_local, exact), map(_local, drawn), strict=True):
+    for one, other in zip(map(local, exact), map(local, drawn), strict=True):
         pairs = ((one, other), (one, one), (other, other), (other - one, other - one))
         sums += torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs]).cpu()
     return sums.tolist()
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _compared(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from furlong.config.schema import RunConfig, SourceConfig
@@ -15,7 +16,6 @@ from furlong.planners.decide import given_options
 from furlong.train.objective import objective_of
 from furlong.train.processes import ALONE, Processes, layout_of, require_equal, versions
 from furlong.train.run_folder import RunFolder, open_run_folder
-from furlong.train.trackers import check_packages
 
 
 def open_run(
@@ -54,7 +54,14 @@ def _check(config: RunConfig, num_processes: int) -> None:
             source="chunks, and parallel.pp",
             change="remove chunks.order and chunks.stage_layers, or set parallel.pp to 1",
         )
-    check_packages(config.log)
+    for package in ("tensorboard", "wandb"):
+        if getattr(config.log, package) and find_spec(package) is None:
+            raise ConfigError(
+                given=f"log.{package} without the package {package}",
+                required=f"the package {package}",
+                source=f"log.{package}",
+                change=f"pip install 'furlong[{package}]', or remove log.{package}",
+            )
     check_files(config.model.name)
     for key, named in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for source in map(source_of, named or ()):

@@ -7,7 +7,7 @@ import signal
 import threading
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 STOP_SIGNALS = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
@@ -20,27 +20,44 @@ class Ended(KeyboardInterrupt):
     """A signal came where nothing has to be saved."""
 
 
-class QuietEnd:
-    """Within it a stop signal raises `Ended`, and a second one ends the process at once.
+class _Handler:
+    """Within it `_take` gets the stop signals.
 
     Signals that are ignored, as SIGHUP is under nohup, stay ignored. Outside of the main thread,
     where Python lets no one handle signals, nothing changes.
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None
-        """The signal that came, whatever a library made of the exception."""
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> QuietEnd:
-        _take_signals(self._before, self._end)
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                present = signal.getsignal(number)
+                is_free = present is signal.SIG_DFL or isinstance(
+                    getattr(present, "__self__", None), QuietEnd
+                )
+                # None: set by other than Python, which cannot set it again.
+                is_kept = present in (signal.SIG_IGN, None)
+                if not is_kept and (is_free or number in _ALWAYS_TAKEN):
+                    self._before[number] = signal.signal(number, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _end(self, number: int, frame: FrameType | None) -> None:
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+
+class QuietEnd(_Handler):
+    """Within it a stop signal raises `Ended`, and a second one ends the process at once."""
+
+    number: int | None = None
+    """The signal that came, whatever a library made of the exception."""
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
             os._exit(128 + number)
         self.number = number
@@ -55,6 +72,27 @@ class QuietEnd:
         return "" if self.number is None else f"ended by {signal.Signals(self.number).name}"
 
 
+class StopRequest(_Handler):
+    """Within it stop signals are noted, and nothing else happens.
+
+    A second Ctrl-C does what it did before: it ends the process at once. No other signal does, so
+    that a scheduler that sends several loses no checkpoint. A caller's own handlers of SIGHUP,
+    SIGUSR1 and SIGUSR2 stay in place.
+    """
+
+    signal_name: str | None = None
+    """The first signal that came."""
+
+    @property
+    def asked(self) -> bool:
+        return self.signal_name is not None
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.signal_name = self.signal_name or signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, self._before[number])
+
+
 def _is_importing(frame: FrameType | None) -> bool:
     """Whether a module is being imported in the calls that led to `frame`."""
     while frame is not None:
@@ -62,50 +100,3 @@ def _is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-class StopRequest:
-    """Within it stop signals are noted, and nothing else happens.
-
-    A second Ctrl-C does what it did before: it ends the process at once. No other signal does, so
-    that a scheduler that sends several loses no checkpoint. Signals that are ignored stay ignored,
-    and a caller's own handlers of SIGHUP, SIGUSR1 and SIGUSR2 stay in place. Outside of the main
-    thread, where Python lets no one handle signals, nothing is ever noted.
-    """
-
-    def __init__(self) -> None:
-        self.signal_name: str | None = None
-        """The first signal that came."""
-        self._before: dict[int, Any] = {}
-
-    @property
-    def asked(self) -> bool:
-        return self.signal_name is not None
-
-    def __enter__(self) -> StopRequest:
-        _take_signals(self._before, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal_name = self.signal_name or signal.Signals(number).name
-        if number == signal.SIGINT:
-            signal.signal(number, self._before[number])
-
-
-def _take_signals(before: dict[int, Any], handler: Any) -> None:
-    """Sets `handler` for the stop signals and notes in `before` what handled them."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in STOP_SIGNALS:
-        present = signal.getsignal(number)
-        is_free = present is signal.SIG_DFL or isinstance(
-            getattr(present, "__self__", None), QuietEnd
-        )
-        # None: set by other than Python, which cannot set it again.
-        if present in (signal.SIG_IGN, None) or not (is_free or number in _ALWAYS_TAKEN):
-            continue
-        before[number] = signal.signal(number, handler)

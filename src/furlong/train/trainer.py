@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,42 +29,15 @@ from furlong.files import write_json
 from furlong.models.build import check_model, export_model
 from furlong.planners.options import ChunkOptions
 from furlong.report.patience import patience
+from furlong.runtime.distributed.mesh import make_ranks
 from furlong.runtime.profile import memory_bytes, peak_memory_bytes
 from furlong.simulate.predict import predict_step
 from furlong.timeline import MEASURED, MeasuredStep, Timeline
+from furlong.train import build, checkpoints
 from furlong.train.batches import BatchEngine, drawn_share, step_options
-from furlong.train.build import (
-    announce,
-    build_run_model,
-    check_run_room,
-    check_steps,
-    device_of,
-    engine_of,
-    fused,
-    layers_of,
-    load_splits,
-    ranks_of,
-    steps_of,
-    work_of,
-)
-from furlong.train.checkpoints import (
-    Checkpoints,
-    all_tensors,
-    base_fingerprint,
-    check_data,
-    check_weights,
-    model_size,
-    one_process,
-    put_weights,
-    restore_generators,
-    restore_tensors,
-    tell_changes,
-    whole_weights,
-    written_by,
-)
 from furlong.train.choose_plan import shrunk, values_of
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate, share_of
-from furlong.train.memory import SCRATCH_BYTES, Fitting, UsedMemory, lack_of_memory_told
+from furlong.train.memory import Fitting, UsedMemory
 from furlong.train.metrics import (
     MetricsLog,
     Progress,
@@ -73,6 +45,7 @@ from furlong.train.metrics import (
     build_meter,
     open_bar,
     open_profiler,
+    open_trackers,
 )
 from furlong.train.objective import objective_of
 from furlong.train.optim import build_optimizer, build_schedule, make_state, set_rate
@@ -88,6 +61,7 @@ from furlong.train.run_folder import (
     REPORT,
     RunFolder,
     TrainReport,
+    check_room,
     clear_export,
     create_run_folder,
     folder_errors_reported,
@@ -98,7 +72,6 @@ from furlong.train.run_model import (
     RunModel,
     batch_plans_of,
     check_architecture,
-    check_free,
     choose_run_plan,
     rope_of,
     storage_of,
@@ -106,8 +79,6 @@ from furlong.train.run_model import (
 from furlong.train.sample_check import check_sample
 from furlong.train.start import open_run
 from furlong.train.stop import StopRequest
-from furlong.train.trackers import open_trackers
-from furlong.units import format_bytes
 
 if TYPE_CHECKING:
     from furlong.kv.pools import Storage
@@ -149,8 +120,15 @@ class Trainer:
         """
         if isinstance(config, str | Path):
             config = load_run(Path(config))
-        elif not isinstance(config, RunConfig):
+        elif isinstance(config, Mapping):
             config = build_run(dict(config), "the config of Trainer")
+        elif not isinstance(config, RunConfig):
+            raise ConfigError(
+                given=f"Trainer({config!r})",
+                required="a run file's path, its keys as a mapping, or a RunConfig",
+                source="the config of Trainer",
+                change='furlong.Trainer("run.yaml")',
+            )
         self.config, self.processes, self.callbacks = config, processes, list(callbacks)
         _check_callbacks(self.callbacks)
         self.objective = objective_of(config.train)
@@ -162,18 +140,27 @@ class Trainer:
             kept = 0 if self.run.state is None else self.run.state["metrics_bytes"]
             self.log = MetricsLog(None, 0, keep_bytes=kept)
             if self.run.report is None:
-                stack.enter_context(one_process())
-                with lack_of_memory_told():
-                    # what fails without weights and data fails first
-                    self._check()
-                    self._load_data()
-                    self._choose_plan()
-                    self._build_model(stack)
-                    self._build_reference()
-                    self._build_optimizer()
-                    with folder_errors_reported(self.run.path):
-                        self._open_folder(stack)
+                stack.enter_context(checkpoints.one_process())
+                # what fails without weights and data fails first
+                self._check()
+                self._load_data()
+                self._choose_plan()
+                self._build_model(stack)
+                self._build_reference()
+                self._build_optimizer()
+                with folder_errors_reported(self.run.path):
+                    self._open_folder(stack)
             self._stack = stack.pop_all()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            # called for what is not there, as the parts of a run that has come to its end
+            run, more = self.__dict__.get("run"), ""
+            if run is not None and run.report is not None:
+                more = f": the run in {run.path} is finished, train() returns its report"
+                more += "; a larger train.steps or train.epochs goes on with it"
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}{more}")
 
     # The phases of building, in this order.
 
@@ -182,7 +169,7 @@ class Trainer:
         config, run, launch = self.config, self.run, self.processes.launch
 
         def check() -> tuple[torch.device, Storage, RunModel, Any]:
-            device = device_of(launch)
+            device = build.device_of(launch)
             storage = storage_of(config, device, num_local=launch.num_local)
             check_model(
                 config.model.name, init=config.model.init, rope=rope_of(config),
@@ -198,7 +185,7 @@ class Trainer:
     def _load_data(self) -> None:
         config, processes, run = self.config, self.processes, self.run
         with patience("reading the data", speaks=processes.is_first):
-            read = partial(load_splits, config.data, self.tokenizer, self.objective.format)
+            read = partial(build.load_splits, config.data, self.tokenizer, self.objective.format)
             self.data = processes.first_of_each_machine(read)
         self.train_data, self.eval_data = self.data["train"], self.data.get("eval")
         fingerprint = self.train_data.fingerprint
@@ -207,18 +194,12 @@ class Trainer:
 
         def check() -> int:
             if run.checkpoint is not None and run.state is not None:
-                check_data(run.checkpoint, run.state, fingerprint)
+                checkpoints.check_data(run.checkpoint, run.state, fingerprint)
             per_step, train = config.train.sequences_per_step, self.train_data
             print(f"data.train: {describe_batches(sum(train.mixture.draws), per_step, train.noun)}")
-            num_steps = steps_of(config.train, train)
+            num_steps = build.steps_of(config.train, train)
             if run.checkpoint is not None and run.state is not None:
-                check_steps(num_steps, run.checkpoint, run.state, config)
-            first, _ = config.log.profile_steps or (0, 0)
-            if first > num_steps:
-                print(
-                    f"warning: log.profile_steps begins at step {first}, the run ends with step"
-                    f" {num_steps}: no step is traced"
-                )
+                build.check_steps(num_steps, run.checkpoint, run.state, config)
             return num_steps
 
         self.num_steps = processes.together(check)
@@ -230,7 +211,6 @@ class Trainer:
             if self.run.decided is not None:
                 return self.run.decided
             decision = choose_run_plan(self.config, self.run_model, self.train_data, self.storage)
-            check_free(self.storage, decision)
             return replace(decision, answer=None, model=None)  # what is not needed again
 
         self.decision = self.processes.from_first(choose)
@@ -239,12 +219,16 @@ class Trainer:
         config, processes, decision = self.config, self.processes, self.decision
         rivals = batch_plans_of(config, self.run_model, decision)
         torch.manual_seed(config.train.seed + processes.launch.number)
-        ranks = ranks_of(decision.layout, self.device)
-        layers = layers_of(decision.stages, ranks)
+        ranks, layers, layout = None, None, decision.layout
+        if layout.num_devices > 1:
+            ranks = make_ranks(layout.dp, layout.sp, layout.pp, self.device.type)
+            if layout.pp > 1:  # of this stage
+                first = sum(decision.stages[: ranks.stage])
+                layers = range(first, first + decision.stages[ranks.stage])
         self.model = processes.together(
-            lambda: fused(config, build_run_model(config, layers).to(self.device))
+            lambda: build.fused(config, build.build_run_model(config, layers).to(self.device))
         )
-        self.base_fingerprint = base_fingerprint(self.model, processes)
+        self.base_fingerprint = checkpoints.base_fingerprint(self.model, processes)
         self.reference_fingerprint = None
         if self.objective.needs_reference:
             self.reference_fingerprint = reference_fingerprint(
@@ -252,16 +236,20 @@ class Trainer:
                 max_seq_len=config.data.max_seq_len, processes=processes,
             )  # fmt: skip
             rivals = None  # their plans know no weights of sequences
-        engine = engine_of(config, self.model, self.storage, ranks, processes)
+        engine = build.engine_of(config, self.model, self.storage, ranks, processes)
         for split in self.data.values():
             processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
-        work = work_of(self.run_model.whole_cost)
+        cost = self.run_model.whole_cost
+        # tokens are dealt out evenly where the model's work cannot be counted
+        work = (lambda seq_lens: seq_lens) if cost is None else cost.sequence_seconds
         self.engine = BatchEngine(engine, processes, work, decision.stages, rivals)
         stack.callback(self.engine.close)
-        size = model_size(engine, processes)
-        announce(config, size, decision, self.device, self.storage, self.num_steps)
-        room = partial(check_run_room, config, size.trained_bytes, self.run.path, self.num_steps)
-        processes.together(room)
+        size = checkpoints.model_size(engine, processes)
+        build.announce(config, size, decision, self.device, self.storage, self.num_steps)
+        every = config.train.save_every_steps
+        num_saves = math.ceil(self.num_steps / every) if every else 0
+        room = partial(check_room, weight_bytes=size.trained_bytes, num_saves=num_saves)
+        processes.together(partial(room, self.run.path))
 
     def _build_reference(self) -> None:
         """Log-probabilities of the model as it is now, before its first step."""
@@ -300,10 +288,8 @@ class Trainer:
             processes.together(make_folder if processes.is_first else lambda: None)
         if run.checkpoint is not None and run.state is not None:
             self._restore(run.checkpoint, run.state)
-            step = self.progress.step
-            print(f"resumed from {run.checkpoint.name}: step {step} of {self.num_steps}")
         self.saved_step = self.progress.step
-        self.checkpoints = Checkpoints(
+        self.checkpoints = checkpoints.Checkpoints(
             run.path / CHECKPOINTS, processes, in_background=self.config.train.async_save,
             say=self.say,
         )  # fmt: skip
@@ -327,7 +313,6 @@ class Trainer:
         folder = self.run.path
         with (
             ExitStack() as stack,
-            lack_of_memory_told(),
             folder_errors_reported(folder),
             StopRequest() as self._stop,
         ):
@@ -473,9 +458,9 @@ class Trainer:
             "reference": self.reference_fingerprint,
             "architecture": self.run_model.architecture,
             "metrics_bytes": self.log.num_bytes,
-            "written_by": written_by(self.model, self.processes.num_processes),
+            "written_by": checkpoints.written_by(self.model, self.processes.num_processes),
         }
-        tensors = all_tensors(self.model, self.optimizer, self.processes)
+        tensors = checkpoints.all_tensors(self.model, self.optimizer, self.processes)
         self.checkpoints.save(self.progress.step, tensors, values)
         self.saved_step = self.progress.step
         self._call("on_save")
@@ -484,13 +469,13 @@ class Trainer:
         """Writes the model as a folder that transformers loads, and the report, which marks the run
         as finished."""
         engine, several = self.engine.engine, self.processes.num_processes > 1
-        weights = whole_weights(engine, self.processes) if several else {}
+        weights = checkpoints.whole_weights(engine, self.processes) if several else {}
 
         def write() -> TrainReport:
             whole: Any = engine.model.model
             if several:
-                whole = build_run_model(self.config)
-                put_weights(whole, weights)
+                whole = build.build_run_model(self.config)
+                checkpoints.put_weights(whole, weights)
             return self._report(whole, eval_loss)
 
         return self.processes.from_first(write)
@@ -499,7 +484,7 @@ class Trainer:
         """All that the next steps depend on, as far as this process has it: tensors by the names of
         a checkpoint, which are those of now and no copies, and plain values."""
         return {
-            "tensors": all_tensors(self.model, self.optimizer, self.processes),
+            "tensors": checkpoints.all_tensors(self.model, self.optimizer, self.processes),
             "progress": self.progress.to_dict(),
         }
 
@@ -510,7 +495,7 @@ class Trainer:
         own = self.state_dict()["tensors"]
         for name, tensor in known.items():
             own[name].copy_(tensor)
-        restore_generators(rng, self.processes.launch.number, self.used.device)
+        checkpoints.restore_generators(rng, self.processes.launch.number, self.used.device)
         self.progress = Progress.from_dict(values["progress"])
         set_rate(self.schedule, self.progress.step)
 
@@ -529,12 +514,7 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # What happens around the steps.
@@ -543,14 +523,16 @@ class Trainer:
         """Puts everything into place as it was when the checkpoint was taken."""
 
         def check() -> None:
-            check_weights(checkpoint, state, "base_fingerprint", self.base_fingerprint)
-            check_weights(checkpoint, state, "reference", self.reference_fingerprint)
+            checkpoints.check_weights(checkpoint, state, "base_fingerprint", self.base_fingerprint)
+            checkpoints.check_weights(checkpoint, state, "reference", self.reference_fingerprint)
 
         self.processes.together(check)
-        restore_tensors(checkpoint, self.model, self.optimizer, self.processes)
+        checkpoints.restore_tensors(checkpoint, self.model, self.optimizer, self.processes)
         self.progress = Progress.from_dict(state["progress"])
         set_rate(self.schedule, self.progress.step)
-        tell_changes(written_by(self.model, self.processes.num_processes), state["written_by"])
+        now = checkpoints.written_by(self.model, self.processes.num_processes)
+        checkpoints.tell_changes(now, state["written_by"])
+        print(f"resumed from {checkpoint.name}: step {self.progress.step} of {self.num_steps}")
 
     def _used_memory(self) -> UsedMemory:
         parameters, budget_bytes = self.model.parameters(), self.budget_bytes
@@ -597,16 +579,9 @@ class Trainer:
         self.log.sample_check(step, found, time.perf_counter() - started_s)
 
     def _step_taken(self, figures: StepFigures) -> None:
-        """Reports a step as measured; the first one also as predicted, and what it has taken beyond
-        the budget."""
-        step, budget_bytes, log = self.progress.step, self.budget_bytes, self.log
+        """Reports a step as measured; the first one also as predicted."""
+        step, log = self.progress.step, self.log
         log.step(step, figures)
-        if step == 1 and budget_bytes is not None and figures.used_memory_bytes > budget_bytes:
-            self.say(
-                f"warning: step 1 has used {format_bytes(figures.used_memory_bytes)}, memory.device"
-                f" is {format_bytes(budget_bytes)}; up to {format_bytes(SCRATCH_BYTES)} more is let"
-                " pass, as the libraries' own"
-            )
         cost, plan = self.run_model.whole_cost, self.result.plan
         if step == 1 and self.processes.is_first and cost is not None and plan is not None:
             log.predicted(step, figures, predict_step(cost, plan))
@@ -704,11 +679,24 @@ class Trainer:
         is_estimated = result.plan is not None and not result.plan.report_loss
         if is_estimated and norm == 0 and math.isnan(result.loss):
             return None
-        if not (math.isfinite(result.loss) and math.isfinite(norm)):
-            self.optimizer.zero_grad()
-            error = _not_finite(step, batch, result.loss, norm, self.saved_step)
-            raise self.processes.alike(error)
-        return result.loss
+        if math.isfinite(result.loss) and math.isfinite(norm):
+            return result.loss
+        self.optimizer.zero_grad()
+        names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        kept = "there is no checkpoint (train.save_every_steps says when one is written)"
+        if self.saved_step:
+            kept = f"the checkpoint of step {self.saved_step} is whole, furlong export makes a"
+            kept += " model of it"
+        error = DivergenceError(
+            given=f"loss {result.loss}, gradient norm {norm} in step {step}; the weights are still"
+            f" those of step {step - 1}",
+            required="finite figures",
+            source=f"the sequences of step {step}: {', '.join(names[:8])}{more}",
+            change="look at these sequences, or start anew with a lower train.lr or a longer"
+            f" train.warmup_ratio; {kept}",
+        )
+        raise self.processes.alike(error)
 
 
 def _check_callbacks(callbacks: Sequence[Any]) -> None:
@@ -718,28 +706,5 @@ def _check_callbacks(callbacks: Sequence[Any]) -> None:
                 given=f"the callback {callback!r}",
                 required="objects of subclasses of furlong.Callback",
                 source="callbacks of Trainer",
-                change="make an object of the class: callbacks=[Watch()]"
-                if isinstance(callback, type)
-                else "derive its class from furlong.Callback",
+                change="derive its class from furlong.Callback, and give an object of it",
             )
-
-
-def _not_finite(
-    step: int, batch: Batch, loss: float, norm: float, saved_step: int
-) -> DivergenceError:
-    """`saved_step`: that of the newest checkpoint; 0: there is none."""
-    names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return DivergenceError(
-        given=f"loss {loss}, gradient norm {norm} in step {step}; the weights are still those of"
-        f" step {step - 1}",
-        required="finite figures",
-        source=f"the sequences of step {step}: {shown}",
-        change="look at these sequences, or start anew with a lower train.lr or a longer"
-        " train.warmup_ratio; "
-        + (
-            f"the checkpoint of step {saved_step} is whole, furlong export makes a model of it"
-            if saved_step
-            else "there is no checkpoint (train.save_every_steps says when one is written)"
-        ),
-    )

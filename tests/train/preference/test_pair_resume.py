@@ -144,7 +144,7 @@ def test_the_reference_of_another_model(tmp_path: Path, capsys: Any) -> None:
     tensors[name] = tensors[name] * np.float32(1.5)
     save_file(tensors, file, metadata={"format": "pt"})
     assert main([*half, "--resume"]) == 2
-    assert "a reference by other weights" in capsys.readouterr().err
+    assert "reference model, with which" in capsys.readouterr().err
     assert len(numbers(tmp_path / "cache")) == 2
     file.write_bytes(before)
     for manifest in (tmp_path / "cache" / "reference").glob("*/manifest.json"):
@@ -172,6 +172,4 @@ def test_what_one_process_refuses_several_may_have() -> None:
     given = ["--model.name=m", "--data.train=t", "--train.loss=dpo"]
     checked(parse_run([*given, "--chunks.num_retained=0"]), 1)
     checked(parse_run([*given, "--model.lora.dropout=0.1"]), 1)
-    with pytest.raises(ConfigError, match=r"2 processes and model\.lora\.dropout"):
-        checked(parse_run([*given, "--model.lora.dropout=0.1"]), 2)
     checked(parse_run([*given, "--chunks.keep=all"]), 2)
