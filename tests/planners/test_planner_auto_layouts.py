@@ -220,7 +220,7 @@ def test_estimates_are_near_the_simulation(layout: Layout, keep: Any) -> None:
     estimate = TimeEstimate(
         space.model, groups, sp_size=layout.sp, stages=space.stages, num_steps=1
     )
-    (plan,) = space.busiest_plans(space.plan_of(options))
+    plan = space.plan_of(options)(space.lens(space.dealt[0][0]))
     lists = (tuple(a for a in own if not isinstance(a, Reduce)) for own in plan.actions)
     simulated_s = step_s(space.model, replace(plan, actions=tuple(lists)))
     assert estimate.seconds(options) == pytest.approx(

@@ -109,8 +109,8 @@ def chunks(
 
 
 def _clock_s(space: Space, options: ChunkOptions) -> float:
-    plans = space.busiest_plans(space.plan_of(options))
-    return space.busiest_s(one_draw(plan, options.sampling) for plan in plans)
+    plan_of = space.plan_of(options)
+    return space.busiest_s(lambda lens: one_draw(plan_of(lens), options.sampling))
 
 
 def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:
@@ -131,7 +131,7 @@ def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:
             least = needs_of(model.memory().curve(plan_of(question.pair), 0))
             seconds = inf
             if question.limits.hold(least):
-                seconds = space.busiest_s(space.busiest_plans(plan_of))
+                seconds = space.busiest_s(plan_of)
             found.append(Candidate(PAIRS, layout, options, seconds, plan_of, least, question.pair))
     yield from sorted(found, key=lambda c: (c.estimate_s, num_lowered(c.options.tiers)))
 

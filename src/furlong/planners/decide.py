@@ -70,15 +70,15 @@ class Longest:
 def longest_sequence(
     answer: Answer, *, start: int = 1024, num_positions: int | None = None
 ) -> Longest:
-    """By bisection, to 1 % or a token, with the chosen method and with the options of a run in its
-    layout.
+    """By bisection, to 1 % or a token, with the options of a run in its layout, which has to hold
+    every sequence in evaluations; or with the method that is named, which plans anew each time.
 
     `start`: a length to try first; `num_positions`: the most that the model has, None where that is
     unknown. The other replicas share the state and hold less.
     """
     question, best, chunked = answer.question, answer.best.candidate, answer.chunked[0].candidate
     memory, plans = question.model_of(best.layout).memory(), [chunked.plan_of]
-    if not best.longest:
+    if best.method == question.method and not best.longest:
         plans += [own.plan_of for own in METHODS[best.method](question, best.layout)]
 
     def try_length(num_tokens: int) -> ChunkPlan | None:

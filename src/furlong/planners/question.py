@@ -13,9 +13,11 @@ On a CPU the host's RAM is the device's: `memory.device` is the budget of everyt
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from math import inf
 from typing import Any, Literal
 
@@ -310,9 +312,9 @@ class Space:
             steps.append([[first + i for i in sorted(some)] for some in most_first])
         return steps
 
-    def lens(self, own: Iterable[int]) -> list[int]:
+    def lens(self, own: Iterable[int]) -> tuple[int, ...]:
         """Tokens of some of the sequences."""
-        return [self.question.seq_lens[i] for i in own]
+        return tuple(self.question.seq_lens[i] for i in own)
 
     def plan_of(self, options: ChunkOptions) -> PlanOf:
         """Plans of chunks with these options."""
@@ -321,29 +323,36 @@ class Space:
             stages=self.stages, sp_size=self.layout.sp,
         )  # fmt: skip
 
-    def busiest_plans(self, plan_of: PlanOf) -> list[ChunkPlan]:
-        """The plan of the replica with most work, of each step."""
-        return [plan_of(self.lens(step[0])) for step in self.dealt]
+    def busiest_s(self, plan_of: PlanOf) -> float:
+        """Mean seconds of a step of the replicas with most work; equal ones are timed once."""
+        count = Counter(self.lens(step[0]) for step in self.dealt)
+        total_s = sum(n * step_s(self.model, plan_of(lens)) for lens, n in count.items())
+        return self.question.share * total_s
 
-    def busiest_s(self, plans: Iterable[ChunkPlan]) -> float:
-        """Seconds of a step of the replicas with most work, on average."""
-        return self.question.share * sum(step_s(self.model, plan) for plan in plans)
-
-    def step_s(self, plan_of: PlanOf, busiest: Sequence[ChunkPlan] = ()) -> float:
+    def step_s(self, plan_of: PlanOf, beat_s: float = inf) -> float:
         """Seconds of a step on average, of the plans of all replicas as a run joins them, which
-        meet in the last Backward of each stage, and of the optimizer. `busiest`: the plans of
-        `busiest_plans`, where they are there. Where only a part of a step's sequences is there the
-        time is that part's share."""
-        model, total_s, first = whole_model(self.model), 0.0, 0
-        known = busiest or self.busiest_plans(plan_of)
-        for step, plan in zip(self.dealt, known, strict=True):
-            plans = [plan, *(plan_of(self.lens(own)) for own in step[1:])]
-            seq_lens = self.question.seq_lens[first : first + sum(map(len, step))]
-            own_ids = [[i - first for i in own] for own in step]
-            joined = join_kept(plans, own_ids, seq_lens, self.layout.dp)
+        meet in the last Backward of each stage, and of the optimizer. Where only a part of a step's
+        sequences is there the time is that part's share. Infinite as soon as the first replicas,
+        without which no step is faster, take `beat_s`."""
+        model, share, total_s = whole_model(self.model), self.question.share, 0.0
+        for step in self.dealt:
+            lens, plans = list(map(self.lens, step)), list[ChunkPlan]()
+            for number, own in enumerate(lens, start=1):
+                plans.append(plan_of(own))
+                is_some = beat_s < inf and number.bit_count() == 1
+                if is_some and (total_s + step_s(model, _joined(plans))) * share >= beat_s:
+                    return inf
+            joined = _joined(plans, self.layout.dp)
             total_s += step_s(model, joined) + update_s(model, joined)
-            first += len(seq_lens)
-        return total_s * self.question.share
+        return total_s * share
+
+
+def _joined(plans: Sequence[ChunkPlan], num_replicas: int = 0) -> ChunkPlan:
+    """The plans of replicas as a run joins them."""
+    stops = accumulate(len(plan.seq_lens) for plan in plans)
+    own_ids = [list(range(n - len(p.seq_lens), n)) for p, n in zip(plans, stops, strict=True)]
+    seq_lens = [n for plan in plans for n in plan.seq_lens]
+    return join_kept(plans, own_ids, seq_lens, num_replicas or len(plans))
 
 
 def whole_model(model: CostModel) -> CostModel:

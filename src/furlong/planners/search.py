@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf, log2
 
 from furlong.errors import ConfigError, PlanError, UserError
@@ -27,7 +28,16 @@ from furlong.planners.candidates import CHUNKS, chunks, least_s, num_lowered, pa
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import gathered_first, join_kept, plan_replica
-from furlong.planners.question import SLACK, Answer, Candidate, Candidates, Question, Space, Trial
+from furlong.planners.question import (
+    SLACK,
+    Answer,
+    Candidate,
+    Candidates,
+    PlanOf,
+    Question,
+    Space,
+    Trial,
+)
 from furlong.simulate.predict import Needs, needs_of, step_s
 from furlong.units import count_words, format_seconds
 
@@ -136,11 +146,10 @@ class _Search:
                 self._too_large[layout] = lacking_bytes
             else:
                 bounds_s[layout] = 0.0 if self._is_one else least_s(space)
-        # places first, for they are often the fastest; planners that search last, to beat the best
-        methods = [METHODS[name] for name in own if name != "infinipipe"]
+        methods = [METHODS[name] for name in own]
         if question.method not in _OWN_CHUNKS:
-            methods.append(pairs if question.pair else METHODS.get(question.method, chunks))
-        methods += [infinipipe.candidates] if "infinipipe" in own else []
+            # first, for planners with chunks of their own take long, and have to beat the best
+            methods.insert(0, pairs if question.pair else METHODS.get(question.method, chunks))
         for method in methods:
             for layout in sorted(bounds_s, key=bounds_s.__getitem__):
                 self._walk(layout, bounds_s[layout], method)
@@ -197,9 +206,9 @@ class _Search:
         """Whether the plans of a candidate fit. They are timed unless one replica alone, of which
         no step takes less, takes `beat_s`."""
         space, layout = self._spaces[candidate.layout], candidate.layout
-        busiest: list[ChunkPlan] = []
+        plan_of: PlanOf = cache(candidate.plan_of)
         if candidate.longest:
-            plan = candidate.plan_of(candidate.longest)
+            plan = plan_of(tuple(candidate.longest))
             trial = self._walked(candidate, [plan])
             if not self._limits.hold(trial.needs):
                 self._refused.append(trial)
@@ -212,21 +221,24 @@ class _Search:
                 self.fitting.append(replace(trial, step_s=seconds))
                 return True
         try:
-            busiest = space.busiest_plans(candidate.plan_of)
-            alone_s = inf if layout.dp == 1 else space.busiest_s(busiest)
+            alone_s = inf if layout.dp == 1 else space.busiest_s(plan_of)
             if layout.dp > 1 and alone_s >= beat_s:
-                self._slower[layout] = min(alone_s, self._slower.get(layout, inf))
-                return bool(candidate.longest)
-            step_s = space.step_s(candidate.plan_of, busiest)
+                step_s = inf
+            else:  # the plans of planners with chunks of their own take long
+                step_s = space.step_s(plan_of, inf if candidate.longest else beat_s)
         except (UserError, PlanError) as error:
             if candidate.longest:
                 raise
             self.error = error  # none of its plans fits, or none is faster
             return False
+        if step_s == inf:
+            self._slower[layout] = min(max(alone_s, beat_s), self._slower.get(layout, inf))
+            return bool(candidate.longest)
         if step_s > alone_s * (1 + _WAITING):
             self._waiting.add(candidate.options.size)
         if not candidate.longest:
-            trial = self._walked(candidate, busiest)
+            busiest = {space.lens(step[0]) for step in space.dealt}
+            trial = self._walked(candidate, [plan_of(lens) for lens in sorted(busiest)])
         self.fitting.append(replace(trial, step_s=step_s))
         return True
 
