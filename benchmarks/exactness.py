@@ -3,8 +3,8 @@
 Promises:
   float64   the relative L2 error of every parameter's gradient, per family, over a sample of all
             combinations of batch, chunk size, order, stage height, num_retained, keep, layers that
-            are recomputed, tiers, tiles of the loss and tied or untied head: at most 1e-12, or 2e-6
-            where transformers itself rounds to float32 inside a float64 model.
+            are recomputed, offload, tiles of the loss and tied or untied head: at most 1e-12, or
+            2e-6 where transformers itself rounds to float32 inside a float64 model.
   float32   per family: at most 2e-5 of the norm over all parameters, and for no parameter more than
             3x the error of transformers' own float32 backward.
   bfloat16  float32 weights that compute in bfloat16: the error over all parameters is at most 1.1x

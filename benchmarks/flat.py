@@ -81,9 +81,9 @@ def main() -> int:
     steps: dict[str, list[Step]] = {}
     for _ in range(arguments.rounds):
         for order in _ORDERS:
-            for name, tier in (*((n, "disk") for n in lengths), ("timed", "device")):
-                step = _run_alone(lengths[name], order, tier, arguments)
-                point = f"{order}, {lengths[name]:,} tokens, {tier}"
+            for name, target in (*((n, "disk") for n in lengths), ("timed", "none")):
+                step = _run_alone(lengths[name], order, target, arguments)
+                point = f"{order}, {lengths[name]:,} tokens, {target}"
                 steps.setdefault(point, []).append(step)
                 console.print(f"  {point}: {format_seconds(step.step_s)}", style="dim")
     _print_steps(steps)
@@ -152,9 +152,9 @@ def _print_steps(steps: dict[str, list[Step]]) -> None:
     console.print(table)
 
 
-def _run_alone(num_tokens: int, order: str, tier: str, arguments: argparse.Namespace) -> Step:
+def _run_alone(num_tokens: int, order: str, target: str, arguments: argparse.Namespace) -> Step:
     given = {
-        "num_tokens": num_tokens, "order": order, "tier": tier, "size": arguments.chunk_tokens,
+        "num_tokens": num_tokens, "order": order, "offload": target, "size": arguments.chunk_tokens,
         "disk_dir": arguments.disk_dir, "warmup_tokens": arguments.warmup_tokens,
     }  # fmt: skip
     command = [sys.executable, __file__, "--step", json.dumps(given)]
@@ -162,7 +162,7 @@ def _run_alone(num_tokens: int, order: str, tier: str, arguments: argparse.Names
 
 
 def run_step(
-    num_tokens: int, order: str, tier: str, size: int, disk_dir: str | None,
+    num_tokens: int, order: str, target: str, size: int, disk_dir: str | None,
     warmup_tokens: int | None,
 ) -> Step:  # fmt: skip
     """A step in this process, after one of `warmup_tokens` (default: two chunks)."""
@@ -175,22 +175,24 @@ def run_step(
 
     model = build("flat")
     batch = Trial("furlong", "flat", num_tokens).batch()
-    tiers = dict.fromkeys(("kv", "inputs", "attention"), tier)  # graphs stay where they are made
-    options = furlong.ChunkOptions(size=size, order=order, tier=tiers)  # type: ignore[arg-type]
+    offload = dict.fromkeys(
+        ("kv", "inputs", "attention"), target
+    )  # graphs stay where they are made
+    options = furlong.ChunkOptions(size=size, order=order, offload=offload)  # type: ignore[arg-type]
     engine = furlong.Engine(model, storage=furlong.Storage(disk_dir=disk_dir))
     start_tokens = min(num_tokens, warmup_tokens or 2 * size)
     start = [{name: ids[:start_tokens] for name, ids in batch[0].items()}]
     engine.forward_backward(start, options)
     release(model)
     plan = engine.plan([num_tokens], options)
-    planned_read, planned_written = _planned_bytes(model.config, plan, tier)
-    before = _moved(engine, tier)
+    planned_read, planned_written = _planned_bytes(model.config, plan, target)
+    before = _moved(engine, target)
     reset_peak_memory(torch.device("cpu"))
     timer = Timer(torch.device("cpu"))
     result = engine.run(plan, batch)
     step_s = timer.seconds()
     peak_bytes = _peak_anonymous_bytes()
-    read, written, waited_s = (b - a for a, b in zip(before, _moved(engine, tier), strict=True))
+    read, written, waited_s = (b - a for a, b in zip(before, _moved(engine, target), strict=True))
     norms = [p.grad.double().norm() for p in model.parameters() if p.grad is not None]
     return Step(
         step_s, peak_bytes, int(read), int(written), planned_read, planned_written, waited_s,
@@ -198,24 +200,24 @@ def run_step(
     )  # fmt: skip
 
 
-def _planned_bytes(config: Any, plan: Any, tier: str) -> tuple[int, int]:
-    """Bytes that the cost model says a plan reads from a tier below the device, and writes."""
+def _planned_bytes(config: Any, plan: Any, target: str) -> tuple[int, int]:
+    """Bytes that the cost model says a plan reads from a memory off the device, and writes."""
     from furlong.cost.memory import PlanMemory
     from furlong.cost.training import Training
     from furlong.models.describe import describe
 
-    if tier == "device":
+    if target == "none":
         return 0, 0
     shape = describe(config)
     memory = PlanMemory(shape, Training.in_dtype("float32"), 0, device_type="cpu")
     traffic = memory.curve(plan, 0).traffic
-    own = traffic.of(tier)  # type: ignore[arg-type]
+    own = traffic.of(target)  # type: ignore[arg-type]
     return int(traffic.read[:, own].sum()), int(traffic.written[:, own].sum())
 
 
-def _moved(engine: Any, tier: str) -> tuple[float, float, float]:
-    """(bytes read, bytes written, seconds waited) of the engine's pool of a tier so far."""
-    pool = engine._session.state.pools.of(tier)  # the engine tells nobody else
+def _moved(engine: Any, target: str) -> tuple[float, float, float]:
+    """(bytes read, bytes written, seconds waited) of the engine's pool of a target so far."""
+    pool = engine._session.state.pools.of(target)  # the engine tells nobody else
     return pool.read_bytes, pool.written_bytes, pool.waited_s
 
 
@@ -237,7 +239,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=_LONG_TOKENS, help="the longest step's")
     parser.add_argument("--chunk-tokens", type=int, default=2_048)
     parser.add_argument("--allocator", choices=tuple(_ALLOCATORS), default="steady")
-    parser.add_argument("--disk-dir", default=None, help="folder of the disk tier")
+    parser.add_argument("--disk-dir", default=None, help="folder of the disk")
     parser.add_argument("--step", default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -54,7 +54,7 @@ _LIMITS_S = {
 }  # fmt: skip
 """By part, in the order of what counts; the last ones get what is left."""
 _KILL_S = 5
-_ERRORS = ("1 chunk", "16 chunks", "64 chunks", "tails, host")
+_ERRORS = ("1 chunk", "16 chunks", "64 chunks", "tails, cpu")
 _MANY = "0.5B's first 4 layers"
 _HERE = Path(__file__).resolve().parent
 
@@ -103,15 +103,15 @@ def judge(results: Mapping[str, Mapping[str, Any]]) -> list[Promise]:
     windows = [name for name in results if name.startswith("error, ") and "window" in name]
     names = [f"error, {case}" for case in _ERRORS]
     return [
-        Promise("MFU of 7B at 128K", (value("7B, 128K, host", "mfu"),), ">=", 0.35),
+        Promise("MFU of 7B at 128K", (value("7B, 128K, cpu", "mfu"),), ">=", 0.35),
         Promise(
-            "host / device, 7B at 64K", (ratio("step_s", "7B, 64K, host", "7B, 64K, device"),),
+            "host / device, 7B at 64K", (ratio("step_s", "7B, 64K, cpu", "7B, 64K, device"),),
             "<=", 1.05,
         ),
         *(
             Promise(
                 f"device memory, {name}, {long} / 64K",
-                (ratio("device_peak_bytes", f"{name}, {long}, host", f"{name}, 64K, host"),),
+                (ratio("device_peak_bytes", f"{name}, {long}, cpu", f"{name}, 64K, cpu"),),
                 "<=", 1.02,
             )
             for name, long in (("0.5B", "256K"), (_MANY, "1024K"))

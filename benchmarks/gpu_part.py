@@ -30,9 +30,9 @@ from furlong.train.run_folder import CHECKPOINTS, list_checkpoints
 
 K = 1024
 SMALL, LARGE = "Qwen2.5-0.5B", "Qwen2.5-7B"
-HOST = {"kv": "host", "inputs": "host", "attention": "host"}
+ON_CPU = {"kv": "cpu", "inputs": "cpu", "attention": "cpu"}
 PLANS: dict[str, dict[str, Any]] = {
-    "device": {"keep": "attention"}, "host": {"keep": "attention", "tier": HOST},
+    "device": {"keep": "attention"}, "cpu": {"keep": "attention", "offload": ON_CPU},
 }  # fmt: skip
 _LORA_RANK = 16
 _MAX_POSITIONS = 2**21
@@ -116,7 +116,7 @@ class Subject:
         return Point(
             num_tokens, step_s, optimizer_s, first_s, num_tokens / step_s,
             self._mfu(num_tokens, step_s), peak_memory_bytes(self.device),
-            _pinned_bytes(self.device), result.host_bytes + result.disk_bytes,
+            _pinned_bytes(self.device), result.cpu_bytes + result.disk_bytes,
             peak_memory_bytes(torch.device("cpu")), result.loss,
         )  # fmt: skip
 
@@ -205,7 +205,7 @@ def errors(settings: Settings) -> Results:
     odd = whole // 4 + whole // 64  # 64 mod 128 keys
     cases: dict[str, tuple[int, int, dict[str, Any]]] = {
         "1 chunk": (whole, whole, {}), "16 chunks": (whole, whole // 16, {}),
-        "64 chunks": (whole, whole // 64, {}), "tails, host": (3 * odd + 1, odd, PLANS["host"]),
+        "64 chunks": (whole, whole // 64, {}), "tails, cpu": (3 * odd + 1, odd, PLANS["cpu"]),
     }  # fmt: skip
     for window in (None, whole // 4):
         changes: dict[str, Any] = {"num_hidden_layers": _ERROR_LAYERS}
@@ -235,11 +235,11 @@ def errors(settings: Settings) -> Results:
 def seven(settings: Settings) -> Results:
     """7B with LoRA in one process."""
     subject = Subject(settings, LARGE, is_lora=True)
-    yield "7B, 128K, host", asdict(subject.point(settings.tokens(128 * K), "host"))
+    yield "7B, 128K, cpu", asdict(subject.point(settings.tokens(128 * K), "cpu"))
     for plan in PLANS:
         yield f"7B, 64K, {plan}", asdict(subject.point(settings.tokens(64 * K), plan))
     short = settings.tokens(32 * K)
-    yield "7B, 32K, host", asdict(subject.point(short, "host"))
+    yield "7B, 32K, cpu", asdict(subject.point(short, "cpu"))
     yield "7B, 4 chunks, profile", _profile(subject, 4 * settings.chunk)
     for offloads in (True, False):
         text = "offload" if offloads else "checkpoints"
@@ -255,20 +255,20 @@ def long(settings: Settings) -> Results:
     """All weights of 0.5B trained; and four of its layers at a million tokens."""
     subject = Subject(settings, SMALL, is_lora=False)
     for thousands in (64, 256):
-        point = subject.point(settings.tokens(thousands * K), "host", repeats=thousands == 64)
-        yield f"0.5B, {thousands}K, host", asdict(point)
+        point = subject.point(settings.tokens(thousands * K), "cpu", repeats=thousands == 64)
+        yield f"0.5B, {thousands}K, cpu", asdict(point)
     del subject
     subject = Subject(settings, SMALL, is_lora=False, num_hidden_layers=_LONG_LAYERS)
     for thousands in (64, 1024):
-        point = subject.point(settings.tokens(thousands * K), "host", repeats=thousands == 64)
-        yield f"0.5B's first {_LONG_LAYERS} layers, {thousands}K, host", asdict(point)
+        point = subject.point(settings.tokens(thousands * K), "cpu", repeats=thousands == 64)
+        yield f"0.5B's first {_LONG_LAYERS} layers, {thousands}K, cpu", asdict(point)
 
 
 def processes(settings: Settings) -> Results:
     """A world of one: weights divided by FSDP2, sums and agreements over NCCL."""
     alone = Subject(settings, SMALL, is_lora=False, num_hidden_layers=_ERROR_LAYERS)
     num_tokens = settings.tokens(16 * K)
-    own = alone.step(num_tokens, "host")[2].loss
+    own = alone.step(num_tokens, "cpu")[2].loss
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
         __file__, "rank", json.dumps(asdict(settings)),
@@ -296,7 +296,7 @@ def rank(settings: Settings) -> Results:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config["vocab_size"], (2**20,), generator=generator)
     ids = ids[: settings.tokens(16 * K)]
-    options = furlong.ChunkOptions(size=settings.chunk, **PLANS["host"])
+    options = furlong.ChunkOptions(size=settings.chunk, **PLANS["cpu"])
     result = engine.forward_backward([{"input_ids": ids, "labels": ids}], options)
     yield "rank", {"loss": result.loss}
     dist.destroy_process_group()
@@ -377,9 +377,9 @@ def _profile(subject: Subject, num_tokens: int) -> dict[str, Any]:
     """Of the device's work alone: copies that computing hides, kernels, gaps between them."""
     if torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():
         return {"hidden_share": None}
-    subject.step(num_tokens, "host")
+    subject.step(num_tokens, "cpu")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        subject.step(num_tokens, "host")
+        subject.step(num_tokens, "cpu")
     copies, kernels = _device_spans(profiler.events())
     busy = merged([*copies, *kernels])
     whole = busy[-1][1] - busy[0][0] if busy else 0.0

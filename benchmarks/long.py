@@ -92,17 +92,21 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         )
         for name, dials, share in zip(names, settings, (0, 0, 3), strict=True):
             found.append(Contender(name, "StreamBP", "streambp", dials, share))
-    lower, size = "disk" if is_cpu else "host", arguments.chunk_tokens
+    lower, size = "disk" if is_cpu else "cpu", arguments.chunk_tokens
     layer_first = {"keep": "attention", "order": "layer-first", "stage_layers": 1}
     some = {"inputs": lower, "attention": lower}
     ours = (
         ("all on the device", {"keep": "attention", "size": size}),
-        (f"inputs, attention on {lower}", {**layer_first, "size": size, "tier": some}),
-        (f"small chunks, all on {lower}", {**layer_first, "size": size // 4, "tier": lower}),
+        (f"inputs, attention on {lower}", {**layer_first, "size": size, "offload": some}),
+        (f"small chunks, all on {lower}", {**layer_first, "size": size // 4, "offload": lower}),
     )
     found += [
         Contender(
-            f"furlong, {name}", "furlong", "furlong", dials, is_promised=dials.get("tier") is some
+            f"furlong, {name}",
+            "furlong",
+            "furlong",
+            dials,
+            is_promised=dials.get("offload") is some,
         )
         for name, dials in ours
     ]
@@ -201,7 +205,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--chunk-tokens", type=int, default=1_024, help="furlong's chunks")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--disk-dir", default=None, help="folder of furlong's disk tier")
+    parser.add_argument("--disk-dir", default=None, help="folder of furlong's disk target")
     parser.add_argument("--plot", default=None, metavar="PNG", help="draw the curves there")
     return parser.parse_args()
 

@@ -65,7 +65,7 @@ def run_step(arguments: argparse.Namespace, num_chunks: int) -> dict[str, Any]:
     batch = Trial("furlong", arguments.shape, arguments.tokens).batch()
     options = furlong.ChunkOptions(
         size=-(-arguments.tokens // num_chunks), order=arguments.order, keep=arguments.keep,
-        tier=json.loads(arguments.tier), num_retained=arguments.num_retained,
+        offload=json.loads(arguments.offload), num_retained=arguments.num_retained,
     )  # fmt: skip
     engine = furlong.Engine(model)
     engine.forward_backward([{name: ids[:256] for name, ids in batch[0].items()}], options)
@@ -95,7 +95,7 @@ def _simulated(config: Any, plan: Any) -> Timeline:
     host = memory.curve(plan, 0).disk.tolist()
     timeline = simulate(
         plan, costs, copies=costs,
-        device_bytes=[memory.peak_bytes_of_actions(plan, 0)], host_bytes=[host],
+        device_bytes=[memory.peak_bytes_of_actions(plan, 0)], offloaded_bytes=[host],
     )  # fmt: skip
     state = cost.training.state_bytes(shape, plan.stages, frozenset(range(len(plan.stages))), 1)
     return _above(timeline, state.total)
@@ -133,7 +133,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--keep", default="attention")
     parser.add_argument("--num-retained", type=int, default=1)
     parser.add_argument(
-        "--tier", default='"device"', help="JSON: a tier, or a mapping of kinds to tiers"
+        "--offload", default='"none"', help="JSON: a target, or a mapping of kinds to targets"
     )
     parser.add_argument("--chunks", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()

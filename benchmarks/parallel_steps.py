@@ -135,7 +135,11 @@ def _comparable(record: Record, sent: dict[Any, float]) -> Record:
         start_s = min(max(start_s, sent[key]), record.stop_s)
     linked = isinstance(action, (Send, Recv, Reduce))
     return replace(
-        record, lane="link" if linked else "compute", start_s=start_s, device_bytes=0, host_bytes=0
+        record,
+        lane="link" if linked else "compute",
+        start_s=start_s,
+        device_bytes=0,
+        offloaded_bytes=0,
     )
 
 

@@ -64,9 +64,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "furlong keep=attention": {"keep": "attention", "size": _CHUNK_TOKENS},
     "furlong keep=kv": {"keep": "kv", "size": _CHUNK_TOKENS},
     "furlong layer-first, disk": {
-        **_LAYER_FIRST, "size": _CHUNK_TOKENS, "tier": {"inputs": "disk", "attention": "disk"},
+        **_LAYER_FIRST, "size": _CHUNK_TOKENS, "offload": {"inputs": "disk", "attention": "disk"},
     },
-    "furlong smallest": {**_LAYER_FIRST, "size": _CHUNK_TOKENS // 2, "tier": "disk"},
+    "furlong smallest": {**_LAYER_FIRST, "size": _CHUNK_TOKENS // 2, "offload": "disk"},
 }  # fmt: skip
 """ChunkOptions by name."""
 

@@ -2,10 +2,10 @@
 
 Calibrates this machine as `furlong calibrate` does (or takes `--calibration FILE`), then runs
 twelve steps, each in a process of its own: other models than the calibrated ones, other sizes of
-chunks, ways to keep, orders, tiers and lengths.
+chunks, ways to keep, orders, offload and lengths.
 
 Promises: of every step, predicted seconds within 15 % and predicted peak memory within 10 % of
-what is measured. Seconds are those in which the computing thread worked or waited for a tier, so
+what is measured. Seconds are those in which the computing thread worked or waited for a target, so
 that other processes on the machine do not count; memory is the resident set of the process, Python
 and its libraries included (the peak beside them is printed, too). Exits 1 on a miss.
 
@@ -82,11 +82,11 @@ STEPS = (
     Step(_SMALL, (2500,), {"size": 640, "keep": "input", "stage_layers": 2, **_LAYER_FIRST}),
     Step(
         _SMALL, (2048,),
-        {"size": 512, "keep": "attention", "stage_layers": 1, "tier": "disk", **_LAYER_FIRST},
+        {"size": 512, "keep": "attention", "stage_layers": 1, "offload": "disk", **_LAYER_FIRST},
     ),
     Step(_OTHER, (1280,), {"size": 1280, "keep": "all"}),
     Step(_OTHER, (1500,), {"size": 384, "keep": "attention", "num_retained": 2}),
-    Step(_OTHER, (1600,), {"size": 400, "keep": "attention", "tier": {"attention": "disk"}}),
+    Step(_OTHER, (1600,), {"size": 400, "keep": "attention", "offload": {"attention": "disk"}}),
     Step(_OTHER, (150, 250, 350, 1200), {"size": 700, "keep": "kv", "num_retained": 1}),
     Step(_WIDE, (900,), {"size": 300, "keep": "kv", "num_retained": 0}),
     Step(_WIDE, (768,), {"size": 128, "keep": "attention", "recompute_layers": 2}),

@@ -88,7 +88,7 @@ class Setting:
         training = Training(zero_stage=1, gathers=True, lora=lora)
         model = CostModel(model_shape(self.model), Machine.named(self.hardware), training)
         return Problem(seq_lens=lens, model=model, num_devices=self.num_devices, zeros=(1,),
-                       tiers=("device", "host"))  # fmt: skip
+                       offload=("none", "cpu"))  # fmt: skip
 
     def __str__(self) -> str:
         lora = "" if self.lora_rank is None else f" with LoRA {self.lora_rank}"

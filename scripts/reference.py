@@ -25,8 +25,9 @@ the file. `scripts/reference.py` writes this page; `furlong train --help` shows 
 _FOREIGN = """\
 ## Keys of other trainers
 
-A key of TRL, axolotl or LLaMA-Factory is refused, in a run file as on the command line and in
-whatever section it stands. The message is a table of all of them, and says what this one says:
+A key of TRL, axolotl or LLaMA-Factory, or one that furlong had before, is refused, in a run file as
+on the command line and in whatever section it stands. The message is a table of all of them, and
+says what this one says:
 """
 
 

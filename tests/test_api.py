@@ -290,7 +290,7 @@ def test_a_sampled_step_draws_the_chunks_that_have_labels(seed: int) -> None:
 def test_a_closed_engine_gives_back_and_takes_anew(tmp_path: Path) -> None:
     model, sequences = build("llama"), batch([29, 4])
     engine = furlong.Engine(model, storage=Storage(disk_dir=tmp_path))
-    options = furlong.ChunkOptions(size=8, keep="attention", tier="disk")
+    options = furlong.ChunkOptions(size=8, keep="attention", offload="disk")
     values = engine.token_values(sequences, options)
     expected = engine.forward_backward(sequences, options).loss
     truth = take_grads(model)

@@ -122,17 +122,17 @@ def test_what_a_gpu_has_not_shown_is_a_miss():
     point = {"step_s": 10.0, "mfu": 0.36, "device_peak_bytes": 1000}
     cases = [f"{case}{window}" for case in gpu._ERRORS for window in ("", ", window 1024")]
     met = {
-        "7B, 128K, host": point, "7B, 64K, device": point, "7B, 64K, host": point,
-        "0.5B, 64K, host": point, "0.5B, 256K, host": point,
-        "0.5B's first 4 layers, 64K, host": point, "0.5B's first 4 layers, 1024K, host": point,
+        "7B, 128K, cpu": point, "7B, 64K, device": point, "7B, 64K, cpu": point,
+        "0.5B, 64K, cpu": point, "0.5B, 256K, cpu": point,
+        "0.5B's first 4 layers, 64K, cpu": point, "0.5B's first 4 layers, 1024K, cpu": point,
         **{f"error, {case}": {"ratio": 1.0} for case in cases},
         "tests": {"returncode": 0}, "one process of FSDP2": {"off": 0.0},
         "train, kill, resume": {"off": 1e-6},
     }  # fmt: skip
     assert {promise.verdict for promise in gpu.judge(met)} == {"met"}
     changed = {
-        "7B, 128K, host": point | {"mfu": None}, "7B, 64K, host": point | {"step_s": 10.6},
-        "0.5B, 256K, host": point | {"device_peak_bytes": 1021}, "tests": {"returncode": 1},
+        "7B, 128K, cpu": point | {"mfu": None}, "7B, 64K, cpu": point | {"step_s": 10.6},
+        "0.5B, 256K, cpu": point | {"device_peak_bytes": 1021}, "tests": {"returncode": 1},
         "error, 64 chunks": {"ratio": 1.2}, "one process of FSDP2": {"off": float("nan")},
     }  # fmt: skip
     for name, values in changed.items():

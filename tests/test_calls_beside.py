@@ -155,7 +155,7 @@ def test_a_backward_waits_for_a_backward_of_another_thread() -> None:
 def test_values_that_another_thread_drops_are_waited_for(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = furlong.ChunkOptions(size=6, keep="attention", tier="disk")
+    options = furlong.ChunkOptions(size=6, keep="attention", offload="disk")
     model = furlong.chunked(build("llama"), options)
     rows: list[int] = []
     model.model.layers[0].register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[1]))
@@ -198,7 +198,7 @@ def test_values_that_a_pools_own_thread_drops_wait_for_others() -> None:
 
 def test_the_collector_may_drop_values_in_the_middle_of_what_a_pools_thread_is_given() -> None:
     """In a call on another model, or in an executor of the caller's own."""
-    options = furlong.ChunkOptions(size=6, keep="attention", tier="host")
+    options = furlong.ChunkOptions(size=6, keep="attention", offload="cpu")
     engine = furlong.Engine(build("llama"))
     state = engine._session.state
 

@@ -12,11 +12,12 @@ from typing import Any, get_args
 import pytest
 
 from furlong.cli.main import main
+from furlong.config import schema
 from furlong.config.messages import example_of, foreign_keys, suggest
-from furlong.config.schema import Kind, RunConfig, TierName, all_keys, keys_below, section_of
+from furlong.config.schema import RunConfig, all_keys, keys_below, section_of
 from furlong.config.sources import build_run, load_run, parse_run, read_yaml
 from furlong.errors import ConfigError
-from furlong.plan.plan import Tier, Tiers
+from furlong.plan.plan import Offload, OffloadTarget
 
 ROOT = Path(__file__).parents[1]
 RUN = "model: {name: x}\ndata: {train: x}\n"
@@ -99,9 +100,9 @@ def test_the_resolved_config_is_accepted_back(tmp_path: Path) -> None:
         (["--train.lrr=1"], "--train.lrr", "the command line", "--train.lr?"),
         (["--train.steps=no"], "train.steps = 'no'", "flag --train.steps", "set"),
         (["--train.lr=0"], "'0'", "train.lr", "such as 2e-05"),
-        (["--chunks.tier=hots"], "tier = 'hots'", "flag --chunks.tier", "host?"),
-        (["--chunks.tier={atention: host}"], "atention", "--chunks.tier", "attention?"),
-        (["--chunks.tier={kv: dsk}"], "'dsk'", "--chunks.tier", "disk?"),
+        (["--offload=dsk"], "offload = 'dsk'", "flag --offload", "disk?"),
+        (["--offload={atention: cpu}"], "atention", "--offload", "attention?"),
+        (["--offload={kv: dsk}"], "'dsk'", "--offload", "disk?"),
         (["--chunks.sample.cap=.inf"], "'.inf'", "--chunks.sample.cap", "set"),
         (["--chunks.sample={rte: 0.5}"], "chunks.sample.rte", "sample", "rate?"),
         (["--memory.disk_dir="], "disk_dir = ''", "flag --memory.disk", "set"),
@@ -139,8 +140,8 @@ def test_a_wrong_flag_names_what_is_meant(
         ["--train.epochs=1", "--train.steps=2"],
         ["--train.steps=null"],
         ["--model.init=random", "--model.lora.rank=2"],
-        ["--chunks.tier=disk", "--memory.disk=0"],
-        ["--chunks.tier={kv: host}", "--memory.host=0"],
+        ["--offload=disk", "--memory.disk=0"],
+        ["--offload={kv: cpu}", "--memory.cpu=0"],
         ["--chunks.order=chunk-first", "--chunks.stage_layers=2"],
         ["--chunks.size=auto", "--chunks.sample.rate=0.5"],
         ["--train.loss=sft", "--train.beta=0.2"],
@@ -225,31 +226,33 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert "no UTF-8: invalid start byte at byte 5" in refused(load_run, file).given
 
 
-def test_tiers_samples_and_budgets_are_the_same_in_files_and_as_flags(run_file: Path) -> None:
+def test_offload_samples_and_budgets_are_the_same_in_files_and_as_flags(run_file: Path) -> None:
     sections = {
-        "memory": "{host: 24GiB, disk: 1TB, disk_dir: /scratch}",
-        "chunks": "{tier: {attention: disk, kv: host}, order: layer-first, stage_layers: 4,"
-        " size: 64, sample: {chunks: 8, rule: fixed, cap: 2, check_every_steps: 50}}",
+        "memory": "{cpu: 24GiB, disk: 1TB, disk_dir: /scratch}",
+        "offload": "{attention: disk, kv: cpu}",
+        "chunks": "{order: layer-first, stage_layers: 4, size: 64,"
+        " sample: {chunks: 8, rule: fixed, cap: 2, check_every_steps: 50}}",
     }
     run_file.write_text(RUN + "".join(f"{name}: {text}\n" for name, text in sections.items()))
     config = load_run(run_file)
-    assert config.chunks.tier == {"attention": "disk", "kv": "host"}
+    assert config.offload == {"attention": "disk", "kv": "cpu"}
     memory = config.memory
-    assert (memory.host, memory.disk, memory.disk_dir) == (24 * 2**30, 10**12, "/scratch")
+    assert (memory.cpu, memory.disk, memory.disk_dir) == (24 * 2**30, 10**12, "/scratch")
     sample = config.chunks.sample
     assert sample is not None and not sample.report_loss
     assert (sample.chunks, sample.rule, sample.cap, sample.rate) == (8, "fixed", 2.0, None)
     by_flags = parse_run([*NEEDED, *(f"--{name}={text}" for name, text in sections.items())])
-    assert (by_flags.chunks, by_flags.memory) == (config.chunks, config.memory)
+    for name in sections:
+        assert getattr(by_flags, name) == getattr(config, name)
     assert build_run(json.loads(config.model_dump_json()), "config.json") == config
-    assert parse_run([str(run_file), "--chunks.tier", "host"]).chunks.tier == "host"
+    assert parse_run([str(run_file), "--offload", "cpu"]).offload == "cpu"
     assert parse_run([str(run_file), "--chunks.sample=null"]).chunks.sample is None
 
 
-def test_the_kinds_and_tiers_of_run_files_are_those_of_plans() -> None:
+def test_the_offload_kinds_and_targets_of_run_files_are_those_of_plans() -> None:
     """The schema spells them itself: config is not above plan."""
-    assert get_args(Kind) == tuple(field.name for field in fields(Tiers))
-    assert get_args(TierName) == get_args(Tier)
+    assert get_args(schema.OffloadKind) == tuple(field.name for field in fields(Offload))
+    assert get_args(schema.OffloadTarget) == get_args(OffloadTarget)
 
 
 def test_a_flag_can_take_the_held_out_data_away(run_file: Path) -> None:

@@ -61,7 +61,7 @@ MUTANTS = {
         "u * width // num_heads, head_dim)[:, :, 0]",
         "ops/test_placed_attention.py::test_places_give_the_whole_and_all_its_gradients",
     ),
-    "gradients that come back from a lower tier stay as they were": Mutant(
+    "gradients that come back from memory off the device stay as they were": Mutant(
         "if writes:\n            self._raise_error()", "if False:\n            self._raise_error()",
         "equivalence/test_matrix.py::test_every_pair_of_dials",
     ),

@@ -35,7 +35,7 @@ def plan_chunkflow(
         stages=stages,
         num_retained=options.num_retained,
         keep=options.keep,
-        tiers=options.tiers,
+        offload=options.offloading,
         recompute_layers=options.recompute_layers,
         backward=backward,
     )

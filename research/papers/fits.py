@@ -15,7 +15,7 @@ def fit(
     """The peak bytes of the rank that needs most. Raises DoesNotFitError at the first rank whose
     device has less, ConfigError at the first whose share of its host's memory is smaller.
     `with_what`: words for what the plan computes."""
-    memory, host_bytes = model.memory(budget_bytes), model.hardware.host_bytes
+    memory, cpu_bytes = model.memory(budget_bytes), model.hardware.host_bytes
     num_devices = len(plan.actions) * plan.sp_size * model.training.replicas
     peak = 0
     for rank in range(len(plan.actions)):
@@ -26,13 +26,13 @@ def fit(
                 rank, curve.peak, memory.budget_bytes(rank), model.training,
                 num_devices=num_devices, with_what=with_what,
             )  # fmt: skip
-        if (on_host := int(curve.host.max(initial=0))) > host_bytes:
+        if (on_host := int(curve.cpu.max(initial=0))) > cpu_bytes:
             raise ConfigError(
                 given=f"rank {rank} needs {format_bytes(on_host)} of its host's memory",
-                required=f"at most {format_bytes(host_bytes)}: memory.host, or a device's share"
+                required=f"at most {format_bytes(cpu_bytes)}: memory.cpu, or a device's share"
                 " of its node",
                 source="the memory of the host",
-                change="raise memory.host if the node has more, or use more devices",
+                change="raise memory.cpu if the node has more, or use more devices",
             )
         peak = max(peak, needed)
     return peak

@@ -10,7 +10,7 @@ from furlong.cost.model import CostModel, update_s
 from furlong.cost.seconds import sequence_flops
 from furlong.cost.shape import ModelShape, model_shape
 from furlong.cost.training import Training, ZeroStage
-from furlong.plan.plan import ChunkPlan, Tiers
+from furlong.plan.plan import ChunkPlan, Offload
 from furlong.planners.chunks import chunk_by_chunk
 from furlong.simulate.clock import time_actions
 from papers.fpdt_chunks import choose_fpdt_chunk
@@ -213,9 +213,9 @@ def plan_of(s: Strategy) -> ChunkPlan:
     """One sequence over all devices: whole, or in FPDT's chunks of 64K layer by layer."""
     num_layers, num_tokens = model_shape(MODEL).num_layers, s.context * K
     if s.fpdt:
-        tiers = Tiers(kv="host", inputs="host")
+        offload = Offload(kv="cpu", inputs="cpu")
         return plan_fpdt(
-            [num_tokens], num_layers=num_layers, chunk_size=64 * K, tiers=tiers, sp_size=8
+            [num_tokens], num_layers=num_layers, chunk_size=64 * K, offload=offload, sp_size=8
         )
     sp_size = 8 // s.tp_size
     lens = [num_tokens]
@@ -232,7 +232,7 @@ def claims() -> Table:
     for context in (256, 2048):
         plan = plan_fpdt(
             [context * K], num_layers=model.shape.num_layers, chunk_size=64 * K, sp_size=4,
-            tiers=Tiers(kv="host", inputs="host"),
+            offload=Offload(kv="cpu", inputs="cpu"),
         )  # fmt: skip
         costs, free = model.costs(plan), model.costs(plan, free=("streams",))
         with_streams = time_actions(plan, costs, copies=costs).duration_s

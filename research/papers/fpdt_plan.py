@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from furlong.plan.plan import ON_DEVICE, ChunkPlan, Keep, Tiers
+from furlong.plan.plan import ON_DEVICE, ChunkPlan, Keep, Offload
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
 
@@ -17,7 +17,7 @@ def plan_fpdt(
     chunk_size: int,
     stage_layers: int = 1,
     keep: Keep = "input",
-    tiers: Tiers = ON_DEVICE,
+    offload: Offload = ON_DEVICE,
     sp_size: int = 1,
     backward: bool = True,
 ) -> ChunkPlan:
@@ -27,7 +27,7 @@ def plan_fpdt(
     sharded. Short sequences are packed; a packed chunk is walked like any other group.
     """
     options = ChunkOptions(
-        size=chunk_size, num_retained=0, keep=keep, tier=tiers, order="layer-first",
+        size=chunk_size, num_retained=0, keep=keep, offload=offload, order="layer-first",
         stage_layers=stage_layers, hybrid=False,
     )  # fmt: skip
     return plan_replica(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from furlong.plan.plan import ON_DEVICE, Action, ChunkPlan, Forward, Tiers
+from furlong.plan.plan import ON_DEVICE, Action, ChunkPlan, Forward, Offload
 from furlong.planners.chunks import Groups
 from furlong.planners.orders import assemble, number_chunks, seq1f1b_cells, with_messages
 
@@ -15,7 +15,7 @@ def plan_seq1f1b(
     *,
     stages: Sequence[int],
     recompute_layers: Sequence[Sequence[int]] = (),
-    tiers: Tiers = ON_DEVICE,
+    offload: Offload = ON_DEVICE,
     sp_size: int = 1,
     frozen_stages: int = 0,
 ) -> ChunkPlan:
@@ -27,7 +27,13 @@ def plan_seq1f1b(
     """
     lists = token_level_lists(number_chunks(groups), stages, recompute_layers, frozen_stages)
     return assemble(
-        seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size, frozen_stages=frozen_stages
+        seq_lens,
+        groups,
+        stages,
+        lists,
+        offload=offload,
+        sp_size=sp_size,
+        frozen_stages=frozen_stages,
     )
 
 

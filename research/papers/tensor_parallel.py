@@ -16,7 +16,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.seconds import Hidden, PassPart, StageSeconds
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
-from furlong.plan.plan import Layout, Tier
+from furlong.plan.plan import Layout, OffloadTarget
 from papers.fused import OtherMemory
 
 
@@ -72,7 +72,7 @@ class TensorParallel(CostModel):
         *,
         layout: Layout,
         ranks: tuple[int, ...],
-        kv: Tier = "device",
+        kv: OffloadTarget = "none",
         free: Collection[Hidden] = (),
         unsharded: bool = False,
     ) -> StageSeconds:

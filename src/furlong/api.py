@@ -80,7 +80,7 @@ class Engine:
     ) -> None:
         """`max_seq_len`: the run's longest sequence, needed by RoPE of type longrope only.
         `compute_dtype`: the dtype in which float32 weights compute (None: as they are).
-        `storage`: bounds and folder of the tiers host and disk; a later engine of the same model
+        `storage`: bounds and folder of the CPU memory and disk; a later engine of the same model
         may set others, None leaves them.
         `ranks`: the processes of one run (`runtime.distributed.mesh.make_ranks`), each with the
         same model, or in a pipeline with what its stage has of it (`models.build.build_model`); or

@@ -30,14 +30,14 @@ class Record:
     rank: int
     lane: Lane
     action: Action
-    """The action; on the lane "copy" the one beside which copies between tiers ran."""
+    """The action; on the lane "copy" the one beside which copies of offloaded tensors ran."""
     start_s: float
     """Seconds since the start of the step."""
     stop_s: float
     device_bytes: int
     """The peak of device memory while the action ran."""
-    host_bytes: int
-    """The peak of the tiers below the device, host and disk, while the action ran."""
+    offloaded_bytes: int
+    """The peak of CPU memory and disk together, while the action ran."""
 
     @property
     def text(self) -> str:
@@ -75,7 +75,7 @@ class Timeline:
         return [
             [
                 *(r.rank, r.lane, format_action(r.action)),
-                *(r.start_s, r.stop_s, r.device_bytes, r.host_bytes),
+                *(r.start_s, r.stop_s, r.device_bytes, r.offloaded_bytes),
             ]
             for r in self.records
         ]
@@ -93,10 +93,10 @@ def _read_record(row: object) -> Record:
         case [
             int(rank), ("compute" | "copy" | "link") as lane, str(text),
             float() | int() as start_s, float() | int() as stop_s,
-            int(device_bytes), int(host_bytes),
+            int(device_bytes), int(offloaded_bytes),
         ] if rank >= 0 and 0 <= start_s <= stop_s:  # fmt: skip
             action = parse_action(text)
-            return Record(rank, lane, action, start_s, stop_s, device_bytes, host_bytes)
+            return Record(rank, lane, action, start_s, stop_s, device_bytes, offloaded_bytes)
     raise ValueError(f"{row!r:.80} is no record of a timeline")
 
 

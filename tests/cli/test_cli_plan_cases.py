@@ -39,7 +39,7 @@ SECO = (
 
 def test_secos_own_plan_of_16k_tokens_fits_a_24_gb_card_but_for_the_margin(plan: Any) -> None:
     """In chunks of fewer than 1,024 tokens, with K,V on the device."""
-    own = ("--chunks.method=seco", "--chunks.tier=device")
+    own = ("--chunks.method=seco", "--offload=none")
     found = plan([16_384], *SECO)
     assert found["peak_bytes"] <= 0.9 * found["budget_bytes"] < 24 * GIB and found["runs_here"]
     refused = plan([16_384], *SECO, *own)
@@ -55,25 +55,25 @@ def test_a_million_tokens_beside_a_24_gb_card_take_no_more_host_memory_than_ther
 ) -> None:
     small = plan([2**20], "--model.name=Qwen2.5-0.5B", "--hardware=RTX4090")
     (rank,) = small["memory"]
-    assert 0 < rank["host_bytes"] <= 64 * GIB
+    assert 0 < rank["cpu_bytes"] <= 64 * GIB
     large = ("--model.name=Llama-3-8B", "--model.lora.rank=8", "--hardware=RTX4090")
     assert plan([2**20], *large)["code"] == 2
-    found = plan([2**20], *large, "--memory.host=400GiB")
-    assert 64 * GIB < found["memory"][0]["host_bytes"] <= 400 * GIB
+    found = plan([2**20], *large, "--memory.cpu=400GiB")
+    assert 64 * GIB < found["memory"][0]["cpu_bytes"] <= 400 * GIB
 
 
 def test_the_memory_of_the_host_bounds_the_plans_of_several_devices(plan: Any) -> None:
     flags = (
         "--model.name=Llama-2-7B", "--model.lora.rank=8", "--hardware=RTX4090", "--devices=8",
         "--parallel.sp=8", "--chunks.method=fpdt", "--chunks.size=16384",
-        "--chunks.tier=host",
+        "--offload=cpu",
     )  # fmt: skip
     found = plan([2**15], *flags)
-    most = max(rank["host_bytes"] for rank in found["memory"])
-    assert 0 < most <= found["host_budget_bytes"] == 512 * GIB * 9 // 10 // 8
-    assert plan([2**15], *flags, f"--memory.host={most}")["step_s"] == found["step_s"]
-    message = plan([2**15], *flags, f"--memory.host={most - 1}")["message"]
-    assert "on the host" in message and "memory.host" in message
+    most = max(rank["cpu_bytes"] for rank in found["memory"])
+    assert 0 < most <= found["cpu_budget_bytes"] == 512 * GIB * 9 // 10 // 8
+    assert plan([2**15], *flags, f"--memory.cpu={most}")["step_s"] == found["step_s"]
+    message = plan([2**15], *flags, f"--memory.cpu={most - 1}")["message"]
+    assert "of memory.cpu" in message
 
 
 @pytest.mark.slow
@@ -135,12 +135,12 @@ def test_sizes_and_dials_of_a_run_file_hold_as_they_do_when_it_trains(
     run.write_text(
         f"model: {{name: Qwen2.5-0.5B}}\ndata: {{train: a}}\nparallel: {sizes}\n"
         "memory: {disk: 1TB}\n"
-        "chunks: {size: 4096, stage_layers: 6, tier: {attention: host, kv: disk}}\n"
+        "chunks: {size: 4096, stage_layers: 6}\noffload: {attention: cpu, kv: disk}\n"
     )
     command = [str(run), f"--lengths={lengths}", "--hardware=H100", "--chunks.size=512", *flags]
     question = question_of(parse_flags(command))
     assert (*map(question.given.get, SIZES), question.num_devices) == searched
     dials = {name: value for name, value in question.given.items() if name not in SIZES}
-    tier = {"attention": "host", "kv": "disk"}
-    assert dials == {"order": "layer-first", "stage_layers": 6, "tier": tier, "size": 512}
+    offload = {"attention": "cpu", "kv": "disk"}
+    assert dials == {"order": "layer-first", "stage_layers": 6, "offload": offload, "size": 512}
     assert question.limits.disk_bytes == 10**12

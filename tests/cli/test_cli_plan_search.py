@@ -66,7 +66,7 @@ def test_prints_what_was_chosen_and_why(lengths, monkeypatch, capsys):
     heads = [line.split("  ")[0] for line in printed.splitlines() if line[0] != " "]
     assert heads == [
         "batch", "model", "devices", "figures", "plan", "chunks", "kept", "recompute", "order",
-        "tier", "layout", "step", "bubble", "pool", "time", "memory", "longest", "runs here",
+        "offload", "layout", "step", "bubble", "pool", "time", "memory", "longest", "runs here",
         "auto", "parallel", "search",
     ]  # fmt: skip
     assert f"6 sequences, 13.2K tokens, longest 9,000: all of {lengths}" in printed
@@ -205,7 +205,7 @@ def test_compares_every_method(lengths, tmp_path, capsys):
         (["--out", "plan.yaml"], ["--out plan.yaml", ".json"]),
         (["--compare", "--out", "plan.json"], ["--compare with --out"]),
         (["--data.max_seq_len", "50"], ["data.max_seq_len = 50", "at least 90 tokens"]),
-        (["--chunks.tier=host", "--hardware=cpu"], ["on a CPU", "device"]),
+        (["--offload=cpu", "--hardware=cpu"], ["on a CPU", "device"]),
         (["--devices=4", "--parallel.pp=3", "--parallel.sp=2"],
          ["dp auto x sp 2 x pp 3, a multiple of 6 devices", "multiply to 4 devices"]),
         (["--devices=2", "--chunks.method=places", "--chunks.size=1024"],
@@ -223,7 +223,7 @@ def test_a_sequence_that_fits_nowhere_says_what_lacks_and_what_to_change(tmp_pat
     file = tmp_path / "lens.json"
     file.write_text('{"version": 1, "lengths": [4000000]}')
     assert plan(file, *QUICK, "--memory.device", "12GB") == 2
-    refused(capsys, "rank 0 needs", "K,V", "which lacks", "with memory.host: ")
+    refused(capsys, "rank 0 needs", "K,V", "which lacks", "with memory.cpu: ")
 
 
 RUN = """\
@@ -425,7 +425,7 @@ def test_a_run_on_one_device_is_not_told_to_use_more(tmp_path, capsys):
         message = capsys.readouterr().err
         change = message[message.index("change:") :]
         assert "a larger memory.device" in change
-        for word in ("ZeRO", "devices", "stages", "sp ", "host"):
+        for word in ("ZeRO", "devices", "stages", "sp ", "cpu"):
             assert word not in change
 
 

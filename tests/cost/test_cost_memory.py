@@ -19,11 +19,11 @@ from furlong.plan.plan import (
     Chunk,
     ChunkPlan,
     Forward,
+    Offload,
     Place,
     Reduce,
     Reshard,
     Slice,
-    Tiers,
     Unshard,
 )
 from furlong.planners.options import ChunkOptions
@@ -261,21 +261,21 @@ def test_a_pool_on_cpus_counts_what_gloo_copies_and_what_the_heap_does_not_give_
     num_retained=st.integers(0, 3),
     keep=st.sampled_from(["input", "kv", "attention", "all"]),
     num_stages=st.integers(1, 4),
-    tiers=st.builds(Tiers, *[st.sampled_from(["device", "host", "disk"])] * 4),
+    offload=st.builds(Offload, *[st.sampled_from(["none", "cpu", "disk"])] * 4),
 )
-def test_any_plan_can_be_weighed(lens, size, num_retained, keep, num_stages, tiers):
+def test_any_plan_can_be_weighed(lens, size, num_retained, keep, num_stages, offload):
     options = ChunkOptions(size=size, num_retained=num_retained, keep=keep)
     stages = (1,) * (num_stages - 1) + (5 - num_stages,)
     plan = plan_chunkflow(lens, options, stages=stages)
-    plan = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions, tiers=tiers)
+    plan = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions, offload=offload)
     for rank in range(num_stages):
         memory = curve(plan, rank)
-        assert (memory.device >= 0).all() and (memory.host >= 0).all()
-        assert (memory.disk >= 0).all() and not (memory.host[-1] or memory.disk[-1])
+        assert (memory.device >= 0).all() and (memory.cpu >= 0).all()
+        assert (memory.disk >= 0).all() and not (memory.cpu[-1] or memory.disk[-1])
         last = dict(zip(PARTS, memory.device[-1], strict=True))
         assert all(not last[part] for part in ("activations", "kv", "kv_gradients", "logits"))
-        if "host" not in (tiers.kv, tiers.inputs, tiers.attention, tiers.graphs):
-            assert not memory.host.any()
+        if "cpu" not in (offload.kv, offload.inputs, offload.attention, offload.graphs):
+            assert not memory.cpu.any()
 
 
 def test_chunkflows_bound_per_stage_holds():

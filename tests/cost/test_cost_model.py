@@ -15,6 +15,7 @@ from furlong.plan.plan import (
     Chunk,
     ChunkPlan,
     Forward,
+    Offload,
     Place,
     RebuildKV,
     Recompute,
@@ -22,7 +23,6 @@ from furlong.plan.plan import (
     Reshard,
     Send,
     Slice,
-    Tiers,
     Unshard,
 )
 from furlong.planners.options import ChunkOptions
@@ -184,11 +184,11 @@ def test_checkpointed_layers_are_paid_in_the_backward(lora):
     assert seconds[2] - seconds[0] == pytest.approx(forward)
 
 
-@pytest.mark.parametrize(("tier", "slow"), [("host", False), ("disk", True)])
-def test_streamed_kv_waits_only_where_the_link_is_slow(tier, slow):
+@pytest.mark.parametrize(("target", "slow"), [("cpu", False), ("disk", True)])
+def test_streamed_kv_waits_only_where_the_link_is_slow(target, slow):
     model = CostModel(SHAPE, A100)
     plan = plan_chunkflow((64 * 1024,), ChunkOptions(size=8192, keep="kv"), stages=(32,))
-    streamed = replace(plan, tiers=Tiers(kv=tier))
+    streamed = replace(plan, offload=Offload(kv=target))
     on_device, costs = model.costs(plan), model.costs(streamed)
     for action in plan.actions[0][:-1]:
         plain, waiting = on_device.compute_s(action, 0), costs.compute_s(action, 0)
@@ -207,27 +207,27 @@ def test_copies_take_each_link_in_each_direction_at_a_time():
     plan = plan_fpdt([16_384], num_layers=32, stage_layers=16, chunk_size=8192, keep="attention")
     message, attention = 8192 * 4096 * 2, 8192 * (4096 * 2 + 32 * 4)
     rebuild, recompute = RebuildKV(0, 0), Recompute(1, 0)
-    by_tiers = {
+    by_offload = {
         # an input is read; and 15 or 16 layers' attention, in two tensors each
-        Tiers(inputs="host"): {Forward(0, 0, "attention"): 1e-3 + message / 1e9},
-        Tiers(attention="host"): {
+        Offload(inputs="cpu"): {Forward(0, 0, "attention"): 1e-3 + message / 1e9},
+        Offload(attention="cpu"): {
             Forward(0, 0, "attention"): 0.032 + 16 * attention / 1e9,
             rebuild: 0.030 + 15 * attention / 1e9,
             recompute: 0.032 + 16 * attention / 1e9,
         },
-        Tiers(inputs="host", attention="disk"): {
+        Offload(inputs="cpu", attention="disk"): {
             Forward(0, 0, "attention"): 0.064 + 16 * attention / 1e8,
             # its output's gradient is read; it is of the first stage, so that none is written
             Backward(1, 0): 1e-3 + message / 1e9,
         },
     }
-    for tiers, expected in by_tiers.items():
-        costs = model.costs(replace(plan, tiers=tiers))
+    for offload, expected in by_offload.items():
+        costs = model.costs(replace(plan, offload=offload))
         for action, seconds in expected.items():
-            assert costs.copy_s(action, 0) == pytest.approx(seconds), (tiers, action)
+            assert costs.copy_s(action, 0) == pytest.approx(seconds), (offload, action)
         # nothing waits inside a layer but attention for K,V
         assert costs.compute_s(recompute, 0) == model.costs(plan).compute_s(recompute, 0)
-    costs = model.costs(replace(plan, tiers=Tiers(inputs="host")))
+    costs = model.costs(replace(plan, offload=Offload(inputs="cpu")))
     assert costs.copy_s(rebuild, 0) == 0 == costs.copy_s(Reduce(0), 0)
 
 

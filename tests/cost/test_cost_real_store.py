@@ -11,7 +11,7 @@ from furlong.cost.memory import KINDS, PARTS, PlanMemory
 from furlong.cost.training import Training
 from furlong.models.describe import describe
 from furlong.plan.passes import kv_frees, passes
-from furlong.plan.plan import Reduce, Tiers
+from furlong.plan.plan import Offload, Reduce
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
 from furlong.planners.spaco import Factors, sample_backwards
@@ -43,7 +43,7 @@ class Driven:
                 return taken
 
         self.arena = Watched(torch.device("cpu"))
-        self.pool = None if plan.tiers.kv == "device" else make_pool(torch.device("cpu"))
+        self.pool = None if plan.offload.kv == "none" else make_pool(torch.device("cpu"))
         self.lens, self.continues = plan.piece_lens[0], plan.continues
         trained = trained_pieces(plan)
         self.store = KVStore(
@@ -79,56 +79,58 @@ class Driven:
         return self.arena_bytes
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("target", ["none", "cpu"])
 @pytest.mark.parametrize(
     ("windows", "length", "size", "keep", "num_retained"),
     [((3000, 700, None), 9000, 300, "input", 1), ((None, None), 15_762, 2048, "kv", 0),
      ((None, 700), 13_739, 1000, "attention", 2), ((3000, 700, None), 11_000, 5000, "kv", 1),
      ((None, 700), 9_100, 700, "input", 2)],
 )  # fmt: skip
-def test_the_walk_is_what_the_store_does(tier, windows, length, size, keep, num_retained):
+def test_the_walk_is_what_the_store_does(target, windows, length, size, keep, num_retained):
     options = ChunkOptions(size=size, keep=keep, num_retained=num_retained)
     plan = plan_chunkflow((length,), options, stages=(len(windows),))
-    compare(replace(plan, tiers=Tiers(kv=tier)), windows)
+    compare(replace(plan, offload=Offload(kv=target)), windows)
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("target", ["none", "cpu"])
 @pytest.mark.parametrize("windows", [(None, None), (None, 700)], ids=str)
 @pytest.mark.parametrize("keep", ["kv", "input"])
-def test_the_walk_of_branches_is_what_the_store_does(tier, windows, keep):
+def test_the_walk_of_branches_is_what_the_store_does(target, windows, keep):
     """Two long branches, the second of which branches again, and short ones."""
     forks = {0: [(8000, 5000), (11_500, 10_000), (12_000, 10_000), (14_500, 5000)]}
     options = ChunkOptions(size=900, keep=keep, num_retained=0)
     plan = plan_on_device([15_000], options, num_layers=len(windows), forks=forks)
-    compare(replace(plan, stages=(len(windows),), tiers=Tiers(kv=tier)), windows)
+    compare(replace(plan, stages=(len(windows),), offload=Offload(kv=target)), windows)
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("target", ["none", "cpu"])
 @pytest.mark.parametrize("window", [None, 1200])
 @pytest.mark.parametrize(
     ("drawn", "report_loss"),
     [((1, 4), True), ((0, 1, 5), False), ((5, 3, 0), False), ((2,), False), ((0,), False)],
 )
-def test_the_walk_of_a_draw_is_what_the_store_does(tier, window, drawn, report_loss):
+def test_the_walk_of_a_draw_is_what_the_store_does(target, window, drawn, report_loss):
     """Chunks without a backward have no gradients, and may not be computed or stored at all."""
     options = ChunkOptions(size=2048, keep="kv", num_retained=0)
     plan = plan_chunkflow((6 * 2048,), options, stages=(2,))
     factors = dict.fromkeys(drawn, Factors(2.0, 2.0))
-    plan = sample_backwards(replace(plan, tiers=Tiers(kv=tier)), factors, report_loss=report_loss)
+    plan = sample_backwards(
+        replace(plan, offload=Offload(kv=target)), factors, report_loss=report_loss
+    )
     compare(plan, (window, None))
 
 
-@pytest.mark.parametrize("graphs", ["device", "host"])
+@pytest.mark.parametrize("graphs", ["none", "cpu"])
 def test_no_draw_needs_more_memory_than_the_exact_step(graphs):
     """What the search relies on. An exact step retains the last chunk's graph, here of one token; a
     draw without that chunk retains the graph of a whole one beside what it needs anyway."""
-    options = ChunkOptions(size=64, keep="kv", num_retained=2, tier={"graphs": graphs})
+    options = ChunkOptions(size=64, keep="kv", num_retained=2, offload={"graphs": graphs})
     whole = plan_chunkflow((6 * 64 + 1,), options, stages=(1,))
     memory = memory_of((None,))
     exact = memory.curve(whole, 0)
     drawn = memory.curve(sample_backwards(whole, dict.fromkeys((1, 3, 4), Factors(2.0, 2.0))), 0)
     assert drawn.device.sum(axis=1).max() <= exact.device.sum(axis=1).max()
-    assert drawn.host.max() <= exact.host.max()
+    assert drawn.cpu.max() <= exact.cpu.max()
 
 
 def memory_of(windows):
@@ -140,13 +142,13 @@ def memory_of(windows):
 
 def compare(plan, windows):
     """Bytes of every action, by the walk and by the store."""
-    from furlong.kv.pools import HostPool
+    from furlong.kv.pools import CpuPool
 
-    tier = plan.tiers.kv
+    target = plan.offload.kv
     num_layers = len(windows)
     curve = memory_of(windows).curve(plan, 0)
     traffic = curve.traffic
-    driven = Driven(plan, windows, HostPool)
+    driven = Driven(plan, windows, CpuPool)
     arena, held = [], []
     for index, (action, what, dead) in enumerate(
         zip(plan.actions[0], passes(plan, 0), kv_frees(plan, 0), strict=True)
@@ -160,12 +162,12 @@ def compare(plan, windows):
         of_kv = [KV, GRADIENTS]
         planned = [traffic.read[index, of_kv].sum(), traffic.written[index, of_kv].sum()]
         assert moved == planned, f"action {index}, {action}"
-        assert held[-1] == curve.host[index], f"action {index}, {action}"
+        assert held[-1] == curve.cpu[index], f"action {index}, {action}"
         for chunk, _ in dead:
             for layer in range(num_layers):
                 driven.store.free(0, layer, chunk)
     stored = curve.device[:, [PARTS.index("kv"), PARTS.index("kv_gradients")]].sum(axis=1)
-    if tier == "device":
+    if target == "none":
         assert arena == stored[: len(arena)].tolist()
     else:  # and two segments of each that arrive, in the pool's own memory
         most = 2 * 2**21

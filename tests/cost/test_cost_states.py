@@ -64,8 +64,8 @@ def test_whole_sequences_have_no_states():
     assert not states_of(planned((10, 7, 3))).any()
 
 
-def test_states_go_to_the_tier_of_keys_and_values():
-    plan = planned(num_retained=0, tier="host")
+def test_states_are_offloaded_with_keys_and_values():
+    plan = planned(num_retained=0, offload="cpu")
     memory = MODEL.memory()
     on_device = states_of(plan)
     assert on_device.max() == 2 * STATE < states_of(planned(num_retained=0)).max()
@@ -77,13 +77,13 @@ def test_states_go_to_the_tier_of_keys_and_values():
 
 
 @pytest.mark.parametrize("keep", ["kv", "attention", "all"])
-@pytest.mark.parametrize("tier", ["device", "host"])
-def test_no_walk_needs_less_than_the_bound(keep, tier):
-    options = ChunkOptions(size=10, keep=keep, tier=tier, num_retained=0)
+@pytest.mark.parametrize("target", ["none", "cpu"])
+def test_no_walk_needs_less_than_the_bound(keep, target):
+    options = ChunkOptions(size=10, keep=keep, offload=target, num_retained=0)
     curve = MODEL.memory().curve(plan_on_device((100,), options, num_layers=4), 0)
     needs = ByteBound(MODEL, 100, 10).needs(options)
     assert needs.device_bytes <= max(curve.device_bytes)
-    assert needs.host_bytes <= curve.host.max()
+    assert needs.cpu_bytes <= curve.cpu.max()
 
 
 def test_the_time_of_recurrent_layers_is_linear_in_tokens():

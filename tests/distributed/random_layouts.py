@@ -18,7 +18,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.models.describe import describe
 from furlong.plan.check import check
-from furlong.plan.plan import Chunk, ChunkPlan, Forward, Tiers
+from furlong.plan.plan import Chunk, ChunkPlan, Forward, Offload
 from furlong.plan.rows import rows_of
 from furlong.planners.orders import idle_plan, join_replicas, plan_1f1b
 
@@ -73,14 +73,14 @@ class Drawn:
     planner: str
     batch: str
     model: str
-    tier: str
+    target: str
     case: Case
     gives_own_alone: bool
     """Whether each process is given what it reads alone."""
 
     def __str__(self) -> str:
         dp, sp, pp = self.sizes
-        texts = self.planner, self.batch, self.model, self.tier
+        texts = self.planner, self.batch, self.model, self.offload
         steps = f", {self.case.num_steps} steps" if self.case.num_steps > 1 else ""
         whole = ", whole model" if self.case.holds_all else ""
         return f"{self.number}: {dp} x {sp} x {pp}, " + " / ".join(texts) + steps + whole
@@ -91,7 +91,7 @@ def drawn_layouts(seed: int = 8) -> list[Drawn]:
     draw = Random(seed)
     values = {
         "planner": [*PLANNERS], "batch": [*BATCHES], "model": [*MODELS],
-        "tier": ["device", "device", "host", "disk"],
+        "offload": ["none", "none", "cpu", "disk"],
     }  # fmt: skip
     decks: dict[str, Deck[Any]] = {name: Deck(draw, own) for name, own in values.items()}
     return [_drawn(number, sizes, decks, draw) for number, sizes in enumerate(LAYOUTS)]
@@ -113,16 +113,16 @@ def _drawn(number: int, sizes: Sizes, decks: Mapping[str, Deck[Any]], draw: Rand
     may_freeze = planner in MAY_FREEZE and pp > 1 and model == "frozen"
     shape = describe(config)
     setting = Setting(sp, heights, shape, int(may_freeze), draw.choice((1, 2)), draw)
-    tier = decks["tier"].take()
+    target = decks["offload"].take()
     plan = _plan(planner, batch, dp, setting)
-    plan = replace(plan, tiers=Tiers(tier, tier, tier, tier))
+    plan = replace(plan, offload=Offload(target, target, target, target))
     check(plan)
     heads = config.num_attention_heads, config.num_key_value_heads
     case = Case(
         plan, masked=_masked(plan, batch, draw, heads), num_steps=draw.choice((1, 1, 2)),
         holds_all=pp > 1 and draw.random() < 0.2 and not may_freeze, **fields,
     )  # fmt: skip
-    return Drawn(number, sizes, planner, batch, model, tier, case, draw.random() < 0.5)
+    return Drawn(number, sizes, planner, batch, model, target, case, draw.random() < 0.5)
 
 
 def _settings(model: str, num_layers: int) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _idle(like: ChunkPlan, setting: Setting) -> ChunkPlan:
     if len(like.actions) == 1:
         return idle_plan(like)
     keywords = setting.pipeline | {"frozen_stages": like.frozen_stages}
-    return replace(plan_1f1b((), [[Chunk(())]], **keywords), tiers=like.tiers)
+    return replace(plan_1f1b((), [[Chunk(())]], **keywords), offload=like.offload)
 
 
 def _lens(batch: str, replica: int, s: Setting) -> list[int]:

@@ -43,7 +43,7 @@ def _run(one: Drawn, ranks: Ranks, position: Position) -> Found:
     sequences = case.sequences()
     own = read_by(case, engine, ranks, sequences) if one.gives_own_alone else sequences
     with ExitStack() as stack:
-        if one.tier != "device":  # else what is so small stays where it is
+        if one.offload != "none":  # else what is so small stays where it is
             stack.enter_context(patch("furlong.runtime.cell._MIN_BYTES", 1))
             stack.enter_context(patch("furlong.kv.store.segment_tokens", lambda *_: 3))
         for _ in range(case.num_steps):
@@ -58,7 +58,7 @@ def features(one: Drawn) -> set[str]:
     """What is in a step, read from its plan and its labels."""
     plan, case = one.case.plan, one.case
     dp, sp, pp = one.sizes
-    found = {f"dp {dp}", f"sp {sp}", f"pp {pp}", one.planner, one.model, one.tier}
+    found = {f"dp {dp}", f"sp {sp}", f"pp {pp}", one.planner, one.model, one.offload}
     found |= {f"{plan.kind(chunk)} chunk" for chunk in range(len(plan.chunks))}
     for chunk in plan.chunks:
         sizes = {piece.place.size for piece in chunk.slices}

@@ -29,7 +29,7 @@ METHODS: dict[str, tuple[int, tuple[str, ...]]] = {
     "spaco": (1, (CUT, "--chunks.sample={chunks: 4, rule: fixed, report_loss: true}")),
     "seco, a pool": (2, (CUT, POOL)),
     "fpdt": (1, (CUT,)),
-    "fpdt, on disk": (1, (CUT, "--chunks.tier=disk", "--memory.disk=4GiB")),
+    "fpdt, on disk": (1, (CUT, "--offload=disk", "--memory.disk=4GiB")),
     "chunkflow, a pool": (2, (CUT, POOL)),
     "fpdt, a pool": (2, (CUT, POOL)),
     "chunkflow, a pipeline": (2, (CUT, PIPELINE)),

@@ -81,8 +81,8 @@ TWO = [
     PlacedCase("no label on the other", [[*on(0, 1, (0, 0, 6)), *on(1, 1, (1, 0, 4))]],
                masked=(range(0), range(4))),
     PlacedCase("no label in the last chunk", ulysses(2), masked=(range(21),)),
-    PlacedCase("host", dacp(2), kept("attention", tier="host")),
-    PlacedCase("disk", dacp(2), kept("attention", tier="disk")),
+    PlacedCase("cpu", dacp(2), kept("attention", offload="cpu")),
+    PlacedCase("disk", dacp(2), kept("attention", offload="disk")),
     PlacedCase("evaluation", dacp(2), backward=False),
 ]  # fmt: skip
 
@@ -97,12 +97,12 @@ FOUR = [
                changes={"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}),
     PlacedCase("three heads for four", NESTED, kept("input"), family="mistral",
                changes={"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 24}),
-    PlacedCase("gathered, disk", NESTED, kept("attention", tier="disk"), family="gpt_oss",
+    PlacedCase("gathered, disk", NESTED, kept("attention", offload="disk"), family="gpt_oss",
                changes={"num_attention_heads": 2, "num_key_value_heads": 1}),
     PlacedCase("inner places without a row, disk", [on(0, 4, (0, t, t + 1)) for t in range(3)],
-               kept("attention", 0, tier="disk"),
+               kept("attention", 0, offload="disk"),
                changes={"num_attention_heads": 2, "num_key_value_heads": 1}),
-    PlacedCase("local and sharded, host", dacp(4), kept(tier="host")),
+    PlacedCase("local and sharded, cpu", dacp(4), kept(offload="cpu")),
     PlacedCase("evaluation", NESTED, backward=False),
 ]  # fmt: skip
 

@@ -23,7 +23,7 @@ LIMIT_S = 120
 """Seconds for which a process may stand still."""
 NAMED = {
     "dp 2", "dp 4", "sp 2", "sp 4", "pp 2", "pp 3", "pp 4", *PLANNERS, *MODELS,
-    "host", "disk", "keep input", "keep kv", "keep attention", "keep all", "recomputed layers",
+    "cpu", "disk", "keep input", "keep kv", "keep attention", "keep all", "recomputed layers",
     "packed chunk", "split chunk", "hybrid chunk", "masked labels", "window",
     "places of several sizes in a chunk", "local and sharded in a chunk",
     "fewer tokens than processes", "fewer K,V heads than processes", "three times the chunks",

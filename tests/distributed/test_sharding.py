@@ -44,7 +44,7 @@ KEPT = {
     "after it": Step(UNEQUAL, {"recompute_layers": 2}),
     "masked": Step(((29, 9), (12, 11)), {"hybrid": False}, (range(21), range(9))),
     "no label": Step(((29, 9), (12, 11)), {}, (range(0), range(0), range(12), range(11))),
-    "host tier": Step(UNEQUAL, {"tier": "host", "num_retained": 2}),
+    "on the CPU": Step(UNEQUAL, {"offload": "cpu", "num_retained": 2}),
     "layer-first": Step(UNEQUAL, LAYER_FIRST),
     "two layers": Step(UNEQUAL, LAYER_FIRST | {"stage_layers": 2, "keep": "input"}),
 }

@@ -14,7 +14,7 @@ from furlong.kv.store import KVStore
 from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 BOUND = 1e-9
-HOST = furlong.ChunkOptions(size=16, keep="kv", tier="host")
+HOST = furlong.ChunkOptions(size=16, keep="kv", offload="cpu")
 
 
 def assert_equal_gradients(model: Any, options: furlong.ChunkOptions, lens=(70, 33, 9)) -> None:

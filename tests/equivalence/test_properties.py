@@ -17,7 +17,7 @@ from furlong.testing import (
 
 OPTIONS = furlong.ChunkOptions(size=8)
 LAYER_FIRST = furlong.ChunkOptions(size=8, keep="input", order="layer-first")
-ON_DISK = furlong.ChunkOptions(size=8, keep="attention", order="layer-first", tier="disk")
+ON_DISK = furlong.ChunkOptions(size=8, keep="attention", order="layer-first", offload="disk")
 
 
 @pytest.mark.parametrize("options", [OPTIONS, ON_DISK], ids=["chunk-first", "layer-first on disk"])
@@ -44,7 +44,7 @@ def test_changing_one_token_moves_no_bit_elsewhere(family, options):
         ("gemma3_text", {"keep": "input"}),
         ("gpt_oss", {"keep": "attention"}),
         ("gpt_oss", {"order": "layer-first"}),
-        ("gemma3_text", {"order": "layer-first", "stage_layers": 2, "tier": "host"}),
+        ("gemma3_text", {"order": "layer-first", "stage_layers": 2, "offload": "cpu"}),
     ],
     ids=str,
 )
@@ -158,7 +158,7 @@ def test_bfloat16_errs_no_more_layer_first(keep):
     model = rounded_pair(0)[0]
     chosen = {"size": 16, "keep": keep, "num_retained": 0}
     found = []
-    for dials in ({}, {"order": "layer-first"}, {"order": "layer-first", "tier": "disk"}):
+    for dials in ({}, {"order": "layer-first"}, {"order": "layer-first", "offload": "disk"}):
         options = furlong.ChunkOptions(**chosen, **dials)
         furlong.forward_backward(model, sequences, options, compute_dtype=torch.bfloat16)
         found.append(take_grads(model))

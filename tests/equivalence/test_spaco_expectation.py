@@ -33,8 +33,8 @@ WALKS = {
     "chunk-first": ChunkOptions(size=SIZE, keep="kv", num_retained=0, hybrid=False),
     "retained": ChunkOptions(size=SIZE, keep="attention", num_retained=2, hybrid=False),
     "keeps inputs": ChunkOptions(size=SIZE, keep="input", hybrid=False),
-    "layer-first, tiers": ChunkOptions(
-        size=SIZE, order="layer-first", stage_layers=2, tier={"kv": "disk", "inputs": "host"},
+    "layer-first, offload": ChunkOptions(
+        size=SIZE, order="layer-first", stage_layers=2, offload={"kv": "disk", "inputs": "cpu"},
         hybrid=False,
     ),
 }  # fmt: skip

@@ -54,7 +54,7 @@ DESIGN = Design(
         "num_retained": (0, 2),
         "hybrid": (True, False),
         "order": ("chunk-first", "layer-first"),
-        "tier": ("device", "host", "disk"),
+        "offload": ("none", "cpu", "disk"),
         "segment_tokens": (0, 7),  # of few: the end of one branch and the start of the next
     },
     {"num_retained": lambda c: c["keep"] != "all"},

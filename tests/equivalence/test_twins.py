@@ -45,7 +45,7 @@ def design(families: Sequence[str]) -> Design:
             "hybrid": (True, False),
             "stage_layers": (0, 1, 2),
             "recompute_layers": (0, 1, 2),
-            "tier": ("device", "host", "disk"),
+            "offload": ("none", "cpu", "disk"),
             "segment_tokens": (0, 8),
             "kind": ("gradients", "hidden states"),
         },

@@ -75,9 +75,9 @@ def seen(gpu: FakeGPU, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def step(kind: str, tier: str, order: str, card: Card | None = None) -> dict[str, Any]:
+def step(kind: str, target: str, order: str, card: Card | None = None) -> dict[str, Any]:
     """The second step of a model, and what the first one saw beside it: checks and probes."""
-    options = furlong.ChunkOptions(size=SIZES.get(kind, 256), tier=tier, **ORDERS[order])
+    options = furlong.ChunkOptions(size=SIZES.get(kind, 256), offload=target, **ORDERS[order])
     with FakeGPU(card) as gpu:
         model = build(kind, **_SMALL | MODELS[kind])
         given = batch(LENS.get(kind, _LENS))
@@ -92,13 +92,13 @@ def step(kind: str, tier: str, order: str, card: Card | None = None) -> dict[str
         engine = furlong.Engine(model)
         engine.forward_backward(given, options)
         staging = staging_of(engine, model.config, [len(x["labels"]) for x in given], options)
-        return seen(gpu, first=first, pinned=pinned, staging=staging if tier == "host" else None)
+        return seen(gpu, first=first, pinned=pinned, staging=staging if target == "cpu" else None)
 
 
 def staging_of(
     engine: furlong.Engine, config: Any, lens: list[int], options: furlong.ChunkOptions
 ) -> dict[str, float]:
-    """Bytes of the host tier's buffers on the device: those that are there, the most that they may
+    """Bytes of the CPU pool's buffers on the device: those that are there, the most that they may
     become, and those that the cost model counts of them in the first action, which reads none."""
     from furlong.cost import memory
     from furlong.cost.training import Training
@@ -109,7 +109,7 @@ def staging_of(
     counted = memory.PlanMemory(*rules).curve(plan, 0).device_bytes[0]
     with mock.patch.multiple(memory, _STAGING_BYTES=0, _NUM_LARGEST=0):
         without = memory.PlanMemory(*rules).curve(plan, 0).device_bytes[0]
-    staging = engine._session.state.opened.of("host")._staging  # type: ignore[attr-defined]
+    staging = engine._session.state.opened.of("cpu")._staging  # type: ignore[attr-defined]
     return {
         "held": staging.total_bytes, "most": staging._limit_bytes, "counted": counted - without
     }  # fmt: skip
@@ -117,7 +117,7 @@ def staging_of(
 
 def values() -> dict[str, Any]:
     """Log-probabilities of two answers to one prompt, and their gradients, as DPO asks for them."""
-    options = furlong.ChunkOptions(size=256, tier="host", keep="kv", num_retained=0)
+    options = furlong.ChunkOptions(size=256, offload="cpu", keep="kv", num_retained=0)
     with FakeGPU() as gpu:
         engine = furlong.Engine(build("qwen2", **_SMALL))
         prompt = torch.randint(0, 500, (700,))
@@ -149,7 +149,7 @@ def mutant(what: str) -> dict[str, Any]:
                 own, buffer, pools.Event())
         ),
     }  # fmt: skip
-    options = furlong.ChunkOptions(size=256, tier="host", keep="attention", num_retained=0)
+    options = furlong.ChunkOptions(size=256, offload="cpu", keep="attention", num_retained=0)
     with FakeGPU(copies="slow") as gpu, patches[what]:
         furlong.forward_backward(build("qwen2", **_SMALL), batch([1100]), options)
         return seen(gpu)
@@ -168,13 +168,13 @@ def benchmark(part: str) -> dict[str, Any]:
 AMPERE = Card("NVIDIA A100-SXM4-80GB", (8, 0))
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     **{
-        f"{kind}, {tier}, {order}": partial(step, kind, tier, order)
+        f"{kind}, {target}, {order}": partial(step, kind, target, order)
         for kind in MODELS
-        for tier in ("device", "host", "disk")
+        for target in ("none", "cpu", "disk")
         for order in ORDERS
     },
-    "gemma3_text on an A100": partial(step, "gemma3_text", "device", "chunk-first", AMPERE),
-    "old cuDNN": partial(step, "qwen2", "device", "chunk-first", Card(cudnn=91_000)),
+    "gemma3_text on an A100": partial(step, "gemma3_text", "none", "chunk-first", AMPERE),
+    "old cuDNN": partial(step, "qwen2", "none", "chunk-first", Card(cudnn=91_000)),
     "values of a tree": values,
     **{
         f"mutant: {what}": partial(mutant, what)

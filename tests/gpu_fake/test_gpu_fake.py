@@ -19,12 +19,12 @@ MOST_SYNCS = 2
 """Of a step: its loss, and the times of its actions."""
 KINDS = ("qwen2", "gemma3_text", "mistral", "gpt_oss", "deepseek_v3", "qwen3_next")
 ALL = [
-    f"{kind}, {tier}, {order}"
+    f"{kind}, {target}, {order}"
     for kind in KINDS
-    for tier in ("device", "host", "disk")
+    for target in ("none", "cpu", "disk")
     for order in ("chunk-first", "layer-first")
 ]
-QUICK = ["qwen2, host, layer-first", "mistral, host, chunk-first", "gemma3_text on an A100"]
+QUICK = ["qwen2, cpu, layer-first", "mistral, cpu, chunk-first", "gemma3_text on an A100"]
 MUTANTS = {
     "none": 0,
     "a lease that waits for no read": 1,
@@ -111,6 +111,6 @@ def test_the_benchmark_runs_as_on_a_gpu():
     found = seen("benchmark: versions", "benchmark: seven")
     for case in found.values():
         assert "error" not in case and case["problems"] == [], case
-    assert {"7B, 128K, host", "7B, 64K, device", "7B, 64K, host"} <= {
+    assert {"7B, 128K, cpu", "7B, 64K, device", "7B, 64K, cpu"} <= {
         *found["benchmark: seven"]["results"]
     }

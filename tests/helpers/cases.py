@@ -27,7 +27,7 @@ _BATCHES = {
     "masked": ([29, 9], [range(21), range(9)]),
     "single tokens": ([1, 12, 1], []),
 }
-_TIERS = ("device", "host", "disk")
+_TARGETS = ("none", "cpu", "disk")
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Case:
     stage_layers: int = 0
     """Layers of each stage of the layer-first order; 0: chunk-first."""
     recompute_layers: int = 0
-    kv: str = "device"
-    inputs: str = "device"
-    attention: str = "device"
-    graphs: str = "device"
+    kv: str = "none"
+    inputs: str = "none"
+    attention: str = "none"
+    graphs: str = "none"
     tile_tokens: int = 0
     """Rows of each tile of the loss; 0: as many as furlong takes."""
     segment_tokens: int = 0
@@ -54,10 +54,10 @@ class Case:
 
     def __str__(self) -> str:
         walk = f"height{self.stage_layers}" if self.stage_layers else "chunk-first"
-        tiers = "/".join((self.kv, self.inputs, self.attention, self.graphs))
+        offload = "/".join((self.kv, self.inputs, self.attention, self.graphs))
         return (
             f"{self.family}-{self.batch_name}-size{self.size}-{walk}-{self.keep}"
-            f"-retain{self.num_retained}-recompute{self.recompute_layers}-{tiers}"
+            f"-retain{self.num_retained}-recompute{self.recompute_layers}-{offload}"
             f"-tile{self.tile_tokens}-segment{self.segment_tokens}"
             f"-{'tied' if self.tied else 'untied'}"
         )
@@ -69,7 +69,7 @@ class Case:
             hybrid=self.batch_name != "masked",
             order="layer-first" if self.stage_layers else "chunk-first",
             stage_layers=self.stage_layers or None, recompute_layers=self.recompute_layers,
-            tier={
+            offload={
                 "kv": self.kv, "inputs": self.inputs, "attention": self.attention,
                 "graphs": self.graphs,
             },
@@ -103,10 +103,10 @@ DIALS: Mapping[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "stage_layers": (0, 1, 2, 3),
     "recompute_layers": (0, 1, 3),
-    "kv": _TIERS,
-    "inputs": _TIERS,
-    "attention": _TIERS,
-    "graphs": _TIERS,
+    "kv": _TARGETS,
+    "inputs": _TARGETS,
+    "attention": _TARGETS,
+    "graphs": _TARGETS,
     "tile_tokens": (0, 3),
     "segment_tokens": (0, 3, 8),
 }

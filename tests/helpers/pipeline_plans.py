@@ -95,7 +95,7 @@ def row_of(
     random: Random,
     **layout: Any,
 ) -> ChunkPlan:
-    """Pipelines over the groups between `cuts`, one after the other; `layout`: sp_size, tiers."""
+    """Pipelines over the groups between `cuts`, one after the other; `layout`: sp_size, offload."""
     edges = [0, *cuts, len(groups)]
     parts = []
     for own in (range(a, b) for a, b in pairwise(edges) if a < b):

@@ -41,7 +41,7 @@ def plan_of(
     """The checked plan of one rank over chunks on places, all in one group."""
     stages = stages_of(num_layers, options)
     walk = walk_group(range(len(chunks)), stages, options, backward=backward)
-    return assemble(lens, [chunks], stages, [walk], tiers=options.tiers, sp_size=sp_size)
+    return assemble(lens, [chunks], stages, [walk], offload=options.offloading, sp_size=sp_size)
 
 
 def on_one(chunks: Sequence[Chunk]) -> list[Chunk]:

@@ -167,7 +167,7 @@ def _run(rank: int, case: PlacedCase, sp_size: int, exchange: AllToAll) -> Found
     sequences = batch(case.lens, masked=case.masked)
     counted = Counted(exchange)
     with ExitStack() as stack:
-        if case.options.tier != "device":  # else what is so small stays where it is
+        if case.options.offload != "none":  # else what is so small stays where it is
             stack.enter_context(patch("furlong.runtime.cell._MIN_BYTES", 1))
             stack.enter_context(patch("furlong.kv.store.segment_tokens", lambda *_: 3))
         loss_sum, token_losses = obey(model, plan, sequences, counted, rank, over_pool)

@@ -254,7 +254,7 @@ def test_labels_of_padding_are_refused_in_training_and_evaluation(tmp_path: Path
             run()
 
 
-def test_tiers_and_order_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_and_order_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same weights with every kind of memory on disk, in the folder that was named."""
     plain = train(transformers.Trainer, tmp_path / "plain", max_steps=3)
     opened: list[Path] = []
@@ -262,7 +262,7 @@ def test_tiers_and_order_are_passed_on(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         NamelessFile, "__init__", lambda file, folder: opened.append(folder) or make(file, folder)
     )
-    options = furlong.ChunkOptions(size=16, order="layer-first", tier="disk", keep="kv")
+    options = furlong.ChunkOptions(size=16, order="layer-first", offload="disk", keep="kv")
     mine = train(
         Trainer, tmp_path / "mine", max_steps=3,
         chunk_options=options, storage=Storage(disk_dir=tmp_path),

@@ -1,4 +1,4 @@
-"""Segments through any tier give the bits that plain tensors give, and their bytes are counted."""
+"""Segments through any pool give the bits that plain tensors give, and their bytes are counted."""
 
 from itertools import pairwise
 
@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.kv.arena import Arena
-from furlong.kv.pools import DevicePool, DiskPool, HostPool
+from furlong.kv.pools import CpuPool, DevicePool, DiskPool
 from furlong.kv.store import KVStore
 from furlong.plan.segments import StoredTokens
 
 CPU = torch.device("cpu")
 K, H = 2, 3
-TIERS = ["device", "arena pool", "host", "disk"]
+TARGETS = ["none", "arena pool", "cpu", "disk"]
 
 
 class Plain:
@@ -48,14 +48,14 @@ class Plain:
             num_seen -= share
 
 
-def make_pool(tier, arena, folder):
-    if tier == "device":
+def make_pool(target, arena, folder):
+    if target == "none":
         return None
-    if tier == "arena pool":
+    if target == "arena pool":
         return DevicePool(arena, poison=True)
     return (
-        HostPool(CPU, poison=True, staging_bytes=2**16)
-        if tier == "host"
+        CpuPool(CPU, poison=True, staging_bytes=2**16)
+        if target == "cpu"
         else DiskPool(folder, CPU, poison=True, staging_bytes=2**16)
     )
 
@@ -67,10 +67,10 @@ def random(*shape, dtype=torch.bfloat16):
 class Walk:
     """A store and its plain double, which are told the same and must agree."""
 
-    def __init__(self, tier, folder, lens, windows, num_hot=2):
+    def __init__(self, target, folder, lens, windows, num_hot=2):
         torch.manual_seed(0)
         self.arena = Arena(CPU, poison=True)
-        self.pool = make_pool(tier, self.arena, folder)
+        self.pool = make_pool(target, self.arena, folder)
         self.store = KVStore(self.arena, {7: lens}, self.pool, num_hot=num_hot)
         self.plain, self.lens, self.windows = Plain(lens), lens, windows
 
@@ -144,20 +144,20 @@ def segments_of_five(monkeypatch):
     monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 5)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_a_step_gives_the_bits_of_plain_tensors(tier, tmp_path, segments_of_five):
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_step_gives_the_bits_of_plain_tensors(target, tmp_path, segments_of_five):
     @settings(max_examples=25, deadline=None)
     @given(LENS, WINDOWS, st.integers(1, 3))
     def run(lens, windows, num_hot):
-        walk = Walk(tier, tmp_path, lens, windows, num_hot)
+        walk = Walk(target, tmp_path, lens, windows, num_hot)
         walk.step((0, 1))
         walk.assert_empty()
 
     run()
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_any_order_gives_the_bits_of_plain_tensors(tier, tmp_path, segments_of_five):
+@pytest.mark.parametrize("target", TARGETS)
+def test_any_order_gives_the_bits_of_plain_tensors(target, tmp_path, segments_of_five):
     """Pieces are freed, written again, read with and without gradients as it comes."""
     names = st.sampled_from(["write", "write", "free", "read", "send", "send", "relay"])
 
@@ -167,7 +167,7 @@ def test_any_order_gives_the_bits_of_plain_tensors(tier, tmp_path, segments_of_f
         st.lists(st.tuples(names, st.integers(0, 6)), max_size=40),
     )  # fmt: skip
     def run(lens, window, num_hot, actions):
-        walk = Walk(tier, tmp_path, lens, [window], num_hot)
+        walk = Walk(target, tmp_path, lens, [window], num_hot)
         for piece in range(len(lens) - 1):
             walk.write(0, piece)
         for name, number in actions:
@@ -217,7 +217,7 @@ def counted(walk, layer=0):
 def test_the_bytes_of_a_step_are_those_of_the_docstring(
     lens, num_hot, window, tmp_path, segments_of_five
 ):
-    walk = Walk("host", tmp_path, lens, [window], num_hot)
+    walk = Walk("cpu", tmp_path, lens, [window], num_hot)
     walk.step()
     assert (walk.pool.written_bytes, walk.pool.read_bytes) == counted(walk)
     walk.assert_empty()
@@ -242,7 +242,7 @@ def test_the_arena_holds_no_more_of_a_longer_sequence(tmp_path, segments_of_five
 
 
 def test_segments_of_the_device_go_back_one_by_one(tmp_path, segments_of_five):
-    walk = Walk("device", tmp_path, [10] * 4, [None])
+    walk = Walk("none", tmp_path, [10] * 4, [None])
     for piece in range(3):
         walk.write(0, piece)
     held = [walk.arena.taken_bytes]
@@ -253,7 +253,7 @@ def test_segments_of_the_device_go_back_one_by_one(tmp_path, segments_of_five):
 
 
 def test_a_block_ends_when_the_next_is_asked_for(tmp_path, segments_of_five):
-    walk = Walk("host", tmp_path, [10, 1], [None])
+    walk = Walk("cpu", tmp_path, [10, 1], [None])
     walk.write(0, 0)
     blocks = walk.store.prefix(7, 0, 1, None, gradients=True)
     first = next(blocks)
@@ -263,16 +263,16 @@ def test_a_block_ends_when_the_next_is_asked_for(tmp_path, segments_of_five):
 
 
 def test_gradients_are_refused_where_they_were_not_asked_for(tmp_path, segments_of_five):
-    walk = Walk("host", tmp_path, [10, 1], [None])
+    walk = Walk("cpu", tmp_path, [10, 1], [None])
     walk.write(0, 0)
     block = next(walk.store.prefix(7, 0, 1, None, gradients=False))
     with pytest.raises(AssertionError, match="without gradients"):
         block.add_grad(*torch.zeros(2, K, 5, H))
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_an_error_in_the_middle_leaves_nothing_behind(tier, tmp_path, segments_of_five):
-    walk = Walk(tier, tmp_path, [10] * 4, [None, 9])
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_error_in_the_middle_leaves_nothing_behind(target, tmp_path, segments_of_five):
+    walk = Walk(target, tmp_path, [10] * 4, [None, 9])
     for layer in (0, 1):
         for piece in range(3):
             walk.write(layer, piece)
@@ -286,7 +286,7 @@ def test_an_error_in_the_middle_leaves_nothing_behind(tier, tmp_path, segments_o
 
 def test_a_reader_that_is_collected_touches_nothing(tmp_path, segments_of_five):
     """The garbage collector ends the generator of a failed step at any time, or never."""
-    walk = Walk("host", tmp_path, [10, 1], [None])
+    walk = Walk("cpu", tmp_path, [10, 1], [None])
     walk.write(0, 0)
     blocks = walk.store.prefix(7, 0, 1, None, gradients=True)
     next(blocks).add_grad(*torch.zeros(2, K, 5, H))

@@ -15,6 +15,8 @@ from furlong.plan.plan import (
     Chunk,
     ChunkPlan,
     Forward,
+    Offload,
+    OffloadTarget,
     Place,
     RebuildKV,
     Recompute,
@@ -23,8 +25,6 @@ from furlong.plan.plan import (
     Reshard,
     Send,
     Slice,
-    Tier,
-    Tiers,
     Unshard,
 )
 from furlong.plan.text import (
@@ -57,11 +57,11 @@ PLAN = ChunkPlan(
     chunks=(Chunk((Slice(0, 0, 4),)), Chunk((Slice(0, 4, 5), Slice(1, 0, 2)))),
     stages=(2,),
     actions=((Forward(0, 0, "kv"), Forward(1, 0, "kv")),),
-    tiers=Tiers(attention="host", kv="disk"),
+    offload=Offload(attention="cpu", kv="disk"),
 )
 
 small = st.integers(0, 10**6)
-tier = st.sampled_from(get_args(Tier))
+target = st.sampled_from(get_args(OffloadTarget))
 factors = st.floats(allow_nan=False, allow_infinity=False)
 keeps = st.sampled_from(("input", "kv", "attention", "all"))
 payloads = st.sampled_from(("activation", "gradient"))
@@ -106,7 +106,7 @@ def test_plans_round_trip(chunk_list, action_lists, data):
         chunks=tuple(chunk_list),
         stages=tuple(data.draw(st.lists(small, max_size=3))),
         actions=tuple(map(tuple, action_lists)),
-        tiers=data.draw(st.builds(Tiers, tier, tier, tier, tier)),
+        offload=data.draw(st.builds(Offload, target, target, target, target)),
         frozen_stages=data.draw(small),
         sp_size=data.draw(st.integers(1, 8)),
         sampled=data.draw(st.booleans()),
@@ -116,12 +116,12 @@ def test_plans_round_trip(chunk_list, action_lists, data):
     assert load_plan(save_plan(plan)) == plan
 
 
-def test_a_saved_plan_has_one_short_text_per_line_and_names_the_tier_of_each_kind():
+def test_a_saved_plan_has_one_short_text_per_line_and_names_where_each_kind_is_offloaded():
     lines = save_plan(PLAN).splitlines()
     assert ' "F0.0 kv",' in lines and ' "0:4-5 1:0-2"' in lines
-    tiers = {"kv": "disk", "inputs": "device", "attention": "host", "graphs": "device"}
+    offload = {"kv": "disk", "inputs": "none", "attention": "cpu", "graphs": "none"}
     saved = json.loads(save_plan(PLAN))
-    assert (saved["version"], saved["tiers"]) == (5, tiers)
+    assert (saved["version"], saved["offload"]) == (6, offload)
 
 
 ODD = [
@@ -139,7 +139,7 @@ def test_odd_actions_and_chunks_are_refused(parse, text):
     assert (error.value.given, error.value.source) == (repr(text), "rank 0, action 4")
 
 
-TIERS = asdict(PLAN.tiers)
+TARGETS = asdict(PLAN.offload)
 
 
 def change(field, value):
@@ -153,9 +153,9 @@ def change(field, value):
         ("[]", "version None"),
         (change("version", 1), "version 1"),
         (change("extra", 1), "extra"),
-        (change("tiers", "host"), "tiers = 'host'"),
-        (change("tiers", TIERS | {"kv": "tape"}), "tiers.kv = 'tape'"),
-        (change("tiers", {"kv": "host"}), "attention, graphs, inputs"),
+        (change("offload", "cpu"), "offload = 'cpu'"),
+        (change("offload", TARGETS | {"kv": "tape"}), "offload.kv = 'tape'"),
+        (change("offload", {"kv": "cpu"}), "attention, graphs, inputs"),
         (change("frozen_stages", True), "frozen_stages"),
         (change("sampled", 1), "sampled"),
         (change("seq_lens", [5, True]), "seq_lens"),
@@ -177,7 +177,7 @@ def test_text_that_is_no_plan_is_refused_in_four_parts(text, given):
 
 def test_page_for_a_person():
     page = format_plan(PLAN)
-    assert "stage inputs, graphs on the device; attention on the host" in page
+    assert "stage inputs, graphs on the device; attention on the CPU" in page
     assert "chunk 0: split, 4 tokens, 0:0-4" in page
     assert "chunk 1: hybrid, 3 tokens, 0:4-5 1:0-2" in page
     assert "rank 0\n  F0.0 kv, F1.0 kv\n" in page

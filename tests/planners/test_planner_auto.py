@@ -13,7 +13,7 @@ from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
-from furlong.plan.plan import Layout, Tiers
+from furlong.plan.plan import Layout, Offload
 from furlong.planners.candidates import ByteBound, chunks, longest_step
 from furlong.planners.decide import Decision, decide
 from furlong.planners.options import ChunkOptions, fixed_options, option_values
@@ -35,8 +35,8 @@ SHORT = count_lengths([5_000, 700, 30])
 
 def choose(model=CPU, lengths=LENS, budget_bytes=1000 * GIB, **changes):
     values = {"sequences_per_step": 8} | changes
-    tiers = {name: values.pop(name, 0) for name in ("host_bytes", "disk_bytes")}
-    limits = Limits(int(budget_bytes), **tiers, margin=values.pop("margin", MARGIN))
+    offload = {name: values.pop(name, 0) for name in ("cpu_bytes", "disk_bytes")}
+    limits = Limits(int(budget_bytes), **offload, margin=values.pop("margin", MARGIN))
     return decide(lengths, model=model, limits=limits, **values)
 
 
@@ -93,24 +93,26 @@ def test_the_search_loses_nothing_to_brute_force(num_devices, lens, gib):
 
 
 @pytest.mark.slow
-def test_tiers_are_used_only_where_they_are_allowed_and_within_their_budgets():
+def test_memory_off_the_device_is_used_only_where_it_is_allowed_and_within_its_budgets():
     tight = {"model": H100, "budget_bytes": int(10.5 * GIB), "sequences_per_step": 1}
     alone = choose(**tight)
-    assert alone.options.order == "layer-first" and option_values(alone.options).get("tier") is None
+    assert (
+        alone.options.order == "layer-first" and option_values(alone.options).get("offload") is None
+    )
     for host, disk in ((100 * GIB, 0), (GIB, 0), (GIB // 2, 4 * GIB), (0, 2 * GIB)):
-        decision = choose(host_bytes=host, disk_bytes=disk, **tight)
+        decision = choose(cpu_bytes=host, disk_bytes=disk, **tight)
         needs = decision.answer.best.needs
         assert needs.device_bytes <= (1 - MARGIN) * 10.5 * GIB
-        assert needs.host_bytes <= host and needs.disk_bytes <= disk
+        assert needs.cpu_bytes <= host and needs.disk_bytes <= disk
         assert decision.answer.best.step_s <= alone.answer.best.step_s
-        used = set(option_values(decision.options).get("tier", {}).values())
-        assert used <= {name for name, n in (("host", host), ("disk", disk)) if n}
+        used = set(option_values(decision.options).get("offload", {}).values())
+        assert used <= {name for name, n in (("cpu", host), ("disk", disk)) if n}
 
 
 def test_given_dials_hold():
     dials = {
         "size": 3000, "num_retained": 2, "keep": "kv", "order": "layer-first", "stage_layers": 5,
-        "tier": Tiers(kv="disk"),
+        "offload": Offload(kv="disk"),
     }  # fmt: skip
     for name, value in dials.items():
         options = choose(given={name: value}, lengths=SHORT, disk_bytes=10**15).options
@@ -219,7 +221,7 @@ def test_a_decision_predicts_the_step_of_any_plan():
     assert Decision(decision.options, "").predict(plan) is None
 
 
-LOWER, MORE = {"host_bytes": 64 * GIB}, pytest.mark.slow
+LOWER, MORE = {"cpu_bytes": 64 * GIB}, pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_byt
 
 def test_the_message_proposes_what_leads_to_a_plan_that_fits():
     """No smaller chunks than the smallest, and every budget that is too small."""
-    dials = {"size": 64, "order": "layer-first", "keep": "kv", "tier": {"inputs": "disk"}}
+    dials = {"size": 64, "order": "layer-first", "keep": "kv", "offload": {"inputs": "disk"}}
     tight = {"lengths": SHORT, "must_fit": True, "given": dials}
     with pytest.raises(ConfigError) as caught:
         choose(budget_bytes=1 * GIB, disk_bytes=2**20, **tight)

@@ -38,8 +38,8 @@ MODELS = {
         describe(SMALL | {"num_hidden_layers": 1}), Machine.named("H100")
     ),
 }  # fmt: skip
-tier = st.sampled_from(("device", "host", "disk"))
-tiers = st.fixed_dictionaries({"kv": tier, "inputs": tier, "attention": tier})
+target = st.sampled_from(("none", "cpu", "disk"))
+offload = st.fixed_dictionaries({"kv": target, "inputs": target, "attention": target})
 orders = st.one_of(
     st.just({}), st.integers(1, 7).map(lambda n: {"order": "layer-first", "stage_layers": n})
 )
@@ -49,7 +49,7 @@ options = st.builds(
     size=st.sampled_from((512, 1024, 2048)),
     keep=st.sampled_from(("input", "kv", "attention", "all")),
     num_retained=st.integers(0, 5),
-    tier=tiers,
+    offload=offload,
     recompute_layers=st.sampled_from((0, 0, 2)),
 )
 
@@ -66,7 +66,7 @@ def test_no_walk_needs_less_than_the_bound(name, options, longest, filled):
     bound = ByteBound(model, longest, options.size, others).needs(options)
     for least, most in zip(bound, walked, strict=True):
         assert least <= most * (1 + 1e-9) + 64
-    is_plain = options.tiers == ChunkOptions().tiers and not options.recompute_layers
+    is_plain = options.offloading == ChunkOptions().offloading and not options.recompute_layers
     if is_plain and options.keep != "all" and name != "windowed":
         assert bound.device_bytes >= 0.9 * walked.device_bytes
 
@@ -84,7 +84,7 @@ def test_the_passes_of_a_few_chunks_tell_the_seconds_of_all(name, options, seq_l
     seconds = predict(model, plan).step_s
     estimate = TimeEstimate(model, group_chunks(seq_lens, options)).seconds(options)
     assert estimate <= 1.05 * seconds
-    if options.tiers == ChunkOptions().tiers:
+    if options.offloading == ChunkOptions().offloading:
         assert estimate == pytest.approx(seconds, rel=1e-9)
 
 
@@ -92,16 +92,16 @@ def test_the_passes_of_a_few_chunks_tell_the_seconds_of_all(name, options, seq_l
 @pytest.mark.parametrize("height", [None, 6])
 @pytest.mark.parametrize(("size", "keep"), [(2048, "kv"), (4096, "attention")])
 @pytest.mark.parametrize("num_retained", [0, 1, 3])
-def test_the_bound_holds_with_many_segments_in_a_lower_tier(
+def test_the_bound_holds_with_many_segments_off_the_device(
     longest, height, size, keep, num_retained
 ):
     model = MODELS["lora"]
     order = {} if height is None else {"order": "layer-first", "stage_layers": height}
-    dials = ChunkOptions(size=size, keep=keep, num_retained=num_retained, tier="host", **order)
+    dials = ChunkOptions(size=size, keep=keep, num_retained=num_retained, offload="cpu", **order)
     walked = needs_of(model.memory().curve(plan_on_device([longest], dials, num_layers=24), 0))
     bound = ByteBound(model, longest, size).needs(dials)
     assert 0.95 * walked.device_bytes <= bound.device_bytes <= walked.device_bytes
-    assert 0.9 * walked.host_bytes <= bound.host_bytes <= walked.host_bytes
+    assert 0.9 * walked.cpu_bytes <= bound.cpu_bytes <= walked.cpu_bytes
 
 
 @pytest.mark.parametrize("name", ["small", "lora", "cpu", "cpu, bfloat16"])
@@ -135,12 +135,12 @@ def test_a_slow_link_is_in_the_estimate(kind, least, stage_layers, keep):
     links = replace(model.hardware.links, disk=Link(0.0, 1e7))
     model = replace(model, hardware=replace(model.hardware, links=links))
     dials = ChunkOptions(
-        size=2048, keep=keep, order="layer-first", stage_layers=stage_layers, tier={kind: "disk"}
+        size=2048, keep=keep, order="layer-first", stage_layers=stage_layers, offload={kind: "disk"}
     )
     plan = plan_on_device([30_000], dials, num_layers=model.shape.num_layers)
     seconds = predict(model, plan).step_s
     estimate = TimeEstimate(model, group_chunks([30_000], dials))
-    on_device_s = estimate.seconds(replace(dials, tier="device"))
+    on_device_s = estimate.seconds(replace(dials, offload="none"))
     is_written = kind != "attention" or keep == "attention"
     assert (seconds > 20 * on_device_s) == is_written
     assert least * seconds <= estimate.seconds(dials) <= seconds * (1 + 1e-9)

@@ -4,46 +4,46 @@ import pytest
 
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
-from furlong.plan.plan import Tiers
-from furlong.planners.question import advice, tier_budgets
+from furlong.plan.plan import Offload
+from furlong.planners.question import advice, offload_budgets
 
 GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("tier", "host", "disk", "on_cpu", "expected"),
+    ("offload", "cpu", "disk", "on_cpu", "expected"),
     [
         (None, "auto", 0, True, (0, 0)),
         ("auto", 0, 5, True, (0, 5)),
         ("disk", "auto", 5, True, (0, 5)),
         (None, "auto", 0, False, (7, 0)),
-        ("host", "auto", 0, False, (7, 0)),
-        ({"kv": "host", "inputs": "disk"}, 3, 5, False, (3, 5)),
-        (Tiers(graphs="disk"), 0, 5, False, (0, 5)),
+        ("cpu", "auto", 0, False, (7, 0)),
+        ({"kv": "cpu", "inputs": "disk"}, 3, 5, False, (3, 5)),
+        (Offload(graphs="disk"), 0, 5, False, (0, 5)),
     ],
 )
-def test_what_the_keys_give(tier, host, disk, on_cpu, expected):
-    assert tier_budgets(tier, host, disk, on_cpu=on_cpu, free_host_bytes=7) == expected
+def test_what_the_keys_give(offload, cpu, disk, on_cpu, expected):
+    assert offload_budgets(offload, cpu, disk, on_cpu=on_cpu, free_cpu_bytes=7) == expected
 
 
-def test_a_host_that_is_not_known_has_no_limit():
-    assert tier_budgets(None, "auto", 0, on_cpu=False) == (None, 0)
+def test_cpu_memory_that_is_not_known_has_no_limit():
+    assert offload_budgets(None, "auto", 0, on_cpu=False) == (None, 0)
 
 
 @pytest.mark.parametrize(
-    ("tier", "host", "disk", "on_cpu", "given", "change"),
+    ("offload", "cpu", "disk", "on_cpu", "given", "change"),
     [
-        (None, 24 * GIB, 0, True, "memory.host = 24 GiB on a CPU", "add what it gives to memory.d"),
-        ("host", "auto", 0, True, "chunks.tier = 'host' on a CPU", "remove host from chunks.tier"),
-        ({"kv": "host"}, 0, 0, True, "{'kv': 'host'} on a CPU", "remove host from chunks.tier"),
+        (None, 24 * GIB, 0, True, "memory.cpu = 24 GiB on a CPU", "add what it gives to memory.d"),
+        ("cpu", "auto", 0, True, "offload = 'cpu' on a CPU", "remove cpu from offload"),
+        ({"kv": "cpu"}, 0, 0, True, "{'kv': 'cpu'} on a CPU", "remove cpu from offload"),
         ("disk", "auto", 0, True, "disk with memory.disk = 0", "add memory.disk"),
         ({"inputs": "disk"}, "auto", 0, False, "disk with memory.disk = 0", "add memory.disk"),
-        ("host", 0, 0, False, "host with memory.host = 0", "add memory.host"),
+        ("cpu", 0, 0, False, "cpu with memory.cpu = 0", "add memory.cpu"),
     ],
 )
-def test_what_cannot_be_is_told_in_four_parts(tier, host, disk, on_cpu, given, change):
+def test_what_cannot_be_is_told_in_four_parts(offload, cpu, disk, on_cpu, given, change):
     with pytest.raises(ConfigError) as caught:
-        tier_budgets(tier, host, disk, on_cpu=on_cpu, free_host_bytes=7)
+        offload_budgets(offload, cpu, disk, on_cpu=on_cpu, free_cpu_bytes=7)
     assert given in caught.value.given
     assert change in caught.value.change
     assert caught.value.required and caught.value.source

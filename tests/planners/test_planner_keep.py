@@ -54,12 +54,12 @@ def test_between_the_phases_the_chunks_of_all_sequences_live():
     assert chosen(room_bytes, (16_384,) * 4) != "attention"
 
 
-def test_lower_tiers_have_budgets_too():
-    options = replace(OPTIONS, tier={"attention": "host"})
-    room_bytes, on_host = needs("attention", options=options)[:2]
-    assert on_host > 0 and room_bytes < needs("attention").device_bytes
-    assert chosen(room_bytes, options=options, host_bytes=on_host) == "attention"
-    assert chosen(room_bytes, options=options, host_bytes=on_host - 1) == "kv"
+def test_cpu_and_disk_have_budgets_too():
+    options = replace(OPTIONS, offload={"attention": "cpu"})
+    room_bytes, on_cpu = needs("attention", options=options)[:2]
+    assert on_cpu > 0 and room_bytes < needs("attention").device_bytes
+    assert chosen(room_bytes, options=options, cpu_bytes=on_cpu) == "attention"
+    assert chosen(room_bytes, options=options, cpu_bytes=on_cpu - 1) == "kv"
 
 
 def test_weights_are_no_part_of_the_room():

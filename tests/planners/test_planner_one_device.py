@@ -15,11 +15,11 @@ from furlong.plan.plan import (
     Backward,
     Forward,
     Keep,
+    Offload,
+    OffloadTarget,
     RebuildKV,
     Recompute,
     Reduce,
-    Tier,
-    Tiers,
 )
 from furlong.plan.text import format_action, load_plan, save_plan
 from furlong.planners.options import ChunkOptions
@@ -30,8 +30,8 @@ from furlong.planners.orders import (
     stage_heights,
 )
 
-tier = st.sampled_from(get_args(Tier))
-tiers = st.one_of(tier, st.builds(Tiers, tier, tier, tier, tier))
+target = st.sampled_from(get_args(OffloadTarget))
+offload = st.one_of(target, st.builds(Offload, target, target, target, target))
 chunk_first = st.just({"order": "chunk-first"})
 layer_first = st.integers(1, 7).map(lambda n: {"order": "layer-first", "stage_layers": n})
 
@@ -44,7 +44,7 @@ def options(draw):
         keep=draw(st.sampled_from(get_args(Keep))),
         hybrid=draw(st.booleans()),
         recompute_layers=draw(st.integers(0, 4)),
-        tier=draw(tiers),
+        offload=draw(offload),
         **draw(st.one_of(chunk_first, layer_first)),
     )
 
@@ -142,7 +142,7 @@ def test_any_lengths_and_options_give_a_legal_plan(seq_lens, options, num_layers
     plan = plan_on_device(
         seq_lens, options, num_layers=num_layers, backward=backward, frozen_layers=frozen
     )
-    assert plan.tiers == options.tiers
+    assert plan.offload == options.offloading
     assert sum(plan.stages) == num_layers
     assert max(plan.stages) <= (options.stage_layers or num_layers)
     assert all(chunk.num_tokens <= options.size for chunk in plan.chunks)

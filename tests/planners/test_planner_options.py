@@ -6,39 +6,39 @@ from dataclasses import asdict
 import pytest
 
 from furlong.errors import ConfigError
-from furlong.plan.plan import ON_DEVICE, Tiers
+from furlong.plan.plan import ON_DEVICE, Offload
 from furlong.planners.options import ChunkOptions, fixed_options
 
 
 @pytest.mark.parametrize(
-    ("tier", "tiers"),
+    ("target", "offload"),
     [
-        ("device", ON_DEVICE),
-        ("host", Tiers("host", "host", "host", "host")),
-        ({"attention": "host"}, Tiers(attention="host")),
-        ({"kv": "disk", "inputs": "host"}, Tiers(kv="disk", inputs="host")),
+        ("none", ON_DEVICE),
+        ("cpu", Offload("cpu", "cpu", "cpu", "cpu")),
+        ({"attention": "cpu"}, Offload(attention="cpu")),
+        ({"kv": "disk", "inputs": "cpu"}, Offload(kv="disk", inputs="cpu")),
         ({}, ON_DEVICE),
-        (Tiers(graphs="disk"), Tiers(graphs="disk")),
+        (Offload(graphs="disk"), Offload(graphs="disk")),
     ],
 )
-def test_a_tier_is_of_all_kinds_or_of_those_that_are_named(tier, tiers):
-    assert ChunkOptions(tier=tier).tiers == tiers
+def test_an_offload_is_of_all_kinds_or_of_those_that_are_named(target, offload):
+    assert ChunkOptions(offload=target).offloading == offload
 
 
 def test_options_that_mean_the_same_are_equal():
     every = dict.fromkeys(("kv", "inputs", "attention", "graphs"), "disk")
-    assert ChunkOptions(tier=every) == ChunkOptions(tier="disk")
-    assert ChunkOptions(tier={"kv": "device"}) == ChunkOptions()
+    assert ChunkOptions(offload=every) == ChunkOptions(offload="disk")
+    assert ChunkOptions(offload={"kv": "none"}) == ChunkOptions()
     assert ChunkOptions(order="layer-first") == ChunkOptions(order="layer-first", stage_layers=1)
-    assert len({ChunkOptions(tier={"kv": "host"}), ChunkOptions(tier=Tiers(kv="host"))}) == 1
+    assert len({ChunkOptions(offload={"kv": "cpu"}), ChunkOptions(offload=Offload(kv="cpu"))}) == 1
 
 
 @pytest.mark.parametrize(
     "options",
     [
         ChunkOptions(),
-        ChunkOptions(tier={"attention": "disk"}, order="layer-first", stage_layers=2),
-        ChunkOptions(tier="host", recompute_layers=3),
+        ChunkOptions(offload={"attention": "disk"}, order="layer-first", stage_layers=2),
+        ChunkOptions(offload="cpu", recompute_layers=3),
     ],
 )
 def test_options_survive_json(options):
@@ -49,11 +49,11 @@ def test_options_survive_json(options):
 @pytest.mark.parametrize(
     ("dials", "given", "required", "change"),
     [
-        ({"tier": "hots"}, "chunks.tier = 'hots'", "device, host, disk or a mapping", "host?"),
-        ({"tier": 3}, "chunks.tier = 3", "one of device", "choose"),
-        ({"tier": {"kv": "tape"}}, "chunks.tier.kv = 'tape'", "one of device", "choose"),
-        ({"tier": {"atention": "host"}}, "atention", "kinds among kv, inputs", "attention?"),
-        ({"tier": {7: "host"}}, "{7: 'host'}", "kinds among kv, inputs", "remove 7"),
+        ({"offload": "dsk"}, "offload = 'dsk'", "none, cpu, disk or a mapping", "disk?"),
+        ({"offload": 3}, "offload = 3", "one of none", "choose"),
+        ({"offload": {"kv": "tape"}}, "offload.kv = 'tape'", "one of none", "choose"),
+        ({"offload": {"atention": "cpu"}}, "atention", "kinds among kv, inputs", "attention?"),
+        ({"offload": {7: "cpu"}}, "{7: 'cpu'}", "kinds among kv, inputs", "remove 7"),
         ({"order": "layerfirst"}, "'layerfirst'", "chunk-first, layer-first", "layer-first?"),
         ({"keep": "some"}, "chunks.keep = 'some'", "one of input, kv", "choose"),
         ({"stage_layers": 2}, "chunks.stage_layers = 2", "chunk-first", "layer-first, or leave"),
@@ -82,5 +82,5 @@ def test_what_is_wrong_is_told_in_four_parts(dials, given, required, change):
 
 def test_the_fixed_rule_keeps_what_is_given():
     assert fixed_options(300) == ChunkOptions(size=256)
-    given = {"order": "layer-first", "tier": {"inputs": "disk"}}
+    given = {"order": "layer-first", "offload": {"inputs": "disk"}}
     assert fixed_options(100_000, given) == ChunkOptions(size=4096, **given)

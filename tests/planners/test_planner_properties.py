@@ -23,7 +23,7 @@ from furlong.cost.memory import PARTS
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.plan.check import check
-from furlong.plan.plan import Backward, Forward, Reduce, Tier, Tiers
+from furlong.plan.plan import Backward, Forward, Offload, OffloadTarget, Reduce
 from furlong.plan.text import load_plan, save_plan
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.layouts import cut_layers
@@ -55,8 +55,8 @@ def options(rng):
     )
 
 
-def tiers(rng):
-    return Tiers(*(rng.choice(get_args(Tier)) for _ in range(4)))
+def offload(rng):
+    return Offload(*(rng.choice(get_args(OffloadTarget)) for _ in range(4)))
 
 
 def sampling(rng):
@@ -92,7 +92,7 @@ def fpdt(rng):
         stage_layers=rng.randint(1, num_layers),
         chunk_size=rng.randint(1, 12),
         keep=rng.choice(KEEPS),
-        tiers=tiers(rng),
+        offload=offload(rng),
         sp_size=rng.choice((1, 1, 2, 4)),
         backward=rng.random() < 0.9,
     )
@@ -100,7 +100,7 @@ def fpdt(rng):
 
 def one_device(rng):
     num_layers = rng.randint(1, 6)
-    dials = {"tier": tiers(rng), "recompute_layers": rng.choice((0, 0, 1, 2, 9))}
+    dials = {"offload": offload(rng), "recompute_layers": rng.choice((0, 0, 1, 2, 9))}
     if rng.random() < 0.7:
         dials |= {"order": "layer-first", "stage_layers": rng.randint(1, num_layers)}
     return plan_on_device(
@@ -130,7 +130,7 @@ def trees(rng):
     lens = [n for n, _ in found] + lengths(rng, most=3)
     forks = {i: own for i, (_, own) in enumerate(found) if own}
     num_layers = rng.randint(1, 3)
-    dials = {"tier": tiers(rng)}
+    dials = {"offload": offload(rng)}
     if rng.random() < 0.4:
         dials |= {"order": "layer-first", "stage_layers": rng.randint(1, num_layers)}
     elif rng.random() < 0.5:
@@ -211,11 +211,11 @@ def hold_on_hardware(plan):
     assert time_actions(plan, MODEL.costs(plan)).duration_s > 0
     for rank, actions in enumerate(plan.actions):
         curve = MODEL.memory().curve(plan, rank)
-        assert (curve.device >= 0).all() and (curve.host >= 0).all()
+        assert (curve.device >= 0).all() and (curve.cpu >= 0).all()
         if isinstance(actions[-1], Reduce):
-            assert curve.host[-1] == 0
-            # of the host tier's buffers those that blocks of K,V are in count as K,V
-            buffers = () if plan.tiers.kv == "device" else ("kv", "kv_gradients", "buffers")
+            assert curve.cpu[-1] == 0
+            # of the CPU pool's buffers those that blocks of K,V are in count as K,V
+            buffers = () if plan.offload.kv == "none" else ("kv", "kv_gradients", "buffers")
             for part in set(PARTS) - {"weights", "gradients", "optimizer", *buffers}:
                 held = curve.device[:, PARTS.index(part)]
                 # room for messages is counted as buffers all through the step

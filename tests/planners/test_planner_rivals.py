@@ -69,7 +69,7 @@ def test_the_fastest_is_taken(lens, sp, pp, name):
     model = asked.question.model_of(asked.layout)
     check(plan, model.memory(LIMITS.limit_bytes))
     assert (plan.seq_lens, plan.stages, plan.sp_size) == (own.seq_lens, own.stages, own.sp_size)
-    assert len(plan.actions) == len(own.actions) and plan.tiers == own.tiers
+    assert len(plan.actions) == len(own.actions) and plan.offload == own.offload
     if name == CHUNKS:
         assert plan is own
     else:
@@ -146,7 +146,7 @@ def test_dials_beside_own_chunks_keep_kv_on_the_device():
     """Else no step would take the chunks that were chosen."""
     chosen = Candidate("places", Layout(sp=4), ChunkOptions(), 1.0, own_plan)
     for kind, stands in (("kv", False), ("attention", True)):
-        options = replace(OPTIONS, tier={kind: "host"})
+        options = replace(OPTIONS, offload={kind: "cpu"})
         dials = Candidate(CHUNKS, Layout(sp=4), options, 2.0, own_plan, longest=LENS)
         assert dials.stands_in_for(chosen) == stands and dials.stands_in_for(dials)
 

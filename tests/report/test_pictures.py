@@ -20,7 +20,7 @@ from furlong.cost.memory import PARTS, MemoryCurve
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
-from furlong.plan.plan import Chunk, ChunkPlan, Forward, Slice, Tiers
+from furlong.plan.plan import Chunk, ChunkPlan, Forward, Offload, Slice
 from furlong.plan.text import parse_action
 from furlong.planners.options import ChunkOptions
 from furlong.report.picture import MOST_SEQUENCES, legend, save_picture
@@ -48,8 +48,8 @@ PLANS = {
     "one device": plan_chunkflow([20_000, 900, 800], OPTIONS, stages=(28,)),
     "pipeline": plan_chunkflow([20_000, 900, 5_000], OPTIONS, stages=(14, 14)),
     "layer-first": plan_fpdt([30_000], num_layers=28, chunk_size=8192),
-    "tiers": plan_fpdt(
-        [30_000], num_layers=28, chunk_size=8192, tiers=Tiers(inputs="host", kv="disk")
+    "offload": plan_fpdt(
+        [30_000], num_layers=28, chunk_size=8192, offload=Offload(inputs="cpu", kv="disk")
     ),
 }
 
@@ -66,7 +66,7 @@ def pipeline(num_stages=2, lens=(9, 1, 2, 3, 1), **dials):
 
 def panel(plan):
     used = [[(1 << 30) * (1 + i % 5) for i in range(len(own))] for own in plan.actions]
-    timeline = simulate(plan, Linked(plan), device_bytes=used, host_bytes=used)
+    timeline = simulate(plan, Linked(plan), device_bytes=used, offloaded_bytes=used)
     return Panel(timeline, plan, "a plan", limit_bytes=6 << 30)
 
 
@@ -207,7 +207,7 @@ def test_what_is_drawn_is_what_the_cost_model_counts(name):
         for record in cells:
             assert sum(at(rank.device, record.start_s).values()) == record.device_bytes
             lower = at(rank.lower, record.start_s) if rank.lower.parts else {}
-            assert sum(lower.values()) == record.host_bytes
+            assert sum(lower.values()) == record.offloaded_bytes
         assert rank.device.times[0] == 0 and list(rank.device.times) == sorted(rank.device.times)
         # the parts at the peak are those of the table
         assert rank.device.peak == memory.peak_bytes
@@ -215,8 +215,8 @@ def test_what_is_drawn_is_what_the_cost_model_counts(name):
         columns = zip(*rank.device.parts.values(), strict=True)
         rows = [dict(zip(rank.device.parts, row, strict=True)) for row in columns]
         assert peak in [{part: used for part, used in row.items() if used} for row in rows]
-        for tier, used in (("host", memory.host.max()), ("disk", memory.disk.max())):
-            assert max(rank.lower.parts.get(tier, (0,))) == used
+        for target, used in (("cpu", memory.cpu.max()), ("disk", memory.disk.max())):
+            assert max(rank.lower.parts.get(target, (0,))) == used
 
 
 def test_idle_ranks_hold_what_they_had_before_and_have_after():
@@ -227,7 +227,7 @@ def test_idle_ranks_hold_what_they_had_before_and_have_after():
     below = np.zeros(3, dtype=np.int64)
     spans = zip(actions, ((0.0, 1.0), (2.0, 3.0), (5.0, 6.0)), strict=True)
     ran = [Record(0, "compute", action, *span, 0, 0) for action, span in spans]
-    on_device, _ = memory_steps(ran[::-1], actions, "host", MemoryCurve(device, below, below, None))
+    on_device, _ = memory_steps(ran[::-1], actions, "cpu", MemoryCurve(device, below, below, None))
     assert at(on_device, 1.5) == {"weights": 10, "activations": 40, "logits": 0}
     assert at(on_device, 2.5) == {"weights": 10, "activations": 40, "logits": 30}
     assert at(on_device, 4.0) == {"weights": 10, "activations": 0, "logits": 0}
@@ -245,20 +245,20 @@ def test_without_a_cost_model_memory_is_a_total_and_the_legend_says_so():
     # from the start of the step on; a message that is still under way says nothing
     assert rank.device.times == rank.lower.times == (0.0, 3.0, 4.0, 5.0, 7.0)
     assert rank.device.parts == {"in use": (10, 10, 30, 20, 20)}  # idle with what it has then
-    assert rank.lower.parts == {"host": (0, 0, 7, 0, 0)}
+    assert rank.lower.parts == {"cpu": (0, 0, 7, 0, 0)}
     _, _, memory = legend([scene])
     assert [words for words, _ in memory] == [
-        "device memory: only predictions know its parts", "host memory",
+        "device memory: only predictions know its parts", "CPU memory",
     ]  # fmt: skip
 
 
 def idle():
-    plan = plan_fpdt([9000], num_layers=24, chunk_size=4096, tiers=Tiers(kv="host"))
+    plan = plan_fpdt([9000], num_layers=24, chunk_size=4096, offload=Offload(kv="cpu"))
     return report_plan(replace(plan, actions=((), *plan.actions)), SMALL).panel("idle")
 
 
-def tiers():
-    return report_plan(PLANS["tiers"], MODEL).panel("tiers")
+def offload():
+    return report_plan(PLANS["offload"], MODEL).panel("offload")
 
 
 def cluster():
@@ -273,20 +273,20 @@ SAID = {
     "pipeline": (
         lambda: [panel(pipeline())],
         ["forward", "recompute", "backward", "activation message", "idle", "F0", "B0",
-         "limit 6 GiB", "peak 5 GiB", "host 5 GiB", "0 ms", "rank 1", "stage 1",
+         "limit 6 GiB", "peak 5 GiB", "cpu 5 GiB", "0 ms", "rank 1", "stage 1",
          "5 sequences, 16 tokens, 4 chunks, 2 stages, 2 ranks", "sequence 0, 9 tokens",
          "limit of device memory"],
         [_POOL],
     ),
     "one legend": (
         lambda: [panel(pipeline(num_retained=1)), panel(pipeline(lens=(9, 1, 2, 12, 1)))],
-        ["whole sequences (four shades, to tell neighbouring chunks apart)", "host memory"], [],
+        ["whole sequences (four shades, to tell neighbouring chunks apart)", "CPU memory"], [],
     ),
-    "tiers": (
-        lambda: [tiers()], ["weights", "activations", "K,V", "dK,dV", "logits", "disk"],
+    "offload": (
+        lambda: [offload()], ["weights", "activations", "K,V", "dK,dV", "logits", "disk"],
         ["device memory: only predictions know its parts"],
     ),
-    "no bytes": (lambda: [bare(pipeline(1, [9, 2]))], ["F0"], ["weights", "host memory"]),
+    "no bytes": (lambda: [bare(pipeline(1, [9, 2]))], ["F0"], ["weights", "CPU memory"]),
     "stages in labels": (
         lambda: [bare(plan_fpdt([8], num_layers=2, chunk_size=4))], ["F0.0", "F1.1"], [],
     ),
@@ -311,9 +311,9 @@ def test_a_picture_says_what_a_stranger_needs(name, tmp_path):
     if name == "one legend":  # the longest first, whichever plan cuts it
         cut = [word for word in words if re.match(r"sequence \d+, ", word)]
         assert cut == ["sequence 3, 12 tokens", "sequence 0, 9 tokens"]
-    if name == "tiers":
-        (own,) = report_plan(PLANS["tiers"], MODEL).memory
-        used = {"peak": own.peak_bytes, "host": own.host.max(), "disk": own.disk.max()}
+    if name == "offload":
+        (own,) = report_plan(PLANS["offload"], MODEL).memory
+        used = {"peak": own.peak_bytes, "cpu": own.cpu.max(), "disk": own.disk.max()}
         assert {f"{word} {format_bytes(count)}" for word, count in used.items()} <= set(words)
 
 
@@ -379,7 +379,7 @@ def test_trace_has_a_process_per_rank_and_arrows_between_them(tmp_path):
     assert all(starts[key]["pid"] != ends[key]["pid"] for key in starts)
     assert all(starts[key]["ts"] <= ends[key]["ts"] for key in starts)
     counters = {event["name"] for event in events if event["ph"] == "C"}
-    assert counters == {"device memory (bytes)", "host memory (bytes)"}
+    assert counters == {"device memory (bytes)", "CPU memory (bytes)"}
     for thread in {(event["pid"], event["tid"]) for event in slices}:  # its slices only nest
         own = [event for event in slices if (event["pid"], event["tid"]) == thread]
         own.sort(key=lambda event: event["ts"])

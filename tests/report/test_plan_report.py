@@ -13,7 +13,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import PlanError
-from furlong.plan.plan import Backward, ChunkPlan, Forward, Tiers
+from furlong.plan.plan import Backward, ChunkPlan, Forward, Offload
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
@@ -34,7 +34,7 @@ SHAPE = model_shape("Qwen2.5-0.5B")
 LENS = (5000, 900, 300, 2500)
 
 
-def build(lens=LENS, *, size=1024, sp=1, pp=2, keep="kv", tier="device", retained=1):
+def build(lens=LENS, *, size=1024, sp=1, pp=2, keep="kv", offload="none", retained=1):
     groups = shard(group_chunks(lens, ChunkOptions(size=size, hybrid=False)), sp)
     stages = (24 // pp,) * pp
     return plan_1f1b(
@@ -43,7 +43,7 @@ def build(lens=LENS, *, size=1024, sp=1, pp=2, keep="kv", tier="device", retaine
         stages=stages,
         num_retained=retained,
         keep=keep,
-        tiers=Tiers(kv=tier),
+        offload=Offload(kv=offload),
         sp_size=sp,
     )
 
@@ -58,7 +58,7 @@ def model(**training):
         ({}, {}, {"idle_and_p2p"}),
         ({"sp": 2}, {"zero_stage": 1}, {"idle_and_p2p", "all_to_all", "collectives"}),
         ({"sp": 2}, {"zero_stage": 3}, {"idle_and_p2p", "all_to_all", "collectives"}),
-        ({"tier": "host", "size": 16}, {}, {"idle_and_p2p", "copies"}),
+        ({"offload": "cpu", "size": 16}, {}, {"idle_and_p2p", "copies"}),
     ],
 )
 def test_the_breakdown_names_every_wait_and_adds_up(dials, training, waits):
@@ -94,24 +94,24 @@ def test_memory_is_that_of_the_cost_model():
     assert report.peak_bytes == max(report.figures.peak_device_bytes)
 
 
-def test_each_tier_has_its_bytes_and_what_is_moved_is_told():
-    plan = replace(build(pp=1), tiers=Tiers(kv="host", attention="disk", inputs="disk"))
+def test_each_memory_has_its_bytes_and_what_is_moved_is_told():
+    plan = replace(build(pp=1), offload=Offload(kv="cpu", attention="disk", inputs="disk"))
     texts = [replace(a, keep="attention") if isinstance(a, Forward) and a.keep == "kv" else a
              for a in plan.actions[0]]  # fmt: skip
     report = report_plan(replace(plan, actions=(tuple(texts),)), model())
     (own,) = report.memory
-    traffic, host_bytes, disk_bytes = own.traffic, own.host.max(), own.disk.max()
-    assert host_bytes > 0 < disk_bytes
-    # the records' are those of both tiers at one time
-    assert report.figures.peak_host_bytes[0] <= host_bytes + disk_bytes
-    assert report.figures.peak_host_bytes[0] > max(host_bytes, disk_bytes)
+    traffic, cpu_bytes, disk_bytes = own.traffic, own.cpu.max(), own.disk.max()
+    assert cpu_bytes > 0 < disk_bytes
+    # the records' are those of both offload at one time
+    assert report.figures.peak_offloaded_bytes[0] <= cpu_bytes + disk_bytes
+    assert report.figures.peak_offloaded_bytes[0] > max(cpu_bytes, disk_bytes)
     page = format_report(report)
-    assert "K,V on the host; stage inputs, attention on the disk; graphs on the device" in page
+    assert "K,V on the CPU; stage inputs, attention on the disk; graphs on the device" in page
     written = format_bytes(int(traffic.written[:, traffic.of("disk")].sum()))
     assert f"attention, disk: {written} written, {written} read" in page
-    assert re.search(r"weights .* device +host +disk", page)
+    assert re.search(r"weights .* device +cpu +disk", page)
     moved = json.loads(json.dumps(report.to_json()))["memory"][0]["moved"]
-    assert moved.keys() == {"kv", "attention"} and moved["attention"]["tier"] == "disk"
+    assert moved.keys() == {"kv", "attention"} and moved["attention"]["offload"] == "disk"
     assert moved["attention"]["read_bytes"] == int(traffic.read[:, traffic.of("disk")].sum()) > 0
     on_device = format_report(report_plan(build(), model()))
     assert "all memory on the device" in on_device and "moved" not in on_device

@@ -25,11 +25,11 @@ from furlong.plan.plan import (
     Backward,
     ChunkPlan,
     Forward,
+    Offload,
     RebuildKV,
     Recompute,
     Reduce,
     Slice,
-    Tiers,
 )
 from furlong.plan.text import load_plan, save_plan
 from furlong.planners.chunks import group_chunks
@@ -130,14 +130,14 @@ def test_what_is_no_plan_is_refused(plan) -> None:
 
 
 @pytest.mark.parametrize("options", [OPTIONS, LAYER_FIRST], ids=lambda o: o.order)
-@pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_nothing_is_left_at_the_end(options, tier, monkeypatch) -> None:
+@pytest.mark.parametrize("target", ["none", "cpu", "disk"])
+def test_nothing_is_left_at_the_end(options, target, monkeypatch) -> None:
     monkeypatch.setattr("furlong.runtime.cell._MIN_BYTES", 1)
     monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 3)
     model = HFDecoder(build("llama"))
     pools = Pools(Arena(model.device, poison=True), Storage(poison=True))
     with model.installed():
-        executor = executor_of(model, planned(dataclasses.replace(options, tier=tier)), pools)
+        executor = executor_of(model, planned(dataclasses.replace(options, offload=target)), pools)
         loss_sum, timeline = executor.run()
     assert loss_sum > 0 and len(timeline.records) == len(executor._actions)
     left = executor._cells or executor._hidden or executor._gradients or executor._outbox
@@ -148,7 +148,7 @@ def test_nothing_is_left_at_the_end(options, tier, monkeypatch) -> None:
 
 def test_a_plan_from_a_file_is_obeyed_like_the_one_that_was_saved() -> None:
     engine = furlong.Engine(build("llama"))
-    options = dataclasses.replace(LAYER_FIRST, tier={"inputs": "disk", "kv": "host"})
+    options = dataclasses.replace(LAYER_FIRST, offload={"inputs": "disk", "kv": "cpu"})
     plan = engine.plan(LENS, options)
     loss = engine.run(plan, batch(LENS)).loss
     truth = take_grads(engine.model.model)
@@ -158,23 +158,23 @@ def test_a_plan_from_a_file_is_obeyed_like_the_one_that_was_saved() -> None:
     assert all(torch.equal(again[n], truth[n]) for n in truth)
 
 
-FAILING = [  # each pair of an action, a keep and a tier at least once
-    (RebuildKV, "input", "host"), (RebuildKV, "attention", "disk"), (RebuildKV, "input", "device"),
-    (Recompute, "input", "disk"), (Recompute, "attention", "host"),
-    (Recompute, "attention", "device"), (Forward, "input", "device"),
-    (Forward, "attention", "host"), (Forward, "all", "disk"), (Backward, "input", "host"),
-    (Backward, "attention", "disk"), (Backward, "all", "device"), (Backward, "all", "host"),
+FAILING = [  # each pair of an action, a keep and a target at least once
+    (RebuildKV, "input", "cpu"), (RebuildKV, "attention", "disk"), (RebuildKV, "input", "none"),
+    (Recompute, "input", "disk"), (Recompute, "attention", "cpu"),
+    (Recompute, "attention", "none"), (Forward, "input", "none"),
+    (Forward, "attention", "cpu"), (Forward, "all", "disk"), (Backward, "input", "cpu"),
+    (Backward, "attention", "disk"), (Backward, "all", "none"), (Backward, "all", "cpu"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "keep", "tier"), FAILING)
-def test_an_error_inside_leaves_nothing_in_any_pool(kind, tier, keep, monkeypatch) -> None:
+@pytest.mark.parametrize(("kind", "keep", "target"), FAILING)
+def test_an_error_inside_leaves_nothing_in_any_pool(kind, target, keep, monkeypatch) -> None:
     """In the middle layer of the middle stage, while a lease and a graph are alive."""
     monkeypatch.setattr("furlong.runtime.cell._MIN_BYTES", 1)
     monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 3)
     model = build("llama")
     engine = furlong.Engine(model)
-    options = dataclasses.replace(LAYER_FIRST, tier=tier, keep=keep)
+    options = dataclasses.replace(LAYER_FIRST, offload=target, keep=keep)
     truth = engine.forward_backward(batch(LENS), options).loss
     expected = take_grads(model)
     pools, doing = engine._session.state.pools, []
@@ -238,7 +238,7 @@ def test_a_worker_that_fails_ends_the_step_and_the_next_one_is_right(monkeypatch
     from furlong.kv.disk import NamelessFile
 
     model = build("llama")
-    options = dataclasses.replace(LAYER_FIRST, tier="disk")
+    options = dataclasses.replace(LAYER_FIRST, offload="disk")
     furlong.forward_backward(model, batch(LENS), options)
     expected = take_grads(model)
 
@@ -255,8 +255,8 @@ def test_a_worker_that_fails_ends_the_step_and_the_next_one_is_right(monkeypatch
     assert all(torch.equal(again[n], expected[n]) for n in expected)
 
 
-@pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_a_graph_outlives_a_rebuild_of_its_own_cell(tier) -> None:
+@pytest.mark.parametrize("target", ["none", "cpu", "disk"])
+def test_a_graph_outlives_a_rebuild_of_its_own_cell(target) -> None:
     model = build("llama")
     sequences = batch([24])
     reference_loss(model, sequences)
@@ -270,17 +270,17 @@ def test_a_graph_outlives_a_rebuild_of_its_own_cell(tier) -> None:
                 Backward(2, 0), Backward(1, 0), Backward(0, 0), Reduce(0),
             ),
         ),
-        tiers=Tiers(attention=tier),
+        offload=Offload(attention=target),
     )  # fmt: skip
     furlong.Engine(model, storage=Storage(poison=True)).run(plan, sequences)
     assert worst_relative_error(take_grads(model), truth) <= 1e-12
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_fork_has_pools_of_its_own(tier) -> None:
+@pytest.mark.parametrize("target", ["cpu", "disk"])
+def test_a_fork_has_pools_of_its_own(target) -> None:
     engine = furlong.Engine(build("llama"))
-    options = dataclasses.replace(LAYER_FIRST, tier=tier)
+    options = dataclasses.replace(LAYER_FIRST, offload=target)
     truth = engine.forward_backward(batch(LENS), options).loss
 
     def again() -> None:
@@ -405,8 +405,8 @@ def test_pools_are_opened_anew_for_another_storage_only() -> None:
     for storage in (None, Storage()):
         kept.open_pools(device, storage)
         assert kept.pools is first
-    kept.open_pools(device, Storage(host_bytes=1000))
-    assert kept.pools is not first and kept.pools.storage.host_bytes == 1000
+    kept.open_pools(device, Storage(cpu_bytes=1000))
+    assert kept.pools is not first and kept.pools.storage.cpu_bytes == 1000
     second = kept.pools
     kept.open_pools(device, None)
     assert kept.pools is second, "an engine that names no storage takes what is there"

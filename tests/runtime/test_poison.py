@@ -20,18 +20,20 @@ def test_the_flag_reaches_the_arena_and_every_pool():
     for poison in (False, True):
         kept.open_pools(torch.device("cpu"), Storage(poison=poison))
         pools = kept.pools
-        given = [pools.arena._poison] + [pools.of(t)._poison for t in ("device", "host", "disk")]
+        given = [pools.arena._poison] + [pools.of(t)._poison for t in ("none", "cpu", "disk")]
         assert given == [poison] * 4
     pools.close()
 
 
-def error_with_early_releases(tier: str, storage: Storage | None, monkeypatch, keep: str) -> float:
+def error_with_early_releases(
+    target: str, storage: Storage | None, monkeypatch, keep: str
+) -> float:
     """The worst error where leases end before their tensors are used."""
     model, sequences = build("llama"), batch([21])
     reference_loss(model, sequences)
     truth = take_grads(model)
     options = furlong.ChunkOptions(
-        size=8, keep=keep, num_retained=0, tier=tier, order="layer-first"
+        size=8, keep=keep, num_retained=0, offload=target, order="layer-first"
     )
     furlong.forward_backward(model, sequences, options, storage=storage)
     assert worst_relative_error(take_grads(model), truth) <= 1e-12
@@ -50,11 +52,11 @@ def error_with_early_releases(tier: str, storage: Storage | None, monkeypatch, k
 
 
 @pytest.mark.parametrize("keep", ["input", "attention"])
-@pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_a_lease_that_ends_too_early_is_seen(tier, keep, monkeypatch):
+@pytest.mark.parametrize("target", ["none", "cpu", "disk"])
+def test_a_lease_that_ends_too_early_is_seen(target, keep, monkeypatch):
     with pytest.raises(Exception, match=r"inf|modified by an inplace|assert"):
-        assert error_with_early_releases(tier, POISONED, monkeypatch, keep) <= 1e-12
+        assert error_with_early_releases(target, POISONED, monkeypatch, keep) <= 1e-12
 
 
 def test_without_poison_it_would_not_have_been(monkeypatch):
-    assert error_with_early_releases("device", None, monkeypatch, "attention") <= 1e-12
+    assert error_with_early_releases("none", None, monkeypatch, "attention") <= 1e-12

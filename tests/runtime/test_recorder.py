@@ -80,15 +80,15 @@ def test_records_follow_each_other_with_their_memory(monkeypatch, stub_events):
     monkeypatch.setattr(profile, "MemoryMeter", Meter)
     noted = Recorder(pools, 2, exact_peaks=True)
     noted.begin(Forward(0, 0, "kv"))
-    handle = pools.of("host").put(torch.zeros(8))
+    handle = pools.of("cpu").put(torch.zeros(8))
     noted.end(Forward(0, 0, "kv"))
     noted.begin(Forward(0, 0, "kv"))
-    pools.of("host").drop(handle)
+    pools.of("cpu").drop(handle)
     noted.end(Backward(0, 0))
     assert stub_events.synchronized == [], "nothing has waited so far"
     first, second = noted.timeline().records
     assert (first.rank, first.text, second.text) == (2, "F0.0 kv", "B0.0")
     assert first.stop_s == second.start_s == pytest.approx(1e-3)
     assert (first.device_bytes, second.device_bytes) == (100, 300)
-    assert (first.host_bytes, second.host_bytes) == (32, 0)
+    assert (first.offloaded_bytes, second.offloaded_bytes) == (32, 0)
     pools.close()

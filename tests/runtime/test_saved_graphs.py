@@ -1,4 +1,4 @@
-"""Graphs in a lower tier: the same gradients, each storage once, nothing left."""
+"""Graphs off the device: the same gradients, each storage once, nothing left."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 
 @pytest.mark.parametrize(
-    ("family", "order", "tier"),
+    ("family", "order", "target"),
     [
         ("llama", "chunk-first", "disk"), ("gemma2", "layer-first", "disk"),
-        ("gpt_oss", "layer-first", "host"), ("llama", "chunk-first", "host"),
+        ("gpt_oss", "layer-first", "cpu"), ("llama", "chunk-first", "cpu"),
     ],
 )  # fmt: skip
-def test_gradients_are_the_same(family, order, tier, monkeypatch):
+def test_gradients_are_the_same(family, order, target, monkeypatch):
     monkeypatch.setattr(cell, "_MIN_BYTES", 1)
     model, sequences = build(family), batch([23, 4, 2])
     reference_loss(model, sequences)
     truth = take_grads(model)
-    options = furlong.ChunkOptions(size=8, keep="all", order=order, tier={"graphs": tier})
+    options = furlong.ChunkOptions(size=8, keep="all", order=order, offload={"graphs": target})
     result = furlong.forward_backward(model, sequences, options)
     assert worst_relative_error(take_grads(model), truth) <= bound(family)
-    assert max(record.host_bytes for record in result.timeline.records) > 0
-    assert result.timeline.records[-1].host_bytes == 0
+    assert max(record.offloaded_bytes for record in result.timeline.records) > 0
+    assert result.timeline.records[-1].offloaded_bytes == 0
 
 
 def test_a_storage_goes_out_once_and_parameters_stay():
@@ -109,7 +109,9 @@ def test_what_went_out_is_not_kept_in_memory_as_well():
 def test_no_graph_is_left_where_a_stage_computes_more_than_its_output(min_bytes, monkeypatch):
     """The final norm runs behind every stage, and no backward reaches it there."""
     monkeypatch.setattr(cell, "_MIN_BYTES", min_bytes)
-    options = furlong.ChunkOptions(size=8, keep="all", order="layer-first", tier={"graphs": "host"})
+    options = furlong.ChunkOptions(
+        size=8, keep="all", order="layer-first", offload={"graphs": "cpu"}
+    )
     furlong.forward_backward(build("llama"), batch([23, 4]), options)
     gc.collect()
     assert not [left for left in gc.get_objects() if type(left) is SavedGraph]

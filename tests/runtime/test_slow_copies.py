@@ -15,10 +15,10 @@ from helpers.tiny_families import build
 from torch import Tensor
 
 from furlong.kv.arena import Arena
-from furlong.kv.pools import DiskPool, HostPool, Pools, StagedPool, Storage
+from furlong.kv.pools import CpuPool, DiskPool, Pools, StagedPool, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import ProbedBackend
-from furlong.plan.plan import Tiers
+from furlong.plan.plan import Offload
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
 from furlong.runtime.batch import batch_of, shift_labels
@@ -41,9 +41,9 @@ WALKS = {
     },
 }  # fmt: skip
 MIXTURES = {
-    "host": Tiers("host", "host", "host", "host"),
-    "disk": Tiers("disk", "disk", "disk", "disk"),
-    "mixed": Tiers(kv="host", inputs="disk", attention="host", graphs="disk"),
+    "cpu": Offload("cpu", "cpu", "cpu", "cpu"),
+    "disk": Offload("disk", "disk", "disk", "disk"),
+    "mixed": Offload(kv="cpu", inputs="disk", attention="cpu", graphs="disk"),
 }
 
 
@@ -58,7 +58,7 @@ def step(options: ChunkOptions, folder: Path) -> tuple[float, dict[str, Tensor]]
     model = HFDecoder(build("mistral", torch.float32))
     pools = Pools(Arena(CPU, poison=True), Storage(poison=True))
     staging = {"staging_bytes": STAGING_BYTES, "poison": True}
-    pools.opened["host"] = HostPool(CPU, **staging)
+    pools.opened["cpu"] = CpuPool(CPU, **staging)
     pools.opened["disk"] = DiskPool(folder, CPU, **staging)
     sequences = batch(LENS)
     plan = plan_on_device(LENS, options, num_layers=model.num_layers)
@@ -75,7 +75,7 @@ def step(options: ChunkOptions, folder: Path) -> tuple[float, dict[str, Tensor]]
 def delay(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[float]:
     """Let every copy of a worker sleep first; returns the seconds that were slept."""
     drawn, slept = random.Random(seed), []
-    for pool, name in product((HostPool, DiskPool), ("_copy_out", "_copy_back")):
+    for pool, name in product((CpuPool, DiskPool), ("_copy_out", "_copy_back")):
         plain = getattr(pool, name)
 
         def late(self, place, staged, plain=plain):
@@ -94,11 +94,11 @@ def same_bits(given: tuple, truth: tuple) -> bool:
 
 def check(walk: str, mixture: str, seed: int, folder: Path, monkeypatch) -> None:
     dials = {"size": 4, "num_retained": 0, **WALKS[walk]}
-    tier = MIXTURES[mixture]
+    target = MIXTURES[mixture]
     monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 3)
     truth = step(ChunkOptions(**dials), folder)
     slept = delay(monkeypatch, seed)
-    assert same_bits(step(ChunkOptions(**dials, tier=tier), folder), truth)
+    assert same_bits(step(ChunkOptions(**dials, offload=target), folder), truth)
     assert slept, "nothing has gone through a worker"
 
 
@@ -114,9 +114,9 @@ def test_late_copies_change_no_bit_in_any_walk(walk, mixture, seed, tmp_path, mo
     check(walk, mixture, seed, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_pool_that_does_not_wait_is_seen(tier, tmp_path, monkeypatch):
+@pytest.mark.parametrize("target", ["cpu", "disk"])
+def test_a_pool_that_does_not_wait_is_seen(target, tmp_path, monkeypatch):
     monkeypatch.setattr(StagedPool, "_wait", lambda *_: None)
     monkeypatch.setattr(random.Random, "choice", lambda self, values: LONGEST_S)
     with pytest.raises((AssertionError, RuntimeError)):
-        check("height 1, attention", tier, 0, tmp_path, monkeypatch)
+        check("height 1, attention", target, 0, tmp_path, monkeypatch)

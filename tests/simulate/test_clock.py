@@ -115,8 +115,8 @@ def test_copies_run_beside_their_cell_and_hold_the_next_one_up():
 
 def test_every_record_has_its_memory_and_they_are_in_the_order_in_which_they_ended():
     in_use = [[1000 * rank + i for i in range(9)] for rank in (0, 1)]
-    timeline = simulate(two_stages(), Costs(F=1.0), device_bytes=in_use, host_bytes=in_use)
-    by_action = {(r.rank, r.text): (r.device_bytes, r.host_bytes) for r in timeline.records}
+    timeline = simulate(two_stages(), Costs(F=1.0), device_bytes=in_use, offloaded_bytes=in_use)
+    by_action = {(r.rank, r.text): (r.device_bytes, r.offloaded_bytes) for r in timeline.records}
     assert by_action[0, "F1.0 all"] == (2, 2) and by_action[1, "B1.1"] == (1006, 1006)
     assert timeline.peak_device_bytes == 1008
     stops = [record.stop_s for record in timeline.records]

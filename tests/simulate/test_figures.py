@@ -49,7 +49,7 @@ def test_every_second_of_a_rank_has_one_reason():
     assert figures.idle_ratio == pytest.approx(1 - 8 / 28)
     assert figures.shares()["collectives"] == pytest.approx(3 / 28)
     assert figures.peak_device_bytes == (80, 90)
-    assert figures.peak_host_bytes == (8, 9)
+    assert figures.peak_offloaded_bytes == (8, 9)
 
 
 def test_overlapping_reasons_count_once_and_a_measured_reduce_is_a_collective():

@@ -68,7 +68,7 @@ def test_a_model_that_cannot_be_counted_takes_the_fixed_rule(
 def test_nothing_is_searched_where_every_dial_is_given(tiny_run, tmp_path, capsys):
     dials = (
         *("--chunks.size=32", "--chunks.num_retained=0", "--chunks.keep=input"),
-        *("--chunks.tier=device", "--chunks.order=chunk-first"),
+        *("--offload=none", "--chunks.order=chunk-first"),
     )
     assert main(tiny_run.arguments(tmp_path / "out", *ENDLESS, *dials)) == 0
     assert "\nauto: " not in capsys.readouterr().out

@@ -20,11 +20,11 @@ from furlong.train.memory import Fitting, OverBudgetError, UsedMemory
 FLAGS = (
     *("--train.epochs=1", "--train.save_every_steps=2", "--train.eval_every_steps=0"),
     *("--chunks.num_retained=1", "--chunks.keep=attention"),
-    *("--chunks.tier=device", "--chunks.order=chunk-first"),
+    *("--offload=none", "--chunks.order=chunk-first"),
 )
 LOWER = (
     *("--chunks.order=layer-first", "--chunks.stage_layers=1"),
-    *("--chunks.tier=disk", "--memory.disk=50MiB"),
+    *("--offload=disk", "--memory.disk=50MiB"),
 )
 DROPOUT = ("--model.lora.rank=2", "--model.lora.dropout=0.3")
 

@@ -46,7 +46,7 @@ def made(wanted, num_replicas, frozen_layers=0, **division):
             {"keep": "kv"},
             {"keep": "all"},
             {"order": "layer-first", "stage_layers": 2},
-            {"keep": "attention", "tier": "host"},
+            {"keep": "attention", "offload": "cpu"},
         ]
     ),
     st.integers(0, 2),
@@ -71,7 +71,7 @@ def test_each_sequence_has_one_replica(seq_lens, num_replicas, backward, dials, 
     st.integers(1, 3),
     st.sampled_from([(1, 2), (2, 1), (1, 1, 1)]),
     st.booleans(),
-    st.sampled_from([{"keep": "kv"}, {"keep": "input", "num_retained": 0}, {"tier": "host"}]),
+    st.sampled_from([{"keep": "kv"}, {"keep": "input", "num_retained": 0}, {"offload": "cpu"}]),
     st.integers(0, 2),
 )
 def test_pipelines_of_pools(seq_lens, dp, sp, stages, backward, dials, frozen_layers):

@@ -159,7 +159,7 @@ def test_a_step_that_does_not_fit_is_drawn_anew_with_the_same_sample(
     once = (
         *("--train.epochs=1", f"--data.train={data}", "--data.max_seq_len=300"),
         *("--chunks.keep=kv", "--chunks.num_retained=1"),
-        *("--chunks.tier=device", "--chunks.order=chunk-first"),
+        *("--offload=none", "--chunks.order=chunk-first"),
         "--chunks.sample={rate: 0.5, label_rate: 0.5}",
     )
     run, expected = tmp_path / "run", tmp_path / "expected"

@@ -1,4 +1,4 @@
-"""Tiers below the device in whole runs: what the run file says is what happens, or is refused."""
+"""Offload in whole runs: what the run file says is what happens, or is refused."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def losses(run: Path) -> list[float]:
     ("dials", "told"),
     [
         (
-            ("--chunks.tier={kv: disk, attention: disk}", "--chunks.order=chunk-first"),
-            "tier {kv: disk, attention: disk}, order chunk-first",
+            ("--offload={kv: disk, attention: disk}", "--chunks.order=chunk-first"),
+            "offload {kv: disk, attention: disk}, order chunk-first",
         ),
         (
-            ("--chunks.tier={attention: disk}", *LAYER_FIRST),
-            "tier {attention: disk}, order layer-first, stage_layers 1",
+            ("--offload={attention: disk}", *LAYER_FIRST),
+            "offload {attention: disk}, order layer-first, stage_layers 1",
         ),
     ],
 )
@@ -53,7 +53,7 @@ def test_tiers_and_order_of_the_run_file_train_to_the_same_losses(
     folder = tmp_path / "fast"
     folder.mkdir()
     both = (*FIXED, f"--data.eval={tiny_run.folder / 'held-out.jsonl'}", "--train.epochs=1")
-    plain = ("--chunks.tier=device", "--chunks.order=chunk-first")
+    plain = ("--offload=none", "--chunks.order=chunk-first")
     assert main(tiny_run.arguments(tmp_path / "device", *both, *plain)) == 0
     capsys.readouterr()
     place = f"--memory.disk_dir={folder}"
@@ -71,7 +71,7 @@ def test_decided_tiers_come_back_when_a_run_is_resumed(
     tiny_run: TinyRun, tmp_path: Path, capsys: Any
 ) -> None:
     run = tmp_path / "run"
-    dials = (*FIXED, *LAYER_FIRST, "--chunks.tier={inputs: disk}", *DISK, "--train.epochs=1")
+    dials = (*FIXED, *LAYER_FIRST, "--offload={inputs: disk}", *DISK, "--train.epochs=1")
     assert main(tiny_run.arguments(run, *dials)) == 0
     options = (run / "options.json").read_text()
     for name in ("report.json", "options.json"):
@@ -79,16 +79,16 @@ def test_decided_tiers_come_back_when_a_run_is_resumed(
     shutil.rmtree(run / "model")
     capsys.readouterr()
     assert main(["train", str(run / "config.json"), "--resume"]) == 0
-    assert "tier {inputs: disk}, order layer-first" in capsys.readouterr().out
+    assert "offload {inputs: disk}, order layer-first" in capsys.readouterr().out
     assert (run / "options.json").read_text() == options
-    assert json.loads(options)["tier"]["inputs"] == "disk"
+    assert json.loads(options)["offload"]["inputs"] == "disk"
 
 
 def test_options_of_an_earlier_release_are_read(tiny_run: TinyRun, tmp_path: Path) -> None:
     """They name neither order nor stages; these are what that release did."""
     from furlong.train.run_folder import _decided
 
-    old = {"size": 64, "num_retained": 2, "keep": "kv", "tier": "device", "hybrid": True}
+    old = {"size": 64, "num_retained": 2, "keep": "kv", "offload": "none", "hybrid": True}
     decided = _decided(tmp_path, {"options": old}, {}, 1)
     assert decided is not None and decided.layout == Layout() and decided.stages == ()
     options = decided.options
@@ -99,14 +99,14 @@ def test_options_of_an_earlier_release_are_read(tiny_run: TinyRun, tmp_path: Pat
     ("flags", "told"),
     [
         (("--memory.disk_dir=/dev/shm",), ("/dev/shm, which is on a tmpfs", "memory.disk_dir")),
-        (("--memory.disk_dir=/sys",), ("/sys for the disk tier: ", "can be written")),
+        (("--memory.disk_dir=/sys",), ("/sys for the disk: ", "can be written")),
         (("--memory.disk_dir=/no/such",), ("No such file or directory", "a folder that exists")),
         (("--memory.disk=0",), ("memory.disk = 0", "add memory.disk, such as")),
         (
             ("--memory.disk=1KiB",),
-            ("on the disk", "the smallest that would do is memory.disk: 1MiB"),
+            ("of memory.disk", "the smallest that would do is memory.disk: 1MiB"),
         ),
-        (("--chunks.tier=host",), ("'host' on a CPU", "remove host from chunks.tier")),
+        (("--offload=cpu",), ("'cpu' on a CPU", "remove cpu from offload")),
         (("--memory.device=100KiB",), ("none fits", "would do is memory.device: 2MiB")),
     ],
 )
@@ -115,7 +115,7 @@ def test_what_cannot_be_is_refused_before_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr("furlong.train.build.build_model", lambda *_, **__: pytest.fail("loaded"))
     run = tmp_path / "run"
-    arguments = (*FIXED, "--chunks.tier=disk", *DISK, *flags)
+    arguments = (*FIXED, "--offload=disk", *DISK, *flags)
     if flags[0].startswith("--memory.dev"):
         arguments = (*FIXED, *flags)
     assert main(tiny_run.arguments(run, *arguments)) == 2

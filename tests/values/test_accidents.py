@@ -248,7 +248,7 @@ def several_calls(s: Subject) -> None:
 
 def other_calls_between(s: Subject) -> None:
     """Also one that fails: it gives back its own alone."""
-    loss = loss_of(s.values(tier={"attention": "host"}))
+    loss = loss_of(s.values(offload={"attention": "cpu"}))
     s.engine.forward_backward(SEQUENCES, OPTIONS, backward=False)
     error_in_the_forward(s)
     s.engine.forward_backward(SEQUENCES, OPTIONS)
@@ -400,18 +400,18 @@ def test_an_adapter_added_in_between_is_refused() -> None:
     assert subject.taken_bytes == 0
 
 
-@pytest.mark.parametrize("tier", ["host", pytest.param("disk", marks=pytest.mark.slow)])
-def test_a_budget_is_that_of_all_calls_that_live(tier: Any) -> None:
+@pytest.mark.parametrize("target", ["cpu", pytest.param("disk", marks=pytest.mark.slow)])
+def test_a_budget_is_that_of_all_calls_that_live(target: Any) -> None:
     engine = furlong.Engine(build("llama"))
-    options = furlong.ChunkOptions(size=8, keep="attention", tier=tier, num_retained=0)
+    options = furlong.ChunkOptions(size=8, keep="attention", offload=target, num_retained=0)
     needed = engine.forward_backward(SEQUENCES, options)
-    budget = int(2.5 * getattr(needed, f"{tier}_bytes"))
+    budget = int(2.5 * getattr(needed, f"{target}_bytes"))
     engine = furlong.Engine(
-        engine.model.model, storage=Storage(host_bytes=budget, disk_bytes=budget)
+        engine.model.model, storage=Storage(cpu_bytes=budget, disk_bytes=budget)
     )
     values = [engine.token_values(SEQUENCES, options)]
     for call in (engine.token_values, engine.forward_backward):
-        with pytest.raises(ConfigError, match=rf"memory\.{tier}"):
+        with pytest.raises(ConfigError, match=rf"memory\.{target}"):
             call(SEQUENCES, options)
     loss_of(values.pop()).backward()
     values.append(engine.token_values(SEQUENCES, options))

@@ -49,7 +49,7 @@ GRADIENTS = st.sampled_from(["returned", "added"])
 OPTIONS = st.builds(
     furlong.ChunkOptions, size=st.integers(3, 40),
     keep=st.sampled_from(["kv", "attention", "input"]),
-    tier=st.sampled_from(["device", "host", "disk"]), recompute_layers=st.integers(0, 3),
+    offload=st.sampled_from(["none", "cpu", "disk"]), recompute_layers=st.integers(0, 3),
 )  # fmt: skip
 FAMILIES = st.sampled_from(["llama", "llama", "mixtral", "qwen2 tied"])
 USES = st.lists(

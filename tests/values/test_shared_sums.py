@@ -21,7 +21,7 @@ from furlong.testing import num_labels, reference_loss, take_grads, worst_relati
 BOUND = 1e-12
 OPTIONS = [
     furlong.ChunkOptions(size=16, keep="kv", num_retained=0),
-    furlong.ChunkOptions(size=20, keep="attention", tier="host", num_retained=2),
+    furlong.ChunkOptions(size=20, keep="attention", offload="cpu", num_retained=2),
     furlong.ChunkOptions(size=16, order="layer-first", stage_layers=2, keep="input"),
     furlong.ChunkOptions(size=16, keep="all"),
     furlong.ChunkOptions(size=20, keep="input", recompute_layers=1),

@@ -38,7 +38,7 @@ LOSSES: dict[str, Of] = {
 }
 OPTIONS = [
     furlong.ChunkOptions(size=8, keep="kv", num_retained=0),
-    furlong.ChunkOptions(size=5, keep="attention", tier="host", num_retained=2),
+    furlong.ChunkOptions(size=5, keep="attention", offload="cpu", num_retained=2),
     furlong.ChunkOptions(size=16, order="layer-first", stage_layers=2, keep="input"),
     furlong.ChunkOptions(size=64, keep="all"),
     furlong.ChunkOptions(size=8, keep="input", recompute_layers=1),

@@ -19,11 +19,11 @@ BOUND = 1e-12
 FAMILIES = ["llama", "mixtral", "qwen2 tied"]
 SEQUENCES = answers()
 OPTIONS = [
-    furlong.ChunkOptions(size=size, keep=keep, tier=tier, recompute_layers=layers)
-    for size, keep, tier, layers in (
-        (8, "attention", "device", 0), (5, "kv", "host", 0), (16, "input", "device", 2),
-        (64, "attention", "disk", 0), (25, "attention", {"attention": "host"}, 3),
-        (200, "kv", "device", 0), (7, "input", "host", 0), (1, "kv", "device", 0),
+    furlong.ChunkOptions(size=size, keep=keep, offload=target, recompute_layers=layers)
+    for size, keep, target, layers in (
+        (8, "attention", "none", 0), (5, "kv", "cpu", 0), (16, "input", "none", 2),
+        (64, "attention", "disk", 0), (25, "attention", {"attention": "cpu"}, 3),
+        (200, "kv", "none", 0), (7, "input", "cpu", 0), (1, "kv", "none", 0),
     )
 ]  # fmt: skip
 

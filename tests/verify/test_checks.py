@@ -16,7 +16,7 @@ import furlong
 from furlong.api import Engine
 from furlong.config.schema import DataConfig, ModelConfig, RunConfig
 from furlong.errors import ConfigError
-from furlong.kv.pools import DiskPool, HostPool
+from furlong.kv.pools import CpuPool, DiskPool
 from furlong.kv.store import KVStore
 from furlong.models.shrink import shrink_config
 from furlong.plan.plan import Chunk, Slice
@@ -168,21 +168,27 @@ def test_a_config_that_cannot_be_built_is_told_of_the_users_own_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("chunks", "told"),
+    ("chunks", "offload", "told"),
     [
         (
-            {"tier": {"kv": "disk", "attention": "host"}, "order": "layer-first"},
-            "order layer-first, stage_layers 1, tier {kv: disk, attention: host}",
+            {"order": "layer-first"},
+            {"kv": "disk", "attention": "cpu"},
+            "order layer-first, stage_layers 1, offload {kv: disk, attention: cpu}",
         ),
-        ({"stage_layers": 13, "tier": "host"}, "order layer-first, stage_layers 1, tier host"),
+        ({"stage_layers": 13}, "cpu", "order layer-first, stage_layers 1, offload cpu"),
     ],
 )
 def test_the_runs_own_dials_are_proved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, chunks: Any, told: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    chunks: Any,
+    offload: Any,
+    told: str,
 ) -> None:
-    """Tiers and order of the run file reach the engine that is put to the proof."""
+    """Offload and order of the run file reach the engine that is put to the proof."""
     opened: list[str] = []
-    for kind in (HostPool, DiskPool):
+    for kind in (CpuPool, DiskPool):
         put = kind.put
         monkeypatch.setattr(
             kind, "put", lambda pool, x, put=put: opened.append(type(pool).__name__) or put(pool, x)
@@ -196,12 +202,13 @@ def test_the_runs_own_dials_are_proved(
         model=ModelConfig(name=str(tmp_path)),
         data=DataConfig(train=("none",), max_seq_len=64),
         chunks=chunks,
+        offload=offload,
         memory={"disk": "1GiB", "disk_dir": str(tmp_path)},
     )
     findings = verify_run.verify(run)
     assert all(finding.passed for finding in findings), findings
     assert told in capsys.readouterr().out
-    assert set(opened) == ({"HostPool", "DiskPool"} if "order" in chunks else {"HostPool"})
+    assert set(opened) == ({"CpuPool", "DiskPool"} if "order" in chunks else {"CpuPool"})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from furlong.cost.model import CostModel
-from furlong.plan.plan import Action, Chunk, ChunkPlan, Tiers
+from furlong.plan.plan import Action, Chunk, ChunkPlan, Offload
 from furlong.planners.chunks import Groups, group_chunks, shard
 from furlong.planners.infinipipe import cut_and_pack, fit_work, plan_infinipipe
 from furlong.planners.options import ChunkOptions
@@ -49,7 +49,7 @@ def build(
 
     Raises UserError where there is no plan of these dials.
     """
-    sp_size, stages, tiers = dials.layout.sp, dials.stages, Tiers(kv=dials.tier)
+    sp_size, stages, offload = dials.layout.sp, dials.stages, Offload(kv=dials.offload)
     if dials.cut in POOLED:
         return POOLED[dials.cut](
             seq_lens, model, pool_size=sp_size, budget_bytes=budget_bytes,
@@ -59,7 +59,7 @@ def build(
         case "layer-first":
             assert dials.size and dials.stage_layers and dials.keep
             options = ChunkOptions(
-                size=dials.size, num_retained=0, keep=dials.keep, tier=tiers,
+                size=dials.size, num_retained=0, keep=dials.keep, offload=offload,
                 order="layer-first", stage_layers=dials.stage_layers, hybrid=False,
             )  # fmt: skip
             return plan_replica(
@@ -95,9 +95,9 @@ def _ordered(
     checked: bool,
 ) -> ChunkPlan:
     """The plan of groups in the order that the dials say; `lists`: of numbered chunks."""
-    sp_size, stages, tiers = dials.layout.sp, dials.stages, Tiers(kv=dials.tier)
+    sp_size, stages, offload = dials.layout.sp, dials.stages, Offload(kv=dials.offload)
     numbered = number_chunks(groups)
-    of_all: dict[str, Any] = {"tiers": tiers, "sp_size": sp_size, "checked": checked}
+    of_all: dict[str, Any] = {"offload": offload, "sp_size": sp_size, "checked": checked}
     plan = assemble(lens, groups, stages, lists(numbered), **of_all)
     order = choose_order(plan, numbered, lists, model, dials.group_order, budget_bytes=budget_bytes)
     if order == tuple(range(len(groups))):

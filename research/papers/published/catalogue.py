@@ -46,10 +46,10 @@ def fpdt(room: Room) -> Iterator[Ladder]:
     """FPDT: layer after layer, chunks of every size (the paper settles on 64K), offloading as its
     code has it: K,V on the host or on the device."""
     if room.layout.pp == 1:
-        for tier, size in product(room.tiers, room.sizes):
+        for target, size in product(room.offload, room.sizes):
             yield (
                 room.dials("FPDT", walk="layer-first", size=size, stage_layers=1, keep="input",
-                           tier=tier),
+                           offload=target),
             )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from furlong.cost.training import ZeroStage
-from furlong.plan.plan import Keep, Layout, Tier
+from furlong.plan.plan import Keep, Layout, OffloadTarget
 from furlong.planners.options import value_in_words
 from papers.published.chunks import Balance
 from papers.published.group_order import GroupOrder
@@ -56,7 +56,7 @@ class Dials:
     """Whether slices take equal work rather than equal tokens."""
     num_retained: int | None = None
     keep: Keep | None = None
-    tier: Tier = "device"
+    target: OffloadTarget = "none"
     """Where K,V of cut sequences live."""
     stage_layers: int | None = None
     """Layers of a stage on one device, layer-first."""
@@ -85,8 +85,8 @@ class Dials:
         """The dials that set this value apart from others of its method, by the names that a run
         file has for them where it has any."""
         found = self._of_walk() | self._of_cut()
-        if self.tier != "device":
-            found["tier"] = self.tier
+        if self.offload != "none":
+            found["offload"] = self.offload
         if self.layout.dp > 1 and self.balance != "none":
             found["balanced by"] = self.balance
         if self.layout.num_devices > 1:
@@ -148,7 +148,7 @@ class Dials:
             num_retained=None,
             keep=None,
             stage_layers=None,
-            tier="device",
+            offload="none",
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from furlong.cost.model import CostModel
 from furlong.cost.training import ZeroStage
 from furlong.errors import ConfigError, PlanError, UserError
-from furlong.plan.plan import Layout, Tier
+from furlong.plan.plan import Layout, OffloadTarget
 from furlong.planners.question import MARGIN, DoesNotFitError, advice
 from furlong.units import count_words, format_bytes
 from papers.published.dials import Dials
@@ -33,7 +33,7 @@ class Problem:
     """Bytes of one device; None: those that the hardware has."""
     margin: float = MARGIN
     """Share of the budget that plans leave free."""
-    tiers: tuple[Tier, ...] = ("device",)
+    offload: tuple[OffloadTarget, ...] = ("none",)
 
     def zeros_of(self, layout: Layout) -> tuple[ZeroStage, ...]:
         """Stages of ZeRO that are tried in a layout."""

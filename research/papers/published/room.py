@@ -12,7 +12,7 @@ from typing import Any
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import ZeroStage
 from furlong.errors import ConfigError
-from furlong.plan.plan import Layout, Tier
+from furlong.plan.plan import Layout, OffloadTarget
 from furlong.planners.chunks import recompute_choices
 from furlong.planners.layouts import cut_layers, divisors, layouts, mean_attended_keys
 from papers.published.chunks import Balance
@@ -38,7 +38,7 @@ class Room:
     longest_tokens: int
     sizes: tuple[int, ...]
     """Sizes of chunks, in tokens of an sp group."""
-    tiers: tuple[Tier, ...] = ("device",)
+    offload: tuple[OffloadTarget, ...] = ("none",)
     is_pool: bool = False
     """Whether all devices are one pool, on whose places whole sequences are."""
     gathers: bool = False
@@ -146,7 +146,7 @@ def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Itera
         for zero, balance in product(problem.zeros_of(layout), ways_to_deal(layout, len(lens))):
             yield Room(
                 layout=layout, stages=cuts[layout.pp], zero=zero, balance=balance, sizes=sizes,
-                longest_tokens=longest, tiers=problem.tiers,
+                longest_tokens=longest, offload=problem.offload,
                 gathers=layout in larger and len(larger) < len(found),
             )  # fmt: skip
 

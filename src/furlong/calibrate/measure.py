@@ -1,4 +1,4 @@
-"""Measurements without a plan: the peak of a CPU, the optimizer, copies between tiers, collectives.
+"""Measurements without a plan: the peak of a CPU, the optimizer, links, collectives.
 
 A link's latency and bandwidth are a line through the seconds of a few sizes. All processes of a
 torchrun measure collectives together.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from furlong.calibrate.fit import relative_line
 from furlong.cost.machine import Collective, Link
-from furlong.kv.pools import DiskPool, HostPool, Pool
+from furlong.kv.pools import CpuPool, DiskPool, Pool
 from furlong.ops.sequence_parallel import AllToAll, combine, combined, dispatch, dispatched
 from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import rows_of
@@ -60,13 +60,13 @@ def optimizer_rate(model: Any, device: torch.device) -> float:
 
 
 def copy_links(device: torch.device, disk_dir: Path) -> dict[str, Link]:
-    """Links to the tiers below a device, by the pools' own puts and gets: host (of a GPU), disk.
+    """Links to the memory beside a device, by the pools' own puts and gets: host (of a GPU), disk.
 
-    Raises ConfigError for a folder that cannot be the disk tier's.
+    Raises ConfigError for a folder that cannot be the disk's.
     """
     links = {"disk": _link(lambda: DiskPool(disk_dir, device), device)}
     if device.type == "cuda":
-        links["host"] = _link(lambda: HostPool(device), device)
+        links["host"] = _link(lambda: CpuPool(device), device)
     return links
 
 

@@ -218,7 +218,7 @@ class Bench:
         self._device = next(model.parameters()).device
         self._vocab_size = vocab_size
         clock, pools = clock_of(self._device), self._engine._session.state.opened
-        # a thread's own time stands still while it waits for a tier
+        # a thread's own time stands still while it waits for a copy
         self._clock = clock if clock is time.perf_counter else lambda: clock() + pools.waited_s
 
     def run(self, seq_lens: Sequence[int], options: ChunkOptions) -> Measured:

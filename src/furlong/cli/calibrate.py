@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
     out = chosen.out or spec_of(device).calibration_file(dtype)
     check_place(out)
     folder = Path(disk_dir).expanduser()
-    NamelessFile(folder).close()  # raises ConfigError where the tier disk could have no file
+    NamelessFile(folder).close()  # raises ConfigError where the disk could have no file
     model = config.model.name if config else subject
     with processes(device) as is_first:
         outcome = calibrate(
@@ -154,7 +154,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--disk-dir", metavar="FOLDER", type=Path,
-        help="whose drive is measured for the tier disk (default: the run's memory.disk_dir,"
+        help="whose drive is measured for the disk (default: the run's memory.disk_dir,"
         " or the current folder)",
     )  # fmt: skip
     parser.add_argument(

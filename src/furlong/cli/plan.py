@@ -70,7 +70,7 @@ Beside the flags that come first all keys of furlong train are flags: sizes of p
 memory that are given hold, what is left out or auto is searched.
 """
 _OF_A_PLAN = (
-    "--model", "--memory.device", "--memory.host", "--hardware", "--no-calibration",
+    "--model", "--memory.device", "--memory.cpu", "--hardware", "--no-calibration",
     "--json", "--out", "--picture", "--trace",
 )  # fmt: skip
 """Flags, or what they begin with, that go with a plan which is there already."""
@@ -420,8 +420,8 @@ def _show_saved(file: str, flags: RunFlags) -> None:
     if hardware is None:
         raise missing("--hardware")
     spec = spec_of(hardware)
-    if config.memory.host != "auto":
-        spec = replace(spec, host_bytes=config.memory.host)
+    if config.memory.cpu != "auto":
+        spec = replace(spec, host_bytes=config.memory.cpu)
     model = cost_model_of(config, spec, num_devices, calibrate=not chosen.no_calibration)
     if sum(plan.stages) != model.shape.num_layers:
         raise refusal(

@@ -31,7 +31,7 @@ from furlong.plan.lengths import (
     write_lengths,
 )
 from furlong.planners.decide import FREE_RAM, MAX_CHUNKS, given_options, training_of
-from furlong.planners.question import MARGIN, SIZES, Limits, tier_budgets
+from furlong.planners.question import MARGIN, SIZES, Limits, offload_budgets
 from furlong.planners.spaco import check_sampling
 from furlong.units import count_words, format_bytes, format_count, plural
 
@@ -101,8 +101,8 @@ class PlanQuestion:
         trained = f"LoRA of rank {lora.rank}" if lora else "all weights trained"
         name = "cpu (this machine)" if machine.name == THIS_CPU else machine.name
         budgets = format_bytes(limits.device_bytes)
-        if limits.host_bytes:
-            budgets += f" and {format_bytes(limits.host_bytes)} of the host's memory"
+        if limits.cpu_bytes:
+            budgets += f" and {format_bytes(limits.cpu_bytes)} of CPU memory"
         return {
             "batch": str(self.batch),
             "model": f"{self.config.model.name}: {format_count(shape.num_parameters)} parameters,"
@@ -116,7 +116,7 @@ class PlanQuestion:
 
     def made_for(self) -> dict[str, Any]:
         """Plain values that are saved with a plan, to predict it again."""
-        given = {"device": self.config.memory.device, "host": self.config.memory.host}
+        given = {"device": self.config.memory.device, "cpu": self.config.memory.cpu}
         return {
             "run": {"model": self.config.model.model_dump(mode="json"), "memory": given},
             "hardware": self.model.hardware.name,
@@ -136,7 +136,7 @@ class PlanQuestion:
             "hardware": self.model.hardware.name,
             "num_devices": self.num_devices,
             "device_memory_bytes": self.model.hardware.memory_bytes,
-            "host_budget_bytes": self.limits.host_bytes,
+            "cpu_budget_bytes": self.limits.cpu_bytes,
         }
 
 
@@ -172,7 +172,7 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
         _check_one_pair(flags, num_devices)
         sizes = {}
     spec = spec_of(THIS_CPU if own.hardware is None else own.hardware, num_devices)
-    dials = given_options(config.chunks)
+    dials = given_options(config)
     _check_dials(dials, batch)
     if "sample" in dials and (num_devices != 1 or own.compare):
         given = f"{num_devices} devices" if num_devices != 1 else "--compare"
@@ -182,11 +182,11 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
             "plan the run as it is, or a copy of it without chunks.sample",
             "the command line and the run file's key chunks.sample",
         )
-    host_bytes, disk_bytes = tier_budgets(
-        dials.get("tier"), config.memory.host, config.memory.disk,
-        on_cpu=spec.name == THIS_CPU, free_host_bytes=int(spec.host_bytes),
+    cpu_bytes, disk_bytes = offload_budgets(
+        dials.get("offload"), config.memory.cpu, config.memory.disk,
+        on_cpu=spec.name == THIS_CPU, free_cpu_bytes=int(spec.host_bytes),
     )  # fmt: skip
-    assert host_bytes is not None  # the hardware's is known
+    assert cpu_bytes is not None  # the hardware's is known
     budget = config.memory.device
     if budget != "auto":
         budget_words = spec.budget_words(budget)
@@ -195,11 +195,11 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
         if is_run and spec.name == THIS_CPU:  # as furlong train takes it
             budget, budget_words = free_ram_budget_bytes() // num_devices, FREE_RAM
             budget_words += f" over {num_devices} processes" if num_devices > 1 else ""
-    spec = replace(spec, host_bytes=host_bytes)
+    spec = replace(spec, host_bytes=cpu_bytes)
     model = cost_model_of(config, spec, num_devices, calibrate=not own.no_calibration)
     return PlanQuestion(
         config=config, is_run=is_run, batch=batch, model=model,
-        limits=Limits(budget, host_bytes, disk_bytes, model.hardware.margin(MARGIN)),
+        limits=Limits(budget, cpu_bytes, disk_bytes, model.hardware.margin(MARGIN)),
         budget_words=budget_words, num_devices=num_devices, given=dials | sizes,
     )  # fmt: skip
 

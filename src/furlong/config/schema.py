@@ -93,33 +93,33 @@ AmountBytes = Annotated[int, BeforeValidator(_read_amount), Field(ge=0, le=MAX_B
 """Bytes, also written as `512MiB`, `24GiB` or `80GB`."""
 
 
-Kind = Literal["kv", "inputs", "attention", "graphs"]
-TierName = Literal["device", "host", "disk"]
-_KINDS, _TIERS = get_args(Kind), get_args(TierName)
+OffloadKind = Literal["kv", "inputs", "attention", "graphs"]
+OffloadTarget = Literal["none", "cpu", "disk"]
+_KINDS, _TARGETS = get_args(OffloadKind), get_args(OffloadTarget)
 
 
-def _read(value: object) -> object:
+def _read_offload(value: object) -> object:
     if isinstance(value, str) and value.lstrip().startswith("{"):
         with suppress(ValueError):  # a flag's mapping, which `sources` has written as JSON
             value = json.loads(value)
     if not isinstance(value, Mapping):
-        if value not in ("auto", *_TIERS):
-            required = f"auto, {', '.join(_TIERS)} or a mapping of kinds, as {{attention: host}}"
-            raise told(required=required, change=_near(value, ("auto", *_TIERS)))
+        if value not in ("auto", *_TARGETS):
+            required = f"auto, {', '.join(_TARGETS)} or a mapping of kinds, as {{attention: cpu}}"
+            raise told(required=required, change=_near(value, ("auto", *_TARGETS)))
         return value
-    for kind, tier in value.items():
+    for kind, target in value.items():
         if kind not in _KINDS:
             required = f"a mapping of kinds among {', '.join(_KINDS)}"
             raise told(required=required, change=_near(kind, _KINDS))
-        if tier not in _TIERS:
-            required = f"one of {', '.join(_TIERS)} for {kind}"
-            raise told(required=required, change=_near(tier, _TIERS))
+        if target not in _TARGETS:
+            required = f"one of {', '.join(_TARGETS)} for {kind}"
+            raise told(required=required, change=_near(target, _TARGETS))
     return value
 
 
 def _near(name: object, known: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(str(name), known, n=1)
-    return f"did you mean {close[0]}?" if close else "set chunks.tier, such as host"
+    return f"did you mean {close[0]}?" if close else "set offload, such as cpu"
 
 
 def told(**parts: str) -> PydanticCustomError:
@@ -128,12 +128,15 @@ def told(**parts: str) -> PydanticCustomError:
     return PydanticCustomError("told", "{required}", dict(parts))
 
 
-TierDial = Annotated[Literal["auto"] | TierName | dict[Kind, TierName], BeforeValidator(_read)]
+OffloadChoice = Annotated[
+    Literal["auto"] | OffloadTarget | dict[OffloadKind, OffloadTarget],
+    BeforeValidator(_read_offload),
+]
 
 
-def names_tier(value: object, tier: str) -> bool:
-    """Whether a value of chunks.tier puts anything on `tier`."""
-    return tier in value.values() if isinstance(value, Mapping) else value == tier
+def offloads_to(value: object, target: str) -> bool:
+    """Whether a value of offload puts anything on `target`."""
+    return target in value.values() if isinstance(value, Mapping) else value == target
 
 
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{\w+\}|\(.*\))")
@@ -487,10 +490,6 @@ class ChunksConfig(BaseModel):
         default="auto", examples=["attention"]
     )
     """Tensors that the other chunks keep between forward and backward."""
-    tier: TierDial = "auto"
-    """Where kept tensors live: device, host (needs memory.host), disk (needs memory.disk), or a
-    mapping of kinds (kv, inputs, attention, graphs) such as {attention: disk}, others on the
-    device."""
     order: Literal["auto", "chunk-first", "layer-first"] = Field(
         default="auto", examples=["chunk-first"]
     )
@@ -532,10 +531,10 @@ class MemoryConfig(BaseModel):
 
     device: Amount = Field(default="auto", examples=["24GiB"])
     """Budget of the device, on a CPU of everything in RAM, such as 24GiB; auto = most of what is
-    free at the start. Dials of chunks that are auto follow it."""
-    host: Amount = Field(default="auto", examples=["24GiB"])
-    """Budget of the host's RAM, pinned where the system allows it, for kept tensors of a GPU; auto
-    = most of what is free, 0 = none. Refused on a CPU, whose RAM is the device."""
+    free at the start. Options of chunks that are auto follow it."""
+    cpu: Amount = Field(default="auto", examples=["24GiB"])
+    """Budget of CPU memory, pinned where the system allows it, for kept tensors of a GPU; auto =
+    most of what is free, 0 = none. Refused on a CPU, whose RAM is the device."""
     disk: AmountBytes = Field(default=0, examples=["64GiB"])
     """Budget on disk for kept tensors; 0 = none."""
     disk_dir: Annotated[str | None, Field(min_length=1), AfterValidator(require_plain)] = None
@@ -573,6 +572,9 @@ class RunConfig(BaseSettings):
     model: ModelConfig
     data: DataConfig
     chunks: ChunksConfig = ChunksConfig()
+    offload: OffloadChoice = Field(default="auto", examples=["cpu"])
+    """Where kept tensors live: none (on the device), cpu, disk (needs memory.disk), or a mapping of
+    kinds (kv, inputs, attention, graphs) such as {attention: disk}, others on the device."""
     memory: MemoryConfig = MemoryConfig()
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
@@ -589,14 +591,14 @@ class RunConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
-        for tier, budget in (("disk", self.memory.disk), ("host", self.memory.host)):
-            if budget == 0 and names_tier(self.chunks.tier, tier):
-                name = f"memory.{tier}"
+        for target, budget in (("disk", self.memory.disk), ("cpu", self.memory.cpu)):
+            if budget == 0 and offloads_to(self.offload, target):
+                name = f"memory.{target}"
                 raise told(
-                    keys=f"chunks.tier and {name}",
-                    given=f"chunks.tier = {self.chunks.tier!r} with {name} = 0",
+                    keys=f"offload and {name}",
+                    given=f"offload = {self.offload!r} with {name} = 0",
                     required=f"{name} above 0, for what is to live there",
-                    change=f"add {name}, such as {name}: 64GiB, or change chunks.tier",
+                    change=f"add {name}, such as {name}: 64GiB, or change offload",
                 )
         loss, shape = self.train.loss, self.data.format
         if shape != "auto" and self.train.is_of_pairs != (shape == "preference"):

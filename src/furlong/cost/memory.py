@@ -1,4 +1,4 @@
-"""Bytes that a plan needs: of a layer's graph, of a cell, and of a rank in every tier, by action.
+"""Bytes that a plan needs: of a layer's graph, of a cell, and of a rank in every memory, by action.
 
     memory = PlanMemory(shape, training, budget_bytes)
     check(plan, memory)                    # the checker's Memory: refuses a plan that does not fit
@@ -10,22 +10,22 @@ and goes:
     ids            token ids, positions and labels: from stage 0's Forward to its Backward
     inputs         hidden states in front of a stage: from the pass that delivers them to the last
                    that reads them, or in the Backward overwritten by their gradient, which the
-                   Backward of the stage before reads. In a lower tier every pass reads them but the
+                   Backward of the stage before reads. Offloaded, every pass reads them but the
                    Backward
     attention      attention outputs: written by the Forward that remembers them, read by the
                    Recompute, and by a RebuildKV that peeks at them
     graphs         of retained cells: from the Forward to the Backward
     graph again    of recomputed cells: from the Recompute to the Backward
-    leaf           the input of a graph, beside the one in a lower tier or after its last reader
+    leaf           the input of a graph, beside the one off the device or after its last reader
     states         that recurrent layers leave at the end of a chunk of a cut sequence: alive, and
-                   in the tier, as the chunk's K,V are; the next chunk's passes work on a copy
+                   offloaded as the chunk's K,V are; the next chunk's passes work on a copy
     state gradients  made by the next chunk's Backward, until the chunk's own; on the device
     kv, kv_gradients  of cut sequences, in segments (`StoredLayers`)
 
-What lives in a lower tier still has a working set on the device while an action runs: the input
+What lives off the device still has a working set on the device while an action runs: the input
 that is read and the output on its way, one layer's attention outputs (from the Recompute to the
 Backward all of the cell's, which its graph holds), one layer of a retained graph, blocks of K,V. On
-a GPU the tier host has buffers there for all of a step, which blocks of K,V are a part of.
+a GPU CPU memory has buffers there for all of a step, which blocks of K,V are a part of.
 
     tokens T, query heads N, key-value heads K, head dim H, hidden D, MLP width F, element size e
 """
@@ -53,27 +53,27 @@ from furlong.plan.plan import (
     Chunk,
     ChunkPlan,
     Forward,
+    Offload,
+    OffloadTarget,
     RebuildKV,
     Recompute,
     Recv,
     Reshard,
     Send,
     Slice,
-    Tier,
-    Tiers,
     Unshard,
 )
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 
 Kind = Literal["kv", "kv_gradients", "inputs", "attention", "graphs"]
-"""Kinds of memory that may be in a lower tier."""
+"""Kinds of memory that may be off the device."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Part = Literal[
     "weights", "gradients", "optimizer", "activations", "kv", "kv_gradients", "states", "logits",
     "buffers",
 ]  # fmt: skip
 PARTS: tuple[Part, ...] = get_args(Part)
-# what cells leave for later: the part that it counts as, and the kind in whose tier it is
+# what cells leave for later: the part that it counts as, and the kind as which it is offloaded
 _HELD: dict[str, tuple[Part, Kind | None]] = {
     "ids": ("activations", None),
     "inputs": ("activations", "inputs"),
@@ -95,34 +95,34 @@ _OF_A_LAYER: tuple[Part, ...] = ("activations", "states", "buffers")
 class PlanTraffic:
     """Bytes and operations of one rank; one row per action, one column per kind."""
 
-    tiers: Tiers
+    offload: Offload
     read: NDArray[np.float64]
-    """(actions, kinds) bytes from the kind's tier to the device."""
+    """(actions, kinds) bytes that come to the device."""
     written: NDArray[np.float64]
-    """(actions, kinds) bytes from the device to the kind's tier."""
+    """(actions, kinds) bytes that leave the device."""
     num_reads: NDArray[np.float64]
     """(actions, kinds) number of operations."""
     num_writes: NDArray[np.float64]
 
     def to_json(self) -> dict[Kind, dict[str, Any]]:
-        """The tier of each kind that moves at all, and the bytes read and written by the plan."""
+        """Where each kind that moves at all lies, and the bytes read and written by the plan."""
         sums = zip(KINDS, self.read.sum(axis=0), self.written.sum(axis=0), strict=True)
         moved = {kind: (round(float(read)), round(float(written))) for kind, read, written in sums}
         return {
-            kind: {"tier": tier_of(self.tiers, kind), "read_bytes": read, "written_bytes": written}
-            for kind, (read, written) in moved.items()
-            if read or written
+            kind: {"offload": target_of(self.offload, kind), "read_bytes": r, "written_bytes": w}
+            for kind, (r, w) in moved.items()
+            if r or w
         }
 
-    def of(self, tier: Tier) -> list[int]:
-        """The columns of the kinds that live in a tier."""
-        return [i for i, kind in enumerate(KINDS) if tier_of(self.tiers, kind) == tier]
+    def of(self, target: OffloadTarget) -> list[int]:
+        """The columns of the kinds that are offloaded to a target."""
+        return [i for i, kind in enumerate(KINDS) if target_of(self.offload, kind) == target]
 
 
-def tier_of(tiers: Tiers, kind: Kind) -> Tier:
-    """The tier of a kind; gradients of K,V lie where K,V do."""
-    tier: Tier = getattr(tiers, kind.removesuffix("_gradients"))
-    return tier
+def target_of(offload: Offload, kind: Kind) -> OffloadTarget:
+    """The offload target of a kind; gradients of K,V lie where K,V do."""
+    target: OffloadTarget = getattr(offload, kind.removesuffix("_gradients"))
+    return target
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class MemoryCurve:
 
     device: NDArray[np.int64]
     """(actions, parts) bytes at the moment of the action when their sum is highest."""
-    host: NDArray[np.int64]
-    """(actions,) bytes in the host's memory."""
+    cpu: NDArray[np.int64]
+    """(actions,) bytes in CPU memory."""
     disk: NDArray[np.int64]
     """(actions,) bytes on disk."""
     traffic: PlanTraffic
@@ -145,8 +145,8 @@ class MemoryCurve:
 
     @property
     def lower_bytes(self) -> list[int]:
-        """Bytes in host and disk together, as a timeline's records count them."""
-        totals: list[int] = (self.host + self.disk).tolist()
+        """Bytes in CPU memory and on disk together, as a timeline's records count them."""
+        totals: list[int] = (self.cpu + self.disk).tolist()
         return totals
 
     @property
@@ -268,7 +268,7 @@ def stage_bytes(
 
 SPARE = 0.1
 SPARE_BYTES = 2**22
-"""Bytes that a plan with a lower tier leaves free beyond what its next actions need, and a share of
+"""Bytes that a plan that offloads leaves free beyond what its next actions need, and a share of
 that."""
 _LARGEST_BLOCK = 2**25
 """glibc's DEFAULT_MMAP_THRESHOLD_MAX: larger blocks go back to the system when they are freed."""
@@ -350,7 +350,7 @@ class PlanMemory:
                 columns = max(widest, shape.vocab_size) if is_end else widest
                 blocks.append(shape.hidden_size * columns * training.gradient_bytes)
         held = self.heap_blocks * min(max(blocks), _LARGEST_BLOCK) + self.heap_share * max(graphs)
-        if self.heap_share and plan.tiers != ON_DEVICE:
+        if self.heap_share and plan.offload != ON_DEVICE:
             held = min(held, SPARE * max(graphs) + SPARE_BYTES)
         return round(held)
 
@@ -362,7 +362,7 @@ class PlanMemory:
         return self.curve(plan, rank).device_bytes
 
     def curve(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
-        """Bytes in every tier while each action of the rank runs, and what it moves."""
+        """Bytes in every memory while each action of the rank runs, and what it moves."""
         # of the rank's own chunks only: a plan may have a thousand ranks
         own = dict.fromkeys(a.chunk for a in plan.actions[rank] if isinstance(a, Forward))
         loads = {i: _loads(plan.chunks[i], plan.sp_size, self.shape) for i in own}
@@ -372,10 +372,10 @@ class PlanMemory:
             return curves[0]
         worst = np.stack([curve.device.sum(axis=1) for curve in curves]).argmax(axis=0)
         device = np.stack([curve.device for curve in curves])[worst, np.arange(len(worst))]
-        host = np.stack([curve.host for curve in curves]).max(axis=0)
+        cpu = np.stack([curve.cpu for curve in curves]).max(axis=0)
         disk = np.stack([curve.disk for curve in curves]).max(axis=0)
         most = max((c.traffic for c in curves), key=lambda t: float((t.read + t.written).sum()))
-        return MemoryCurve(device, host, disk, most)
+        return MemoryCurve(device, cpu, disk, most)
 
 
 def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
@@ -437,23 +437,23 @@ class _RankMemory:
             {i: load[of][process] for i, load in loads.items()} for of in range(3)
         )
         self._device = dict.fromkeys(PARTS, 0.0)
-        self._lower: dict[Tier, float] = {"host": 0.0, "disk": 0.0}
+        self._lower: dict[OffloadTarget, float] = {"cpu": 0.0, "disk": 0.0}
         self._passing = dict.fromkeys(PARTS, 0.0)
         """Bytes on the device while the action runs, and no longer."""
-        self._held: dict[tuple[str, int, int], tuple[Tier, Part, float]] = {}
-        """(name, chunk, stage) -> its tier, part and bytes."""
-        self._tiers: dict[str, Tier] = {kind: tier_of(plan.tiers, kind) for kind in KINDS}
-        self._columns = {k: i for i, k in enumerate(KINDS) if self._tiers[k] != "device"}
+        self._held: dict[tuple[str, int, int], tuple[OffloadTarget, Part, float]] = {}
+        """(name, chunk, stage) -> its target, part and bytes."""
+        self._offload: dict[str, OffloadTarget] = {k: target_of(plan.offload, k) for k in KINDS}
+        self._columns = {k: i for i, k in enumerate(KINDS) if self._offload[k] != "none"}
         self._moved = np.zeros((4, len(KINDS)))
         """Bytes read, bytes written, reads and writes of the action."""
         self._largest = 0.0
-        """Bytes of the largest tensor that went to the host."""
+        """Bytes of the largest tensor that went to the CPU."""
         self._stored: dict[tuple[int, int], tuple[StoredLayers, ...]] = {}
 
     def run(self) -> MemoryCurve:
         """Go through the list of the rank."""
         self._start()
-        count, staged_in = len(self._actions), self._tiers["kv"] == "host"
+        count, staged_in = len(self._actions), self._offload["kv"] == "cpu"
         used: list[list[float]] = []
         lower: list[list[float]] = []
         staged, moved = np.zeros(count), np.zeros((count, 4, len(KINDS)))
@@ -471,23 +471,23 @@ class _RankMemory:
             self._end(action, i)
         device = np.array(used).reshape(count, len(PARTS))
         if self._largest and self._memory.device_type != "cpu":
-            # the host tier's buffers, as `kv.pools` sizes them, and in them blocks of K,V on their
+            # the CPU pool's buffers, as `kv.pools` sizes them, and in them blocks of K,V on their
             # way; a CPU computes on what lies there
             staging = max(_STAGING_BYTES, _NUM_LARGEST * self._largest)
             device[:, PARTS.index("buffers")] += np.maximum(0, staging - staged)
-        host, disk = np.rint(lower).astype(np.int64).reshape(count, 2).T
-        traffic = PlanTraffic(self._plan.tiers, *moved.swapaxes(0, 1))
-        return MemoryCurve(np.rint(device).astype(np.int64), host, disk, traffic)
+        cpu, disk = np.rint(lower).astype(np.int64).reshape(count, 2).T
+        traffic = PlanTraffic(self._plan.offload, *moved.swapaxes(0, 1))
+        return MemoryCurve(np.rint(device).astype(np.int64), cpu, disk, traffic)
 
-    def add(self, part: Part, num_bytes: float, tier: Tier = "device") -> None:
+    def add(self, part: Part, num_bytes: float, target: OffloadTarget = "none") -> None:
         """Bytes that stay, or go where they are negative."""
-        if tier == "device":
+        if target == "none":
             self._device[part] += num_bytes
         else:
-            self._lower[tier] += num_bytes
+            self._lower[target] += num_bytes
 
     def read(self, kind: Kind, num_bytes: float, operations: int = 1) -> None:
-        """Count bytes from the tier of `kind` to the device, unless that is the same."""
+        """Count bytes of `kind` that come to the device, where it is offloaded."""
         if (column := self._columns.get(kind)) is not None:
             self._moved[0, column] += num_bytes
             self._moved[2, column] += operations
@@ -495,31 +495,31 @@ class _RankMemory:
     def write(
         self, kind: Kind, num_bytes: float, operations: int = 1, largest: float | None = None
     ) -> None:
-        """Count bytes from the device to the tier of `kind`, unless that is the same; `largest`:
+        """Count bytes of `kind` that leave the device, where it is offloaded; `largest`:
         those of its largest tensor, where they are not all of one size."""
         if (column := self._columns.get(kind)) is not None:
             self._moved[1, column] += num_bytes
             self._moved[3, column] += operations
-            if operations and self._tiers[kind] == "host":
+            if operations and self._offload[kind] == "cpu":
                 size = num_bytes / operations if largest is None else largest
                 self._largest = max(self._largest, size)
 
     def _hold(
         self, name: str, chunk: int, stage: int, num_bytes: float, part: Part | None = None
     ) -> None:
-        """Bytes until they are let go, in the tier of their kind."""
+        """Bytes until they are let go, where their kind is offloaded to."""
         key, (usual, kind) = (name, chunk, stage), _HELD[name]
         assert key not in self._held, f"{name} of {chunk}.{stage} is there"
-        tier, part = self._tiers[kind] if kind else "device", part or usual
-        self._held[key] = tier, part, num_bytes
-        self.add(part, num_bytes, tier)
+        target, part = self._offload[kind] if kind else "none", part or usual
+        self._held[key] = target, part, num_bytes
+        self.add(part, num_bytes, target)
 
     def _let_go(self, name: str, chunk: int, stage: int) -> float:
         """The bytes that it had; 0 if it is not there."""
         if (found := self._held.pop((name, chunk, stage), None)) is None:
             return 0.0
-        tier, part, num_bytes = found
-        self.add(part, -num_bytes, tier)
+        target, part, num_bytes = found
+        self.add(part, -num_bytes, target)
         return num_bytes
 
     def _start(self) -> None:
@@ -595,7 +595,7 @@ class _RankMemory:
             part: Part = "activations" if stage + 1 in self._stages else "buffers"
             self._hold("inputs", chunk, stage + 1, message, part)
             self.write("inputs", message)
-            if self._tiers["inputs"] != "device":
+            if self._offload["inputs"] != "none":
                 self._passing["buffers"] += message
 
     def _compute(self, action: Forward | Recompute | RebuildKV | Backward, what: Pass) -> None:
@@ -627,9 +627,9 @@ class _RankMemory:
             assert isinstance(action, (Forward, Recompute))
             self._graph(action, what)
         else:
-            if stage and self._tiers["inputs"] != "device":
+            if stage and self._offload["inputs"] != "none":
                 passing["activations"] += tokens * cell.message
-            if self._tiers["attention"] != "device" and (what.remembers or what.remembered):
+            if self._offload["attention"] != "none" and (what.remembers or what.remembered):
                 passing["activations"] += tokens * cell.widest_attention
         if remembers := tokens * cell.attention(range(what.remembers)):
             self.write("attention", remembers, 2 * what.remembers, tokens * cell.widest_attention)
@@ -655,14 +655,14 @@ class _RankMemory:
         if isinstance(action, Forward):
             self._hold("graphs", chunk, stage, num_bytes)
             self.write("graphs", num_bytes, height, tokens * cell.widest_saved)
-            if self._tiers["graphs"] != "device":
+            if self._offload["graphs"] != "none":
                 self._passing["activations"] += tokens * max(cell.graph_layers) + gathered
         else:
-            if self._tiers["attention"] == "device":
+            if self._offload["attention"] == "none":
                 # the graph is made of what was remembered of attention, no second copy
                 num_bytes -= tokens * cell.attention(range(what.remembered))
             self._hold("graph again", chunk, stage, num_bytes)
-        if stage and self._tiers["inputs"] != "device":
+        if stage and self._offload["inputs"] != "none":
             self._hold("leaf", chunk, stage, tokens * cell.message)
 
     def _backward(self, chunk: int, stage: int, *, recomputes: bool) -> None:
@@ -677,7 +677,7 @@ class _RankMemory:
         graph = self._held.get(("graphs", chunk, stage))
         if graph is not None:
             self.read("graphs", graph[2], self._plan.stages[stage])
-        if recomputes or (graph is not None and self._tiers["graphs"] != "device"):
+        if recomputes or (graph is not None and self._offload["graphs"] != "none"):
             gathered = self._gathered[chunk] * cell.kv_layer
             passing["activations"] += tokens * max(cell.graph_layers) + gathered
         if stage < len(self._plan.stages) - 1:
@@ -694,7 +694,7 @@ class _RankMemory:
         """Free what ends with the action."""
         for chunk, stage in self._input_frees[index]:
             num_bytes = self._let_go("inputs", chunk, stage)
-            if ("graphs", chunk, stage) in self._held and self._tiers["inputs"] == "device":
+            if ("graphs", chunk, stage) in self._held and self._offload["inputs"] == "none":
                 # nobody reads it again, but it is the leaf of a graph
                 self._hold("leaf", chunk, stage, num_bytes)
         for chunk, stage in self._kv_frees[index]:
@@ -744,9 +744,9 @@ class _RankMemory:
                 yield seq_id, position
 
     def _stream_kv(self, chunk: int, stage: int, *layers: range) -> None:
-        """Attention runs in `layers` of the stage; K,V of a lower tier pass by, in two buffers: one
-        computes, one arrives."""
-        if self._tiers["kv"] == "device":
+        """Attention runs in `layers` of the stage; offloaded K,V pass by, in two buffers: one is
+        computed with, one arrives."""
+        if self._offload["kv"] == "none":
             return
         most = 0.0
         for piece, stored in self._pieces(chunk, stage):
@@ -760,7 +760,7 @@ class _RankMemory:
         most = 0.0
         for piece, stored in self._pieces(chunk, stage):
             stored.send_back(self, piece)
-            if self._tiers["kv"] != "device":
+            if self._offload["kv"] != "none":
                 old = stored.seen(piece)[:-NUM_HOT][-_NUM_BUFFERS:]
                 most = max(most, sum(stored.sizes[i] for i in old) * stored.gradient_token_bytes)
         self._passing["kv_gradients"] += most
@@ -794,7 +794,7 @@ class _RankMemory:
             if plan.sampled:
                 drawn = (i for i, c in enumerate(group) if c in plan.trained)
                 tokens = tokens.with_gradients_of(drawn)
-            found.append(StoredLayers(tokens, window, tuple(own), kv, gradients, plan.tiers.kv))
+            found.append(StoredLayers(tokens, window, tuple(own), kv, gradients, plan.offload.kv))
         return tuple(found)
 
 
@@ -822,7 +822,7 @@ class StoredLayers:
     the first backward that sends any; both die with the last piece that touches it
     (`plan.segments`). On the device they stay there.
 
-    In a lower tier a segment is written once its last piece is, and read by every later pass whose
+    Offloaded, a segment is written once its last piece is, and read by every later pass whose
     attention runs and sees any of it. All gradients of a prefix but those of its newest NUM_HOT
     segments are read (but for the first time) and written by every backward; those of a cell's own
     K,V that are not on the device are read.
@@ -835,12 +835,12 @@ class StoredLayers:
         layers: tuple[int, ...],
         kv_token_bytes: float,
         gradient_token_bytes: float,
-        tier: Tier,
+        target: OffloadTarget,
     ) -> None:
         """`layers`: their numbers within the stage; bytes are of one token in one layer."""
-        self.layers, self._tokens, self._window, self._tier = layers, tokens, window, tier
+        self.layers, self._tokens, self._window, self._target = layers, tokens, window, target
         self.kv_token_bytes, self.gradient_token_bytes = kv_token_bytes, gradient_token_bytes
-        self._on_device, self._num_layers = tier == "device", len(layers)
+        self._on_device, self._num_layers = target == "none", len(layers)
         self.sizes = tuple(stop - start for start, stop in pairwise(tokens.bounds))
         """Tokens of each segment."""
         self._num_pieces = Counter(i for p in range(len(tokens.lens)) for i in self._touched(p))
@@ -871,7 +871,7 @@ class StoredLayers:
                 self._filling.add(index)
                 rank.add("kv", self._kv[index])
             elif not self._on_device and index not in self._filling:
-                # a segment that another piece keeps in the lower tier
+                # an offloaded segment that another piece keeps
                 rank.read("kv", self._kv[index], self._num_layers)
                 rank.write("kv", self._kv[index], self._num_layers)
             if piece not in self._owners[index] and self._is_cold(index):
@@ -884,11 +884,11 @@ class StoredLayers:
             if not self._on_device and complete and index in self._filling:
                 self._filling.remove(index)
                 rank.add("kv", -self._kv[index])
-                rank.add("kv", self._kv[index], self._tier)
+                rank.add("kv", self._kv[index], self._target)
                 rank.write("kv", self._kv[index], self._num_layers)
 
     def read(self, rank: _RankMemory, piece: int, *layers: range) -> None:
-        """The segments that `piece` sees come from the lower tier, for `layers` of the stage."""
+        """The segments that `piece` sees come to the device, for `layers` of the stage."""
         seen = self.seen(piece)
         filling = [index for index in self._filling if index in seen]
         if isinstance(seen, range):
@@ -908,7 +908,7 @@ class StoredLayers:
             self._hot.update(new)
             rank.add("kv_gradients", self._sum(new))
             return
-        # all but the newest segments go back to the tier
+        # all but the newest segments go back
         num_rest = bisect_left(sent_to, seen[-NUM_HOT:][0] if seen else 0)
         rest, newest = sent_to[:num_rest], sent_to[num_rest:]
         had = [index for index in sent_to if index in self._sent]
@@ -917,7 +917,7 @@ class StoredLayers:
         brought, taken = self._sum(had) - were_here, self._sum(rest)
         rank.read("kv_gradients", brought, self._num_layers * (len(had) - len(here)))
         rank.write("kv_gradients", taken, self._num_layers * len(rest))
-        rank.add("kv_gradients", taken - brought, self._tier)
+        rank.add("kv_gradients", taken - brought, self._target)
         rank.add("kv_gradients", self._sum(newest) - were_here)
         self._hot = self._hot.difference(rest).union(newest)
         self._sent.update(sent_to)
@@ -935,10 +935,10 @@ class StoredLayers:
             if owners:
                 continue
             if index in self._sent or index in self._hot:
-                tier = "device" if index in self._hot else self._tier
-                rank.add("kv_gradients", -self._gradients[index], tier)
-            tier = "device" if index in self._filling else self._tier
-            rank.add("kv", -self._kv[index], tier)
+                target = "none" if index in self._hot else self._target
+                rank.add("kv_gradients", -self._gradients[index], target)
+            target = "none" if index in self._filling else self._target
+            rank.add("kv", -self._kv[index], target)
             for indices in (self._filling, self._hot, self._sent):
                 indices.discard(index)
             del self._written[index], self._owners[index]
@@ -956,7 +956,7 @@ class StoredLayers:
         return sorted({index for part in parts for index in self._tokens.segments(part)})
 
     def _is_cold(self, index: int) -> bool:
-        """Whether the gradients of a segment are in the lower tier."""
+        """Whether the gradients of a segment are off the device."""
         return index in self._sent and index not in self._hot
 
     def _sum(self, indices: Iterable[int]) -> float:

@@ -53,11 +53,11 @@ from furlong.plan.plan import (
     Computing,
     Forward,
     Layout,
+    OffloadTarget,
     RebuildKV,
     Recompute,
     Reduce,
     Send,
-    Tier,
     Unshard,
     first_device,
 )
@@ -95,7 +95,7 @@ class CostModel:
         stages: tuple[int, ...],
         *,
         sp_size: int = 1,
-        kv: Tier = "device",
+        kv: OffloadTarget = "none",
         recompute_layers: Sequence[int] = (),
         free: Collection[Hidden] = (),
     ) -> Array:
@@ -119,7 +119,7 @@ class CostModel:
         *,
         layout: Layout,
         ranks: tuple[int, ...],
-        kv: Tier = "device",
+        kv: OffloadTarget = "none",
         free: Collection[Hidden] = (),
         unsharded: bool = False,
     ) -> StageSeconds:
@@ -202,7 +202,7 @@ class PlanCosts:
         self._stages = [
             model.stage_seconds(
                 plan.stages, stage, layout=layout, ranks=self._members.get(stage, (0,)),
-                kv=plan.tiers.kv, free=free, unsharded=stage in self._unsharded,
+                kv=plan.offload.kv, free=free, unsharded=stage in self._unsharded,
             )
             for stage in range(len(plan.stages))
         ]  # fmt: skip
@@ -234,10 +234,10 @@ class PlanCosts:
                 return 0.0
 
     def copy_s(self, action: Action, rank: int) -> float:
-        """Seconds of the copies between tiers that run beside `action`: those to and from a tier,
-        and those of different tiers, at the same time. What an action waits for inside its layers
+        """Seconds of the copies of offloaded tensors that run beside `action`: those of each memory
+        and each way at the same time. What an action waits for inside its layers
         (a segment of K,V before its attention) is in `compute_s`."""
-        if self._plan.tiers == ON_DEVICE or not isinstance(action, COMPUTING):
+        if self._plan.offload == ON_DEVICE or not isinstance(action, COMPUTING):
             return 0.0
         if rank not in self._copies:
             self._copies[rank] = self._copies_of(rank)
@@ -248,7 +248,7 @@ class PlanCosts:
         links = self._model.hardware.links
         traffic = self._model.memory().curve(self._plan, rank).traffic
         slowest = np.zeros(len(self._plan.actions[rank]))
-        for own, link in ((traffic.of("host"), links.host), (traffic.of("disk"), links.disk)):
+        for own, link in ((traffic.of("cpu"), links.host), (traffic.of("disk"), links.disk)):
             for operations, num_bytes in (
                 (traffic.num_reads, traffic.read), (traffic.num_writes, traffic.written),
             ):  # fmt: skip

@@ -49,7 +49,7 @@ from furlong.cost.memory import stage_bytes
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.plan.passes import Pass
-from furlong.plan.plan import Chunk, Layout, Slice, Tier, first_device, place_sizes
+from furlong.plan.plan import Chunk, Layout, OffloadTarget, Slice, first_device, place_sizes
 from furlong.plan.segments import NUM_HOT, segment_tokens
 
 Array = NDArray[np.float64]
@@ -101,7 +101,7 @@ def cell_parts(
 Hidden = Literal["all-to-all", "gathers", "streams"]
 """Things that a computing action may wait for inside: the all-to-alls of slices on several
 processes, the weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another
-tier."""
+target."""
 _HEADS = ("head", "head and back")
 _NO_WAIT = Link(0.0, float("inf"))
 
@@ -117,7 +117,7 @@ class StageSeconds:
     """Seconds of one stage: of passes through it, of its weights and of its gradients.
 
     `stages`: layers of each stage. `layout`: that of all devices; `ranks`: of its lists of actions
-    those that hold the stage. `kv`: tier of stored K,V. `free`: what takes no time. `unsharded`:
+    those that hold the stage. `kv`: target of stored K,V. `free`: what takes no time. `unsharded`:
     whether an Unshard has gathered the weights before the passes.
     """
 
@@ -131,7 +131,7 @@ class StageSeconds:
         *,
         layout: Layout,
         ranks: Sequence[int],
-        kv: Tier = "device",
+        kv: OffloadTarget = "none",
         free: Collection[Hidden] = (),
         unsharded: bool = False,
     ) -> None:
@@ -150,7 +150,7 @@ class StageSeconds:
             size: _NO_WAIT if "all-to-all" in free else self._sp_link(size, devices)
             for size in place_sizes(layout.sp)
         }
-        self._stream = {"device": None, "host": links.host, "disk": links.disk}[kv]
+        self._stream = {"none": None, "cpu": links.host, "disk": links.disk}[kv]
         if "streams" in free:
             self._stream = None
         kv_token_bytes = shape.stored_size * element / layout.sp

@@ -1,4 +1,4 @@
-"""The file of the disk tier: without a name, read and written past the page cache.
+"""The file of the disk: without a name, read and written past the page cache.
 
 Mapped files would count as resident memory, and buffered writes put the writer to sleep once the
 kernel has too many dirty pages; O_DIRECT does neither. The file is unlinked as soon as it is open,
@@ -34,10 +34,10 @@ class NamelessFile:
         self._dirty_bytes = 0
         if not hasattr(os, "O_DIRECT"):
             raise ConfigError(
-                given=f"{folder} for the disk tier, on {sys.platform}",
+                given=f"{folder} for the disk, on {sys.platform}",
                 required="Linux",
                 source="memory.disk_dir",
-                change="leave the tier disk out",
+                change="leave the disk out",
             )
         _refuse_ram(folder)
         try:
@@ -93,7 +93,7 @@ class NamelessFile:
         if error.errno in _NO_ROOM:
             change = "make room there, name a folder on a larger disk, or lower memory.disk"
         return ConfigError(
-            given=f"{self.folder} for the disk tier: {reason}{more}",
+            given=f"{self.folder} for the disk: {reason}{more}",
             required="a folder on a disk with room for all that the plan keeps there",
             source="memory.disk_dir",
             change=change,
@@ -115,7 +115,7 @@ def _refuse_ram(folder: Path) -> None:
             required="a folder on a disk",
             source="memory.disk_dir",
             change="name a folder on a disk; what may stay in RAM belongs to memory.device or, on a"
-            " GPU, to the tier host",
+            " GPU, to CPU memory",
         )
 
 

@@ -12,8 +12,8 @@ handle needs no wait: what is written later to its place is written later.
 
 A lane is work beside the compute side, in order: a stream on CUDA, a thread on a CPU. What it does
 must take no team of threads of its own and draw no random numbers: it copies, reads and writes.
-Another tier is one more `StagedPool` (where bytes lie, and how they get there and back) and a line
-in `Pools`.
+Another offload target is one more `StagedPool` (where bytes lie, and how they get there and back)
+and a line in `Pools`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torch import Tensor
 from furlong.errors import ConfigError
 from furlong.kv.arena import MIN_SLAB_BYTES, Arena, Extents, aligned, poison_bytes
 from furlong.kv.disk import PAGE_BYTES, NamelessFile
-from furlong.plan.plan import Tier, Tiers
+from furlong.plan.plan import Offload, OffloadTarget
 from furlong.units import format_bytes
 
 
@@ -485,7 +485,7 @@ class StagedPool(Pool):
     """A pool whose tensors lie elsewhere, behind staging buffers and two lanes."""
 
     name: str
-    """Where they lie, in messages, such as `host memory`."""
+    """Where they lie, in messages, such as `CPU memory`."""
     budget_key: str
     """The key of a run's configuration that bounds it."""
 
@@ -496,17 +496,17 @@ class StagedPool(Pool):
         budget: Budget | None = None,
         staging_bytes: int = STAGING_BYTES,
         poison: bool = False,
-        stages_on_host: bool = False,
+        stages_on_cpu: bool = False,
     ) -> None:
-        """`stages_on_host`: staging is host memory even where tensors live on another device, and
+        """`stages_on_cpu`: staging is CPU memory even where tensors live on another device, and
         lanes are threads."""
         super().__init__(budget, poison=poison)
         self._device, is_cuda = device, device.type == "cuda"
         self._out, self._back = (
-            StreamLane(device) if is_cuda and not stages_on_host else ThreadLane(name)
+            StreamLane(device) if is_cuda and not stages_on_cpu else ThreadLane(name)
             for name in ("out", "back")
         )
-        self._hops = stages_on_host and is_cuda
+        self._hops = stages_on_cpu and is_cuda
         self._staging = Staging(
             self._allocate_staging, staging_bytes, self._wait, partial(now, device),
             _NUM_LARGEST_ON_CUDA if is_cuda else 0,
@@ -577,7 +577,7 @@ class StagedPool(Pool):
                 f"{format_bytes(budget.held_bytes)}",
                 required=f"at most {format_bytes(budget.limit_bytes)} in all",
                 source=self.budget_key,
-                change=f"raise {self.budget_key}, or name fewer kinds of memory in chunks.tier",
+                change=f"raise {self.budget_key}, or name fewer kinds of memory in offload",
             )
         if h.num_bytes:
             h.place = self._take_place(h.num_bytes)
@@ -665,8 +665,8 @@ class _InSlab:
     memory: Tensor  # (num_bytes,) uint8
 
 
-class HostPool(StagedPool):
-    """Tensors of `device` in host memory: pinned for CUDA, so that copies run beside the
+class CpuPool(StagedPool):
+    """Tensors of `device` in CPU memory: pinned for CUDA, so that copies run beside the
     computation.
 
     On CUDA two streams copy, one each way, and the compute stream waits for them, never the host.
@@ -674,7 +674,7 @@ class HostPool(StagedPool):
     memory up anyway.
     """
 
-    name, budget_key = "host memory", "memory.host"
+    name, budget_key = "CPU memory", "memory.cpu"
 
     def __init__(self, device: torch.device, **options: Any) -> None:
         super().__init__(device, **options)
@@ -746,8 +746,8 @@ def pinned_memory(num_bytes: int) -> Tensor | None:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         logging.getLogger(__name__).warning(
-            "the system refuses %s of pinned host memory (%s): pageable memory is used instead, "
-            "copies to it hold up the computation; raise `ulimit -l` or lower memory.host",
+            "the system refuses %s of pinned CPU memory (%s): pageable memory is used instead, "
+            "copies to it hold up the computation; raise `ulimit -l` or lower memory.cpu",
             format_bytes(num_bytes), str(error).splitlines()[0],
         )  # fmt: skip
         return None
@@ -764,7 +764,7 @@ class DiskPool(StagedPool):
     def __init__(self, folder: Path, device: torch.device, **options: Any) -> None:
         self.file = NamelessFile(folder)
         self._extents = Extents()
-        super().__init__(device, stages_on_host=True, **options)
+        super().__init__(device, stages_on_cpu=True, **options)
 
     def close(self) -> None:
         super().close()
@@ -809,12 +809,12 @@ def _pages(staged: Tensor, num_bytes: int) -> memoryview:
 class Storage:
     """Bounds of the memory that calls may use beside weights, gradients and optimizer."""
 
-    host_bytes: int | None = None
-    """Budget of the host tier, for all calls on a model that live; None: no bound."""
+    cpu_bytes: int | None = None
+    """Budget of CPU memory, for all calls on a model that live; None: no bound."""
     disk_bytes: int | None = None
-    """Budget of the disk tier, as that of the host; None: no bound."""
+    """Budget of the disk, likewise; None: no bound."""
     disk_dir: str | Path | None = None
-    """Folder of the disk tier; None: the system's folder for temporary files."""
+    """Folder of the disk; None: the system's folder for temporary files."""
     poison: bool = False
     """Whether memory that is given back turns to NaN, so that tests see a use after that."""
     device_bytes: int | None = None
@@ -822,7 +822,7 @@ class Storage:
     call. It bounds nothing else."""
 
     def __post_init__(self) -> None:
-        for name in ("device_bytes", "host_bytes", "disk_bytes"):
+        for name in ("device_bytes", "cpu_bytes", "disk_bytes"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
                 raise _refusal(name, value, "bytes as a whole number of at least 0, or None")
@@ -838,56 +838,56 @@ def _refusal(name: str, value: object, required: str) -> ConfigError:
 
 
 class Pools:
-    """The pools of one model, or of one call on it, opened when a plan first names their tier."""
+    """The pools of one model, or of one call on it, opened when a plan first offloads to them."""
 
     def __init__(
-        self, arena: Arena, storage: Storage, budgets: Mapping[Tier, Budget] | None = None
+        self, arena: Arena, storage: Storage, budgets: Mapping[OffloadTarget, Budget] | None = None
     ) -> None:
         self.arena, self.storage = arena, storage
-        self.reserved: dict[tuple[bool, Tiers], tuple[int, int]] = {}
-        """Kinds of plans (whether they train, their tiers) for which memory was taken beforehand:
-        the most tokens of one sequence, and of all."""
-        self.opened: dict[Tier, Pool] = {}
+        self.reserved: dict[tuple[bool, Offload], tuple[int, int]] = {}
+        """Kinds of plans (whether they train, what they offload) for which memory was taken
+        beforehand: the most tokens of one sequence, and of all."""
+        self.opened: dict[OffloadTarget, Pool] = {}
         self._budgets = budgets or {
-            "host": Budget(storage.host_bytes), "disk": Budget(storage.disk_bytes)
+            "cpu": Budget(storage.cpu_bytes), "disk": Budget(storage.disk_bytes)
         }  # fmt: skip
 
     def beside(self) -> Pools:
         """Others in the same arena, within the same budgets."""
         return Pools(self.arena, self.storage, self._budgets)
 
-    def of(self, tier: Tier) -> Pool:
-        """The pool of a tier."""
-        if tier not in self.opened:
-            self.opened[tier] = self._open(tier)
-        return self.opened[tier]
+    def of(self, target: OffloadTarget) -> Pool:
+        """The pool of an offload target."""
+        if target not in self.opened:
+            self.opened[target] = self._open(target)
+        return self.opened[target]
 
-    def _open(self, tier: Tier) -> Pool:
+    def _open(self, target: OffloadTarget) -> Pool:
         poison, device = self.storage.poison, self.arena.device
-        if tier == "device":
+        if target == "none":
             return DevicePool(self.arena, poison=poison)
-        if tier == "host":
-            return HostPool(device, budget=self._budgets[tier], poison=poison)
+        if target == "cpu":
+            return CpuPool(device, budget=self._budgets[target], poison=poison)
         folder = Path(self.storage.disk_dir or tempfile.gettempdir())
-        return DiskPool(folder, device, budget=self._budgets[tier], poison=poison)
+        return DiskPool(folder, device, budget=self._budgets[target], poison=poison)
 
     @property
     def lower_bytes(self) -> int:
-        """Bytes that wait on the host and on disk."""
-        return sum(pool.held_bytes for tier, pool in self.opened.items() if tier != "device")
+        """Bytes that wait in CPU memory and on disk."""
+        return sum(pool.held_bytes for target, pool in self.opened.items() if target != "none")
 
     def reset_peaks(self) -> None:
         """Let the pools' peaks start again from what they hold."""
         for pool in self.opened.values():
             pool.peak_bytes = pool.held_bytes
 
-    def peak_bytes(self, tier: Tier) -> int:
-        """Most bytes that a tier's pool has held since `reset_peaks`; 0 if it was never opened."""
-        return self.opened[tier].peak_bytes if tier in self.opened else 0
+    def peak_bytes(self, target: OffloadTarget) -> int:
+        """Most bytes that a pool has held since `reset_peaks`; 0 if it was never opened."""
+        return self.opened[target].peak_bytes if target in self.opened else 0
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which the calling thread has waited for the tiers."""
+        """Seconds for which the calling thread has waited for copies."""
         return sum(pool.waited_s for pool in self.opened.values())
 
     def clear(self) -> None:

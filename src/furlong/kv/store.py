@@ -4,11 +4,11 @@ K,V of a cut sequence, states of its recurrent layers, and the gradients that la
 (float32 where K,V have 16 bits), made when the first one arrives. With a sliding window of w tokens
 only the last w-1 tokens of a chunk are kept: no later token sees the others, and what a later chunk
 sees stays contiguous, along its path where a sequence branches. With attention blocks only those of
-the block that is open at its end are kept. They lie in segments, the unit of freeing and of tiers
+the block that is open at its end are kept. They lie in segments, the unit of freeing and of offload
 (`furlong.plan.segments` says how they are cut): one dies when the last piece that touches it is
 freed. A recurrent state belongs to a sequence, a layer, a kind and a token boundary: it leaves
 where the token before the boundary is and enters where that behind it is. It is kept as long as the
-K,V of the piece that ends at the boundary, in the same tier. Whoever begins there reads it, and
+K,V of the piece that ends at the boundary, in the same target. Whoever begins there reads it, and
 sends its gradient.
 
 A segment is taken in the arena with its first piece. Without a pool it stays there. With one it

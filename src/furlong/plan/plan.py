@@ -25,27 +25,28 @@ Keep = Literal["input", "kv", "attention", "all"]
 """The part of a cell that survives its forward: the stage input; and its K,V; and every layer's
 attention output with its log-sum-exp; or its whole graph."""
 
-Tier = Literal["device", "host", "disk"]
+OffloadTarget = Literal["none", "cpu", "disk"]
+"""Where tensors wait between the actions that use them; none: on the device."""
 Order = Literal["chunk-first", "layer-first"]
 ChunkKind = Literal["packed", "split", "hybrid", "dummy"]
 Payload = Literal["activation", "gradient"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tiers:
-    """The tier of each kind of memory between the actions that use it."""
+class Offload:
+    """The offload target of each kind of memory."""
 
-    kv: Tier = "device"
+    kv: OffloadTarget = "none"
     """K,V of cut sequences, and their gradients."""
-    inputs: Tier = "device"
+    inputs: OffloadTarget = "none"
     """Stage inputs, which become their gradients."""
-    attention: Tier = "device"
+    attention: OffloadTarget = "none"
     """Attention outputs with their log-sum-exps, for recomputes without attention."""
-    graphs: Tier = "device"
+    graphs: OffloadTarget = "none"
     """Tensors that the graphs of retained cells have saved."""
 
 
-ON_DEVICE = Tiers()
+ON_DEVICE = Offload()
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ class ChunkPlan:
     actions: tuple[tuple[Action, ...], ...]
     """actions[rank]: that rank's actions in order. Where sp_size > 1 a list is obeyed by the
     sp_size processes of one pool together."""
-    tiers: Tiers = ON_DEVICE
+    offload: Offload = ON_DEVICE
     sp_size: int = 1
     sampled: bool = False
     """Whether chunks without a Backward are meant (SpaCO draws the chunks that get one)."""

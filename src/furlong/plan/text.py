@@ -34,6 +34,8 @@ from furlong.plan.plan import (
     ChunkPlan,
     Forward,
     Keep,
+    Offload,
+    OffloadTarget,
     Payload,
     Place,
     RebuildKV,
@@ -43,8 +45,6 @@ from furlong.plan.plan import (
     Reshard,
     Send,
     Slice,
-    Tier,
-    Tiers,
     Unshard,
 )
 from furlong.units import count_words
@@ -161,17 +161,18 @@ KIND_WORDS = {
     "kv": "K,V", "kv_gradients": "dK,dV", "inputs": "stage inputs", "attention": "attention",
     "graphs": "graphs",
 }  # fmt: skip
-"""Words for the kinds of memory that may live in another tier."""
+"""Words for the kinds of memory that may be offloaded."""
 
 
-def tiers_in_words(tiers: Tiers) -> str:
-    """The tier of each kind of memory, in a few words."""
-    held: dict[Tier, list[str]] = {}
-    for kind, tier in asdict(tiers).items():
-        held.setdefault(tier, []).append(KIND_WORDS[kind])
+def offload_in_words(offload: Offload) -> str:
+    """Where each kind of memory lies, in a few words."""
+    words = {"none": "device", "cpu": "CPU", "disk": "disk"}
+    held: dict[OffloadTarget, list[str]] = {}
+    for kind, target in asdict(offload).items():
+        held.setdefault(target, []).append(KIND_WORDS[kind])
     if len(held) == 1:
-        return f"all memory on the {tiers.kv}"
-    return "; ".join(f"{', '.join(kinds)} on the {tier}" for tier, kinds in held.items())
+        return f"all memory on the {words[offload.kv]}"
+    return "; ".join(f"{', '.join(kinds)} on the {words[t]}" for t, kinds in held.items())
 
 
 def format_plan(plan: ChunkPlan) -> str:
@@ -180,7 +181,7 @@ def format_plan(plan: ChunkPlan) -> str:
         f"{count_words(len(plan.seq_lens), 'sequence')},"
         f" {count_words(sum(plan.seq_lens), 'token')}, "
         f"{count_words(len(plan.chunks), 'chunk')}; "
-        f"layers per stage: {', '.join(map(str, plan.stages))}; {tiers_in_words(plan.tiers)}"
+        f"layers per stage: {', '.join(map(str, plan.stages))}; {offload_in_words(plan.offload)}"
     ]
     if plan.trees:
         lines.append(f"{count_words(len(plan.trees), 'sequence')} with branches")
@@ -202,7 +203,7 @@ def format_plan(plan: ChunkPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-VERSION = 5
+VERSION = 6
 """The version of the JSON form. Other versions are refused: a plan is cheap to make again."""
 
 _MADE_FOR = "made_for"
@@ -219,7 +220,7 @@ def save_plan(plan: ChunkPlan, made_for: Mapping[str, Any] | None = None) -> str
     }
     values = ({} if made_for is None else {_MADE_FOR: json.dumps(made_for)}) | {
         "version": str(VERSION),
-        "tiers": json.dumps(asdict(plan.tiers)),
+        "offload": json.dumps(asdict(plan.offload)),
         **plain,
         "chunks": _lines([format_chunk(chunk, plan.sp_size) for chunk in plan.chunks]),
         "actions": "[" + ", ".join(_lines(map(format_action, a)) for a in plan.actions) + "]",
@@ -258,7 +259,7 @@ def load_plan(text: str) -> ChunkPlan:
             )
             for rank, actions in enumerate(_all(list, saved["actions"], "actions"))
         ),
-        tiers=_tiers(saved["tiers"]),
+        offload=_offload(saved["offload"]),
         **plain,
     )
 
@@ -269,13 +270,13 @@ def read_made_for(text: str) -> Any:
     return json.loads(text).get(_MADE_FOR, {})
 
 
-def _tiers(values: Any) -> Tiers:
-    _require_fields(values, {field.name for field in fields(Tiers)}, "tiers")
-    for kind, tier in values.items():
-        if tier not in get_args(Tier):
-            words = f"one of {', '.join(get_args(Tier))}"
-            raise _unreadable(f"tiers.{kind} = {tier!r:.80}", words)
-    return Tiers(**values)
+def _offload(values: Any) -> Offload:
+    _require_fields(values, {field.name for field in fields(Offload)}, "offload")
+    for kind, target in values.items():
+        if target not in get_args(OffloadTarget):
+            words = f"one of {', '.join(get_args(OffloadTarget))}"
+            raise _unreadable(f"offload.{kind} = {target!r:.80}", words)
+    return Offload(**values)
 
 
 def _require_fields(values: Any, expected: set[str], name: str) -> None:

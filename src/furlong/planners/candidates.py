@@ -40,11 +40,11 @@ from furlong.plan.plan import (
     Forward,
     Keep,
     Layout,
+    Offload,
+    OffloadTarget,
     RebuildKV,
     Recompute,
     Slice,
-    Tier,
-    Tiers,
 )
 from furlong.plan.segments import NUM_HOT, segment_tokens
 from furlong.planners.chunks import Groups, group_chunks, shard
@@ -97,14 +97,14 @@ def chunks(
             least, about_s = Needs(*map(max, each)), fastest_s
             if fastest_s < question.beat_s:
                 about_s = question.share * estimate.seconds(options)
-            is_plain = options.tiers == ON_DEVICE and options.sampling is None
+            is_plain = options.offloading == ON_DEVICE and options.sampling is None
             clock = None if is_plain else partial(_clock_s, space, options)
             found.append(
                 Candidate(
                     method, layout, options, about_s, space.plan_of(options), least, longest, clock
                 )
             )
-    found.sort(key=lambda c: (c.estimate_s, num_lowered(c.options.tiers), c.least))
+    found.sort(key=lambda c: (c.estimate_s, num_offloaded(c.options.offloading), c.least))
     yield from found
 
 
@@ -125,15 +125,15 @@ def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:
     keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else KEEPS
     for size, keep in product(sizes(space), keeps):
         plain = ChunkOptions(size=size, keep=keep, num_retained=0)
-        for tiers in _tiers(space, plain, 2, (num_layers,)):
-            options = replace(plain, tier=tiers)
+        for offload in _offload(space, plain, 2, (num_layers,)):
+            options = replace(plain, offload=offload)
             plan_of = partial(plan_two_phases, options=options, num_layers=num_layers)
             least = needs_of(model.memory().curve(plan_of(question.pair), 0))
             seconds = inf
             if question.limits.hold(least):
                 seconds = space.busiest_s(plan_of)
             found.append(Candidate(PAIRS, layout, options, seconds, plan_of, least, question.pair))
-    yield from sorted(found, key=lambda c: (c.estimate_s, num_lowered(c.options.tiers)))
+    yield from sorted(found, key=lambda c: (c.estimate_s, num_offloaded(c.options.offloading)))
 
 
 def bounds_of(space: Space, size: int) -> list[ByteBound]:
@@ -147,10 +147,10 @@ def bounds_of(space: Space, size: int) -> list[ByteBound]:
     return [make(ahead_tokens=sum(others) // layout.sp), make(stage=len(stages) - 1)]
 
 
-def num_lowered(tiers: Tiers) -> int:
+def num_offloaded(offload: Offload) -> int:
     """Number of kinds of memory that leave the device: of two plans as fast, fewer are better."""
-    kinds = (tiers.kv, tiers.inputs, tiers.attention, tiers.graphs)
-    return sum(tier != "device" for tier in kinds)
+    kinds = (offload.kv, offload.inputs, offload.attention, offload.graphs)
+    return sum(target != "none" for target in kinds)
 
 
 def least_s(space: Space) -> float:
@@ -207,10 +207,10 @@ def options_of(space: Space, size: int) -> Iterator[ChunkOptions]:
             if is_chunk_first and "order" not in given and "stage_layers" not in given:
                 continue
             values = {"size": size, "keep": keep, "num_retained": num_retained, **order}
-            plain = ChunkOptions(**(values | {k: v for k, v in given.items() if k != "tier"}))
+            plain = ChunkOptions(**(values | {k: v for k, v in given.items() if k != "offload"}))
             stages = space.stages or stages_of(num_layers, plain)
-            for tiers in _tiers(space, plain, num_chunks, stages):
-                options = replace(plain, tier=tiers)
+            for offload in _offload(space, plain, num_chunks, stages):
+                options = replace(plain, offload=offload)
                 if options not in seen:
                     seen.add(options)
                     yield options
@@ -269,16 +269,16 @@ def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple
             yield keep, number
 
 
-def _tiers(
+def _offload(
     space: Space, options: ChunkOptions, num_chunks: int, stages: Sequence[int]
-) -> Iterator[Tiers]:
-    """The given tiers; else all on the device, or what is written and read least often first:
+) -> Iterator[Offload]:
+    """The offload that is given; else none, or that of what is written and read least often:
     attention, stage inputs, then K,V. Graphs stay: to recompute them moves fewer bytes."""
-    given, lower = space.question.given, space.question.limits.lower_tiers
-    if "tier" in given:
-        yield ChunkOptions(tier=given["tier"]).tiers
+    given, lower = space.question.given, space.question.limits.offload_targets
+    if "offload" in given:
+        yield ChunkOptions(offload=given["offload"]).offloading
         return
-    yield Tiers()
+    yield Offload()
     kinds = []
     if options.keep == "attention" and (num_chunks > 1 or len(stages) > 1):
         kinds.append("attention")
@@ -286,14 +286,14 @@ def _tiers(
         kinds.append("inputs")
     if num_chunks > 1:
         kinds.append("kv")
-    make: Callable[..., Tiers] = Tiers
-    for tier in lower:
+    make: Callable[..., Offload] = Offload
+    for target in lower:
         for count in range(1, len(kinds) + 1):
-            yield make(**dict.fromkeys(kinds[:count], tier))
+            yield make(**dict.fromkeys(kinds[:count], target))
         if kinds and kinds[-1] == "kv" and len(kinds) > 1:
-            yield make(kv=tier)
+            yield make(kv=target)
     if len(lower) > 1 and len(kinds) > 1:
-        yield make(**{kinds[0]: "disk"}, **dict.fromkeys(kinds[1:], "host"))
+        yield make(**{kinds[0]: "disk"}, **dict.fromkeys(kinds[1:], "cpu"))
 
 
 def longest_step(space: Space, size: int) -> list[int]:
@@ -314,7 +314,7 @@ def count_kinds(shape: ModelShape, stages: Sequence[int]) -> tuple[Counter[int],
     """The first stage of each kind with the number of such stages, and the stages that a walk of
     one of each kind has: also those behind them, which hand gradients back."""
     alike = first_alike(shape, stages)
-    # the first stage has token ids for an input, which no tier holds
+    # the first stage has token ids for an input, which nothing holds
     count = Counter(alike.index(kind, min(stage, 1)) for stage, kind in enumerate(alike))
     return count, {*count, *(stage + 1 for stage in count)}
 
@@ -355,7 +355,7 @@ class TimeEstimate:
 
     def seconds(self, options: ChunkOptions) -> float:
         """Seconds of the step, about: what computes, or what is copied if that is longer."""
-        on_device = replace(options, tier="device", sample=None)
+        on_device = replace(options, offload="none", sample=None)
         if on_device not in self._compute:
             self._compute[on_device] = self._compute_s(on_device)
         return max(self._compute[on_device], self._copies_s(options))
@@ -420,30 +420,30 @@ class TimeEstimate:
         cell = self._model.memory().cell((self._num_layers,), 0)
         layers = self._num_layers / max(1, len(self._stages))
         num_stages = len(stages_of(self._num_layers, options))
-        tiers, keep = options.tiers, options.keep
-        read: dict[Tier, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
+        offload, keep = options.offloading, options.keep
+        read: dict[OffloadTarget, float] = {"none": 0.0, "cpu": 0.0, "disk": 0.0}
         written = dict(read)
         if keep == "attention":
             remembered = self._tokens * (1 - 1 / num_stages) * cell.attention(range(round(layers)))
-            read[tiers.attention] += remembered
-            written[tiers.attention] += remembered
+            read[offload.attention] += remembered
+            written[offload.attention] += remembered
         if keep != "all":
             delivered = self._tokens * (num_stages - 1) * cell.message
-            read[tiers.inputs] += 3 * delivered
-            written[tiers.inputs] += 2 * delivered
-        if tiers.kv != "device":
+            read[offload.inputs] += 3 * delivered
+            written[offload.inputs] += 2 * delivered
+        if offload.kv != "none":
             attending = layers / self._num_layers
             attending *= sum(layer.attends for layer in self._model.shape.layers)
             times = {"input": 3, "kv": 3, "attention": 2, "all": 2}[keep]
             each = segment_tokens(cell.kv_layer, self._model.device_type)
             cold = max(0.0, self._prefix_tokens - NUM_HOT * each * len(self._behind))
             gradients = cold * attending * cell.kv_gradient_layer
-            read[tiers.kv] += times * self._prefix_tokens * max(0, attending - 1) * cell.kv_layer
-            read[tiers.kv] += gradients
-            written[tiers.kv] += gradients
+            read[offload.kv] += times * self._prefix_tokens * max(0, attending - 1) * cell.kv_layer
+            read[offload.kv] += gradients
+            written[offload.kv] += gradients
         host, disk = self._model.hardware.links.host, self._model.hardware.links.disk
         return max(
-            max(moved["host"] / host.bytes_per_s, moved["disk"] / disk.bytes_per_s)
+            max(moved["cpu"] / host.bytes_per_s, moved["disk"] / disk.bytes_per_s)
             for moved in (read, written)
         )
 
@@ -496,14 +496,14 @@ class ByteBound:
         return self._cells[stages]
 
     def needs(self, options: ChunkOptions) -> Needs:
-        """Bytes in each tier, of which no plan with these options needs less."""
+        """Bytes in each memory, of which no plan with these options needs less."""
         moments = [self._at(options, self._last, done=0)]
         if self._num_chunks > 1 and self._last < self._size:
             # the chunk before is larger
             moments.append(self._at(options, self._size, done=self._last))
         segment = self._segment
         if (
-            options.tiers.kv != "device"
+            options.offloading.kv != "none"
             and self._stored >= 5 * segment
             and segment % self._size == 0
         ):
@@ -520,51 +520,51 @@ class ByteBound:
         num_layers, tokens = self._num_layers, self._stored + self._last
         stages = stages_of(num_layers, options)
         cell, num_below = self._cell(stages), len(stages) - 1
-        tiers, keep, height = options.tiers, options.keep, stages[-1]
-        used: dict[Tier, float] = {"device": self._static_bytes, "host": 0.0, "disk": 0.0}
-        used["device"] += (tokens - done) * TOKEN_BYTES
+        offload, keep, height = options.offloading, options.keep, stages[-1]
+        used: dict[OffloadTarget, float] = {"none": self._static_bytes, "cpu": 0.0, "disk": 0.0}
+        used["none"] += (tokens - done) * TOKEN_BYTES
         loss = self._memory.loss_bytes(cell, current, backward=True)
-        used["device"] += current * cell.message + max(loss, current * cell.working)
+        used["none"] += current * cell.message + max(loss, current * cell.working)
         if keep == "all":
             whole = self._cell((num_layers,))
             again = min(num_layers, options.recompute_layers * len(stages))
             graphs = sum(sorted(whole.graph_layers)[: num_layers - again])
-            used[tiers.graphs] += (tokens - done) * (graphs + again * whole.checkpointed)
+            used[offload.graphs] += (tokens - done) * (graphs + again * whole.checkpointed)
         else:
             num_done = -(-done // self._size)
             num_retained = max(0, min(options.num_retained, self._num_chunks) - num_done)
             graph_tokens = current + max(0, num_retained - 1) * self._size
             graph = cell.graph(min(options.recompute_layers, height))
-            used[tiers.graphs if num_retained > 0 else "device"] += graph_tokens * graph
+            used[offload.graphs if num_retained > 0 else "none"] += graph_tokens * graph
             if num_below:
                 # the inputs of cells whose graph is there are its leaves
-                used[tiers.inputs] += (num_below * tokens - graph_tokens) * cell.message
-                used["device"] += graph_tokens * cell.message
+                used[offload.inputs] += (num_below * tokens - graph_tokens) * cell.message
+                used["none"] += graph_tokens * cell.message
             if keep == "attention":
                 dropped = max(0, tokens - done - graph_tokens)
                 whole, own = (self._cell((num_layers,)), num_layers - height)
                 known = tokens * whole.attention(range(own))
                 known += dropped * whole.attention(range(own, num_layers - 1))
-                used[tiers.attention] += known
+                used[offload.attention] += known
         if keep == "all" or options.num_retained:
             again = min(options.recompute_layers, height)
-            used[tiers.graphs] += self._ahead_tokens * cell.graph(again)
+            used[offload.graphs] += self._ahead_tokens * cell.graph(again)
         held = height if num_below and keep in ("input", "attention") else num_layers
-        used[tiers.kv] += self._stored_tokens(held) * cell.kv_layer
-        used[tiers.kv] += max(0, self._num_chunks - 1 - -(-done // self._size)) * cell.state
+        used[offload.kv] += self._stored_tokens(held) * cell.kv_layer
+        used[offload.kv] += max(0, self._num_chunks - 1 - -(-done // self._size)) * cell.state
         sent_back = self._stored_tokens(height, seen=True)
-        if tiers.kv == "device":
-            used["device"] += sent_back * cell.kv_gradient_layer
+        if offload.kv == "none":
+            used["none"] += sent_back * cell.kv_gradient_layer
         else:
             # the newest segments of gradients stay, others and those of K,V pass by
             each, prefix = self._segment, tokens - done - current
             cold = max(0.0, sent_back - num_hot * height * each)
-            used[tiers.kv] += cold * cell.kv_gradient_layer
-            used["device"] += min(2 * each, prefix) * cell.kv_layer
+            used[offload.kv] += cold * cell.kv_gradient_layer
+            used["none"] += min(2 * each, prefix) * cell.kv_layer
             hot = self._stored_tokens(height, seen=True, most=(num_hot - 1) * each)
             sees_all = None in self._windows[num_layers - height :]
             passing = min(2 * each, max(0, prefix - num_hot * each)) if sees_all else 0
-            used["device"] += (hot + passing) * cell.kv_gradient_layer
+            used["none"] += (hot + passing) * cell.kv_gradient_layer
         return Needs(*map(int, used.values()))
 
     def _stored_tokens(self, height: int, *, seen: bool = False, most: float = inf) -> float:

@@ -46,7 +46,7 @@ from furlong.simulate.predict import Needs, Prediction, needs_of, predict_step
 from furlong.units import count_words, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from furlong.config.schema import ChunksConfig, ModelConfig
+    from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig
 
 
 MAX_CHUNKS = 2048
@@ -109,7 +109,7 @@ def longest_sequence(
 
 FREE_RAM = "three fifths of the free RAM"
 """The budget of `memory.device: auto` on a CPU."""
-SEARCHED_OPTIONS = ("size", "num_retained", "keep", "tier", "order")
+SEARCHED_OPTIONS = ("size", "num_retained", "keep", "offload", "order")
 _MIN_SEQUENCES = 32
 """Number of sequences in the steps whose time is predicted, together."""
 _MAX_SEQUENCES = 1024
@@ -327,13 +327,13 @@ def with_keep(
 
 
 def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
-    """Most bytes that a plan in two phases needs of each tier, besides weights, gradients and
+    """Most bytes that a plan in two phases needs of each memory, besides weights, gradients and
     optimizer; with the final hidden states that it gives out, and their gradient."""
     curve = memory.curve(plan, 0)
     columns = [index for index, part in enumerate(PARTS) if part not in STATE]
     per_token = 2 * memory.shape.hidden_size * memory.training.compute_bytes
     device = int(curve.device[:, columns].sum(axis=1).max()) + per_token * sum(plan.seq_lens)
-    return Needs(device, int(curve.host.max()), int(curve.disk.max()))
+    return Needs(device, int(curve.cpu.max()), int(curve.disk.max()))
 
 
 def training_of(model: ModelConfig) -> Training:
@@ -346,10 +346,12 @@ def training_of(model: ModelConfig) -> Training:
     return replace(training, lora=Lora(lora.rank, attention=attention, mlp=mlp))
 
 
-def given_options(chunks: ChunksConfig) -> dict[str, Any]:
+def given_options(config: RunConfig) -> dict[str, Any]:
     """The options that a run file gives; stage_layers alone mean layer-first. Raises ConfigError
     for a sample whose keys contradict each other."""
-    values = {name: getattr(chunks, name) for name in (*SEARCHED_OPTIONS, "stage_layers")}
+    chunks = config.chunks
+    values = chunks.model_dump(include={*SEARCHED_OPTIONS, "stage_layers"})
+    values |= {"offload": config.offload}
     given = {name: value for name, value in values.items() if value != "auto"}
     if "stage_layers" in given:
         given = {"order": "layer-first", **given}
@@ -435,17 +437,17 @@ def _plan_lacks(answer: Answer, trial: Trial, *, alone: bool) -> ConfigError:
     question, limits, options = answer.question, answer.question.limits, trial.candidate.options
     training = question.model.training
     plans = count_words(len(answer.refused) + answer.num_pruned, "plan")
-    tier, *_ = lacking = limits.exceeded(trial.needs)
-    if tier == "device":
+    memory, *_ = lacking = limits.exceeded(trial.needs)
+    if memory == "device":
         error = DoesNotFitError(0, trial.curve.peak, limits.limit_bytes, training)
         part, needs = error.part, f"whose {error.given}"
         required = error.required + _margin(limits)
         source = f"the search over {plans} of one device"
         lacking["device"] = ceil(lacking["device"] / (1 - limits.margin))
     else:
-        part, needs = tier, f"which needs {format_bytes(lacking[tier])} on the {tier}"
-        required = f"at most {format_bytes(limits.of_tiers[tier] or 0)}"
-        source = f"memory.{tier}"
+        part, needs = memory, f"which needs {format_bytes(lacking[memory])} of memory.{memory}"
+        required = f"at most {format_bytes(limits.by_memory[memory] or 0)}"
+        source = f"memory.{memory}"
     # no run has smaller chunks: that advice would lead nowhere
     given = [name for name in question.options if name != "size" or options.size > SMALLEST_CHUNK]
     enough = (f"memory.{name}: {-(-used // 2**20)}MiB" for name, used in lacking.items())
@@ -490,11 +492,11 @@ def why(answer: Answer, budget_words: str) -> str:
 
 
 def needs_in_words(needs: Needs) -> str:
-    """Bytes of each tier that has any."""
+    """Bytes of each memory that holds any."""
     words = format_bytes(needs.device_bytes)
-    for tier, num_bytes in (("host", needs.host_bytes), ("disk", needs.disk_bytes)):
+    for memory, num_bytes in (("CPU", needs.cpu_bytes), ("disk", needs.disk_bytes)):
         if num_bytes:
-            words += f" and {format_bytes(num_bytes)} on the {tier}"
+            words += f" and {format_bytes(num_bytes)} on the {memory}"
     return words
 
 

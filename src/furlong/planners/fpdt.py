@@ -2,9 +2,9 @@
 
 Yao et al., arXiv 2408.16978, and its code in DeepSpeed. Sequences are shared by all devices of a
 group (Ulysses) and cut into u chunks; a layer runs forward over all of them, chunk i attending to
-chunks 0..i whose K,V come back from host memory while chunk j computes, before the next layer
+chunks 0..i whose K,V come back from CPU memory while chunk j computes, before the next layer
 begins. The backward goes layer by layer in reverse. A layer's tensors are those of one chunk on
-the device, and what crosses layers, the chunks' inputs, lies in host memory. Here the order is
+the device, and what crosses layers, the chunks' inputs, lies in CPU memory. Here the order is
 `orders.walk_group` with stages of one layer.
 
 A copy is hidden where a chunk has at least e g Phi / (2 B) tokens (e bytes an element, g the

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NoReturn, get_args
 
 from furlong.errors import ConfigError
-from furlong.plan.plan import Keep, Order, Tier, Tiers
+from furlong.plan.plan import Keep, Offload, OffloadTarget, Order
 from furlong.planners.spaco import Sampling, sampling_of
 
 SMALLEST_CHUNK = 64
 """Least tokens of a chunk that a search or a run which has no room takes."""
-TIER_KINDS = tuple(field.name for field in fields(Tiers))
-"""Kinds of memory that a mapping of tiers may name."""
-_KEEPS, _ORDERS, _TIERS = get_args(Keep), get_args(Order), get_args(Tier)
+OFFLOAD_KINDS = tuple(field.name for field in fields(Offload))
+"""Kinds of memory that may be offloaded."""
+_KEEPS, _ORDERS, _TARGETS = get_args(Keep), get_args(Order), get_args(OffloadTarget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class ChunkOptions:
     keep: Keep | Literal["auto"] = "attention"
     """Kept by the other chunks between forward and backward. `auto`, for values of tokens, hidden
     states and `furlong.chunked` alone: what memory has room for, call by call."""
-    tier: Tier | Mapping[str, Tier] | Tiers = "device"
-    """Where kept tensors live: one tier for all kinds, or a mapping of kinds (kv, inputs,
-    attention, graphs), the others on the device."""
+    offload: OffloadTarget | Mapping[str, OffloadTarget] | Offload = "none"
+    """Where kept tensors live: one target for all kinds, or a mapping of kinds (kv, inputs,
+    attention, graphs), the others on the device (none)."""
     order: Order = "chunk-first"
     stage_layers: int | None = None
     """Most layers of a stage; with layer-first only, whose default is 1."""
@@ -50,12 +50,12 @@ class ChunkOptions:
     draw do change the gradient."""
 
     @property
-    def tiers(self) -> Tiers:
-        """The tier of each kind of memory."""
-        if isinstance(self.tier, str):
-            return Tiers(self.tier, self.tier, self.tier, self.tier)
-        assert isinstance(self.tier, Tiers)  # __post_init__ has made it of a mapping
-        return self.tier
+    def offloading(self) -> Offload:
+        """The offload target of each kind of memory."""
+        if isinstance(self.offload, str):
+            return Offload(self.offload, self.offload, self.offload, self.offload)
+        assert isinstance(self.offload, Offload)  # __post_init__ has made it of a mapping
+        return self.offload
 
     @property
     def kept(self) -> Keep:
@@ -82,7 +82,7 @@ class ChunkOptions:
             _refuse("hybrid", self.hybrid, "True or False", "pass a boolean")
         _check_among("keep", self.keep, (*_KEEPS, "auto"))
         _check_among("order", self.order, _ORDERS)
-        object.__setattr__(self, "tier", checked_tier(self.tier))
+        object.__setattr__(self, "offload", checked_offload(self.offload))
         object.__setattr__(self, "sample", sampling_of(self.sample))
         if self.order == "layer-first":
             stage_layers = 1 if self.stage_layers is None else self.stage_layers
@@ -96,25 +96,25 @@ class ChunkOptions:
             )  # fmt: skip
 
 
-def checked_tier(value: object) -> Tier | Tiers:
-    """A tier of all kinds, or one for each; equal wherever they mean the same.
+def checked_offload(value: object) -> OffloadTarget | Offload:
+    """An offload target of all kinds, or one for each; equal wherever they mean the same.
 
     Raises ConfigError.
     """
-    if isinstance(value, Tiers):
-        value = {kind: getattr(value, kind) for kind in TIER_KINDS}
+    if isinstance(value, Offload):
+        value = {kind: getattr(value, kind) for kind in OFFLOAD_KINDS}
     if not isinstance(value, Mapping):
-        _check_among("tier", value, _TIERS, or_else=" or a mapping of kinds to them")
+        _check_among("offload", value, _TARGETS, or_else=" or a mapping of kinds to them")
         return value  # type: ignore[return-value]
-    for kind, tier in value.items():
-        if kind not in TIER_KINDS:
-            near = difflib.get_close_matches(str(kind), TIER_KINDS, n=1)
+    for kind, target in value.items():
+        if kind not in OFFLOAD_KINDS:
+            near = difflib.get_close_matches(str(kind), OFFLOAD_KINDS, n=1)
             change = f"did you mean {near[0]}?" if near else f"remove {kind}"
-            _refuse("tier", dict(value), f"kinds among {', '.join(TIER_KINDS)}", change)
-        _check_among(f"tier.{kind}", tier, _TIERS)
-    tiers = Tiers(**value)
-    alike = all(getattr(tiers, kind) == tiers.kv for kind in TIER_KINDS)
-    return tiers.kv if alike else tiers
+            _refuse("offload", dict(value), f"kinds among {', '.join(OFFLOAD_KINDS)}", change)
+        _check_among(f"offload.{kind}", target, _TARGETS)
+    offload = Offload(**value)
+    alike = all(getattr(offload, kind) == offload.kv for kind in OFFLOAD_KINDS)
+    return offload.kv if alike else offload
 
 
 def _check_whole(name: str, value: object, lowest: int) -> None:
@@ -133,8 +133,9 @@ def _check_among(name: str, value: object, choices: tuple[str, ...], or_else: st
 
 
 def _refuse(name: str, value: object, required: str, change: str) -> NoReturn:
+    key = name if name.startswith("offload") else f"chunks.{name}"
     raise ConfigError(
-        given=f"chunks.{name} = {value!r}", required=required, source="ChunkOptions", change=change
+        given=f"{key} = {value!r}", required=required, source="ChunkOptions", change=change
     )
 
 
@@ -156,10 +157,10 @@ def option_values(options: ChunkOptions) -> dict[str, Any]:
     }  # fmt: skip
     if options.order == "layer-first":
         values |= {"order": options.order, "stage_layers": options.stage_layers or 1}
-    if isinstance(options.tier, str):
-        return values if options.tier == "device" else values | {"tier": options.tier}
-    lower = {kind: tier for kind, tier in asdict(options.tiers).items() if tier != "device"}
-    return values | {"tier": lower}
+    if isinstance(options.offload, str):
+        return values if options.offload == "none" else values | {"offload": options.offload}
+    named = {kind: where for kind, where in asdict(options.offloading).items() if where != "none"}
+    return values | {"offload": named}
 
 
 def value_in_words(value: object) -> str:

@@ -57,12 +57,12 @@ from furlong.plan.plan import (
     ChunkPlan,
     Forward,
     Keep,
+    Offload,
     RebuildKV,
     Recompute,
     Recv,
     Reduce,
     Send,
-    Tiers,
     Unshard,
 )
 from furlong.planners.chunks import (
@@ -154,7 +154,7 @@ def plan_1f1b(
     groups: Groups,
     *,
     stages: Sequence[int],
-    tiers: Tiers = ON_DEVICE,
+    offload: Offload = ON_DEVICE,
     sp_size: int = 1,
     frozen_stages: int = 0,
     backward: bool = True,
@@ -175,7 +175,7 @@ def plan_1f1b(
         frozen_stages=first,
     )  # fmt: skip
     return assemble(
-        seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size,
+        seq_lens, groups, stages, lists, offload=offload, sp_size=sp_size,
         frozen_stages=frozen_stages if backward else 0,
     )  # fmt: skip
 
@@ -255,7 +255,7 @@ def assemble(
     stages: Sequence[int],
     lists: Iterable[Sequence[Action]],
     *,
-    tiers: Tiers = ON_DEVICE,
+    offload: Offload = ON_DEVICE,
     sp_size: int = 1,
     frozen_stages: int = 0,
     two_phases: bool = False,
@@ -266,7 +266,7 @@ def assemble(
     branches, and a group's chunks need not be pieces of one sequence."""
     plan = ChunkPlan(
         tuple(seq_lens), tuple(chunk for group in groups for chunk in group), tuple(stages), (),
-        tiers, sp_size, frozen_stages=frozen_stages, two_phases=two_phases,
+        offload, sp_size, frozen_stages=frozen_stages, two_phases=two_phases,
     )  # fmt: skip
     needed = (
         [a for a in own if not isinstance(a, RebuildKV) or plan.continues[a.chunk]] for own in lists
@@ -329,7 +329,7 @@ def plan_on_device(
     ]
     return assemble(
         seq_lens, groups, stages, [[action for walk in walks for action in walk]],
-        tiers=options.tiers, sp_size=sp_size, frozen_stages=frozen,
+        offload=options.offloading, sp_size=sp_size, frozen_stages=frozen,
     )  # fmt: skip
 
 
@@ -399,7 +399,7 @@ def plan_two_phases(
         for group in number_chunks(groups)
     ]
     return assemble(
-        seq_lens, groups, (num_layers,), [_there_and_back(schedules)], tiers=options.tiers,
+        seq_lens, groups, (num_layers,), [_there_and_back(schedules)], offload=options.offloading,
         two_phases=True,
     )  # fmt: skip
 
@@ -454,7 +454,7 @@ def plan_replica(
             backward=backward, frozen_layers=frozen_layers,
         )  # fmt: skip
     return plan_1f1b(
-        seq_lens, groups, stages=stages, tiers=options.tiers, sp_size=sp_size,
+        seq_lens, groups, stages=stages, offload=options.offloading, sp_size=sp_size,
         frozen_stages=_count_frozen(stages, frozen_layers), backward=backward,
         num_retained=options.num_retained, keep=options.kept,
         recompute_layers=options.recompute_layers,
@@ -468,8 +468,8 @@ def join_replicas(
 
     `plans[d]` is the plan of replica d for the sequences `seq_ids[d]` of the batch, numbered from 0
     in that order. All have the same stages, as many of them frozen, and the same ranks, sp_size and
-    tiers; where one gathers weights with every pass, their passes must be equal. A replica without
-    sequences has the plan of a dummy (`idle_plan`).
+    offload; where one gathers weights with every pass, their passes must be equal. A replica
+    without sequences has the plan of a dummy (`idle_plan`).
     Raises ConfigError where there is no sequence, ValueError for plans that differ or do not belong
     to the sequences, and PlanError for unequal passes.
     """
@@ -480,7 +480,7 @@ def join_replicas(
     for replica, (plan, own) in enumerate(zip(plans, seq_ids, strict=True)):
         if _layout(plan) != _layout(first):
             raise ValueError(
-                f"replicas differ in (stages, ranks, sp_size, tiers, frozen): "
+                f"replicas differ in (stages, ranks, sp_size, offload, frozen): "
                 f"{_layout(plan)}; {_layout(first)}"
             )
         if plan.seq_lens != tuple(seq_lens[seq_id] for seq_id in own):
@@ -493,7 +493,7 @@ def join_replicas(
             actions.append(tuple(_moved(action, first_chunk, first_rank) for action in listed))
     joined = ChunkPlan(
         seq_lens=tuple(seq_lens), chunks=tuple(chunks), stages=first.stages, actions=tuple(actions),
-        tiers=first.tiers, sp_size=first.sp_size, sampled=any(plan.sampled for plan in plans),
+        offload=first.offload, sp_size=first.sp_size, sampled=any(plan.sampled for plan in plans),
         frozen_stages=first.frozen_stages, regathers=any(plan.regathers for plan in plans),
     )  # fmt: skip
     check(joined)
@@ -541,7 +541,7 @@ def idle_plan(like: ChunkPlan) -> ChunkPlan:
 
 
 def _layout(plan: ChunkPlan) -> tuple[object, ...]:
-    return plan.stages, len(plan.actions), plan.sp_size, plan.tiers, plan.frozen_stages
+    return plan.stages, len(plan.actions), plan.sp_size, plan.offload, plan.frozen_stages
 
 
 def _moved(action: Action, chunks: int, ranks: int) -> Action:

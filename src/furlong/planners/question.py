@@ -7,8 +7,8 @@
 Each published system has a file with `candidates(question, layout)`, which offers its plans in a
 layout, the fastest by one estimate first.
 
-On a CPU the host's RAM is the device's: `memory.device` is the budget of everything in it, so
-`memory.host` and the tier host are refused by name. The disk is a tier of its own everywhere.
+On a CPU its RAM is the device's: `memory.device` is the budget of everything in it, so
+`memory.cpu` and offload to cpu are refused by name. The disk may be used everywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from furlong.cost.memory import MemoryCurve, Part
 from furlong.cost.model import CostModel, update_s
 from furlong.cost.training import Training, ZeroStage
 from furlong.errors import ConfigError
-from furlong.plan.plan import ChunkPlan, Layout, Tier
+from furlong.plan.plan import ChunkPlan, Layout, OffloadTarget
 from furlong.planners.chunks import by_cost
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
@@ -47,8 +47,8 @@ STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 _SMALLER = ("size", "use smaller chunks (chunks.size)")
 _LESS = ("keep", "keep less (chunks.keep, chunks.num_retained)")
 _LARGER = ("size", "use larger chunks (chunks.size): a state is kept at the end of each")
-_LOWER = ("tier", "keep K,V on the host (chunks.tier)")
-_HIGHER = ("tier", "leave more on the device (chunks.tier)")
+_LOWER = ("offload", "keep K,V on the CPU (offload)")
+_HIGHER = ("offload", "leave more on the device (offload)")
 _WAYS: dict[str, tuple[tuple[str, str], ...]] = {
     "activations": (_SMALLER, _LESS),
     "kv": (_LOWER,),
@@ -56,7 +56,7 @@ _WAYS: dict[str, tuple[tuple[str, str], ...]] = {
     "states": (_LARGER,),
     "logits": (_SMALLER,),
     "buffers": (_SMALLER,),
-    "host": (_HIGHER, _LESS),
+    "cpu": (_HIGHER, _LESS),
     "disk": (_HIGHER, _LESS),
 }
 """Options by which a plan needs less of a part of memory."""
@@ -64,10 +64,10 @@ _WAYS: dict[str, tuple[tuple[str, str], ...]] = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that a step may use in each tier; 0: the tier is not there; None: no limit."""
+    """Bytes that a step may use in each memory; 0: it is not there; None: no limit."""
 
     device_bytes: int
-    host_bytes: int | None = 0
+    cpu_bytes: int | None = 0
     disk_bytes: int | None = 0
     margin: float = MARGIN
     """Share of the device's bytes that a plan leaves free."""
@@ -78,30 +78,33 @@ class Limits:
         return int(self.device_bytes * (1 - self.margin))
 
     @property
-    def of_tiers(self) -> dict[Tier, int | None]:
-        """The limit of each tier, without the margin."""
-        return {"device": self.limit_bytes, "host": self.host_bytes, "disk": self.disk_bytes}
+    def by_memory(self) -> dict[str, int | None]:
+        """The limit of each memory, as `memory.` names it, without the margin."""
+        return {"device": self.limit_bytes, "cpu": self.cpu_bytes, "disk": self.disk_bytes}
 
     @property
-    def lower_tiers(self) -> tuple[Tier, ...]:
-        """The tiers that are there, besides the device."""
-        return tuple(t for t, limit in self.of_tiers.items() if t != "device" and limit != 0)
+    def offload_targets(self) -> tuple[OffloadTarget, ...]:
+        """Where tensors may be offloaded to."""
+        targets: tuple[OffloadTarget, ...] = ("cpu", "disk")
+        return tuple(target for target in targets if self.by_memory[target] != 0)
 
-    def exceeded(self, needs: Needs) -> dict[Tier, int]:
-        """The tiers that have less than is needed of them, with these bytes."""
+    def exceeded(self, needs: Needs) -> dict[str, int]:
+        """The memories that have less than is needed of them, with these bytes."""
         return {
-            tier: used
-            for (tier, limit), used in zip(self.of_tiers.items(), needs, strict=True)
+            memory: used
+            for (memory, limit), used in zip(self.by_memory.items(), needs, strict=True)
             if limit is not None and used > limit
         }
 
     def hold(self, needs: Needs) -> bool:
-        """Whether each tier has room for what is needed of it."""
+        """Whether each memory has room for what is needed of it."""
         return not self.exceeded(needs)
 
     def lacking(self, needs: Needs) -> int:
-        """Bytes that do not fit, of all tiers together; 0 where it fits."""
-        return sum(used - (self.of_tiers[tier] or 0) for tier, used in self.exceeded(needs).items())
+        """Bytes that do not fit, of all memories together; 0 where it fits."""
+        return sum(
+            used - (self.by_memory[name] or 0) for name, used in self.exceeded(needs).items()
+        )
 
 
 def advice(
@@ -112,11 +115,11 @@ def advice(
     *,
     alone: bool = False,
 ) -> str:
-    """Advice for a plan of `num_devices` whose memory goes into `part`, one of a device or a tier.
+    """Advice for a plan of `num_devices` whose memory goes into `part`, of a device or below.
     `given`: the options that the user has given; `alone`: the devices are given too."""
     ways = ["use more devices" if num_devices > 1 else "use several devices"]
     if alone:
-        ways = [f"give it a larger memory.{part if part in ('host', 'disk') else 'device'}"]
+        ways = [f"give it a larger memory.{part if part in ('cpu', 'disk') else 'device'}"]
     elif part == "state" and num_devices == 1:
         ways = ["use several devices, which share the state (ZeRO)"]
     names = {"keep" if name == "num_retained" else name for name in given}
@@ -164,42 +167,40 @@ class DoesNotFitError(ConfigError):
         )
 
 
-def tier_budgets(
-    tier: Any,
-    host: int | Literal["auto"],
+def offload_budgets(
+    offload: Any,
+    cpu: int | Literal["auto"],
     disk: int,
     *,
     on_cpu: bool,
-    free_host_bytes: int | None = None,
+    free_cpu_bytes: int | None = None,
 ) -> tuple[int | None, int]:
-    """Bytes of host and disk that a plan may use; 0: none, None: no limit.
+    """Bytes of CPU memory and disk that a plan may use; 0: none, None: no limit.
 
-    `tier`: chunks.tier, or None or auto. `host`, `disk`: memory.host and memory.disk.
-    `free_host_bytes`: what auto means on a GPU; None where that is not known. Raises ConfigError.
+    `offload`: that of a run file, or None. `cpu`, `disk`: memory.cpu and memory.disk.
+    `free_cpu_bytes`: what auto means on a GPU; None where that is not known. Raises ConfigError.
     """
     named = set()
-    if tier not in (None, "auto"):
-        named = set(asdict(ChunkOptions(tier=tier).tiers).values())
-    host_bytes = 0 if on_cpu else free_host_bytes if host == "auto" else host
-    without = [
-        name for name, n in (("host", host_bytes), ("disk", disk)) if not n and n is not None
-    ]
+    if offload not in (None, "auto"):
+        named = set(asdict(ChunkOptions(offload=offload).offloading).values())
+    cpu_bytes = 0 if on_cpu else free_cpu_bytes if cpu == "auto" else cpu
+    without = [name for name, n in (("cpu", cpu_bytes), ("disk", disk)) if not n and n is not None]
     lacking = next((name for name in without if name in named), "")
-    if on_cpu and host not in ("auto", 0):
-        given, source = f"memory.host = {format_bytes(int(host))} on a CPU", "memory.host"
+    if on_cpu and cpu not in ("auto", 0):
+        given, source = f"memory.cpu = {format_bytes(int(cpu))} on a CPU", "memory.cpu"
         required = "memory.device alone: on a CPU it is the budget of everything in RAM"
-        change = "remove memory.host, and add what it gives to memory.device"
-    elif on_cpu and "host" in named:
-        given, source = f"chunks.tier = {tier!r} on a CPU", "chunks.tier"
-        required = "device or disk: on a CPU the host's RAM is the device's"
-        change = "remove host from chunks.tier, or write disk and add memory.disk"
+        change = "remove memory.cpu, and add what it gives to memory.device"
+    elif on_cpu and "cpu" in named:
+        given, source = f"offload = {offload!r} on a CPU", "offload"
+        required = "none or disk: on a CPU its memory is the device's"
+        change = "remove cpu from offload, or write disk and add memory.disk"
     elif lacking:
-        given = f"chunks.tier on the {lacking} with memory.{lacking} = 0"
-        source = f"chunks.tier and memory.{lacking}"
+        given = f"offload to {lacking} with memory.{lacking} = 0"
+        source = f"offload and memory.{lacking}"
         required = f"memory.{lacking} above 0, for what is to live there"
-        change = f"add memory.{lacking}, such as 64GiB, or change chunks.tier"
+        change = f"add memory.{lacking}, such as 64GiB, or change offload"
     else:
-        return host_bytes, disk
+        return cpu_bytes, disk
     raise ConfigError(given=given, required=required, source=source, change=change)
 
 
@@ -385,8 +386,10 @@ class Candidate:
         one: in one layout, and with the same stages, as all replicas of a step have."""
         if self.layout != chosen.layout or not self.longest:
             return False
-        if not chosen.longest and self.options.tiers.kv != "device":
-            return False  # a method's own chunks have their K,V there, and replicas the same tiers
+        if not chosen.longest and self.options.offloading.kv != "none":
+            return (
+                False  # a method's own chunks have their K,V there, and replicas offload the same
+            )
         return bool(chosen.longest) or self.layout.dp == 1 or self.options.order == "chunk-first"
 
 

@@ -24,7 +24,7 @@ from math import inf, log2
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners import chunkflow, fpdt, infinipipe, places, seco, skrull
-from furlong.planners.candidates import CHUNKS, chunks, least_s, num_lowered, pairs
+from furlong.planners.candidates import CHUNKS, chunks, least_s, num_offloaded, pairs
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import gathered_first, join_kept, plan_replica
@@ -176,7 +176,7 @@ class _Search:
         for candidate in method(replace(self._question, beat_s=beat_s), layout):
             self._found.append(candidate)
             self._tell_found(bound_s)
-            on_device, size = replace(candidate.options, tier="device"), candidate.options.size
+            on_device, size = replace(candidate.options, offload="none"), candidate.options.size
             num_fitting = len(seconds[size if size in self._waiting else 0])
             if on_device in fitting or not self._may_fit(candidate):
                 continue
@@ -311,12 +311,12 @@ class _Search:
 
     def _alike(self) -> list[Trial]:
         """The plans within the slack of the fastest one; on one device those of its order, its
-        stages and its tiers."""
+        stages and its offload."""
         method = self._question.method
         wanted = [t for t in self.fitting if t.candidate.method == method] or self.fitting
         fastest_s = min(trial.step_s for trial in wanted)
         equal = [t for t in wanted if t.step_s <= fastest_s * (1 + _EQUAL)]
-        fastest = min(equal, key=lambda t: (num_lowered(t.candidate.options.tiers), t.needs))
+        fastest = min(equal, key=lambda t: (num_offloaded(t.candidate.options.offloading), t.needs))
         slack = SLACK if self._is_one else LAYOUT_SLACK
         near = [t for t in wanted if t.step_s <= fastest_s * (1 + slack)]
         return [t for t in near if not self._is_one or _order_of(t) == _order_of(fastest)]
@@ -375,7 +375,7 @@ def _simplest(trial: Trial) -> tuple[int, int, float]:
 
 def _order_of(trial: Trial) -> tuple[object, ...]:
     options = trial.candidate.options
-    return options.order, options.stage_layers, options.tiers
+    return options.order, options.stage_layers, options.offloading
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,7 @@ class BatchPlans:
             )  # fmt: skip
         # smaller chunks than at the start: what was predicted to fit did not
         is_free = options == self.options and not self.has_shrunk and not plan.frozen_stages
-        for name in own_methods(question) if is_free and options.tiers.kv == "device" else ():
+        for name in own_methods(question) if is_free and options.offloading.kv == "none" else ():
             with suppress(UserError, StopIteration):  # none of its plans fits, or none is faster
                 found[name] = self._plan_of(name, seq_lens, plan_s)
         # another replica may take the options, and all of a step share its stages
@@ -452,11 +452,11 @@ class BatchPlans:
         return asked._plan_of(method, seq_lens, inf)
 
     def _plan_of(self, method: str, seq_lens: Sequence[int], beat_s: float) -> ChunkPlan:
-        """The plan of a method with its own chunks, with the tiers of the options, for replicas
+        """The plan of a method with its own chunks, with the offload of the options, for replicas
         have the same ones: nothing of it lies there."""
         question = replace(self.question, seq_lens=tuple(seq_lens), beat_s=beat_s)
         plan = next(iter(METHODS[method](question, self.layout))).plan_of(seq_lens)
-        return replace(plan, tiers=self.options.tiers)
+        return replace(plan, offload=self.options.offloading)
 
 
 def best_plan(

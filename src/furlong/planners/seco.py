@@ -9,7 +9,7 @@ time in memory.
 
 Errata of the code: its loss is divided by all tokens, though the last one has no label.
 
-Ours: the chunk's size is searched. K,V may lie in host memory, and are fetched by layer. On several
+Ours: the chunk's size is searched. K,V may lie in CPU memory, and are fetched by layer. On several
 processes every slice is shared by all of them (Ulysses); the paper has one device. Pipelines have
 none of these plans: there ChunkFlow's order is the same, with a retained chunk for nothing.
 """

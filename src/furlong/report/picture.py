@@ -62,7 +62,7 @@ MOST_SEQUENCES = 8
 """Cut sequences that a legend names."""
 _MEMORY_WORDS = PART_WORDS | {
     "in use": "device memory: only predictions know its parts",
-    "host": "host memory",
+    "cpu": "CPU memory",
 }
 
 _Row = tuple[float, Callable[[Axes], None] | None]
@@ -125,11 +125,11 @@ def _rows(scene: Scene, sizes: _Sizes) -> Iterator[_Row]:
     for rank in scene.ranks:
         lane = sizes.cells + len(scene.thin_tracks) * _THIN
         yield lane, partial(_draw_lane, scene, rank, sizes)
-        for tier, height in enumerate(sizes.memory):
-            if scene.highest_bytes[tier]:
+        for place, height in enumerate(sizes.memory):
+            if scene.highest_bytes[place]:
                 yield _SPACE, None
-                most = 1.04 * sizes.most_bytes[tier]
-                yield height, partial(_draw_memory, scene, rank, tier, most, height >= 0.7)
+                most = 1.04 * sizes.most_bytes[place]
+                yield height, partial(_draw_memory, scene, rank, place, most, height >= 0.7)
         yield _GAP, None
     yield _SPACE, _draw_time_axis
     yield _AXIS, None
@@ -184,11 +184,11 @@ def _draw_cells(axes: Axes, scene: Scene, bars: Sequence[Bar], sizes: _Sizes) ->
 
 
 def _draw_memory(
-    scene: Scene, rank: RankScene, tier: int, most: float, ticks: bool, axes: Axes
+    scene: Scene, rank: RankScene, place: int, most: float, ticks: bool, axes: Axes
 ) -> None:
-    """Draw the parts of the memory on the device (tier 0) or below it (1) as a stack, and write the
+    """Draw the parts of the memory on the device (place 0) or off it (1) as a stack, and write the
     peaks beside it."""
-    steps, limit = (rank.lower, 0) if tier else (rank.device, scene.panel.limit_bytes)
+    steps, limit = (rank.lower, 0) if place else (rank.device, scene.panel.limit_bytes)
     axes.set_ylim(0, most)
     axes.axhline(0, color=LINE, linewidth=1.6)
     axes.set_xticks([])
@@ -206,7 +206,7 @@ def _draw_memory(
         colours = [PART_COLOURS[part] for part in steps.parts]
         axes.stackplot(times, *stack, step="post", colors=colours, linewidth=0)
     texts = [(f"{part} {format_bytes(max(own))}", INK) for part, own in steps.parts.items()]
-    if tier == 0:
+    if place == 0:
         texts = [(f"peak {format_bytes(steps.peak)}", INK)]
     if limit:
         texts.append((f"limit {format_bytes(limit)}", LIMIT))

@@ -37,8 +37,8 @@ class PlanReport:
     """Seconds of the optimizer's step behind it, which no other figure counts."""
     budget_bytes: int
     """Budget of one device."""
-    host_budget_bytes: int
-    """A device's share of the memory of its host."""
+    cpu_budget_bytes: int
+    """A device's share of the CPU memory of its node."""
     num_processes: int
     """Processes that are there to run it."""
     memory: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
@@ -70,13 +70,13 @@ class PlanReport:
 
     @property
     def lacks(self) -> list[str]:
-        """The words for each tier of which a rank needs more than there is."""
-        host_bytes = max(int(rank.host.max(initial=0)) for rank in self.memory)
+        """The words for each memory of which a rank needs more than there is."""
+        cpu_bytes = max(int(rank.cpu.max(initial=0)) for rank in self.memory)
         return [
-            f"{format_bytes(needed)} on a {tier} that has {format_bytes(budget)}"
-            for tier, needed, budget in (
+            f"{format_bytes(needed)} on a {memory} that has {format_bytes(budget)}"
+            for memory, needed, budget in (
                 ("device", self.peak_bytes, self.budget_bytes),
-                ("host", host_bytes, self.host_budget_bytes),
+                ("CPU", cpu_bytes, self.cpu_budget_bytes),
             )
             if needed > budget
         ]
@@ -115,7 +115,7 @@ class PlanReport:
                     "rank": rank,
                     "device_bytes": own.peak_bytes,
                     "parts": own.peak,
-                    "host_bytes": int(own.host.max(initial=0)),
+                    "cpu_bytes": int(own.cpu.max(initial=0)),
                     "disk_bytes": int(own.disk.max(initial=0)),
                     "moved": own.traffic.to_json(),
                 }
@@ -143,9 +143,9 @@ def report_plan(
     curves = [memory.curve(plan, rank) for rank in range(len(plan.actions))]
     timeline = simulate(
         plan, costs,
-        copies=None if plan.tiers == ON_DEVICE else costs,
+        copies=None if plan.offload == ON_DEVICE else costs,
         device_bytes=[curve.device_bytes for curve in curves],
-        host_bytes=[curve.lower_bytes for curve in curves],
+        offloaded_bytes=[curve.lower_bytes for curve in curves],
     )  # fmt: skip
     figures = measure(timeline, plan)
     return PlanReport(
@@ -154,7 +154,7 @@ def report_plan(
         pool_idle_ratio=_pool_idle_ratio(plan, model),
         update_s=update_s(model, plan),
         budget_bytes=memory.device_budget_bytes,
-        host_budget_bytes=int(model.hardware.host_bytes),
+        cpu_budget_bytes=int(model.hardware.host_bytes),
         num_processes=num_processes,
         memory=tuple(curves),
     )  # fmt: skip
@@ -172,7 +172,7 @@ def _break_down(
     may_be: dict[Hidden, bool] = {
         "gathers": plan.regathers or model.training.zero_stage == 3,
         "all-to-all": plan.sp_size > 1,
-        "streams": plan.tiers.kv != "device",
+        "streams": plan.offload.kv != "none",
     }
     inside = dict.fromkeys(may_be, 0.0)
     free: list[Hidden] = []

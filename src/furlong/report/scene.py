@@ -130,8 +130,8 @@ PART_COLOURS = {
     "activations": "#e08a2e",
     "logits": "#f2d64b",
     "in use": "#9db6d3",
-    "host": "#8a6fb0",
-    "host and disk": "#8a6fb0",
+    "cpu": "#8a6fb0",
+    "cpu and disk": "#8a6fb0",
     "disk": "#c9b6de",
 }
 """Fills of the parts of memory, from the bottom of a stack to its top; `in use` is the total, where
@@ -164,7 +164,7 @@ KINDS: dict[Kind, KindLook] = {
     "activation": KindLook("activation message", "link", colour="#2b3442"),
     "gradient": KindLook("gradient message", "link", colour="#8a93a3"),
     "collective": KindLook("gathering and reducing", "link", colour="#b0752b"),
-    "copy": KindLook("copies between tiers", "copy", colour=PART_COLOURS["host"]),
+    "copy": KindLook("copies of offloaded tensors", "copy", colour=PART_COLOURS["cpu"]),
 }
 """The kinds in the order of a legend."""
 
@@ -262,7 +262,7 @@ class RankScene:
     """The bars in the order of their starts."""
     device: Steps
     lower: Steps
-    """The memory in host and disk."""
+    """The offloaded memory, in CPU memory and on disk."""
 
     def on(self, track: Track) -> list[Bar]:
         """The bars of one track."""
@@ -294,7 +294,7 @@ class Scene:
 
     @property
     def highest_bytes(self) -> tuple[int, int]:
-        """The most that a rank's device and the tiers below it hold, or may hold."""
+        """The most that a rank's device and the memory beside it hold, or may hold."""
         device = max(rank.device.peak for rank in self.ranks)
         lower = max(rank.lower.peak for rank in self.ranks)
         return max(device, self.panel.limit_bytes) if device else 0, lower
@@ -367,8 +367,8 @@ def _rank(
     if plan.sp_size > 1:
         names.append(count_words(plan.sp_size, "device"))
     curve = panel.memory[rank] if panel.memory else None
-    tiers = [tier for tier in ("host", "disk") if tier in asdict(plan.tiers).values()]
-    device, lower = memory_steps(records, plan.actions[rank], " and ".join(tiers) or "host", curve)
+    offload = [target for target in ("cpu", "disk") if target in asdict(plan.offload).values()]
+    device, lower = memory_steps(records, plan.actions[rank], " and ".join(offload) or "cpu", curve)
     bars = []
     for record in sorted(records, key=lambda record: record.start_s):
         kind, action = _kind(record, late), record.action
@@ -399,7 +399,7 @@ def memory_steps(
     """The memory of one rank, on its device and below it, from the records of its `actions`.
 
     `curve`: what the cost model counts for these actions, by parts. Without it only the totals are
-    known, and `lower` names the tiers below the device.
+    known, and `lower` names the memory off the device.
     """
     # what is still on its way when the rank goes on says nothing about the rank's memory
     settled = [
@@ -412,25 +412,25 @@ def memory_steps(
         return Steps((), {}), Steps((), {})
     if curve is None:
         on_device, below = ["in use"], [lower]
-        used = np.array([(r.device_bytes, r.host_bytes) for r in settled])
+        used = np.array([(r.device_bytes, r.offloaded_bytes) for r in settled])
     else:
-        on_device, below = list(PARTS), ["host", "disk"]
-        counted = np.column_stack([curve.device, curve.host, curve.disk])
+        on_device, below = list(PARTS), ["cpu", "disk"]
+        counted = np.column_stack([curve.device, curve.cpu, curve.disk])
         places = {action: place for place, action in enumerate(actions)}
-        used = counted[[places[r.action] for r in settled]]  # (records, parts and tiers)
+        used = counted[[places[r.action] for r in settled]]  # (records, parts and memories)
     rows = {0.0: used[0]}  # of several at one time the last stands
     for (one, own), (other, following) in pairwise(zip(settled, used, strict=True)):
         if one.stop_s < other.start_s:  # idle: what either had at work for itself is not there
             rows[one.stop_s] = np.minimum(own, following)
         rows[other.start_s] = following
-    table = np.array([*rows.values()])  # (times, parts and tiers)
+    table = np.array([*rows.values()])  # (times, parts and memories)
     columns = dict(zip((*on_device, *below), table.T.tolist(), strict=True))
     shown = [name for name in PART_COLOURS if any(columns.get(name, ()))]
-    device, lower_tiers = (
+    device, offloaded = (
         {name: tuple(columns[name]) for name in shown if name in names}
         for names in (on_device, below)
     )
-    return Steps(tuple(rows), device), Steps(tuple(rows), lower_tiers)
+    return Steps(tuple(rows), device), Steps(tuple(rows), offloaded)
 
 
 def hue(place: int) -> str:
@@ -494,7 +494,7 @@ def _events(scene: Scene, row: RankScene) -> Iterator[dict[str, Any]]:
     for thread, name in threads.items():
         yield _about("thread_name", name=name) | rank | {"tid": thread}
         yield _about("thread_sort_index", sort_index=thread) | rank | {"tid": thread}
-    for where, steps in (("device", row.device), ("host", row.lower)):
+    for where, steps in (("device", row.device), ("CPU", row.lower)):
         for time, used in zip(steps.times, steps.totals, strict=True) if steps.parts else ():
             name = f"{where} memory (bytes)"
             yield {"ph": "C", "name": name, "ts": time * _PER_UNIT, "args": {"in use": used}} | rank
@@ -521,7 +521,7 @@ def _slice(scene: Scene, bar: Bar) -> dict[str, Any]:
         chunk = scene.panel.plan.chunks[bar.chunk]
         slices = format_chunk(chunk, scene.panel.plan.sp_size)
         args |= {"chunk": bar.chunk, "tokens": chunk.num_tokens, "slices": slices}
-    args |= {"device_bytes": record.device_bytes, "host_bytes": record.host_bytes}
+    args |= {"device_bytes": record.device_bytes, "offloaded_bytes": record.offloaded_bytes}
     what = {"ph": "X", "name": record.text, "cat": KINDS[bar.kind].words}
     return what | {"dur": bar.span[1] * _PER_UNIT, "args": args}
 

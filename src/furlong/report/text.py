@@ -15,7 +15,7 @@ from typing import Any
 from furlong.cost.memory import PARTS
 from furlong.plan.passes import computed_late, passes
 from furlong.plan.plan import ChunkPlan, Forward, Keep, Recompute
-from furlong.plan.text import KIND_WORDS, tiers_in_words
+from furlong.plan.text import KIND_WORDS, offload_in_words
 from furlong.report.report import PlanReport, Wait
 from furlong.report.scene import (
     PART_WORDS,
@@ -60,7 +60,7 @@ def format_report(report: PlanReport) -> str:
         "kept": _kept_words(plan),
         "recompute": _recompute_words(plan),
         "order": f"{order}: forwards ascending, backwards descending within a sequence",
-        "tier": tiers_in_words(plan.tiers),
+        "offload": offload_in_words(plan.offload),
         "moved": "\n".join(_traffic_words(report)),
         "layout": _layout_words(report),
         "step": f"{format_seconds(report.step_s)} predicted,"
@@ -142,7 +142,7 @@ def _traffic_words(report: PlanReport) -> list[str]:
     read: Counter[str] = Counter()
     for own in report.memory:
         for kind, moved in own.traffic.to_json().items():
-            name = f"{KIND_WORDS[kind]}, {moved['tier']}"
+            name = f"{KIND_WORDS[kind]}, {moved['offload']}"
             written[name] += moved["written_bytes"]
             read[name] += moved["read_bytes"]
     return [
@@ -182,13 +182,13 @@ def _memory_words(report: PlanReport) -> str:
 
 
 def _memory_table(report: PlanReport) -> list[str]:
-    """A row for ranks with equal ones: the parts at their peak, their sum, the peaks of host and
-    disk."""
+    """A row for ranks with equal ones: the parts at their peak, their sum, the peaks of CPU memory
+    and disk."""
     peaks = [rank.peak for rank in report.memory]
     parts = [part for part in PARTS if any(peak[part] for peak in peaks)]
     lower = {
         name: values
-        for name in ("host", "disk")
+        for name in ("cpu", "disk")
         if any(values := [int(getattr(own, name).max(initial=0)) for own in report.memory])
     }
     names = [PART_WORDS.get(part, part) for part in parts]
@@ -238,7 +238,8 @@ def format_figures(figures: StepFigures) -> str:
         figure_words(figures),
     ]
     for word, peaks in (
-        ("device peak", figures.peak_device_bytes), ("host and disk peak", figures.peak_host_bytes),
+        ("device peak", figures.peak_device_bytes),
+        ("offloaded peak", figures.peak_offloaded_bytes),
     ):  # fmt: skip
         if any(peaks):
             lines.append(f"{word} of each rank: {', '.join(map(format_bytes, peaks))}")

@@ -64,8 +64,8 @@ def rows_on(
 
 
 def open_store(plan: ChunkPlan, pools: Pools) -> KVStore:
-    """The store of a plan's K,V, in the tier that it names."""
-    pool = None if plan.tiers.kv == "device" else pools.of(plan.tiers.kv)
+    """The store of a plan's K,V, where it offloads them to."""
+    pool = None if plan.offload.kv == "none" else pools.of(plan.offload.kv)
     trained = trained_pieces(plan)
     return KVStore(pools.arena, plan.piece_lens, pool, trained=trained, trees=plan.trees)
 
@@ -246,7 +246,7 @@ class Cell:
     """Hidden states (T, D) behind the stage, with their graph."""
     rng: RNGState | None = None
     saved: SavedGraph | None = None
-    """Tensors of a retained graph that wait in a lower tier."""
+    """Tensors of a retained graph that wait off the device."""
     adds_gradients: bool = True
     """Whether a backward adds to gradients of weights where keys and values are made of latents."""
     windows: set[int | None] = field(default_factory=set)

@@ -119,12 +119,12 @@ class Executor:
         rows_of, self._exchange = rows_on(model, plan, process, exchange), exchange
         self._inputs = BatchInputs(plan, rank, batch, model.device, rows_of)
         self._store = open_store(plan, pools)
-        self._graphs = None if plan.tiers.graphs == "device" else pools.of(plan.tiers.graphs)
-        self._attention = pools.of(plan.tiers.attention)
-        heap = None if plan.tiers == ON_DEVICE else process_heap(model.device)
+        self._graphs = None if plan.offload.graphs == "none" else pools.of(plan.offload.graphs)
+        self._attention = pools.of(plan.offload.attention)
+        heap = None if plan.offload == ON_DEVICE else process_heap(model.device)
         self._freed = FreedMemory(heap, self._passes)
         self._num_done, self._skipped = 0, frozenset[int]()
-        self._between = pools.of(plan.tiers.inputs)
+        self._between = pools.of(plan.offload.inputs)
         self._hidden: dict[tuple[int, int], Handle] = {}
         self._gradients: dict[tuple[int, int], Handle] = {}
         """By (chunk, stage): inputs (T, D) of cells behind the first stage, and their gradients."""

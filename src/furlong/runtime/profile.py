@@ -285,7 +285,9 @@ class Recorder:
         noted = zip(self._noted, marks[:-1], marks[1:], strict=True)
         return Timeline(
             tuple(
-                Record(self._rank, "compute", action, start_s, stop_s, device_bytes, host_bytes)
-                for (action, device_bytes, host_bytes), start_s, stop_s in noted
+                Record(
+                    self._rank, "compute", action, start_s, stop_s, device_bytes, offloaded_bytes
+                )
+                for (action, device_bytes, offloaded_bytes), start_s, stop_s in noted
             )
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from furlong.cost.memory import PlanMemory
 from furlong.cost.training import Training
 from furlong.errors import DataError, PlanError, UserError
-from furlong.kv.pools import HostPool
+from furlong.kv.pools import CpuPool
 from furlong.models.decoder import HFDecoder
 from furlong.models.describe import describe
 from furlong.plan.plan import Chunk, ChunkPlan, Forward
@@ -176,8 +176,8 @@ class StepResult:
     Entry t is the loss of token t + 1 given those up to t; 0 where that has no label."""
     plan: ChunkPlan | None = None
     """The plan that ran, of which the timeline tells."""
-    host_bytes: int = 0
-    """Most bytes at a time in the tier host."""
+    cpu_bytes: int = 0
+    """Most bytes at a time in CPU memory."""
     disk_bytes: int = 0
     has_drawn: bool = False
     """Whether a forward in train mode drew random numbers on this process."""
@@ -297,7 +297,7 @@ def take_step(
     losses = tuple(losses.cpu() for losses in executor.token_losses)
     return StepResult(
         loss_sum / facts.divisor, loss_sum, num_labels, timeline, losses, plan,
-        host_bytes=pools.peak_bytes("host"), disk_bytes=pools.peak_bytes("disk"),
+        cpu_bytes=pools.peak_bytes("cpu"), disk_bytes=pools.peak_bytes("disk"),
         has_drawn=executor.has_drawn,
     )  # fmt: skip
 
@@ -305,12 +305,12 @@ def take_step(
 def _take_pinned(session: Session, plan: ChunkPlan) -> None:
     """Take the pinned memory that a plan needs before its first action: seconds for each 10 GB,
     once. A plan with no more tokens than those before finds it there; what cannot be predicted,
-    and what `memory.host` does not hold, is taken as the step goes on."""
+    and what `memory.cpu` does not hold, is taken as the step goes on."""
     model, pools = session.model, session.state.opened
-    lower = {plan.tiers.kv, plan.tiers.inputs, plan.tiers.attention, plan.tiers.graphs}
-    if model.device.type != "cuda" or "host" not in lower:
+    lower = {plan.offload.kv, plan.offload.inputs, plan.offload.attention, plan.offload.graphs}
+    if model.device.type != "cuda" or "cpu" not in lower:
         return
-    kind = bool(plan.trained), plan.tiers
+    kind = bool(plan.trained), plan.offload
     before = longest, total = pools.reserved.get(kind, (0, 0))
     most = max(longest, *plan.seq_lens), max(total, sum(plan.seq_lens))
     if most == before:
@@ -321,12 +321,12 @@ def _take_pinned(session: Session, plan: ChunkPlan) -> None:
         return
     dtype = session.compute_dtype or next(model.model.parameters()).dtype
     memory = PlanMemory(shape, Training.in_dtype(str(dtype).removeprefix("torch.")), 0)
-    num_bytes = int(memory.curve(plan, session.rank).host.max())
-    limit_bytes = pools.storage.host_bytes
+    num_bytes = int(memory.curve(plan, session.rank).cpu.max())
+    limit_bytes = pools.storage.cpu_bytes
     if limit_bytes is None or num_bytes <= limit_bytes:
-        host = pools.of("host")
-        assert isinstance(host, HostPool)
-        host.reserve(num_bytes, limit_bytes)
+        pool = pools.of("cpu")
+        assert isinstance(pool, CpuPool)
+        pool.reserve(num_bytes, limit_bytes)
     pools.reserved[kind] = most
 
 

@@ -503,7 +503,7 @@ def decided(
         training = Training.in_dtype(str(dtype).removeprefix("torch."))
         room = _room_bytes(session) if storage.device_bytes is None else storage.device_bytes
         memory = PlanMemory(shape, training, room, device_type=model.device.type)
-        limits = Limits(room, storage.host_bytes, storage.disk_bytes)
+        limits = Limits(room, storage.cpu_bytes, storage.disk_bytes)
         found = with_keep(seq_lens, options, memory, limits)
         why = f"budget {format_bytes(room)}"
     if state.decided != found.keep:

@@ -1,7 +1,7 @@
 """The clock: the times at which all actions of a plan would run, as a Timeline.
 
 Every rank goes through its list in order. Cells take the compute lane, one after the other. What a
-cell copies to or from its tier runs beside it, and the rank goes on when both are done. A message
+cell copies to or from its target runs beside it, and the rank goes on when both are done. A message
 takes the link from its sender to its receiver, a channel of its own that keeps their order: a Send
 never waits, a Recv waits for its message (isend and a queue per direction). A collective of the
 ranks of a stage starts when the last of them has come to it:
@@ -107,7 +107,7 @@ class CopyCosts(Protocol):
     """The seconds of copies that the clock asks of a cost model."""
 
     def copy_s(self, action: Action, rank: int) -> float:
-        """Seconds of copies between the tiers that run beside the action."""
+        """Seconds of copies of offloaded tensors that run beside the action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,25 +132,25 @@ def simulate(
     *,
     copies: CopyCosts | None = None,
     device_bytes: Sequence[Sequence[int]] | None = None,
-    host_bytes: Sequence[Sequence[int]] | None = None,
+    offloaded_bytes: Sequence[Sequence[int]] | None = None,
 ) -> Timeline:
     """The plan's timeline on a cost model; the plan has passed `plan.check`.
 
     A Recv is recorded from where its rank waits for a message that is on its way: waiting for one
-    that has not been sent yet is no communication, and stays empty. `device_bytes`, `host_bytes`:
-    [rank][action], the peak while the action runs; None: all are 0. Raises PlanError, with an arrow
-    at the guilty action, where ranks wait for each other.
+    that has not been sent yet is no communication, and stays empty. `device_bytes`,
+    `offloaded_bytes`: [rank][action], the peak while the action runs; None: all are 0. Raises
+    PlanError, with an arrow at the guilty action, where ranks wait for each other.
     """
     times = time_actions(plan, costs, copies=copies)
     records: list[Record] = []
     for rank, actions in enumerate(plan.actions):
-        device, host = (
-            own[rank] if own else [0] * len(actions) for own in (device_bytes, host_bytes)
+        device, offloaded = (
+            own[rank] if own else [0] * len(actions) for own in (device_bytes, offloaded_bytes)
         )
         starts, stops = times.start_s[rank], times.stop_s[rank]
         for index, action in enumerate(actions):
             lane: Lane = "link" if isinstance(action, _LINKED) else "compute"
-            start, in_use = starts[index], (device[index], host[index])
+            start, in_use = starts[index], (device[index], offloaded[index])
             records.append(Record(rank, lane, action, start, stops[index], *in_use))
             if copied := times.copy_stop_s.get((rank, index)):
                 records.append(Record(rank, "copy", action, start, copied, *in_use))
@@ -310,7 +310,7 @@ class RankSeconds:
     recompute_s: float = 0.0
     """The second forward of cells, and what makes their K,V again."""
     copies_s: float = 0.0
-    """Idle time while K,V are copied between tiers."""
+    """Idle time while offloaded K,V are copied."""
     messages_s: float = 0.0
     """Idle time while a message for this rank is on its way."""
     collectives_s: float = 0.0
@@ -336,8 +336,8 @@ class StepFigures:
     ranks: tuple[RankSeconds, ...]
     peak_device_bytes: tuple[int, ...]
     """Bytes on the device of each rank at its peak."""
-    peak_host_bytes: tuple[int, ...]
-    """Bytes of each rank in the tiers below at their peak."""
+    peak_offloaded_bytes: tuple[int, ...]
+    """Bytes that each rank has offloaded, at their peak."""
 
     @property
     def bubble_ratio(self) -> float:
@@ -388,7 +388,9 @@ def measure(timeline: Timeline, plan: ChunkPlan | None = None) -> StepFigures:
         duration_s=timeline.duration_s,
         ranks=tuple(_measure_rank(records, timeline.duration_s, late) for records in by_rank),
         peak_device_bytes=tuple(max((r.device_bytes for r in rs), default=0) for rs in by_rank),
-        peak_host_bytes=tuple(max((r.host_bytes for r in rs), default=0) for rs in by_rank),
+        peak_offloaded_bytes=tuple(
+            max((r.offloaded_bytes for r in rs), default=0) for rs in by_rank
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Predictions for a plan: seconds of its step, and bytes in every tier.
+"""Predictions for a plan: seconds of its step, and bytes in every memory.
 
 predict(model, plan)                    # to be compared with what is measured
 predict_step(model, plan)               # and of the optimizer's step behind it
@@ -15,19 +15,19 @@ from furlong.simulate.clock import time_actions
 
 
 class Needs(NamedTuple):
-    """Most bytes in use at a time, by tier."""
+    """Most bytes in use at a time, by memory."""
 
     device_bytes: int
-    host_bytes: int = 0
+    cpu_bytes: int = 0
     disk_bytes: int = 0
 
 
 class Prediction(NamedTuple):
-    """Seconds of a step, and the most bytes in use in each tier while it runs."""
+    """Seconds of a step, and the most bytes in use in each memory while it runs."""
 
     step_s: float
     device_bytes: int
-    host_bytes: int
+    cpu_bytes: int
     disk_bytes: int
 
 
@@ -45,15 +45,15 @@ def predict_step(model: CostModel, plan: ChunkPlan) -> Prediction:
 
 
 def needs_of(curve: MemoryCurve) -> Needs:
-    """The peak of each tier."""
+    """The peak of each memory."""
     if not len(curve.device):
         return Needs(0)
     device = curve.device.sum(axis=1)
-    return Needs(int(device.max()), int(curve.host.max()), int(curve.disk.max()))
+    return Needs(int(device.max()), int(curve.cpu.max()), int(curve.disk.max()))
 
 
 def step_s(model: CostModel, plan: ChunkPlan) -> float:
     """Seconds of a plan's step."""
     costs = model.costs(plan)
-    copies = None if plan.tiers == ON_DEVICE else costs
+    copies = None if plan.offload == ON_DEVICE else costs
     return time_actions(plan, costs, copies=copies).duration_s

@@ -18,7 +18,7 @@ from furlong.errors import CheckpointError, ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.build import build_model
 from furlong.models.decoder import HFDecoder
-from furlong.planners.decide import Decision, division_in_words
+from furlong.planners.decide import Decision, division_in_words, given_options
 from furlong.planners.options import option_values, value_in_words
 from furlong.planners.spaco import sampling_in_words
 from furlong.runtime.distributed.mesh import Ranks
@@ -170,19 +170,18 @@ def announce(
         f"model: {config.model.name}, {format_count(total)} parameters,"
         f" {format_count(trained)} trained, {config.model.dtype} on {where}; {num_steps} steps"
     )
-    options = decision.options
-    values = {"tier": "device", "order": options.order} | option_values(options)
-    dials = [
-        f"{name} {value_in_words(values[name])}"
-        + (" (auto)" if getattr(config.chunks, name) == "auto" else "")
+    options, given = decision.options, given_options(config)
+    values = {"offload": "none", "order": options.order} | option_values(options)
+    words = [
+        f"{name} {value_in_words(values[name])}" + (" (auto)" if name not in given else "")
         for name in DIALS
         if name in values
     ]
-    print(f"chunks: {', '.join(dials)}")
+    print(f"chunks: {', '.join(words)}")
     if count > 1:
         divided = division_in_words(decision.layout, decision.stages)
         print(f"parallel: {decision.layout_words or divided}")
-    if "disk" in asdict(options.tiers).values():
+    if "disk" in asdict(options.offloading).values():
         print(f"disk: at most {format_bytes(storage.disk_bytes or 0)} in {storage.disk_dir}")
     if options.sampling is not None:
         print(f"sample: {sampling_in_words(options.sampling)}; the gradient is an estimate")

@@ -200,6 +200,6 @@ def _nothing_fits(name: str, tried: list[int], reason: str) -> ConfigError:
         required="memory for one step with one of these sizes",
         source="memory.device" if "memory.device" in reason else "the memory of the device",
         change="raise memory.device or use a device with more memory, keep less or elsewhere"
-        " (chunks.keep, chunks.tier), or use shorter sequences (data.max_seq_len);"
+        " (chunks.keep, offload), or use shorter sequences (data.max_seq_len);"
         " where there is a checkpoint, --resume goes on from it",
     )

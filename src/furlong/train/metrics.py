@@ -68,8 +68,8 @@ class StepFigures:
     mfu: float | None = None
     """Model FLOPs utilisation, 0 to 1; None where the device's peak is not known, and of a sampled
     step, which leaves work out."""
-    host_bytes: int | None = None
-    """Most bytes at a time in the tier host; None where nothing was there."""
+    cpu_bytes: int | None = None
+    """Most bytes at a time in CPU memory; None where nothing was there."""
     disk_bytes: int | None = None
     plan_s: float | None = None
     """Seconds in which the first process waited for the step's plan; None where it plans as it
@@ -246,13 +246,13 @@ class MetricsLog:
             f"peak {format_bytes(figures.used_memory_bytes)}"
             f" (predicted {format_bytes(prediction.device_bytes)})",
         ]
-        for tier, used, expected in (
-            ("host", figures.host_bytes, prediction.host_bytes),
+        for target, used, expected in (
+            ("cpu", figures.cpu_bytes, prediction.cpu_bytes),
             ("disk", figures.disk_bytes, prediction.disk_bytes),
         ):
             if used or expected:
                 parts.append(
-                    f"{tier} {format_bytes(used or 0)} (predicted {format_bytes(expected)})"
+                    f"{target} {format_bytes(used or 0)} (predicted {format_bytes(expected)})"
                 )
         self._say(f"first step: {', '.join(parts)}")
 

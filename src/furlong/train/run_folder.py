@@ -38,7 +38,7 @@ CHECKPOINTS, EXPORT, PROFILE = "checkpoints", "model", "profile"
 STATE, MANIFEST = "state.json", "manifest.json"
 _LOCK, _DAMAGED = ".lock", ".damaged"
 # 3: the optimizer's groups are those of the config, the generators a row for each process.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 NUM_KEPT = 3
 _STEP = re.compile(r"step-(\d{8,})")
 # What these change is time, memory, what is shown and how long a run goes on: neither the weights

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from furlong.config.schema import RunConfig, names_tier
+from furlong.config.schema import RunConfig, offloads_to
 from furlong.cost.machine import (
     THIS_CPU,
     Machine,
@@ -40,7 +40,7 @@ from furlong.planners.decide import (
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.orders import stage_heights
-from furlong.planners.question import MARGIN, Limits, Question, tier_budgets
+from furlong.planners.question import MARGIN, Limits, Question, offload_budgets
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import check_sampling
 from furlong.train.choose_plan import choose_plan
@@ -162,7 +162,7 @@ def choose_run_plan(
     """The options of a run over `train`, and the layout of its processes; with the bytes that
     planners of single batches may use, where there are any.
 
-    Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit, for
+    Raises ConfigError where a budget or an offload is given and no plan is predicted to fit, for
     sizes that no layout has, and for a sample that would leave no chunk of the data out.
     """
     given, budget = _given(config, train, model), model.budget(config)
@@ -187,15 +187,15 @@ def _searched(
     num_processes, sizes = model.launch.num_processes, sizes_of(config.parallel)
     some = layouts(num_processes, cost.shape, dp=sizes["dp"], sp=sizes["sp"], pp=sizes["pp"])
     has_budget, (budget_bytes, budget_words) = config.memory.device != "auto", budget
-    tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
-    is_lowered, is_free = set(tiers) != {"device"}, config.chunks.method == "auto"
+    offload = asdict(ChunkOptions(offload=given.get("offload", "none")).offloading).values()
+    is_lowered, is_free = set(offload) != {"none"}, config.chunks.method == "auto"
     whole = {"order": "chunk-first"} | given if all(one.pp > 1 for one in some) else given
     all_given = is_free and _are_all(whole)
     if all_given and not has_budget and len(some) == 1:
         if not is_lowered:
             stages = model.stages(some[0], train.seq_lens.tolist())
             return Decision(ChunkOptions(**whole), "", model=cost, layout=some[0], stages=stages)
-        budget_bytes = _NO_BOUND_BYTES  # but the lower tiers must hold it
+        budget_bytes = _NO_BOUND_BYTES  # but CPU memory and disk must hold it
     objective = objective_of(config.train)
     pairs = None
     if objective.in_two_phases(num_processes):
@@ -205,7 +205,7 @@ def _searched(
         config,
         cost,
         count_lengths(lens),
-        Limits(budget_bytes, storage.host_bytes, storage.disk_bytes, cost.hardware.margin(MARGIN)),
+        Limits(budget_bytes, storage.cpu_bytes, storage.disk_bytes, cost.hardware.margin(MARGIN)),
         budget_words,
         num_processes,
         sequences_per_step=config.train.sequences_per_step * objective.unit_size,
@@ -251,7 +251,7 @@ def _are_all(given: Mapping[str, Any]) -> bool:
 
 def _given(config: RunConfig, train: DataSet, model: RunModel) -> dict[str, Any]:
     """The dials of the run file; a sample draws by the run's own seed."""
-    given = given_options(config.chunks)
+    given = given_options(config)
     if objective_of(config.train).in_two_phases(model.launch.num_processes):
         return given | {"order": "chunk-first", "num_retained": 0}
     if "sample" in given:
@@ -276,26 +276,26 @@ def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> Ba
     limits = Limits(decision.budget_bytes, margin=model.cost.hardware.margin(MARGIN))
     question = Question(
         (), model.cost, limits, layout.num_devices,
-        given=given_options(config.chunks), method=config.chunks.method, stages=decision.stages,
+        given=given_options(config), method=config.chunks.method, stages=decision.stages,
     )  # fmt: skip
     return BatchPlans(question, layout, decision.options, decision.has_shrunk)
 
 
 def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -> Storage:
-    """Budgets and folder of a run's tiers, for one of the `num_local` processes that share the
-    machine's RAM; null as the folder is the run's own. Raises ConfigError
-    for budgets and tiers that a CPU does not have, and for a folder that cannot take a file."""
-    tier = config.chunks.tier
-    host_bytes, disk_bytes = tier_budgets(
-        tier, config.memory.host, config.memory.disk,
-        on_cpu=device.type != "cuda", free_host_bytes=free_ram_budget_bytes() // num_local,
+    """Budgets and folder of what a run offloads, for one of the `num_local` processes that share
+    the machine's RAM; null as the folder is the run's own. Raises ConfigError for
+    budgets and targets that a CPU does not have, and for a folder that cannot take a file."""
+    offload = config.offload
+    cpu_bytes, disk_bytes = offload_budgets(
+        offload, config.memory.cpu, config.memory.disk,
+        on_cpu=device.type != "cuda", free_cpu_bytes=free_ram_budget_bytes() // num_local,
     )  # fmt: skip
     named = config.memory.disk_dir
     folder = Path(config.out if named is None else named).expanduser()
-    if disk_bytes and (tier == "auto" or names_tier(tier, "disk")):
+    if disk_bytes and (offload == "auto" or offloads_to(offload, "disk")):
         # The run's own folder appears later: until then the one it will be in stands for it.
         NamelessFile(_existing(folder) if named is None else folder).close()
-    return Storage(host_bytes, disk_bytes, folder)
+    return Storage(cpu_bytes, disk_bytes, folder)
 
 
 def _existing(folder: Path) -> Path:

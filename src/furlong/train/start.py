@@ -45,7 +45,7 @@ def open_run(
 def _check(config: RunConfig, num_processes: int) -> None:
     layout = layout_of(config.parallel, num_processes)
     objective_of(config.train).check(config, num_processes)
-    dials = given_options(config.chunks)  # refuses what contradicts itself there
+    dials = given_options(config)  # refuses what contradicts itself there
     if layout.pp > 1 and dials.get("order") == "layer-first":
         raise ConfigError(
             given=f"{'chunks.order' if config.chunks.order != 'auto' else 'chunks.stage_layers'}"

@@ -165,7 +165,7 @@ class Trainer:
     # The phases of building, in this order.
 
     def _check(self) -> None:
-        """Tiers, the model's files and its tokenizer, as far as they can be had before all else."""
+        """The storage, the model's files and tokenizer, as far as they can be had first."""
         config, run, launch = self.config, self.run, self.processes.launch
 
         def check() -> tuple[torch.device, Storage, RunModel, Any]:
@@ -399,7 +399,7 @@ class Trainer:
             data_s=data_s,
             step_s=step_s,
             mfu=None if meter is None else meter.mfu(batch.seq_lens, step_s),
-            host_bytes=result.host_bytes or None,
+            cpu_bytes=result.cpu_bytes or None,
             disk_bytes=result.disk_bytes or None,
             plan_s=self.engine.waited_s,
             plan_method=self.engine.method,

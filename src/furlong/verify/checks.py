@@ -79,7 +79,7 @@ class Subject:
     bound: float
     """How far two computations of the same gradients may lie apart, relative to their norm."""
     storage: Storage | None = None
-    """Where the tiers of these options live."""
+    """Where offloaded tensors live."""
 
     def engine(self) -> Engine:
         return Engine(self.model, max_seq_len=LONGEST_TOKENS, storage=self.storage)

@@ -77,9 +77,9 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
         "max_seq_len": LONGEST_TOKENS, "cache_dir": str(home / "cache"),
     }  # fmt: skip
     values["chunks"] |= {"size": CHUNK_SIZE, "sample": _half_drawn(values["chunks"]["sample"])}
-    # on a CPU the host's RAM is the device's, and the budgets are those of the whole model
-    values["chunks"]["tier"] = _without_host(values["chunks"]["tier"])
-    values["memory"] |= {"device": "auto", "host": "auto"}
+    # on a CPU its RAM is the device's, and the budgets are those of the whole model
+    values["offload"] = _without_cpu(values["offload"])
+    values["memory"] |= {"device": "auto", "cpu": "auto"}
     values["train"] |= {
         "steps": NUM_STEPS, "epochs": None, "sequences_per_step": 4,
         "save_every_steps": SAVE_EVERY_STEPS, "eval_every_steps": 0, "eval_train_share": 0,
@@ -101,10 +101,10 @@ def _half_drawn(sample: Any) -> Any:
     return sample | {"rate": 0.5, "chunks": None, "label_rate": label_rate}
 
 
-def _without_host(tier: Any) -> Any:
-    if isinstance(tier, Mapping):
-        return {kind: _without_host(name) for kind, name in tier.items()}
-    return "device" if tier == "host" else tier
+def _without_cpu(offload: Any) -> Any:
+    if isinstance(offload, Mapping):
+        return {kind: _without_cpu(target) for kind, target in offload.items()}
+    return "none" if offload == "cpu" else offload
 
 
 def _any_tokenizer() -> Any:

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from furlong.errors import ConfigError
 from furlong.kv.arena import Arena
-from furlong.kv.pools import Budget, DevicePool, DiskPool, HostPool
+from furlong.kv.pools import Budget, CpuPool, DevicePool, DiskPool
 
 CPU = torch.device("cpu")
-POOLS = ["device", "host", "disk"]
+POOLS = ["device", "cpu", "disk"]
 
 
 def make(kind, folder, device=CPU, **options):
     if kind == "device":
         options = {name: value for name, value in options.items() if name == "poison"}
         return DevicePool(Arena(device), **options)
-    return HostPool(device, **options) if kind == "host" else DiskPool(folder, device, **options)
+    return CpuPool(device, **options) if kind == "cpu" else DiskPool(folder, device, **options)
 
 
 @pytest.fixture(params=POOLS)
@@ -31,7 +31,7 @@ def pool(request, tmp_path):
     pool.close()
 
 
-staged = pytest.mark.parametrize("pool", ["host", "disk"], indirect=True)
+staged = pytest.mark.parametrize("pool", ["cpu", "disk"], indirect=True)
 
 
 def random_tensor(generator, dtype, num_rows):
@@ -114,7 +114,7 @@ def test_what_comes_back_is_what_went_in(kind, staging_bytes, tmp_path):
     run()
 
 
-@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("kind", ["cpu", "disk"])
 def test_slow_copies_give_the_same_bits(kind, tmp_path, delays):
     @settings(max_examples=10, deadline=None)
     @given(OPERATIONS)
@@ -245,7 +245,7 @@ def test_a_slow_link_never_piles_up_copies(pool, monkeypatch):
         lease.release()
 
 
-@pytest.mark.parametrize(("kind", "key"), [("host", "memory.host"), ("disk", "memory.disk")])
+@pytest.mark.parametrize(("kind", "key"), [("cpu", "memory.cpu"), ("disk", "memory.disk")])
 def test_a_budget_is_kept(kind, key, tmp_path):
     pool = make(kind, tmp_path, budget=Budget(10_000))
     first = pool.put(torch.ones(2000))

@@ -5,13 +5,13 @@ import logging
 import pytest
 import torch
 
-from furlong.kv.pools import HostPool, pinned_memory
+from furlong.kv.pools import CpuPool, pinned_memory
 
 CPU = torch.device("cpu")
 
 
 def test_memory_is_reused():
-    pool = HostPool(CPU)
+    pool = CpuPool(CPU)
     for _ in range(10):
         handles = [pool.put(torch.ones(2**20)) for _ in range(10)]
         for handle in handles:
@@ -21,7 +21,7 @@ def test_memory_is_reused():
 
 
 def test_a_large_tensor_gets_a_slab_with_little_waste():
-    pool = HostPool(CPU)
+    pool = CpuPool(CPU)
     size = 33 * 2**20
     for _ in range(14):
         pool._take_place(size)
@@ -39,7 +39,7 @@ def test_what_is_reserved_is_taken_once_and_suffices(monkeypatch):
 
     monkeypatch.setattr("furlong.kv.pools.pinned_memory", pin)
     monkeypatch.setattr("furlong.kv.pools.StreamLane", lambda device: None)
-    pool, record = HostPool(torch.device("cuda")), 58_720_256 + 917_504
+    pool, record = CpuPool(torch.device("cuda")), 58_720_256 + 917_504
     total = 41 * 2**30 // record * record
     for _ in range(2):
         pool.reserve(total, None)
@@ -53,12 +53,12 @@ def test_what_is_reserved_is_taken_once_and_suffices(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pinned memory exists here")
 def test_refused_pinned_memory_is_told_once_and_done_without(caplog, monkeypatch):
     monkeypatch.setattr("furlong.kv.pools.StreamLane", lambda device: None)
-    pool = HostPool(torch.device("cuda"))
+    pool = CpuPool(torch.device("cuda"))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             pool._take_place(2**26)
         pool._take_place(2**30)
     (record,) = caplog.records
-    assert "refuses 256 MiB of pinned host memory" in record.getMessage()
+    assert "refuses 256 MiB of pinned CPU memory" in record.getMessage()
     assert "pageable memory is used instead" in record.getMessage()
     assert pinned_memory(1) is None

@@ -1,4 +1,4 @@
-"""Memory and traffic of each kind in each tier: by hand, and by the formulas of the store."""
+"""Memory and traffic of each kind in each target: by hand, and by the formulas of the store."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from papers.fpdt_plan import plan_fpdt
 from furlong.cost.memory import PARTS, PlanMemory, stage_bytes
 from furlong.cost.training import Training
 from furlong.models.describe import describe
-from furlong.plan.plan import ChunkPlan, Tiers
+from furlong.plan.plan import ChunkPlan, Offload
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.planners.options import ChunkOptions
 
@@ -25,20 +25,20 @@ CHUNK, NUM_CHUNKS = 1024, 16
 LENGTH = CHUNK * NUM_CHUNKS
 
 
-def layer_first(height, keep="input", *, memory=MEMORY, **tiers):
+def layer_first(height, keep="input", *, memory=MEMORY, **offload):
     plan = plan_fpdt(
         [LENGTH], num_layers=8, stage_layers=height, chunk_size=CHUNK, keep=keep,
-        tiers=Tiers(**tiers),
+        offload=Offload(**offload),
     )  # fmt: skip
     return plan, memory.curve(plan, 0), memory.curve(plan, 0).traffic
 
 
-def read_bytes(traffic, tier):
-    return traffic.read[:, traffic.of(tier)].sum()
+def read_bytes(traffic, target):
+    return traffic.read[:, traffic.of(target)].sum()
 
 
-def written_bytes(traffic, tier):
-    return traffic.written[:, traffic.of(tier)].sum()
+def written_bytes(traffic, target):
+    return traffic.written[:, traffic.of(target)].sum()
 
 
 def part(curve, *names):
@@ -52,10 +52,10 @@ def test_inputs_are_written_twice_and_read_by_every_pass():
     message = 1.5 * MIB
     assert written_bytes(traffic, "disk") == 2 * 7 * 16 * message
     assert read_bytes(traffic, "disk") == (7 * 16 - 1 + 6 * 15 + 7 * 16 + 7 * 16) * message
-    assert read_bytes(traffic, "host") == written_bytes(traffic, "host") == 0
+    assert read_bytes(traffic, "cpu") == written_bytes(traffic, "cpu") == 0
     assert traffic.to_json().keys() == {"inputs"}
     assert curve.disk.max() == 7 * 16 * message
-    assert not curve.host.any() and curve.disk[-1] == 0
+    assert not curve.cpu.any() and curve.disk[-1] == 0
     # on the device remain those that a pass reads and delivers
     _, on_device, nothing = layer_first(1)
     saved = part(on_device, "activations").max() - part(curve, "activations").max()
@@ -77,42 +77,42 @@ def test_an_input_becomes_its_gradient_in_one_buffer():
 
 
 def test_a_kept_graph_gives_its_input_back_and_takes_a_buffer_for_the_gradient():
-    plan, curve, traffic = layer_first(4, keep="all", inputs="host")
+    plan, curve, traffic = layer_first(4, keep="all", inputs="cpu")
     at = {format_action(action): i for i, action in enumerate(plan.actions[0])}
     message = 1.5 * MIB
     forwards, backwards = ("F0.0 all", "F15.0 all", "F0.1 all", "F15.1 all"), (
         "B15.1", "B0.1", "B15.0", "B0.0",
     )  # fmt: skip
     expected = [message, 16 * message, 16 * message, message]
-    assert [curve.host[at[name]] for name in forwards] == expected
-    assert [curve.host[at[name]] for name in backwards] == expected
-    assert written_bytes(traffic, "host") == 2 * 16 * message
-    assert read_bytes(traffic, "host") == 2 * 16 * message
+    assert [curve.cpu[at[name]] for name in forwards] == expected
+    assert [curve.cpu[at[name]] for name in backwards] == expected
+    assert written_bytes(traffic, "cpu") == 2 * 16 * message
+    assert read_bytes(traffic, "cpu") == 2 * 16 * message
 
 
 def test_without_a_backward_an_input_dies_with_its_reader():
     plan = plan_fpdt([LENGTH], num_layers=8, stage_layers=4, chunk_size=CHUNK, backward=False,
-                     tiers=Tiers(inputs="host"))  # fmt: skip
+                     offload=Offload(inputs="cpu"))  # fmt: skip
     curve = MEMORY.curve(plan, 0)
     message = 1.5 * MIB
-    assert curve.host.tolist() == [message * n for n in [*range(1, 17), *range(16, 0, -1)]]
+    assert curve.cpu.tolist() == [message * n for n in [*range(1, 17), *range(16, 0, -1)]]
     traffic = MEMORY.curve(plan, 0).traffic
-    assert written_bytes(traffic, "host") == read_bytes(traffic, "host") == 16 * message
+    assert written_bytes(traffic, "cpu") == read_bytes(traffic, "cpu") == 16 * message
 
 
 def test_frozen_stages_have_no_gradients_to_keep():
     texts = "F0.0 input, F0.1 input, F0.2 kv, R0.2, B0.2, R0.1, B0.1, reduce 2, reduce 1, reduce 0"
     plan = ChunkPlan(
         (64,), (parse_chunk("0:0-64"),), (2, 3, 3), (tuple(map(parse_action, texts.split(", "))),),
-        tiers=Tiers(inputs="host"), frozen_stages=1,
+        offload=Offload(inputs="cpu"), frozen_stages=1,
     )  # fmt: skip
     message = 64 * 384 * 4
-    host = MEMORY.curve(plan, 0).host
+    host = MEMORY.curve(plan, 0).cpu
     # x1 and x2; x2 becomes a gradient, which B0.1 reads; x1 becomes none
     assert host.tolist() == [message * n for n in (1, 2, 2, 2, 2, 2, 2, 0, 0, 0)]
-    assert written_bytes(MEMORY.curve(plan, 0).traffic, "host") == 3 * message
+    assert written_bytes(MEMORY.curve(plan, 0).traffic, "cpu") == 3 * message
     # read: x1 by F and R, x2 by R alone (F0.2 computes nothing), its gradient by B0.1
-    assert read_bytes(MEMORY.curve(plan, 0).traffic, "host") == 4 * message
+    assert read_bytes(MEMORY.curve(plan, 0).traffic, "cpu") == 4 * message
 
 
 @pytest.mark.parametrize("height", [1, 2, 8])
@@ -136,26 +136,26 @@ def test_attention_is_written_once_and_read_once_or_twice(height):
     assert unseen.to_json()["attention"] == traffic.to_json()["attention"]
 
 
-def test_kept_graphs_in_a_lower_tier():
+def test_kept_graphs_off_the_device():
     options = ChunkOptions(size=CHUNK, num_retained=2, keep="kv")
     plan = plan_chunkflow([LENGTH], options, stages=(8,))
-    lower = replace(plan, tiers=Tiers(graphs="host"))
+    lower = replace(plan, offload=Offload(graphs="cpu"))
     graph = CHUNK * stage_bytes(SHAPE, (8,), 0, FLOAT32).graph()
     traffic = MEMORY.curve(lower, 0).traffic
-    moved = {"tier": "host", "read_bytes": round(2 * graph), "written_bytes": round(2 * graph)}
+    moved = {"offload": "cpu", "read_bytes": round(2 * graph), "written_bytes": round(2 * graph)}
     assert traffic.to_json() == {"graphs": moved}
-    assert MEMORY.curve(lower, 0).host.max() == round(2 * graph)
+    assert MEMORY.curve(lower, 0).cpu.max() == round(2 * graph)
     # recomputed graphs stay where they are: one at a time
     saved = part(MEMORY.curve(plan, 0), "activations").max()
     saved -= part(MEMORY.curve(lower, 0), "activations").max()
     assert saved == pytest.approx(graph, rel=0.02)
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_each_tier_holds_its_own(tier):
-    _, curve, traffic = layer_first(2, inputs=tier, kv=tier)
-    assert curve.lower_bytes == getattr(curve, tier).tolist()
+@pytest.mark.parametrize("target", ["cpu", "disk"])
+def test_each_memory_holds_its_own(target):
+    _, curve, traffic = layer_first(2, inputs=target, kv=target)
+    assert curve.lower_bytes == getattr(curve, target).tolist()
     assert (
-        max(curve.lower_bytes) > 0 == getattr(curve, {"host": "disk", "disk": "host"}[tier]).max()
+        max(curve.lower_bytes) > 0 == getattr(curve, {"cpu": "disk", "disk": "cpu"}[target]).max()
     )
     assert traffic.to_json().keys() == {"inputs", "kv", "kv_gradients"}
