@@ -82,10 +82,10 @@ class Ran:
 
 def calibrated(process: int, config: dict[str, Any], disk_dir: str) -> Machine:
     """This machine as `furlong calibrate` measures it, with as many processes as there are."""
-    outcome = calibrate(
+    machine, _ = calibrate(
         LlamaConfig(**config), dtype="float32", device=torch.device("cpu"), disk_dir=Path(disk_dir)
     )
-    return outcome.machine
+    return machine
 
 
 def run_trials(process: int, trials: list[Trial]) -> list[list[Ran]]:

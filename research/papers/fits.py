@@ -21,9 +21,9 @@ def fit(
     for rank in range(len(plan.actions)):
         curve = memory.curve(plan, rank)
         needed = sum(curve.peak.values())
-        if needed > memory.budget_bytes(rank):
+        if needed > memory.device_budget_bytes:
             raise DoesNotFitError(
-                rank, curve.peak, memory.budget_bytes(rank), model.training,
+                rank, curve.peak, memory.device_budget_bytes, model.training,
                 num_devices=num_devices, with_what=with_what,
             )  # fmt: skip
         if (on_host := int(curve.cpu.max(initial=0))) > cpu_bytes:

@@ -178,7 +178,7 @@ def mfu() -> Table:
 
 def counted_flops(s: Strategy) -> float:
     """FLOPs of a step over those that eight devices make in a second."""
-    found = sequence_flops(model_shape(MODEL), s.context * K).total
+    found = sum(sequence_flops(model_shape(MODEL), s.context * K))
     return (3 + s.checkpoints) * found / (8 * Machine.named(CARD).peak_flops_per_s)
 
 

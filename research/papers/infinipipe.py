@@ -13,7 +13,7 @@ from furlong.calibrate.fit import relative_fit
 from furlong.cost.lengths import K, sample_lengths
 from furlong.cost.machine import ClusterLinks, Link, Machine
 from furlong.cost.model import CostModel
-from furlong.cost.seconds import ATTENTION_BACKWARD, Flops, sequence_flops
+from furlong.cost.seconds import ATTENTION_BACKWARD, sequence_flops
 from furlong.cost.shape import ModelShape, model_shape
 from furlong.planners.infinipipe import (
     MAX_GROWTH,
@@ -45,9 +45,9 @@ def table_3() -> Table:
     columns: list[tuple[float, float, float]] = []
     computed: list[float] = []
     for devices, at in FITTED_CELLS:
-        flops = _step_flops(shape, seqs[at])
+        linear, attention = _step_flops(shape, seqs[at])
         seconds, share = TABLE_3[devices][at]
-        columns.append((flops.linear / devices, flops.attention / devices, 1.0))
+        columns.append((linear / devices, attention / devices, 1.0))
         computed.append(seconds * (1 - share))
     fit = relative_fit(np.array(columns), np.array(computed))
     linear_s, attention_s, constant_s = fit.tolist()
@@ -64,8 +64,8 @@ def table_3() -> Table:
     links = ClusterLinks(8, near, between, free, free)
     rows = []
     for (devices, cells), (at, seq_len) in product(TABLE_3.items(), enumerate(seqs)):
-        flops = _step_flops(shape, seq_len)
-        compute = (linear_s * flops.linear + attention_s * flops.attention) / devices + constant_s
+        linear, attention = _step_flops(shape, seq_len)
+        compute = (linear_s * linear + attention_s * attention) / devices + constant_s
         link = links.effective("all_to_all", devices, devices // 8)
         moved_s = link.seconds(_moved_bytes(devices, seq_len))
         seconds, share = cells[at]
@@ -101,10 +101,10 @@ def table_3() -> Table:
 def forward_share(devices: int, at: int, peak_flops_per_s: float) -> float:
     """Of the peak, where the seconds without all-to-all are those of a forward that computes the
     whole square of attention."""
-    once = sequence_flops(model_shape("GPT-13B"), CONTEXTS[at])
+    linear, attention = sequence_flops(model_shape("GPT-13B"), CONTEXTS[at])
     seconds, share = TABLE_3[devices][at]
     computed_s = devices * seconds * (1 - share)
-    return (once.linear + 2 * once.attention) / (computed_s * peak_flops_per_s)
+    return (linear + 2 * attention) / (computed_s * peak_flops_per_s)
 
 
 def _words(devices: int, peak_flops_per_s: float) -> str:
@@ -112,9 +112,10 @@ def _words(devices: int, peak_flops_per_s: float) -> str:
     return ", ".join(f"{100 * share:.0f}" for share in shares)
 
 
-def _step_flops(shape: ModelShape, seq_len: int) -> Flops:
-    """Forward and backward of one whole sequence with nothing recomputed."""
-    return sequence_flops(shape, seq_len).times(3, 1 + ATTENTION_BACKWARD)
+def _step_flops(shape: ModelShape, seq_len: int) -> tuple[float, float]:
+    """Forward and backward of one whole sequence with nothing recomputed: matrices, attention."""
+    linear, attention = sequence_flops(shape, seq_len)
+    return 3 * linear, (1 + ATTENTION_BACKWARD) * attention
 
 
 def _moved_bytes(devices: int, seq_len: int) -> float:

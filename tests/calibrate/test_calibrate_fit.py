@@ -12,7 +12,6 @@ from furlong.calibrate.fit import (
     fit_rates,
     relative_fit,
     relative_line,
-    residuals,
 )
 from furlong.calibrate.run import trials
 from furlong.cost.machine import Efficiency, Machine, this_cpu
@@ -88,7 +87,7 @@ def test_bytes_that_cost_nothing_replace_what_was_assumed(tmp_path):
     truth = replace(spec, **TRUE_RATES | {"activation_bytes_per_s": math.inf})
     found = fit_rates(simulated(spec, truth, noise=-0.01), spec)
     file = tmp_path / "calibration.json"
-    spec.measured(found, "a test").save(file, "float32")
+    spec.measured(found).save(file, "float32")
     calibrated = spec.calibrated("float32", file)
     assert calibrated.activation_bytes_per_s > 1e15
     assert_steps(simulated(spec, truth), calibrated, 0.01)
@@ -113,20 +112,6 @@ def test_rates_are_found_where_launches_hide_behind_work():
     found = fit_rates(samples, spec)
     assert_steps(samples, replace(spec, **found), 0.01)
     assert found["layer_launch_s"] == pytest.approx(3e-4, rel=0.01)
-
-
-def test_residuals_are_by_pass_and_of_the_models_own_rates():
-    spec = this_cpu()
-    truth = replace(spec, **TRUE_RATES)
-    samples = [
-        replace(sample, model=replace(sample.model, hardware=truth))
-        for sample in simulated(spec, truth)
-    ]
-    found = residuals(samples)
-    assert set(found) == {"to last kv", "values", "graph", "backward"}
-    assert all(abs(error) < 1e-9 for errors in found.values() for error in errors)
-    slower = [replace(s, seconds=tuple(2 * x for x in s.seconds)) for s in samples]
-    assert residuals(slower)["backward"][0] == pytest.approx(-0.5)
 
 
 def test_too_few_actions_are_refused():

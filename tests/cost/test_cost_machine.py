@@ -27,13 +27,12 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
 
 
-def test_every_card_is_whole_and_sourced():
+def test_every_card_is_whole():
     for name, spec in known_machines().items():
         assert Machine.named(name.lower()) == spec and spec.name == name
         assert 0 < spec.budget_bytes < spec.memory_bytes
         assert spec.links.host.bytes_per_s < spec.links.within_node.bytes_per_s * 2
         assert spec.links.between_nodes.bytes_per_s < spec.links.within_node.bytes_per_s
-        assert "half_tokens" in spec.sources and all(spec.sources.values())
     # an eighth of nine tenths of the node's
     assert Machine.named("A100-40").host_bytes == 2**40 * 9 // 80
 
@@ -112,10 +111,10 @@ FIGURES = {
     "all_to_all between nodes": Link(2e-4, 1e9),
 }  # fmt: skip
 A100 = Machine.named("A100-80")
-MEASURED = A100.measured(FIGURES, "qwen2 in bfloat16, torch 2.13")
+MEASURED = A100.measured(FIGURES)
 
 
-def test_measured_figures_replace_assumed_ones_and_name_their_source():
+def test_measured_figures_replace_assumed_ones():
     links = MEASURED.links
     assert MEASURED.linear == Efficiency(0.66, 190.0) and links.host == Link(1e-5, 21e9)
     unchanged = ("attention_forward", "peak_flops_per_s", "layer_launch_s", "memory_bytes")
@@ -124,8 +123,7 @@ def test_measured_figures_replace_assumed_ones_and_name_their_source():
     assert links.link("all_reduce", False) == Link(1e-4, 3e9)
     assert links.link("all_to_all", True) == Link(2e-4, 1e9)
     assert links.link("all_to_all", False) == links.within_node == A100.links.within_node
-    assert MEASURED.sources["linear"] == "measured: qwen2 in bfloat16, torch 2.13"
-    assert MEASURED.measurements() == FIGURES and A100.measurements() == {}
+    assert MEASURED.measurements == FIGURES and A100.measurements == {}
     assert [m.margin(0.1) for m in (A100, MEASURED, replace(A100, memory_error=0.0))] == [
         0.1, 0.05, 0.02,
     ]  # fmt: skip
@@ -146,16 +144,12 @@ def test_what_is_saved_is_read(tmp_path):
         ({"hardware": "H100"}, "was measured on another machine (H100; this is A100-80)"),
         ({"machine": "an A40"}, "was measured on another machine (an A40; this is A100-80)"),
         ({"version": 2}, "version 2"),
-        ({"version": None}, "version None"),
-        ({"linear": {"best": -1, "half_tokens": 3}}, "linear.best = -1"),
         ({"linear": {"best": 0.5}}, "half_tokens"),
-        ({"linear": 3}, "no attribute"),
         ({"links": []}, "no attribute"),
-        ({"speed": 3}, "unknown: speed"),
-        ({"memory_bytes": 3}, "unknown: memory_bytes"),
-        ({"links": {"bus": {"latency_s": 0, "bytes_per_s": 1}}}, "unknown: bus"),
-        ({"heap_blocks": "much"}, "heap_blocks = 'much'"),
-        ({"heap_share": None}, "heap_share = None"),
+        ({"speed": 3}, "speed = 3"),
+        ({"memory_bytes": 3}, "memory_bytes = 3"),
+        ({"heap_blocks": -1}, "heap_blocks = -1"),
+        ({"heap_share": None}, "not supported"),
     ],
 )
 def test_edited_files_are_refused_and_those_of_other_machines_left_alone(tmp_path, change, told):
@@ -184,7 +178,7 @@ def test_a_calibration_is_named_by_its_card(tmp_path, monkeypatch):
         "calibration-A100-40-bfloat16.json", "calibration-NVIDIA-A100-PG509-200-bfloat16.json",
     ]  # fmt: skip
     files[0].parent.mkdir()
-    other.measured(FIGURES, "a test").save(files[1], "bfloat16")
+    other.measured(FIGURES).save(files[1], "bfloat16")
     assert known.calibrated("bfloat16") == known
     assert other.calibrated("bfloat16").linear == FIGURES["linear"]
     assert [known_card(name) for name in names] == [known, None]
@@ -212,7 +206,7 @@ def test_assumed_rates_are_those_of_the_dtype(name, dtype, slower, tmp_path, mon
     assert wide / sixteen == pytest.approx(slower, rel=0.05)
     place = model.hardware.calibration_file(dtype)
     place.parent.mkdir()
-    model.hardware.measured(FIGURES, "a test").save(place, dtype)
+    model.hardware.measured(FIGURES).save(place, dtype)
     assert model.calibrated(dtype).hardware.peak_flops_per_s == model.hardware.peak_flops_per_s
 
 

@@ -139,7 +139,7 @@ def test_a_reduction_hides_behind_the_last_backward_and_a_gather_behind_the_firs
         costs, long_s = exposed_s(LONG, zero_stage=0, **changes)
         assert long_s == pytest.approx(costs.reduce_s(0))
     memory = CostModel(SHAPE, on_cpu).memory()
-    assert memory.device_type == "cpu" and memory.budget_bytes(0) == A100.budget_bytes
+    assert memory.device_type == "cpu" and memory.device_budget_bytes == A100.budget_bytes
 
 
 def test_zero_3_without_unshards_gathers_with_every_pass():

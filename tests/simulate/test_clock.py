@@ -71,11 +71,11 @@ def test_messages_take_the_link_and_leave_the_compute_lane_free():
     assert timeline.duration_s == 12.5
 
 
-def test_a_broken_plan_stalls_with_an_arrow():
+def test_a_broken_plan_stalls():
     actions = list(two_stages().actions)
     actions[0] = tuple(a for a in actions[0] if not isinstance(a, Send))
     stalled = dataclasses.replace(two_stages(), actions=tuple(actions))
-    with pytest.raises(PlanError, match=r"recv gradient 0\.1 from 1    <-- here"):
+    with pytest.raises(PlanError, match="wait for each other"):
         simulate(stalled, Costs())
 
 

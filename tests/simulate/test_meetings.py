@@ -202,5 +202,5 @@ def test_a_rank_that_still_copies_comes_late_to_the_next_pass():
 )
 def test_unequal_lists_are_refused_and_never_hang(second):
     plan = two_replicas(FIRST, second)
-    with pytest.raises(PlanError, match=r"(?s)these wait for ever: rank .* <-- here"):
+    with pytest.raises(PlanError, match="wait for each other"):
         time_actions(plan, UnitCosts(plan))

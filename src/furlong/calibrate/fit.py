@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from furlong.cost.machine import Efficiency, Machine
 from furlong.cost.model import CostModel
-from furlong.plan.passes import Computed, Pass, passes
+from furlong.plan.passes import Pass, passes
 from furlong.plan.plan import ChunkPlan
 
 _EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
@@ -74,19 +74,6 @@ def _fit_hidden(
         longer[np.ix_(~launched, ~is_work)] = 0.0
         found = relative_fit(longer + heads, measured)
     return found
-
-
-def residuals(samples: Sequence[Sample]) -> dict[Computed, list[float]]:
-    """Relative errors of the samples' own models, which are calibrated, by kind of pass."""
-    by_pass: dict[Computed, list[float]] = {}
-    for sample in samples:
-        predicted = _seconds(sample, sample.model.hardware)
-        for what, seconds, found in zip(
-            passes(sample.plan, 0), sample.seconds, predicted, strict=True
-        ):
-            if _counts(what, seconds):
-                by_pass.setdefault(what.computes, []).append(found / seconds - 1)
-    return by_pass
 
 
 def _counts(what: Pass, seconds: float) -> bool:

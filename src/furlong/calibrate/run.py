@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from furlong.api import Engine
-from furlong.calibrate.fit import Sample, fit_memory, fit_rates, residuals
+from furlong.calibrate.fit import Sample, fit_memory, fit_rates
 from furlong.calibrate.measure import (
     clock_of,
     collective_links,
@@ -44,7 +44,6 @@ from furlong.models.build import build_model, read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder
 from furlong.models.shrink import cut_layers
-from furlong.plan.passes import Computed
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.profile import memory_bytes
@@ -56,8 +55,6 @@ Tell = Callable[[str], None]
 _LARGEST_CHUNK = {"cpu": 1024, "cuda": 8192}
 _SMALLEST_CHUNK = 64
 _NUM_LAYERS = 2
-_NARROW = 128
-"""Hidden sizes below it may hide all work behind launches."""
 _LARGE_LAYER = 10**8
 """Parameters of a layer of which one is enough."""
 _ROUND_S = 30.0
@@ -281,15 +278,6 @@ class TrialResult:
         return self.predicted_bytes / self.measured.peak_bytes - 1
 
 
-@dataclass(frozen=True)
-class CalibrationOutcome:
-    machine: Machine
-    """The machine as it was measured."""
-    results: tuple[TrialResult, ...]
-    residuals: dict[Computed, list[float]]
-    """Relative errors of the actions that were fitted, by kind of pass."""
-
-
 def calibrate(
     config: Any,
     *,
@@ -297,17 +285,11 @@ def calibrate(
     device: torch.device,
     disk_dir: Path,
     tell: Tell = lambda words: None,
-) -> CalibrationOutcome:
-    """Measures `device` with models of the widths of a transformers config. Raises UserError for a
-    model that cannot be trained or counted."""
+) -> tuple[Machine, tuple[TrialResult, ...]]:
+    """The machine of `device`, measured with models of the widths of a transformers config, and all
+    plans that ran. Raises UserError for a model that cannot be trained or counted."""
     started_s = time.monotonic()
     shape = describe(config)
-    if shape.hidden_size < _NARROW:
-        tell(
-            f"a model {shape.hidden_size} wide: beside other work on this machine its launches may"
-            " hide the rates, which is found when all is measured; without a model, figures of a"
-            " wider one are measured, which serve it too"
-        )
     spec, compute_dtype = spec_of(device), getattr(torch, dtype)
     figures: dict[str, Any] = {}
     if device.type == "cpu":
@@ -343,10 +325,9 @@ def calibrate(
         tell(f"collectives of {dist.get_world_size()} processes")
         figures |= collective_links(device)
     measured = {trial: merged(done) for trial, done in runs.items()}
-    on = _measured_on(models["own"].shape, dtype, device)
-    outcome = _fitted(measured, models, spec, figures, on)
+    found = _fitted(measured, models, spec, figures)
     tell(f"fitted after {time.monotonic() - started_s:.0f} s")
-    return outcome
+    return found
 
 
 def device_of(name: str) -> torch.device:
@@ -406,9 +387,8 @@ def _fitted(
     models: dict[TrialModel, CostModel],
     spec: Machine,
     figures: dict[str, Any],
-    on: str,
-) -> CalibrationOutcome:
-    """The calibration of `spec` with `figures`, and with rates and bytes that fit the trials."""
+) -> tuple[Machine, tuple[TrialResult, ...]]:
+    """`spec` with `figures`, and with rates and bytes that fit the trials."""
     is_cpu = spec.device_type == "cpu"
     if is_cpu:
         measured = _without_process(measured, models)
@@ -426,7 +406,7 @@ def _fitted(
             change="leave the model out, or name a wider one; end other work before",
         ) from error
     bytes_held = _fit_memory(fitted, models, is_cpu=is_cpu)
-    machine = spec.measured(figures | rates | bytes_held, on)
+    machine = spec.measured(figures | rates | bytes_held)
     after = {name: replace(model, hardware=machine) for name, model in models.items()}
     predicted = {t: predict(after[t.subject], m.plan) for t, m in measured.items()}
     results = tuple(
@@ -438,8 +418,7 @@ def _fitted(
         "time_error": max(abs(result.time_error) for result in unseen),
         "memory_error": max(0.0, max(-result.memory_error for result in results)),
     }
-    calibrated = [Sample(after[t.subject], m.plan, m.seconds) for t, m in fitted.items()]
-    return CalibrationOutcome(machine.measured(errors, on), results, residuals(calibrated))
+    return machine.measured(errors), results
 
 
 def _without_process(
@@ -486,12 +465,3 @@ def _fit_memory(
 
 def _peak_bytes(model: CostModel, measured: Measured) -> int:
     return sum(model.memory().curve(measured.plan, 0).peak.values())
-
-
-def _measured_on(shape: ModelShape, dtype: str, device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"
-    return (
-        f"{shape.family} {shape.hidden_size} wide in {dtype}, torch {torch.__version__},"
-        f" {name}{threads}"
-    )

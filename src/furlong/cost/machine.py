@@ -1,4 +1,4 @@
-"""Machine: a cluster's data sheet and what was measured of it, each figure with its source.
+"""Machine: a cluster's data sheet, and what was measured of it.
 
     Machine.named("H100")                     # data sheet and assumptions
     Machine.named("H100").calibrated("bfloat16")   # what furlong calibrate has measured, if it has
@@ -15,9 +15,9 @@ A bandwidth is what one device moves: `bytes_per_s` is a bus bandwidth in the se
 so that it does not depend on the size of the group. Between nodes it is one device's share of its
 node's adapters.
 
-Data sheets are in known_machines.toml. What they do not say (efficiencies, launch times, reserved
-memory, how a node is cabled) is an assumption and says so. `furlong calibrate` measures it with the
-executor, and writes a JSON file for the card and the dtype in the user's cache.
+Data sheets are in known_machines.toml, with their sources. What they do not say (efficiencies,
+launch times, reserved memory, how a node is cabled) is an assumption. `furlong calibrate` measures
+it with the executor, and writes a JSON file for the card and the dtype in the user's cache.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ from furlong.files import write_text
 from furlong.units import format_bytes
 
 THIS_CPU = "cpu"
-MEASURED = "measured: "
-"""Start of the source of a figure that a calibration has measured."""
 ASSUMED = "assumed; furlong calibrate measures them"
 VERSION = 1
 """The version of a calibration's file."""
@@ -109,8 +107,8 @@ class Machine:
     """Largest relative error of the predicted steps that a calibration's fit has not seen."""
     memory_error: float | None = None
     """Largest share of a measured peak that a calibration's predictions lacked."""
-    sources: Mapping[str, str] = field(default_factory=dict)
-    """Source of each figure."""
+    measurements: Mapping[str, Any] = field(default_factory=dict)
+    """Figures that a calibration has measured: values of fields, and links by name."""
     origin: str = ASSUMED
     """The origin of the figures in words, and how far they can be trusted."""
     device_type: str = "cuda"
@@ -166,22 +164,15 @@ class Machine:
         }
         return replace(self, peak_flops_per_s=peak, **changed)
 
-    def measured(self, figures: Mapping[str, Any], on: str) -> Machine:
-        """The machine with what was measured in the place of what was assumed. `figures`: fields,
-        and links by name; `on`: model, dtype and versions that ran."""
+    def measured(self, figures: Mapping[str, Any]) -> Machine:
+        """The machine with what was measured in the place of what was assumed: values of fields,
+        and links by name."""
         links = {name: value for name, value in figures.items() if isinstance(value, Link)}
         fields = {name: value for name, value in figures.items() if name not in links}
-        sources = {**self.sources, **dict.fromkeys(figures, MEASURED + on)}
-        return replace(self, links=self.links.with_links(links), sources=sources, **fields)
-
-    def measurements(self) -> dict[str, Any]:
-        """Figures that were measured: values of fields, and links by name."""
-        links = self.links.by_name()
-        return {
-            name: links[name] if name in links else getattr(self, name)
-            for name, source in self.sources.items()
-            if source.startswith(MEASURED)
-        }
+        measurements = {**self.measurements, **figures}
+        return replace(
+            self, links=self.links.with_links(links), measurements=measurements, **fields
+        )
 
     def calibration_file(self, dtype: str) -> Path:
         """The file that `furlong calibrate` writes unless told otherwise, in the user's cache."""
@@ -198,12 +189,12 @@ class Machine:
         file, assumed = file or self.calibration_file(dtype), self.computing_in(dtype)
         if not os.path.exists(file):
             return assumed
-        texts, figures = _read_calibration(file)
-        if [texts[name] for name in _MADE_FOR] != [self.name, self.card, dtype]:
-            other, own = texts["machine"] or texts["hardware"], self.card or self.name
+        made_for, figures = _read_calibration(file)
+        if made_for != {"hardware": self.name, "machine": self.card, "dtype": dtype}:
+            other, own = made_for["machine"] or made_for["hardware"], self.card or self.name
             words = f"assumed: {file} was measured on another machine ({other}; this is {own})"
             return replace(assumed, origin=words)
-        found = self.measured(figures, texts["measured_on"])
+        found = self.measured(figures)
         words = f"measured by furlong calibrate ({file})"
         for what, error in (("times", found.time_error), ("peaks", found.memory_error)):
             words += "" if error is None else f", {what} within {error:.0%}"
@@ -211,17 +202,14 @@ class Machine:
 
     def save(self, file: str | Path, dtype: str) -> None:
         """Write what was measured, as `calibrated` reads it."""
-        found = self.measurements()
-        sources = [self.sources[name].removeprefix(MEASURED) for name in found]
-        texts = self.name, self.card, dtype, sources[0] if sources else ""
-        links = {name: found.pop(name) for name in self.links.by_name() if name in found}
-        values = {"version": VERSION, **dict(zip(_TEXTS, texts, strict=True)), **found}
-        text = json.dumps(values | {"links": links}, indent=2, default=asdict)
-        write_text(Path(file), text + "\n")
+        links = {n: of for n, of in self.measurements.items() if isinstance(of, Link)}
+        values = {
+            "version": VERSION, "hardware": self.name, "machine": self.card, "dtype": dtype,
+            **{n: of for n, of in self.measurements.items() if n not in links}, "links": links,
+        }  # fmt: skip
+        write_text(Path(file), json.dumps(values, indent=2, default=asdict) + "\n")
 
 
-_MADE_FOR = ("hardware", "machine", "dtype")
-_TEXTS = (*_MADE_FOR, "measured_on")
 _EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
 _NUMBERS = (
     "peak_flops_per_s", "pass_launch_s", "layer_launch_s", "slice_launch_s",
@@ -231,37 +219,26 @@ _NUMBERS = (
 
 
 def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """The texts of a calibration's file, and its figures. Raises ConfigError for anything that
+    """What a calibration's file was made for, and its figures. Raises ConfigError for anything that
     `Machine.save` has not written."""
     source, again = f"the calibration file {file}", "run furlong calibrate again"
     values = read_object(file, source=source, change=again)
-    if (version := values.pop("version", None)) != VERSION:
-        raise ConfigError(
-            given=f"version {version}", required=f"version {VERSION}", source=source, change=again
-        )
     try:
-        texts = {name: str(values.pop(name)) for name in _TEXTS}
-        links = {n: Link(**_numbers(n, of)) for n, of in values.pop("links", {}).items()}
-        names = {*_LINKS, *(kind + end for kind in get_args(Collective) for end in ("", _BETWEEN))}
-        if unknown := [*(values.keys() - {*_NUMBERS, *_EFFICIENCIES}), *(links.keys() - names)]:
-            raise ValueError(f"unknown: {', '.join(map(str, unknown))}")
-        for name in _EFFICIENCIES:
-            if name in values:
-                values[name] = Efficiency(**_numbers(name, values[name]))
-        _numbers("", {name: values[name] for name in _NUMBERS if name in values})
-        return texts, values | links
+        if (version := values.pop("version", None)) != VERSION:
+            raise ValueError(f"version {version}")
+        values.pop("measured_on", None)  # of older files
+        made_for = {name: str(values.pop(name)) for name in ("hardware", "machine", "dtype")}
+        figures: dict[str, Any] = {n: Link(**of) for n, of in values.pop("links").items()}
+        for name, value in values.items():
+            of_calls = name in _EFFICIENCIES
+            if name not in (*_EFFICIENCIES, *_NUMBERS) or not (of_calls or value >= 0):
+                raise ValueError(f"{name} = {value!r}")
+            figures[name] = Efficiency(**value) if of_calls else value
+        return made_for, figures
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             given=str(error), required="what furlong calibrate writes", source=source, change=again
         ) from error
-
-
-def _numbers(name: str, fields: dict[str, Any]) -> dict[str, float]:
-    for key, value in fields.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-            whole = f"{name}.{key}".removeprefix(".")
-            raise ValueError(f"{whole} = {value!r} is no number of at least 0")
-    return fields
 
 
 def this_cpu() -> Machine:
@@ -296,15 +273,6 @@ def this_cpu() -> Machine:
             host=Link(0.0, copy),
             disk=Link(1e-4, 5e8),
         ),
-        sources={
-            "peak_flops_per_s": "assumed: 50 GFLOP/s per core",
-            "memory_bytes": "the system",
-            "reserved_bytes": "assumed: an eighth for everything else that runs",
-            "linear, attention_forward, attention_backward": "assumed; calibrate",
-            "launches, activation_bytes_per_s": "assumed: about what furlong calibrate measured in"
-            " float32 on one core of an AMD EPYC",
-            "links": "assumed: memory copies of 10 GB/s, a disk of 500 MB/s",
-        },
     )
 
 
@@ -332,8 +300,7 @@ def one_of(spec: Machine, num_local: int) -> Machine:
 
 def are_links_measured(spec: Machine) -> bool:
     """Whether a calibration has measured a link between devices."""
-    names = ("within_node", *get_args(Collective))
-    return any(spec.sources.get(name, "").startswith(MEASURED) for name in names)
+    return not {"within_node", *get_args(Collective)}.isdisjoint(spec.measurements)
 
 
 def free_ram_budget_bytes() -> int:
@@ -396,9 +363,6 @@ class ClusterLinks:
     def link(self, collective: Collective, between: bool) -> Link:
         plain = self.between_nodes if between else self.within_node
         return self.collectives.get(collective + _BETWEEN if between else collective, plain)
-
-    def by_name(self) -> dict[str, Link]:
-        return {name: getattr(self, name) for name in _LINKS} | dict(self.collectives)
 
     def with_links(self, links: Mapping[str, Link]) -> ClusterLinks:
         """With some links by name in the place of these."""
@@ -469,8 +433,8 @@ def known_card(device_name: str) -> Machine | None:
 
 
 def _machine(
-    name: str, *, driver_names: list[str], tflops: list[float], memory_mib: int,
-    memory_tb_per_s: float, node: str, efficiency: str, source: str,
+    name: str, *, tflops: list[float], memory_mib: int, memory_tb_per_s: float, node: str,
+    efficiency: str, **_: Any,
 ) -> Machine:  # fmt: skip
     sixteen, wide, widest = (each * 1e12 for each in tflops)
     memory_bytes, of_node = memory_mib * 2**20, _known()["nodes"][node]
@@ -498,10 +462,4 @@ def _machine(
             disk=Link(1e-4, 5e8),
         ),
         host_bytes=of_node["host_gib"] * 2**30 * 9 // 10 // 8,
-        sources={
-            "peak_flops_per_s, wide_flops_per_s, bandwidth of memory": source,
-            "memory_bytes": "nvidia-smi on such a device",
-            "within_node, between_nodes, devices_per_node, memory of the host": of_node["source"],
-            **_known()["assumed"],
-        },
     )

@@ -312,18 +312,13 @@ class PlanMemory:
     device_type: str = "cuda"
     """Type, cuda or cpu: it decides how large segments of the store and tiles of the loss are."""
 
-    @property
-    def tile_tokens(self) -> int:
-        """Rows of a tile of the loss."""
-        return tile_tokens(self.shape.vocab_size, self.device_type)
-
     def cell(self, stages: tuple[int, ...], stage: int) -> StageBytes:
         """Bytes per token of a cell of one stage."""
         return stage_bytes(self.shape, stages, stage, self.training, self.activation_factor)
 
     def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
         """Bytes of the logits of a tile; in a backward with the gradient of the head."""
-        tile = min(num_tokens, self.tile_tokens)
+        tile = min(num_tokens, tile_tokens(self.shape.vocab_size, self.device_type))
         logits = cell.logit * self.shape.vocab_size * tile
         return logits + (cell.head_gradient if backward else 0.0)
 
@@ -353,9 +348,6 @@ class PlanMemory:
         if self.heap_share and plan.offload != ON_DEVICE:
             held = min(held, SPARE * max(graphs) + SPARE_BYTES)
         return round(held)
-
-    def budget_bytes(self, rank: int) -> int:
-        return self.device_budget_bytes
 
     def peak_bytes_of_actions(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
         """For each action of the rank, the peak of device bytes in use while it runs."""

@@ -143,8 +143,8 @@ class CostModel:
         linear = products / machine.linear.best
         attention = 1 / machine.attention_forward.best
         attention += ATTENTION_BACKWARD / machine.attention_backward.best
-        flops = (sequence_flops(self.shape, n).times(linear, attention).total for n in seq_lens)
-        return [own / machine.peak_flops_per_s for own in flops]
+        flops = [sequence_flops(self.shape, n) for n in seq_lens]
+        return [(linear * a + attention * b) / machine.peak_flops_per_s for a, b in flops]
 
     def memory(self, budget_bytes: int | None = None) -> PlanMemory:
         """Bytes of every action of any plan; the default budget is the device's."""

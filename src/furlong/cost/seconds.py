@@ -473,22 +473,6 @@ ATTENTION_BACKWARD = 2.5
 """FLOPs of flash attention's backward over its forward: five matrix products for two."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flops:
-    """Work split by what limits it: matrices, and attention."""
-
-    linear: float = 0.0
-    attention: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.linear + self.attention
-
-    def times(self, linear: float, attention: float) -> Flops:
-        """So many times the work of each part."""
-        return Flops(self.linear * linear, self.attention * attention)
-
-
 def attended_keys(start: int, stop: int, window: int | None = None) -> int:
     """(query, key) pairs of tokens [start, stop) of one sequence: token t sees min(t + 1, window)
     keys, those of its prefix included."""
@@ -499,8 +483,9 @@ def attended_keys(start: int, stop: int, window: int | None = None) -> int:
     return below + (stop - full) * window
 
 
-def sequence_flops(shape: ModelShape, seq_len: int) -> Flops:
-    """FLOPs of one whole sequence's forward through the whole model, head included."""
+def sequence_flops(shape: ModelShape, seq_len: int) -> tuple[float, float]:
+    """FLOPs of one whole sequence's forward through the whole model, head included: those of
+    matrices, and those of attention."""
     keys = {window: float(attended_keys(0, seq_len, window)) for window in {*shape.windows}}
     attention = sum(layer.key_flops * keys[layer.window] for layer in shape.layers)
-    return Flops(shape.token_flops * seq_len, attention)
+    return float(shape.token_flops * seq_len), attention

@@ -279,21 +279,15 @@ def cached_shape(config_file: Path, measure: Callable[[Path], ModelShape]) -> Mo
     change = "give a model's config.json, or a folder that holds it"
     config = read_object(config_file, source="the model's name", change=change)
     versions = [metadata.version(name) for name in ("furlong", "torch", "transformers")]
-    key = _digest([config, versions, sorted(LayerShape.__dataclass_fields__)])
-    file = user_cache() / f"model-{key}.json"
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        if saved["digest"] == _digest(saved["shape"]):
-            return ModelShape.from_values(saved["shape"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # no file, or a damaged one
+    about = json.dumps([config, versions, sorted(LayerShape.__dataclass_fields__)], sort_keys=True)
+    key = hashlib.sha256(about.encode()).hexdigest()[:16]
+    file = user_cache() / f"shape-{key}.json"
+    with suppress(
+        OSError, ValueError, KeyError, TypeError, AttributeError
+    ):  # no file, or a damaged one
+        return ModelShape.from_values(json.loads(file.read_text(encoding="utf-8")))
     shape = measure(config_file)
-    values = json.loads(json.dumps(shape.to_values()))
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {"digest": _digest(values), "shape": values})
+        write_json(file, shape.to_values())
     return shape
-
-
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -56,8 +56,9 @@ Breaks = Iterator[tuple[str, int]]
 class Memory(Protocol):
     """The bytes that the memory check asks of a cost model."""
 
-    def budget_bytes(self, rank: int) -> int:
-        """Bytes that the rank may use."""
+    @property
+    def device_budget_bytes(self) -> int:
+        """Bytes that every rank may use."""
 
     def peak_bytes_of_actions(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
         """For each action of the rank, the peak of bytes in use while it runs."""
@@ -180,11 +181,6 @@ class Grid:
         """`chunk.stage`, as in an action's text."""
         stage, chunk = divmod(cell, self.num_chunks)
         return f"{chunk}.{stage}"
-
-    def waiting_words(self, stuck: Sequence[tuple[int, int]]) -> str:
-        """The (rank, place of its action) that wait for each other, in words."""
-        texts = [f"rank {rank} at '{format_action(self.actions[at])}'" for rank, at in stuck]
-        return "these wait for ever: " + ", ".join(texts)
 
     def refuse(self, rule: str, why: str, at: int) -> PlanError:
         """The error for a broken rule, showing the actions around the guilty one."""
@@ -652,13 +648,14 @@ def _stalls(grid: Grid) -> Breaks:
         before, waits = waits, [next(one, None) for one in walks]
     stuck = [(rank, at) for rank, at in enumerate(waits) if at is not None]
     if stuck:
-        yield grid.waiting_words(stuck), stuck[0][1]
+        texts = (f"rank {rank} at '{format_action(grid.actions[at])}'" for rank, at in stuck)
+        yield "these wait for ever: " + ", ".join(texts), stuck[0][1]
 
 
 def _beyond_budget(grid: Grid, memory: Memory) -> Breaks:
     """I11. At every action the rank's bytes stay within its budget."""
+    budget = memory.device_budget_bytes
     for rank, start in enumerate(grid.starts[:-1]):
-        budget = memory.budget_bytes(rank)
         for at, used in enumerate(memory.peak_bytes_of_actions(grid.plan, rank), start):
             if used > budget:
                 yield f"rank {rank} needs {used} bytes here and has {budget}", at

@@ -195,19 +195,18 @@ def by_cost(costs: Sequence[float], dp_size: int) -> list[list[int]]:
 def sequence_work(seq_lens: Sequence[int], shape: ModelShape) -> list[float]:
     """FLOPs of a forward of each whole sequence, head included: Skrull's Eq. 13 with the exact
     constants of the model (its quadratic term halved, since attention is causal)."""
-    return [sequence_flops(shape, seq_len).total for seq_len in seq_lens]
+    return [sum(sequence_flops(shape, seq_len)) for seq_len in seq_lens]
 
 
 def refuse_idle(num_sequences: int, dp_size: int) -> None:
     """Raises ConfigError where there are fewer sequences than replicas, or no replicas."""
     if 1 <= dp_size <= num_sequences:
         return
-    works = f"set dp to at most {num_sequences}, or put more sequences into a step"
     raise ConfigError(
         given=f"dp {dp_size} for a global batch of {count_words(num_sequences, 'sequence')}",
         required="at least one replica, and at least one sequence for each",
         source="the size of the data-parallel axis and the sequences of a step",
-        change=works if num_sequences else "put at least one sequence into a step",
+        change="lower dp, or put more sequences into a step",
     )
 
 
@@ -386,16 +385,11 @@ def does_not_fit(
     seq_id = max(range(len(seq_lens)), key=seq_lens.__getitem__)
     needed = -(-seq_lens[seq_id] // sp_size)
     each = f", {needed:,} on each of {sp_size} devices" if sp_size > 1 else " on one device"
-    ways = [f"give each device {format_bytes(peak_bytes(model.memory(), needed, **sizes))}"]
-    if fitting:
-        least, num_heads = -(-seq_lens[seq_id] // fitting), model.shape.num_heads
-        # Ulysses divides the heads; beyond their number it takes another way to share a sequence
-        size = next((n for n in range(least, num_heads + 1) if num_heads % n == 0), least)
-        ways.append(f"spread a sequence over {size} devices")
+    wanted = format_bytes(peak_bytes(model.memory(), needed, **sizes))
     return ConfigError(
         given=f"sequence {seq_id} of {count_words(seq_lens[seq_id], 'token')}{each}",
         required=f"at most {count_words(fitting, 'token')} on a device, with {recompute_layers} of "
         f"{count_words(model.shape.num_layers, 'layer')} recomputed",
         source=f"a budget of {format_bytes(budget_bytes)} per device",
-        change=", ".join(ways) + ", or cut the sequence",
+        change=f"give each device {wanted}, use more devices, or cut the sequence",
     )

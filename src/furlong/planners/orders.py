@@ -406,22 +406,24 @@ def plan_two_phases(
 
 def require_two_phases(options: ChunkOptions) -> None:
     """Raise ConfigError for options that two phases have not."""
-    odd = (
-        ("keep", options.keep == "all",
-         "input, kv, attention or auto: no graph lives until the caller has made a loss"),
-        ("order", options.order != "chunk-first",
-         "chunk-first: all forwards run before the caller makes a loss"),
-        ("sample", options.sampling is not None,
-         "none: the caller's loss wants the gradient of all that it reads"),
-    )  # fmt: skip
-    for name, is_odd, required in odd:
-        if is_odd:
-            raise ConfigError(
-                given=f"chunks.{name} = {getattr(options, name)!r:.60}",
-                required=required,
-                source="the options of token_values, hidden_states or furlong.chunked",
-                change=f"leave {name} out",
-            )
+    if options.keep == "all":
+        odd = (
+            "keep",
+            "input, kv, attention or auto: no graph lives until the caller's loss is there",
+        )
+    elif options.order != "chunk-first":
+        odd = "order", "chunk-first: all forwards run before the caller makes a loss"
+    elif options.sampling is not None:
+        odd = "sample", "none: the caller's loss wants the gradient of all that it reads"
+    else:
+        return
+    name, required = odd
+    raise ConfigError(
+        given=f"chunks.{name} = {getattr(options, name)!r:.60}",
+        required=required,
+        source="the options of token_values, hidden_states or furlong.chunked",
+        change=f"leave {name} out",
+    )
 
 
 def plan_replica(
@@ -477,14 +479,9 @@ def join_replicas(
     first = plans[0]
     chunks: list[Chunk] = []
     actions: list[tuple[Action, ...]] = []
-    for replica, (plan, own) in enumerate(zip(plans, seq_ids, strict=True)):
-        if _layout(plan) != _layout(first):
-            raise ValueError(
-                f"replicas differ in (stages, ranks, sp_size, offload, frozen): "
-                f"{_layout(plan)}; {_layout(first)}"
-            )
-        if plan.seq_lens != tuple(seq_lens[seq_id] for seq_id in own):
-            raise ValueError(f"the plan of replica {replica} is not one of its sequences")
+    for plan, own in zip(plans, seq_ids, strict=True):
+        if _layout(plan) != _layout(first) or plan.seq_lens != tuple(seq_lens[i] for i in own):
+            raise ValueError("a replica with another layout, or with other sequences than its own")
         first_chunk, first_rank = len(chunks), len(actions)
         for chunk in plan.chunks:
             slices = (replace(piece, seq_id=own[piece.seq_id]) for piece in chunk.slices)

@@ -137,7 +137,8 @@ class MfuMeter:
     def mfu(self, seq_lens: Iterable[int], seconds: float) -> float:
         """Share of the peak, 0 to 1, of a step over these sequences."""
         linear = 2 if self.has_frozen_base else 3
-        flops = sum(sequence_flops(self.shape, n).times(linear, 3).total for n in seq_lens)
+        forward = [sequence_flops(self.shape, n) for n in seq_lens]
+        flops = sum(linear * matrices + 3 * attention for matrices, attention in forward)
         return flops / (seconds * self.peak_flops_per_s * self.num_devices)
 
 
