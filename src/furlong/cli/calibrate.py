@@ -66,7 +66,7 @@ def check_place(file: Path) -> None:
 
 
 def tables(machine: Machine, results: Sequence[TrialResult]) -> list[str]:
-    """What was measured, and of every plan what is predicted beside what was measured."""
+    """The measured figures, and predictions beside measurements of all plans."""
     figures = [
         [name.replace("_", " "), _shown(name, value, machine)]
         for name, value in machine.measurements.items()

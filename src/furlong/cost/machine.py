@@ -219,8 +219,8 @@ _NUMBERS = (
 
 
 def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """What a calibration's file was made for, and its figures. Raises ConfigError for anything that
-    `Machine.save` has not written."""
+    """The machine and dtype of a calibration's file, and its figures. Raises ConfigError for
+    anything else than `Machine.save` writes."""
     source, again = f"the calibration file {file}", "run furlong calibrate again"
     values = read_object(file, source=source, change=again)
     try:
