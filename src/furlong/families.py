@@ -38,9 +38,8 @@ NUM_DENSE_LAYERS = "first_k_dense_replace"
 CHUNKED = "chunked_attention"
 """The value of `layer_types` for layers in which a token sees its own attention block only, of
 `attention_chunk_size` (ATTENTION_BLOCK) tokens."""
-RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"}
-"""Values of `layer_types` for layers in which tokens meet in a state, some also in attention."""
-KNOWN_LAYER_TYPES = RECURRENT_LAYER_TYPES | {
+KNOWN_LAYER_TYPES = {
+    "linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding",  # some meet in a state
     "full_attention", "sliding_attention", "attention", CHUNKED,  # tokens meet in attention only
     "mlp", "moe",  # tokens do not meet
 }  # fmt: skip
@@ -62,8 +61,6 @@ attention with a fixed decay (MiniMax), a gated recurrence (Griffin)."""
 class Family:
     """The special sides of one `model_type` of transformers."""
 
-    refused: str = ""
-    """Why no model of this type can be built, as the end of "which ..."; "" for all others."""
     not_in_chunks: str = ""
     """Why no model of this type is trained in chunks, as the end of "which ..."; "" for others."""
     whole: str = ""
@@ -107,10 +104,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(recurrent="gated delta"),
     "qwen3_next": Family(recurrent="gated delta"),
     "recurrent_gemma": Family(whole="scales whatever enters its first layer", recurrent="rg-lru"),
-    "rwkv": Family(
-        refused="asks a hub for a kernel while it is built",
-        not_in_chunks="keeps its state outside of transformers' cache",
-    ),
+    "rwkv": Family(not_in_chunks="keeps its state outside of transformers' cache"),
     "xlstm": Family(not_in_chunks="keeps its state outside of transformers' cache"),
     "zamba": Family(whole=_EMBEDS, recurrent="mamba", shares_block=True),
     "zamba2": Family(whole=_EMBEDS, recurrent="mamba2", shares_block=True),

@@ -237,23 +237,6 @@ def test_unpad_refuses_what_it_cannot_read(change: dict[str, Any], told: str) ->
     assert isinstance(error.value, UserError)
 
 
-def test_labels_of_padding_are_refused_in_training_and_evaluation(tmp_path: Path) -> None:
-    """The recipe of `tokenizer(padding="max_length")` with labels that are a copy of the ids."""
-
-    def collate(given: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        batch: dict[str, torch.Tensor] = padded("right")(given)
-        return batch | {"labels": batch["input_ids"].clone()}
-
-    trainer = Trainer(
-        model=build("llama"),
-        args=transformers.TrainingArguments(**settings(tmp_path, max_steps=1)),
-        train_dataset=records(), eval_dataset=records(6), data_collator=collate,
-    )  # fmt: skip
-    for run in (trainer.train, trainer.evaluate):
-        with pytest.raises(DataError, match="labels of what tokens of padding predict"):
-            run()
-
-
 def test_offload_and_order_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same weights with every kind of memory on disk, in the folder that was named."""
     plain = train(transformers.Trainer, tmp_path / "plain", max_steps=3)

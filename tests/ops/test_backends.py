@@ -9,7 +9,7 @@ from emulated_cuda import EmulatedCUDA
 from helpers.covering import Design
 
 from furlong.ops.backends import cpu_flash, cuda_flash, cudnn, reference, select
-from furlong.ops.backends.base import Block, merge_
+from furlong.ops.backends.base import Block
 from furlong.ops.backends.cpu_flash import CPUFlash
 from furlong.ops.backends.cuda_flash import CUDAFlash, CUDAFlash3
 from furlong.ops.backends.cudnn import CUDNN
@@ -143,26 +143,6 @@ def test_a_backend_that_is_wrong_is_left_out(monkeypatch, caplog):
     monkeypatch.setattr(CPUFlash, "forward", lambda self, q, k, v, block: (q, q[..., 0]))
     assert isinstance(chosen_on("cpu", torch.float64), Reference)
     assert "CPUFlash left out" in caplog.text
-
-
-def test_merging_two_sets_of_keys_is_attention_over_both():
-    generator = torch.Generator().manual_seed(2)
-    scores = torch.randn(3, 7, 10, generator=generator, dtype=torch.float64)
-    values = torch.randn(3, 10, 4, generator=generator, dtype=torch.float64)
-    (out, lse), other, nothing = (
-        (
-            scores[..., keys].softmax(-1).nan_to_num() @ values[:, keys],
-            scores[..., keys].logsumexp(-1),
-        )
-        for keys in (slice(0, 4), slice(4, 10), slice(10, 10))
-    )
-    merge_(out, lse, *nothing)
-    merge_(out, lse, *other)
-    torch.testing.assert_close(out, scores.softmax(-1) @ values)
-    torch.testing.assert_close(lse, scores.logsumexp(-1))
-    blank = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
-    merge_(*blank, out, lse)
-    torch.testing.assert_close(blank, (out, lse))
 
 
 SIZES = [
@@ -428,22 +408,6 @@ def raised(error):
 def test_the_reference_on_cuda_is_taken_aloud(dtype, is_capped, why, caplog):
     assert isinstance(chosen_on("cuda", dtype, is_capped=is_capped), Reference)
     assert "plain reference" in caplog.text and why in caplog.text
-
-
-def test_each_kind_of_attention_is_chosen_once(monkeypatch):
-    asked = []
-
-    def chosen(kind, untried):
-        asked.append((kind.dtype, kind.head_dim, kind.is_windowed, kind.is_capped))
-        return Reference()
-
-    monkeypatch.setattr(select, "choose_backend", chosen)
-    backend = ProbedBackend()
-    q = torch.randn(2, 4, 8)
-    for block in (Block(0, 1.0), Block(0, 1.0, window=2), Block(0, 1.0, softcap=3.0)) * 2:
-        backend.backward(q, q, q, q, *backend.forward(q, q, q, block), block)
-    kinds = [(False, False), (True, False), (False, True)]
-    assert asked == [(torch.float32, 8, *kind) for kind in kinds]
 
 
 @pytest.mark.gpu

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
-from furlong.families import family_of
 from furlong.files import whole_folder
 from furlong.models.decoder import HFDecoder
 from furlong.models.folder import (
@@ -425,10 +424,9 @@ def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
 def _check_kind(config: Any, source: str) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    refused = family_of(config.model_type).refused
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or refused:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
-            given=f"model type {config.model_type}" + (f", which {refused}" if refused else ""),
+            given=f"model type {config.model_type}",
             required="a decoder with causal attention that AutoModelForCausalLM knows",
             source=f"{source}, config.json",
             change="choose a causal language model",

@@ -38,6 +38,7 @@ from furlong.models.attention import (
     patched,
 )
 from furlong.models.mixers import (
+    NUM_TOKENS,
     Called,
     EmptyCache,
     Event,
@@ -45,7 +46,6 @@ from furlong.models.mixers import (
     Probed,
     SliceCache,
     cache_argument,
-    find,
     inputs_of,
     relaying,
     watching,
@@ -68,7 +68,6 @@ from furlong.models.support import (
     call_root,
     compiled_in_place,
     is_sharded,
-    refuse_mixerless,
     refuse_unsupported,
 )
 from furlong.ops.backends.select import is_of_machine
@@ -424,20 +423,30 @@ class HFDecoder:
 
     @cached_property
     def probed(self) -> Probed:
-        """Its layers that remember tokens in states. Raises UnsupportedModelError for a decoder
-        that fails with a cache of no tokens."""
-        found, devices = Probed(), [self.device] if self.device.type == "cuda" else []
-        if cache_argument(self.decoder):
-            with (
-                torch.random.fork_rng(devices), chunked_attention(self.base, self.max_seq_len),
-            ):  # fmt: skip
-                found = find(
-                    self.decoder, self.attention_modules, self.device,
-                    lambda: self.layers[self.local_layers.start], self._pass_tokens,
-                )  # fmt: skip
-        if not found.mixers:
-            refuse_mixerless(self.base, self.local_layers)
-        return found
+        """Its mixers and what its layers do, by one forward of a few tokens. Raises
+        UnsupportedModelError for a decoder that fails with a cache of no tokens.
+
+        What stands for layers of other stages must return what layers return, and what these say of
+        it is not always what they do: in this forward it calls the first layer in their place.
+        """
+        if not cache_argument(self.decoder):
+            return Probed()
+        placeholders = [m for m in self.decoder.modules() if isinstance(m, PlaceholderLayer)]
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), chunked_attention(self.base, self.max_seq_len):
+            try:
+                for placeholder in placeholders:
+                    placeholder.learn_from(self.layers[self.local_layers.start])
+                with watching(self.decoder, self.attention_modules, self.device) as (watch, cache):
+                    self._pass_tokens(cache, NUM_TOKENS)
+            finally:
+                for placeholder in placeholders:
+                    placeholder.learn_from(None)
+        if not placeholders and not watch.mixers:
+            return Probed()
+        mixers = tuple(Mixer(module, layer) for module, layer in watch.mixers.items())
+        num_returned = watch.num_returned[self.layers[self.local_layers.start]]
+        return Probed(mixers, tuple(dict.fromkeys(watch.events)), num_returned)
 
     def calls_of(self, mixers: Sequence[Mixer], num_tokens: int) -> list[Called]:
         """The calls of some mixers in a forward of that many tokens."""

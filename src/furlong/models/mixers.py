@@ -50,7 +50,7 @@ from transformers import DynamicCache
 
 from furlong.errors import UnsupportedModelError
 from furlong.models.attention import BoundCell, bound, called_within, patched
-from furlong.models.placeholders import PlaceholderLayer, num_returned
+from furlong.models.placeholders import num_returned
 from furlong.ops.attention import AttentionRule
 from furlong.ops.latent import Expansion
 from furlong.plan.passes import Pass
@@ -523,37 +523,6 @@ def first(output: Any) -> Tensor:
     found = output[0] if isinstance(output, tuple) else output
     assert isinstance(found, Tensor)
     return found
-
-
-def find(
-    decoder: nn.Module,
-    attending: Sequence[nn.Module],
-    device: torch.device,
-    first_layer: Callable[[], nn.Module],
-    run: Callable[[EmptyCache, int], None],
-) -> Probed:
-    """The mixers of a decoder by one forward of a few tokens, and what its layers do.
-
-    `attending`, `device`: see `watching`; `first_layer`: tells the first layer that this process
-    holds; `run`: a forward of so many tokens with a cache, which raises UnsupportedModelError for a
-    decoder that cannot. Call it where attention is ours.
-
-    What stands for layers of other stages must return what layers return, and what these say of it
-    is not always what they do: in this forward it calls the first layer in their place.
-    """
-    placeholders = [module for module in decoder.modules() if isinstance(module, PlaceholderLayer)]
-    try:
-        for placeholder in placeholders:
-            placeholder.learn_from(first_layer())
-        with watching(decoder, attending, device) as (watch, cache):
-            run(cache, NUM_TOKENS)
-    finally:
-        for placeholder in placeholders:
-            placeholder.learn_from(None)
-    if not placeholders and not watch.mixers:
-        return Probed()
-    mixers = tuple(Mixer(module, layer) for module, layer in watch.mixers.items())
-    return Probed(mixers, tuple(dict.fromkeys(watch.events)), watch.num_returned[first_layer()])
 
 
 @dataclass(frozen=True, slots=True)

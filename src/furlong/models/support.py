@@ -24,7 +24,6 @@ from furlong.families import (
     INDEXERS,
     KNOWN_LAYER_TYPES,
     PICKS_KEYS,
-    RECURRENT_LAYER_TYPES,
     family_of,
 )
 
@@ -350,20 +349,6 @@ def refuse_attention_dropout(model: nn.Module) -> None:
             f"has attention dropout {dropout}",
             "no attention dropout: a chunk cannot draw what the whole sequence would have drawn",
             "set the attention dropout of its config to 0 before building it",
-        )
-
-
-def refuse_mixerless(model: nn.Module, layers: range) -> None:
-    """Raise UnsupportedModelError if the config names recurrent ones among layers of which none has
-    shown a state."""
-    text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    types = getattr(text, "layer_types", None) or ()
-    named = set(types[layers.start : layers.stop]) & RECURRENT_LAYER_TYPES
-    if named:
-        raise refusal(
-            model,
-            f"has layers of type {', '.join(sorted(named))} that touch no cache",
-            "recurrent layers that keep their states in one of transformers' caches",
         )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from furlong.config.schema import RunConfig, TrainConfig
 from furlong.models.build import build_model, export_model
@@ -166,21 +165,13 @@ def _failure(process: subprocess.Popen[bytes], out: Path) -> str | None:
 
 
 def _compare(whole: Path, resumed: Path, died_at: int) -> Finding:
-    expected, given = _weights(whole), _weights(resumed)
-    differing = sorted(
-        name
-        for name in expected.keys() | given.keys()
-        if name not in given or name not in expected or not torch.equal(expected[name], given[name])
+    expected, given = (
+        {n: x for f in sorted(folder.glob("*.safetensors")) for n, x in load_file(f).items()}
+        for folder in (whole, resumed)
     )
+    differing = sorted(expected.keys() ^ given.keys()) or [
+        name for name, x in expected.items() if not torch.equal(x, given[name])
+    ]
     told = f"{len(differing)} differ, {differing[0]} first" if differing else "equal bit for bit"
-    figure = (
-        f"killed after step {died_at} of {NUM_STEPS} and resumed: {len(expected)} weights {told}"
-    )
-    return Finding("resume", figure, bool(expected) and not differing)
-
-
-def _weights(folder: Path) -> Mapping[str, Tensor]:
-    weights: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        weights |= load_file(file)
-    return weights
+    figure = f"killed after step {died_at} of {NUM_STEPS} and resumed: {len(expected)} weights"
+    return Finding("resume", f"{figure} {told}", bool(expected) and not differing)
