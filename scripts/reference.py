@@ -1,19 +1,17 @@
 #!/usr/bin/env python3
 """Write docs/reference.md: every key of a run, and the keys of other trainers.
 
-The keys come from the parser of the command line, which the schema makes; the other trainers' come
-from config/foreign.yaml. A fast test compares the page with what this writes.
+The keys come from the schema; the other trainers' come from config/foreign.yaml. A fast test compares the page with what this writes.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
 from furlong.config.messages import foreign_keys
 from furlong.config.schema import all_keys, section_of
-from furlong.config.sources import FlagParser, read_flags
+from furlong.config.sources import default_of, values_of
 
 PAGE = Path(__file__).parents[1] / "docs/reference.md"
 _HEAD = """\
@@ -33,17 +31,18 @@ says what this one says:
 
 def reference() -> str:
     """The page."""
-    parser = FlagParser("train", takes="", description="")
-    read_flags(parser, [])
-    actions = {a.option_strings[-1].lstrip("-"): a for a in parser._actions if a.option_strings}
     lines = [_HEAD]
     sections: dict[str, list[str]] = {"": []}
-    for key in all_keys():
-        outer = key.rpartition(".")[0]
-        if actions[key].help == argparse.SUPPRESS:
+    for key, field in all_keys().items():
+        if section_of(field):
             sections[key] = []
         else:
-            sections[outer].append(_row(actions[key]))
+            values = values_of(key).replace("|", "\\|")
+            default = default_of(key).removeprefix("default: ")
+            default = default if field.is_required() else f"`{default}`"
+            what = " ".join(str(field.description).split())
+            row = f"| `{key}` | `{values}` | {default} | {what} |"
+            sections[key.rpartition(".")[0]].append(row)
     for section, rows in sorted(sections.items(), key=lambda item: item[0] == ""):
         lines.append(f"## {section or 'The run itself'}\n")
         if section:
@@ -53,17 +52,6 @@ def reference() -> str:
     for answer, names in foreign_keys().items():
         lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {_marked(answer)} |")
     return "\n".join(lines) + "\n"
-
-
-def _row(action: argparse.Action) -> str:
-    text = " ".join(str(action.help).split())
-    found = re.fullmatch(r"(.*) \((?:default: (.*)|(required.*))\)", text)
-    if found is None:
-        raise ValueError(f"{action.option_strings}: a help without a default: {text}")
-    what, default, required = found.groups()
-    key = action.option_strings[-1].lstrip("-")
-    values = str(action.metavar).replace("|", "\\|")
-    return f"| `{key}` | `{values}` | {required or f'`{default}`'} | {what} |"
 
 
 def _description(section: str) -> str:

@@ -13,7 +13,8 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, partial
-from typing import Annotated, Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -22,13 +23,10 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
-from pydantic_settings import BaseSettings, SettingsConfigDict
-from pydantic_settings.sources import PydanticBaseSettingsSource
 
 from furlong.units import count_words, parse_bytes
 
@@ -264,11 +262,6 @@ def _once(sources: tuple[str | SourceConfig, ...]) -> tuple[str | SourceConfig, 
     return sources
 
 
-def _without_null(value: Any) -> Any:
-    """A flag's null arrives as a list of it, since a flag may be given several times."""
-    return None if value == [None] else value
-
-
 Sources = Annotated[
     tuple[Annotated[str | SourceConfig, BeforeValidator(_read_source)], ...],
     BeforeValidator(_listed_sources),
@@ -287,9 +280,9 @@ class DataConfig(BaseModel):
     train: Sources
     """Text, .jsonl, .parquet files, folders, hf://datasets/OWNER/NAME of the hub, or {path, weight,
     split} for each of them."""
-    eval: Annotated[
-        Annotated[Sources, AfterValidator(_once)] | None, BeforeValidator(_without_null)
-    ] = Field(default=None, examples=["held-out.jsonl"])
+    eval: Annotated[Sources, AfterValidator(_once)] | None = Field(
+        default=None, examples=["held-out.jsonl"]
+    )
     """Held-out data, named in the same way."""
     format: Literal["auto"] | Format = "auto"
     """auto goes by the fields of each source's first record: text, messages, prompt + completion
@@ -420,12 +413,6 @@ class LoraConfig(BaseModel):
     """Dropout before the adapters; above 0 the draw depends on how sequences are cut."""
     target_modules: Literal["all-linear"] | Names = "all-linear"
     """all-linear (every linear layer but the head) or the names of the modules."""
-
-    @field_validator("target_modules")
-    @classmethod
-    def _all_linear_in_a_list(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        # a flag is read as a list, and no module has this name
-        return "all-linear" if value == ("all-linear",) else value
 
 
 class ModelConfig(BaseModel):
@@ -562,12 +549,10 @@ class LogConfig(BaseModel):
     """First and last step that torch's profiler traces, into the run's folder profile."""
 
 
-class RunConfig(BaseSettings):
+class RunConfig(BaseModel):
     """A run, to be trained or planned."""
 
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, case_sensitive=True
-    )
+    model_config = _SECTION
 
     model: ModelConfig
     data: DataConfig
@@ -581,13 +566,6 @@ class RunConfig(BaseSettings):
     log: LogConfig = LogConfig()
     out: PlainPath = Field(default="runs/first", min_length=1)
     """Folder of the run: must not exist or be empty, unless --resume continues it."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], *sources: Any, **named: PydanticBaseSettingsSource
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The file's values only; `sources.parse_run` puts the flags in front."""
-        return (named["init_settings"],)
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
@@ -631,9 +609,18 @@ def keys_below(key: str) -> list[str]:
     return [name for outer, _, name in names if outer == key]
 
 
+def kinds_of(annotation: Any) -> list[Any]:
+    """The types of a union, or the one that stands alone."""
+    if get_origin(annotation) is Annotated:
+        return kinds_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for one in get_args(annotation) for kind in kinds_of(one)]
+    return [annotation]
+
+
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """The section that a key stands for, which may be absent; None for a leaf."""
-    kinds = (field.annotation, *get_args(field.annotation))
+    kinds = kinds_of(field.annotation)
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 

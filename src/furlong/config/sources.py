@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, get_args
+from types import NoneType
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic_settings import CliSettingsSource, SettingsError
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 
 from furlong.config.messages import (
@@ -29,26 +26,13 @@ from furlong.config.messages import (
     no_section,
     unknown_flags,
 )
-from furlong.config.schema import RunConfig, all_keys, keys_below
+from furlong.config.schema import RunConfig, all_keys, keys_below, kinds_of, section_of
 from furlong.errors import refusal
-
-
-class _Constructor(SafeConstructor):
-    """Values of YAML 1.2, without texts that hold a NUL."""
-
-    def construct_scalar(self, node: Any) -> Any:
-        value = super().construct_scalar(node)
-        if "\0" in value:  # only an escape can write it; no path and no name may hold it
-            raise ConstructorError(
-                problem="a text with a NUL character", problem_mark=node.start_mark
-            )
-        return value
 
 
 def read_yaml(text: str, source: str, change: str) -> Any:
     """The value that `text` from `source` stands for. Raises ConfigError, which says `change`."""
     reader = YAML(typ="safe", pure=True)
-    reader.Constructor = _Constructor
     # Times stay texts, as in JSON.
     of_times = {"tag:yaml.org,2002:timestamp": SafeConstructor.construct_yaml_str}
     reader.constructor.yaml_constructors = SafeConstructor.yaml_constructors | of_times
@@ -102,29 +86,20 @@ def read_run_file(file: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         kind = "unnamed keys" if isinstance(values, dict) else f"a {type(values).__name__}"
         given = "an empty file" if values is None else kind
-        required = (
-            f"a run, at least model.name and data.train, in sections: {', '.join(_sections())}"
-        )
+        required = f"a run, in sections: {', '.join(RunConfig.model_fields)}"
         raise refusal(given, required, "see examples/quickstart.yaml", file)
     return values
-
-
-def _sections() -> Sequence[str]:
-    return list(RunConfig.model_fields)
 
 
 def check_sections(values: Mapping[Any, Any], source: str, outer: str = "") -> dict[str, Any]:
     """The same values without empty sections.
 
     Raises ConfigError for a section that is none, which flags for its keys would replace without a
-    word, and for names that are no keys but settings of pydantic's.
+    word.
     """
     checked = {}
     for name, value in values.items():
         key = f"{outer}.{name}" if outer else str(name)
-        if not outer and str(name).startswith("_"):
-            required = f"one of {', '.join(_sections())}"
-            raise refusal(f"{name}, an unknown key", required, "remove it", f"{source}, key {name}")
         if not keys_below(key):
             checked[name] = value
         elif isinstance(value, Mapping):
@@ -158,36 +133,11 @@ class FlagParser(argparse.ArgumentParser):
         raise refusal(message, self._takes, f"see {self.prog} --help")
 
 
-# Python's words in the help of a key, and ours.
-_TYPE_WORDS = (
-    (r"dict\[.*\]", "MAPPING"),
-    (r"tuple\[(.*)\]", r"[\1]"),
-    (r"\bJSON\b", "MAPPING"),
-    (r"\bstr\b", "TEXT"),
-    (r"\bfloat\b", "NUMBER"),
-    (r"\bbool\b", "{true,false}"),
-)
-_HELP_WORDS = (
-    ("default: None", "default: null"), ("default: True", "default: true"),
-    ("default: False", "default: false"), ("(0.9, 0.95)", "[0.9, 0.95]"),
-    ("ifdef: required", "required in this section"),
-)  # fmt: skip
-
-
-def _in_words(key: str, kinds: str) -> str:
-    """The values that a key takes; `kinds` are pydantic's words for it."""
-    example = example_of(key)
-    kinds = re.sub(r"\bint\b", example if example.endswith("iB") else "N", kinds)
-    for python, words in _TYPE_WORDS:
-        kinds = re.sub(python, words, kinds)
-    return kinds
-
-
 class RunFlags(NamedTuple):
     """The flags of a command line: those that are keys of the schema, and a verb's own."""
 
-    keys: CliSettingsSource[Any]
-    """Keys of a run."""
+    values: dict[str, Any]
+    """Values of keys of a run, such as `train.lr`."""
     names: frozenset[str]
     """All flags, such as `--train.lr`."""
     own: argparse.Namespace
@@ -200,44 +150,99 @@ def read_flags(parser: FlagParser, arguments: Sequence[str]) -> RunFlags:
     A flag of the parser comes before a key of that name. Raises ConfigError; `--help` prints and
     raises SystemExit(0).
     """
-    own = parser.parse_args([])
-
-    def add_argument(group: Any, *names: str, **kinds: Any) -> None:
-        if (key := names[0].removeprefix("--")) not in own:
-            if "metavar" in kinds:
-                kinds["metavar"] = _in_words(key, kinds["metavar"])
-                for python, word in _HELP_WORDS:
-                    kinds["help"] = kinds["help"].replace(python, word)
-            argparse.ArgumentParser.add_argument(group, *names, **kinds)
-
-    def parse_args(_: Any, arguments: list[str]) -> argparse.Namespace:
-        parsed = vars(parser.parse_args(arguments))
-        for name in vars(own):
-            setattr(own, name, parsed.pop(name))
-        return argparse.Namespace(**parsed)
-
-    with _settings_error_told(parser.prog):
-        keys: CliSettingsSource[Any] = CliSettingsSource(
-            RunConfig,
-            cli_parse_args=_with_json(arguments),
-            cli_parse_none_str="null",
-            cli_enforce_required=False,
-            cli_exit_on_error=False,
-            cli_avoid_json=True,
-            cli_hide_none_type=True,
-            root_parser=parser,
-            add_argument_method=add_argument,
-            parse_args_method=parse_args,
-        )
+    own = set(parser._option_string_actions)
+    groups: dict[str, Any] = {"": parser}
+    for key, field in all_keys().items():
+        outer = key.rpartition(".")[0]
+        help = argparse.SUPPRESS
+        if section := section_of(field):
+            groups[key] = parser.add_argument_group(f"{key} options", section.__doc__)
+        else:
+            help = f"{field.description} ({default_of(key)})".replace("%", "%%")
+        if f"--{key}" not in own:
+            groups[outer].add_argument(
+                f"--{key}", action="append", default=[], metavar=values_of(key), help=help
+            )
+    parsed = vars(parser.parse_args(arguments))
+    texts = {key: parsed.pop(key) for key in all_keys() if f"--{key}" not in own}
+    values = {key: _value(key, given) for key, given in texts.items() if given}
     names = frozenset(text.split("=")[0] for text in arguments if text.startswith("--"))
-    return RunFlags(keys, names, own)
+    return RunFlags(values, names, argparse.Namespace(**parsed))
+
+
+def values_of(key: str) -> str:
+    """The values that a key takes, for people."""
+    example = example_of(key)
+    words: list[str] = []
+    for kind in kinds_of(all_keys()[key].annotation):
+        if get_origin(kind) is Literal:
+            words += map(str, get_args(kind))
+        elif kind is int and example.endswith("iB"):
+            words.append(example)
+        elif kind is not NoneType:
+            words.append(_word_of(kind))
+    return words[0] if len(words) == 1 else f"{{{','.join(words)}}}"
+
+
+def _word_of(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return "[" + ",".join(_word_of(kinds_of(one)[0]) for one in get_args(kind)) + "]"
+    known = {int: "N", float: "NUMBER", bool: "{true,false}", str: "TEXT", Ellipsis: "..."}
+    return known.get(kind, "MAPPING")
+
+
+def default_of(key: str) -> str:
+    """The default of a key, for people."""
+    field = all_keys()[key]
+    if not field.is_required():
+        text = json.dumps(field.default, default=str)
+        return f"default: {field.default if isinstance(field.default, str) else text}"
+    outer = all_keys().get(key.rpartition(".")[0])
+    return "required" if outer is None or outer.is_required() else "required in this section"
+
+
+def _value(key: str, texts: Sequence[str]) -> Any:
+    """The value of a flag; a list may be given as several flags, or with commas. Raises
+    ConfigError, also for a word in the place of a section's keys."""
+    kinds = kinds_of(all_keys()[key].annotation)
+    if any(get_origin(kind) is tuple for kind in kinds):
+        items: list[Any] = []
+        for text in texts:
+            found = _read(key, text)
+            items += found if isinstance(found, list) else [found]
+        return items[0] if len(items) == 1 and not texts[0].lstrip().startswith("[") else items
+    text = texts[-1]
+    if str in kinds and text != "null":
+        return text
+    value = _read(key, text)
+    if (below := keys_below(key)) and not isinstance(value, Mapping | None):
+        required = f"one of its keys: {', '.join(below)}"
+        raise refusal(f"--{key} {text[:40]}", required, f"did you mean --{key}.{below[0]}?")
+    return value
+
+
+def _read(key: str, text: str) -> Any:
+    """A text, a mapping or list in YAML, several texts with commas, or null."""
+    if text.lstrip()[:1] in ("{", "["):
+        change = "quote the value for the shell, and in it every name with odd characters:"
+        return read_yaml(text, f"the flag --{key}", f"{change} --{key}='[\"a b.jsonl\"]'")
+    if text == "null":
+        return None
+    parts = text.split(",")
+    return parts if len(parts) > 1 else text
 
 
 def merge(flags: RunFlags, values: Mapping[str, Any], source: str) -> RunConfig:
     """The run of `values`, which were read from `source`, under the flags. Raises ConfigError."""
-    checked = check_sections(values, source)
-    build = partial(RunConfig, **({"_cli_settings_source": flags.keys} | checked))
-    return _validated(build, source, set(flags.names))
+    merged = check_sections(values, source)
+    for key, value in sorted(flags.values.items()):  # sections come before their keys
+        *path, name = key.split(".")
+        section = merged
+        for part in path:
+            section[part] = section = section.get(part) or {}
+        is_section = isinstance(value, Mapping) and keys_below(key)
+        section[name] = (section.get(name) or {}) | value if is_section else value
+    return _validated(merged, source, set(flags.names))
 
 
 def parse_run(
@@ -262,58 +267,6 @@ def parse_run(
     return merge(flags, read_run_file(file) if file is not None else {}, file or NO_FILE)
 
 
-def _with_json(arguments: Sequence[str]) -> list[str]:
-    """The same arguments, with mappings and lists in YAML as the JSON that pydantic reads."""
-    changed = []
-    flag = ""
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if argument.startswith("--"):
-            flag = name
-        elif flag:
-            name, equals, value = "", "", argument
-        if equals or not argument.startswith("--"):
-            argument = name + equals + _value_in_json(flag, value) if flag else argument
-            flag = ""
-        changed.append(argument)
-    return changed
-
-
-def _value_in_json(flag: str, value: str) -> str:
-    """The value of a flag, in JSON where it is a mapping or a list. Raises ConfigError, also for a
-    word in the place of a section's keys."""
-    keys = keys_below(flag[2:])
-    if value.lstrip()[:1] not in ("{", "["):
-        if keys and value != "null":
-            required = f"one of its keys: {', '.join(keys)}"
-            raise refusal(f"{flag} {value[:40]}", required, f"did you mean {flag}.{keys[0]}?")
-        return value
-    if _takes_any_text(flag[2:]):
-        return value
-    source = f"the flag {flag}"
-    change = "quote the value for the shell, and in it every name with odd characters:"
-    read = read_yaml(value, source, f"{change} {flag}='[\"a b.jsonl\"]'")
-    try:
-        return json.dumps(read, default=str)
-    except (ValueError, RecursionError) as error:  # a list that holds itself
-        required = "a list or mapping that can be written out"
-        raise refusal(f"{flag}: {error}", required, "write it without & and *", source) from error
-
-
-def _takes_any_text(key: str) -> bool:
-    """Whether the schema has a key that takes any text, so that `{a}` is one as well."""
-    field = all_keys().get(key)
-    return field is not None and str in (field.annotation, *get_args(field.annotation))
-
-
-@contextmanager
-def _settings_error_told(prog: str = "furlong train") -> Iterator[None]:
-    try:
-        yield
-    except SettingsError as error:
-        raise refusal(str(error), "values that fit their keys", f"see {prog} --help") from error
-
-
 def load_run(file: str | Path) -> RunConfig:
     """The run of a YAML or JSON file. Raises ConfigError."""
     return build_run(read_run_file(str(file)), str(file))
@@ -321,12 +274,11 @@ def load_run(file: str | Path) -> RunConfig:
 
 def build_run(values: Mapping[str, Any], source: str) -> RunConfig:
     """The run of values that were read from `source`. Raises ConfigError."""
-    return _validated(partial(RunConfig, **check_sections(values, source)), source, set())
+    return _validated(check_sections(values, source), source, set())
 
 
-def _validated(build: Callable[[], RunConfig], file: str, flags: set[str]) -> RunConfig:
+def _validated(values: Mapping[str, Any], file: str, flags: set[str]) -> RunConfig:
     try:
-        with _settings_error_told():
-            return build()
+        return RunConfig.model_validate(values)
     except ValidationError as error:
         raise config_error(error.errors(), file, flags) from None
