@@ -211,11 +211,10 @@ def longest_batch(config: Any) -> list[dict[str, Any]]:
 
     from furlong.data.dataset import load_data
     from furlong.data.loader import batches_per_epoch, iterate_batches
-    from furlong.data.sources import Source
     from furlong.data.tokenize import load_tokenizer
 
     sequences = load_data(
-        [Source(path) for path in config.data.train],
+        config.data.train,
         load_tokenizer(config.model.name),
         max_seq_len=config.data.max_seq_len,
         too_long=config.data.too_long,

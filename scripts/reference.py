@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Write docs/reference.md: every key of a run, and the keys of other trainers.
 
-The keys come from the schema; the other trainers' come from config/foreign.yaml. A fast test compares the page with what this writes.
+The keys come from the schema; the other trainers' come from config/foreign.yaml. A fast test
+compares the page with what this writes.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from furlong.config.schema import Source
 from furlong.data import cache
 from furlong.data.cache import (
     ReferenceLogProbs,
@@ -24,7 +25,7 @@ from furlong.data.cache import (
     writing,
 )
 from furlong.data.records import SourceRecord
-from furlong.data.sources import Listing, Source, SourceFile
+from furlong.data.sources import Listing, SourceFile
 from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError
 
@@ -47,7 +48,7 @@ def sequences(own_labels_from: int = 9) -> Iterator[tuple[SourceRecord, list[Enc
 
 
 def source_of(arrays: Any) -> TokenizedSource:
-    return TokenizedSource(Source("x"), Listing((), []), arrays, "")
+    return TokenizedSource(Source(path="x"), Listing((), []), arrays, "")
 
 
 @pytest.mark.parametrize("own_labels_from", [0, 1, 9])

@@ -14,9 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_tokenizers import byte_tokenizer, word_tokenizer
 
-from furlong.config.schema import DataConfig
+from furlong.config.schema import DataConfig, Source
 from furlong.data.dataset import SEQUENCES, DataSet, load_data
-from furlong.data.sources import Source
 from furlong.errors import DataError
 from furlong.train.build import load_splits
 
@@ -29,7 +28,7 @@ def write_lines(file: Path, *records: dict[str, Any]) -> Path:
 
 
 def load(tmp_path: Path, *paths: Path, tokenizer: Any = None, **options: Any) -> DataSet:
-    sources = [Source(str(path)) for path in paths]
+    sources = [Source(path=str(path)) for path in paths]
     return load_data(
         sources, tokenizer or word_tokenizer(), cache_dir=str(tmp_path / "cache"), **options
     )
@@ -166,13 +165,13 @@ def test_the_fingerprint_is_that_of_the_sequences(tmp_path: Path, texts: Path) -
         data = load_data(sources, word_tokenizer(), cache_dir=str(tmp_path / "cache"), **options)
         return tuple(data.fingerprint.items())
 
-    one, two = Source(str(texts)), Source(str(other))
+    one, two = Source(path=str(texts)), Source(path=str(other))
     first = fingerprint(one, two)
     assert fingerprint(one, two) == first == fingerprint(one, two, max_seq_len=9)
     others = {
         fingerprint(two, one),
         fingerprint(one),
-        fingerprint(one, Source(str(other), weight=2.0)),
+        fingerprint(one, Source(path=str(other), weight=2.0)),
         fingerprint(one, two, max_seq_len=3, too_long="drop"),
         fingerprint(one, two, max_seq_len=3, too_long="truncate"),
         fingerprint(one, two, max_seq_len=4, too_long="truncate"),
@@ -196,7 +195,10 @@ def test_a_template_that_writes_the_time_makes_other_data(tmp_path: Path) -> Non
 
 def test_weights_make_the_mixture(tmp_path: Path, texts: Path) -> None:
     other = write_lines(tmp_path / "other.jsonl", {"text": "c"})
-    sources: Items[Source] = (Source(str(texts), weight=0.5), Source(str(other), weight=3.0))
+    sources: Items[Source] = (
+        Source(path=str(texts), weight=0.5),
+        Source(path=str(other), weight=3.0),
+    )
     data = load_data(sources, word_tokenizer(), cache_dir=str(tmp_path / "cache"))
     assert data.mixture.sizes == (4, 1) and data.mixture.draws == (2, 3)
     lines = data.describe()
@@ -231,8 +233,9 @@ def test_a_file_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None:
 def test_a_file_name_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
     import os
 
-    folder = tmp_path / os.fsdecode(b"\xff")
+    folder = tmp_path / "folder"
     folder.mkdir()
+    (folder / os.fsdecode(b"\xff.txt")).write_text("a b")
     (folder / "a\x1b[31m.txt").write_text("a b")
     (folder / os.fsdecode(b"\xfe")).symlink_to("nowhere")
     data = load(tmp_path, folder)

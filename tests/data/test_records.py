@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from furlong.config.schema import Source
 from furlong.data import records
 from furlong.data.formats import FIELDS
 from furlong.data.records import Notes, SourceRecord, read_records
-from furlong.data.sources import Source, list_files
+from furlong.data.sources import list_files
 from furlong.errors import DataError
 
 datasets.disable_progress_bars()
@@ -21,7 +22,7 @@ datasets.disable_progress_bars()
 
 def read(path: Path, notes: Notes | None = None) -> list[SourceRecord]:
     counted = Notes() if notes is None else notes
-    return list(read_records(list_files(Source(str(path))).files, counted, FIELDS))
+    return list(read_records(list_files(Source(path=str(path))).files, counted, FIELDS))
 
 
 def found(path: Path) -> list[tuple[dict[str, Any], str]]:

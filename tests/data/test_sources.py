@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from furlong.data.sources import Source, list_files
+from furlong.config.schema import Source
+from furlong.data.sources import list_files
 from furlong.errors import DataError
 
 
 def names(folder: Path, split: str | None = None) -> list[tuple[str, str]]:
-    files = list_files(Source(str(folder), split=split)).files
+    files = list_files(Source(path=str(folder), split=split)).files
     return [(str(file.path.relative_to(folder)), file.kind) for file in files]
 
 
 def left_out(folder: Path) -> list[str]:
-    return list_files(Source(str(folder))).notes
+    return list_files(Source(path=str(folder))).notes
 
 
 def write(folder: Path, *files: str) -> None:
@@ -38,7 +39,7 @@ def test_a_folder_of_texts_is_sorted_and_hidden_files_are_left_out(tmp_path: Pat
 )
 def test_the_ending_tells_the_kind(tmp_path: Path, name: str, kind: str) -> None:
     write(tmp_path, name)
-    (file,) = list_files(Source(str(tmp_path / name))).files
+    (file,) = list_files(Source(path=str(tmp_path / name))).files
     assert (file.kind, file.parts) == (kind, [tmp_path / name])
 
 
@@ -47,8 +48,8 @@ def test_what_may_hold_records_is_not_taken_for_a_text(tmp_path: Path, files: li
     write(tmp_path, *files)
     for path in [tmp_path, tmp_path / files[0]]:
         with pytest.raises(DataError, match=r"it may hold records[\s\S]*data\.format: text"):
-            list_files(Source(str(path)))
-        assert list_files(Source(str(path)), format="text").files
+            list_files(Source(path=str(path)))
+        assert list_files(Source(path=str(path)), format="text").files
 
 
 def test_of_a_folder_of_records_what_describes_it_is_left_out(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_of_a_folder_of_records_what_describes_it_is_left_out(tmp_path: Path) ->
 def test_texts_beside_records_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "a.jsonl", "loader.py")
     with pytest.raises(DataError, match=r"a\.jsonl and loader\.py among them"):
-        list_files(Source(str(tmp_path)))
+        list_files(Source(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_one_of_several_splits_must_be_named(tmp_path: Path, files: tuple[str, .
     with pytest.raises(DataError, match=r"which holds test, train[\s\S]*split: train}"):
         names(tmp_path)
     with pytest.raises(DataError, match="split: test}"):
-        list_files(Source(str(tmp_path)), "data.eval")
+        list_files(Source(path=str(tmp_path)), "data.eval")
     with pytest.raises(DataError, match="split dev of"):
         names(tmp_path, "dev")
     assert [name for name, _ in names(tmp_path, "test")] == [f for f in files if "test" in f]
@@ -87,29 +88,29 @@ def test_a_folder_of_datasets_is_one_file(tmp_path: Path) -> None:
     write(tmp_path, "train/state.json", "train/dataset_info.json", "train/data-0.arrow")
     write(tmp_path, "test/state.json", "test/dataset_info.json", "test/data-0.arrow")
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    (file,) = list_files(Source(str(tmp_path / "train"))).files
+    (file,) = list_files(Source(path=str(tmp_path / "train"))).files
     assert (file.kind, len(file.parts)) == ("dataset", 3)
-    assert list_files(Source(str(tmp_path), split="train")).files == (file,)
+    assert list_files(Source(path=str(tmp_path), split="train")).files == (file,)
     with pytest.raises(DataError, match="which holds train, test"):
-        list_files(Source(str(tmp_path)))
+        list_files(Source(path=str(tmp_path)))
     write(tmp_path / "else", "state.json", "dataset_info.json")
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "train/../else"]}))
-    assert list_files(Source(str(tmp_path))).files == (file,)
+    assert list_files(Source(path=str(tmp_path))).files == (file,)
     (tmp_path / "dataset_dict.json").write_text("{")
     with pytest.raises(DataError, match="no list of splits"):
-        list_files(Source(str(tmp_path)))
+        list_files(Source(path=str(tmp_path)))
 
 
 def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no such file or folder[\s\S]*data\.eval"):
-        list_files(Source(str(tmp_path / "nowhere")), "data.eval")
+        list_files(Source(path=str(tmp_path / "nowhere")), "data.eval")
     with pytest.raises(DataError, match="a folder without files"):
-        list_files(Source(str(tmp_path)))
+        list_files(Source(path=str(tmp_path)))
     write(tmp_path, "a.txt")
     with pytest.raises(DataError, match="a file, without split train"):
-        list_files(Source(str(tmp_path / "a.txt"), split="train"))
+        list_files(Source(path=str(tmp_path / "a.txt"), split="train"))
     with pytest.raises(DataError, match="which holds files without a split"):
-        list_files(Source(str(tmp_path), split="train"))
+        list_files(Source(path=str(tmp_path), split="train"))
 
 
 def test_links_are_followed_and_a_folder_is_read_once(tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(
     # A superuser may read every folder, whatever its mode.
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(DataError, match=r"locked: Permission denied[\s\S]*data\.eval"):
-        list_files(Source(str(tmp_path)), "data.eval")
+        list_files(Source(path=str(tmp_path)), "data.eval")
 
 
 def test_a_part_of_a_split_that_is_missing_is_an_error(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_part_of_a_split_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1 of the 2 files of train, without train-00001-of-00002"):
         names(tmp_path, "train")
     assert len(names(tmp_path, "test")) == 1
-    assert len(list_files(Source(str(tmp_path / "train-00000-of-00002.parquet"))).files) == 1
+    assert len(list_files(Source(path=str(tmp_path / "train-00000-of-00002.parquet"))).files) == 1
     write(tmp_path / "from-one", "train-00001-of-00002.jsonl", "train-00002-of-00002.jsonl")
     assert len(names(tmp_path / "from-one")) == 2
 
@@ -213,14 +214,14 @@ def test_a_split_that_no_file_names_is_not_proposed_again(tmp_path: Path) -> Non
     write(tmp_path, "a.jsonl")
     for key in ("data", "data.train"):
         with pytest.raises(DataError, match="which holds files without a split") as caught:
-            list_files(Source(str(tmp_path), split="train"), key)
+            list_files(Source(path=str(tmp_path), split="train"), key)
         assert caught.value.change == "remove split, or name the files that are meant"
 
 
 def test_the_verb_that_takes_data_is_told_its_own_flag(tmp_path: Path) -> None:
     write(tmp_path, "train.jsonl", "test.jsonl")
     with pytest.raises(DataError) as caught:
-        list_files(Source(str(tmp_path)), "data")
+        list_files(Source(path=str(tmp_path)), "data")
     assert caught.value.change == "add --split train"
 
 
@@ -237,13 +238,13 @@ def test_a_data_set_of_the_hub_is_a_folder_without_its_programs(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    files = list_files(Source("hf://datasets/a/b/data")).files
+    files = list_files(Source(path="hf://datasets/a/b/data")).files
     assert [file.path for file in files] == [tmp_path / "data" / "train.jsonl"]
     options = {"repo_type": "dataset", "allow_patterns": "data/*", "ignore_patterns": "*.py"}
     assert asked == [("a/b", options)]
-    assert len(list_files(Source("hf://datasets/a/b")).files) == 2
+    assert len(list_files(Source(path="hf://datasets/a/b")).files) == 2
     with pytest.raises(DataError) as caught:
-        list_files(Source("hf://datasets/a/gone"), "data.eval")
+        list_files(Source(path="hf://datasets/a/gone"), "data.eval")
     assert (caught.value.given, caught.value.source) == (
         "hf://datasets/a/gone: cannot find it", "data.eval",
     )  # fmt: skip
@@ -263,6 +264,6 @@ def test_a_data_set_of_the_hub_is_a_folder_without_its_programs(
 )
 def test_what_people_take_for_a_path(path: str, given: str) -> None:
     with pytest.raises(DataError) as caught:
-        list_files(Source(path))
+        list_files(Source(path=path))
     assert given in caught.value.given and "\0" not in caught.value.given
     assert "hf://datasets/OWNER/NAME" in str(caught.value) or "permissions" in str(caught.value)

@@ -89,10 +89,10 @@ def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str]:
         required = "--tokenizer, the hub id or folder of a model"
         raise refusal("data without a tokenizer", required, "add --tokenizer T, or name a run file")
     tell_loading()
+    from furlong.config.schema import Source
     from furlong.data.dataset import load_data
-    from furlong.data.sources import Source
 
-    sources = [Source(path, split=chosen.split) for path in chosen.data]
+    sources = [Source(path=path, split=chosen.split) for path in chosen.data]
     tokenizer = _tokenizer(chosen.tokenizer, "--tokenizer")
     data = load_data(sources, tokenizer, format=chosen.format or "auto", key="data")
     print(*data.describe(), sep="\n")

@@ -323,8 +323,7 @@ def _counted(file: str | None, config: RunConfig) -> tuple[str, Lengths]:
     if file is None:
         return "data.train", _count(config)
     counted = Path(file).with_name(f"{Path(file).stem}.lengths.json")
-    named = (s if isinstance(s, str) else s.path for s in config.data.train)
-    sources = [Path(file), *map(Path, named)]
+    sources = [Path(file), *(Path(source.path) for source in config.data.train)]
     if counted.exists():
         written = counted.stat().st_mtime
         if all(not path.exists() or path.stat().st_mtime <= written for path in sources):

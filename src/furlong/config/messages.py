@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from pydantic_core import ErrorDetails, PydanticUndefined
 
@@ -130,7 +130,7 @@ def no_section(key: str, value: object, source: str) -> ConfigError:
 
 def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> ConfigError:
     """The message about one key, or about several that do not fit each other."""
-    kind, value = errors[0]["type"], errors[0]["input"]
+    kind, value, location = errors[0]["type"], errors[0]["input"], errors[0]["loc"]
     context = errors[0].get("ctx", {})
     keys = context.get("keys", key) if kind == "told" else key
     named = [f for f in sorted(flags) if any(_meets(f[2:], one) for one in keys.split(" and "))]
@@ -139,14 +139,14 @@ def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str])
     example = example_of(key)
     change = f"set {key}, such as {example}" if example else f"set {key} to what is required"
     given = f"{key} = {shortened(value)}"
-    length = _tuple_length(key)
-    if length and {error["type"] for error in errors} & {"missing", "too_long", "tuple_type"}:
-        count = len(value) if isinstance(value, list | tuple) else 1
-        given += f", {count} value{'' if count == 1 else 's'}"
-        return refusal(given, f"a list of {length} values", change, source)
+    inside = next((n for n, part in enumerate(location) if isinstance(part, int)), None)
+    if inside is not None:  # of a list
+        part = ".".join((f"{key}[{location[inside]}]", *map(str, location[inside + 1 :])))
+        change = context.get("change", change)
+        return refusal(f"{part} = {shortened(value)}", required, change, source)
     match kind:
         case "extra_forbidden":
-            return _unknown(key, str(errors[0]["loc"][-1]), value, source)
+            return _unknown(key, str(location[-1]), source)
         case "missing":
             below = keys_below(key)
             added = f"add {key}.{below[0]}" if below else f"add {key}"
@@ -154,24 +154,20 @@ def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str])
             return refusal(f"no {key}", "a value", added, source)
         case "model_type" if keys_below(key):
             return no_section(key, value, source)
-        case "tuple_type":
-            required = "a list"
         case "told":
             given, change = context.get("given", given), context["change"]
     return refusal(given, required, change, source)
 
 
-def _unknown(key: str, name: str, value: object, source: str) -> ConfigError:
+def _unknown(key: str, name: str, source: str) -> ConfigError:
     """The message about an unknown key, which its section has as `name`."""
     outer = key.rpartition(".")[0]
-    known = keys_below(outer)
     if key == name and key in all_keys():  # a flag's way of writing, in a file
-        *sections, last = key.split(".")
-        inner = f"{last}: {_in_yaml(value)[:_SHOWN_CHARS]}"
-        for section in reversed(sections[1:]):
-            inner = f"{section}: {{{inner}}}"
-        required, change = "sections, with their keys inside", f"write {sections[0]}: {{{inner}}}"
+        section, _, inner = key.partition(".")
+        change = f"write {section}: {{{inner.replace('.', ': {')}: ...}}" + "}" * inner.count(".")
+        required = "sections, with their keys inside"
         return refusal(f"{key} with a dot{_UNKNOWN}", required, change, source)
+    known = keys_below(outer)
     whole = [f"{outer}.{field}" if outer else field for field in known]
     required = f"one of {', '.join(known)}"
     return refusal(f"{key}{_UNKNOWN}", required, suggest(key, whole), source)
@@ -194,12 +190,3 @@ def _key_of(location: tuple[int | str, ...]) -> str:
             break
         key = f"{key}.{part}" if key else str(part)
     return key
-
-
-def _tuple_length(key: str) -> int | None:
-    """How many values a key takes, if that is fixed."""
-    field = all_keys().get(key)
-    kind = field.annotation if field else None
-    kinds = [one for one in (kind, *get_args(kind)) if get_origin(one) is tuple]
-    values = get_args(kinds[0]) if kinds else ()
-    return len(values) if values and Ellipsis not in values else None

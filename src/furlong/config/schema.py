@@ -22,7 +22,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
+    SerializerFunctionWrapHandler,
+    model_serializer,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -43,6 +44,12 @@ def words_of(error: ErrorDetails) -> str:
             return "a finite number"
         case "string_type":
             return "a text"
+        case "tuple_type":
+            return "a list"
+        case "extra_forbidden":
+            return "no such key"
+        case "model_type":
+            return "a text, or a mapping of keys"
         case "bool_parsing" | "bool_type":
             return "true or false"
         case "string_too_short":
@@ -205,65 +212,40 @@ class ParallelConfig(BaseModel):
     """Pipeline stages; auto: what the search finds fastest."""
 
 
-class SourceConfig(BaseModel):
-    """A source of sequences with more to say than its path."""
+class Source(BaseModel):
+    """A source of sequences; a text is its path."""
 
     model_config = _SECTION
 
-    path: str = Field(min_length=1)
+    path: PlainPath = Field(min_length=1)
     """File, folder, or data set of the hub: hf://datasets/OWNER/NAME."""
     weight: Number = Field(default=1.0, gt=0, le=1000)
     """Sequences that an epoch draws from it, relative to those that it has."""
     split: str | None = None
     """Which split of a folder that holds several."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_path(cls, value: object) -> object:
+        return {"path": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _as_a_path(self, values: SerializerFunctionWrapHandler) -> Any:
+        return values(self) if self.weight != 1 or self.split is not None else self.path
+
 
 def _listed_sources(value: object) -> object:
-    return [value] if isinstance(value, str | Mapping) else value
+    return [value] if isinstance(value, str | Mapping | Source) else value
 
 
-def _read_source(value: object) -> object:
-    """One message about a source, where pydantic would have one per kind that it could be."""
-    path = value.get("path") if isinstance(value, Mapping) else value
-    if isinstance(path, str):
-        require_plain(path)
-    try:
-        if isinstance(value, str) and value:
-            return value
-        return SourceConfig.model_validate({"path": value} if value == "" else value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        match first["type"]:
-            case "extra_forbidden":
-                close = difflib.get_close_matches(key, SourceConfig.model_fields, n=1, cutoff=0.75)
-                raise told(
-                    required=f"paths, or mappings of path, weight and split: {key} is none of them",
-                    change=f"write {close[0]} for {key}" if close else f"remove {key}",
-                ) from None
-            case "missing":
-                reason = f"{key} is missing"
-            case _ if isinstance(value, int | float) and not isinstance(value, bool):
-                reason = f"this is a number; as a path it is ./{value}"
-            case _ if not key:
-                reason = f"this is of type {type(value).__name__}"
-            case _:
-                reason = f"{key} should be {words_of(first)}"
-        raise PydanticCustomError(
-            "source",
-            "paths, or mappings of path, weight and split: {reason}",
-            {"reason": reason},
-        ) from None
-
-
-def _once(sources: tuple[str | SourceConfig, ...]) -> tuple[str | SourceConfig, ...]:
-    if any(not isinstance(source, str) and source.weight != 1 for source in sources):
+def _once(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    if any(source.weight != 1 for source in sources):
         raise PydanticCustomError("weight", "no weight: held-out sequences are read once each")
     return sources
 
 
 Sources = Annotated[
-    tuple[Annotated[str | SourceConfig, BeforeValidator(_read_source)], ...],
+    tuple[Source, ...],
     BeforeValidator(_listed_sources),
     Field(min_length=1, examples=["books.jsonl"]),
 ]

@@ -26,7 +26,7 @@ from furlong.config.messages import (
     no_section,
     unknown_flags,
 )
-from furlong.config.schema import RunConfig, all_keys, keys_below, kinds_of, section_of
+from furlong.config.schema import RunConfig, Source, all_keys, keys_below, kinds_of, section_of
 from furlong.errors import refusal
 
 
@@ -187,7 +187,15 @@ def values_of(key: str) -> str:
 def _word_of(kind: Any) -> str:
     if get_origin(kind) is tuple:
         return "[" + ",".join(_word_of(kinds_of(one)[0]) for one in get_args(kind)) + "]"
-    known = {int: "N", float: "NUMBER", bool: "{true,false}", str: "TEXT", Ellipsis: "..."}
+    if kind is Ellipsis:
+        return "..."
+    known: dict[Any, str] = {
+        int: "N",
+        float: "NUMBER",
+        bool: "{true,false}",
+        str: "TEXT",
+        Source: "TEXT",
+    }
     return known.get(kind, "MAPPING")
 
 

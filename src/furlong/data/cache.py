@@ -35,8 +35,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from furlong.config.schema import Source
 from furlong.data.records import SourceRecord
-from furlong.data.sources import Listing, Source, SourceFile
+from furlong.data.sources import Listing, SourceFile
 from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError
 from furlong.files import checksum, os_errors_told, whole_folder, write_json

@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from furlong.config.schema import Format
+from furlong.config.schema import Format, Source
 from furlong.data.cache import (
     ReferenceLogProbs,
     TokenizedSource,
@@ -28,7 +28,7 @@ from furlong.data.formats import FIELDS, FORMATS, decide_format, encode, unused_
 from furlong.data.loader import Mixture, Units, rows_of
 from furlong.data.pairs import require_answers
 from furlong.data.records import Notes, SourceRecord, read_records
-from furlong.data.sources import Listing, Source, SourceFile, list_files, printable, unreadable
+from furlong.data.sources import Listing, SourceFile, list_files, printable, unreadable
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Sequence, fingerprint
 from furlong.errors import DataError
 from furlong.units import count_words, format_count, format_seconds, plural

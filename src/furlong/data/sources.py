@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from furlong.config.schema import Source
 from furlong.errors import DataError
 
 Kind = Literal["text", "json lines", "parquet", "arrow", "dataset"]
@@ -35,17 +36,6 @@ _SPLITS = frozenset(
 _CARD_NAMES = frozenset(("readme", "license", "licence", "notice", "citation"))
 _CARD_ENDINGS = frozenset((".md", ".json", ".yaml", ".yml", ".gitattributes"))
 _MAX_NAMED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One entry of `data.train` or `data.eval`."""
-
-    path: str
-    weight: float = 1.0
-    """How often an epoch draws from it relative to its size, see `loader.Mixture`."""
-    split: str | None = None
-    """Which split of a folder that holds several."""
 
 
 @dataclass(frozen=True, slots=True)

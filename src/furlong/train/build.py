@@ -27,7 +27,6 @@ from furlong.train.kernels import put_kernels
 from furlong.train.objective import DataFormat
 from furlong.train.processes import Launch, Processes
 from furlong.train.run_model import DIALS, rope_of
-from furlong.train.start import source_of
 from furlong.units import format_bytes, format_count
 
 
@@ -104,7 +103,7 @@ def load_splits(
     for split, named in (("train", settings.train), ("eval", settings.eval)):
         if named is not None:
             data[split] = load_data(
-                [source_of(source) for source in named],
+                named,
                 tokenizer,
                 format=format or settings.format,
                 max_seq_len=settings.max_seq_len,

@@ -25,7 +25,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from furlong.config.schema import RunConfig, SourceConfig
+from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run, load_run
 from furlong.errors import CheckpointError, ConfigError, differing
 from furlong.files import TEMPORARY, checksum, os_errors_told
@@ -193,9 +193,9 @@ def _comparable(config: RunConfig, may_move: bool) -> dict[str, Any]:
     elsewhere."""
     values = config.model_dump(mode="json")
     values["model"]["name"] = _place(config.model.name)
-    named = [SourceConfig(path=s) if isinstance(s, str) else s for s in config.data.train]
     values["data"]["train"] = [
-        s.model_dump(mode="json") | {"path": "" if may_move else _place(s.path)} for s in named
+        {"path": "" if may_move else _place(s.path), "weight": s.weight, "split": s.split}
+        for s in config.data.train
     ]
     return values
 

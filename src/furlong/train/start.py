@@ -8,8 +8,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from furlong.config.schema import RunConfig, SourceConfig
-from furlong.data.sources import Source, list_files
+from furlong.config.schema import RunConfig
+from furlong.data.sources import list_files
 from furlong.errors import ConfigError
 from furlong.models.folder import check_files
 from furlong.planners.decide import given_options
@@ -64,7 +64,7 @@ def _check(config: RunConfig, num_processes: int) -> None:
             )
     check_files(config.model.name)
     for key, named in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        for source in map(source_of, named or ()):
+        for source in named or ():
             # Folders are listed when they are read: that may take its time.
             if not os.path.isdir(os.path.expanduser(source.path)):
                 list_files(source, key, config.data.format)
@@ -86,8 +86,3 @@ def _check_apart(data: str, config: RunConfig) -> None:
                 source=key,
                 change=f"set {key} to a folder elsewhere, or name the files of data.train",
             )
-
-
-def source_of(named: str | SourceConfig) -> Source:
-    """The source that an entry of `data.train` or `data.eval` names."""
-    return Source(named) if isinstance(named, str) else Source(**named.model_dump())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from furlong.config.schema import DataConfig, ModelConfig, RunConfig
+from furlong.config.schema import DataConfig, ModelConfig, RunConfig, Source
 from furlong.kv.pools import Storage
 from furlong.models.build import model_of_config, read_config
 from furlong.models.folder import check_folder
@@ -35,7 +35,7 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
     """
     run = config or RunConfig(
         model=ModelConfig(name="Qwen2"),
-        data=DataConfig(train=("none",), max_seq_len=LONGEST_TOKENS),
+        data=DataConfig(train=(Source(path="none"),), max_seq_len=LONGEST_TOKENS),
     )
     whole = _default_model() if config is None else _model_config(run)
     shrunk = shrink_config(whole, max_seq_len=run.data.max_seq_len)

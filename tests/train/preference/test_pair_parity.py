@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
-from furlong.config.schema import TrainConfig
+from furlong.config.schema import Source, TrainConfig
 from furlong.data.dataset import load_data
 from furlong.data.loader import iterate_batches, sequence_tensors
-from furlong.data.sources import Source
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model
 from furlong.train.optim import build_optimizer, build_schedule
@@ -61,7 +60,7 @@ def plain_dpo(
     model = build_model(name, dtype=torch.float64, lora=LORA if lora else None)
     reference = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64)
     data = load_data(
-        [Source(str(pairs))], AutoTokenizer.from_pretrained(name), format="preference",
+        [Source(path=str(pairs))], AutoTokenizer.from_pretrained(name), format="preference",
         max_seq_len=512, cache_dir=str(cache),
     )  # fmt: skip
     settings = TrainConfig(lr=1e-2)
