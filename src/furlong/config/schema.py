@@ -7,8 +7,6 @@ is expanded. Keys of `model.rope` are transformers' own.
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -46,6 +44,8 @@ def words_of(error: ErrorDetails) -> str:
             return "a text"
         case "tuple_type":
             return "a list"
+        case "dict_type":
+            return "a mapping"
         case "extra_forbidden":
             return "no such key"
         case "model_type":
@@ -100,43 +100,13 @@ AmountBytes = Annotated[int, BeforeValidator(_read_amount), Field(ge=0, le=MAX_B
 
 OffloadKind = Literal["kv", "inputs", "attention", "graphs"]
 OffloadTarget = Literal["none", "cpu", "disk"]
-_KINDS, _TARGETS = get_args(OffloadKind), get_args(OffloadTarget)
-
-
-def _read_offload(value: object) -> object:
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        with suppress(ValueError):  # a flag's mapping, which `sources` has written as JSON
-            value = json.loads(value)
-    if not isinstance(value, Mapping):
-        if value not in ("auto", *_TARGETS):
-            required = f"auto, {', '.join(_TARGETS)} or a mapping of kinds, as {{attention: cpu}}"
-            raise told(required=required, change=_near(value, ("auto", *_TARGETS)))
-        return value
-    for kind, target in value.items():
-        if kind not in _KINDS:
-            required = f"a mapping of kinds among {', '.join(_KINDS)}"
-            raise told(required=required, change=_near(kind, _KINDS))
-        if target not in _TARGETS:
-            required = f"one of {', '.join(_TARGETS)} for {kind}"
-            raise told(required=required, change=_near(target, _TARGETS))
-    return value
-
-
-def _near(name: object, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f"did you mean {close[0]}?" if close else "set offload, such as cpu"
+OffloadChoice = Literal["auto"] | OffloadTarget | dict[OffloadKind, OffloadTarget]
 
 
 def told(**parts: str) -> PydanticCustomError:
     """An error with parts of its message: required and change, also given, and all keys of which
     the values do not fit each other, as `a and b`."""
     return PydanticCustomError("told", "{required}", dict(parts))
-
-
-OffloadChoice = Annotated[
-    Literal["auto"] | OffloadTarget | dict[OffloadKind, OffloadTarget],
-    BeforeValidator(_read_offload),
-]
 
 
 def offloads_to(value: object, target: str) -> bool:
