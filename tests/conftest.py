@@ -2,6 +2,7 @@
 
 import gc
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -35,3 +36,11 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """A run in chunks that cut two of its eight texts: half as many take half as long."""
+    from helpers.tiny_runs import build_tiny_run
+
+    return replace(build_tiny_run(tmp_path_factory.mktemp("tiny")), chunk_size=64)

@@ -14,12 +14,6 @@ def test_a_tool_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
     assert (why_not() or "").startswith("tc not found")
 
 
-def test_a_namespace_that_is_refused_gives_one_line(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shutil, "which", lambda tool: f"/bin/{tool}")
-    monkeypatch.setattr(limited, "_IN_NAMESPACES", ("sh", "-c", "echo refused >&2; exit 1"))
-    assert why_not() == "refused"
-
-
 @pytest.mark.nightly
 def test_all_to_alls_have_the_rate_of_the_links():
     if (reason := why_not()) is not None:

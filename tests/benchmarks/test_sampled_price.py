@@ -65,14 +65,6 @@ def test_another_loss_or_gradient_is_seen(name, other):
     assert len(sampled.disagreeing(results(**{name: other}))) == 1
 
 
-def test_draws_are_averaged_and_the_highest_peak_counts():
-    other = replace(SAMPLED, step_s=2.0, cpu_s=6.0, extra_bytes=900, loss=2.3, grad_norm=7.0)
-    mean = sampled.over_draws([SAMPLED, other])
-    assert mean.extra_bytes == 1000
-    assert (mean.step_s, mean.cpu_s, mean.grad_norm) == (3.0, 7.0, 6.0)
-    assert mean.loss == pytest.approx(2.2)
-
-
 @pytest.mark.nightly
 def test_sampled_runs_and_all_agree(tmp_path):
     values = tmp_path / "sampled.json"

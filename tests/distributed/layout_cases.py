@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import torch
 from helpers.batches import batch
+from helpers.ranks import run_ranks
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from furlong.testing import (
 )
 
 Grads = dict[str, Tensor]
+BOUND = 1e-10
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,17 @@ class Found:
     loss: float
     grads: Grads
     token_losses: tuple[Tensor, ...]
+
+
+def check(cases: dict[str, Case], sizes: tuple[int, int, int], *, own_alone: bool = False) -> None:
+    """The cases on processes of dp, sp, pp are exact."""
+    num_ranks = sizes[0] * sizes[1] * sizes[2]
+    answers = run_ranks(
+        run_cases, list(cases.values()), sizes, own_alone, num_ranks=num_ranks, limit_s=240
+    )
+    for index, (name, case) in enumerate(cases.items()):
+        error = worst_error(case, [own[index] for own in answers])
+        assert error <= BOUND, name
 
 
 def run_cases(

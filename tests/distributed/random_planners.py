@@ -11,9 +11,7 @@ from typing import Any
 from helpers.pipeline_plans import layer_first_pipeline, row_of
 from helpers.random_chunks import random_chunks
 from papers.chunkflow_plan import recomputed_late
-from papers.published.chunks import padded_groups, sliced_groups
-from papers.published.flexsp import plan_flexsp
-from papers.seq1f1b_plan import plan_seq1f1b
+from papers.published.chunks import sliced_groups
 
 from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
@@ -71,13 +69,6 @@ def state_aware(lens: Sequence[int], s: Setting, num_retained: int) -> ChunkPlan
     return s.draw.choice((plan, recomputed_late(plan)))
 
 
-def token_level(lens: Sequence[int], s: Setting) -> ChunkPlan:
-    groups = s.sharded(sliced_groups(lens, num_slices=s.draw.randint(2, 4)))
-    count = sum(map(len, groups))
-    layers = [[s.draw.randint(0, height) for _ in range(count)] for height in s.heights]
-    return plan_seq1f1b(lens, groups, recompute_layers=layers, **s.pipeline)
-
-
 def infinipipe(lens: Sequence[int], s: Setting) -> ChunkPlan:
     return plan_infinipipe(lens, s.cost, stages=s.heights, sp_size=s.sp)
 
@@ -114,10 +105,6 @@ def places(lens: Sequence[int], s: Setting) -> ChunkPlan:
     return plan_places(lens, s.cost, pool_size=s.sp, num_changes=0)
 
 
-def flexsp(lens: Sequence[int], s: Setting) -> ChunkPlan:
-    return plan_flexsp(lens, s.cost, pool_size=s.sp)
-
-
 def on_one_rank(lens: Sequence[int], s: Setting, **order: Any) -> ChunkPlan:
     dials = s.walk() | {"num_retained": s.draw.choice((0, 1, 2))} | order
     options = ChunkOptions(size=SIZE, **dials)
@@ -135,31 +122,22 @@ def layer_first_stages(lens: Sequence[int], s: Setting) -> ChunkPlan:
     return layer_first_pipeline(lens, s.sharded(s.cut(lens)), heights, sp_size=s.sp, **dials)
 
 
-def padded(lens: Sequence[int], s: Setting) -> ChunkPlan:
-    """A padding token is a token without a label."""
-    longer, groups = padded_groups(lens)
-    return plan_1f1b(longer, s.sharded(groups), **s.pipeline)
-
-
 Planner = Callable[[Sequence[int], Setting], ChunkPlan]
 PLANNERS: Mapping[str, tuple[Planner, Callable[[int, int, int], bool]]] = {
     # name: (planner of a replica, whether it fits into dp, sp, pp)
     "1F1B, K 0": (partial(state_aware, num_retained=0), lambda dp, sp, pp: pp > 1),
     "1F1B, K 1": (partial(state_aware, num_retained=1), lambda dp, sp, pp: pp > 1),
     "1F1B, K 2": (partial(state_aware, num_retained=2), lambda dp, sp, pp: pp > 1),
-    "Seq1F1B": (token_level, lambda dp, sp, pp: pp > 1),
     "InfiniPipe": (infinipipe, lambda dp, sp, pp: pp > 1),
     "InfiniPipe, in a row": (in_a_row, lambda dp, sp, pp: pp > 1),
     "layer-first in a stage": (layer_first_stages, lambda dp, sp, pp: pp > 1),
-    "padded 1F1B": (padded, lambda dp, sp, pp: pp > 1),
     "Skrull": (skrull, lambda dp, sp, pp: sp > 1),
     "DACP in chunks": (dacp, lambda dp, sp, pp: sp > 1),
     "any places": (on_any_places, lambda dp, sp, pp: sp > 1),
     "places": (places, lambda dp, sp, pp: sp > 1 and pp == 1),
-    "FlexSP": (flexsp, lambda dp, sp, pp: sp > 1 and pp == 1),
     "ChunkFlow": (on_one_rank, lambda dp, sp, pp: pp == 1),
     "layer-first": (layer_first, lambda dp, sp, pp: pp == 1),
     "ZeRO-3": (on_one_rank, lambda dp, sp, pp: dp > 1 and pp == 1),
 }
-MAY_FREEZE = {"1F1B, K 0", "1F1B, K 1", "1F1B, K 2", "Seq1F1B", "DACP in chunks"}
+MAY_FREEZE = {"1F1B, K 0", "1F1B, K 1", "1F1B, K 2", "DACP in chunks"}
 """Planners of pipelines that leave backwards out of frozen stages."""

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 from distributed.layout_cases import Found, read_by, whole_grads
 from distributed.random_layouts import Drawn, Sizes, tokens_of
-from helpers.positions import Position
 from helpers.tiny_families import config_of
 
 import furlong
@@ -20,23 +19,19 @@ from furlong.runtime.step import layers_of
 from furlong.testing import num_labels
 
 
-def run_drawn(rank: int, folder: str, drawn: Sequence[Drawn], limit_s: float) -> list[Found]:
-    """Each step, one after the other; a process that stands still for `limit_s` ends."""
-    position = Position(folder, rank, limit_s)
+def run_drawn(rank: int, drawn: Sequence[Drawn]) -> list[Found]:
+    """Each step, one after the other."""
     made: dict[Sizes, Ranks] = {}
     found = []
-    with position.guarded():
-        for one in drawn:
-            position.note(f"{one}: makes its engine")
-            if one.sizes not in made:
-                made[one.sizes] = make_ranks(*one.sizes, "cpu")
-            found.append(_run(one, made[one.sizes], position))
-            gc.collect()
-        position.note("done")
+    for one in drawn:
+        if one.sizes not in made:
+            made[one.sizes] = make_ranks(*one.sizes, "cpu")
+        found.append(_run(one, made[one.sizes]))
+        gc.collect()
     return found
 
 
-def _run(one: Drawn, ranks: Ranks, position: Position) -> Found:
+def _run(one: Drawn, ranks: Ranks) -> Found:
     case = one.case
     layers = layers_of(case.plan, ranks.plan_rank) if ranks.pp > 1 else None
     engine = furlong.Engine(case.model(layers), ranks=ranks)
@@ -47,10 +42,8 @@ def _run(one: Drawn, ranks: Ranks, position: Position) -> Found:
             stack.enter_context(patch("furlong.runtime.cell._MIN_BYTES", 1))
             stack.enter_context(patch("furlong.kv.store.segment_tokens", lambda *_: 3))
         for _ in range(case.num_steps):
-            watch = position.watch(str(one), case.plan, ranks.plan_rank)
-            result = engine.run(case.plan, own, num_labels(sequences), watch=watch)
+            result = engine.run(case.plan, own, num_labels(sequences))
             assert result.num_valid_tokens == num_labels(sequences)
-    position.note(f"{one}: collects its gradients")
     return Found(result.loss, whole_grads(engine.model.model), result.token_losses)
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed.layout_cases import whole_grads
 from helpers.batches import batch
 from helpers.tiny_families import build
+from helpers.wide_norms import widen_norms
 from papers.published.in_step import join_in_step
-from torch import Tensor, nn
+from torch import nn
 
 import furlong
 from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
+from furlong.errors import FurlongError
 from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.orders import join_replicas, plan_on_device
@@ -28,7 +30,7 @@ NUM_LAYERS = 3
 
 
 def llama(**changes: Any) -> nn.Module:
-    return wide_norms(build("llama", **changes))
+    return widen_norms(build("llama", **changes))
 
 
 def tied_llama() -> nn.Module:
@@ -52,19 +54,6 @@ def llama_with_a_trained_head() -> nn.Module:
     model = llama()
     model.requires_grad_(False)
     model.get_output_embeddings().weight.requires_grad_(True)
-    return model
-
-
-def wide_norms(model: nn.Module) -> nn.Module:
-    """The model with norms that do not round to float32 inside."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * x * scale
-
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(forward, module)
     return model
 
 
@@ -102,18 +91,18 @@ class Step:
         return join_replicas(plans, ids, self.seq_lens)
 
 
+def message(call: Callable[[], object]) -> str:
+    """What a call is refused with."""
+    try:
+        call()
+    except (FurlongError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
 def cost_of(model: Any) -> CostModel:
     shape = describe(model.config)
     return CostModel(shape, Machine.named("A100-80"), Training(zero_stage=3))
-
-
-def whole_grads(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients, each put together from all ranks, which call it together."""
-    grads = {
-        n: p.grad.full_tensor().double() for n, p in model.named_parameters() if p.grad is not None
-    }
-    model.zero_grad(set_to_none=True)
-    return grads
 
 
 class Counted:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from distributed.test_replicas import launch, records, stops_after
 from helpers.launched import Launched
-from helpers.tiny_runs import TinyRun, build_tiny_run
+from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
 
@@ -18,11 +18,6 @@ FLAGS = (
     *("--train.eval_every_steps=0", "--chunks.size=auto", "--memory.device=64MiB"),
     *("--parallel.sp=auto", "--parallel.pp=auto"),
 )
-
-
-@pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return build_tiny_run(tmp_path_factory.mktemp("tiny"))
 
 
 def line_of(printed: str, head: str) -> str:
@@ -62,17 +57,3 @@ def test_two_processes_choose_their_layout_and_keep_it(
     assert line_of(ended[0].said, "parallel: ").removeprefix("parallel: ") in told
     assert layout_in(run) == decided
     assert records(run, "loss") == pytest.approx(records(one, "loss"), rel=1e-10)
-
-
-def test_another_number_of_processes_decides_anew(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    arguments = tiny_run.arguments(run, *FLAGS)
-    ended = Launched(tmp_path / "first", stops_after, arguments, 0, 2).ended(120)
-    assert [process.code for process in ended] == [0, 0], ended
-    assert main([*arguments, "--resume"]) == 0
-    printed = capsys.readouterr().out
-    changed = "options are decided again, for these keys have changed: the number of processes"
-    assert changed in printed
-    assert layout_in(run)["layout"] == {"dp": 1, "sp": 1, "pp": 1}

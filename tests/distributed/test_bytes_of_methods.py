@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -81,52 +78,3 @@ def test_a_first_step_takes_what_is_predicted(name: str, folder: Path, tmp_path:
     figures = {key: value for line in lines for key, value in json.loads(line).items()}
     print(name, figures["predicted_device_bytes"] / figures["used_memory_bytes"])
     assert figures["predicted_device_bytes"] == pytest.approx(figures["used_memory_bytes"], rel=0.1)
-
-
-def run_saved(folder: Path, file: Path, flags: Sequence[str]) -> tuple[int, int]:
-    """Bytes that `furlong plan` predicts of the plan that it saves, and that `Engine.run` takes."""
-    from transformers import AutoModelForCausalLM
-
-    import furlong
-    from furlong.cli.main import main
-    from furlong.cost.machine import this_cpu
-    from furlong.cost.model import CostModel
-    from furlong.cost.training import Training
-    from furlong.models.describe import describe
-    from furlong.plan.text import load_plan
-    from furlong.simulate.predict import predict
-    from furlong.train.memory import UsedMemory
-
-    assert main([
-        "plan", f"--model.name={folder / 'model'}", "--model.dtype=float32",
-        f"--data.train={folder / 'texts'}", "--data.max_seq_len=3072",
-        "--train.sequences_per_step=4", *flags, f"--out={file}",
-    ]) == 0  # fmt: skip
-    plan = load_plan(file.read_text())
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    sequences = [
-        {"input_ids": ids, "labels": ids}
-        for ids in (torch.randint(0, VOCAB_SIZE, (n,)) for n in plan.seq_lens)
-    ]
-    engine = furlong.Engine(model)
-    used = UsedMemory(model.parameters(), optimizer)
-    used.restart()
-    engine.run(plan, sequences)
-    cost = CostModel(describe(model.config), this_cpu(), Training.in_dtype("float32"))
-    return predict(cost, plan).device_bytes, used.peak_bytes()
-
-
-@pytest.mark.parametrize("flags", [(), (CUT,), (CUT, "--chunks.method=fpdt")])
-def test_a_recommended_plan_takes_what_is_printed(
-    flags: tuple[str, ...], folder: Path, tmp_path: Path
-) -> None:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-        run = alone.submit(run_saved, folder, tmp_path / "plan.json", flags)
-        predicted, measured = run.result(300)
-    print(flags, predicted / measured)
-    assert predicted == pytest.approx(measured, rel=0.1)

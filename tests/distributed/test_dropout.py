@@ -68,7 +68,10 @@ def masks_of(rank: int, sizes: tuple[int, int, int]) -> tuple[list[bytes], list[
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 2, 1), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((2, 1, 1), (1, 1, 2)))],
+)
 def test_each_process_draws_its_own_masks_and_a_recompute_the_same(sizes):
     (first, later), (second, _) = run_ranks(masks_of, sizes, num_ranks=2, limit_s=120)
     assert first and second

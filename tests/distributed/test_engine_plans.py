@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from distributed.layout_cases import Case, whole_grads
-from distributed.test_pipeline_engine import BOUND, STAGES
+from distributed.layout_cases import BOUND, Case, whole_grads
+from distributed.test_pipeline_engine import STAGES
 from helpers.ranks import run_ranks
 
 import furlong
@@ -26,14 +26,11 @@ class Asked:
     options: dict[str, Any] = field(default_factory=dict)
     masked: tuple[range, ...] = ()
     frozen_layers: int = 0
-    holds_all: bool = False
     backward: bool = True
 
     def case(self) -> Case:
         plan = ChunkPlan(LENS, (), STAGES, ((), ()))
-        return Case(
-            plan, masked=self.masked, frozen_layers=self.frozen_layers, holds_all=self.holds_all
-        )
+        return Case(plan, masked=self.masked, frozen_layers=self.frozen_layers)
 
 
 Answer = tuple[float, float, dict[str, Any], str]
@@ -85,9 +82,7 @@ def check(asked: list[Asked], sizes: tuple[int, int, int]) -> None:
 
 
 def test_a_pipeline():
-    check(
-        [Asked(), Asked(holds_all=True), Asked(backward=False), Asked(frozen_layers=1)], (1, 1, 2)
-    )
+    check([Asked(), Asked(backward=False), Asked(frozen_layers=1)], (1, 1, 2))
 
 
 def test_a_pool():

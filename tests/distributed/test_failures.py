@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.launched import Launched
+from helpers.launched import Ended, Launched
 from helpers.load import slowed
 
 from furlong.errors import DataError
@@ -19,10 +21,10 @@ from furlong.train.processes import Processes, joined, read_launch
 from furlong.train.stop import QuietEnd
 
 
-def work(what: str) -> None:
+def work(what: Callable[[Processes], None]) -> None:
     try:
         with joined(read_launch(), limit=timedelta(seconds=slowed(3))) as processes:
-            CASES[what](processes)
+            what(processes)
     except DataError as error:
         print(error, flush=True)
         raise SystemExit(2) from error
@@ -68,24 +70,28 @@ def fails_as_a_user_may_mend(processes: Processes) -> None:
 
 
 def dies(processes: Processes) -> None:
+    processes.any(False)  # all have joined
     if processes.launch.number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
 
 
 def dies_while_others_agree(processes: Processes) -> None:
+    processes.any(False)  # all have joined
     if processes.launch.number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     processes.together(lambda: None)
 
 
 def the_first_dies(processes: Processes) -> None:
+    processes.any(False)  # all have joined
     if processes.is_first:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
 
 
 def hangs(processes: Processes) -> None:
+    processes.any(False)  # all have joined
     if processes.launch.number == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(1))
@@ -103,72 +109,49 @@ def works_long(processes: Processes) -> None:
     processes.together(lambda: time.sleep(slowed(5)) if processes.is_first else None)
 
 
+ENDS = "process {} ends, for another process has ended.*--resume"
 CASES = {
-    function.__name__: function
-    for function in (
-        is_done, raises_of_one, fails_on_one, fails_on_the_first, fails_as_a_user_may_mend, dies,
-        dies_while_others_agree, the_first_dies, hangs, is_ended_by_a_signal, works_long,
-    )
+    # what happens: exit codes, and what each process says
+    is_done: ([0, 0], [r"\d+"] * 2),
+    raises_of_one: (
+        [2, 2],
+        ["^given:    process 1: no file\nrequired: a file", "^given:    no file\nrequired: a file"],
+    ),
+    fails_on_one: (
+        [1, 1], ["process 1 ended by ValueError: no such layer", "Traceback.*no such layer"],
+    ),
+    fails_on_the_first: ([1, 1], ["Traceback.*no such layer", "process 0 .*--resume"]),
+    fails_as_a_user_may_mend: (
+        [1, 2], ["process 1 ended by DataError: no room", "^given:    no room\nrequired: room"],
+    ),
+    dies: ([1, -9, 1], [ENDS.format(0), "", ENDS.format(2)]),
+    dies_while_others_agree: ([1, -9, 1], [ENDS.format(0), "", ENDS.format(2)]),
+    # it holds the store: the others cannot even ask
+    the_first_dies: ([-9, 1], ["", ENDS.format(1)]),
 }  # fmt: skip
 
 
-def run(folder: Path, what: str, num_processes: int = 2) -> Launched:
-    return Launched(folder, work, what, num_processes=num_processes)
+def run(folder: Path, what: Callable[[Processes], None], num_processes: int = 2) -> Launched:
+    return Launched(folder / what.__name__, work, what, num_processes=num_processes)
 
 
-def test_they_agree_and_leave(tmp_path: Path) -> None:
-    ended = run(tmp_path, "is_done").ended()
-    assert [process.code for process in ended] == [0, 0], ended
-    assert int(ended[0].said) < int(ended[1].said)
-
-
-def test_an_error_of_one_is_that_of_all(tmp_path: Path) -> None:
-    ended = run(tmp_path, "raises_of_one").ended()
-    assert [process.code for process in ended] == [2, 2], ended
-    assert ended[0].said.startswith("given:    process 1: no file\nrequired: a file")
-    assert ended[1].said.startswith("given:    no file\nrequired: a file")
-
-
-def test_a_failure_of_one_ends_the_others_with_its_text(tmp_path: Path) -> None:
-    ended = run(tmp_path, "fails_on_one").ended(20)
-    assert [process.code for process in ended] == [1, 1], ended
-    assert "process 1 ended by ValueError: no such layer" in ended[0].said
-    assert "Traceback" in ended[1].said and "no such layer" in ended[1].said
-
-
-def test_a_failure_of_the_first(tmp_path: Path) -> None:
-    ended = run(tmp_path, "fails_on_the_first").ended(20)
-    assert [process.code for process in ended] == [1, 1], ended
-    assert "Traceback" in ended[0].said and "no such layer" in ended[0].said
-    assert "process 0 " in ended[1].said and "--resume" in ended[1].said
-
-
-def test_what_one_alone_finds_wrong(tmp_path: Path) -> None:
-    ended = run(tmp_path, "fails_as_a_user_may_mend").ended(20)
-    assert [process.code for process in ended] == [1, 2], ended
-    assert ended[1].said.startswith("given:    no room\nrequired: room")
-    assert "Traceback" not in ended[1].said
-    assert "process 1 ended by DataError: no room" in ended[0].said
-
-
-@pytest.mark.parametrize("what", ["dies", "dies_while_others_agree"])
-def test_a_death_ends_the_others(tmp_path: Path, what: str) -> None:
-    ended = run(tmp_path, what, num_processes=3).ended(20)
-    assert [process.code for process in ended] == [1, -signal.SIGKILL, 1], ended
-    for number in (0, 2):
-        assert f"process {number} ends, for another process has ended" in ended[number].said
-        assert "--resume" in ended[number].said and "Traceback" not in ended[number].said
-
-
-def test_the_death_of_the_first(tmp_path: Path) -> None:
-    """It holds the store: the others cannot even ask."""
-    ended = run(tmp_path, "the_first_dies").ended(20)
-    assert [process.code for process in ended] == [-signal.SIGKILL, 1], ended
-    assert "process 1 ends, for another process has ended" in ended[1].said
+def test_all_processes_end_and_tell_what_ended_them(tmp_path: Path) -> None:
+    """Mostly they wait: some cases run beside each other."""
+    found: dict[Callable[[Processes], None], list[Ended]] = {}
+    for beside in (list(CASES)[:4], list(CASES)[4:]):
+        started = [run(tmp_path, what, len(CASES[what][0])) for what in beside]
+        found |= {what: one.ended(20) for what, one in zip(beside, started, strict=True)}
+    for what, (codes, told) in CASES.items():
+        assert [process.code for process in found[what]] == codes, found[what]
+        for process, text in zip(found[what], told, strict=True):
+            assert re.search(text, process.said, re.DOTALL), (what, process.said)
+            assert "Traceback" in text or "Traceback" not in process.said, what
+    first, second = (int(process.said) for process in found[is_done])
+    assert first < second
 
 
 def test_one_that_hangs_ends_the_others_after_the_limit(tmp_path: Path) -> None:
-    launched = run(tmp_path, "hangs", num_processes=3)
+    launched = run(tmp_path, hangs, num_processes=3)
     launched.processes[0].join(slowed(20))
     launched.processes[2].join(slowed(20))
     ended = launched.ended(1)
@@ -177,7 +160,7 @@ def test_one_that_hangs_ends_the_others_after_the_limit(tmp_path: Path) -> None:
 
 
 def test_a_signal_while_one_works_and_others_wait(tmp_path: Path) -> None:
-    launched = run(tmp_path, "is_ended_by_a_signal")
+    launched = run(tmp_path, is_ended_by_a_signal)
     while not all("begun" in launched.said(number) for number in range(2)):
         time.sleep(0.01)
     for process in launched.processes:
@@ -188,5 +171,5 @@ def test_a_signal_while_one_works_and_others_wait(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_long_work_of_one_is_waited_for(tmp_path: Path) -> None:
-    ended = run(tmp_path, "works_long").ended(30)
+    ended = run(tmp_path, works_long).ended(30)
     assert [process.code for process in ended] == [0, 0], ended

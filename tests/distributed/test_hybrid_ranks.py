@@ -78,8 +78,7 @@ def check(make: Make, *, piped: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("piped", [False, True], ids=["dp", "pp"])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "bamba"])
+@pytest.mark.parametrize(("family", "piped"), [("lfm2", True), ("qwen3_next", False)])
 def test_recurrent_layers(family: str, piped: bool) -> None:
     check(partial(build, family), piped=piped)
 
@@ -107,7 +106,7 @@ def step_with_an_idle_replica(rank: int, families: Sequence[str]) -> list[tuple[
 
 @pytest.mark.slow
 def test_a_replica_without_work() -> None:
-    families = ["lfm2", "falcon_h1", "kimi_linear"]
+    families = ["lfm2", "kimi_linear"]
     found = run_ranks(step_with_an_idle_replica, families, num_ranks=2, limit_s=180)
     for index, family in enumerate(families):
         engine = furlong.Engine(build(family))
@@ -120,9 +119,8 @@ def test_a_replica_without_work() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("piped", [False, True], ids=["dp", "pp"])
-def test_latent_attention(piped: bool) -> None:
-    check(partial(twin_of, "deepseek_v3"), piped=piped)
+def test_latent_attention() -> None:
+    check(partial(twin_of, "deepseek_v3"), piped=True)
 
 
 @pytest.mark.slow

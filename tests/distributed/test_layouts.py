@@ -12,7 +12,6 @@ from distributed.test_replicas import (
     FILES,
     command,
     has_no_memory,
-    launch,
     records,
     shape_of,
     stops_after,
@@ -20,17 +19,12 @@ from distributed.test_replicas import (
     worst,
 )
 from helpers.launched import Launched
-from helpers.tiny_runs import TinyRun, build_tiny_run
+from helpers.tiny_runs import TinyRun
 from safetensors.torch import load_file
 
 from furlong.cli.main import main
 
 STEPS = ("--train.steps=5", "--train.epochs=null", "--model.dtype=float64")
-
-
-@pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return build_tiny_run(tmp_path_factory.mktemp("tiny"))
 
 
 def sizes(**parallel: int) -> list[str]:
@@ -64,13 +58,10 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         ({"sp": 2}, ()),
         # with one sequence in a step one replica is always idle
         slow({"dp": 2}, (*LORA, "--train.sequences_per_step=1")),
-        slow({"dp": 2}, ("--chunks.order=layer-first", "--chunks.keep=kv")),
-        slow({"dp": 2, "pp": 2}, ()),
         # with one sequence in a step one pipeline, or one pool, is always idle
         slow({"dp": 2, "pp": 2}, ("--train.sequences_per_step=1",)),
         slow({"dp": 2, "sp": 2}, ("--train.sequences_per_step=1", "--chunks.keep=input")),
         slow({"sp": 2, "pp": 2}, ("--chunks.num_retained=0", "--chunks.keep=kv")),
-        slow({"sp": 2}, ("--chunks.order=layer-first", "--chunks.stage_layers=1")),
     ],
     ids=str,
 )
@@ -83,9 +74,11 @@ def test_a_run_is_that_of_one_process(
 ) -> None:
     held_out = f"--data.eval={tiny_run.folder / 'held-out.jsonl'}"
     common = (*STEPS, held_out, "--train.eval_train_share=0.5", *flags)
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert main(tiny_run.arguments(one, *common)) == 0
-    told = capsys.readouterr().out
+    one, two = tiny_run.folder / f"one{flags}", tmp_path / "two"
+    if not one.exists():
+        assert main(tiny_run.arguments(one, *common)) == 0
+        (one.with_suffix(".txt")).write_text(capsys.readouterr().out)
+    told = one.with_suffix(".txt").read_text()
     arguments = tiny_run.arguments(two, *common, *sizes(**division))
     said = train(tmp_path, arguments, prod(division.values()))
     for key in ("loss", "grad_norm", "eval_loss", "eval_training_loss", "lr", "num_tokens"):
@@ -123,38 +116,27 @@ def in_parts(folder: Path, arguments: list[str], *divisions: dict[str, int]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("divisions", "flags"),
-    [
-        (({"pp": 2}, {"dp": 2}, {}), ()),
-        (({"sp": 2}, {"pp": 2}), LORA),
-    ],
-    ids=["pp, dp, one", "sp, pp, with adapters"],
-)
 def test_another_layout_goes_on(
-    tiny_run: TinyRun,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    divisions: tuple[dict[str, int], ...],
-    flags: tuple[str, ...],
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
-    common = (*STEPS, *flags, "--train.eval_every_steps=0")
+    common = (*STEPS, *LORA, "--train.eval_every_steps=0")
     assert main(tiny_run.arguments(whole, *common, "--train.steps=6")) == 0
-    said = in_parts(tmp_path, tiny_run.arguments(run, *common), *divisions)
+    arguments = tiny_run.arguments(run, *common)
+    said = in_parts(tmp_path, arguments, {"pp": 2}, {"sp": 2}, {"dp": 2})
     assert "resumed from step-00000002: step 2 of 6" in said[1]
     assert "options are decided again, for these keys have changed: parallel." in said[1]
     assert records(run, "loss") == pytest.approx(records(whole, "loss"), rel=1e-10)
-    file = "adapter_model.safetensors" if flags else "model.safetensors"
+    file = "adapter_model.safetensors"
     ours, truth = (load_file(folder / "model" / file) for folder in (run, whole))
     assert worst(ours, truth) < 1e-8
-    # what a process of a pipeline wrote is the whole model, for a process alone
+    # what several processes wrote is the whole model, for a process alone
     assert main(["export", str(run), f"--out={tmp_path / 'exported'}"]) == 0
     assert worst(load_file(tmp_path / "exported" / file), ours) == 0
 
 
 @pytest.mark.parametrize(
-    ("division", "number"), [({"pp": 2}, 0), ({"pp": 2}, 1), slow({"dp": 2, "pp": 2}, 3)], ids=str
+    ("division", "number"), [({"pp": 2}, 1), slow({"dp": 2, "pp": 2}, 3)], ids=str
 )
 def test_lack_of_memory_in_a_pipeline_is_answered_by_all(
     tiny_run: TinyRun, tmp_path: Path, division: dict[str, int], number: int
@@ -167,30 +149,11 @@ def test_lack_of_memory_in_a_pipeline_is_answered_by_all(
         tmp_path / "out", has_no_memory, arguments, 4, 1, number, num_processes=count
     ).ended(240)
     assert [process.code for process in ended] == [0] * count, ended
-    who = "no room" if number == 0 else f"out of memory on process {number}"
-    assert f"step 1 did not fit ({who}" in ended[0].said
+    assert f"step 1 did not fit (out of memory on process {number}" in ended[0].said
     assert "chunks of 64 tokens from now on, 128 before" in ended[0].said
     assert json.loads((run / "options.json").read_text())["size"] == 64
     assert records(run, "loss") == pytest.approx(records(whole, "loss"), rel=1e-10)
     assert worst(weights(run), weights(whole)) < 1e-8
-
-
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        (sizes(pp=3), "dp auto x sp 1 x pp 3 = a multiple of 3, and 2 processes"),
-        (sizes(dp=2, sp=2, pp=2), "dp 2 x sp 2 x pp 2 = 8, and 2 processes"),
-        ([*sizes(pp=2), "--chunks.stage_layers=1"], "chunks.stage_layers for layer-first, with"),
-    ],
-)
-def test_a_wrong_size_is_told_once(
-    tiny_run: TinyRun, tmp_path: Path, flags: list[str], part: str
-) -> None:
-    ended = launch(tmp_path / "out", tiny_run.arguments(tmp_path / "run", *flags))
-    assert [process.code for process in ended] == [2, 2], ended
-    assert part in ended[0].said
-    assert ended[0].said.count("given:") == 1 and ended[1].said == ""
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.launched import Launched
 from helpers.load import slowed
 from helpers.ranks import run_ranks
 
@@ -79,9 +79,8 @@ def many_steps(rank: int, num_ranks: int) -> tuple[int, int]:
     return most, num_held(links)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_messages_of_mixed_sizes_arrive_in_order_step_after_step(num_ranks):
-    outcomes = run_ranks(many_steps, num_ranks, num_ranks=num_ranks)
+def test_messages_of_mixed_sizes_arrive_in_order_step_after_step():
+    outcomes = run_ranks(many_steps, 3, num_ranks=3)
     assert all(held == 0 for _, held in outcomes), "a finished step holds nothing"
     assert all(0 < most <= 12 for most, _ in outcomes)
 
@@ -161,46 +160,27 @@ def test_a_neighbour_that_is_gone_is_named_with_the_action(how):
     assert ("Timed out" in said) == (how == "silent")
 
 
-FAILING = """
-import sys, torch
-from datetime import timedelta
-import torch.distributed as dist
-sys.path[:0] = sys.argv[3:]
-from distributed.test_links import PARCEL, opened, plan_of, value
-from furlong.plan.plan import Send
-rank = int(sys.argv[1])
-store = dist.FileStore(sys.argv[2], 2)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-links, plan = opened(2, timeout_s=300), plan_of(4)
-if rank == 0:
-    sys.stdin.read()  # stays, and takes nothing
-links.begin(plan, rank, PARCEL)
-first = next(a for a in plan.actions[1] if isinstance(a, Send))
-links.of(first).send(first, value(first, plan))
-raise ValueError("no such layer")
-"""
+def fails(folder: Path) -> None:
+    """The second process, beside one that stays and takes nothing."""
+    rank = int(os.environ["RANK"])
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    links, plan = opened(2, timeout_s=300), plan_of(4)
+    if rank == 0:
+        time.sleep(600)
+    links.begin(plan, rank, PARCEL)
+    first = next(a for a in plan.actions[1] if isinstance(a, Send))
+    links.of(first).send(first, value(first, plan))
+    raise ValueError("no such layer")
 
 
-@pytest.mark.slow
 def test_a_process_that_fails_leaves_at_once(tmp_path):
     """Although its neighbour has not taken what it has sent."""
-    tests = Path(__file__).parents[1]
-    folders = [str(tests), str(tests.parent / "benchmarks")]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", FAILING, str(rank), str(tmp_path / "store"), *folders],
-            stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        _, told = ranks[1].communicate(timeout=120)
-        assert ranks[1].returncode == 1 and "no such layer" in told
-        assert ranks[0].poll() is None
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    launched = Launched(tmp_path, fails, tmp_path)
+    launched.processes[1].join(slowed(60))
+    stays, left = launched.ended(0)
+    assert left.code == 1 and "no such layer" in left.said
+    assert stays.code is None
 
 
 def test_a_receive_has_a_buffer_of_its_own_and_is_posted_once() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -87,44 +85,6 @@ def sums(rank: int) -> tuple[float, float, float]:
 
 def test_the_groups_work():
     assert run_ranks(sums, num_ranks=4) == [(3, 15, 15), (3, 15, 15), (12, 15, 15), (12, 15, 15)]
-
-
-SCRIPT = """
-import sys
-import torch
-import torch.distributed as dist
-import furlong
-from furlong.runtime.distributed.mesh import make_ranks
-from transformers import LlamaConfig, LlamaForCausalLM
-
-dist.init_process_group("gloo")
-ranks = make_ranks(dist.get_world_size(), 1, 1, "cpu")
-torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2,
-))
-engine = furlong.Engine(model, ranks=ranks)
-ids = torch.arange(20 + 10 * ranks.replica) % 64
-result = engine.forward_backward([{"input_ids": ids, "labels": ids}], furlong.ChunkOptions())
-assert result.num_valid_tokens == 48
-sys.stdout.write(f"{result.loss:.9f}\\n")
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_starts_it_and_it_leaves_cleanly(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run(
-        [sys.executable, *torchrun, str(script)], capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    first, second = run.stdout.split()
-    assert first == second and 1 < float(first) < 10
 
 
 @pytest.mark.parametrize(

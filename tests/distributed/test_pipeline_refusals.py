@@ -5,29 +5,20 @@ from __future__ import annotations
 import gc
 import re
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
 import torch.distributed as dist
-from distributed.layout_cases import whole_grads
-from distributed.test_pipeline_engine import BOUND, LENS, STAGES, Case, planned
+from distributed.layout_cases import BOUND, Case, whole_grads
+from distributed.sharded_cases import message
+from distributed.test_pipeline_engine import LENS, STAGES, planned
 from helpers.batches import batch
 from helpers.ranks import run_ranks
 
 import furlong
-from furlong.errors import FurlongError
 from furlong.planners.orders import plan_on_device
 from furlong.runtime.distributed.mesh import make_ranks
 from furlong.testing import reference_loss, take_grads, worst_relative_error
-
-
-def message(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except FurlongError as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
 
 
 def refusals(rank: int) -> tuple[dict[str, str], float]:

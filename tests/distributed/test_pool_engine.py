@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from distributed.layout_cases import Case, run_cases, worst_error
+from distributed.layout_cases import Case, check
 from helpers.batches import batch
 from helpers.placed import plan_of
 from helpers.ranks import run_ranks
@@ -23,7 +23,6 @@ from furlong.planners.orders import join_replicas, plan_1f1b
 from furlong.planners.places import plan_places
 from furlong.runtime.distributed.mesh import make_ranks
 
-BOUND = 1e-10
 NESTED_LENS = (21, 2, 11, 6, 9)
 NESTED = [
     Chunk((Slice(0, 0, 9, Place(0, 4)), Slice(1, 0, 2, Place(0, 4)), Slice(2, 0, 6, Place(0, 2)),
@@ -62,37 +61,18 @@ def on_the_second() -> ChunkPlan:
     return plan_of([14], chunks, 2, ChunkOptions(size=9), num_layers=NUM_LAYERS)
 
 
-def check(cases: dict[str, Case], sizes: tuple[int, int, int], *, own_alone: bool = False) -> None:
-    num_ranks = sizes[0] * sizes[1] * sizes[2]
-    answers = run_ranks(
-        run_cases, list(cases.values()), sizes, own_alone, num_ranks=num_ranks, limit_s=240
-    )
-    for index, (name, case) in enumerate(cases.items()):
-        error = worst_error(case, [own[index] for own in answers])
-        print(f"{name}: {error:.1e}")
-        assert error <= BOUND, name
-
-
-def of_two() -> dict[str, Case]:
-    return {
+def test_pool_of_two():
+    """Each process is given the sequences that it reads."""
+    cases = {
         "sharded": Case(sharded(LENS, 2)),
         "short ones stay": Case(sharded(LENS, 2, short_stay=True)),
         "places": Case(on_places(LENS, 2)),
-        "window": Case(sharded(LENS, 2), family="mistral"),
         "adapters": Case(sharded(LENS, 2), lora=True),
         "evaluation": Case(sharded(LENS, 2, backward=False)),
         "no token on one": Case(on_the_second()),
         "no label in the last chunk": Case(sharded((21,), 2), masked=(range(9, 21),)),
     }
-
-
-def test_pool_of_two():
-    check(of_two(), (1, 2, 1))
-
-
-def test_each_process_may_be_given_the_sequences_that_it_reads():
-    names = ("short ones stay", "no token on one", "evaluation")
-    check({name: of_two()[name] for name in names}, (1, 2, 1), own_alone=True)
+    check(cases, (1, 2, 1), own_alone=True)
 
 
 @pytest.mark.slow

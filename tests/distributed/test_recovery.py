@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from distributed.layout_cases import Case, whole_grads
-from distributed.test_pipeline_engine import BOUND
+from distributed.layout_cases import BOUND, Case, whole_grads
 from helpers.ranks import run_ranks
 
 import furlong
@@ -142,7 +141,7 @@ def pipelined(size: int, lens: Sequence[int] = LENS, **settings: Any) -> ChunkPl
 def test_a_pipeline_goes_on_after_an_error_at_any_action():
     cases = Case(pipelined(8)), Case(pipelined(4))
     first = [Fault(rank, 0) for rank in range(2)]  # before it no message is expected
-    check(cases, [*first, *drawn_faults(cases[0].plan, 2, 4)], (1, 1, 2))
+    check(cases, [*first, *drawn_faults(cases[0].plan, 2, 2)], (1, 1, 2))
 
 
 def replicated(size: int, lens: Sequence[Sequence[int]], *, piped: bool) -> ChunkPlan:
@@ -162,22 +161,22 @@ TWO = ((23, 4), (9, 17, 3))
 @pytest.mark.slow
 def test_replicas_go_on_after_an_error_at_any_action():
     cases = Case(replicated(8, TWO, piped=False)), Case(replicated(4, TWO, piped=False))
-    check(cases, drawn_faults(cases[0].plan, 2, 4), (2, 1, 1))
+    check(cases, drawn_faults(cases[0].plan, 2, 3), (2, 1, 1))
 
 
 @pytest.mark.slow
 def test_two_pipelines_go_on_after_an_error_at_any_action():
     cases = Case(replicated(8, TWO, piped=True)), Case(replicated(4, TWO, piped=True))
-    check(cases, drawn_faults(cases[0].plan, 4, 5), (2, 1, 2))
+    check(cases, drawn_faults(cases[0].plan, 4, 2), (2, 1, 2))
 
 
 @pytest.mark.slow
 def test_an_evaluation_and_tied_weights():
     tied = {"tie_word_embeddings": True}
     evaluated = Case(pipelined(8, backward=False))
-    check((evaluated, Case(pipelined(8))), drawn_faults(evaluated.plan, 2, 3), (1, 1, 2))
+    check((evaluated, Case(pipelined(8))), drawn_faults(evaluated.plan, 2, 2), (1, 1, 2))
     cases = Case(pipelined(8), settings=tied), Case(pipelined(4), settings=tied)
-    check(cases, drawn_faults(cases[0].plan, 2, 3), (1, 1, 2))
+    check(cases, drawn_faults(cases[0].plan, 2, 2), (1, 1, 2))
 
 
 def pooled(size: int) -> ChunkPlan:
@@ -199,9 +198,8 @@ def ends(rank: int, case: Case, fault: Fault) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("how", ["begins", "attends"])
-def test_a_lack_of_memory_where_rows_are_exchanged_ends_the_run(how: str):
-    fault = Fault(0, 4, how)
+def test_a_lack_of_memory_where_rows_are_exchanged_ends_the_run():
+    fault = Fault(0, 4, "attends")
     failed, other = run_ranks(ends, Case(pooled(8)), fault, num_ranks=2, limit_s=100)
     assert "out of memory on process 0 while processes exchanged rows" in failed[0]
     assert failed[1].startswith("LinkError: an earlier step")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.launched import Launched
-from helpers.tiny_runs import TinyRun, build_tiny_run, run_command
+from helpers.tiny_runs import TinyRun, run_command
 
 from furlong.cli.main import main
 from furlong.config.schema import RunConfig
@@ -28,11 +28,6 @@ FLAGS = (
     "--model.dtype=float64", "--train.steps=4", "--train.epochs=null", "--chunks.size=auto",
     "--train.eval_train_share=0.5", "--train.sequences_per_step=6",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return build_tiny_run(tmp_path_factory.mktemp("tiny"))
 
 
 def records(run: Path, key: str) -> list[Any]:
@@ -61,7 +56,6 @@ def takes(arguments: list[str], method: str) -> None:
     ("layout", "method"),
     [
         (("--parallel.sp=2",), "places"),
-        pytest.param(("--parallel.pp=2",), "infinipipe", marks=pytest.mark.slow),
         pytest.param(
             ("--parallel.sp=2", "--chunks.size=64"), "local sequences", marks=pytest.mark.slow
         ),
@@ -101,12 +95,11 @@ def takes_with_less_memory(arguments: list[str], method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "method"), [("--parallel.sp=2", "places"), ("--parallel.pp=2", "infinipipe")]
-)
 def test_a_run_that_was_killed_goes_on_with_the_same_plans(
-    tiny_run: TinyRun, tmp_path: Path, layout: str, method: str
+    tiny_run: TinyRun, tmp_path: Path
 ) -> None:
+    layout, method = "--parallel.pp=2", "infinipipe"
+
     def run(name: str, function: Any, *flags: str) -> list[int | None]:
         arguments = tiny_run.arguments(tmp_path / name, *FLAGS, layout, *flags)
         arguments += ["--train.save_every_steps=2"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.launched import Launched
-from helpers.tiny_runs import TinyRun, build_tiny_run, run_command
+from helpers.tiny_runs import TinyRun, run_command
 
 from furlong.cli.main import main
 
@@ -19,25 +19,13 @@ FLAGS = (
 KEYS = ("loss", "grad_norm", "drawn_share", "sample_check_cosine", "sample_check_error")
 
 
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return build_tiny_run(tmp_path_factory.mktemp("tiny"))
-
-
 def figures(run: Path) -> list[dict[str, Any]]:
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [{key: line[key] for key in KEYS if key in line} for line in lines]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--parallel.dp=2",
-        pytest.param("--parallel.sp=2", marks=pytest.mark.slow),
-        pytest.param("--parallel.pp=2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("layout", ["--parallel.dp=2", "--parallel.pp=2"])
 def test_two_processes_draw_as_one(tiny_run: TinyRun, tmp_path: Path, layout: str) -> None:
     data = tmp_path / "tokens.jsonl"
     # longer than a chunk: on replicas no short sequence fills another one's last chunk

@@ -10,13 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.sharded_cases import NUM_LAYERS, Step, llama, whole_grads
+from distributed.layout_cases import whole_grads
+from distributed.sharded_cases import NUM_LAYERS, Step, llama, message
 from helpers.batches import batch
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import furlong
-from furlong.errors import FurlongError
 from furlong.plan.plan import Backward, Chunk, Forward, Reduce
 from furlong.planners.orders import plan_on_device
 from furlong.runtime.cell import Cell, LayerView
@@ -90,24 +90,6 @@ def test_a_replica_without_a_sequence():
     assert max(run_ranks(idle, num_ranks=2)) <= BOUND
 
 
-def draws(rank: int) -> tuple[float, float]:
-    """Replicas that draw chunks: against one process with the same draw of the whole batch."""
-    step = Step(((40,), (29, 5)))
-    single, model, sequences = llama(), llama(), step.sequences()
-    options = furlong.ChunkOptions(size=8, sample={"chunks": 2, "rule": "fixed", "seed": 3})
-    own = [[sequences[i] for i in step.ids(replica)] for replica in range(2)]
-    furlong.forward_backward(single, sequences, options)
-    engine = furlong.Engine(model, ranks=make_ranks(2, 1, 1, "cpu"))
-    result = engine.forward_backward(own[rank], options)
-    assert result.plan.sampled and result.num_valid_tokens == num_labels(sequences)
-    return worst_relative_error(whole_grads(model), take_grads(single)), result.loss
-
-
-def test_replicas_that_draw_chunks():
-    first, second = run_ranks(draws, num_ranks=2)
-    assert first == second and first[0] <= BOUND and 1 < first[1] < 100
-
-
 def failing_at(number: int, plain: Callable[..., object]) -> Callable[..., object]:
     """The function, which fails at its call number `number`."""
     calls = []
@@ -151,14 +133,6 @@ def fails_and_works(rank: int) -> list[float]:
 def test_a_step_after_one_that_failed():
     for errors in run_ranks(fails_and_works, num_ranks=2):
         assert len(errors) == 10 and max(errors) <= BOUND
-
-
-def message(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (FurlongError, OSError) as error:
-        return str(error)
-    return "accepted"
 
 
 class Unread(list[dict[str, Tensor]]):
@@ -233,7 +207,7 @@ SAID = {
     "no divisor": "a part of the batch's sequences, without num_valid_tokens",
     "missing": r"no sequence (0|2)\n.*at least those of list [01] of .* reads: (0, 1|2, 3, 4)",
     "short": "sequences of (5, 4|5, 9, 5) tokens",
-    "not read": r"(^the disk is gone|on process 1, .*\(OSError: the disk is gone\))",
+    "not read": r"(^OSError: the disk is gone|on process 1, .*\(OSError: the disk is gone\))",
     "bad on one": "(no sequences|an error on process 0)",
     "alone": "weights divided among 2 processes for a compute_dtype of None",
     "compute dtype": "weights divided among 2 processes for a compute_dtype of None",

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.sharded_cases import Step, llama, whole_grads
+from distributed.layout_cases import whole_grads
+from distributed.sharded_cases import Step, llama
 from helpers.ranks import run_ranks
 from helpers.tiny_families import build
 from torch import nn

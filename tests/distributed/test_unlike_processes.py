@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from distributed.sharded_cases import Step, llama
+from distributed.sharded_cases import Step, llama, message
 from helpers.batches import batch
 from helpers.ranks import run_ranks
 from torch import nn
 
 import furlong
-from furlong.errors import FurlongError
 from furlong.models.placeholders import hold, placeholders
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import group_chunks, shard
@@ -45,14 +44,6 @@ def stage_of(ranks: Ranks, **changes: Any) -> nn.Module:
     model = llama(**changes)
     hold(model, placeholders(model, (range(1), range(1, 3))[ranks.stage]))
     return model
-
-
-def message(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except FurlongError as error:
-        return str(error)
-    return "accepted"
 
 
 def models(rank: int) -> dict[str, str]:

@@ -32,6 +32,8 @@ CONFIGURED = {
     "mamba2": "chunk_size", "minimax": "block_size",
 }  # fmt: skip
 QUICK = ("bamba",)
+NIGHTLY = ("granitemoehybrid", "zamba2", "mamba2", "qwen3_5_moe_text", "olmo_hybrid")
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
 Grads = dict[str, Tensor]
 
 
@@ -72,7 +74,9 @@ def measured(family: str, patch: pytest.MonkeyPatch) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "family",
     [
-        family if family in QUICK else pytest.param(family, marks=pytest.mark.slow)
+        family
+        if family in QUICK
+        else pytest.param(family, marks=nightly if family in NIGHTLY else slow)
         for family in (*CONFIGURED, *DELTA_RULE)
     ],
 )

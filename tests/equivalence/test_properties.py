@@ -74,29 +74,6 @@ def test_a_batch_without_labels_needs_a_divisor():
     assert result.loss == 0 and all(not g.any() for g in take_grads(model).values())
 
 
-@pytest.mark.parametrize(
-    "sequence, told",
-    [
-        (
-            {"input_ids": torch.zeros(3, dtype=torch.int32), "labels": torch.zeros(3).long()},
-            "int32",
-        ),
-        (
-            {"input_ids": torch.zeros(3).long(), "labels": torch.zeros(4).long()},
-            "labels int64 (4,)",
-        ),
-        ({"input_ids": torch.zeros(1, 3).long(), "labels": torch.zeros(1, 3).long()}, "(1, 3)"),
-        ({"input_ids": torch.zeros(0).long(), "labels": torch.zeros(0).long()}, "(0,)"),
-        ({"input_ids": torch.zeros(3).long()}, "labels NoneType"),
-    ],
-)
-def test_malformed_sequences_are_told_apart(sequence, told):
-    good = batch([4])[0]
-    with pytest.raises(DataError) as error:
-        furlong.forward_backward(build("llama"), [good, sequence], OPTIONS)
-    assert told in str(error.value) and "sequence 1" in str(error.value)
-
-
 @pytest.mark.parametrize("family", UNLIKE)
 def test_float32_is_as_good_as_transformers_own(family):
     sequences = batch([61, 9, 30, 2])
@@ -136,7 +113,7 @@ def test_bfloat16_errs_no_more_than_transformers_own():
     """
     theirs = 0.0
     mine = dict.fromkeys((1, 16, 64), 0.0)
-    for seed in range(16):
+    for seed in range(8):
         sequences = batch([512], seed=seed)
         exact, rounded = rounded_pair(seed)
         reference_loss(exact, sequences)

@@ -62,28 +62,30 @@ def require_right(found: dict[str, Any]) -> None:
         assert staging["counted"] == pytest.approx(staging["most"], rel=0.07)
 
 
-def of_mutants() -> dict[str, dict[str, Any]]:
-    return seen(*(f"mutant: {what}" for what in MUTANTS))
+def quick(case: str) -> dict[str, Any]:
+    """What is seen of one of the slow cases, which share a process."""
+    more = "values of a tree", "old cuDNN"
+    return seen(*QUICK, *more, *(f"mutant: {what}" for what in MUTANTS))[case]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", QUICK)
 def test_steps(case):
-    require_right(seen(case)[case])
+    require_right(quick(case))
 
 
 @pytest.mark.slow
 def test_token_values_of_a_tree():
     """The second phase runs on autograd's thread. At its end the lanes of its own pools end too,
     twice, when there is nothing left to wait for."""
-    found = seen("values of a tree")["values of a tree"]
+    found = quick("values of a tree")
     assert "error" not in found and found["problems"] == [], found
     assert found["host_syncs"] <= MOST_SYNCS - 1 + 4, found["syncs"]
 
 
 @pytest.mark.slow
 def test_a_version_of_cudnn_that_reads_out_of_bounds_is_not_called():
-    found = seen("old cuDNN")["old cuDNN"]
+    found = quick("old cuDNN")
     require_right(found)
     assert set(found["calls"]) == {"flash dense", "flash packed"}
 
@@ -91,7 +93,7 @@ def test_a_version_of_cudnn_that_reads_out_of_bounds_is_not_called():
 @pytest.mark.slow
 @pytest.mark.parametrize("what", MUTANTS)
 def test_a_wait_that_is_left_out_is_a_race(what):
-    found = of_mutants()[f"mutant: {what}"]
+    found = quick(f"mutant: {what}")
     races = [text for text in found["problems"] if text.startswith("RACE")]
     assert bool(races) == bool(MUTANTS[what]), found["problems"]
     assert len(races) == len(found["problems"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MethodType
 
-import torch
 from torch import Tensor, nn
 
 from furlong.kv.arena import Arena
@@ -66,17 +64,3 @@ def obey(
     assert pools.arena.taken_bytes == pools.lower_bytes == 0
     pools.close()
     return loss_sum, executor.token_losses
-
-
-def without_rounding(model: nn.Module) -> nn.Module:
-    """The model with norms in its own dtype: transformers' round to float32, by chance to another
-    neighbour."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(_norm, module)
-    return model
-
-
-def _norm(self: nn.Module, x: Tensor) -> Tensor:
-    eps = getattr(self, "variance_epsilon", None) or self.eps
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * self.weight

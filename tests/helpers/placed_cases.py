@@ -21,9 +21,10 @@ from furlong.plan.rows import rows_of
 from furlong.planners.options import ChunkOptions
 from furlong.testing import num_labels, reference_loss, take_grads, worst_relative_error
 from helpers.batches import batch
-from helpers.placed import obey, plan_of, without_rounding
+from helpers.placed import obey, plan_of
 from helpers.random_chunks import random_chunks
 from helpers.tiny_families import build
+from helpers.wide_norms import widen_norms
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,6 @@ class PlacedCase:
     options: ChunkOptions = field(default_factory=lambda: ChunkOptions(size=8))
     family: str = "llama"
     changes: Mapping[str, Any] = field(default_factory=dict)
-    adapters: tuple[str, ...] = ()
     masked: tuple[range, ...] = ()
     backward: bool = True
 
@@ -140,15 +140,9 @@ class Found:
 
 
 def model_of(case: PlacedCase) -> nn.Module:
-    model = without_rounding(build(case.family, **case.changes))
+    model = widen_norms(build(case.family, **case.changes))
     if case.family == "gpt_oss":
         model.set_attn_implementation("eager")
-    if case.adapters:
-        from peft import LoraConfig, get_peft_model
-
-        torch.manual_seed(1)
-        config = LoraConfig(r=2, target_modules=list(case.adapters), init_lora_weights=False)
-        model = get_peft_model(model, config).double()
     return model
 
 

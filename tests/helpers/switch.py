@@ -44,8 +44,6 @@ class Switch:
         self._waits: dict[int, _Message] = {}
         self._ended: set[int] = set()
         self._is_stuck = False
-        self._sums: dict[int, Tensor] = {}
-        self._barrier = threading.Barrier(self.num_processes)
 
     def post(self, process: int, message: _Message) -> None:
         with self._change:
@@ -70,13 +68,6 @@ class Switch:
         with self._change:
             self._ended.add(process)
             self._find_deadlock()
-
-    def summed(self, process: int, x: Tensor) -> Tensor:
-        self._sums[process] = x
-        self._barrier.wait(30)
-        total = torch.stack([self._sums[p] for p in range(self.num_processes)]).sum(0)
-        self._barrier.wait(30)
-        return total
 
     def _meet(self, message: _Message) -> bool:
         heads = [self._queues[p][0] if self._queues[p] else None for p in message.place]
@@ -114,9 +105,6 @@ class SwitchExchange:
         self.switch.post(self.process, message)
         return lambda: self.switch.wait(self.process, message)
 
-    def summed(self, x: Tensor) -> Tensor:
-        return self.switch.summed(self.process, x)
-
 
 def run_pool(switch: Switch, function: Callable[[SwitchExchange], Any]) -> list[Any]:
     """The outcomes of `function`, called in a thread for each process; raises the first error."""
@@ -128,7 +116,6 @@ def run_pool(switch: Switch, function: Callable[[SwitchExchange], Any]) -> list[
             found[number] = function(SwitchExchange(switch, number))
         except BaseException as error:
             errors.append(error)
-            switch._barrier.abort()
         finally:
             switch.end(number)
 

@@ -65,7 +65,7 @@ def assert_equal_runs(mine: Any, plain: Any) -> None:
     ("accumulation", "lora", "side", "steps"),
     [
         (4, True, "left", 4),
-        (1, False, "right", 20),
+        (1, False, "right", 10),
         pytest.param(4, False, "left", 20, marks=pytest.mark.slow),
     ],
 )

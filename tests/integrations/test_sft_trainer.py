@@ -54,11 +54,11 @@ def test_losses_and_weights_equal_sft_trainers(
 ) -> None:
     given: dict[str, Any] = {
         "gradient_accumulation_steps": accumulation, "lora": lora, "packing": packing,
-        "num_train_epochs": 100,
+        "num_train_epochs": 100, "max_steps": 8,
     }  # fmt: skip
     mine = train(ChunkedSFTTrainer, tmp_path, tokenizer, **given)
     plain = train(SFTTrainer, tmp_path, tokenizer, **given)
-    assert len(mine.losses) == len(plain.losses) >= 20
+    assert len(mine.losses) == len(plain.losses) >= 8
     assert mine.losses == pytest.approx(plain.losses, rel=BOUND)
     assert falls(plain)
     assert largest_difference(mine.model, plain.model) < BOUND

@@ -28,7 +28,7 @@ from furlong.integrations import TokenLoss, Trainer
 
 BOUND = 1e-12
 OPTIONS = furlong.ChunkOptions(size=16, keep="kv")
-SGD = {"optim": "sgd", "learning_rate": 0.5, "max_steps": 4, "gradient_accumulation_steps": 2}
+SGD = {"optim": "sgd", "learning_rate": 0.5, "max_steps": 2, "gradient_accumulation_steps": 2}
 
 
 class WideSmoother(LabelSmoother):  # type: ignore[misc]

@@ -70,9 +70,8 @@ RUNS = {
     "incomplete last batch": Run(STEPS),
     "resumed": Run(STEPS, resumed="incomplete last batch/checkpoint-3"),
     "accumulation": Run({"max_steps": 3, "gradient_accumulation_steps": 2}, other_weights=True),
-    "adapters": Run({"max_steps": 3}, lora=True),
     "mostly without labels": Run({"max_steps": 4}, num_muted=18),
-    "sft": Run({"max_steps": 4}, sft=True),
+    "sft": Run({"max_steps": 3}, sft=True),
     "a loss of one's own": Run({"max_steps": 3}, loss=SQUARED),
 }
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
@@ -94,7 +93,7 @@ LONG_RUNS = {
 
 @pytest.mark.parametrize(
     "runs",
-    [RUNS, DIVIDED, pytest.param(LONG_RUNS, marks=pytest.mark.slow)],
+    [RUNS, *(pytest.param(runs, marks=pytest.mark.slow) for runs in (DIVIDED, LONG_RUNS))],
     ids=["short", "divided", "long"],
 )
 def test_two_processes_train_as_one(tmp_path: Path, runs: dict[str, Run]) -> None:

@@ -243,7 +243,7 @@ def test_random_batches(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_more_random_batches(name):
-    run_cases(name, range(100, 130) if name in SEARCHING else range(100, 400))
+    run_cases(name, range(100, 110) if name in SEARCHING else range(100, 200))
 
 
 @pytest.mark.nightly

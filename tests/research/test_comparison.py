@@ -56,7 +56,3 @@ def test_a_broken_promise_is_an_exit_status(tmp_path, capsys, seconds, words):
     name = "github-8" if "bound" in seconds else "github-32"
     status, _ = ran(tmp_path, {name: answers(name, **seconds)})
     assert status == 1 and f"promise broken: {name}: {words}" in capsys.readouterr().out
-
-
-def test_nothing_found_is_no_success(tmp_path):
-    assert ran(tmp_path, {}) == (1, "")

@@ -58,15 +58,6 @@ def test_a_point_off_its_line_is_missed(monkeypatch, tmp_path):
     assert "- missed: t: line" in written and "1 predictions, 1 met, 0 missed" in written
 
 
-def test_some_tables_alone_write_no_document(monkeypatch, tmp_path):
-    monkeypatch.setattr(paper_numbers, "DOCUMENT", tmp_path / "numbers.md")
-    tables = {"only": lambda: Table("t", "u", (KNOWN, FITTED))}
-    monkeypatch.setattr(paper_numbers, "sections", lambda: {"Heading": tables})
-    assert paper_numbers.main(["on"]) == 0
-    assert paper_numbers.main(["no such table"]) == 1
-    assert not (tmp_path / "numbers.md").exists()
-
-
 def test_ours_must_round_to_the_print():
     assert not Row(case="c", ours=57.142857, **printed("57.14")).missed
     assert Row(case="c", ours=57.146, **printed("57.14")).missed
@@ -76,8 +67,3 @@ def test_ours_must_round_to_the_print():
 @pytest.mark.parametrize(("ours", "missed"), [(1.1, False), (0.99, True), (1.6, True)])
 def test_a_speedup_is_no_slowdown(ours, missed):
     assert speedup("c", 1.2, ours).missed is missed
-
-
-def test_all_tables_have_names_of_their_own():
-    names = [name for tables in paper_numbers.sections().values() for name in tables]
-    assert len(names) == len(set(names)) == 21

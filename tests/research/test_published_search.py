@@ -15,7 +15,7 @@ from papers.published.chunks import deal_sequences
 from papers.published.group_order import improve_order
 from papers.published.problem import Problem
 from papers.published.replicas import ReplicaPlans
-from papers.published.room import Room, chunk_sizes, idle_layouts
+from papers.published.room import Room, chunk_sizes
 from papers.published.search import search
 from papers.seq1f1b_plan import plan_seq1f1b
 from papers.unit_costs import UnitCosts
@@ -27,7 +27,7 @@ from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.plan.plan import COMPUTING, Layout
+from furlong.plan.plan import COMPUTING
 from furlong.planners.chunks import group_chunks
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
@@ -39,8 +39,6 @@ pytestmark = pytest.mark.nightly
 
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("A100-80"), Training(zero_stage=1))
 LENS = (40_000, 9_000, 3_000, 3_000, 1_000, 700, 500, 300)
-
-pytestmark = pytest.mark.slow
 
 
 def problem(**changes):
@@ -130,14 +128,6 @@ def test_where_nothing_fits_the_nearest_is_told(changes, words):
         search(problem(**changes), {"ChunkFlow": chunkflow})
 
 
-@pytest.mark.parametrize("name", ["Skrull", "Ulysses", "1F1B packed", "FlexSP", "Hybrid CP"])
-def test_sp_groups_may_be_larger_than_the_heads_allow(name):
-    """14 heads on four devices: two inner groups of two, though a group of two would divide them.
-    InfiniPipe runs Ulysses so, and Megatron-LM's context parallelism has no such limit."""
-    found = search(problem(seq_lens=(200_000, 3_000)), {name: PUBLISHED[name]})
-    assert found.best.dials.layout.sp == 4
-
-
 def test_every_method_deals_by_the_time_of_its_plans():
     """Launches take time, too, and attention is slower in short calls."""
     training = Training(zero_stage=3, lora=Lora(16))
@@ -207,17 +197,3 @@ def test_the_search_improves_the_order_of_its_winner():
     found = search(problem(seq_lens=lens, model=model, dp=1, sp=1, pp=4), {"one": chunkflow})
     listed = min(o.step_s for o in found.others if o.dials.group_order == "as listed")
     assert found.best.dials.group_order == "searched" and found.best.step_s < listed
-
-
-def test_devices_may_be_left_idle():
-    shape = model_shape("Llama-3-8B")
-    used = {layout.num_devices for layout in idle_layouts(24, shape)}
-    assert used == {24, 12, 6, 3, 1, 16, 8, 4, 2}
-    assert idle_layouts(8, shape, sp=8) == [Layout(1, 8, 1)]
-    assert Layout(1, 2, 3) in idle_layouts(8, shape, sp=2, pp=3)
-    # an odd number has every layout of the number before it, and its pools
-    assert set(idle_layouts(13, shape)) > set(idle_layouts(12, shape))
-    small = model_shape("Qwen2.5-0.5B")  # 14 heads
-    for num_devices, count in ((8, 7), (13, 7), (20, 14), (30, 28)):
-        found = idle_layouts(num_devices, small)
-        assert any(own.num_devices == count and own.sp % 7 == 0 for own in found)

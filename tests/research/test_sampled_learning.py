@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import learning_runs
 import pytest
 from learning_curve import Curve, Learned, learn
-from learning_plot import Line, plot_learning
-from library import pieces
 from sampled_learning import computed
 
 pytestmark = pytest.mark.nightly
@@ -45,33 +42,11 @@ def test_draws_of_a_curve_depend_on_seed_and_update():
     assert replace(curve, rule="exact").options(3).sampling is None
 
 
-def test_the_last_evaluation_is_behind_the_last_update():
-    assert Curve("exact", 1, 1e-3, 0, 100, num_points=8).evaluated[-1] == 100
-    assert Curve("exact", 1, 1e-3, 0, 100).evaluated == [100]
-    distances = [b - a for a, b in pairwise(Curve("exact", 1, 1e-3, 0, 99, 8).evaluated)]
-    assert set(distances) <= {12, 13}
-
-
-def test_curves_have_files_of_their_own():
-    curves = [*learning_runs.candidates(NUM_UPDATES), *learning_runs.finals(NUM_UPDATES, LRS)]
-    names = {curve.file_name for curve in curves}
-    assert len(names) == len(set(curves))
-    # the search's exact run is the shortest of the exact runs with fewer updates
-    assert len(curves) - len(names) == 1
-
-
 def test_the_lowest_loss_chooses_the_learning_rate_and_nan_never():
     curves = learning_runs.candidates(NUM_UPDATES)
     losses = {1e-3: 3.0, 3e-3: 2.9, 1e-2: math.nan}
     chosen = learning_runs.best_lrs([learned(curve, losses[curve.lr]) for curve in curves])
     assert chosen == dict.fromkeys(learning_runs.CONFIGS, 3e-3)
-
-
-def test_losses_between_finished_runs_are_interpolated():
-    ends = [(1.0, 4.0), (100.0, 2.0)]
-    assert learning_runs.loss_at(10.0, ends) == pytest.approx(3.0)
-    assert learning_runs.loss_at(0.5, ends) == 4.0
-    assert learning_runs.loss_at(200.0, ends) == 2.0
 
 
 def test_sampling_is_compared_at_equal_updates_and_at_equal_seconds():
@@ -91,32 +66,12 @@ def test_sampling_is_compared_at_equal_updates_and_at_equal_seconds():
     assert kept == ["met", "met"]
 
 
-def test_ranges_that_overlap_show_no_difference():
-    assert learning_runs.verdict((1.0, 1.1), (1.2, 1.3)) == "better"
-    assert learning_runs.verdict((1.0, 1.2), (1.2, 1.3)) == "no difference seen"
-    assert learning_runs.verdict((1.4, 1.5), (1.2, 1.3)) == "worse"
-
-
 def test_finished_curves_are_read_and_not_computed(tmp_path):
     given = runs()
     for curve in given:
         curve.write(tmp_path)
     # there are no windows in the folder: computing any of them would fail
     assert computed([curve.curve for curve in given], tmp_path) == given
-
-
-def test_pieces_do_not_overlap_and_are_whole():
-    assert pieces([*range(7)], 3) == [[0, 1, 2], [3, 4, 5]]
-    assert pieces([0, 1], 3) == []
-
-
-def test_the_picture_is_drawn(tmp_path):
-    lines = [
-        Line(learning_runs.name_of(c), *c, [1, 2], [1.0, 2.0], [(3.0, 3.2), (2.0, 2.1)])
-        for c in learning_runs.CONFIGS
-    ]
-    plot_learning(lines, [(0.5, 2.5)], "title", tmp_path / "learning.png")
-    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.nightly

@@ -54,11 +54,10 @@ def test_each_stage_of_a_family_passes(family, layers, tied):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", [f for f in (*FAMILIES, *OTHERS) if f not in FAST])
-def test_each_stage_of_every_family_passes(family, tied):
-    for layers in (range(1), range(1, 2), range(2, 3)):
-        passes(family, layers, tied)
+def test_each_stage_of_every_family_passes(family):
+    for index, layers in enumerate((range(1), range(1, 2), range(2, 3))):
+        passes(family, layers, tied=(index + len(family)) % 2 == 0)
 
 
 def test_a_twin_has_the_models_class_layers_and_ties():

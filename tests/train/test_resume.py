@@ -90,7 +90,7 @@ def ends_after(step: int, end: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("end", "loss", "trained", "model", "chunks", "save"),
-    [pytest.param(*row, marks=[pytest.mark.slow] * (i > 3)) for i, row in enumerate(ROWS)],
+    [pytest.param(*row, marks=[pytest.mark.slow] * (i > 1)) for i, row in enumerate(ROWS)],
 )
 def test_a_run_that_ends_early_goes_on_to_the_same_bits(
     tiny_runs: dict[str, TinyRun], tmp_path: Path, capsys: pytest.CaptureFixture[str],

@@ -23,18 +23,20 @@ from trl_cases import (
     words,
 )
 
-slow = pytest.mark.slow
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
 LOSSES: list[dict[str, Any]] = [
-    {"loss_type": [name]}
-    for name in (
-        "hinge", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
-        "discopop", "sft", "sigmoid_norm",
-    )
-] + [
+    {"loss_type": ["aot_unpaired"]}, {"loss_type": ["sigmoid_norm"]},
     {"loss_type": ["exo_pair"], "label_smoothing": 0.1},
-    {"loss_type": ["robust"], "label_smoothing": 0.1},
     {"loss_type": ["sigmoid", "sft", "bco_pair"], "loss_weights": [1.0, 0.2, 0.5]},
 ]  # fmt: skip
+ALIKE: list[dict[str, Any]] = [
+    {"loss_type": ["robust"], "label_smoothing": 0.1},
+    *({"loss_type": [name]} for name in (
+        "hinge", "nca_pair", "bco_pair", "sppo_hard", "aot", "apo_zero", "apo_down", "discopop",
+        "sft",
+    )),
+]  # fmt: skip
+"""Losses that ask of a model what one of `LOSSES` does."""
 OTHERS: list[dict[str, Any]] = [
     {"use_weighting": True}, {"ld_alpha": 0.5}, {"f_divergence_type": "js_divergence"},
     {"max_length": 40}, {"padding_free": False, "pad_to_multiple_of": 8},
@@ -48,7 +50,13 @@ QUICK: list[dict[str, Any]] = [{}, {"loss_type": ["ipo"], "lora": "new"}]
 
 
 @pytest.mark.parametrize(
-    "changes", [*QUICK, *(pytest.param(x, marks=slow) for x in LOSSES + OTHERS)], ids=str
+    "changes",
+    [
+        *QUICK,
+        *(pytest.param(x, marks=slow) for x in LOSSES + OTHERS),
+        *(pytest.param(x, marks=nightly) for x in ALIKE),
+    ],
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_dpo(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -116,8 +124,10 @@ def test_reward(tmp_path: Path, lora: bool) -> None:
     compare(make)
 
 
-@slow
-@pytest.mark.parametrize(("lora", "num_seeds"), [(False, 6), (True, 3)])
+@pytest.mark.parametrize(
+    ("lora", "num_seeds"),
+    [pytest.param(False, 6, marks=nightly), pytest.param(True, 3, marks=slow)],
+)
 def test_the_error_of_bfloat16_is_that_of_the_trainer_itself(
     tmp_path: Path, lora: bool, num_seeds: int
 ) -> None:

@@ -84,8 +84,10 @@ def errors(sizes: tuple[int, int, int], build: Any, gradients: Any, fn: Any) -> 
 def two_processes(rank: int) -> dict[str, list[float]]:
     found = {}
     for sizes in TWO:
-        found[f"{sizes} values"] = errors(sizes, llama, "returned", BOTH)
-        found[f"{sizes} states"] = errors(sizes, tied_llama, "added", None)
+        if sizes != (1, 2, 1):
+            found[f"{sizes} values"] = errors(sizes, llama, "returned", BOTH)
+        if sizes != (2, 1, 1):
+            found[f"{sizes} states"] = errors(sizes, tied_llama, "added", None)
     found["adapters"] = errors((1, 1, 2), adapted_llama, "returned", of_old)
     return found
 

@@ -59,7 +59,7 @@ def test_a_killed_run_resumes_to_the_same_weights() -> None:
     assert "equal bit for bit" in finding.figure
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_with_dropout_resume_to_the_same_weights() -> None:
     finding = check_resume(run_config(lora={"rank": 2, "dropout": 0.1}), tiny())
     assert finding.passed, finding
