@@ -188,7 +188,7 @@ def versions(settings: Settings) -> Results:
 
 def tests(settings: Settings) -> Results:
     """The tests that need a GPU, of kernels and pools."""
-    where = "tests/ops", "tests/kv/pools"
+    where = "tests/ops", "tests/kv"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *where]
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=_REPOSITORY)
     lines = run.stdout.splitlines()

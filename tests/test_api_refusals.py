@@ -220,7 +220,7 @@ def test_bad_sequences_are_named(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("cpu_bytes", "1GiB"), ("cpu_bytes", -1), ("disk_bytes", 2.5), ("disk_dir", 5)],
+    [("cpu_bytes", "1GiB"), ("cpu_bytes", -1), ("disk_bytes", 2.5)],
 )
 def test_storage_that_is_none_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} = "):

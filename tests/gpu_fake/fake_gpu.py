@@ -381,19 +381,19 @@ class FakeGPU:
             return x
 
         yield mock.patch.object(pools, "pinned_memory", pinned_memory)
-        release, has_room = pools.Staging._release, pools.Staging.has_room
+        release, take = pools.Staging._release, pools.Staging.take
 
         def released(own, buffer):
             self.freed(buffer.memory, "a staging buffer")
             release(own, buffer)
 
-        def roomy(own, num_bytes):
-            found = has_room(own, num_bytes)
-            self.counts["prefetch refused: no room"] += not found
-            return found
+        def taken(own, num_bytes, **options):
+            buffer = take(own, num_bytes, **options)
+            self.counts["prefetch refused: no room"] += buffer is None
+            return buffer
 
         yield mock.patch.object(pools.Staging, "_release", released)
-        yield mock.patch.object(pools.Staging, "has_room", roomy)
+        yield mock.patch.object(pools.Staging, "take", taken)
 
     def sync(self, what):
         self.syncs[f"{what} at {where(2)}"] += 1

@@ -24,23 +24,6 @@ def filled(lens, window=None, dtype=torch.float64):
     return arena, store, k, v
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(1, 9), min_size=2, max_size=6),
-    st.one_of(st.none(), st.integers(1, 12)),
-)
-def test_a_prefix_is_what_the_window_shows_of_it(lens, window):
-    _, store, k, v = filled(lens, window)
-    for piece in range(1, len(lens)):
-        start = sum(lens[:piece])
-        first = 0 if window is None else max(0, start - window + 1)
-        blocks = list(store.prefix(0, 0, piece, window, gradients=False))
-        seen_k = torch.cat([b.k for b in blocks], 1) if blocks else k[:, :0]
-        seen_v = torch.cat([b.v for b in blocks], 1) if blocks else v[:, :0]
-        assert torch.equal(seen_k, k[:, first:start]) and torch.equal(seen_v, v[:, first:start])
-        assert [b.distance for b in blocks] == [start - first] * bool(blocks)
-
-
 def test_a_window_keeps_only_what_later_tokens_see():
     arena, _, _, _ = filled([100, 100, 5], window=9)
     assert arena.taken_bytes == 2 * 2 * (8 + 8) * 4 * 8

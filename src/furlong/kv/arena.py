@@ -9,6 +9,9 @@ tensors.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -63,71 +66,87 @@ def aligned(num_bytes: int, alignment_bytes: int = _ALIGNMENT_BYTES) -> int:
     return -(-num_bytes // alignment_bytes) * alignment_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a slab."""
+
+    memory: Tensor  # (num_bytes,) uint8
+    extents: Extents
+    start: int
+
+    def give(self) -> None:
+        self.extents.give(self.start, aligned(self.memory.numel()))
+
+
+class Slabs:
+    """Memory in large slabs, the oldest of which that has room is taken from."""
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self._allocate = allocate
+        self.slabs: list[tuple[Tensor, Extents]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(memory.numel() for memory, _ in self.slabs)
+
+    def add(self, num_bytes: int) -> None:
+        self.slabs.append((self._allocate(num_bytes), Extents(num_bytes)))
+
+    def take(self, num_bytes: int, new_slab_bytes: Callable[[], int]) -> Piece:
+        """Memory that is free, in a new slab where no other has room."""
+        for memory, extents in self.slabs:
+            if (start := extents.take(aligned(num_bytes))) is not None:
+                return Piece(memory[start : start + num_bytes], extents, start)
+        self.add(new_slab_bytes())
+        return self.take(num_bytes, new_slab_bytes)
+
+
 class Arena:
     def __init__(self, device: torch.device, *, poison: bool = False) -> None:
         """`poison`: what is given back turns to NaN, so that a use after it is seen."""
         self.device = device
+        self.taken_bytes = 0
         self._poison = poison
-        self._slabs: list[tuple[Tensor, Extents]] = []
-        self._taken: dict[int, tuple[int, int, int]] = {}  # data pointer -> (slab, start, stop)
-        self._taken_bytes = 0
+        self._slabs = Slabs(partial(torch.empty, dtype=torch.uint8, device=device))
+        self._taken: dict[int, Piece] = {}  # by data pointer
         self._consolidated_bytes = 0
 
     @property
-    def taken_bytes(self) -> int:
-        return self._taken_bytes
-
-    @property
     def pooled_bytes(self) -> int:
-        return sum(memory.numel() for memory, _ in self._slabs)
+        return self._slabs.num_bytes
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor; give it back with `give`."""
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        needed = aligned(num_bytes)
-        slab, start = self._first_fit(needed)
-        memory = self._slabs[slab][0]
-        self._taken[memory.data_ptr() + start] = (slab, start, start + needed)
-        self._taken_bytes += needed
+        piece = self._slabs.take(num_bytes, lambda: self._new_slab_bytes(num_bytes))
+        self._taken[piece.memory.data_ptr()] = piece
+        self.taken_bytes += aligned(num_bytes)
         # `.data`: a version counter of its own, so that autograd sees writes to this piece only.
-        return memory[start : start + num_bytes].view(dtype).view(shape).data
+        return piece.memory.view(dtype).view(shape).data
 
     def give(self, tensor: Tensor) -> None:
         """Give back what `take` returned."""
         if tensor.numel() == 0:
             return
-        slab, start, stop = self._taken.pop(tensor.data_ptr())
-        self._taken_bytes -= stop - start
-        memory, extents = self._slabs[slab]
+        piece = self._taken.pop(tensor.data_ptr())
+        self.taken_bytes -= aligned(piece.memory.numel())
         if self._poison:
-            poison_bytes(memory[start:stop])
-        extents.give(start, stop - start)
-        if not self._taken and len(self._slabs) > 1:
+            poison_bytes(piece.memory)
+        piece.give()
+        if not self._taken and len(self._slabs.slabs) > 1:
             self._consolidated_bytes = self.pooled_bytes
-            self._slabs = []
+            self._slabs.slabs.clear()
 
-    def _first_fit(self, num_bytes: int) -> tuple[int, int]:
-        """(slab, first byte) of free memory in the oldest slab that has room, else in a new one.
-
-        Slabs that were given up when all was free are replaced by one of their total size: the
-        next step then finds everything in a single slab, where it had several.
-        """
-        for slab, (_, extents) in enumerate(self._slabs):
-            start = extents.take(num_bytes)
-            if start is not None:
-                return slab, start
-        consolidated_bytes = 0 if self._slabs else self._consolidated_bytes
+    def _new_slab_bytes(self, num_bytes: int) -> int:
+        """Bytes of the next slab. Slabs that were given up when all was free are replaced by one of
+        their total size: the next step then finds everything in a single slab, where it had
+        several."""
+        consolidated_bytes = 0 if self._slabs.slabs else self._consolidated_bytes
         if consolidated_bytes and self.device.type == "cuda":
             torch.cuda.empty_cache()  # the slabs that were given up still lie in its cache
-        slab_bytes = max(num_bytes, consolidated_bytes, MIN_SLAB_BYTES)
-        memory = torch.empty(slab_bytes, dtype=torch.uint8, device=self.device)
-        extents = Extents(slab_bytes)
-        start = extents.take(num_bytes)
-        assert start is not None
-        self._slabs.append((memory, extents))
-        return len(self._slabs) - 1, start
+        return max(aligned(num_bytes), consolidated_bytes, MIN_SLAB_BYTES)
 
 
 def poison_bytes(x: Tensor) -> None:

@@ -28,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from furlong.errors import ConfigError
-from furlong.kv.arena import MIN_SLAB_BYTES, Arena, Extents, aligned, poison_bytes
+from furlong.kv.arena import MIN_SLAB_BYTES, Arena, Extents, Piece, Slabs, aligned, poison_bytes
 from furlong.kv.disk import PAGE_BYTES, NamelessFile
 from furlong.plan.plan import Offload, OffloadTarget
 from furlong.units import format_bytes
@@ -53,11 +53,11 @@ class Handle:
     shape: torch.Size
     dtype: torch.dtype
     place: Any = None
-    """Where the bytes lie; None for a tensor without elements."""
+    """Where the bytes lie."""
     written: Any = None
     """The event of the last write."""
     reading: Any = None
-    """A read under way that nobody has asked for yet."""
+    """The buffer and the event of a read that nobody has asked for yet."""
     num_leases: int = 0
 
     @property
@@ -73,21 +73,20 @@ class Lease:
     """
 
     tensor: Tensor
-    _end: Callable[[bool], None]
-    _ended: bool = field(default=False, init=False)
+    _end: Callable[[bool], None] | None
 
     def release(self) -> None:
         """Give the tensor back; its memory is reused."""
-        self._finish(writes=False)
+        self._finish(False)
 
     def write_back(self) -> None:
         """Overwrite the handle with what the tensor holds now, and give the tensor back."""
-        self._finish(writes=True)
+        self._finish(True)
 
-    def _finish(self, *, writes: bool) -> None:
-        assert not self._ended, "a lease ends once"
-        self._ended = True
-        self._end(writes)
+    def _finish(self, writes: bool) -> None:
+        end, self._end = self._end, None
+        assert end is not None, "a lease ends once"
+        end(writes)
 
 
 @dataclass(eq=False)
@@ -133,13 +132,18 @@ class Pool(ABC):
         self._write(handle, x.detach())
         return handle
 
-    @abstractmethod
     def prefetch(self, h: Handle) -> None:
         """Begin to read what `get` will soon ask for; a hint, without effect when repeated."""
+        self._raise_error()
+        self._require_held(h)
 
-    @abstractmethod
     def get(self, h: Handle) -> Lease:
         """The tensor last put or written, in a copy that stays until its lease ends."""
+        self._raise_error()
+        self._require_held(h)
+        tensor, buffer = self._read(h)
+        h.num_leases += 1
+        return Lease(tensor, partial(self._end_lease, h, tensor, buffer, self._era))
 
     def overwrite(self, h: Handle, x: Tensor) -> None:
         """Keep a copy of x, of the same shape and dtype, in the place of what the handle held."""
@@ -181,6 +185,31 @@ class Pool(ABC):
     @abstractmethod
     def _write(self, h: Handle, x: Tensor) -> None: ...
 
+    @abstractmethod
+    def _read(self, h: Handle) -> tuple[Tensor, Buffer | None]:
+        """A tensor for a lease, and the buffer that it lies in."""
+
+    @abstractmethod
+    def _give(self, tensor: Tensor, buffer: Buffer | None) -> None:
+        """Give back what `_read` gave."""
+
+    def _write_back(self, h: Handle, tensor: Tensor, buffer: Buffer | None) -> None:
+        self._write(h, tensor)
+        self._give(tensor, buffer)
+
+    def _end_lease(
+        self, h: Handle, tensor: Tensor, buffer: Buffer | None, era: int, writes: bool
+    ) -> None:
+        if era != self._era:
+            return
+        h.num_leases -= 1
+        if not writes:
+            self._give(tensor, buffer)
+            return
+        self._raise_error()
+        self._require_unleased(h)
+        self._write_back(h, tensor, buffer)
+
     def _hold(self, num_bytes: int) -> None:
         self.held_bytes += num_bytes
         self._budget.held_bytes += num_bytes
@@ -204,37 +233,6 @@ class DevicePool(Pool):
     def __init__(self, arena: Arena, *, poison: bool = False) -> None:
         super().__init__(None, poison=poison)
         self.arena = arena
-        self._copies: dict[int, Tensor] = {}  # leased with `poison`, by data pointer
-
-    def prefetch(self, h: Handle) -> None:
-        self._require_held(h)
-
-    def get(self, h: Handle) -> Lease:
-        self._require_held(h)
-        h.num_leases += 1
-        tensor: Tensor = h.place
-        if self._poison:
-            tensor = self.arena.take(tuple(h.shape), h.dtype).copy_(h.place)
-            self._copies[tensor.data_ptr()] = tensor
-        return Lease(tensor, partial(self._give, h, tensor, self._era))
-
-    def clear(self) -> None:
-        for tensor in self._copies.values():
-            self.arena.give(tensor)
-        self._copies.clear()
-        super().clear()
-
-    def _give(self, h: Handle, tensor: Tensor, era: int, writes: bool) -> None:
-        if era != self._era:
-            return
-        h.num_leases -= 1
-        if tensor is h.place:
-            return
-        if writes:
-            h.place.copy_(tensor)
-        poison_bytes(tensor)
-        self._copies.pop(tensor.data_ptr(), None)  # absent without elements
-        self.arena.give(tensor)
 
     def _begin(self, h: Handle) -> None:
         h.place = self.arena.take(tuple(h.shape), h.dtype)
@@ -243,7 +241,15 @@ class DevicePool(Pool):
         self.arena.give(h.place)
 
     def _write(self, h: Handle, x: Tensor) -> None:
-        h.place.copy_(x)
+        if x is not h.place:
+            h.place.copy_(x)
+
+    def _read(self, h: Handle) -> tuple[Tensor, Buffer | None]:
+        return h.place.clone() if self._poison else h.place, None
+
+    def _give(self, tensor: Tensor, buffer: Buffer | None) -> None:
+        if self._poison:
+            poison_bytes(tensor)
 
 
 _PREFIX = "furlong-lane-"
@@ -324,7 +330,9 @@ def _carry(tasks: SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
         done, work, after = task
         try:
-            _in_turn(work, after)
+            for event in after:
+                event.block()
+            work()
         except BaseException as error:
             done.set_exception(error)
         else:
@@ -336,12 +344,6 @@ def _end_thread(tasks: SimpleQueue[_Task | None], thread: Thread) -> None:
     tasks.put(None)
     if thread is not threading.current_thread():  # in which the collector may find the lane
         thread.join()
-
-
-def _in_turn(work: Callable[[], object], after: Sequence[Event]) -> None:
-    for event in after:
-        event.block()
-    work()
 
 
 class StreamLane:
@@ -381,9 +383,6 @@ class Buffer:
     free: Event
     """When its last user is done with it."""
 
-    def bytes(self, num_bytes: int) -> Tensor:
-        return self.memory[:num_bytes]
-
 
 class Staging:
     """Buffers of at most `limit_bytes` together, or of a number of the largest tensor; one larger
@@ -407,27 +406,23 @@ class Staging:
         self._free: deque[Buffer] = deque()  # the longest given back first
         self.total_bytes = 0
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether `take` would neither wait nor go beyond the limit."""
-        size = self._size(num_bytes)
-        if any(_fits(b, size) and b.free.done() for b in self._free):
-            return True
-        idle_bytes = sum(b.memory.numel() for b in self._free if b.free.done())
-        return self.total_bytes - idle_bytes + size <= self._limit_bytes
-
-    def take(self, num_bytes: int) -> Buffer:
-        """A buffer of at least `num_bytes`; mind its `free`. Waits where that keeps the limit."""
-        size = self._size(num_bytes)
-        fitting = [b for b in self._free if _fits(b, size)]
-        idle = next((b for b in fitting if b.free.done()), None)
-        if idle is None:
+    def take(self, num_bytes: int, *, may_wait: bool = True) -> Buffer | None:
+        """A buffer of at least `num_bytes`; mind its `free`. Waits where that keeps the limit, or
+        gives None."""
+        size = aligned(max(1, num_bytes), PAGE_BYTES)
+        self._limit_bytes = max(self._limit_bytes, self._num_largest * size)
+        idle = [b for b in self._free if b.free.done()]
+        found = next((b for b in idle if _fits(b, size)), None)
+        if found is None:
+            excess_bytes = self.total_bytes + size - self._limit_bytes
+            if not may_wait and excess_bytes > sum(b.memory.numel() for b in idle):
+                return None
             self._release_idle(self._limit_bytes - size)
-            fitting = [b for b in self._free if _fits(b, size)]  # one may have been done meanwhile
-            if self.total_bytes + size > self._limit_bytes and fitting:
-                idle = fitting[0]
-        if idle is not None:
-            self._free.remove(idle)
-            return idle
+            if self.total_bytes + size > self._limit_bytes:
+                found = next((b for b in self._free if _fits(b, size)), None)
+        if found is not None:
+            self._free.remove(found)
+            return found
         while self.total_bytes + size > self._limit_bytes and self._free:
             self._wait(self._free[0].free)
             self._release(self._free[0])
@@ -446,11 +441,6 @@ class Staging:
         """Forget all buffers, also those that were taken; nobody may use one any more."""
         self._free.clear()
         self.total_bytes = 0
-
-    def _size(self, num_bytes: int) -> int:
-        size = aligned(num_bytes, PAGE_BYTES)
-        self._limit_bytes = max(self._limit_bytes, self._num_largest * size)
-        return size
 
     def _release_idle(self, to_bytes: int) -> None:
         """Release buffers that nobody uses until `to_bytes` are left, or all are in use."""
@@ -473,12 +463,6 @@ _NUM_LARGEST_ON_CUDA = 5
 """Staging for so many of the largest tensor, a segment's gradients: those in use, those on their
 way back and out, two segments' keys and values, and remembered attention. A read that does not
 begin before it is needed holds up a GPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    buffer: Buffer
-    event: Event
 
 
 class StagedPool(Pool):
@@ -531,31 +515,9 @@ class StagedPool(Pool):
         """In a lane: place -> staged (num_bytes,) uint8."""
 
     def prefetch(self, h: Handle) -> None:
-        self._raise_error()
-        self._require_held(h)
-        if h.reading is None and h.num_bytes and self._staging.has_room(h.num_bytes):
-            h.reading = self._start_read(h)
-
-    def get(self, h: Handle) -> Lease:
-        self._raise_error()
-        self._require_held(h)
-        if not h.num_bytes:
-            empty = torch.empty(h.shape, dtype=h.dtype, device=self._device)
-            h.num_leases += 1
-            return Lease(empty, partial(self._give, h, None, empty, self._era))
-        read: _Read = h.reading or self._start_read(h)
-        h.reading = None
-        self._wait(read.event)
-        tensor = _typed(read.buffer, h)
-        buffer: Buffer | None = read.buffer
-        if self._hops:
-            tensor = torch.empty(h.shape, dtype=h.dtype, device=self._device).copy_(
-                tensor, non_blocking=True
-            )
-            self._staging.give(read.buffer, now(self._device))
-            buffer = None
-        h.num_leases += 1
-        return Lease(tensor, partial(self._give, h, buffer, tensor, self._era))
+        super().prefetch(h)
+        if h.reading is None and (buffer := self._staging.take(h.num_bytes, may_wait=False)):
+            h.reading = buffer, self._start_read(h, buffer)
 
     def close(self) -> None:
         self._out.close()
@@ -579,56 +541,57 @@ class StagedPool(Pool):
                 source=self.budget_key,
                 change=f"raise {self.budget_key}, or name fewer kinds of memory in offload",
             )
-        if h.num_bytes:
-            h.place = self._take_place(h.num_bytes)
+        h.place = self._take_place(h.num_bytes)
 
     def _end(self, h: Handle) -> None:
         self._forget_read(h)
-        if h.place is not None:
-            self._give_place(h.place)
+        self._give_place(h.place)
 
     def _write(self, h: Handle, x: Tensor) -> None:
         self._forget_read(h)
-        if not h.num_bytes:
-            return
         buffer = self._staging.take(h.num_bytes)
+        assert buffer is not None
         self._wait(buffer.free)
         _typed(buffer, h).copy_(x, non_blocking=self._hops)
         self._send(h, buffer)
 
+    def _write_back(self, h: Handle, tensor: Tensor, buffer: Buffer | None) -> None:
+        if buffer is None:
+            super()._write_back(h, tensor, buffer)
+        else:
+            self._forget_read(h)
+            self._send(h, buffer)
+
     def _send(self, h: Handle, buffer: Buffer) -> None:
-        staged = buffer.bytes(h.num_bytes)
-        work = partial(self._copy_out, h.place, staged)
-        h.written = self._out.submit(partial(self._noting, work), [now(self._device)])
+        h.written = self._submit(self._out, self._copy_out, h, buffer, now(self._device))
         self.written_bytes += h.num_bytes
         self._staging.give(buffer, h.written)
 
-    def _start_read(self, h: Handle) -> _Read:
-        buffer = self._staging.take(h.num_bytes)
-        work = partial(self._copy_back, h.place, buffer.bytes(h.num_bytes))
-        event = self._back.submit(partial(self._noting, work), [buffer.free, h.written])
+    def _read(self, h: Handle) -> tuple[Tensor, Buffer | None]:
+        if h.reading is None:
+            buffer = self._staging.take(h.num_bytes)
+            assert buffer is not None
+            h.reading = buffer, self._start_read(h, buffer)
+        (buffer, event), h.reading = h.reading, None
+        self._wait(event)
+        tensor = _typed(buffer, h)
+        if not self._hops:
+            return tensor, buffer
+        own = torch.empty(h.shape, dtype=h.dtype, device=self._device)
+        own.copy_(tensor, non_blocking=True)
+        self._staging.give(buffer, now(self._device))
+        return own, None
+
+    def _start_read(self, h: Handle, buffer: Buffer) -> Event:
         self.read_bytes += h.num_bytes
-        return _Read(buffer, event)
+        return self._submit(self._back, self._copy_back, h, buffer, buffer.free, h.written)
 
     def _forget_read(self, h: Handle) -> None:
         if h.reading is not None:
-            self._staging.give(h.reading.buffer, h.reading.event)
+            self._staging.give(*h.reading)
             h.reading = None
 
-    def _give(
-        self, h: Handle, buffer: Buffer | None, tensor: Tensor, era: int, writes: bool
-    ) -> None:
-        if era != self._era:
-            return
-        h.num_leases -= 1
-        if writes:
-            self._raise_error()
-            self._require_unleased(h)
-            if buffer is not None:
-                self._forget_read(h)
-                self._send(h, buffer)
-                return
-            self._write(h, tensor)
+    def _give(self, tensor: Tensor, buffer: Buffer | None) -> None:
         if self._poison:
             poison_bytes(tensor)
         # An empty write moves the version counter: a graph that has saved the tensor will notice.
@@ -636,12 +599,21 @@ class StagedPool(Pool):
         if buffer is not None:
             self._staging.give(buffer, now(self._device))
 
-    def _noting(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._error = self._error or error
-            raise
+    def _submit(
+        self, lane: Lane, copy: Callable[[Any, Tensor], None], h: Handle, buffer: Buffer,
+        *after: Event,
+    ) -> Event:  # fmt: skip
+        """Copy between a handle's place and a buffer, in a lane."""
+        place, staged = h.place, buffer.memory[: h.num_bytes]
+
+        def work() -> None:
+            try:
+                copy(place, staged)
+            except BaseException as error:
+                self._error = self._error or error
+                raise
+
+        return lane.submit(work, after)
 
     def _wait(self, event: Event) -> None:
         start_s = time.perf_counter()
@@ -650,19 +622,12 @@ class StagedPool(Pool):
 
 
 def _typed(buffer: Buffer, h: Handle) -> Tensor:
-    return buffer.bytes(h.num_bytes).view(h.dtype).view(h.shape)
+    return buffer.memory[: h.num_bytes].view(h.dtype).view(h.shape)
 
 
 _MAX_RESERVED_BYTES = 2**32
 """A slab that is taken beforehand has at most so many: pages may run out."""
 _RECORDS_PER_SLAB = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _InSlab:
-    slab: int
-    start: int
-    memory: Tensor  # (num_bytes,) uint8
 
 
 class CpuPool(StagedPool):
@@ -678,7 +643,7 @@ class CpuPool(StagedPool):
 
     def __init__(self, device: torch.device, **options: Any) -> None:
         super().__init__(device, **options)
-        self.slabs: list[tuple[Tensor, Extents]] = []
+        self.memory = Slabs(self._allocate)
         self._is_refused = False  # pinned memory, by the system
 
     def reserve(self, num_bytes: int, limit_bytes: int | None) -> None:
@@ -688,36 +653,28 @@ class CpuPool(StagedPool):
             return
         wanted = num_bytes + num_bytes // 32
         wanted = wanted if limit_bytes is None else min(wanted, limit_bytes)
-        missing = wanted - sum(memory.numel() for memory, _ in self.slabs)
-        while missing > 0 and not self._is_refused:
+        while (missing := wanted - self.memory.num_bytes) > 0 and not self._is_refused:
             power = 1 << max(MIN_SLAB_BYTES, missing).bit_length() - 1
-            missing -= self._add_slab(min(power, _MAX_RESERVED_BYTES)).num_bytes
+            self.memory.add(min(power, _MAX_RESERVED_BYTES))
 
     def close(self) -> None:
         super().close()
-        self.slabs.clear()
+        self.memory.slabs.clear()
 
-    def _take_place(self, num_bytes: int) -> _InSlab:
-        size = aligned(num_bytes)
-        for index, (_, extents) in enumerate(self.slabs):
-            start = extents.take(size)
-            if start is not None:
-                return self._in_slab(index, start, num_bytes)
-        least_bytes = max(MIN_SLAB_BYTES, _RECORDS_PER_SLAB * size)
-        start = self._add_slab(1 << (least_bytes - 1).bit_length()).take(size)
-        assert start is not None
-        return self._in_slab(-1 % len(self.slabs), start, num_bytes)
+    def _take_place(self, num_bytes: int) -> Piece:
+        least_bytes = max(MIN_SLAB_BYTES, _RECORDS_PER_SLAB * aligned(num_bytes))
+        return self.memory.take(num_bytes, lambda: 1 << (least_bytes - 1).bit_length())
 
-    def _give_place(self, place: _InSlab) -> None:
-        self.slabs[place.slab][1].give(place.start, aligned(place.memory.numel()))
+    def _give_place(self, place: Piece) -> None:
+        place.give()
 
     def _allocate_staging(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def _copy_out(self, place: _InSlab, staged: Tensor) -> None:
+    def _copy_out(self, place: Piece, staged: Tensor) -> None:
         self._copy(place.memory, staged)
 
-    def _copy_back(self, place: _InSlab, staged: Tensor) -> None:
+    def _copy_back(self, place: Piece, staged: Tensor) -> None:
         self._copy(staged, place.memory)
 
     def _copy(self, to: Tensor, source: Tensor) -> None:
@@ -726,18 +683,14 @@ class CpuPool(StagedPool):
         else:
             np.copyto(to.numpy(), source.numpy())  # a torch copy would take a team of threads
 
-    def _in_slab(self, slab: int, start: int, num_bytes: int) -> _InSlab:
-        return _InSlab(slab, start, self.slabs[slab][0][start : start + num_bytes])
-
-    def _add_slab(self, num_bytes: int) -> Extents:
+    def _allocate(self, num_bytes: int) -> Tensor:
         memory = None
         if self._device.type == "cuda" and not self._is_refused:
             memory = pinned_memory(num_bytes)
             self._is_refused = memory is None
         if memory is None:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        self.slabs.append((memory, Extents(num_bytes)))
-        return self.slabs[-1][1]
+        return memory
 
 
 def pinned_memory(num_bytes: int) -> Tensor | None:
@@ -772,7 +725,7 @@ class DiskPool(StagedPool):
 
     def _take_place(self, num_bytes: int) -> tuple[int, int]:
         """First byte and number of bytes."""
-        size = aligned(num_bytes, PAGE_BYTES)
+        size = aligned(max(1, num_bytes), PAGE_BYTES)
         start = self._extents.take(size)
         if start is None:
             more = size - self._extents.free_at_end_bytes
@@ -825,16 +778,11 @@ class Storage:
         for name in ("device_bytes", "cpu_bytes", "disk_bytes"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
-                raise _refusal(name, value, "bytes as a whole number of at least 0, or None")
-        if self.disk_dir is not None and not isinstance(self.disk_dir, str | Path):
-            raise _refusal("disk_dir", self.disk_dir, "a folder as a str or Path, or None")
-
-
-def _refusal(name: str, value: object, required: str) -> ConfigError:
-    return ConfigError(
-        given=f"{name} = {value!r:.60}", required=required, source="furlong.Storage",
-        change=f"pass such a {name}, or leave it out",
-    )  # fmt: skip
+                raise ConfigError(
+                    given=f"{name} = {value!r:.60}",
+                    required="bytes as a whole number of at least 0, or None",
+                    source="furlong.Storage", change=f"pass such a {name}, or leave it out",
+                )  # fmt: skip
 
 
 class Pools:
@@ -859,17 +807,17 @@ class Pools:
     def of(self, target: OffloadTarget) -> Pool:
         """The pool of an offload target."""
         if target not in self.opened:
-            self.opened[target] = self._open(target)
+            poison, device = self.storage.poison, self.arena.device
+            match target:
+                case "none":
+                    pool: Pool = DevicePool(self.arena, poison=poison)
+                case "cpu":
+                    pool = CpuPool(device, budget=self._budgets[target], poison=poison)
+                case "disk":
+                    folder = Path(self.storage.disk_dir or tempfile.gettempdir())
+                    pool = DiskPool(folder, device, budget=self._budgets[target], poison=poison)
+            self.opened[target] = pool
         return self.opened[target]
-
-    def _open(self, target: OffloadTarget) -> Pool:
-        poison, device = self.storage.poison, self.arena.device
-        if target == "none":
-            return DevicePool(self.arena, poison=poison)
-        if target == "cpu":
-            return CpuPool(device, budget=self._budgets[target], poison=poison)
-        folder = Path(self.storage.disk_dir or tempfile.gettempdir())
-        return DiskPool(folder, device, budget=self._budgets[target], poison=poison)
 
     @property
     def lower_bytes(self) -> int:
