@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import subprocess
 import sys
@@ -11,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from furlong.cli.output import lasting_output
-
-PROGRAM = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"
 # Stands in for a verb: lines before, between and after the work, one of them to stderr.
 WORKING = """
 import sys
@@ -57,15 +52,6 @@ def test_the_work_is_done_whatever_becomes_of_the_output(tmp_path: Path, redirec
     assert "Traceback" not in finished.stderr and "Exception" not in finished.stderr
 
 
-def test_whole_lines_are_there_at_once() -> None:
-    """A log file is read while the work goes on."""
-    buffer = io.BytesIO()
-    with contextlib.redirect_stdout(io.TextIOWrapper(buffer)) as log, lasting_output():
-        print("data.train: read")
-        assert buffer.getvalue() == b"data.train: read\n"
-    log.detach()
-
-
 @pytest.mark.parametrize("verb", ["train", "lengths"])
 def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path, verb: str) -> None:
     reader, writer = os.pipe()
@@ -93,31 +79,3 @@ def test_output_that_is_lost_to_a_full_disk_is_reported(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "done"
     assert "given:    the output: No space left on device" in finished.stderr
     assert len(finished.stderr.splitlines()) == 5
-
-
-def test_a_closed_stream_is_no_file_of_the_run(tmp_path: Path) -> None:
-    """The operating system gives the next file that is opened the number of a closed stream."""
-    program = "import os\nfrom furlong.cli import main as module\n" + (
-        "def work(arguments):\n"
-        "    opened = open(arguments[-1], 'w')\n"
-        "    os.write(1, b'not for the file'); os.write(2, b'nor this')\n"
-        "    opened.write('done')\n"
-        "    return 0\n"
-        "module._dispatch = work\nimport sys; sys.exit(module.main(sys.argv[1:]))\n"
-    )
-    call(tmp_path, ">&- 2>&-", program=program)
-    assert (tmp_path / "out").read_text() == "done"
-
-
-def test_help_of_a_verb_into_a_closed_pipe(tmp_path: Path) -> None:
-    for arguments in (["--help"], ["train", "--help"], ["export", "--help"]):
-        reader, writer = os.pipe()
-        os.close(reader)
-        finished = subprocess.run(
-            [sys.executable, "-c", PROGRAM, *arguments],
-            stdout=writer,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        os.close(writer)
-        assert (finished.returncode, finished.stderr) == (0, "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -111,29 +110,6 @@ def test_a_run_goes_on_with_its_moments_schedule_and_generator(tmp_path: Path) -
         assert given.keys() == wanted.keys() and len(wanted) == 4 * 4
         assert all(torch.equal(given[name], wanted[name]) for name in wanted)
     assert other.schedule.get_last_lr() == first.schedule.get_last_lr()
-
-
-def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = save(tmp_path, 1)[0]
-    assert {file.suffix for file in checkpoint.iterdir()} == {".json", ".safetensors"}
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("unpickled")
-
-    class Refusing(pickle.Unpickler):
-        def __init__(self, *_: Any, **__: Any) -> None:
-            refuse()
-
-    for name in ("load", "loads"):
-        monkeypatch.setattr(pickle, name, refuse)
-    monkeypatch.setattr(pickle, "Unpickler", Refusing)
-    monkeypatch.setattr(torch, "load", refuse)
-    newest = newest_checkpoint(tmp_path)
-    assert newest == checkpoint
-    stored = stored_tensors(checkpoint)
-    tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
-    load_tensors(checkpoint, tensors)
-    assert torch.equal(tensors["rng.cpu"], make_tensors(1)["rng.cpu"])
 
 
 def test_a_checkpoint_in_the_background_is_of_its_own_step(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -72,22 +71,6 @@ def test_adapters_on_another_rope_are_told_how_to_be_loaded(
     without = logits(AutoModelForCausalLM.from_pretrained(run / "model"))
     merged = logits(AutoModelForCausalLM.from_pretrained(merged_folder))
     assert (merged - adapted).norm() < 1e-5 * merged.norm() < 0.01 * (merged - without).norm()
-
-
-def test_a_full_disk_leaves_no_part_of_a_model(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    tiny_run.leave_run(run, "--train.epochs=1")
-    before = sorted(run.rglob("*"))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        assert main(["export", str(run)]) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "File too large" in capsys.readouterr().err
-    assert sorted(run.rglob("*")) == before
 
 
 def test_another_base_is_refused(

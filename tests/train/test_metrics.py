@@ -197,41 +197,21 @@ def test_weights_and_biases_goes_on_with_its_run(
     assert [run.logged for run in runs] == [[(1, {"loss": 2.0})], [(5, {"loss": 2.0})]]
 
 
-@pytest.mark.parametrize("kind", [None, ValueError])
 def test_a_run_that_weights_and_biases_refuses_can_go_on(
     tiny_run: TinyRun,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    kind: type[Exception] | None,
 ) -> None:
-    class WandbError(Exception):
-        pass
-
     def init(**settings: Any) -> FakeRun:
-        raise (kind or WandbError)("No API key configured.")
+        raise ValueError("No API key configured.")
 
-    wandb = types.SimpleNamespace(init=init, Error=WandbError)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     monkeypatch.setattr(start, "find_spec", lambda name: True)
     arguments = tiny_run.arguments(tmp_path / "run", "--train.epochs=1")
     assert main([*arguments, "--log.wandb=trials"]) == 2
     assert "given:    log.wandb = trials: No API key configured." in capsys.readouterr().err
     assert main([*arguments, "--resume"]) == 0
-
-
-def test_weights_and_biases_gets_every_figure(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the real package, where it is installed."""
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    run = tmp_path / "run"
-    flags = ["--log.wandb=trials", "--train.epochs=1"]
-    assert main(tiny_run.arguments(run, *flags)) == 0
-    run_id = json.loads((run / "wandb.json").read_text())["id"]
-    assert list((run / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
 
 
 def test_a_package_that_is_not_installed_is_named_before_anything_is_written(

@@ -72,15 +72,6 @@ def test_a_run_of_flags_alone_is_planned_as_it_would_be_trained(tiny_run, tmp_pa
     assert "of data.train" in values["batch"]["source"]
 
 
-def test_what_the_data_is_refused_for_is_told(run, tmp_path, capsys):
-    file = tmp_path / "run.yaml"
-    config = json.loads(run[0].read_text())
-    config["data"]["train"] = [str(tmp_path / "none.jsonl")]
-    file.write_text(json.dumps(config))
-    assert main(["plan", str(file)]) == 2
-    assert "none.jsonl" in capsys.readouterr().err
-
-
 def test_a_run_leaves_its_last_timeline_and_plan_shows_it(run, tmp_path, capsys):
     _, out = run
     picture = tmp_path / "a.svg"

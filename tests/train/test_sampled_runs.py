@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.tiny_runs import TinyRun
 
-from furlong.api import Engine
 from furlong.cli.main import main
-from furlong.planners.spaco import Sampling
 from furlong.train.metrics import MetricsLog
-from furlong.train.run_folder import CONFIG
 
 HALF = (
     "--chunks.sample={rate: 0.5, label_rate: 0.5, check_every_steps: 4}",
@@ -112,67 +108,6 @@ def test_draws_and_checks_are_logged(
     assert [check["step"] for check in checks] == list(range(every, 10, every))
     assert all(0 < check["sample_check_drawn_share"] < 1 for check in checks)
     assert f"sample check before step {every}: cosine " in printed
-
-
-@pytest.mark.slow
-def test_a_run_none_of_whose_draws_has_a_label(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    flags = (
-        "--chunks.sample={rate: 1e-6, label_rate: 1e-6, check_every_steps: 1}",
-        "--chunks.size=2",
-        "--train.epochs=1",
-        f"--data.eval={tiny_run.folder / 'held-out.jsonl'}",
-    )
-    assert main(tiny_run.arguments(run, *flags)) == 0
-    printed = capsys.readouterr().out
-    steps = [record for record in records(run) if "loss" in record]
-    assert [step["loss"] for step in steps] == [None] * 3
-    assert "loss - drawn 0% grad 0 lr" in " ".join(printed.split())
-    assert "NaN" not in (run / "metrics.jsonl").read_text()
-    assert json.loads((run / "report.json").read_text())["train_loss"] is None
-    assert "cosine -, relative error 1.000" in printed
-    assert main(tiny_run.arguments(run, *flags, "--resume")) == 0
-    # the evaluation is exact, and nothing was learnt
-    losses = [r["eval_loss"] for r in records(run) if "eval_loss" in r]
-    assert losses[0] == losses[-1] > 0
-
-
-@pytest.mark.slow
-def test_a_step_that_does_not_fit_is_drawn_anew_with_the_same_sample(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original, calls = Engine.forward_backward, iter(range(10**6))
-
-    def fail_first(*args: Any, watch: Any, **kwargs: Any) -> Any:
-        def watch_and_fail() -> None:
-            watch()
-            if next(calls) == 2:
-                raise torch.OutOfMemoryError("none left")
-
-        return original(*args, watch=watch_and_fail, **kwargs)
-
-    data = tmp_path / "tokens.jsonl"
-    record = json.dumps({"input_ids": [i * i % 300 for i in range(300)]})
-    data.write_text("\n".join([record] * 6))
-    once = (
-        *("--train.epochs=1", f"--data.train={data}", "--data.max_seq_len=300"),
-        *("--chunks.keep=kv", "--chunks.num_retained=1"),
-        *("--offload=none", "--chunks.order=chunk-first"),
-        "--chunks.sample={rate: 0.5, label_rate: 0.5}",
-    )
-    run, expected = tmp_path / "run", tmp_path / "expected"
-    assert main(tiny_run.arguments(expected, *once, "--chunks.size=64")) == 0
-    with monkeypatch.context() as patched:
-        patched.setattr(Engine, "forward_backward", fail_first)
-        assert main(tiny_run.arguments(run, *once, "--chunks.size=128")) == 0
-    options = json.loads((run / "options.json").read_text())
-    assert options["size"] == 64
-    assert Sampling(**options["sample"]) == Sampling(rate=0.5, label_rate=0.5, seed=0)
-    assert weights(run) == weights(expected)
-    (run / "report.json").unlink()
-    assert main(["train", str(run / CONFIG), "--resume"]) == 0
 
 
 @pytest.mark.parametrize(

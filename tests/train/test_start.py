@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,16 +98,6 @@ def test_paths_and_keys(tiny_run: TinyRun, tmp_path: Path) -> None:
     for (flags, part), message in zip(PATHS_AND_KEYS, messages, strict=True):
         assert part.replace("{home}", str(tmp_path)) in message, flags
     assert not (tmp_path / "run").exists()
-
-
-def test_packages(tiny_run: TinyRun, tmp_path: Path) -> None:
-    missing = [name for name in ("wandb", "tensorboard") if find_spec(name) is None]
-    if not missing:
-        pytest.skip("every package is installed")
-    value = {"wandb": "trials", "tensorboard": "true"}[missing[0]]
-    flag = f"--log.{missing[0]}={value}"
-    (message,) = refused(tiny_run.arguments(tmp_path / "run", flag))
-    assert f"the package {missing[0]}" in message
 
 
 def test_another_launcher(tiny_run: TinyRun, tmp_path: Path) -> None:

@@ -78,7 +78,6 @@ def tell_loading() -> None:
 @contextmanager
 def lasting_output() -> Iterator[Output]:
     """Within it stdout and stderr never raise; yields stdout, flushed at the end."""
-    _open_closed_streams()
     before = sys.stdout, sys.stderr
     nowhere = [open(os.devnull, "w") for stream in before if stream is None]  # noqa: SIM115
     unused = iter(nowhere)
@@ -104,14 +103,6 @@ def speaker_only(speaks: bool) -> Iterator[None]:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _open_closed_streams() -> None:
-    """Opens what the process was started without (`>&-`): a file of the run would otherwise get
-    the stream's number, and with it whatever a library prints."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)
-    os.close(number)
 
 
 def check_output(path: Path, flag: str, endings: Sequence[str], *keys: str) -> None:
