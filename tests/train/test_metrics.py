@@ -23,7 +23,7 @@ from furlong.train.sample_check import SampleCheck
 
 FIGURES = StepFigures(
     loss=2.5, grad_norm=1.0, lr=1e-3, num_sequences=2, num_tokens=100, num_valid_tokens=90,
-    longest_tokens=64, tokens_per_s=50.0, peak_memory_bytes=2**30, step_memory_bytes=2**28,
+    longest_tokens=64, tokens_per_s=50.0, peak_memory_bytes=2**30,
     forward_s=0.5, recompute_s=0.25,
     backward_s=1.0, data_s=0.01, step_s=2.0, used_memory_bytes=2**29, gradients_s=1.75,
     chunk_size=64,

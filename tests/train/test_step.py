@@ -193,22 +193,3 @@ def test_the_update_is_of_clipped_gradients(
     figures = trainer.step(make_batch(3))
     assert float((model.weight.detach() - before).norm()) == pytest.approx(moved_by)
     assert figures.grad_norm == pytest.approx(2.0)
-
-
-def test_the_memory_of_a_step_is_its_own(tmp_path: Path) -> None:
-    """What was resident before, and what is freed before the next step, is none of it."""
-
-    class Allocating(FixedEngine):
-        def forward_backward(self, *args: Any, **named: Any) -> StepResult:
-            self.kept = torch.ones(20 * 2**20, dtype=torch.uint8)
-            torch.ones(num_bytes.pop(0), dtype=torch.uint8)
-            return super().forward_backward(*args, **named)
-
-    num_bytes = [300 * 2**20, 50 * 2**20]
-    before = torch.ones(200 * 2**20, dtype=torch.uint8)
-    engine = Allocating(torch.nn.Linear(2, 2, bias=False), [1.0, 1.0], [1.0, 1.0])
-    run(tmp_path, engine, [make_batch(3)] * 2, 2)
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    first, second = (record["step_memory_bytes"] / 2**20 for record in records)
-    assert 290 <= first < 400 and 40 <= second < 150
-    assert all(r["peak_memory_bytes"] - r["step_memory_bytes"] >= before.nbytes for r in records)

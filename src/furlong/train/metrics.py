@@ -49,8 +49,6 @@ class StepFigures:
     peak_memory_bytes: int
     """Most bytes in use during the step: on CUDA those of the allocator, on a CPU the resident set
     of the whole process."""
-    step_memory_bytes: int
-    """How far that peak lies above what was in use just before the step."""
     used_memory_bytes: int
     """Most bytes at a time of weights, gradients, optimizer and all that the plan needed: what is
     predicted and budgeted, see `UsedMemory`."""

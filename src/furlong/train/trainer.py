@@ -30,7 +30,7 @@ from furlong.models.build import check_model, export_model
 from furlong.planners.options import ChunkOptions
 from furlong.report.patience import patience
 from furlong.runtime.distributed.mesh import make_ranks
-from furlong.runtime.profile import memory_bytes, peak_memory_bytes
+from furlong.runtime.profile import peak_memory_bytes
 from furlong.simulate.predict import predict_step
 from furlong.timeline import MEASURED, MeasuredStep, Timeline
 from furlong.train import build, checkpoints
@@ -368,7 +368,6 @@ class Trainer:
         step = self.progress.step + 1
         started_s = time.perf_counter()
         self.optimizer.zero_grad()
-        before_bytes = memory_bytes(self.used.device)
         self.result = result = self.gradients(batch, step)
         norm = self.engine.engine.clip_gradients(self.config.train.max_grad_norm)
         loss = self._finite_loss(batch, result, norm, step)
@@ -377,7 +376,6 @@ class Trainer:
         self.schedule.step()
         seconds, share = result.timeline.seconds_by_kind(), drawn_share(result.plan)
         step_s = time.perf_counter() - started_s + data_s
-        peak_bytes = peak_memory_bytes(self.used.device)
         meter = self.meter if share is None else None
         figures = StepFigures(
             loss=loss,
@@ -388,8 +386,7 @@ class Trainer:
             num_valid_tokens=batch.num_valid_tokens,
             longest_tokens=max(batch.seq_lens),
             tokens_per_s=batch.num_tokens / step_s,
-            peak_memory_bytes=peak_bytes,
-            step_memory_bytes=max(0, peak_bytes - before_bytes),
+            peak_memory_bytes=peak_memory_bytes(self.used.device),
             used_memory_bytes=self.used.peak_bytes(),
             gradients_s=result.timeline.duration_s,
             chunk_size=self.fitting.options.size,
