@@ -187,9 +187,10 @@ _FOREIGN = {
 
 def _foreign_module(model: nn.Module) -> str:
     """The first module that shards, checkpoints or compiles what is in it."""
+    is_ours = any(map(is_sharded, model.modules()))  # also below peft's wrapper
     for name, module in model.named_modules():
         known = [c.__name__ for c in type(module).__mro__ if c.__name__ in _FOREIGN]
-        if known and not (known == ["FSDPModule"] and is_sharded(model)):
+        if known and not (known == ["FSDPModule"] and is_ours):
             return f"{_FOREIGN[known[0]]} at {name or 'its root'}"
     return ""
 
