@@ -45,7 +45,7 @@ def test_secos_own_plan_of_16k_tokens_fits_a_24_gb_card_but_for_the_margin(plan:
     refused = plan([16_384], *SECO, *own)
     assert "less a margin of 10%" in refused["message"]
     found = plan([16_384], *SECO, *own, "--memory.device=24.5GiB")
-    assert found["dials"]["size"] < 1024
+    assert found["options"]["size"] < 1024
     assert 20 * GIB < found["peak_bytes"] < 22.8 * GIB
 
 
@@ -110,7 +110,7 @@ def test_the_plan_is_that_of_a_run(plan: Any) -> None:
     sizes = found["layout"]
     assert sizes["dp"] * sizes["sp"] * sizes["pp"] == 2
     assert found["parallel"].startswith("dp {dp} x sp {sp} x pp {pp}".format(**sizes))
-    assert {"size", "num_retained", "keep"} <= found["dials"].keys()
+    assert {"size", "num_retained", "keep"} <= found["options"].keys()
     staged = plan([9000, 3000], *flags, "--parallel.pp=2")
     assert {"dp": 1, "sp": 1, "pp": 2}.items() <= staged["layout"].items()
     assert len(staged["memory"]) == 2

@@ -45,7 +45,7 @@ def test_the_plan_of_the_longest_pair(run_file: Path, tmp_path: Path, capsys: An
     assert "the fastest that fits" in said or "needs least memory" in said
     assert main(["plan", str(run_file), "--json", "--chunks.keep=kv"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert (figures["method"], figures["dials"]["keep"]) == ("two phases", "kv")
+    assert (figures["method"], figures["options"]["keep"]) == ("two phases", "kv")
 
 
 @pytest.mark.parametrize("lengths", ["file", "github"])

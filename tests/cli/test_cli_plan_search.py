@@ -158,7 +158,7 @@ def test_dials_that_are_given_are_kept(lengths, capsys):
     assert plan(lengths, *QUICK, *flags, "--parallel.pp", "2", "--json") == 0
     values = json.loads(capsys.readouterr().out)
     assert values["layout"]["pp"] == 2
-    assert values["dials"].items() >= {"size": 3000, "num_retained": 2, "keep": "kv"}.items()
+    assert values["options"].items() >= {"size": 3000, "num_retained": 2, "keep": "kv"}.items()
 
 
 def batch_of(lengths, *flags):

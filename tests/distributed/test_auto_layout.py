@@ -49,7 +49,7 @@ def test_two_processes_choose_their_layout_and_keep_it(
     planned = json.loads(capsys.readouterr().out)
     assert planned["parallel"] == told
     assert decided["layout"].items() <= planned["layout"].items()
-    assert planned["dials"].items() <= decided.items()
+    assert planned["options"].items() <= decided.items()
 
     ended = launch(tmp_path / "second", [*arguments, "--resume"])
     assert [process.code for process in ended] == [0, 0], ended

@@ -40,7 +40,7 @@ def test_plan_says_what_the_run_does(tiny_run: TinyRun, tmp_path, capsys, flags)
     assert main(["plan", str(file), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["auto"] == told
-    assert values["dials"].items() <= options.items()
+    assert values["options"].items() <= options.items()
 
 
 def test_a_model_that_cannot_be_counted_takes_the_fixed_rule(

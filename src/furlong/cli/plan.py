@@ -183,8 +183,8 @@ class Found(NamedTuple):
     report: PlanReport
 
     @property
-    def dials(self) -> str:
-        """The words for the dials; empty where all chunks are a method's own."""
+    def options(self) -> str:
+        """The words for the options; empty where all chunks are a method's own."""
         answer = self.decision.answer
         own = own_methods(answer.question) if answer else []
         if set(own).issuperset(self.method.split(", ")):
@@ -193,10 +193,10 @@ class Found(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The method, the layout and the dials."""
+        """The method, the layout and the options."""
         layout, stages = self.decision.layout, self.decision.stages
         division = division_in_words(layout, stages) if layout.num_devices > 1 else ""
-        return ", ".join(filter(None, (self.method, division, self.dials)))
+        return ", ".join(filter(None, (self.method, division, self.options)))
 
 
 def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found:
@@ -235,7 +235,7 @@ def _show_found(
     plan, answer = report.plan, decision.answer
     above, below = question.lines() | {"plan": found.words}, dict[str, str]()
     values = question.to_json() | {
-        "method": method, "dials": option_values(decision.options),
+        "method": method, "options": option_values(decision.options),
         "auto": decision.words, "parallel": decision.layout_words,
     } | report.to_json()  # fmt: skip
     if (sampling := decision.options.sampling) is not None:
@@ -274,9 +274,10 @@ def _search_values(answer: Answer) -> dict[str, Any]:
     if len(answer.tried) > 1:
         one, step_s = answer.tried[1].candidate, answer.tried[1].step_s
         # a method's own chunks have none of these options
-        dials = option_values(one.options) if one.longest else {}
+        options = option_values(one.options) if one.longest else {}
         next_best = {
-            "method": one.method, "layout": asdict(one.layout), "dials": dials, "step_s": step_s,
+            "method": one.method, "layout": asdict(one.layout), "options": options,
+            "step_s": step_s,
         }  # fmt: skip
     search = {
         "num_tried": len(answer.tried), "num_refused": len(answer.refused),
@@ -291,7 +292,7 @@ def _sample_words(plan: ChunkPlan, sampling: Sampling) -> str:
         f"{sampling_in_words(sampling)}: {num_drawn(plan):,} of"
         f" {count_words(len(plan.chunks), 'chunk')} drawn in this step, another draw every step\n"
         "labels are not known here: all chunks are drawn as those without labels are\n"
-        "step and memory are those of this draw; the dials fit with every chunk drawn"
+        "step and memory are those of this draw; the options fit with every chunk drawn"
     )
 
 
@@ -381,7 +382,9 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
             rows.append(Row(name, refusal=reason))
             continue
         method, report = found.method, found.report
-        words = found.dials if method == name else ": ".join(filter(None, (method, found.dials)))
+        words = found.options
+        if method != name:
+            words = ": ".join(filter(None, (method, words)))
         rows.append(Row(name, words, report))
         # the method that auto has chosen is drawn once, under its own name
         shown = method if name == "auto" else name

@@ -81,7 +81,7 @@ class PlanQuestion:
     """The origin of the device's budget."""
     num_devices: int
     given: Mapping[str, Any]
-    """Sizes of the layout, and dials."""
+    """Sizes of the layout, and options."""
 
     @property
     def num_positions(self) -> int | None:
@@ -172,9 +172,9 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
         _check_one_pair(flags, num_devices)
         sizes = {}
     spec = spec_of(THIS_CPU if own.hardware is None else own.hardware, num_devices)
-    dials = given_options(config)
-    _check_dials(dials, batch)
-    if "sample" in dials and (num_devices != 1 or own.compare):
+    options = given_options(config)
+    _check_options(options, batch)
+    if "sample" in options and (num_devices != 1 or own.compare):
         given = f"{num_devices} devices" if num_devices != 1 else "--compare"
         raise refusal(
             f"{given}, and a run with chunks.sample",
@@ -183,7 +183,7 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
             "the command line and the run file's key chunks.sample",
         )
     cpu_bytes, disk_bytes = offload_budgets(
-        dials.get("offload"), config.memory.cpu, config.memory.disk,
+        options.get("offload"), config.memory.cpu, config.memory.disk,
         on_cpu=spec.name == THIS_CPU, free_cpu_bytes=int(spec.host_bytes),
     )  # fmt: skip
     assert cpu_bytes is not None  # the hardware's is known
@@ -200,7 +200,7 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     return PlanQuestion(
         config=config, is_run=is_run, batch=batch, model=model,
         limits=Limits(budget, cpu_bytes, disk_bytes, model.hardware.margin(MARGIN)),
-        budget_words=budget_words, num_devices=num_devices, given=dials | sizes,
+        budget_words=budget_words, num_devices=num_devices, given=options | sizes,
     )  # fmt: skip
 
 
@@ -219,9 +219,9 @@ def _check_one_pair(flags: RunFlags, num_devices: int) -> None:
             )
 
 
-def _check_dials(dials: Mapping[str, Any], batch: PlannedBatch) -> None:
+def _check_options(options: Mapping[str, Any], batch: PlannedBatch) -> None:
     """Raise ConfigError for more chunks than can be planned for, and for a meaningless sample."""
-    longest, size = max(batch.seq_lens), dials.get("size", sys.maxsize)
+    longest, size = max(batch.seq_lens), options.get("size", sys.maxsize)
     if longest > size * MAX_CHUNKS:
         raise refusal(
             f"chunks of {count_words(size, 'token')}, {-(-longest // size):,} of them in the"
@@ -230,8 +230,8 @@ def _check_dials(dials: Mapping[str, Any], batch: PlannedBatch) -> None:
             f"raise chunks.size to {-(-longest // MAX_CHUNKS):,}, or use shorter sequences",
             "chunks.size and the lengths",
         )
-    if "sample" in dials:
-        check_sampling(dials["sample"], size=dials["size"], longest=batch.lengths.longest)
+    if "sample" in options:
+        check_sampling(options["sample"], size=options["size"], longest=batch.lengths.longest)
 
 
 def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:

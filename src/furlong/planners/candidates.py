@@ -4,7 +4,7 @@
         candidate.options, candidate.plan_of(seq_lens)
 
 Each has closed forms: `TimeEstimate`, about the seconds of its walk, and `ByteBound`, the least
-bytes of the longest sequence. Dials that are given hold. What is left out needs as much memory as
+bytes of the longest sequence. Options that are given hold. What is left out needs as much memory as
 another candidate and takes more time, or has more cells than can be walked.
 
 Where the given options sample, seconds are those of a draw, which is the same for all candidates;

@@ -270,7 +270,7 @@ class Row:
     """A method and its best plan, or why it has none."""
 
     method: str
-    dials: str = ""
+    options: str = ""
     report: PlanReport | None = None
     refusal: str = ""
 
@@ -281,7 +281,7 @@ def format_comparison(rows: Sequence[Row]) -> str:
     planned = _by_time(rows)
     table = [[
         "method", "dp x sp x pp", "runs here", "s/step", "vs best", "tokens/s", "bubble",
-        "idle in pools", *map(_words, _WAITS), "peak", "dials",
+        "idle in pools", *map(_words, _WAITS), "peak", "options",
     ]]  # fmt: skip
     for row, report in planned:
         shares = [report.breakdown[name] for name in _WAITS]
@@ -291,13 +291,13 @@ def format_comparison(rows: Sequence[Row]) -> str:
             format_seconds(report.step_s), f"{report.step_s / planned[0][1].step_s:.2f}x",
             format_count(report.tokens_per_s), f"{report.figures.bubble_ratio:.1%}",
             *(f"{share:.1%}" for share in (report.pool_idle_ratio, *shares)),
-            format_bytes(report.peak_bytes), row.dials,
+            format_bytes(report.peak_bytes), row.options,
         ])  # fmt: skip
     # columns in which every row says nothing, or no share, are left out
     columns = [
         own for own in zip(*table, strict=True) if not {"", "0.0%", "-0.0%"}.issuperset(own[1:])
     ]
-    lines = align(list(zip(*columns, strict=True)), left=("method", "dials"))
+    lines = align(list(zip(*columns, strict=True)), left=("method", "options"))
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.report is None:
@@ -311,7 +311,7 @@ def comparison_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The methods as plain values, in the same order."""
     planned = _by_time(rows)
     values: list[dict[str, Any]] = [
-        {"method": row.method, "dials": row.dials}
+        {"method": row.method, "options": row.options}
         | {"relative": report.step_s / planned[0][1].step_s, **report.to_json()}
         for row, report in planned
     ]

@@ -65,19 +65,19 @@ def plan_batch(
     *,
     layout: Layout,
     work: Callable[[Sequence[int]], Sequence[float]],
-    **dials: Any,
+    **settings: Any,
 ) -> BatchPlan:
     """A checked plan in which each replica walks its own sequences: as one device would, as one
     pool over which each chunk is divided, as a pipeline in state-aware 1F1B, or as one of the
-    `rivals` that is predicted to be faster.
+    `alternatives` that is predicted to be faster.
 
     `elsewhere`: the plan of a replica; default: made here. `work`: the FLOPs of each sequence, or
-    whatever else is to be dealt out evenly. `dials`: see `plan_own`. Where there are fewer
+    whatever else is to be dealt out evenly. `settings`: see `plan_own`. Where there are fewer
     sequences than replicas some have a dummy.
     """
 
     def make(replica: int) -> BatchPlan:
-        return plan_own(wanted, replica, layout=layout, work=work, **dials)
+        return plan_own(wanted, replica, layout=layout, work=work, **settings)
 
     dealt = _dealt(wanted, layout, work)
     found = [*map(elsewhere or make, range(len(dealt)))]
@@ -95,7 +95,7 @@ def plan_own(
     num_layers: int,
     stages: Sequence[int] = (),
     frozen_layers: int = 0,
-    rivals: BatchPlans | None = None,
+    alternatives: BatchPlans | None = None,
 ) -> BatchPlan:
     """The plan of the sequences that a replica is dealt, numbered from 0. `stages`: layers of each
     stage of a pipeline."""
@@ -107,9 +107,9 @@ def plan_own(
         num_layers=num_layers, stages=stages, sp_size=layout.sp, backward=wanted.backward,
         frozen_layers=frozen,
     )  # fmt: skip
-    if rivals is None or not wanted.backward:
+    if alternatives is None or not wanted.backward:
         return BatchPlan(plan, CHUNKS)
-    method, plan = rivals.best_plan(seq_lens, plan, wanted.options, frozen_layers=frozen)
+    method, plan = alternatives.best_plan(seq_lens, plan, wanted.options, frozen_layers=frozen)
     return BatchPlan(plan, method)
 
 
@@ -123,10 +123,10 @@ def _dealt(
 class SharedPlans:
     """The plans of a run of several processes, made in a thread in the order in which all ask."""
 
-    def __init__(self, processes: Processes, replica: int | None, **dials: Any) -> None:
-        """`replica`: the one that this process plans for, if any. `dials`: see `plan_batch`. A
+    def __init__(self, processes: Processes, replica: int | None, **settings: Any) -> None:
+        """`replica`: the one that this process plans for, if any. `settings`: see `plan_batch`. A
         collective."""
-        self._processes, self._replica, self._dials = processes.apart(), replica, dials
+        self._processes, self._replica, self._settings = processes.apart(), replica, settings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
         self._coming: dict[Wanted, Future[BatchPlan]] = {}
         self.waited_s = 0.0
@@ -158,7 +158,7 @@ class SharedPlans:
         own: BatchPlan | Exception | None = None
         if self._replica is not None and self._replica < len(wanted.seq_lens):
             try:
-                own = plan_own(wanted, self._replica, **self._dials)
+                own = plan_own(wanted, self._replica, **self._settings)
             except Exception as error:
                 own = error
         told = reason_of(own) if isinstance(own, Exception) else own
@@ -169,7 +169,7 @@ class SharedPlans:
         plans = [made for made in found if isinstance(made, BatchPlan)]
         if reason := next((made for made in found if isinstance(made, str)), ""):
             raise ElsewhereError(f"no plan of another process ({reason})")
-        planned = plan_batch(wanted, lambda replica: plans[replica], **self._dials)
+        planned = plan_batch(wanted, lambda replica: plans[replica], **self._settings)
         assert planned.plan.checksum >= 0  # here, and not where the step waits for it
         return planned
 
@@ -183,11 +183,11 @@ class BatchEngine:
         processes: Processes = ALONE,
         work: Callable[[Sequence[int]], Sequence[float]] = lambda seq_lens: seq_lens,
         stages: Sequence[int] = (),
-        rivals: BatchPlans | None = None,
+        alternatives: BatchPlans | None = None,
     ) -> None:
         """`work`: what is dealt out evenly over the replicas, for each sequence. `stages`: layers
-        of each stage of a pipeline. `rivals`: other plans than those of the dials, which the first
-        process may take."""
+        of each stage of a pipeline. `alternatives`: other plans than those of the options, which
+        the first process may take."""
         self.engine, self.processes = engine, processes
         self.method: str | None = None
         """Names of the planners of the last plan, on the first of several processes."""
@@ -195,14 +195,14 @@ class BatchEngine:
         if engine.ranks is not None:
             model, ranks = engine.model, engine.ranks
             frozen = processes.each(model.num_frozen_layers)
-            dials: dict[str, Any] = {
+            settings: dict[str, Any] = {
                 "layout": Layout(ranks.dp, ranks.sp, ranks.pp), "stages": stages, "work": work,
                 "num_layers": model.num_layers, "frozen_layers": min(frozen),
-                "rivals": rivals,
+                "alternatives": alternatives,
             }  # fmt: skip
             is_of_replica = ranks.process == ranks.stage == 0
             own = ranks.replica if is_of_replica else None
-            self._plans = SharedPlans(processes, own, **dials)
+            self._plans = SharedPlans(processes, own, **settings)
 
     @property
     def is_alone(self) -> bool:

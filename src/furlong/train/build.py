@@ -26,7 +26,7 @@ from furlong.train.checkpoints import ModelSize
 from furlong.train.kernels import put_kernels
 from furlong.train.objective import DataFormat
 from furlong.train.processes import Launch, Processes
-from furlong.train.run_model import DIALS, rope_of
+from furlong.train.run_model import OPTION_NAMES, rope_of
 from furlong.units import format_bytes, format_count
 
 
@@ -173,7 +173,7 @@ def announce(
     values = {"offload": "none", "order": options.order} | option_values(options)
     words = [
         f"{name} {value_in_words(values[name])}" + (" (auto)" if name not in given else "")
-        for name in DIALS
+        for name in OPTION_NAMES
         if name in values
     ]
     print(f"chunks: {', '.join(words)}")

@@ -38,14 +38,14 @@ def choose_plan(
 ) -> Decision:
     """The options and the layout of a run over sequences of these lengths.
 
-    `model`: of one device. `given`: dials, and sizes of the layout, that hold. `pairs`: of a loss
+    `model`: of one device. `given`: options, and sizes of the layout, that hold. `pairs`: of a loss
     that takes two sequences in one call. `method`: None is the run's own. The others: see `decide`.
     Raises ConfigError.
     """
     if pairs is not None:
-        dials = {name: value for name, value in given.items() if name not in SIZES}
+        options = {name: value for name, value in given.items() if name not in SIZES}
         return decide_pairs(
-            pairs, model=model, limits=limits, budget_words=budget_words, given=dials,
+            pairs, model=model, limits=limits, budget_words=budget_words, given=options,
             must_fit=must_fit,
         )  # fmt: skip
     return decide(
@@ -57,8 +57,8 @@ def choose_plan(
 
 
 def values_of(decision: Decision) -> dict[str, Any]:
-    """The options of a run, its layout and its stages, and what decides about rivals where there
-    are any, as JSON holds them."""
+    """The options of a run, its layout and its stages, and what decides about alternatives where
+    there are any, as JSON holds them."""
     values = asdict(decision.options) | {
         "layout": asdict(decision.layout), "stages": list(decision.stages),
     }  # fmt: skip

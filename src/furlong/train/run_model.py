@@ -47,7 +47,7 @@ from furlong.train.choose_plan import choose_plan
 from furlong.train.objective import objective_of
 from furlong.train.processes import Launch, layout_of, sizes_of
 
-DIALS = (*SEARCHED_OPTIONS, "stage_layers")
+OPTION_NAMES = (*SEARCHED_OPTIONS, "stage_layers")
 _NO_BOUND_BYTES = 2**62
 # Where a config comes from, and how a program is to run it.
 _VOLATILE = (
@@ -244,13 +244,13 @@ def _uncounted(
 
 
 def _are_all(given: Mapping[str, Any]) -> bool:
-    """Whether no dial is left to choose."""
-    dials = SEARCHED_OPTIONS if given.get("order") == "chunk-first" else DIALS
-    return all(name in given for name in dials)
+    """Whether no option is left to choose."""
+    options = SEARCHED_OPTIONS if given.get("order") == "chunk-first" else OPTION_NAMES
+    return all(name in given for name in options)
 
 
 def _given(config: RunConfig, train: DataSet, model: RunModel) -> dict[str, Any]:
-    """The dials of the run file; a sample draws by the run's own seed."""
+    """The options of the run file; a sample draws by the run's own seed."""
     given = given_options(config)
     if objective_of(config.train).in_two_phases(model.launch.num_processes):
         return given | {"order": "chunk-first", "num_retained": 0}

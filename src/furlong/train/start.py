@@ -45,8 +45,8 @@ def open_run(
 def _check(config: RunConfig, num_processes: int) -> None:
     layout = layout_of(config.parallel, num_processes)
     objective_of(config.train).check(config, num_processes)
-    dials = given_options(config)  # refuses what contradicts itself there
-    if layout.pp > 1 and dials.get("order") == "layer-first":
+    options = given_options(config)  # refuses what contradicts itself there
+    if layout.pp > 1 and options.get("order") == "layer-first":
         raise ConfigError(
             given=f"{'chunks.order' if config.chunks.order != 'auto' else 'chunks.stage_layers'}"
             f" for layer-first, with parallel.pp = {layout.pp}",

@@ -217,7 +217,7 @@ class Trainer:
 
     def _build_model(self, stack: ExitStack) -> None:
         config, processes, decision = self.config, self.processes, self.decision
-        rivals = batch_plans_of(config, self.run_model, decision)
+        alternatives = batch_plans_of(config, self.run_model, decision)
         torch.manual_seed(config.train.seed + processes.launch.number)
         ranks, layers, layout = None, None, decision.layout
         if layout.num_devices > 1:
@@ -235,14 +235,14 @@ class Trainer:
                 self.model, self.run_model.architecture, dtype=config.model.dtype,
                 max_seq_len=config.data.max_seq_len, processes=processes,
             )  # fmt: skip
-            rivals = None  # their plans know no weights of sequences
+            alternatives = None  # their plans know no weights of sequences
         engine = build.engine_of(config, self.model, self.storage, ranks, processes)
         for split in self.data.values():
             processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
         cost = self.run_model.whole_cost
         # tokens are dealt out evenly where the model's work cannot be counted
         work = (lambda seq_lens: seq_lens) if cost is None else cost.sequence_seconds
-        self.engine = BatchEngine(engine, processes, work, decision.stages, rivals)
+        self.engine = BatchEngine(engine, processes, work, decision.stages, alternatives)
         stack.callback(self.engine.close)
         size = checkpoints.model_size(engine, processes)
         build.announce(config, size, decision, self.device, self.storage, self.num_steps)
