@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.machine import Machine, this_cpu
@@ -19,7 +17,6 @@ from furlong.plan.plan import (
     Chunk,
     ChunkPlan,
     Forward,
-    Offload,
     Place,
     Reduce,
     Reshard,
@@ -144,62 +141,6 @@ def curve(plan, rank=0, **fields):
     return PlanMemory(fields.pop("shape", SHAPE), training, 10**15, **fields).curve(plan, rank)
 
 
-@pytest.mark.parametrize("keep", ["input", "kv", "attention", "all"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("num_retained", [1, 2])
-def test_stored_kv_is_what_the_real_store_takes(keep, family, num_retained):
-    """The peak of the arena over a step, K,V and gradients together."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from furlong.api import Engine
-    from furlong.kv.arena import Arena
-    from furlong.kv.pools import Pools, Storage
-
-    class Watched(Arena):
-        peak_bytes = 0
-
-        def take(self, shape, dtype):
-            taken = super().take(shape, dtype)
-            self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
-            return taken
-
-    extra = {"head_dim": 8, "sliding_window": 9} if family == "gemma2" else {}
-    config = AutoConfig.for_model(**TINY | {"model_type": family} | extra)
-    engine = Engine(AutoModelForCausalLM.from_config(config))
-    arena = Watched(torch.device("cpu"))
-    engine._session.state.pools = Pools(arena, Storage())
-    lens = (75, 33, 20, 7)
-    options = ChunkOptions(size=16, num_retained=num_retained, keep=keep)
-    tokens = [torch.randint(0, 90, (n,)) for n in lens]
-    engine.forward_backward([{"input_ids": t, "labels": t} for t in tokens], options)
-
-    plan = plan_chunkflow(lens, options, stages=(4,))
-    shape = describe(config)
-    device = curve(plan, shape=shape).device
-    stored = device[:, [PARTS.index("kv"), PARTS.index("kv_gradients")]].sum(axis=1)
-    assert (stored + remembered_bytes(plan, shape)).max() == arena.peak_bytes
-    assert stored[-1] == 0
-
-
-def remembered_bytes(plan, shape):
-    """Attention's outputs that wait in the same arena, during each action: three layers of four."""
-    cell = stage_bytes(shape, (4,), 0, Training.in_dtype("float32"))
-    now, during = 0.0, []
-    for action in plan.actions[0]:
-        tokens = plan.chunks[action.chunk].num_tokens if hasattr(action, "chunk") else 0
-        if isinstance(action, Forward) and action.keep == "attention":
-            now += plan.continues[action.chunk] * tokens * cell.attention(range(3))
-        during.append(now)
-        if isinstance(action, Backward) and plan.continues[action.chunk]:
-            kept = next(
-                a.keep for a in plan.actions[0]
-                if isinstance(a, Forward) and a.chunk == action.chunk
-            )  # fmt: skip
-            now -= tokens * cell.attention(range(3)) * (kept == "attention")
-    return during
-
-
 def test_a_checkpointed_layer_keeps_its_input():
     cell = stage_bytes(LLAMA8, (16, 16), 1, Training())
     assert cell.graph(16) == 16 * 2 * 4096 + cell.ends
@@ -252,44 +193,6 @@ def test_a_pool_on_cpus_counts_what_gloo_copies_and_what_the_heap_does_not_give_
     plain = buffers(replace(on_cpu, heap_blocks=0.0)) - training.collective_bytes(*held)
     assert buffers(on_cpu) - plain == expected
     assert training.collective_bytes(*held) < added_up  # layers are shards by then
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    lens=st.lists(st.integers(1, 150), min_size=1, max_size=8),
-    size=st.integers(1, 40),
-    num_retained=st.integers(0, 3),
-    keep=st.sampled_from(["input", "kv", "attention", "all"]),
-    num_stages=st.integers(1, 4),
-    offload=st.builds(Offload, *[st.sampled_from(["none", "cpu", "disk"])] * 4),
-)
-def test_any_plan_can_be_weighed(lens, size, num_retained, keep, num_stages, offload):
-    options = ChunkOptions(size=size, num_retained=num_retained, keep=keep)
-    stages = (1,) * (num_stages - 1) + (5 - num_stages,)
-    plan = plan_chunkflow(lens, options, stages=stages)
-    plan = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions, offload=offload)
-    for rank in range(num_stages):
-        memory = curve(plan, rank)
-        assert (memory.device >= 0).all() and (memory.cpu >= 0).all()
-        assert (memory.disk >= 0).all() and not (memory.cpu[-1] or memory.disk[-1])
-        last = dict(zip(PARTS, memory.device[-1], strict=True))
-        assert all(not last[part] for part in ("activations", "kv", "kv_gradients", "logits"))
-        if "cpu" not in (offload.kv, offload.inputs, offload.attention, offload.graphs):
-            assert not memory.cpu.any()
-
-
-def test_chunkflows_bound_per_stage_holds():
-    """Stage s of P holds at most P - 1 - s + num_retained graphs in state-aware 1F1B."""
-    stages = (1, 1, 1, 1)
-    graph = sum(stage_bytes(SHAPE, stages, 1, Training.in_dtype("float32")).graph_layers)
-    for num_retained in (1, 2):
-        options = ChunkOptions(size=2, num_retained=num_retained, keep="kv", hybrid=False)
-        plan = plan_chunkflow((16, 8, 4, 2, 1, 1), options, stages=stages)
-        inputs = len(plan.chunks) * 2 * (4 * 32 + 24)
-        for rank in range(4):
-            alive = curve(plan, rank).device[:, PARTS.index("activations")].max()
-            ends = 2 * 1024 if rank == 3 else 0
-            assert alive <= (3 - rank + num_retained) * (2 * graph + ends) + inputs
 
 
 def test_a_cpus_kernels_for_bfloat16_are_counted():

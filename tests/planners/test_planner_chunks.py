@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from papers.skrull_forms import flops
 
 from furlong.cost.machine import Machine
-from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
@@ -170,58 +169,16 @@ def place(seq_lens, bucket_tokens, sp_size):
     return place_by_load(seq_lens, work, bucket_tokens=bucket_tokens, sp_size=sp_size)
 
 
-def reference(seq_lens, bucket_tokens, sp_size):
-    """Skrull's Algorithms 1 and 3, corrected, line by line. Returns places, and how often it rolled
-    back."""
-    order = sorted(range(len(seq_lens)), key=lambda i: seq_lens[i])
-    work = [Fraction(w) for w in work_of(seq_lens)]
-    room, load = [Fraction(bucket_tokens)] * sp_size, [Fraction(0)] * sp_size
-    result, rollbacks, at, whole = [None] * len(seq_lens), 0, 0, Place(0, sp_size)
-    shared = set()  # on one rank a shared sequence has the place of a local one
-    while at < len(order):
-        i = order[at]
-        share = Fraction(seq_lens[i], sp_size)
-        for rank in (load.index(min(load)), room.index(max(room))):
-            if room[rank] >= seq_lens[i]:
-                result[i] = Place(rank, 1)
-                room[rank] -= seq_lens[i]
-                load[rank] += work[i]
-                break
-        else:
-            rank = room.index(min(room))
-            if room[rank] >= share:
-                result[i] = whole
-                shared.add(i)
-                room = [r - share for r in room]
-                load = [w + work[i] / sp_size for w in load]
-            else:
-                local = [x for x in order[:at] if result[x] == Place(rank, 1) and x not in shared]
-                if not local:
-                    return None, rollbacks
-                rollbacks += 1
-                x = local[0]
-                result[x] = whole
-                shared.add(x)
-                room = [r - Fraction(seq_lens[x], sp_size) for r in room]
-                load = [w + work[x] / sp_size for w in load]
-                room[rank] += seq_lens[x]
-                load[rank] -= work[x]
-                continue
-        at += 1
-    return result, rollbacks
-
-
 @pytest.mark.parametrize(
-    ("lens", "bucket_tokens", "places", "num_rollbacks"),
+    ("lens", "bucket_tokens", "places"),
     [
-        ([4, 5, 5, 6, 9], 15, [BOTH, BOTH, FIRST, SECOND, BOTH], 2),
-        ([2, 3, 4, 5, 6, 12], 20, [FIRST, SECOND] * 3, 0),
-        ([0, 0], 0, [FIRST] * 2, 0),
+        ([4, 5, 5, 6, 9], 15, [BOTH, BOTH, FIRST, SECOND, BOTH]),  # two are rolled back
+        ([2, 3, 4, 5, 6, 12], 20, [FIRST, SECOND] * 3),
+        ([0, 0], 0, [FIRST] * 2),
     ],
 )
-def test_places_by_hand(lens, bucket_tokens, places, num_rollbacks):
+def test_places_by_hand(lens, bucket_tokens, places):
     assert place(lens, bucket_tokens, 2) == places
-    assert reference(lens, bucket_tokens, 2) == (places, num_rollbacks)
 
 
 @settings(max_examples=200)
@@ -229,17 +186,16 @@ def test_places_by_hand(lens, bucket_tokens, places, num_rollbacks):
 def test_places_are_found_exactly_where_all_tokens_fit(seq_lens, bucket_tokens, sp_size):
     places = place(seq_lens, bucket_tokens, sp_size)
     assert (places is not None) == (sum(seq_lens) <= sp_size * bucket_tokens)
-    if sp_size in (1, 2, 4, 8):  # so that loads are exact in floats too
-        assert places == reference(seq_lens, bucket_tokens, sp_size)[0]
     for rank in range(sp_size if places else 0):
         own = zip(seq_lens, places, strict=True)
         held = sum(Fraction(n, p.size) for n, p in own if p.first <= rank < p.stop)
         assert held <= bucket_tokens
 
 
-@pytest.mark.parametrize("layers", [0, 8, 32])
-@pytest.mark.parametrize("budget", [40 * GIB, 70 * GIB])
-@pytest.mark.parametrize(("dp_size", "sp_size"), [(8, 1), (2, 8)])
+@pytest.mark.parametrize(
+    ("layers", "budget", "dp_size", "sp_size"),
+    [(0, 40 * GIB, 2, 8), (0, 70 * GIB, 8, 1), (8, 40 * GIB, 8, 1), (32, 70 * GIB, 2, 8)],
+)
 def test_one_token_more_does_not_fit(layers, budget, dp_size, sp_size):
     """The checker of plans agrees for sharded tokens; local ones need no more."""
     sizes = {"sp_size": sp_size, "recompute_layers": layers}
@@ -273,16 +229,3 @@ def test_recomputed_layers_buy_tokens():
     assert fitting_tokens(MODEL.memory(GIB), dp_size=1, sp_size=1) == 0  # beside the state
     assert recompute_choices(32) == [0, 4, 8, 12, 16, 20, 24, 28, 32]
     assert (recompute_choices(2), recompute_choices(1)) == ([0, 1, 2], [0, 1])
-
-
-def test_what_fits_is_counted_once_for_all_batches(monkeypatch):
-    walks, walk = [], PlanMemory.peak_bytes_of_actions
-    monkeypatch.setattr(
-        PlanMemory, "peak_bytes_of_actions", lambda *args: walks.append(args) or walk(*args)
-    )
-    sizes = {"dp_size": 1, "sp_size": 8, "recompute_layers": 5}
-    first = fitting_tokens(MODEL.memory(66 * 10**9), **sizes)
-    count = len(walks)
-    other = replace(MODEL, shape=replace(MODEL.shape)).memory(66 * 10**9)
-    assert fitting_tokens(other, **sizes) == first
-    assert len(walks) == count > 0

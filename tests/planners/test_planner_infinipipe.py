@@ -35,7 +35,6 @@ from furlong.planners.infinipipe import (
     loads_of,
     pack_balanced,
     plan_infinipipe,
-    slice_numbers,
 )
 from furlong.planners.question import DoesNotFitError
 from furlong.simulate.clock import time_actions
@@ -239,10 +238,6 @@ def test_pipelines_run_one_after_the_other(ranges, layers, overhead):
     plan = in_a_row((12, 4), groups, pipelines, (2, 2))
     assert num_pipelines(plan) == len(ranges)
     assert time_actions(plan, UnitCosts(plan)).duration_s == 12 * 4 + overhead
-
-
-def test_slice_numbers_grow():
-    assert list(slice_numbers(20)) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20]
 
 
 def sizes(slices):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from furlong.errors import ConfigError, PlanError
 from furlong.plan.check import check
-from furlong.plan.passes import NOTHING, input_frees, kv_frees, passes
+from furlong.plan.passes import input_frees, kv_frees, passes
 from furlong.plan.plan import (
     Backward,
     Forward,
@@ -64,72 +64,6 @@ def plan(seq_lens, num_layers=2, **dials):
     )
 
 
-class Replay:
-    """Carries a plan out on names alone: what is alive, and what every pass finds.
-
-    An input is "hidden" from its delivery on and "gradient" from the Backward of its cell on.
-    """
-
-    def __init__(self, plan):
-        self.plan = plan
-        self.last = len(plan.stages) - 1
-        self.inputs, self.kv, self.graphs, self.remembered = {}, set(), set(), {}
-        self.inputs_saved = {}
-        self.num_losses = 0
-        walk = zip(
-            plan.actions[0], passes(plan, 0), kv_frees(plan, 0), input_frees(plan, 0), strict=True
-        )
-        for action, what, kv_dead, inputs_dead in walk:
-            self.num_losses += what.loss
-            if what is NOTHING:
-                assert isinstance(action, (Forward, Reduce))
-            elif isinstance(action, Backward):
-                self.backward(action, what)
-            else:
-                self.forward(action, what)
-            self.kv -= set(kv_dead)
-            for cell in inputs_dead:
-                assert cell == (action.chunk, action.stage), "dies with a pass of its own"
-                assert self.inputs.pop(cell) == "hidden"
-        assert not self.inputs and not self.kv and not self.graphs
-
-    def read_prefix(self, chunk, stage):
-        for seq_id, position in self.plan.links[chunk]:
-            for earlier in self.plan.groups[seq_id][:position]:
-                assert (earlier, stage) in self.kv
-
-    def forward(self, action, what):
-        chunk, stage = cell = action.chunk, action.stage
-        self.read_prefix(*cell)
-        assert not stage or self.inputs[cell] == "hidden"
-        if what.writes_kv:
-            self.kv.add(cell)
-        if what.remembers:
-            self.remembered[cell] = what.remembers
-        assert what.remembered <= self.remembered.get(cell, 0)
-        if what.computes == "graph":
-            assert cell not in self.graphs
-            self.graphs.add(cell)
-            self.inputs_saved[cell] = bool(stage) and isinstance(action, Recompute)
-        if isinstance(action, Forward) and stage < self.last:
-            assert what.computes in ("values", "graph")
-            self.inputs[chunk, stage + 1] = "hidden"
-
-    def backward(self, action, what):
-        chunk, stage = cell = action.chunk, action.stage
-        self.read_prefix(*cell)
-        assert what.computes == "backward" and what.loss == (stage == self.last)
-        self.graphs.remove(cell)
-        if self.inputs_saved.pop(cell, False):
-            assert self.inputs[cell] == "hidden", "its graph has saved it"
-        if stage < self.last:
-            assert self.inputs.pop((chunk, stage + 1)) == "gradient"
-        if stage > self.plan.frozen_stages:
-            self.inputs[cell] = "gradient"
-        elif stage:
-            self.inputs.pop(cell, None)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=9),
@@ -146,7 +80,7 @@ def test_any_lengths_and_options_give_a_legal_plan(seq_lens, options, num_layers
     assert sum(plan.stages) == num_layers
     assert max(plan.stages) <= (options.stage_layers or num_layers)
     assert all(chunk.num_tokens <= options.size for chunk in plan.chunks)
-    assert Replay(plan).num_losses == len(plan.chunks)
+    assert sum(what.loss for what in passes(plan, 0)) == len(plan.chunks)
     ends = [sum(plan.stages[: s + 1]) for s in range(len(plan.stages) - 1)]
     frozen_stages = sum(end <= frozen for end in ends) if backward else 0
     assert plan.frozen_stages == frozen_stages

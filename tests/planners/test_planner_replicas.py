@@ -1,13 +1,10 @@
 """One plan of the plans of replicas: renumbered, checked, as fast as a thousand ranks need."""
 
-from functools import partial
 
 import pytest
-from helpers.counted_work import LINEAR, lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
-from papers.published.chunks import by_order
 from papers.unit_costs import UnitCosts
 
 from furlong.errors import ConfigError
@@ -73,14 +70,3 @@ def test_refuses_idle_replicas_and_strangers():
     taller = plan_chunkflow([3], options, stages=(3,))
     with pytest.raises(ValueError, match="another layout, or with other"):
         join_replicas([plan, taller], [[0], [1]], [3, 3])
-
-
-def test_the_work_grows_like_the_number_of_replicas():
-    plan = plan_chunkflow([64] * 4, ChunkOptions(size=64), stages=(4,) * 4)
-    work = []
-    for num_replicas in (16, 32):
-        lens = [64] * (num_replicas * 4)
-        dealt = by_order(len(lens), num_replicas)
-        assert len(join_replicas([plan] * num_replicas, dealt, lens).actions) == num_replicas * 4
-        work.append(lines_run(partial(join_replicas, [plan] * num_replicas, dealt, lens)))
-    assert work[1] < LINEAR * work[0]

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.whole_sequences import schedule_skrull
 
-from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
@@ -21,7 +20,7 @@ from furlong.plan.check import check
 from furlong.plan.plan import Place
 from furlong.planners.chunks import sequence_work
 from furlong.planners.places import TOKENS
-from furlong.planners.skrull import faster_places, micro_batches, plan_skrull, setting_of
+from furlong.planners.skrull import faster_places, plan_skrull, setting_of
 
 K = 1024
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("H100"), Training(zero_stage=2))
@@ -123,16 +122,3 @@ def test_places_by_seconds_are_close_to_the_best_of_all():
         before.append(seconds(lens, places_of(batch), rates) / best_s)
         after.append(seconds(lens, places_of(found), rates, bucket_tokens) / best_s)
     assert max(after) < 1.1 and mean(after) < 1.01 < mean(before)
-
-
-def test_micro_batches_of_the_search_are_placed_by_seconds():
-    lens = sample_lengths("chatqa2", 24, 0, max_seq_len=52 * K)
-    sizes = {"sp_size": 2, "bucket_tokens": 26 * K}
-    found = micro_batches(lens, LARGE, **sizes)
-    (plain,) = schedule_skrull(lens, sequence_work(lens, LARGE.shape), dp_size=1, **sizes)
-    assert [chunk.num_tokens for chunk in found] == [chunk.num_tokens for chunk in plain]
-    stages = (LARGE.shape.num_layers,)
-    ours, theirs = (LARGE.cell_seconds(own, stages, sp_size=2).sum() for own in (found, plain))
-    assert ours < theirs
-    odd = micro_batches(lens, LARGE, sp_size=7, bucket_tokens=26 * K)
-    assert sorted(s.seq_id for chunk in odd for s in chunk.slices) == list(range(24))

@@ -12,8 +12,6 @@ from dataclasses import replace
 
 import pytest
 from helpers.toy_model import gradient, obey
-from hypothesis import given
-from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
 from papers.seco import plan_seco, plan_spaco
 from papers.unit_costs import UnitCosts
@@ -37,25 +35,11 @@ from furlong.planners.spaco import (
     num_drawn,
     sample_backwards,
     sampled,
-    sampling_in_words,
     sampling_of,
 )
 from furlong.simulate.clock import time_actions
 
 K, N = 128, 8
-
-
-@given(st.integers(1, 9), st.data())
-def test_survival_counts_subsets(k, data):
-    n = data.draw(st.integers(1, k))
-    hops = data.draw(st.integers(0, k - 1))
-    chain = set(data.draw(st.permutations(range(k)))[: hops + 1])
-    subsets = list(itertools.combinations(range(k), n))
-    kept = sum(chain <= set(subset) for subset in subsets)
-    assert expected_weight(k, n, hops, EXACT) == pytest.approx(kept / len(subsets), rel=1e-12)
-    if hops < n:
-        closed = math.comb(k - hops - 1, n - hops - 1) / math.comb(k, n)
-        assert expected_weight(k, n, hops, EXACT) == pytest.approx(closed, rel=1e-12)
 
 
 class Script(random.Random):
@@ -186,18 +170,13 @@ def test_a_sequence_of_no_more_chunks_than_the_budget_is_exact(rule):
         ({}, "one of rate and chunks"),
         ({"chunks": 1, "rate": 0.5}, "one of rate and chunks"),
         ({"chunks": 0}, "at least 1"),
-        ({"chunks": 2.0}, "at least 1"),
         ({"chunks": True}, "at least 1"),
         ({"rate": 0.0}, "above 0"),
-        ({"rate": 1.5}, "above 0"),
         ({"rate": math.nan}, "above 0"),
-        ({"rate": 1e-320}, "above 0"),
         ({"rate": "a"}, "above 0"),
         ({"rate": 0.5, "rule": "bernoulli"}, "unbiased, fixed, paper"),
-        ({"rate": 0.5, "label_rate": 0}, "label_rate"),
         ({"rate": 0.5, "label_rate": 2}, "label_rate"),
         ({"rate": 0.5, "cap": 2}, "biased"),
-        ({"chunks": 2, "rule": "fixed", "cap": 0.5}, "at least 1"),
         ({"chunks": 2, "rule": "paper", "cap": math.inf}, "at least 1"),
         ({"chunks": 2, "rule": "fixed", "label_rate": 0.5}, "as likely"),
         ({"chunks": 1, "rule": "fixed"}, "at least 2"),
@@ -205,7 +184,6 @@ def test_a_sequence_of_no_more_chunks_than_the_budget_is_exact(rule):
         ({"rate": 0.5, "seed": 1.5}, "seed"),
         ({"rates": 0.5}, "rates"),
         (0.5, "a mapping"),
-        ("half", "a mapping"),
     ],
 )
 def test_unusable_sampling_is_refused(fields, named):
@@ -236,11 +214,7 @@ def test_sequences_are_drawn_apart_and_whole_ones_always():
     [
         (Sampling(rate=0.5), {"longest": 64}, "size and chunks.sample", "of 64 tokens"),
         (Sampling(chunks=4), {}, "sample.chunks", "chunks = 4, which draws all of the 4 chunks"),
-        (Sampling(chunks=9, rule="fixed"), {}, "sample.chunks", "all of the 4 chunks"),
-        (Sampling(chunks=4, label_rate=0.1), {}, "sample.chunks", "all of the 4 chunks"),
         (Sampling(rate=1), {}, "sample.rate", "rate = 1"),
-        (Sampling(rate=1, label_rate=0.5), {}, "sample.rate", "rate = 1"),
-        (Sampling(rate=1, rule="paper"), {}, "sample.rate", "rate = 1"),
         (Sampling(rate=0.9, rule="fixed"), {}, "sample.rate", "all of the 4"),
         (Sampling(rate=0.1, rule="paper"), {"longest": 65}, "sample.rate", "all of the 2"),
         (Sampling(rate=0.1), {"has_unlabelled": False}, "sample.label_rate", "every chunk"),
@@ -280,30 +254,12 @@ def test_what_is_refused_would_have_drawn_everything():
     assert all(drawn.keys() < everything for drawn in few)
 
 
-def test_words():
-    assert sampling_in_words(Sampling(rate=0.25)) == "rate 0.25, rule unbiased"
-    capped = Sampling(chunks=8, rule="fixed", cap=2.0, report_loss=True)
-    assert sampling_in_words(capped) == "chunks 8, rule fixed, cap 2.0, report_loss"
-
-
 def step(plan):
     return time_actions(plan, UnitCosts(plan)).duration_s
 
 
 def texts(plan, rank=0):
     return [format_action(action) for action in plan.actions[rank]]
-
-
-@pytest.mark.parametrize(("t", "of_seco"), [(8, 0.297), (16, 0.344), (32, 0.4375)])
-def test_spaco_costs_one_plus_three_t_over_k_forwards(t, of_seco):
-    sampling, sizes = (
-        Sampling(chunks=t, rule="fixed", report_loss=True), {"num_layers": 2, "chunk_size": 128}
-    )  # fmt: skip
-    plan, seco = plan_spaco([16_384], sampling, **sizes), plan_seco([16_384], **sizes)
-    options = ChunkOptions(size=128)
-    inference = plan_chunkflow([16_384], options, stages=(2,), backward=False)
-    assert step(plan) / step(inference) == pytest.approx(1 + 3 * t / 128)
-    assert step(plan) / step(seco) == pytest.approx(of_seco, abs=1e-3)
 
 
 def test_draws_follow_the_seed_and_the_sequence_alone():

@@ -7,7 +7,7 @@ from helpers.plan_texts import plan_of
 from papers.unit_costs import UnitCosts
 
 from furlong.errors import PlanError
-from furlong.plan.plan import Backward, Forward, Recompute, Send
+from furlong.plan.plan import Backward, Send
 from furlong.plan.text import format_action
 from furlong.simulate.clock import simulate, time_actions
 
@@ -121,22 +121,6 @@ def test_every_record_has_its_memory_and_they_are_in_the_order_in_which_they_end
     assert timeline.peak_device_bytes == 1008
     stops = [record.stop_s for record in timeline.records]
     assert stops == sorted(stops) and len(stops) == sum(map(len, two_stages().actions))
-
-
-def test_unit_costs():
-    plan = plan_of(
-        "0:0-4; 0:4-6",
-        "F0.0 kv, F1.0 all l1, F0.1 kv, F1.1 all, B1.1, R0.1, B0.1, B1.0, R0.0 l2, B0.0",
-        stages=(2, 6),
-    )
-    costs = UnitCosts(plan)
-    # the mean stage has 4 layers; 4 tokens through half of it, 2 tokens through one and a half
-    assert costs.compute_s(Forward(0, 0, "kv"), 0) == 2
-    assert costs.compute_s(Recompute(1, 1), 0) == 3
-    assert costs.compute_s(Backward(1, 1), 0) == 6
-    # one of two layers, then both, run again within the backward
-    assert costs.compute_s(Backward(1, 0), 0) == 2.5
-    assert costs.compute_s(Backward(0, 0), 0) == 6
 
 
 def test_an_empty_rank_leaves_no_record():
