@@ -19,7 +19,6 @@ from furlong.plan.plan import (
     Forward,
     Place,
     Reduce,
-    Reshard,
     Slice,
     Unshard,
 )
@@ -148,14 +147,15 @@ def test_a_checkpointed_layer_keeps_its_input():
     assert stage_bytes(LLAMA8, (16, 16), 0, Training()).ends == 0
 
 
-def test_an_unsharded_stage_is_whole_between_unshard_and_reshard():
+def test_an_unsharded_stage_is_whole_from_then_on():
     piece = Chunk((Slice(0, 0, 16),))
     training = Training(zero_stage=3)
-    cells = (Unshard(0), Forward(0, 0, "all"), Backward(0, 0), Reshard(0), Reduce(0))
+    cells = (Unshard(0), Forward(0, 0, "all"), Backward(0, 0), Reduce(0))
     plan = ChunkPlan((16,), (piece,), (4,), (cells,), sp_size=1)
     weights = curve(plan, training=training).device[:, PARTS.index("weights")]
     whole = 2 * SHAPE.num_parameters
-    assert weights[1] - weights[4] == whole and weights[0] == weights[3] == weights[1]
+    sharded = training.state_bytes(SHAPE, (4,), WHOLE, 1).weights
+    assert weights.tolist() == [sharded + whole] * 4
 
 
 def test_processes_of_a_group_hold_their_own_slices():

@@ -20,7 +20,6 @@ from furlong.plan.plan import (
     RebuildKV,
     Recompute,
     Reduce,
-    Reshard,
     Send,
     Slice,
     Unshard,
@@ -96,9 +95,7 @@ def test_messages_of_neighbours_and_of_other_nodes():
 
 def test_collectives_on_parameters():
     chunks = tuple(Chunk((Slice(i, 0, 64),)) for i in range(2))
-    lists = tuple(
-        (Unshard(0), Forward(i, 0, "all"), Backward(i, 0), Reshard(0), Reduce(0)) for i in range(2)
-    )
+    lists = tuple((Unshard(0), Forward(i, 0, "all"), Backward(i, 0), Reduce(0)) for i in range(2))
     plan = ChunkPlan((64, 64), chunks, (32,), lists)
     assert SHAPE.num_parameters == 8_030_261_248
     # by hand, two devices at 300 GB/s: half of 16.06 GB of bf16 weights is gathered in 26.767537
@@ -108,7 +105,6 @@ def test_collectives_on_parameters():
         costs = CostModel(SHAPE, A100, Training(zero_stage=zero)).costs(plan)
         assert costs.compute_s(Unshard(0), 0) == pytest.approx(0.026787537)
         assert costs.reduce_s(0) == pytest.approx(reduce_s)
-        assert costs.compute_s(Reshard(0), 0) == 0
     single = CostModel(SHAPE, A100).costs(one_chunk(Slice(0, 0, 64)))
     assert single.compute_s(Reduce(0), 0) == 0
 

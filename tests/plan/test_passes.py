@@ -113,7 +113,7 @@ def test_frozen_stages_and_undrawn_chunks_are_evaluated():
 
 
 def test_actions_without_a_cell_compute_nothing():
-    texts = ["unshard 0", "recv activation 0.0 from 1", "F0.1 all", "reshard 0", "B0.1",
+    texts = ["unshard 0", "recv activation 0.0 from 1", "F0.1 all", "B0.1",
              "send gradient 0.1 to 1", "reduce 0"]  # fmt: skip
     found = passes_of(texts, stages=(1, 1))
     assert [text for text in texts if found[text] is NOTHING] == [

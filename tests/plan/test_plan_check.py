@@ -58,8 +58,8 @@ LEFT_OUT = sample_backwards(
 
 SHARDED = plan_of(
     "0:0-3; 0:3-6; 1:0-3; 1:3-5",
-    "unshard 0, F0.0 kv, F1.0 all, B1.0, R0.0, B0.0, reshard 0, reduce 0",
-    "unshard 0, F2.0 kv, F3.0 all, B3.0, R2.0, B2.0, reshard 0, reduce 0",
+    "unshard 0, F0.0 kv, F1.0 all, B1.0, R0.0, B0.0, reduce 0",
+    "unshard 0, F2.0 kv, F3.0 all, B3.0, R2.0, B2.0, reduce 0",
 )
 """Two data-parallel ranks whose stage is unsharded while they compute."""
 IN_STEP = plan_of(
@@ -227,8 +227,9 @@ BROKEN = [
     (PIPELINE, insert("reduce 1", None), REDUCED, "reduce 1"),
     (SHARDED, both(insert("unshard 0", "F0.0 kv"), insert("unshard 0", "F2.0 kv", 1)),
      USED, "unshard 0"),
-    (SHARDED, drop("reshard 0", rank=1), SAME, "reduce 0"),
-    (SHARDED, both(move("reshard 0", "B2.0", 1), move("reshard 0", "B0.0")), USED, "B0.0"),
+    (SHARDED, drop("unshard 0", rank=1), SAME, "reduce 0"),
+    (SHARDED, both(move("unshard 0", "F3.0 all", 1), move("unshard 0", "F1.0 all")),
+     USED, "F0.0 kv"),
     (SHARDED, drop("reduce 0", rank=1), REDUCED, "B2.0"),
     (LAYERS, move("reduce 1", "B0.1"), REDUCED, "reduce 1"),
     (IN_STEP, apart, COVERED, "dummy"),

@@ -22,7 +22,6 @@ from furlong.plan.plan import (
     Recompute,
     Recv,
     Reduce,
-    Reshard,
     Send,
     Slice,
     Unshard,
@@ -49,7 +48,6 @@ FORMS = [
     (Send("activation", 3, 0, peer=1), "send activation 3.0 to 1"),
     (Recv("gradient", 3, 0, peer=1), "recv gradient 3.0 from 1"),
     (Unshard(2), "unshard 2"),
-    (Reshard(2), "reshard 2"),
     (Reduce(2), "reduce 2"),
 ]
 PLAN = ChunkPlan(
@@ -73,7 +71,6 @@ actions: st.SearchStrategy[Action] = st.one_of(
     st.builds(Send, payloads, small, small, small),
     st.builds(Recv, payloads, small, small, small),
     st.builds(Unshard, small),
-    st.builds(Reshard, small),
     st.builds(Reduce, small),
 )
 places = st.builds(Place, st.integers(0, 9), st.integers(1, 9))

@@ -1,6 +1,5 @@
 """One plan of the plans of replicas: renumbered, checked, as fast as a thousand ranks need."""
 
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

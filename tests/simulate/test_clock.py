@@ -82,8 +82,8 @@ def test_a_broken_plan_stalls():
 def test_collectives_start_with_the_last_rank_and_are_waited_for_by_the_next_cell():
     plan = plan_of(
         "0:0-4; 1:0-4; 2:0-1",
-        "unshard 0, F0.0 all, B0.0, F1.0 all, B1.0, reshard 0, reduce 0",
-        "unshard 0, F2.0 all, B2.0, reshard 0, reduce 0",
+        "unshard 0, F0.0 all, B0.0, F1.0 all, B1.0, reduce 0",
+        "unshard 0, F2.0 all, B2.0, reduce 0",
     )
     timeline = simulate(plan, Costs(unshard=2.0, F=1.0, B=2.0, reduce=4.0))
     assert spans(timeline, 0)[0] == ("F0.0 all", 2, 3)

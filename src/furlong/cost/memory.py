@@ -58,7 +58,6 @@ from furlong.plan.plan import (
     RebuildKV,
     Recompute,
     Recv,
-    Reshard,
     Send,
     Slice,
     Unshard,
@@ -83,7 +82,6 @@ _HELD: dict[str, tuple[Part, Kind | None]] = {
     "leaf": ("activations", None),
     "states": ("states", "kv"),
     "state gradients": ("states", None),
-    "unsharded": ("weights", None),
 }
 
 
@@ -572,7 +570,7 @@ class _RankMemory:
             case Unshard(stage) if self._memory.training.regathers:
                 training, shape = self._memory.training, self._memory.shape
                 own = training.held_parameters(shape, self._plan.stages, frozenset((stage,)))
-                self._hold("unsharded", 0, stage, own * training.compute_bytes)
+                self.add("weights", own * training.compute_bytes)
 
     def _deliver(self, chunk: int, stage: int) -> None:
         """The cell's own input, if it comes from nowhere else, and its output."""
@@ -706,8 +704,6 @@ class _RankMemory:
                 self._let_go("ids", chunk, 0)
             case Send(payload, chunk, stage):
                 self._let_go("inputs", chunk, stage + (payload == "activation"))
-            case Reshard(stage):
-                self._let_go("unsharded", 0, stage)
 
     def _write_states(self, chunk: int, stage: int) -> None:
         """The states that leave a cell come into being, unless they are there."""

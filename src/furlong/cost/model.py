@@ -221,7 +221,7 @@ class PlanCosts:
         self._copies: dict[int, dict[tuple[type[Action], int, int], float]] = {}
 
     def compute_s(self, action: Action, rank: int) -> float:
-        """Seconds that `action` keeps the rank's devices busy; 0 for Send, Recv and Reshard."""
+        """Seconds that `action` keeps the rank's devices busy; 0 for Send and Recv."""
         match action:
             case Unshard(stage):
                 return self.unshard_s(stage)

@@ -37,7 +37,6 @@ from furlong.plan.plan import (
     Recompute,
     Recv,
     Reduce,
-    Reshard,
     Send,
     Slice,
     Unshard,
@@ -568,7 +567,7 @@ def _unequal_collectives(grid: Grid) -> Breaks:
     for at, (action, rank, way) in enumerate(
         zip(grid.actions, grid.ranks, grid.ways(), strict=True)
     ):
-        if grid.plan.regathers and isinstance(action, (Unshard, Reshard)):
+        if grid.plan.regathers and isinstance(action, Unshard):
             yield "no stage of this plan is unsharded for longer", at
         if way or isinstance(action, ON_PARAMETERS):
             lists[action.stage][rank].append((at, way or type(action)))
@@ -583,18 +582,15 @@ def _lacks(rank: int) -> str:
 
 
 def _used_while_sharded(grid: Grid) -> Breaks:
-    """I9. A stage that is unsharded somewhere computes only while it is."""
-    unsharded = {
-        (action.stage, grid.ranks[at]): False for at, action, _ in grid.each(Unshard, Reshard)
-    }
-    for at, action, _ in grid.each(Unshard, Reshard, *COMPUTING) if unsharded else ():
+    """I9. A stage that a rank unshards is so once, before anything computes there."""
+    sharded = {(action.stage, grid.ranks[at]) for at, action, _ in grid.each(Unshard)}
+    for at, action, _ in grid.each(Unshard, *COMPUTING) if sharded else ():
         key = action.stage, grid.ranks[at]
-        if isinstance(action, (Unshard, Reshard)):
-            if isinstance(action, Unshard) == unsharded[key]:
-                already = "" if unsharded[key] else "not "
-                yield f"stage {action.stage} is {already}unsharded here", at
-            unsharded[key] = isinstance(action, Unshard)
-        elif not unsharded.get(key, True):
+        if isinstance(action, Unshard):
+            if key not in sharded:
+                yield f"stage {action.stage} is unsharded here", at
+            sharded.discard(key)
+        elif key in sharded:
             yield f"stage {action.stage} is not unsharded here", at
 
 

@@ -168,11 +168,8 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Unshard:
-    stage: int
+    """Gathers the weights of a stage, for the rest of the step."""
 
-
-@dataclass(frozen=True, slots=True)
-class Reshard:
     stage: int
 
 
@@ -184,8 +181,8 @@ class Reduce:
 Computing = Forward | Recompute | Backward | RebuildKV
 COMPUTING = (Forward, Recompute, Backward, RebuildKV)
 MESSAGES = (Send, Recv)
-ON_PARAMETERS = (Unshard, Reshard, Reduce)
-Action = Computing | Send | Recv | Unshard | Reshard | Reduce
+ON_PARAMETERS = (Unshard, Reduce)
+Action = Computing | Send | Recv | Unshard | Reduce
 
 
 Bounds = tuple[int, int, int]

@@ -6,7 +6,7 @@
     B3.0 a16 c8.5     Backward with loss factor 16 and relay factor 8.5 (left out where 1)
     K3.0              RebuildKV
     send activation 3.0 to 1, recv gradient 3.0 from 1
-    unshard 0, reshard 0, reduce 0
+    unshard 0, reduce 0
     0:0-4096@2        a slice: tokens [0, 4096) of sequence 0 on process 2 (none: on process 0)
     0:0-4096@4-7      ... spread over the processes 4 to 7; @* over the whole pool
     0:92-110<75       a branch: it goes on from behind token 74, not from the piece before it
@@ -42,7 +42,6 @@ from furlong.plan.plan import (
     Recompute,
     Recv,
     Reduce,
-    Reshard,
     Send,
     Slice,
     Unshard,
@@ -67,7 +66,7 @@ def format_action(action: Action) -> str:
             return f"send {payload} {chunk}.{stage} to {peer}"
         case Recv(payload, chunk, stage, peer):
             return f"recv {payload} {chunk}.{stage} from {peer}"
-        case Unshard(stage) | Reshard(stage) | Reduce(stage):
+        case Unshard(stage) | Reduce(stage):
             return f"{type(action).__name__.lower()} {stage}"
 
 
@@ -90,7 +89,6 @@ _FORMS: tuple[tuple[str, Callable[..., Action]], ...] = (
     (rf"recv ({_PAYLOADS}) {_CELL} from (\d+)",
      lambda payload, c, s, peer: Recv(payload, int(c), int(s), int(peer))),
     (r"unshard (\d+)", lambda s: Unshard(int(s))),
-    (r"reshard (\d+)", lambda s: Reshard(int(s))),
     (r"reduce (\d+)", lambda s: Reduce(int(s))),
 )
 # fmt: on

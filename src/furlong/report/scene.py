@@ -35,7 +35,6 @@ from furlong.plan.plan import (
     Recompute,
     Recv,
     Reduce,
-    Reshard,
     Send,
 )
 from furlong.plan.text import format_chunk
@@ -405,7 +404,7 @@ def memory_steps(
     settled = [
         r for r in records
         if r.lane == "compute"
-        or (r.lane == "link" and isinstance(r.action, (Recv, Reshard, Reduce)))
+        or (r.lane == "link" and isinstance(r.action, (Recv, Reduce)))
     ]  # fmt: skip
     settled.sort(key=lambda record: record.start_s)
     if not settled:

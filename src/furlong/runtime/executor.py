@@ -32,7 +32,6 @@ from furlong.plan.plan import (
     Recompute,
     Recv,
     Reduce,
-    Reshard,
     Send,
     Unshard,
 )
@@ -211,8 +210,6 @@ class Executor:
                 self._deliver_gradient((chunk, stage), self._comms.recv(action))
             case Unshard(stage):
                 self._comms.unshard(stage)
-            case Reshard(stage):
-                self._comms.reshard(stage)
             case Reduce(stage):
                 self._comms.reduce(stage)
 
@@ -279,7 +276,7 @@ class Executor:
 
     def _deliver(self, action: Action, hidden: Tensor) -> None:
         """Hand a stage's output (T, D) to the next stage."""
-        assert not isinstance(action, (Send, Recv, Unshard, Reshard, Reduce))
+        assert not isinstance(action, (Send, Recv, Unshard, Reduce))
         following = action.chunk, action.stage + 1
         if following in self._last_action:
             self._deliver_input(following, hidden)

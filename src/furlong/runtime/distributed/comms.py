@@ -33,7 +33,6 @@ from furlong.plan.plan import (
     Forward,
     Recv,
     Reduce,
-    Reshard,
     Send,
     Unshard,
 )
@@ -186,11 +185,6 @@ class Comms:
         for module in self._stages[stage]:
             module.unshard()
 
-    def reshard(self, stage: int) -> None:
-        """Let go of what `unshard` gathered."""
-        for module in self._stages[stage]:
-            module.reshard()
-
     @contextmanager
     def backward(self, stage: int, *, is_last: bool) -> Iterator[None]:
         """Within it runs a Backward of a stage, its rank's last one or not, without the loss in
@@ -268,8 +262,9 @@ class Comms:
             return None
         if self._plan.sp_size > 1 and any(isinstance(action, Computing) for action in rest):
             return "while processes exchanged rows of a chunk"
-        regathers = self._plan.regathers or any(isinstance(a, Reshard) for a in rest)
-        return "while weights were gathered with every pass" if self._shares and regathers else None
+        if self._shares and self._plan.regathers:
+            return "while weights were gathered with every pass"
+        return None
 
     def _skip(self, action: Action) -> None:
         """Do of an action what others wait for."""
