@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -98,11 +97,6 @@ def _read_record(row: object) -> Record:
             action = parse_action(text)
             return Record(rank, lane, action, start_s, stop_s, device_bytes, offloaded_bytes)
     raise ValueError(f"{row!r:.80} is no record of a timeline")
-
-
-def concatenate(timelines: Iterable[Timeline]) -> Timeline:
-    """One timeline of several that ran one after another on the same clock."""
-    return Timeline(tuple(record for timeline in timelines for record in timeline.records))
 
 
 class MeasuredStep(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.attention_families import twin_of
 from helpers.batches import batch
+from helpers.expected_weight import expected_weight
 from helpers.tiny_families import FAMILIES, build
 
 import furlong
@@ -20,7 +21,6 @@ from furlong.planners.spaco import (
     EXACT,
     Factors,
     Sampling,
-    expected_weight,
     fixed_factors,
     sample_backwards,
 )

@@ -11,6 +11,7 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from helpers.expected_weight import expected_weight
 from helpers.toy_model import gradient, obey
 from papers.chunkflow_plan import plan_chunkflow
 from papers.seco import plan_seco, plan_spaco
@@ -30,7 +31,6 @@ from furlong.planners.spaco import (
     check_sampling,
     draw,
     draw_chunks,
-    expected_weight,
     fixed_factors,
     num_drawn,
     sample_backwards,

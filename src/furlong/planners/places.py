@@ -84,23 +84,20 @@ def plan_places(
     *,
     pool_size: int,
     budget_bytes: int | None = None,
-    recompute_layers: int | None = None,
     num_changes: int = _NUM_CHANGES,
 ) -> ChunkPlan:
     """A checked plan of one rank, a pool of `pool_size` devices.
 
-    `budget_bytes` of a device: None takes the hardware's. `recompute_layers`: checkpointed layers;
-    None tries every number. `num_changes`: how long improvement goes on.
+    `budget_bytes` of a device: None takes the hardware's. `num_changes`: how long improvement goes
+    on. Every number of checkpointed layers is tried.
     Raises ConfigError where the longest sequence fits on no place.
     """
     refuse_unusable(seq_lens)
     batch = PoolBatch.of(seq_lens, model, pool_size)
     num_layers = model.shape.num_layers
-    tried = range(num_layers + 1) if recompute_layers is None else [recompute_layers]
-    starts = _starts(settings(batch, budget_bytes, tried))
+    starts = _starts(settings(batch, budget_bytes, range(num_layers + 1)))[:_NUM_IMPROVED]
     if not starts:
-        raise nothing_fits(batch, tried[-1], budget_bytes)
-    starts = starts[:_NUM_IMPROVED]
+        raise nothing_fits(batch, num_layers, budget_bytes)
     for start in starts:
         improve(start, min(_FEW_CHANGES, num_changes))
     best = min(starts, key=Division.step_s)

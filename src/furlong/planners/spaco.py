@@ -5,7 +5,7 @@ set of surviving paths is random (Eqs. 2 to 5). A contribution to the gradient t
 parameters through h earlier chunks needs h + 1 drawn chunks, the one with the loss among them
 (Eq. 6). A Backward multiplies its own loss by a and the dK,dV that later chunks sent by c, which
 gives that contribution the weight a c^h; it is unbiased if a c^h times the probability of those
-draws is 1 (`expected_weight`).
+draws is 1 (Eq. 6).
 
     unbiased   chunk i by itself with any probability p_i above 0, a = c = 1/p_i: exact for every h.
                Proof by induction from the last chunk down: E[1{drawn} / p_i * gradient of i, given
@@ -176,13 +176,6 @@ def fixed_factors(sampling: Sampling, num_chunks: int) -> Factors:
     return Factors(scale, min(cap, (num_chunks - 1) / (num_drawn - 1)))
 
 
-def expected_weight(num_chunks: int, num_drawn: int, hops: int, factors: Factors) -> float:
-    """The weight a c^h of a contribution through h earlier chunks times the probability that all
-    its chunks are among `num_drawn` (Eq. 6): 1 where the draw is unbiased for that many hops."""
-    weight = factors.loss_factor * factors.relay_factor**hops
-    return weight * math.prod(max(0, num_drawn - r) / (num_chunks - r) for r in range(hops + 1))
-
-
 def draw_chunks(
     plan: ChunkPlan, sampling: Sampling, labelled: Collection[int] = ()
 ) -> dict[int, Factors]:
@@ -338,29 +331,30 @@ def check_sampling(
     num_chunks, is_free = -(-longest // size), sampling.rule == "unbiased"
     share = sampling.share(num_chunks) if is_free else sampling.num_drawn(num_chunks) / num_chunks
     budget = "rate" if sampling.chunks is None else "chunks"
-    for is_wrong, keys, given, required, change in (
-        (num_chunks == 1, "size and chunks.sample",
-         f"chunks.size = {size:,}, and a longest sequence of {count_words(longest, 'token')}",
-         "a sequence of several chunks: those of a single one are always computed exactly",
-         "lower chunks.size"),
-        (share == 1, f"sample.{budget}",
-         f"chunks.sample.{budget} = {getattr(sampling, budget)}, which draws all of the "
-         f"{count_words(num_chunks, 'chunk')} of the longest sequence ({longest:,} tokens)",
-         "a draw that leaves one out" + "; it has two at least" * (not is_free),
-         f"lower chunks.sample.{budget} or chunks.size"),
-        (is_free and not has_unlabelled and sampling.label_rate in (None, 1), "sample.label_rate",
-         "chunks.sample with rule unbiased and labels in every chunk, as plain text has them",
-         "chunks.sample.label_rate below 1: chunks with labels are drawn at that rate, by default"
-         " all of them",
-         "set chunks.sample.label_rate, such as 0.5, or chunks.sample.rule to fixed"),
-    ):  # fmt: skip
-        if is_wrong:
-            raise ConfigError(
-                given=given,
-                required=required,
-                source=f"chunks.{keys}",
-                change=f"{change}, or remove chunks.sample: the run computes the same, exactly",
-            )
+    if num_chunks == 1:
+        keys = "size and chunks.sample"
+        given = f"chunks.size = {size:,}, and a longest sequence of {count_words(longest, 'token')}"
+        required = "a sequence of several chunks: a single one is always computed exactly"
+        change = "lower chunks.size"
+    elif share == 1:
+        keys = f"sample.{budget}"
+        given = f"chunks.{keys} = {getattr(sampling, budget)}, which draws all of the "
+        given += f"{count_words(num_chunks, 'chunk')} of the longest sequence ({longest:,} tokens)"
+        required = "a draw that leaves one out" + "; it has two at least" * (not is_free)
+        change = f"lower chunks.{keys} or chunks.size"
+    elif is_free and not has_unlabelled and sampling.label_rate in (None, 1):
+        keys = "sample.label_rate"
+        given = "chunks.sample with rule unbiased and labels in every chunk, as plain text has them"
+        required = "chunks.sample.label_rate below 1: by default chunks with labels are all drawn"
+        change = "set chunks.sample.label_rate, such as 0.5, or chunks.sample.rule to fixed"
+    else:
+        return
+    raise ConfigError(
+        given=given,
+        required=required,
+        source=f"chunks.{keys}",
+        change=f"{change}, or remove chunks.sample: the run computes the same, exactly",
+    )
 
 
 def sampling_in_words(sampling: Sampling) -> str:
