@@ -283,28 +283,24 @@ class LayerCache:
             return k, v
         widths = k.shape[-1], v.shape[-1]
         latents = torch.cat((k, v), -1)[0, 0]
-        expand = _Expansion(self._module, widths[0], latents.device.type)
+        expand = _expansion(self._module, widths[0], latents.device.type)
         latents = self._bound.cell.take_latents(self._bound.what, layer_idx, latents, expand)
         return latents[None, None].split(widths, -1)
 
 
-class _Expansion:
-    """The expansion of a module's latents, under the autocast in which it was made."""
+def _expansion(module: Any, width: int, device_type: str) -> Expansion:
+    """The expansion of a module's latents, under the autocast that is on now; `width`: columns of a
+    latent without the part that positions turn."""
+    kind = "cpu" if device_type == "meta" else device_type
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
-    def __init__(self, module: nn.Module, width: int, device_type: str) -> None:
-        """`width`: columns of a latent without the part that positions turn."""
-        self._module, self._width = module, width
-        self._device_type = "cpu" if device_type == "meta" else device_type
-        self._dtype = torch.get_autocast_dtype(self._device_type)
-        self._enabled = torch.is_autocast_enabled(self._device_type)
-
-    def __call__(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        parts = latents[None, None].tensor_split((self._width,), -1)
-        with torch.autocast(
-            self._device_type, self._dtype, enabled=self._enabled, cache_enabled=False
-        ):
-            k, v = as_attended(*self._module.expand_kv(*parts))  # type: ignore[operator]
+    def expand(latents: Tensor) -> tuple[Tensor, Tensor]:
+        parts = latents[None, None].tensor_split((width,), -1)
+        with torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
+            k, v = as_attended(*module.expand_kv(*parts))
         return k, v
+
+    return expand
 
 
 def scales_by_position(module: nn.Module) -> bool:

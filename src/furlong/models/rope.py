@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from logging.handlers import BufferingHandler
 from typing import Any
 
 from furlong.errors import ConfigError
@@ -106,40 +106,26 @@ def _original_length(text: Any, entries: list[dict[str, Any]]) -> int:
 
 
 def _validate(text: Any, given: Mapping[str, Any]) -> None:
-    try:
-        with _logged("transformers.modeling_rope_utils") as complaints:
-            text.standardize_rope_params()
-            text.validate_rope()
-    except (KeyError, TypeError, ValueError) as error:
-        message = error.args[0] if error.args else error
-        raise _refused(_shown(given), str(message)) from error
-    # The number of positions is rounded to a whole one, hence no ratio to the last digit.
-    complaints = [text for text in complaints if "implicit factor" not in text]
-    if complaints:
-        raise _refused(_shown(given), complaints[0])
-
-
-@contextmanager
-def _logged(name: str) -> Iterator[list[str]]:
-    """Collects what a logger warns of instead of printing it."""
-    messages: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    logger = logging.getLogger(name)
+    """Raise ConfigError for all that transformers refuses or warns of."""
+    logger, told = logging.getLogger("transformers.modeling_rope_utils"), BufferingHandler(1000)
     before = logger.level, logger.propagate
-    handler = Collect()
-    logger.addHandler(handler)
+    logger.addHandler(told)
     logger.setLevel(logging.WARNING)
     logger.propagate = False
     try:
-        yield messages
+        text.standardize_rope_params()
+        text.validate_rope()
+    except (KeyError, TypeError, ValueError) as error:
+        message = error.args[0] if error.args else error
+        raise _refused(_shown(given), str(message)) from error
     finally:
-        logger.removeHandler(handler)
+        logger.removeHandler(told)
         logger.setLevel(before[0])
         logger.propagate = before[1]
+    # the number of positions is rounded to a whole one, hence no ratio to the last digit
+    messages = [record.getMessage() for record in told.buffer]
+    if complaints := [message for message in messages if "implicit factor" not in message]:
+        raise _refused(_shown(given), complaints[0])
 
 
 def _shown(given: Mapping[str, Any]) -> str:
