@@ -81,11 +81,11 @@ def bare_model(model: nn.Module) -> nn.Module:
     than the layers they are put into.
     """
     bare: Any = getattr(model, "_orig_mod", model)  # torch.compile(model)
-    _refuse(bare, _WRAPPED)
     if hasattr(bare, "get_base_model"):
+        _refuse(bare, _WRAPPED[:-1])  # modules are those of the model inside
         bare = bare.get_base_model()
         bare = getattr(bare, "_orig_mod", bare)
-        _refuse(bare, _WRAPPED)
+    _refuse(bare, _WRAPPED)
     return bare  # type: ignore[no-any-return]
 
 
@@ -187,10 +187,9 @@ _FOREIGN = {
 
 def _foreign_module(model: nn.Module) -> str:
     """The first module that shards, checkpoints or compiles what is in it."""
-    is_ours = any(map(is_sharded, model.modules()))  # also below peft's wrapper
     for name, module in model.named_modules():
         known = [c.__name__ for c in type(module).__mro__ if c.__name__ in _FOREIGN]
-        if known and not (known == ["FSDPModule"] and is_ours):
+        if known and not (known == ["FSDPModule"] and is_sharded(model)):
             return f"{_FOREIGN[known[0]]} at {name or 'its root'}"
     return ""
 
