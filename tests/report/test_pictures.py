@@ -1,10 +1,8 @@
 """Pictures and traces: colours that differ, the bytes that a cost model counts, words."""
 
-import colorsys
 import html
 import json
 import re
-import struct
 from dataclasses import replace
 from itertools import combinations, pairwise
 from xml.etree import ElementTree
@@ -16,7 +14,6 @@ from papers.fpdt_plan import plan_fpdt
 from papers.unit_costs import UnitCosts
 
 from furlong.cost.machine import Machine
-from furlong.cost.memory import PARTS, MemoryCurve
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
@@ -30,10 +27,10 @@ from furlong.report.scene import (
     PART_COLOURS,
     SEQUENCE_COLOURS,
     Panel,
+    chunk_colours,
     fill,
     ink_on,
-    make_scenes,
-    memory_steps,
+    make_scene,
     save_trace,
     tint,
 )
@@ -72,10 +69,6 @@ def panel(plan):
 
 def bare(plan, *words):
     return Panel(simulate(plan, UnitCosts(plan)), plan, *words)
-
-
-def scene_of(plan):
-    return make_scenes([bare(plan)])[0]
 
 
 def words_of(panels, path):
@@ -127,110 +120,47 @@ def test_letters_on_every_fill_can_be_read_and_shades_of_kinds_differ():
     assert tint("#204060", 1.0) == "#ffffff" and tint("#204060", -1.0) == "#000000"
 
 
-def of_whole_sequences(lists, num_chunks):
-    chunks = tuple(Chunk((Slice(i, 0, 4),)) for i in range(num_chunks))
-    lists = tuple(tuple(Forward(i, s, "all") for i, s in own) for own in lists)
-    return ChunkPlan((4,) * num_chunks, chunks, (1, 1), lists)
+def test_neighbours_differ_and_a_cut_sequence_goes_from_dark_to_light():
+    for lens in ((3,) * 23, (9, 1, 2, 3, 1, 4, 4, 2, 2, 4, 3, 11, 4, 4, 4)):
+        plan = pipeline(3, lens)
+        colours = chunk_colours(plan)
+        for group in plan.groups.values():
+            values = [parts_of(colours[chunk]).max() for chunk in group]
+            assert values == sorted(set(values))
+        whole = [colours[i] for i, links in enumerate(plan.links) if not links]
+        assert all(one != other for one, other in pairwise(whole))
+        words = [words for words, _ in legend([make_scene(bare(plan))])]
+        assert "whole sequences, in four shades" in words
+        assert sum(word.startswith("sequence ") for word in words) == len(plan.groups)
+    words = [words for words, _ in legend([make_scene(bare(pipeline(1, (9,) * 64)))])]
+    assert sum(word.startswith("sequence ") for word in words) == MOST_SEQUENCES
 
 
-PACKED = {
-    "equal": pipeline(1, (3,) * 23),
-    "pipeline": pipeline(4, (9, 1, 2, 3, 1, 4, 4, 2, 2, 4, 3, 11, 4, 4, 4)),
-    # with a colour by a chunk's number each of four ranks would have one colour
-    "replicas in turn": of_whole_sequences(
-        [[(i, 0) for i in range(rank, 16, 4)] for rank in range(4)], 16
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_chunks_that_run_one_after_the_other_differ(name):
-    scene = scene_of(PACKED[name])
-    for rank in scene.ranks:
-        for kind in ("forward", "backward"):
-            looks = [scene.chunks[bar.chunk] for bar in rank.on("compute") if bar.kind == kind]
-            run = [look.colour for look in looks if look.sequence is None]
-            assert all(one != other for one, other in pairwise(run))
-            assert kind == "backward" or len(set(run)) > 3
-
-
-def test_a_cut_sequence_keeps_its_hue_and_goes_from_dark_to_light():
-    plan = pipeline(1, (17, 1, 2, 9, 1))
-    scene = scene_of(plan)
-    hues = {}
-    for seq_id, group in plan.groups.items():
-        hsv = [colorsys.rgb_to_hsv(*parts_of(scene.chunks[chunk].colour)) for chunk in group]
-        assert [scene.chunks[chunk].sequence for chunk in group] == [seq_id] * len(group)
-        assert [value for _, _, value in hsv] == sorted({value for _, _, value in hsv})
-        assert max(hue for hue, _, _ in hsv) - min(hue for hue, _, _ in hsv) < 0.01
-        hues[seq_id] = hsv[-1][0]
-    assert hues.keys() == {0, 3} and abs(hues[0] - hues[3]) > 0.1
-
-
-def test_a_sequence_that_another_plan_cuts_has_its_hue_where_it_is_whole():
-    options = [ChunkOptions(size=size) for size in (4, 20)]
-    panels = [bare(plan_chunkflow((17, 20, 2), one, stages=(1,))) for one in options]
-    cut, whole = make_scenes(panels)
-    assert list(cut.cut) == list(whole.cut) == [1, 0]
-    assert not panels[1].plan.groups
-    last = panels[0].plan.groups[1][-1]
-    alone = next(i for i, c in enumerate(panels[1].plan.chunks) if c.slices == (Slice(1, 0, 20),))
-    assert cut.chunks[last].colour == whole.chunks[alone].colour
-    # but alone in a picture it is one packed chunk of several
-    assert make_scenes(panels[1:])[0].chunks[alone].sequence is None
-
-
-@pytest.mark.parametrize("lens", [(3,) * 64, (9,) * 64, (3,) * 32 + (9,) * 32])
-def test_the_legend_of_many_sequences_stays_short(lens):
-    scene = scene_of(pipeline(1, lens))
-    _, chunks, _ = legend([scene])
-    assert len(chunks) <= MOST_SEQUENCES + 2
-    texts, kinds = " ".join(words for words, _ in chunks), map(scene.panel.plan.kind, range(64))
-    assert ("whole sequences" in texts) == ("packed" in kinds)
-    num_cut = sum(seq_len > 4 for seq_len in lens)
-    assert (f"{num_cut - MOST_SEQUENCES} shorter ones" in texts) == (num_cut > 0)
-
-
-def at(steps, time):
+def at(times, parts, time):
     """The bytes by part at a time."""
-    place = max(i for i, start in enumerate(steps.times) if start <= time)
-    return {part: values[place] for part, values in steps.parts.items()}
+    place = max(i for i, start in enumerate(times) if start <= time)
+    return {part: values[place] for part, values in parts.items()}
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_drawn_is_what_the_cost_model_counts(name):
     report = report_plan(PLANS[name], MODEL)
-    (scene,) = make_scenes([report.panel(name)])
-    for rank, memory in zip(scene.ranks, report.memory, strict=True):
+    for rank, memory in zip(make_scene(report.panel(name)).ranks, report.memory, strict=True):
         cells = [bar.record for bar in rank.on("compute") if bar.span[1] > 0]
         assert len(cells) > 10
         for record in cells:
-            assert sum(at(rank.device, record.start_s).values()) == record.device_bytes
-            lower = at(rank.lower, record.start_s) if rank.lower.parts else {}
-            assert sum(lower.values()) == record.offloaded_bytes
-        assert rank.device.times[0] == 0 and list(rank.device.times) == sorted(rank.device.times)
+            assert sum(at(rank.times, rank.device, record.start_s).values()) == record.device_bytes
+            assert (
+                sum(at(rank.times, rank.lower, record.start_s).values()) == record.offloaded_bytes
+            )
+        assert rank.times[0] == 0 and list(rank.times) == sorted(rank.times)
         # the parts at the peak are those of the table
-        assert rank.device.peak == memory.peak_bytes
         peak = {part: used for part, used in memory.peak.items() if used}
-        columns = zip(*rank.device.parts.values(), strict=True)
-        rows = [dict(zip(rank.device.parts, row, strict=True)) for row in columns]
+        columns = zip(*rank.device.values(), strict=True)
+        rows = [dict(zip(rank.device, row, strict=True)) for row in columns]
         assert peak in [{part: used for part, used in row.items() if used} for row in rows]
-        for target, used in (("cpu", memory.cpu.max()), ("disk", memory.disk.max())):
-            assert max(rank.lower.parts.get(target, (0,))) == used
-
-
-def test_idle_ranks_hold_what_they_had_before_and_have_after():
-    actions = [parse_action(text) for text in ("F0.0 all", "B0.0", "reduce 0")]
-    device = np.zeros((3, len(PARTS)), dtype=np.int64)
-    for part, used in {"weights": 10, "activations": (40, 40, 0), "logits": (0, 30, 0)}.items():
-        device[:, PARTS.index(part)] = used
-    below = np.zeros(3, dtype=np.int64)
-    spans = zip(actions, ((0.0, 1.0), (2.0, 3.0), (5.0, 6.0)), strict=True)
-    ran = [Record(0, "compute", action, *span, 0, 0) for action, span in spans]
-    on_device, _ = memory_steps(ran[::-1], actions, "cpu", MemoryCurve(device, below, below, None))
-    assert at(on_device, 1.5) == {"weights": 10, "activations": 40, "logits": 0}
-    assert at(on_device, 2.5) == {"weights": 10, "activations": 40, "logits": 30}
-    assert at(on_device, 4.0) == {"weights": 10, "activations": 0, "logits": 0}
+        for tier, used in (("cpu", memory.cpu.max()), ("disk", memory.disk.max())):
+            assert max(rank.lower.get(tier, (0,))) == used
 
 
 def test_without_a_cost_model_memory_is_a_total_and_the_legend_says_so():
@@ -240,16 +170,14 @@ def test_without_a_cost_model_memory_is_a_total_and_the_legend_says_so():
         Record(0, "compute", parse_action("B0.0"), 4.0, 5.0, 30, 7),
         Record(0, "compute", parse_action("reduce 0"), 7.0, 8.0, 20, 0),
     )
-    (scene,) = make_scenes([Panel(Timeline(ran), pipeline(1, [3]))])
+    scene = make_scene(Panel(Timeline(ran), pipeline(1, [3])))
     (rank,) = scene.ranks
     # from the start of the step on; a message that is still under way says nothing
-    assert rank.device.times == rank.lower.times == (0.0, 3.0, 4.0, 5.0, 7.0)
-    assert rank.device.parts == {"in use": (10, 10, 30, 20, 20)}  # idle with what it has then
-    assert rank.lower.parts == {"cpu": (0, 0, 7, 0, 0)}
-    _, _, memory = legend([scene])
-    assert [words for words, _ in memory] == [
-        "device memory: only predictions know its parts", "CPU memory",
-    ]  # fmt: skip
+    assert rank.times == (0.0, 2.0, 4.0, 7.0)
+    assert rank.device == {"in use": (10, 10, 30, 20)}
+    assert rank.lower == {"cpu and disk": (0, 0, 7, 0)}
+    words = [words for words, _ in legend([scene])]
+    assert "device memory: only predictions know its parts" in words and "weights" not in words
 
 
 def idle():
@@ -273,24 +201,24 @@ SAID = {
     "pipeline": (
         lambda: [panel(pipeline())],
         ["forward", "recompute", "backward", "activation message", "idle", "F0", "B0",
-         "limit 6 GiB", "peak 5 GiB", "cpu 5 GiB", "0 ms", "rank 1", "stage 1",
+         "limit 6 GiB", "peak 5 GiB", "cpu and disk 5 GiB", "0 ms", "rank 1", "stage 1",
          "5 sequences, 16 tokens, 4 chunks, 2 stages, 2 ranks", "sequence 0, 9 tokens",
          "limit of device memory"],
         [_POOL],
     ),
     "one legend": (
         lambda: [panel(pipeline(num_retained=1)), panel(pipeline(lens=(9, 1, 2, 12, 1)))],
-        ["whole sequences (four shades, to tell neighbouring chunks apart)", "CPU memory"], [],
+        ["whole sequences, in four shades", "sequence 3, 12 tokens", "sequence 0, 9 tokens"], [],
     ),
     "offload": (
-        lambda: [offload()], ["weights", "activations", "K,V", "dK,dV", "logits", "disk"],
+        lambda: [offload()], ["weights", "activations", "K,V", "dK,dV", "logits"],
         ["device memory: only predictions know its parts"],
     ),
-    "no bytes": (lambda: [bare(pipeline(1, [9, 2]))], ["F0"], ["weights", "CPU memory"]),
+    "no bytes": (lambda: [bare(pipeline(1, [9, 2]))], ["F0"], ["weights", "peak 5 GiB"]),
     "stages in labels": (
         lambda: [bare(plan_fpdt([8], num_layers=2, chunk_size=4))], ["F0.0", "F1.1"], [],
     ),
-    "idle rank": (lambda: [idle()], ["rank 0", "rank 1", "peak 0 B"], []),
+    "idle rank": (lambda: [idle()], ["rank 0", "rank 1"], []),
     "pool": (
         lambda: [panel(replace(pipeline(), sp_size=4))], ["4 devices", _POOL], [],
     ),
@@ -306,11 +234,8 @@ def test_a_picture_says_what_a_stranger_needs(name, tmp_path):
     panels, said, unsaid = SAID[name]
     words = words_of(panels(), tmp_path / "a.svg")
     assert set(said) <= set(words) and not set(unsaid) & set(words)
-    in_legend = {"forward", "whole sequences", "limit of device memory", "weights", "disk"}
+    in_legend = {"forward", "limit of device memory", "weights"}
     assert all(words.count(word) == 1 for word in in_legend & set(said))
-    if name == "one legend":  # the longest first, whichever plan cuts it
-        cut = [word for word in words if re.match(r"sequence \d+, ", word)]
-        assert cut == ["sequence 3, 12 tokens", "sequence 0, 9 tokens"]
     if name == "offload":
         (own,) = report_plan(PLANS["offload"], MODEL).memory
         used = {"peak": own.peak_bytes, "cpu": own.cpu.max(), "disk": own.disk.max()}
@@ -332,27 +257,10 @@ def test_titles_are_the_names_as_they_were_written_and_long_lines_are_broken(tmp
     assert " ".join(lines).split() == note
 
 
-def test_bytes_beyond_the_limit_are_told(tmp_path):
-    for budget, is_over in ((2**30, True), (2**40, False)):
-        report = report_plan(PLANS["one device"], MODEL, budget)
-        assert f"limit {format_bytes(budget)}" in words_of([report.panel("a")], tmp_path / "a.svg")
-        # the red area above the limit is the only thing that one can look through
-        assert ("opacity: 0.6" in (tmp_path / "a.svg").read_text()) == is_over
-
-
-def test_several_panels_are_drawn_lower_with_one_legend(tmp_path):
-    sizes = []
-    for count in (1, 3):
-        save_picture([panel(pipeline())] * count, tmp_path / "a.png")
-        sizes.append(struct.unpack(">II", (tmp_path / "a.png").read_bytes()[16:24]))
-    (width, height), (same, several) = sizes
-    assert width == same >= 1500 and 1.2 < several / height < 3 * 0.8
-
-
 def test_a_cell_that_is_computed_late_is_drawn_as_the_forward_that_it_is():
     """Nobody reads the output of the last chunk: its forward waits for the backward."""
     plan = plan_chunkflow((9000,), ChunkOptions(size=4096, num_retained=0, keep="kv"), stages=(24,))
-    (rank,) = make_scenes([report_plan(plan, SMALL).panel("a plan")])[0].ranks
+    (rank,) = make_scene(report_plan(plan, SMALL).panel("a plan")).ranks
     bars = [(bar.label, bar.kind) for bar in rank.on("compute") if bar.span[1] > 0]
     assert bars.count(("F2", "forward")) == 1 and ("R2", "recompute") not in bars
     assert ("R0", "recompute") in bars

@@ -15,8 +15,8 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import cycle, pairwise
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -130,11 +130,12 @@ PART_COLOURS = {
     "logits": "#f2d64b",
     "in use": "#9db6d3",
     "cpu": "#8a6fb0",
-    "cpu and disk": "#8a6fb0",
     "disk": "#c9b6de",
+    "cpu and disk": "#8a6fb0",
 }
 """Fills of the parts of memory, from the bottom of a stack to its top; `in use` is the total, where
 nothing more is known."""
+_LOWER = ("cpu", "disk", "cpu and disk")
 
 Kind = Literal[
     "forward", "recompute", "rebuild", "backward", "activation", "gradient", "collective", "copy"
@@ -203,52 +204,19 @@ class Panel:
     known, those of the timeline."""
 
 
-class ChunkLook(NamedTuple):
-    """The colour of a chunk, and the sequence that is cut, in this plan or in another of the
-    picture, and that it holds a piece of; None where there is none."""
-
-    colour: str
-    sequence: int | None
-
-
 class Bar(NamedTuple):
     """A record with its place in a picture."""
 
     kind: Kind
     label: str
     """The letter of the kind and the cell, where there is a letter."""
+    colour: str
     record: Record
-
-    @property
-    def track(self) -> Track:
-        return KINDS[self.kind].track
-
-    @property
-    def chunk(self) -> int:
-        """The number of its chunk; -1 where it belongs to none."""
-        chunk: int = getattr(self.record.action, "chunk", -1)
-        return chunk
 
     @property
     def span(self) -> tuple[float, float]:
         """The start, and the seconds from there."""
         return self.record.start_s, self.record.stop_s - self.record.start_s
-
-
-class Steps(NamedTuple):
-    """Bytes by part, from each of `times` to the next."""
-
-    times: tuple[float, ...]
-    parts: dict[str, tuple[int, ...]]
-    """The parts in use from the bottom of a stack to its top, with a number for each time."""
-
-    @property
-    def totals(self) -> list[int]:
-        return [sum(row) for row in zip(*self.parts.values(), strict=True)]
-
-    @property
-    def peak(self) -> int:
-        return max(self.totals, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,13 +227,15 @@ class RankScene:
     name: str
     bars: tuple[Bar, ...]
     """The bars in the order of their starts."""
-    device: Steps
-    lower: Steps
-    """The offloaded memory, in CPU memory and on disk."""
+    times: tuple[float, ...]
+    device: dict[str, tuple[int, ...]]
+    """Bytes of each part on the device, from each of `times` to the next."""
+    lower: dict[str, tuple[int, ...]]
+    """The same of CPU memory and disk."""
 
     def on(self, track: Track) -> list[Bar]:
         """The bars of one track."""
-        return [bar for bar in self.bars if bar.track == track]
+        return [bar for bar in self.bars if KINDS[bar.kind].track == track]
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,46 +247,19 @@ class Scene:
     """The name of the plan, its bubble ratio, time and peak memory. One device waits for none."""
     lines: tuple[str, ...]
     """The lines under the title: note, batch, shares of the ranks' time."""
-    duration: float
+    duration_s: float
     ranks: tuple[RankScene, ...]
     shown: str
     """The words for the choice of ranks; empty where all are shown."""
-    chunks: tuple[ChunkLook, ...]
-    cut: dict[int, int]
-    """The tokens of each cut sequence of the picture, the longest first."""
-
-    @property
-    def thin_tracks(self) -> list[Track]:
-        """The tracks besides the cells that have something to show."""
-        seen = {bar.track for rank in self.ranks for bar in rank.bars if bar.span[1] > 0}
-        return [track for track in ("link", "copy") if track in seen]
-
-    @property
-    def highest_bytes(self) -> tuple[int, int]:
-        """The most that a rank's device and the memory beside it hold, or may hold."""
-        device = max(rank.device.peak for rank in self.ranks)
-        lower = max(rank.lower.peak for rank in self.ranks)
-        return max(device, self.panel.limit_bytes) if device else 0, lower
 
 
-def make_scenes(panels: Sequence[Panel], most_ranks: int = sys.maxsize) -> list[Scene]:
-    """The scenes of one picture, of at most `most_ranks` ranks each; they agree on the colours of
-    the sequences that are cut."""
-    tokens: dict[int, int] = {}
-    for plan in (panel.plan for panel in panels):
-        for seq_id in plan.groups:
-            tokens[seq_id] = min(tokens.get(seq_id, plan.seq_lens[seq_id]), plan.seq_lens[seq_id])
-    cut = dict(sorted(tokens.items(), key=lambda item: (-item[1], item[0])))
-    return [_make_scene(panel, cut, most_ranks) for panel in panels]
-
-
-def _make_scene(panel: Panel, cut: dict[int, int], most_ranks: int) -> Scene:
+def make_scene(panel: Panel, most_ranks: int = sys.maxsize) -> Scene:
+    """The scene of a panel, of at most `most_ranks` ranks."""
     plan, figures = panel.plan, measure(panel.timeline, panel.plan)
     by_rank: dict[int, list[Record]] = defaultdict(list)
-    for record in panel.timeline.records:
+    for record in sorted(panel.timeline.records, key=lambda record: record.start_s):
         by_rank[record.rank].append(record)
     ranks, shown = choose_ranks(plan, panel.timeline, most_ranks)
-    late = computed_late(plan)
     peak, alone = max(figures.peak_device_bytes, default=0), is_alone(plan)
     title = (
         panel.title,
@@ -327,15 +270,14 @@ def _make_scene(panel: Panel, cut: dict[int, int], most_ranks: int) -> Scene:
     several = "a rank's memory is that of the device that needs most" if plan.sp_size > 1 else ""
     note = "; ".join(filter(None, (panel.note, shown)))
     lines = note, _batch_words(plan), figure_words(figures), several
+    late, colours = computed_late(plan), chunk_colours(plan)
     return Scene(
         panel=panel,
         title="   ·   ".join(filter(None, title)),
         lines=tuple(filter(None, lines)),
-        duration=figures.duration_s,
-        ranks=tuple(_rank(panel, rank, by_rank[rank], late) for rank in ranks),
+        duration_s=figures.duration_s,
+        ranks=tuple(_rank(panel, rank, by_rank[rank], late, colours) for rank in ranks),
         shown=shown,
-        chunks=_colour_chunks(plan, cut),
-        cut=cut,
     )
 
 
@@ -353,7 +295,11 @@ def _batch_words(plan: ChunkPlan) -> str:
 
 
 def _rank(
-    panel: Panel, rank: int, records: Sequence[Record], late: Collection[tuple[int, int]]
+    panel: Panel,
+    rank: int,
+    records: Sequence[Record],
+    late: Collection[tuple[int, int]],
+    colours: Mapping[int, str],
 ) -> RankScene:
     """The row of a rank. `late`: the cells that are computed first by their Recompute, which is
     shown as a forward."""
@@ -365,40 +311,43 @@ def _rank(
         names.append(f"stage {stages[0]}" if one else f"stages {stages[0]}-{stages[-1]}")
     if plan.sp_size > 1:
         names.append(count_words(plan.sp_size, "device"))
-    curve = panel.memory[rank] if panel.memory else None
-    offload = [target for target in ("cpu", "disk") if target in asdict(plan.offload).values()]
-    device, lower = memory_steps(records, plan.actions[rank], " and ".join(offload) or "cpu", curve)
     bars = []
-    for record in sorted(records, key=lambda record: record.start_s):
-        kind, action = _kind(record, late), record.action
+    for record in records:
+        kind, action = _kind(record), record.action
+        if kind == "recompute" and (getattr(action, "chunk", -1), action.stage) in late:
+            kind = "forward"
         label = KINDS[kind].letter
         if isinstance(action, COMPUTING) and label:
             label += f"{action.chunk}.{action.stage}" if len(stages) > 1 else f"{action.chunk}"
-        bars.append(Bar(kind, label, record))
-    return RankScene(rank, "\n".join(names), tuple(bars), device, lower)
+        colour = colours.get(getattr(action, "chunk", -1), GREY)
+        bars.append(Bar(kind, label, fill(colour, kind), record))
+    curve = panel.memory[rank] if panel.memory else None
+    memory = memory_steps(records, plan.actions[rank], curve)
+    return RankScene(rank, "\n".join(names), tuple(bars), *memory)
 
 
-def _kind(record: Record, late: Collection[tuple[int, int]]) -> Kind:
-    action = record.action
+def _kind(record: Record) -> Kind:
     if record.lane == "copy":
         return "copy"
-    if isinstance(action, MESSAGES):
-        return action.payload
-    if isinstance(action, Recompute):
-        return "forward" if (action.chunk, action.stage) in late else "recompute"
+    if isinstance(record.action, MESSAGES):
+        return record.action.payload
     kinds: dict[type[Action], Kind] = {
-        Forward: "forward", RebuildKV: "rebuild", Backward: "backward",
+        Forward: "forward", Recompute: "recompute", RebuildKV: "rebuild", Backward: "backward",
     }  # fmt: skip
-    return kinds.get(type(action), "collective")
+    return kinds.get(type(record.action), "collective")
+
+
+Steps = dict[str, tuple[int, ...]]
 
 
 def memory_steps(
-    records: Sequence[Record], actions: Sequence[Action], lower: str, curve: MemoryCurve | None
-) -> tuple[Steps, Steps]:
-    """The memory of one rank, on its device and below it, from the records of its `actions`.
+    records: Sequence[Record], actions: Sequence[Action], curve: MemoryCurve | None
+) -> tuple[tuple[float, ...], Steps, Steps]:
+    """The memory of one rank by time, on its device and below it: what each of its `actions` holds
+    is there until the next one starts.
 
     `curve`: what the cost model counts for these actions, by parts. Without it only the totals are
-    known, and `lower` names the memory off the device.
+    known.
     """
     # what is still on its way when the rank goes on says nothing about the rank's memory
     settled = [
@@ -406,62 +355,44 @@ def memory_steps(
         if r.lane == "compute"
         or (r.lane == "link" and isinstance(r.action, (Recv, Reduce)))
     ]  # fmt: skip
-    settled.sort(key=lambda record: record.start_s)
     if not settled:
-        return Steps((), {}), Steps((), {})
+        return (), {}, {}
     if curve is None:
-        on_device, below = ["in use"], [lower]
+        names: tuple[str, ...] = ("in use", "cpu and disk")
         used = np.array([(r.device_bytes, r.offloaded_bytes) for r in settled])
     else:
-        on_device, below = list(PARTS), ["cpu", "disk"]
+        names = (*PARTS, "cpu", "disk")
         counted = np.column_stack([curve.device, curve.cpu, curve.disk])
         places = {action: place for place, action in enumerate(actions)}
         used = counted[[places[r.action] for r in settled]]  # (records, parts and memories)
     rows = {0.0: used[0]}  # of several at one time the last stands
-    for (one, own), (other, following) in pairwise(zip(settled, used, strict=True)):
-        if one.stop_s < other.start_s:  # idle: what either had at work for itself is not there
-            rows[one.stop_s] = np.minimum(own, following)
-        rows[other.start_s] = following
-    table = np.array([*rows.values()])  # (times, parts and memories)
-    columns = dict(zip((*on_device, *below), table.T.tolist(), strict=True))
-    shown = [name for name in PART_COLOURS if any(columns.get(name, ()))]
-    device, offloaded = (
-        {name: tuple(columns[name]) for name in shown if name in names}
-        for names in (on_device, below)
-    )
-    return Steps(tuple(rows), device), Steps(tuple(rows), offloaded)
+    rows |= zip((r.start_s for r in settled), used, strict=True)
+    columns = dict(zip(names, np.array([*rows.values()]).T.tolist(), strict=True))
+    shown = {name: tuple(columns[name]) for name in PART_COLOURS if any(columns.get(name, ()))}
+    lower = {name: shown.pop(name) for name in _LOWER if name in shown}
+    return tuple(rows), shown, lower
 
 
-def hue(place: int) -> str:
-    """The colour of the cut sequence at a place of `Scene.cut`."""
-    return SEQUENCE_COLOURS[place % len(SEQUENCE_COLOURS)]
+def cut_sequences(plan: ChunkPlan) -> dict[int, str]:
+    """The colour of each sequence that is cut, the longest first."""
+    cut = sorted(plan.groups, key=lambda seq_id: (-plan.seq_lens[seq_id], seq_id))
+    return dict(zip(cut, cycle(SEQUENCE_COLOURS), strict=False))
 
 
-def _colour_chunks(plan: ChunkPlan, cut: Mapping[int, int]) -> tuple[ChunkLook, ...]:
-    hues = {seq_id: hue(place) for place, seq_id in enumerate(cut)}
-    tones = _tones(plan)
-    looks: list[ChunkLook] = []
-    for index, links in enumerate(plan.links):
-        slices = plan.chunks[index].slices
+def chunk_colours(plan: ChunkPlan) -> dict[int, str]:
+    """The colour of each chunk: of a cut sequence from dark to light, others in turn along the list
+    of each rank."""
+    hues, colours = cut_sequences(plan), dict[int, str]()
+    for chunk, links in enumerate(plan.links):
         if links:
             seq_id, position = links[0]
             left = 1 - position / (len(plan.groups[seq_id]) - 1)
-            looks.append(ChunkLook(tint(hues[seq_id], -DARKEST * left), seq_id))
-        elif len(slices) == 1 and slices[0].seq_id in hues:
-            looks.append(ChunkLook(hues[slices[0].seq_id], slices[0].seq_id))
-        else:
-            looks.append(ChunkLook(tones.get(index, PACKED_COLOURS[0]), None))
-    return tuple(looks)
-
-
-def _tones(plan: ChunkPlan) -> dict[int, str]:
-    """The colours of chunks that are not cut: in turn along the list of each rank."""
-    tones: dict[int, str] = {}
+            colours[chunk] = tint(hues[seq_id], -DARKEST * left)
     for actions in plan.actions:
         own = dict.fromkeys(action.chunk for action in actions if isinstance(action, Forward))
-        whole = [chunk for chunk in own if not plan.links[chunk] and chunk not in tones]
-        tones |= zip(whole, cycle(PACKED_COLOURS), strict=False)
-    return tones
+        whole = [chunk for chunk in own if chunk not in colours]
+        colours |= zip(whole, cycle(PACKED_COLOURS), strict=False)
+    return colours
 
 
 _FIRST_PEER = 10
@@ -471,7 +402,7 @@ _PER_UNIT = 1e6
 
 def save_trace(panel: Panel, path: Path) -> None:
     """Write the timeline with all its ranks."""
-    (scene,) = make_scenes([panel])
+    scene = make_scene(panel)
     events = [event for rank in scene.ranks for event in _events(scene, rank)]
     other = {"title": scene.title, "lines": scene.lines}
     trace = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
@@ -493,10 +424,10 @@ def _events(scene: Scene, row: RankScene) -> Iterator[dict[str, Any]]:
     for thread, name in threads.items():
         yield _about("thread_name", name=name) | rank | {"tid": thread}
         yield _about("thread_sort_index", sort_index=thread) | rank | {"tid": thread}
-    for where, steps in (("device", row.device), ("CPU", row.lower)):
-        for time, used in zip(steps.times, steps.totals, strict=True) if steps.parts else ():
-            name = f"{where} memory (bytes)"
-            yield {"ph": "C", "name": name, "ts": time * _PER_UNIT, "args": {"in use": used}} | rank
+    for where, parts in (("device", row.device), ("CPU", row.lower)):
+        for time, *used in zip(row.times, *parts.values(), strict=True) if parts else ():
+            event = {"ph": "C", "name": f"{where} memory (bytes)", "ts": time * _PER_UNIT}
+            yield event | {"args": {"in use": sum(used)}} | rank
 
 
 def _about(what: str, **args: str | int) -> dict[str, Any]:
@@ -505,21 +436,21 @@ def _about(what: str, **args: str | int) -> dict[str, Any]:
 
 
 def _thread(bar: Bar) -> tuple[int, str]:
-    action = bar.record.action
-    if bar.track == "link" and isinstance(action, (Send, Recv)):
+    action, track = bar.record.action, KINDS[bar.kind].track
+    if track == "link" and isinstance(action, (Send, Recv)):
         receives = isinstance(action, Recv)
         way = "from" if receives else "to"
         return _FIRST_PEER + 2 * action.peer + receives, f"{way} rank {action.peer}"
-    return {"compute": (0, "compute"), "copy": (1, "copy"), "link": (2, "collectives")}[bar.track]
+    return {"compute": (0, "compute"), "copy": (1, "copy"), "link": (2, "collectives")}[track]
 
 
 def _slice(scene: Scene, bar: Bar) -> dict[str, Any]:
     record = bar.record
     args: dict[str, Any] = {"stage": record.action.stage}
-    if bar.chunk >= 0:
-        chunk = scene.panel.plan.chunks[bar.chunk]
+    if (number := getattr(record.action, "chunk", None)) is not None:
+        chunk = scene.panel.plan.chunks[number]
         slices = format_chunk(chunk, scene.panel.plan.sp_size)
-        args |= {"chunk": bar.chunk, "tokens": chunk.num_tokens, "slices": slices}
+        args |= {"chunk": number, "tokens": chunk.num_tokens, "slices": slices}
     args |= {"device_bytes": record.device_bytes, "offloaded_bytes": record.offloaded_bytes}
     what = {"ph": "X", "name": record.text, "cat": KINDS[bar.kind].words}
     return what | {"dur": bar.span[1] * _PER_UNIT, "args": args}
@@ -527,7 +458,9 @@ def _slice(scene: Scene, bar: Bar) -> dict[str, Any]:
 
 def _arrow(bar: Bar, num_chunks: int) -> dict[str, Any]:
     """One end of the arrow from a Send to its Recv; both lie in their slices."""
-    end = "s" if isinstance(bar.record.action, Send) else "f"
+    action = bar.record.action
+    assert isinstance(action, MESSAGES)
+    end = "s" if isinstance(action, Send) else "f"
     # a whole number: Perfetto reads a text as hexadecimal digits
-    number = 2 * (bar.record.action.stage * num_chunks + bar.chunk) + (bar.kind == "gradient")
+    number = 2 * (action.stage * num_chunks + action.chunk) + (bar.kind == "gradient")
     return {"ph": end, "bp": "e", "id": number, "name": bar.kind, "cat": "message"}
