@@ -33,9 +33,9 @@ def test_cpu_memory_that_is_not_known_has_no_limit():
 @pytest.mark.parametrize(
     ("offload", "cpu", "disk", "on_cpu", "given", "change"),
     [
-        (None, 24 * GIB, 0, True, "memory.cpu = 24 GiB on a CPU", "add what it gives to memory.d"),
-        ("cpu", "auto", 0, True, "offload = 'cpu' on a CPU", "remove cpu from offload"),
-        ({"kv": "cpu"}, 0, 0, True, "{'kv': 'cpu'} on a CPU", "remove cpu from offload"),
+        (None, 24 * GIB, 0, True, "memory.cpu = ", "add what it gives to memory.device"),
+        ("cpu", "auto", 0, True, "offload = 'cpu' on a CPU", "leave the CPU out"),
+        ({"kv": "cpu"}, 0, 0, True, "{'kv': 'cpu'} on a CPU", "leave the CPU out"),
         ("disk", "auto", 0, True, "disk with memory.disk = 0", "add memory.disk"),
         ({"inputs": "disk"}, "auto", 0, False, "disk with memory.disk = 0", "add memory.disk"),
         ("cpu", 0, 0, False, "cpu with memory.cpu = 0", "add memory.cpu"),
@@ -55,10 +55,10 @@ LESS = Training(lora=Lora(8))
 @pytest.mark.parametrize(
     ("part", "training", "num_devices", "given", "alone", "told"),
     [
-        ("buffers", LESS, 64, ["size"], False, "use more devices, use smaller chunks"),
+        ("buffers", LESS, 64, ["size"], False, "use more devices, leave chunks.size out"),
         ("buffers", LESS, 64, [], True, "give it a larger memory.device, or use a smaller model"),
         ("kv", LESS, 1, [], False, "use several devices, use shorter sequences"),
-        ("activations", LESS, 1, ["num_retained"], True, "keep less (chunks.keep"),
+        ("activations", LESS, 1, ["num_retained"], True, "leave chunks.num_retained out"),
         ("state", Training(), 1, ["size"], False, "which share the state (ZeRO), train LoRA"),
     ],
 )

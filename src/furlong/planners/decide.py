@@ -29,7 +29,6 @@ from furlong.planners.candidates import KEEPS
 from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions, fixed_options, options_in_words
 from furlong.planners.orders import plan_two_phases
 from furlong.planners.question import (
-    SIZES,
     SLACK,
     STATE,
     Answer,
@@ -38,6 +37,7 @@ from furlong.planners.question import (
     Question,
     Trial,
     advice,
+    key_of,
     whole_model,
 )
 from furlong.planners.search import METHODS, search, walkable
@@ -97,8 +97,7 @@ def longest_sequence(
         low = high
         if high == num_positions:
             return Longest(low, "positions")
-        is_large = len(tried.chunks) >= MAX_CHUNKS or len(tried.actions[0]) >= MAX_ACTIONS
-        if is_large or high >= most:
+        if high == most or len(tried.actions[0]) >= MAX_ACTIONS:
             return Longest(low, "trials")
         high = min(2 * high, most)
     while high - low > max(1, low // 100):
@@ -377,91 +376,62 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
     """The error of a search in which nothing fits in any layout, with the budgets that would do.
     `alone`: a run's devices are given."""
     question, (trial, layout) = answer.question, nearest(answer)
-    limits, state_bytes = question.limits, question.state_bytes(layout)
+    limits, training, num_devices = question.limits, question.model.training, question.num_devices
+    state_bytes = question.state_bytes(layout)
+    margin = f" ({format_bytes(limits.device_bytes)} less a margin of {limits.margin:.0%})"
     if answer.error is None and trial is not None:
-        error = _plan_lacks(answer, trial, alone=alone)
+        options, enough = trial.candidate.options, limits.exceeded(trial.needs)
+        memory, used = next(iter(enough.items()))
+        plans = count_words(len(answer.refused) + answer.num_pruned, "plan")
+        part, needs = memory, f"which needs {format_bytes(used)} of memory.{memory}"
+        required = f"at most {format_bytes(limits.by_memory[memory] or 0)} (memory.{memory})"
+        source = f"the search over {plans}"
+        if memory == "device":
+            error = DoesNotFitError(0, trial.curve.peak, limits.limit_bytes, training)
+            part, needs, required = error.part, f"whose {error.given}", error.required + margin
+            enough["device"] = ceil(used / (1 - limits.margin))
+        given = f"of {plans} none fits; nearest is {options_in_words(options)}, {needs}"
+        # no run has smaller chunks: that advice would lead nowhere
+        names = [n for n in question.options if n != "size" or options.size > SMALLEST_CHUNK]
+        sizes = (f"memory.{name}: {-(-most // 2**20)}MiB" for name, most in enough.items())
+        change = advice(part, training, num_devices, names, alone=alone)
+        change += f"; the smallest that would do is {', with '.join(sizes)}"
     elif state_bytes > limits.limit_bytes:
-        error = ConfigError(
-            given=f"weights, gradients and optimizer of {format_bytes(state_bytes)} on each device",
-            required=f"at most {format_bytes(limits.limit_bytes)}{_margin(limits)}",
-            source="the search over the plans of a layout",
-            change=advice("state", question.model.training, question.num_devices, alone=alone),
-        )
+        given = f"weights, gradients and optimizer of {format_bytes(state_bytes)} on each device"
+        required = f"at most {format_bytes(limits.limit_bytes)}{margin}"
+        source = "the search over the plans of a layout"
+        change = advice("state", training, num_devices, alone=alone)
     else:
         return _nothing_offered(question, answer.error)
-    if question.num_devices == 1:
-        return error
-    given, source = error.given, error.source
-    some = [one for one, _ in answer.too_large]
-    some += dict.fromkeys(refused.candidate.layout for refused in answer.refused)
-    if len(some) > 1:
-        source = f"the search over {len(some)} layouts"
-        given = f"in none of {len(some)} layouts a plan fits; nearest is {layout}: {given}"
-    fixed = [name for name in ("sp", "pp") if question.given.get(name) == 1]
-    ways = [f"set {' and '.join(f'parallel.{name}' for name in fixed)} to auto"] if fixed else []
-    ways += ["start more processes"] if alone else []
-    return ConfigError(
-        given=given, required=error.required, source=source,
-        change="; or ".join(filter(None, (", ".join(ways), error.change))),
-    )  # fmt: skip
+    if num_devices > 1:
+        layouts = {one for one, _ in answer.too_large}
+        layouts |= {refused.candidate.layout for refused in answer.refused}
+        if len(layouts) > 1:
+            given = f"in none of {len(layouts)} layouts a plan fits; nearest is {layout}: {given}"
+        fixed = [name for name in ("sp", "pp") if question.given.get(name) == 1]
+        ways = [f"set parallel.{name} to auto" for name in fixed]
+        ways += ["start more processes"] if alone else []
+        change = "; or ".join([*ways, change])
+    return ConfigError(given=given, required=required, source=source, change=change)
 
 
 def _nothing_offered(question: Question, error: Exception | None) -> ConfigError:
     """The error of a method that has no plan; `error`: its own reason."""
+    method = f"chunks.method = {question.method}"
     if isinstance(error, UserError):
         return ConfigError(
-            given=f"chunks.method = {question.method}, and {error.given}",
-            required=error.required, source=error.source, change=error.change,
+            given=f"{method}, and {error.given}", required=error.required, source=error.source,
+            change=error.change,
         )  # fmt: skip
-    fixed = ", ".join(f"{name} {value}" for name, value in question.given.items())
-    layouts = count_words(len(question.layouts()), "layout")
     needed = _NEEDS.get(question.method, "a layout")
-    keys = [f"{'parallel' if name in SIZES else 'chunks'}.{name}" for name in question.given]
-    ways = [f"leave {' and '.join(keys)} out"] if keys else []
-    if "parallel" in needed and question.num_devices == 1:
-        ways.append("use more devices")
-    if needed.startswith("chunks."):
-        ways.append("set chunks.size and chunks.sample")
+    keys = list(map(key_of, question.given))
+    words = f" with {', '.join(keys)}" if keys else ""
     return ConfigError(
-        given=f"chunks.method = {question.method}"
-        + (f" with {fixed}" if fixed else "")
-        + f" on {count_words(question.num_devices, 'device')}",
+        given=f"{method}{words} on {count_words(question.num_devices, 'device')}",
         required=f"{needed}, and options and a batch for which the method has a plan that fits",
-        source=f"chunks.method, in {layouts}",
-        change=" or ".join([*ways, "use another method"]),
+        source="chunks.method",
+        change="give it what it needs, leave the keys that are given out, or use another method",
     )
-
-
-def _plan_lacks(answer: Answer, trial: Trial, *, alone: bool) -> ConfigError:
-    """The error of the plan that lacks least."""
-    question, limits, options = answer.question, answer.question.limits, trial.candidate.options
-    training = question.model.training
-    plans = count_words(len(answer.refused) + answer.num_pruned, "plan")
-    memory, *_ = lacking = limits.exceeded(trial.needs)
-    if memory == "device":
-        error = DoesNotFitError(0, trial.curve.peak, limits.limit_bytes, training)
-        part, needs = error.part, f"whose {error.given}"
-        required = error.required + _margin(limits)
-        source = f"the search over {plans} of one device"
-        lacking["device"] = ceil(lacking["device"] / (1 - limits.margin))
-    else:
-        part, needs = memory, f"which needs {format_bytes(lacking[memory])} of memory.{memory}"
-        required = f"at most {format_bytes(limits.by_memory[memory] or 0)}"
-        source = f"memory.{memory}"
-    # no run has smaller chunks: that advice would lead nowhere
-    given = [name for name in question.options if name != "size" or options.size > SMALLEST_CHUNK]
-    enough = (f"memory.{name}: {-(-used // 2**20)}MiB" for name, used in lacking.items())
-    return ConfigError(
-        given=f"of {plans} none fits; nearest is {options_in_words(options)}, {needs}",
-        required=required,
-        source=source,
-        change=advice(part, training, question.num_devices, given, alone=alone)
-        + f"; the smallest that would do is {', with '.join(enough)}",
-    )
-
-
-def _margin(limits: Limits) -> str:
-    return f" ({format_bytes(limits.device_bytes)} less a margin of {limits.margin:.0%})"
 
 
 def why(answer: Answer, budget_words: str) -> str:
@@ -508,33 +478,31 @@ def compared(ratio: float) -> str:
 
 
 def layouts_in_words(answer: Answer) -> str:
-    """The chosen layout with the seconds of its step, the next best, and why others are none."""
-    best, question, limits = answer.best, answer.question, answer.question.limits
+    """The chosen layout with the seconds of its step, the next best, and what does not fit."""
+    best, question = answer.best, answer.question
     layout = best.candidate.layout
     fastest: dict[Layout, Trial] = {}
     for trial in answer.tried:
         fastest.setdefault(trial.candidate.layout, trial)
-    refused: dict[Layout, str] = {}
-    for one, lacking in sorted(answer.too_large, key=lambda pair: pair[1]):
-        refused[one] = f"at least {format_bytes(lacking)}"
-    for trial in answer.refused:
-        if trial.candidate.layout not in fastest:
-            refused.setdefault(trial.candidate.layout, format_bytes(limits.lacking(trial.needs)))
-    slower = sorted(answer.slower, key=lambda pair: pair[1])
-    num_others = len(fastest) + len(refused) + len(slower) - 1
-    head = division_in_words(layout, question.stages_of(layout)) + " (auto)" * bool(num_others)
+    lacking = {t.candidate.layout: question.limits.lacking(t.needs) for t in answer.refused[::-1]}
+    lacking = dict(sorted((dict(answer.too_large) | lacking).items(), key=lambda pair: pair[1]))
+    refused = [
+        f"{one} does not fit: it lacks {format_bytes(num_bytes)}"
+        for one, num_bytes in lacking.items()
+        if one not in fastest
+    ]
     others = [
         f"{one} is {compared(trial.step_s / best.step_s)}"
         for one, trial in fastest.items()
         if one != layout
     ]
-    others += [f"{one} is at least {max(0, s / best.step_s - 1):.1%} slower" for one, s in slower]
-    words = [f"{head}: {format_seconds(best.step_s)} predicted per step"]
-    words += _some(others, "more are slower")
-    words += _some(
-        [f"{one} does not fit: it lacks {amount}" for one, amount in refused.items()],
-        "more do not fit",
-    )
+    auto = " (auto)" if len(walkable(question)) > 1 else ""
+    words = [
+        f"{division_in_words(layout, question.stages_of(layout))}{auto}:"
+        f" {format_seconds(best.step_s)} predicted per step",
+        *others[:_MOST_LAYOUTS],
+        *refused[:_MOST_LAYOUTS],
+    ]
     if not are_links_measured(question.model.hardware):
         words.append("links between devices are assumed")
     return "; ".join(words)
@@ -544,9 +512,3 @@ def division_in_words(layout: Layout, stages: Sequence[int]) -> str:
     """The layout of a run, with the layers of its stages."""
     layers = f" of {', '.join(map(str, stages))} layers" if stages else ""
     return f"{layout}{layers}"
-
-
-def _some(words: list[str], more: str) -> list[str]:
-    """The first few, and how many there are besides."""
-    left = len(words) - _MOST_LAYOUTS
-    return words if left < 2 else [*words[:_MOST_LAYOUTS], f"{left} {more}"]

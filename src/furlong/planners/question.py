@@ -44,22 +44,6 @@ SLACK = 0.02
 SIZES = ("dp", "sp", "pp")
 """Names of a layout's sizes among what is given; the others are those of `ChunkOptions`."""
 STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
-_SMALLER = ("size", "use smaller chunks (chunks.size)")
-_LESS = ("keep", "keep less (chunks.keep, chunks.num_retained)")
-_LARGER = ("size", "use larger chunks (chunks.size): a state is kept at the end of each")
-_LOWER = ("offload", "keep K,V on the CPU (offload)")
-_HIGHER = ("offload", "leave more on the device (offload)")
-_WAYS: dict[str, tuple[tuple[str, str], ...]] = {
-    "activations": (_SMALLER, _LESS),
-    "kv": (_LOWER,),
-    "kv_gradients": (_LOWER,),
-    "states": (_LARGER,),
-    "logits": (_SMALLER,),
-    "buffers": (_SMALLER,),
-    "cpu": (_HIGHER, _LESS),
-    "disk": (_HIGHER, _LESS),
-}
-"""Options by which a plan needs less of a part of memory."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +91,11 @@ class Limits:
         )
 
 
+def key_of(name: str) -> str:
+    """The key of a run file that gives an option, or a size of the layout."""
+    return name if name == "offload" else f"{'parallel' if name in SIZES else 'chunks'}.{name}"
+
+
 def advice(
     part: str,
     training: Training,
@@ -122,11 +111,11 @@ def advice(
         ways = [f"give it a larger memory.{part if part in ('cpu', 'disk') else 'device'}"]
     elif part == "state" and num_devices == 1:
         ways = ["use several devices, which share the state (ZeRO)"]
-    names = {"keep" if name == "num_retained" else name for name in given}
-    ways += [words for name, words in _WAYS.get(part, ()) if name in names]
-    if part in ("activations", "kv", "kv_gradients", "states"):
-        ways.append("use shorter sequences (data.max_seq_len)")
-    if part == "state" and training.lora is None:
+    if part != "state":
+        ways += [f"leave {key_of(name)} out" for name in given]
+        if part in ("activations", "kv", "kv_gradients", "states"):
+            ways.append("use shorter sequences (data.max_seq_len)")
+    elif training.lora is None:
         ways.append("train LoRA adapters (model.lora)")
     return f"{', '.join(ways)}, or use a smaller model"
 
@@ -180,28 +169,27 @@ def offload_budgets(
     `offload`: that of a run file, or None. `cpu`, `disk`: memory.cpu and memory.disk.
     `free_cpu_bytes`: what auto means on a GPU; None where that is not known. Raises ConfigError.
     """
-    named = set()
+    named: set[str] = set()
     if offload not in (None, "auto"):
         named = set(asdict(ChunkOptions(offload=offload).offloading).values())
     cpu_bytes = 0 if on_cpu else free_cpu_bytes if cpu == "auto" else cpu
-    without = [name for name, n in (("cpu", cpu_bytes), ("disk", disk)) if not n and n is not None]
-    lacking = next((name for name in without if name in named), "")
-    if on_cpu and cpu not in ("auto", 0):
-        given, source = f"memory.cpu = {format_bytes(int(cpu))} on a CPU", "memory.cpu"
-        required = "memory.device alone: on a CPU it is the budget of everything in RAM"
-        change = "remove memory.cpu, and add what it gives to memory.device"
-    elif on_cpu and "cpu" in named:
-        given, source = f"offload = {offload!r} on a CPU", "offload"
-        required = "none or disk: on a CPU its memory is the device's"
-        change = "remove cpu from offload, or write disk and add memory.disk"
-    elif lacking:
-        given = f"offload to {lacking} with memory.{lacking} = 0"
-        source = f"offload and memory.{lacking}"
-        required = f"memory.{lacking} above 0, for what is to live there"
-        change = f"add memory.{lacking}, such as 64GiB, or change offload"
-    else:
-        return cpu_bytes, disk
-    raise ConfigError(given=given, required=required, source=source, change=change)
+    if on_cpu and (cpu not in ("auto", 0) or "cpu" in named):
+        key, value = ("offload", repr(offload)) if cpu in ("auto", 0) else ("memory.cpu", cpu)
+        raise ConfigError(
+            given=f"{key} = {value} on a CPU",
+            required="memory.device alone: on a CPU it is the budget of everything in RAM",
+            source=key,
+            change="leave the CPU out, and add what it gives to memory.device; or offload to disk",
+        )
+    for name, num_bytes in (("cpu", cpu_bytes), ("disk", disk)):
+        if name in named and num_bytes == 0:
+            raise ConfigError(
+                given=f"offload to {name} with memory.{name} = 0",
+                required=f"memory.{name} above 0, for what is to live there",
+                source=f"offload and memory.{name}",
+                change=f"add memory.{name}, such as 64GiB, or change offload",
+            )
+    return cpu_bytes, disk
 
 
 @dataclass(frozen=True)
@@ -421,8 +409,6 @@ class Answer:
     too_large: tuple[tuple[Layout, int], ...] = ()
     """Layouts of which nothing fits, and was not walked, with the bytes that a device lacks at
     least."""
-    slower: tuple[tuple[Layout, float], ...] = ()
-    """Layouts of which no plan was timed, with the seconds that a step takes, about or at least."""
     error: Exception | None = None
     """Why a method by name that makes its own chunks has no plan, where it has said so."""
     alike: int = 1

@@ -37,6 +37,7 @@ from furlong.planners.question import (
     Question,
     Space,
     Trial,
+    key_of,
 )
 from furlong.simulate.predict import Needs, needs_of, step_s
 from furlong.units import count_words, format_seconds
@@ -84,32 +85,26 @@ def search(question: Question, tell: Tell | None = None) -> Answer:
 
     `tell` is called with words for how far it is. Raises ConfigError for sizes that no layout has.
     """
-    started_s = time.monotonic()
+    started_s, tell = time.monotonic(), tell or (lambda words: None)
     if question.method in _OWN_CHUNKS and question.options:
-        raise _refuse_options(question)
-    state = _Search(question, tell or (lambda words: None))
+        names = " and ".join(map(key_of, question.options))
+        raise ConfigError(
+            given=f"{names} with chunks.method = {question.method}",
+            required=f"no options of chunks: {question.method} makes chunks of its own",
+            source="chunks",
+            change=f"leave {names} out, or chunks.method",
+        )
+    state = _Search(question, tell)
     state.run(own_methods(question))
     if not state.fitting:
-        finer = replace(
-            question, most_chunks=4 * question.most_chunks, most_cells=4 * question.most_cells
-        )
-        error = state.error
-        state = _Search(finer, tell or (lambda words: None))
+        error, most_chunks = state.error, 4 * question.most_chunks
+        finer = replace(question, most_chunks=most_chunks, most_cells=4 * question.most_cells)
+        state = _Search(finer, tell)
         state.run(own=[])  # methods with chunks of their own cut as finely as they can
         state.error = error
     if not state.fitting:
         state.try_least()
     return state.answer(started_s)
-
-
-def _refuse_options(question: Question) -> ConfigError:
-    names = [f"chunks.{name}" for name in question.options]
-    return ConfigError(
-        given=f"{', '.join(names)} with chunks.method = {question.method}",
-        required=f"no options of chunks: {question.method} makes chunks of its own",
-        source="chunks",
-        change=f"leave {' and '.join(names)} out, or chunks.method",
-    )
 
 
 def own_methods(question: Question) -> list[str]:
@@ -127,8 +122,6 @@ class _Search:
         self.fitting: list[Trial] = []
         self._refused: list[Trial] = []
         self._too_large: dict[Layout, int] = {}
-        self._slower: dict[Layout, float] = {}
-        """Seconds of layouts of which no plan was timed as all replicas run it."""
         self._waiting: set[int] = set()
         """Chunk sizes of the layout at hand with which replicas wait for each other: no estimate
         knows, so others may be faster."""
@@ -163,9 +156,7 @@ class _Search:
         """Try the candidates of a method in a layout until no further one can be faster."""
         best_s = self._best_s
         if bound_s >= best_s:
-            self._slower[layout] = bound_s
             return
-        self._tell_found(bound_s)
         self._waiting = set()
         beat_s = best_s if len(self._spaces[layout].dealt) == 1 else inf
         seconds: dict[int, set[float]] = defaultdict(set)
@@ -175,7 +166,8 @@ class _Search:
         """Their options with all on the device: what is offloaded for no need gains nothing."""
         for candidate in method(replace(self._question, beat_s=beat_s), layout):
             self._found.append(candidate)
-            self._tell_found(bound_s)
+            best = f"best {format_seconds(self._best_s)}" if self.fitting else "none fits so far"
+            self._tell(f"{count_words(len(self._found), 'candidate')}, {best}")
             on_device, size = replace(candidate.options, offload="none"), candidate.options.size
             num_fitting = len(seconds[size if size in self._waiting else 0])
             if on_device in fitting or not self._may_fit(candidate):
@@ -183,11 +175,6 @@ class _Search:
             if not self._is_done(candidate, num_fitting) and self._try(candidate, self._best_s):
                 seconds[size if size in self._waiting else 0].add(candidate.estimate_s)
                 fitting.add(on_device)
-
-    def _tell_found(self, bound_s: float) -> None:
-        best = f"best {format_seconds(self._best_s)}" if self.fitting else "none fits so far"
-        left = f"; what is left takes at least {format_seconds(bound_s)}" if bound_s else ""
-        self._tell(f"{count_words(len(self._found), 'candidate')}, {best}{left}")
 
     def _is_done(self, candidate: Candidate, num_fitting: int) -> bool:
         estimate_s = candidate.estimate_s
@@ -232,7 +219,6 @@ class _Search:
             self.error = error  # none of its plans fits, or none is faster
             return False
         if step_s == inf:
-            self._slower[layout] = min(max(alone_s, beat_s), self._slower.get(layout, inf))
             return bool(candidate.longest)
         if step_s > alone_s * (1 + _WAITING):
             self._waiting.add(candidate.options.size)
@@ -322,24 +308,19 @@ class _Search:
         return [t for t in near if not self._is_one or _order_of(t) == _order_of(fastest)]
 
     def answer(self, started_s: float) -> Answer:
-        tried = self._ranked()
+        tried, limits = self._ranked(), self._limits
         opened = {trial.candidate.layout for trial in (*self.fitting, *self._refused)}
-        too_large, slower = dict(self._too_large), dict(self._slower)
+        too_large = dict(self._too_large)
         for candidate in self._found:
             layout, least = candidate.layout, candidate.least
-            if least is None or layout in opened:
-                continue
-            lacking = self._limits.lacking(least)
-            too_large[layout] = min(lacking, too_large.get(layout, lacking))
-            if not lacking:
-                slower[layout] = min(candidate.estimate_s, slower.get(layout, inf))
-        lacking_least = sorted(self._refused, key=lambda t: self._limits.lacking(t.needs))
+            if least is not None and layout not in opened:
+                lacking_bytes = limits.lacking(least)
+                too_large[layout] = min(lacking_bytes, too_large.get(layout, lacking_bytes))
         return Answer(
             question=self._question,
             tried=tuple(tried),
-            refused=tuple(lacking_least),
+            refused=tuple(sorted(self._refused, key=lambda t: limits.lacking(t.needs))),
             too_large=tuple((layout, n) for layout, n in too_large.items() if n),
-            slower=tuple(pair for pair in slower.items() if pair[0] not in opened),
             error=self.error if self._question.method != "auto" and not tried else None,
             alike=len(self._alike()) if tried else 0,
             num_pruned=len(self._found) - len(tried) - len(self._refused),
