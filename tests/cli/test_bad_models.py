@@ -56,35 +56,12 @@ def assert_refused(folder: Path, told: str, capsys: Any, *flags: str) -> None:
     assert not (folder.parent / "run").exists()
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "an encoder-decoder": (
-        "T5Config", {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}, "model type t5",
-    ),
-    "an image model": ("ViTConfig", {}, "model type vit"),
-    "an encoder": ("BertConfig", TINY, "BertLMHeadModel"),
-    "states outside of caches": ("xLSTMConfig", TINY, "outside of transformers' cache"),
-    "no door for attention": ("BloomConfig", {**TINY, "n_head": 2}, "bloom"),
-    "attention dropout": (
-        "LlamaConfig", {**TINY, "attention_dropout": 0.1}, "attention dropout 0.1",
-    ),
-    "dynamic rope": (
-        "LlamaConfig",
-        {**TINY, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-        "RoPE of type dynamic",
-    ),
-    "a router loss": (
-        "MixtralConfig",
-        {**TINY, "num_local_experts": 2, "num_key_value_heads": 1, "output_router_logits": True},
-        "router loss",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_is_refused_by_name(folder: Path, name: str, capsys: Any) -> None:
-    config_class, settings, told = REFUSED[name]
-    getattr(transformers, config_class)(**settings).save_pretrained(folder)
-    assert_refused(folder, told, capsys)
+def test_what_cannot_be_trained_is_refused_by_name(folder: Path, capsys: Any) -> None:
+    """One of those that tests/models refuse, before and behind the weights."""
+    transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1).save_pretrained(folder)
+    assert_refused(folder, "model type t5", capsys)
+    transformers.LlamaConfig(**TINY, attention_dropout=0.1).save_pretrained(folder)
+    assert_refused(folder, "attention dropout 0.1", capsys)
 
 
 def test_a_tokenizer_that_is_missing_is_told(folder: Path, capsys: Any) -> None:
@@ -95,6 +72,8 @@ def test_a_tokenizer_that_is_missing_is_told(folder: Path, capsys: Any) -> None:
     # For some families transformers then makes one that knows nothing but special tokens.
     transformers.Qwen2Config(**TINY, num_key_value_heads=2).save_pretrained(folder)
     assert_refused(folder, "without a tokenizer: there is no vocabulary", capsys)
+    (folder / "tokenizer.json").write_text('{"model": 1}')
+    assert_refused(folder, "without a tokenizer", capsys)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +81,6 @@ def test_a_tokenizer_that_is_missing_is_told(folder: Path, capsys: Any) -> None:
     [
         ("{folder}/tokenizer.json", "name its folder: {folder}"),
         ("https://huggingface.co/Qwen/Qwen2.5-0.5B/tree/main", "write Qwen/Qwen2.5-0.5B"),
-        ("s3://bucket/model", "an address"),
         ("Qwen/Qwen2.5-0.5B@main", "hf download Qwen/Qwen2.5-0.5B --revision main"),
     ],
 )
@@ -116,39 +94,10 @@ def test_a_name_that_is_no_folder_and_no_id(
     assert told in message and "from:     --tokenizer" in message
 
 
-def test_a_template_in_another_encoding_is_named(folder: Path, capsys: Any) -> None:
-    transformers.LlamaConfig(**TINY).save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text("{{ 1 }}", encoding="utf-16")
-    assert_refused(folder, "chat_template.jinja: invalid start byte at byte 0", capsys)
-
-
-def test_a_tokenizer_that_is_broken_is_told(folder: Path, capsys: Any) -> None:
-    transformers.LlamaConfig(**TINY).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text('{"model": 1}')
-    assert_refused(folder, "without a tokenizer", capsys)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("{", "config.json"),
-        ("[]", "config.json"),
-        ('{"model_type": "nobody-knows"}', "nobody-knows"),
-        ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
-        ('{"model_type": "llama", "num_attention_heads": 0}', "config.json: integer"),
-        ('{"model_type": "llama", "hidden_act": "nope"}', "hidden_act = 'nope'"),
-        ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "at most 512"),
-        (
-            '{"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}}',
-            "quant_method bitsandbytes",
-        ),
-    ],
-)
-def test_a_config_that_nobody_can_read_is_told(
-    folder: Path, text: str, told: str, capsys: Any
-) -> None:
+@pytest.mark.parametrize("text", ["{", '{"model_type": "nobody-knows"}'])
+def test_a_config_that_nobody_can_read_is_told(folder: Path, text: str, capsys: Any) -> None:
     (folder / "config.json").write_text(text)
-    assert_refused(folder, told, capsys)
+    assert_refused(folder, "config.json", capsys)
 
 
 def test_more_tokens_than_positions_need_rope(folder: Path, capsys: Any) -> None:
@@ -176,10 +125,3 @@ def test_weights_that_are_no_safetensors_are_not_read(folder: Path, capsys: Any)
     assert_refused(folder, "pytorch_model.bin is a pickle", capsys, "--model.init=pretrained")
     (folder / "model.safetensors").write_bytes(b"\xff" * 100)
     assert_refused(folder, "required: weights (safetensors)", capsys, "--model.init=pretrained")
-
-
-def test_weights_of_another_shape_are_told(folder: Path, capsys: Any) -> None:
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
-    model.save_pretrained(folder)
-    transformers.LlamaConfig(**TINY | {"intermediate_size": 24}).save_pretrained(folder)
-    assert_refused(folder, "has in another shape 6 weights", capsys, "--model.init=pretrained")

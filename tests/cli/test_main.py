@@ -40,19 +40,9 @@ def test_what_the_user_can_mend_ends_with_2_and_four_parts(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["train"], "name a run file"),
-        (["train", "--resume"], "name a run file"),
-        (["plan", "--devices", "0"], "given:    no --lengths"),
-    ],
-)
-def test_what_a_command_line_lacks_is_named(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    assert said in capsys.readouterr().err
+def test_what_a_command_line_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--resume"]) == 2
+    assert "name a run file" in capsys.readouterr().err
 
 
 def test_our_own_failure_ends_with_1_and_a_traceback(tmp_path: Path) -> None:
@@ -118,9 +108,8 @@ main(sys.argv[1:])
 
 @pytest.mark.parametrize(
     "arguments",
-    ["train run.yaml", "lengths run.yaml", "lengths t.jsonl --tokenizer=m", "plan run.yaml",
-     "calibrate run.yaml", "verify run.yaml", "verify"],
-)  # fmt: skip
+    ["train run.yaml", "lengths t.jsonl --tokenizer=m", "plan run.yaml", "verify"],
+)
 def test_a_verb_says_so_before_it_loads_torch(tmp_path: Path, arguments: str) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text('{"model_type": "qwen2"}')
@@ -132,12 +121,6 @@ def test_a_verb_says_so_before_it_loads_torch(tmp_path: Path, arguments: str) ->
     )  # fmt: skip
     said = finished.stderr.splitlines()[-1]
     assert (finished.returncode, said) == (7, "loading torch and transformers ...")
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
-def test_the_command_loads_neither_torch_nor_transformers(arguments: list[str]) -> None:
-    program = CALL + "assert not {'torch', 'transformers'} & set(sys.modules); sys.exit(code)"
-    subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True)
 
 
 def test_help_is_quick_and_light() -> None:
@@ -182,9 +165,7 @@ def test_memory_that_loses_its_file_ends_with_a_place() -> None:
     [
         (["lengths", "run.json", "--out=run.json"], "run.json"),
         (["lengths", "data", "--tokenizer=t", "--picture=photo.png"], "photo.png"),
-        (["plan", "run.json", "--out=run.json"], "run.json"),
         (["plan", "run.json", "--trace=lengths.json"], "lengths.json"),
-        (["plan", "run.json", "--picture=photo.PNG"], "photo.PNG"),
         (["calibrate", "run.json", "--out=run.json"], "run.json"),
     ],
 )
