@@ -28,7 +28,9 @@ LEAVES = [key for key in all_keys() if not keys_below(key)]
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     file = tmp_path / "run.yaml"
-    file.write_text("model: {name: folder}\ndata: {train: a.jsonl}\ntrain: {lr: 1e-5}\n")
+    file.write_text(
+        "model: {name: folder}\ndata: {train: a.jsonl, eval: b.jsonl}\ntrain: {lr: 1e-5}\n"
+    )
     return file
 
 
@@ -78,6 +80,8 @@ def test_flags_come_before_the_file_and_the_file_before_defaults(
     monkeypatch.setenv("OUT", "elsewhere")  # the environment is no source
     monkeypatch.setenv("TRAIN__LR", "1")
     config = parse_run([str(run_file), "--train.eps=1e-7", "--model.lora.rank=4"])
+    assert config.data.eval is not None
+    assert parse_run([str(run_file), "--data.eval=null"]).data.eval is None
     assert (config.train.lr, config.train.eps, config.train.steps) == (1e-5, 1e-7, 100)
     assert parse_run([str(run_file), "--train.lr", "3e-4"]).train.lr == 3e-4
     assert config.model.lora is not None and config.model.lora.rank == 4
@@ -104,20 +108,14 @@ def test_the_resolved_config_is_accepted_back(tmp_path: Path) -> None:
         (["--offload={atention: cpu}"], "atention", "--offload", "such as cpu"),
         (["--offload={kv: dsk}"], "'dsk'", "--offload", "such as cpu"),
         (["--chunks.sample.cap=.inf"], "'.inf'", "--chunks.sample.cap", "set"),
-        (["--chunks.sample={rte: 0.5}"], "chunks.sample.rte", "sample", "rate?"),
-        (["--memory.disk_dir="], "disk_dir = ''", "flag --memory.disk", "set"),
         (["--memory.device=24XB"], "'24XB'", "flag --memory.device", "24GiB"),
         (["--train.betas=[0.9]"], "train.betas[1] = [0.9]", "--train.betas", "set"),
         (["--train.betas=[.1, .2, .3]"], "train.betas = [0.1", "--train.betas", "set"),
         (["--train.betas=a,b"], "train.betas[0] = 'a'", "flag --train.betas", "set"),
         (["--log.profile_steps=2"], "profile_steps = '2'", "--log.profile_steps", "such as [3, 5]"),
-        (["--train.sequence_parallel_size=2"], "--train.seq", "command line", "parallel.dp"),
-        (["--parallel.tp=2"], "--parallel.tp", "command line", "write parallel.dp"),
         (["--train.learningRate=1"], "--train.learn", "command line", "write train.lr"),
-        (["--train.min_lr=0"], "--train.min_lr", "command line", "remove it: train.schedule"),
         (["a.yaml", "b.yaml"], "b.yaml", "command line", "remove it"),
         (["--data.train=[x].jsonl"], "[x].jsonl", "the flag --data.train", "quote"),
-        (["--data.train", "{a"], "expected", "the flag --data.train", "quote"),
         (["--model=x"], "--model x", "command line", "--model.name?"),
         (["--model={nme: x}"], "model.nme", "the flag --model", "model.name?"),
         (["--data.eval="], "data.eval[0].path = ''", "flag --data.eval", "set"),
@@ -184,25 +182,19 @@ def test_options_that_fit_a_loss(run_file: Path) -> None:
         ("modle: {name: x}", "3 wrong keys", "", "modle     did you mean model?\n  no model  add"),
         ("model: {name: x}\ndata: {train: x, evil: y}", "data.evil", "key data.evil", "eval?"),
         ("train.steps: 1\n" + RUN, "with a dot", "key train.steps", "train: {steps: ...}"),
-        ("model.lora.rank: 1\n" + RUN, "with a dot", "rank", "write model: {lora: {rank: ...}}"),
         (RUN + "Train: {lr: 3}\ntrain: {steps: 5}", "Train, an unknown", "Train", "mean train?"),
-        (RUN + "train: {LR: 3}", "train.LR, an unknown", "train.LR", "did you mean train.lr?"),
         (
             "model: {name: x}\ndata: {train: {path: x, weights: 2}}",
             "data.train[0].weights = 2", "key data.train", "set data.train",
         ),
         ("model: {name: x}\ndata: {train: []}", "data.train = []", "train", "such as books.jsonl"),
-        ("model: {name: x}\ndata: {train: 5}", "data.train = 5", "key data.train", "data.train"),
         (RUN + "train: {epochs: .nan}", "epochs = nan", "epochs", "set train.epochs, such as 3"),
         (RUN + "log:\n  wandb: a\n   b: c", "in line 5, column 5: b: c", "", "line"),
-        ("data: {train: x}", "no model", "key model", "model.name"),
         ("model: [", "expected", "", "line"),
-        ("- a", "a list", "", "quickstart.yaml"),
         ("", "an empty file", "", "quickstart.yaml"),
         (RUN + "chunks: {size: 64, sample: 0.25}", "chunks.sample = 0.25", "chunks.sample",
          "write sample: {rate: ...}"),
         ("train: {lr: 1}\ntrain: {lr: 2}", 'key "train" in line 2', "", "line"),
-        ("data: {train: a, train: b}", 'key "train" in line 1', "", "line"),
         ("train: {steps: " + "9" * 6000 + "}", "Exceeds the limit", "", "line"),
         ("out: !!float ''", "index", "", "line"),
         ("[" * 3000, "recursion", "", "line"),
@@ -251,11 +243,6 @@ def test_the_offload_kinds_and_targets_of_run_files_are_those_of_plans() -> None
     """The schema spells them itself: config is not above plan."""
     assert get_args(schema.OffloadKind) == tuple(field.name for field in fields(Offload))
     assert get_args(schema.OffloadTarget) == get_args(OffloadTarget)
-
-
-def test_a_flag_can_take_the_held_out_data_away(run_file: Path) -> None:
-    run_file.write_text("model: {name: folder}\ndata: {train: a.jsonl, eval: b.jsonl}\n")
-    assert parse_run([str(run_file), "--data.eval=null"]).data.eval is None
 
 
 def test_flags_take_the_mappings_and_lists_of_run_files(run_file: Path) -> None:
@@ -331,13 +318,11 @@ def test_a_weight_is_a_number() -> None:
 
 @pytest.mark.parametrize(
     ("key", "text", "value"),
-    [("train.steps", "1000", 1000), ("train.steps", "1e3", 1000), ("train.steps", "1000.0", 1000),
-     ("train.steps", "01000", 1000), ("train.steps", "1_000", 1000), ("train.steps", "0x10", 16),
-     ("train.steps", "1:30", None), ("train.steps", "1.5", None), ("train.steps", "true", None),
-     ("train.steps", "yes", None), ("train.steps", "1e400", None), ("train.steps", ".inf", None),
-     ("train.steps", "0", None), ("train.steps", "2024-01-01", None), ("train.lr", "1e-5", 1e-5),
+    [("train.steps", "1e3", 1000), ("train.steps", "1000.0", 1000), ("train.steps", "01000", 1000),
+     ("train.steps", "0x10", 16), ("train.steps", "1:30", None), ("train.steps", "1.5", None),
+     ("train.steps", "yes", None), ("train.steps", "1e400", None), ("train.steps", "0", None),
      ("train.lr", ".5", 0.5), ("memory.device", "10e9", 10**10),
-     ("memory.device", "24GiB", 24 * 2**30), ("memory.device", "7", 7)],
+     ("memory.device", "24GiB", 24 * 2**30)],
 )  # fmt: skip
 def test_a_number_is_the_same_in_a_file_and_as_a_flag(
     run_file: Path, key: str, text: str, value: float | None
@@ -398,13 +383,6 @@ def test_all_wrong_keys_of_a_file_are_told_at_once(
     assert "a number" in rows["train.lr"] and "  no data" in "\n".join(lines)
 
 
-def test_all_foreign_flags_are_told_at_once() -> None:
-    error = refused(parse_run, ["--model_name_or_path=x", "--learning_rate", "2e-5", "--bf16"])
-    assert [line.split()[0] for line in error.change.splitlines()[1:]] == [
-        "--model_name_or_path", "--learning_rate", "--bf16",
-    ]  # fmt: skip
-
-
 def test_a_table_of_wrong_keys_says_which_are_flags(run_file: Path) -> None:
     flags = ["--train.lr=0", "--train.eps=0"]
     error = refused(parse_run, [str(run_file), *flags])
@@ -430,18 +408,10 @@ def test_an_empty_section_is_one_without_keys(run_file: Path) -> None:
     assert parse_run([str(run_file), "--train.steps=1"]).train.steps == 1
 
 
-def test_the_help_of_a_verb_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb, words in (("train", "Train a model."), ("verify", "Prove gradients")):
-        with pytest.raises(SystemExit):
-            main([verb, "--help"])
-        assert words in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("key", "path"),
-    [("out", "${OUT}"), ("memory.disk_dir", "$TMPDIR/x"), ("data.cache_dir", "$(pwd)/x"),
-     ("data.train", ["a", "$HOME/x"]), ("data.train", {"path": "a/$X"}), ("model.name", "$HOME")],
-)  # fmt: skip
+    [("out", "${OUT}"), ("data.cache_dir", "$(pwd)/x"), ("data.train", ["a", "$HOME/x"])],
+)
 def test_a_variable_in_a_path_is_refused(key: str, path: object) -> None:
     error = refused(build_run, nested(key, path), "run.yaml")
     assert error.given.startswith(key) and "variables such as $" in error.required

@@ -62,6 +62,8 @@ def test_what_cannot_be_trained_is_refused_by_name(folder: Path, capsys: Any) ->
     assert_refused(folder, "model type t5", capsys)
     transformers.LlamaConfig(**TINY, attention_dropout=0.1).save_pretrained(folder)
     assert_refused(folder, "attention dropout 0.1", capsys)
+    transformers.BertConfig(**TINY).save_pretrained(folder)
+    assert_refused(folder, "BertLMHeadModel", capsys)
 
 
 def test_a_tokenizer_that_is_missing_is_told(folder: Path, capsys: Any) -> None:

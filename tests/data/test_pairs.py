@@ -126,9 +126,9 @@ def test_texts_that_repeat_their_prompt_hold_it_once(tmp_path: Path, prompt: str
     one = {"prompt": "a b ", "chosen": "a b c", "rejected": "c"}
     data = pairs_of(tmp_path, record, one, record, tokenizer=word_tokenizer())
     whole = [[2, 3, 4, 4, 1], [2, 3, 3, 1]]
-    assert [s.input_ids.tolist() for s in data[:2]] == whole
-    assert [s.labels.tolist()[2:] for s in data[:2]] == [[4, 4, 1], [3, 1]]
-    assert [s.labels.tolist()[:2] for s in data[:2]] == [[-100, -100]] * 2
+    assert [s.input_ids.tolist() for s in [*data][:2]] == whole
+    assert [s.labels.tolist()[2:] for s in [*data][:2]] == [[4, 4, 1], [3, 1]]
+    assert [s.labels.tolist()[:2] for s in [*data][:2]] == [[-100, -100]] * 2
     assert data[2].input_ids.tolist() == [2, 3, 2, 3, 4, 1]
     no_answer = {"prompt": "a b", "chosen": "a b", "rejected": "a b c"}
     with pytest.raises(DataError, match="1 pairs with an empty answer"):
@@ -154,7 +154,7 @@ def test_what_is_no_pair_is_left_out_with_its_line(tmp_path: Path) -> None:
     pair = {"prompt": "a ", "chosen": "b", "rejected": "c"}
     records = (pair, same, empty, as_tokens, pair, same)
     data = pairs_of(tmp_path, *records, tokenizer=word_tokenizer())
-    assert [Path(s.origin).name for s in data[::2]] == ["pairs.jsonl:1", "pairs.jsonl:5"]
+    assert [Path(s.origin).name for s in [*data][::2]] == ["pairs.jsonl:1", "pairs.jsonl:5"]
     (line, _) = data.describe()
     assert "3 pairs with the same answers left out (first: " in line
     assert "pairs.jsonl:2)" in line

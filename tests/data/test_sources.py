@@ -97,7 +97,7 @@ def test_a_folder_of_datasets_is_one_file(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "train/../else"]}))
     assert list_files(Source(path=str(tmp_path))).files == (file,)
     (tmp_path / "dataset_dict.json").write_text("{")
-    with pytest.raises(DataError, match="no list of splits"):
+    with pytest.raises(DataError, match="which holds no splits"):
         list_files(Source(path=str(tmp_path)))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +40,11 @@ SEQUENCES = "the order of the sequences"
 """The name under which a fingerprint has all that decides which sequence has which number."""
 
 
-class DataSet(Items[Sequence]):
+class DataSet:
     """Sequences by number, read from disk when they are asked for.
 
-    A slice is a tuple of sequences. `seq_id` of a sequence is its number. A pair of answers is two
-    of them, chosen and rejected, at 2i and 2i + 1.
+    `seq_id` of a sequence is its number. A pair of answers is two of them, chosen and rejected, at
+    2i and 2i + 1.
     """
 
     def __init__(
@@ -102,16 +102,8 @@ class DataSet(Items[Sequence]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Sequence: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Sequence, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Sequence | tuple[Sequence, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        seq_id = range(len(self))[index]
+    def __getitem__(self, seq_id: int) -> Sequence:
+        seq_id = range(len(self))[seq_id]
         number, row = self.row(seq_id)
         part = self.parts[number]
         ids, labels = part.tokens(row)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,13 @@ from furlong.units import count_words
 Units = npt.NDArray[np.int64]
 """(U, 2) numbers of the first sequence of each record and of the one behind its last: what is drawn
 and counted as one."""
+
+
+class Sequences(Protocol):
+    """Sequences by number, such as those of a data set or a list."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, seq_id: int, /) -> Sequence: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +176,7 @@ def describe_batches(num_draws: int, sequences_per_step: int, noun: str = "seque
 
 
 def iterate_batches(
-    sequences: Items[Sequence],
+    sequences: Sequences,
     *,
     sequences_per_step: int,
     seed: int,
@@ -207,7 +214,7 @@ def iterate_batches(
 
 
 def in_order(
-    sequences: Items[Sequence],
+    sequences: Sequences,
     sequences_per_step: int,
     *,
     units: Units | None = None,
@@ -232,7 +239,7 @@ def rows_of(units: Units) -> npt.NDArray[np.int64]:
     return np.repeat(units[:, 0], counts) + within
 
 
-def _drawn(sequences: Items[Sequence], units: Units) -> tuple[Sequence, ...]:
+def _drawn(sequences: Sequences, units: Units) -> tuple[Sequence, ...]:
     return tuple(sequences[row] for row in rows_of(units).tolist())
 
 

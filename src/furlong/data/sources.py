@@ -271,19 +271,14 @@ def _no_split(splits: Items[str], source: Source, key: str) -> DataError:
 
 
 def _splits_on_disk(folder: Path) -> list[str]:
-    file = folder / "dataset_dict.json"
+    """The splits that datasets' save_to_disk has written into a folder; none if it is damaged."""
     try:
-        splits = json.loads(file.read_text(encoding="utf-8"))["splits"]
+        listed = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
         # A name with a folder in it would lead out of this one.
-        names = [str(split) for split in splits if Path(str(split)).name == str(split)]
-        return [name for name in names if (folder / name).is_dir()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            given=f"{file}: no list of splits",
-            required="a folder that datasets' save_to_disk wrote",
-            source="dataset_dict.json",
-            change="save the data set again",
-        ) from error
+        names = [str(split) for split in listed if Path(str(split)).name == str(split)]
+    except (ValueError, KeyError, TypeError):
+        return []
+    return [name for name in names if (folder / name).is_dir()]
 
 
 def _refuse_incomplete(records: Iterable[Path], dangling: Iterable[Path], key: str) -> None:
