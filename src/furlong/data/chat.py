@@ -127,7 +127,7 @@ class ChatTemplate:
                     change="rename the role; what is to be learnt is said by the assistant",
                 )
         if template not in self._takes_parts:
-            self._takes_parts[template] = self._takes_parts_alone(turns)
+            self._takes_parts[template] = "text" in template and self._takes_parts_alone(turns)
         text, ranges = self._by_tags(turns) if _TAG.search(template) else self._by_prefixes(turns)
         return Rendered(text, tuple(ranges), True, tuple(self._unwritten(turns, text)))
 
