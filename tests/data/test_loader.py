@@ -23,7 +23,7 @@ from furlong.data.loader import (
     told_ahead,
 )
 from furlong.data.tokenize import Sequence
-from furlong.errors import ConfigError, DataError
+from furlong.errors import ConfigError
 
 SEQUENCES = [
     Sequence(i, f"file:{i}", np.full(i + 1, i, np.int32), np.full(i + 1, i, np.int32))
@@ -82,11 +82,6 @@ def test_going_on_reads_nothing_of_what_lies_before() -> None:
     state = LoaderState(epoch=1000, batch=1)
     next(iterate_batches(sequences, sequences_per_step=4, seed=0, state=state))
     assert sequences.read == 4
-
-
-def test_a_position_that_the_data_does_not_have_is_told() -> None:
-    with pytest.raises(DataError, match=r"batch 3[\s\S]*below 3"):
-        ids(0, 1, LoaderState(0, 3))
 
 
 def test_epochs_are_passes_whatever_is_skipped() -> None:

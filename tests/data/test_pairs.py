@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from test_load import load, write_lines
 from tiny_tokenizers import CHATML_WITH_TAGS, byte_tokenizer, word_tokenizer
@@ -135,51 +133,31 @@ def test_texts_that_repeat_their_prompt_hold_it_once(tmp_path: Path, prompt: str
         pairs_of(tmp_path, no_answer, tokenizer=word_tokenizer())
 
 
-def test_a_table_with_scores_and_messages_is_read_as_pairs(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist([ULTRA] * 3), tmp_path / "pairs.parquet")
-    data = load(
-        tmp_path, tmp_path / "pairs.parquet", tokenizer=byte_tokenizer(), format="preference"
-    )
-    assert len(data) == 6
-    (line, total) = data.describe()
-    assert "3 pairs, format preference by the fields chosen and rejected" in line
-    assert "not used: messages, score_chosen, score_rejected" in line
-    assert total.startswith("data.train: 3 pairs,")
-
-
 def test_what_is_no_pair_is_left_out_with_its_line(tmp_path: Path) -> None:
     same = {"prompt": "a ", "chosen": "b", "rejected": "b"}
     as_tokens = {"prompt": "a ", "chosen": "b", "rejected": "b  "}
     empty = {"prompt": "a ", "chosen": "b", "rejected": " "}
     pair = {"prompt": "a ", "chosen": "b", "rejected": "c"}
     records = (pair, same, empty, as_tokens, pair, same)
-    data = pairs_of(tmp_path, *records, tokenizer=word_tokenizer())
+    data = pairs_of(
+        tmp_path, *[record | {"score": 1} for record in records], tokenizer=word_tokenizer()
+    )
     assert [Path(s.origin).name for s in [*data][::2]] == ["pairs.jsonl:1", "pairs.jsonl:5"]
-    (line, _) = data.describe()
+    (line, total) = data.describe()
+    assert "2 pairs, format preference by the fields chosen and rejected (not used: score)" in line
+    assert total.startswith("data.train: 2 pairs,")
     assert "3 pairs with the same answers left out (first: " in line
     assert "pairs.jsonl:2)" in line
     assert "1 pairs with an empty answer left out (first: " in line
 
 
-@pytest.mark.parametrize(
-    ("answer", "what"),
-    [
-        ([ASK, GOOD], "same"),
-        ([ASK], "empty"),
-        ([ASK, {"role": "assistant", "content": " "}], "empty"),
-        ([ASK, MORE], "empty"),
-    ],
-)
-def test_conversations_without_a_choice(
-    tmp_path: Path, answer: list[dict[str, str]], what: str
-) -> None:
-    fine = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
-    data = pairs_of(tmp_path, fine, {"chosen": [ASK, GOOD], "rejected": answer})
+def test_conversations_without_a_choice(tmp_path: Path) -> None:
+    blank = {"role": "assistant", "content": " "}
+    others = [[ASK, GOOD], [ASK], [ASK, blank], [ASK, MORE], [ASK, BAD]]
+    data = pairs_of(tmp_path, *[{"chosen": [ASK, GOOD], "rejected": other} for other in others])
     assert len(data) == 2
-    assert (
-        f"1 pairs with {'the same answers' if what == 'same' else 'an empty answer'}"
-        in (data.describe()[0])
-    )
+    assert "1 pairs with the same answers left out" in data.describe()[0]
+    assert "3 pairs with an empty answer left out" in data.describe()[0]
 
 
 @pytest.mark.parametrize(

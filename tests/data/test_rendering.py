@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ BOMBS = {
     ),
     "power": ("{{ 9 ** (9 ** (8 + messages | length)) }}", TIME),
     "text": ("{{ 'x' * 10 ** 10 }}", MEMORY),
-    "format": ("{{ '%9999999999d' % 1 }}", MEMORY),
     "doubling": (
         "{% set s = namespace(x='x') %}{% for i in range(99) %}{% set s.x = s.x ~ s.x %}"
         "{% endfor %}", MEMORY,
@@ -58,8 +56,9 @@ def encode_all(template: str, *conversations: Any) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("name", BOMBS)
-@pytest.mark.parametrize("where", ["first", pytest.param("later", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "where"), [*((name, "first") for name in BOMBS), ("loops", "later")]
+)
 def test_a_template_without_end_is_an_error(
     name: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,23 +75,6 @@ def test_a_template_without_end_is_an_error(
     assert caught.value.source == f"a.jsonl:{1 if where == 'first' else 2}"
     assert psutil.Process().memory_info().rss - before_bytes < 2**28
     assert psutil.Process().children() == children
-
-
-def test_any_thread_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LIMIT_S", 0.3)
-    told: list[str] = []
-
-    def work() -> None:
-        with pytest.raises(DataError) as caught:
-            encode_all(BOMBS["loops"][0], TURNS)
-        told.append(caught.value.given)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert [TIME in given for given in told] == [True, True]
 
 
 def test_what_is_rendered_apart_is_the_same() -> None:

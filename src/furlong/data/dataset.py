@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from itertools import chain
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -314,19 +314,17 @@ def describe_shared(train: DataSet, held_out: DataSet) -> list[str]:
 
 def _refuse_repeated(listings: Items[Listing], key: str) -> None:
     """A file that two sources hold would be learnt twice as often, and nothing would say so."""
-    seen: set[Path] = set()
-    for listing in listings:
-        own = {file.path.resolve(): file.path for file in listing.files}
-        for resolved, path in own.items():
-            if resolved in seen:
-                raise DataError(
-                    given=f"{printable(path)}, which two sources name",
-                    required="every file in one source",
-                    source=key,
-                    change="name it once; {path: ..., weight: 2.0} draws from a source twice as"
-                    " often",
-                )
-        seen |= own.keys()
+    named = Counter(
+        path for listing in listings for path in {file.path.resolve() for file in listing.files}
+    )
+    twice = [path for path, times in named.items() if times > 1]
+    if twice:
+        raise DataError(
+            given=f"{printable(twice[0])}, which two sources name",
+            required="every file in one source",
+            source=key,
+            change="name it once; {path: ..., weight: 2.0} draws from a source twice as often",
+        )
 
 
 def _encoded(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from furlong.data.tokenize import Sequence
-from furlong.errors import ConfigError, DataError
+from furlong.errors import ConfigError
 from furlong.units import count_words
 
 Units = npt.NDArray[np.int64]
@@ -188,19 +188,11 @@ def iterate_batches(
 
     `units` are drawn and counted, by default each sequence by itself. Without `mixture` an epoch
     goes through all of them once. `state` is where to begin: the sequences before it are not read.
-    Raises DataError if the epoch has no such batch.
     """
     units = _each(len(sequences)) if units is None else units
     mixture = mixture or Mixture((len(units),), (1.0,))
     epoch, batch = state.epoch, state.batch
     per_epoch = batches_per_epoch(sum(mixture.draws), sequences_per_step)
-    if batch >= per_epoch:
-        raise DataError(
-            given=f"batch {batch} of an epoch as the next one",
-            required=f"a number below {per_epoch}, the batches of an epoch of this data",
-            source="the checkpoint's position in the data",
-            change="resume with the data and the train.sequences_per_step of the checkpoint",
-        )
     while True:
         order = mixture.order(seed, epoch)
         for index in range(batch, per_epoch):
