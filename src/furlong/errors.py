@@ -1,17 +1,5 @@
-"""All errors that furlong raises.
-
-FurlongError
-├── UserError                 the user can mend it: exit code 2, one message in four parts
-│   ├── ConfigError           a key, a value or a flag of the run's configuration
-│   ├── DataError             files, records, sequences
-│   ├── UnsupportedModelError a model, or a setting of it, that cannot be trained exactly
-│   ├── CheckpointError       a run folder or a checkpoint that cannot be read or written
-│   └── DivergenceError       a step whose loss or gradient is not finite
-├── PlanError                 a plan breaks an invariant; its text shows the plan with an arrow
-├── LinkError                 a process that a message goes to, or comes from, is gone
-└── ElsewhereError            another process has failed in a step that all take together
-    └── NoMemoryElsewhereError   it ran out of memory: the step can be tried in smaller chunks
-"""
+"""All errors that furlong raises: a `UserError` can be mended by the user, and is told in one
+message of four parts, with exit code 2."""
 
 from __future__ import annotations
 
