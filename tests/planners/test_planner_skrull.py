@@ -19,8 +19,8 @@ from furlong.cost.training import Training
 from furlong.plan.check import check
 from furlong.plan.plan import Place
 from furlong.planners.chunks import sequence_work
-from furlong.planners.places import TOKENS
-from furlong.planners.skrull import faster_places, plan_skrull, setting_of
+from furlong.planners.places import TOKENS, PoolBatch, Setting
+from furlong.planners.skrull import faster_places, plan_skrull
 
 K = 1024
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("H100"), Training(zero_stage=2))
@@ -115,7 +115,7 @@ def test_places_by_seconds_are_close_to_the_best_of_all():
         ((batch, *others),) = schedule_skrull(lens, work, dp_size=1, **sizes)
         if others:
             continue
-        rates = setting_of(lens, model, sp_size, bucket_tokens)
+        rates = Setting(PoolBatch.of(lens, model, sp_size, sizes=(1, 2)), 0, bucket_tokens)
         best_s = brute_force(lens, rates, sp_size, bucket_tokens)
         found = faster_places(batch, rates)
         assert ids_of(found) == ids_of(batch)

@@ -48,7 +48,6 @@ from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.profile import memory_bytes
 from furlong.simulate.predict import predict
-from furlong.units import count_words
 
 Tell = Callable[[str], None]
 
@@ -83,13 +82,10 @@ class Trial:
 
     def __str__(self) -> str:
         options, lens = self.options, self.seq_lens
-        batch = (
-            count_words(lens[0], "token") if len(lens) == 1 else f"{len(lens)} x {lens[0]:,} tokens"
-        )
         order = f", layer-first {options.stage_layers}" if options.order == "layer-first" else ""
         return (
-            f"{self.subject}: {batch}, chunks of {options.size:,}, keep {options.keep},"
-            f" {options.num_retained} retained{order}"
+            f"{self.subject}: {len(lens)} x {lens[0]:,} tokens, chunks of {options.size:,}, keep"
+            f" {options.keep}, {options.num_retained} retained{order}"
         )
 
 

@@ -172,8 +172,6 @@ class StageBytes:
 
     graph_layers: tuple[float, ...]
     """Bytes of each layer's graph."""
-    checkpointed: float
-    """Bytes that a layer which is recomputed alone keeps: its input."""
     attention_layers: tuple[float, ...]
     """Bytes of each layer's attention output and log-sum-exp; 0 without attention."""
     working: float
@@ -183,7 +181,8 @@ class StageBytes:
     is at work there in any case: of its four ways (q, k, v; the output; its gradient; those of q,
     k, v) what comes in last and is not yet used, and a copy of what is sent."""
     message: float
-    """Bytes of hidden states, or their gradient, between two stages."""
+    """Bytes of hidden states, or their gradient, between two stages; a layer that is recomputed
+    alone keeps as much, its input."""
     kv_layer: float
     """Bytes of K and V of one layer in the store."""
     kv_gradient_layer: float
@@ -214,7 +213,7 @@ class StageBytes:
     def graph(self, recompute_layers: int = 0) -> float:
         """Bytes per token of the stage's whole graph, its first layers checkpointed."""
         kept = sum(self.graph_layers[recompute_layers:])
-        return kept + recompute_layers * self.checkpointed + self.ends
+        return kept + recompute_layers * self.message + self.ends
 
 
 @lru_cache(maxsize=4096)
@@ -246,7 +245,6 @@ def stage_bytes(
     logit = 3 * wide + (2 * element if element < _FLOAT32 else 0)
     return StageBytes(
         graph_layers=tuple(factor * of_dtype(each.saved, element, adapters) for each in own),
-        checkpointed=hidden,
         attention_layers=tuple(
             element * layer.output_size + lse if layer.attends else 0.0 for layer in own
         ),

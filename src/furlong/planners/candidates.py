@@ -529,7 +529,7 @@ class ByteBound:
             whole = self._cell((num_layers,))
             again = min(num_layers, options.recompute_layers * len(stages))
             graphs = sum(sorted(whole.graph_layers)[: num_layers - again])
-            used[offload.graphs] += (tokens - done) * (graphs + again * whole.checkpointed)
+            used[offload.graphs] += (tokens - done) * (graphs + again * whole.message)
         else:
             num_done = -(-done // self._size)
             num_retained = max(0, min(options.num_retained, self._num_chunks) - num_done)

@@ -293,8 +293,6 @@ def _with_reduces(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 def stage_heights(num_layers: int, stage_layers: int) -> tuple[int, ...]:
     """Layers per stage: as few stages as hold at most `stage_layers` each, of even height."""
-    if num_layers < 1 or stage_layers < 1:
-        raise ValueError(f"no stages of {stage_layers} of {num_layers} layers")
     num_stages = -(-num_layers // stage_layers)
     low, num_higher = divmod(num_layers, num_stages)
     return (low + 1,) * num_higher + (low,) * (num_stages - num_higher)

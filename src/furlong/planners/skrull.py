@@ -93,20 +93,10 @@ def micro_batches(
     found = paired(range(len(seq_lens)), seq_lens, work, sp_size, bucket_tokens)
     if sp_size == 1:
         return found
-    setting = setting_of(seq_lens, model, sp_size, bucket_tokens, recompute_layers)
-    return [faster_places(batch, setting) for batch in found]
-
-
-def setting_of(
-    seq_lens: Sequence[int],
-    model: CostModel,
-    sp_size: int,
-    bucket_tokens: float,
-    recompute_layers: int = 0,
-) -> Setting:
-    """The places of Skrull: a sequence is on one process, or on all."""
+    # a sequence is on one process, or on all
     batch = PoolBatch.of(seq_lens, model, sp_size, sizes=(1, sp_size))
-    return Setting(batch, recompute_layers, bucket_tokens)
+    setting = Setting(batch, recompute_layers, bucket_tokens)
+    return [faster_places(batch, setting) for batch in found]
 
 
 def paired(
