@@ -135,7 +135,8 @@ def _kill(process: subprocess.Popen[bytes], out: Path, step: int) -> int | None:
     """
     limit_s = time.monotonic() + TIME_LIMIT_S
     while process.poll() is None and time.monotonic() < limit_s:
-        if _last_step(out) >= step and any((out / CHECKPOINTS).glob("step-*")):
+        # one that is being written is named .tmp
+        if _last_step(out) >= step and any((out / CHECKPOINTS).glob("step-*[0-9]")):
             process.kill()
             break
         time.sleep(0.002)
