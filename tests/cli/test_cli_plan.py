@@ -143,7 +143,7 @@ def test_help_loads_nothing_heavy():
     [
         ("[" * 100_000, "no saved plan"),
         ("sp_size", "1,000,000,000,000 devices"),
-        ('{"version": 1, "lengths": [9]}', "write --lengths "),
+        ('{"version": 1, "lengths": [9]}', "comes as --lengths "),
     ],
 )
 def test_plans_that_nobody_can_have_are_told(saved, text, told, capsys):

@@ -337,7 +337,7 @@ def test_chunks_of_one_sequence_have_a_bound(tmp_path, capsys):
     file = tmp_path / "lens.json"
     file.write_text('{"version": 1, "lengths": [16777216]}')
     assert plan_preset("--lengths", str(file), "--chunks.size", "16") == 2
-    refused(capsys, "1,048,576 of them", "at most 2,048 chunks", "chunks.size to 8,192")
+    refused(capsys, "chunks.size = 16 with a sequence", "at most 2,048", "chunks.size to 8,192")
 
 
 @pytest.mark.parametrize(

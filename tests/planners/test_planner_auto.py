@@ -141,14 +141,6 @@ def test_several_small_steps_are_not_packed_into_one():
         assert longest_step(space, 4096) == ([500] if per_step == 1 else [500, 1500])
 
 
-def test_words_tell_why_and_what_the_next_best_would_have_cost():
-    words = choose(budget_bytes=20 * GIB, budget_words="memory.device").words
-    assert words.startswith("size ")
-    assert "that fits 20 GiB (memory.device) less 10% for what no prediction sees; " in words
-    assert " predicted; next best of " in words and " that were tried and fit: size " in words
-    assert words.endswith((" GiB", " MiB"))
-
-
 def test_where_nothing_fits_the_smallest_is_taken_unless_the_budget_is_given():
     decision = choose(budget_bytes=1 * GIB)
     assert decision.answer is None

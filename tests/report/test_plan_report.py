@@ -77,14 +77,6 @@ def test_zero_3_waits_for_weights_inside_its_passes():
     assert saved == pytest.approx(whole.breakdown["compute"] * whole.step_s, rel=1e-6)
 
 
-def test_what_is_free_takes_no_time():
-    plan, costs = build(sp=2), model()
-    action = plan.actions[0][0]
-    dear = costs.costs(plan).compute_s(action, 0)
-    assert costs.costs(plan, free=("all-to-all",)).compute_s(action, 0) < dear
-    assert costs.costs(plan, free=("streams", "gathers")).compute_s(action, 0) == dear
-
-
 def test_memory_is_that_of_the_cost_model():
     plan, costs = build(), model()
     report = report_plan(plan, costs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ from furlong.config.sources import FlagParser, RunFlags, is_run_file, read_flags
 from furlong.cost.machine import known_machines
 from furlong.errors import PlanError, UserError, refusal
 from furlong.plan.check import check
-from furlong.plan.lengths import read_lengths
 from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
 from furlong.planners.decide import (
@@ -40,7 +38,7 @@ from furlong.planners.decide import (
 from furlong.planners.options import option_values, options_in_words
 from furlong.planners.question import SIZES, Answer
 from furlong.planners.search import METHODS, best_plan, own_methods
-from furlong.planners.spaco import Sampling, num_drawn, one_draw, sampling_in_words
+from furlong.planners.spaco import num_drawn, one_draw, sampling_in_words
 from furlong.report.patience import Tell, patience
 from furlong.report.report import PlanReport, report_plan
 from furlong.report.scene import Panel, save_trace
@@ -88,8 +86,6 @@ _APART: tuple[tuple[tuple[str, ...], str], ...] = (
     (("compare", "trace"), "one plan to write: --compare makes one per method"),
 )
 """Flags that do not go together, and what is required."""
-_SLOWEST = 2
-"""Most seconds of a panel, in those of the fastest one: more would squeeze all others."""
 _ABOUT_PEAKS = (
     "device peak: all memory in use; on a CPU that of the whole process, which plans do not predict"
 )
@@ -204,28 +200,26 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
 
     Raises ConfigError where no plan is predicted to fit.
     """
-    batch, model, limits = question.batch, question.model, question.limits
-    config = question.config
+    batch, config = question.batch, question.config
     # of pairs: one call of a run, which takes the longest one
     is_of_pairs = config.train.is_of_pairs
     if is_of_pairs:
         check_pair_options(config.chunks)
     decision = choose_plan(
-        config, model, batch.lengths, limits, question.budget_words, question.num_devices,
-        sequences_per_step=len(batch.seq_lens), given=question.given,
+        config, question.model, batch.lengths, question.limits, question.budget_words,
+        question.num_devices, sequences_per_step=len(batch.seq_lens), given=question.given,
         pairs=[(batch.longest_tokens,) * 2] if is_of_pairs else None,
         steps=None if question.is_run else batch.seq_lens, method=method, alone=question.is_run,
         tell=tell,
     )  # fmt: skip
-    assert decision.answer is not None
-    method, plan = best_plan(batch.seq_lens, decision.answer)
+    assert decision.answer is not None and decision.model is not None
+    name, plan = best_plan(batch.seq_lens, decision.answer)
     plan = one_draw(plan, decision.options.sampling)
-    assert decision.model is not None
     tell("a plan is found, it is measured")
     report = report_plan(
-        plan, decision.model, limits.device_bytes, num_processes=question.num_devices
+        plan, decision.model, question.limits.device_bytes, num_processes=question.num_devices
     )
-    return Found(decision, method, report)
+    return Found(decision, name, report)
 
 
 def _show_found(
@@ -233,32 +227,34 @@ def _show_found(
 ) -> None:
     decision, method, report = found
     plan, answer = report.plan, decision.answer
-    above, below = question.lines() | {"plan": found.words}, dict[str, str]()
+    assert answer is not None
+    above = question.lines() | {"plan": found.words}
     values = question.to_json() | {
         "method": method, "options": option_values(decision.options),
         "auto": decision.words, "parallel": decision.layout_words,
     } | report.to_json()  # fmt: skip
     if (sampling := decision.options.sampling) is not None:
-        above["sample"] = _sample_words(plan, sampling)
+        above["sample"] = (
+            f"{sampling_in_words(sampling)}: {num_drawn(plan):,} of"
+            f" {count_words(len(plan.chunks), 'chunk')} drawn in this step, another draw every step"
+            "\nstep and memory are those of this draw; the options fit with every chunk drawn"
+        )
         drawn = {"num_drawn": num_drawn(plan), "num_chunks": len(plan.chunks)}
         values["sample"] = asdict(sampling) | drawn
-    if answer is not None:
-        tell("looking for the longest sequence that would fit")
-        below["longest"], found_longest = _longest(question, answer)
-        values |= found_longest | _search_values(answer)
-    below |= {
+    tell("looking for the longest sequence that would fit")
+    longest_words, longest = _longest(question, answer)
+    values |= longest | _search_values(answer)
+    below = {
+        "longest": longest_words,
         "runs here": runs_words(report, question.model.hardware.name),
         "auto": decision.words,
         "parallel": decision.layout_words,
         "smallest": smallest,
+        "search": f"{count_words(len(answer.tried), 'candidate')} fit and"
+        f" {'was' if len(answer.tried) == 1 else 'were'} timed;"
+        f" {len(answer.refused)} did not fit, {answer.num_pruned} were left out by their"
+        f" bounds ({format_seconds(answer.seconds)})",
     }
-    if answer is not None:
-        below["search"] = (
-            f"{count_words(len(answer.tried), 'candidate')} fit and"
-            f" {'was' if len(answer.tried) == 1 else 'were'} timed;"
-            f" {len(answer.refused)} did not fit, {answer.num_pruned} were left out by their"
-            f" bounds ({format_seconds(answer.seconds)})"
-        )
     tell("drawing it")
     _show_page(report, chosen, above, below, values)
     if chosen.out is not None:
@@ -286,16 +282,6 @@ def _search_values(answer: Answer) -> dict[str, Any]:
     return {"next_best": next_best, "search": search}
 
 
-def _sample_words(plan: ChunkPlan, sampling: Sampling) -> str:
-    """The words for the draw of the plan that is shown."""
-    return (
-        f"{sampling_in_words(sampling)}: {num_drawn(plan):,} of"
-        f" {count_words(len(plan.chunks), 'chunk')} drawn in this step, another draw every step\n"
-        "labels are not known here: all chunks are drawn as those without labels are\n"
-        "step and memory are those of this draw; the options fit with every chunk drawn"
-    )
-
-
 def _longest(question: PlanQuestion, answer: Answer) -> tuple[str, dict[str, Any]]:
     """Whether the data's longest sequence fits, and the longest that would: words and values."""
     tokens, own = question.batch.longest_tokens, max(question.batch.seq_lens)
@@ -309,16 +295,17 @@ def _longest(question: PlanQuestion, answer: Answer) -> tuple[str, dict[str, Any
         "longest_sequence_limit": longest.limit,
     }
     where = "in the batch" if tokens == own else f"the batch has {own:,}"
-    words = f"{count_words(tokens, 'token')} in the data ({where}):"
-    alone = "two of one length" if answer.question.pair else "alone"
-    words += f" {'fits' if fits else 'does not fit'}\n{alone}, planned in the same way, "
-    if longest.limit == "positions":
-        words += f"{longest.num_tokens:,} would: the model's positions"
-    elif longest.num_tokens:
-        bound = "" if longest.limit == "memory" else "at least "
-        words += f"{bound}{format_count(longest.num_tokens)} would"
-    else:
-        words += "not even one token would"
+    would = {
+        "positions": f"{longest.num_tokens:,} would: the model's positions",
+        "memory": f"{format_count(longest.num_tokens)} would",
+        "trials": f"at least {format_count(longest.num_tokens)} would",
+    }
+    words = (
+        f"{count_words(tokens, 'token')} in the data ({where}):"
+        f" {'fits' if fits else 'does not fit'}\n"
+        f"{'two of one length' if answer.question.pair else 'alone'}, planned in the same way,"
+        f" {would[longest.limit]}"
+    )
     if positions is not None and positions < tokens:
         words += f"\nbut the model has {positions:,} positions: longer sequences need model.rope"
     return words, values
@@ -401,10 +388,7 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
         )  # fmt: skip
     tell("drawing them")
     drawn = sorted(panels.values(), key=lambda panel: panel.timeline.duration_s)
-    slowest_s = _SLOWEST * drawn[0].timeline.duration_s
-    drawn = [panel for panel in drawn if panel.timeline.duration_s <= slowest_s]
-    note = f": plans of at most {_SLOWEST} times the best one's time"
-    _draw(drawn, chosen, most_ranks=2, note=note)
+    _draw(drawn, chosen, most_ranks=2)
 
 
 def _telling(what: str, tell: Tell) -> Tell:
@@ -455,31 +439,27 @@ def _show_run(folder: Path, chosen: Namespace) -> None:
 
 def _load(file: str) -> tuple[ChunkPlan, dict[str, Any]]:
     """A saved plan, with the run and the hardware that it was made for as far as it says them."""
+    required = "a run file (.yaml), a saved plan or a run folder"
     try:
         text = Path(file).read_text(encoding="utf-8")
         plan = load_plan(text)
         check_num_devices(len(plan.actions) * plan.sp_size, "the plan's ranks and sp_size")
         check(plan)
     except (OSError, UnicodeDecodeError) as error:
+        words = getattr(error, "strerror", None) or error
         raise refusal(
-            f"{file}: {getattr(error, 'strerror', None) or error}",
-            "a run file (.yaml), a saved plan or a run folder that can be read", "check the path",
-        ) from error  # fmt: skip
+            f"{file}: {words}", f"{required} that can be read", "check the path"
+        ) from error
     except UserError as error:
         if '"actions"' in text:
             source = f"{file}, {error.source}"
             raise refusal(error.given, error.required, error.change, source) from error
-        required = "a run file (.yaml), a saved plan or a run folder"
-        change = "name one, or count data with: furlong lengths DATA --tokenizer T --out FILE"
-        with suppress(UserError):
-            read_lengths(Path(file))
-            change = f"write --lengths {file}"
+        change = f"name one; a file of lengths comes as --lengths {file}"
         raise refusal(f"{file}, which is no saved plan", required, change) from error
     except PlanError as error:
         required, change = "a plan that keeps every rule", "undo edits, or make the plan again"
         raise refusal(f"a plan with a {error}", required, change, file) from error
-    nothing: dict[str, Any] = {"run": {}, "hardware": None}
-    saved = read_made_for(text) or nothing
+    saved = read_made_for(text) or {"run": {}, "hardware": None}
     match saved:
         case {"run": dict(), "hardware": str() | None}:
             return plan, saved
@@ -504,19 +484,16 @@ def _lines(texts: Mapping[str, str]) -> str:
     return "\n".join(line(name, text) for name, text in texts.items() if text)
 
 
-def _draw(
-    panels: Sequence[Panel], chosen: Namespace, *, most_ranks: int = 16, note: str = ""
-) -> None:
+def _draw(panels: Sequence[Panel], chosen: Namespace, *, most_ranks: int = 16) -> None:
     """Write the picture, and the trace of one panel, that are asked for, and print that they are
-    written; `note`: words for the picture in the place of those for its ranks. Raises ConfigError
-    where a file cannot be written."""
+    written. Raises ConfigError where a file cannot be written."""
     if chosen.picture is not None:
         from furlong.report.picture import save_picture  # matplotlib loads slowly
 
         with writing(chosen.picture):
             shown = save_picture(panels, chosen.picture, most_ranks=most_ranks)
         if not chosen.json:
-            print(f"wrote {chosen.picture}{note or (f'; {shown}' if shown else '')}")
+            print(f"wrote {chosen.picture}{f'; {shown}' if shown else ''}")
     if chosen.trace is not None:
         with writing(chosen.trace):
             save_trace(panels[0], chosen.trace)

@@ -44,6 +44,7 @@ MAX_BATCH = 16_384
 """Most sequences of one step's batch."""
 _OF_A_PRESET = 64
 """Sequences that are drawn from a preset, which has no end."""
+_IN_ONE_STEP = "sequences in one step (--sequences)"
 _LIMIT, _PER_STEP = "--data.max_seq_len", "--train.sequences_per_step"
 
 
@@ -207,31 +208,25 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
 def _check_one_pair(flags: RunFlags, num_devices: int) -> None:
     """Raise ConfigError for more than one pair on one device."""
     own = flags.own
-    for given in (
-        f"{num_devices} devices" if num_devices > 1 else "", own.compare and "--compare",
-        "" if own.sequences is None else f"--sequences {own.sequences}",
-    ):  # fmt: skip
-        if given:
-            raise refusal(
-                f"{given} with train.loss: dpo",
-                "one device, and one pair: each call of a step takes a pair in two phases",
-                "leave it out, or plan with --train.loss=sft",
-            )
+    if num_devices > 1 or own.compare or own.sequences is not None:
+        raise refusal(
+            "--devices, --sequences or --compare with train.loss: dpo",
+            "one device, and one pair: each call of a step takes a pair in two phases",
+            "leave it out, or plan with --train.loss=sft",
+        )
 
 
-def _check_options(options: Mapping[str, Any], batch: PlannedBatch) -> None:
+def _check_options(given: Mapping[str, Any], batch: PlannedBatch) -> None:
     """Raise ConfigError for more chunks than can be planned for, and for a meaningless sample."""
-    longest, size = max(batch.seq_lens), options.get("size", sys.maxsize)
+    longest, size = max(batch.seq_lens), given.get("size", sys.maxsize)
     if longest > size * MAX_CHUNKS:
         raise refusal(
-            f"chunks of {count_words(size, 'token')}, {-(-longest // size):,} of them in the"
-            f" longest sequence of {longest:,}",
+            f"chunks.size = {size:,} with a sequence of {longest:,} tokens",
             f"at most {MAX_CHUNKS:,} chunks of one sequence",
             f"raise chunks.size to {-(-longest // MAX_CHUNKS):,}, or use shorter sequences",
-            "chunks.size and the lengths",
         )
-    if "sample" in options:
-        check_sampling(options["sample"], size=options["size"], longest=batch.lengths.longest)
+    if "sample" in given:
+        check_sampling(given["sample"], size=given["size"], longest=batch.lengths.longest)
 
 
 def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
@@ -292,7 +287,7 @@ def _draw(
     fewer; all of them for None. Raises ConfigError."""
     number, longest = lengths.num_sequences, lengths.longest
     longer = f", {left_out:,} longer ones left out" if left_out else ""
-    _check_count(number if count is None else count, source)
+    _check_at_most(MAX_BATCH, number if count is None else count, _IN_ONE_STEP, source)
     if count is None or count >= number:
         again = f", {count / number:.3g} times over" if count and count > number else ""
         words = f"all of {source}{longer}{again}, in the order of seed {seed}"
@@ -309,7 +304,7 @@ def _draw(
 def _of_preset(name: str, count: int, seed: int, limit: int) -> PlannedBatch:
     from furlong.cost.lengths import length_preset, sample_lengths
 
-    _check_count(count, name)
+    _check_at_most(MAX_BATCH, count, _IN_ONE_STEP, name)
     seq_lens = sample_lengths(name, count, seed, max_seq_len=limit)
     most = f" of at most {count_words(limit, 'token')}" if limit < sys.maxsize else ""
     words = f"drawn from the preset {name}{most} with seed {seed}"
@@ -342,23 +337,15 @@ def _count(config: RunConfig) -> Lengths:
         return count_run(config)
 
 
-def _check_count(count: int, source: str) -> None:
-    _check_at_most(
-        MAX_BATCH, count, f"sequences of {source} in one step",
-        "say how many a step takes with --sequences N",
-        "the batch to plan: all sequences of a file of lengths, else train.sequences_per_step",
-    )  # fmt: skip
-
-
 def check_num_devices(num_devices: int, source: str) -> None:
     """Raise ConfigError for a number of devices that cannot be planned for."""
-    _check_at_most(MAX_DEVICES, num_devices, "devices", "use another number of devices", source)
+    _check_at_most(MAX_DEVICES, num_devices, "devices", source)
 
 
-def _check_at_most(most: int, number: int, noun: str, change: str, source: str) -> None:
+def _check_at_most(most: int, number: int, noun: str, source: str) -> None:
     if not 1 <= number <= most:
         required = f"at least 1 and at most {most:,}"
-        raise refusal(f"{number:,} {noun}", required, change, source)
+        raise refusal(f"{number:,} {noun}", required, "use another number of them", source)
 
 
 def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunConfig:

@@ -496,6 +496,10 @@ def layouts_in_words(answer: Answer) -> str:
         for one, trial in fastest.items()
         if one != layout
     ]
+    others += [
+        f"{one} is about {max(0, seconds / best.step_s - 1):.1%} slower"
+        for one, seconds in answer.slower
+    ]
     auto = " (auto)" if len(walkable(question)) > 1 else ""
     words = [
         f"{division_in_words(layout, question.stages_of(layout))}{auto}:"

@@ -409,6 +409,8 @@ class Answer:
     too_large: tuple[tuple[Layout, int], ...] = ()
     """Layouts of which nothing fits, and was not walked, with the bytes that a device lacks at
     least."""
+    slower: tuple[tuple[Layout, float], ...] = ()
+    """Layouts of which no plan was timed, with the seconds that a step takes, about."""
     error: Exception | None = None
     """Why a method by name that makes its own chunks has no plan, where it has said so."""
     alike: int = 1

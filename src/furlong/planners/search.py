@@ -310,17 +310,20 @@ class _Search:
     def answer(self, started_s: float) -> Answer:
         tried, limits = self._ranked(), self._limits
         opened = {trial.candidate.layout for trial in (*self.fitting, *self._refused)}
-        too_large = dict(self._too_large)
+        too_large, slower = dict(self._too_large), dict[Layout, float]()
         for candidate in self._found:
             layout, least = candidate.layout, candidate.least
             if least is not None and layout not in opened:
                 lacking_bytes = limits.lacking(least)
                 too_large[layout] = min(lacking_bytes, too_large.get(layout, lacking_bytes))
+                if not lacking_bytes:
+                    slower[layout] = min(candidate.estimate_s, slower.get(layout, inf))
         return Answer(
             question=self._question,
             tried=tuple(tried),
             refused=tuple(sorted(self._refused, key=lambda t: limits.lacking(t.needs))),
             too_large=tuple((layout, n) for layout, n in too_large.items() if n),
+            slower=tuple(sorted(slower.items(), key=lambda pair: pair[1])),
             error=self.error if self._question.method != "auto" and not tried else None,
             alike=len(self._alike()) if tried else 0,
             num_pruned=len(self._found) - len(tried) - len(self._refused),
