@@ -39,6 +39,7 @@ import psutil
 from furlong.cost.inputs import look_up, read_object, user_cache
 from furlong.errors import ConfigError
 from furlong.files import write_text
+from furlong.plan.plan import OffloadTarget
 from furlong.units import format_bytes
 
 THIS_CPU = "cpu"
@@ -363,6 +364,10 @@ class ClusterLinks:
     def link(self, collective: Collective, between: bool) -> Link:
         plain = self.between_nodes if between else self.within_node
         return self.collectives.get(collective + _BETWEEN if between else collective, plain)
+
+    def to(self, target: OffloadTarget) -> Link:
+        """Link of a device to what it offloads to."""
+        return self.host if target == "cpu" else self.disk
 
     def with_links(self, links: Mapping[str, Link]) -> ClusterLinks:
         """With some links by name in the place of these."""

@@ -48,6 +48,7 @@ from furlong.cost.training import Training
 from furlong.plan.passes import Pass, input_frees, kv_frees, passes
 from furlong.plan.plan import (
     ON_DEVICE,
+    TARGETS,
     Action,
     Backward,
     Chunk,
@@ -425,7 +426,7 @@ class _RankMemory:
             {i: load[of][process] for i, load in loads.items()} for of in range(3)
         )
         self._device = dict.fromkeys(PARTS, 0.0)
-        self._lower: dict[OffloadTarget, float] = {"cpu": 0.0, "disk": 0.0}
+        self._lower = dict.fromkeys(TARGETS, 0.0)
         self._passing = dict.fromkeys(PARTS, 0.0)
         """Bytes on the device while the action runs, and no longer."""
         self._held: dict[tuple[str, int, int], tuple[OffloadTarget, Part, float]] = {}

@@ -46,6 +46,7 @@ from furlong.plan.passes import passes
 from furlong.plan.plan import (
     COMPUTING,
     ON_DEVICE,
+    TARGETS,
     Action,
     Backward,
     Chunk,
@@ -248,7 +249,7 @@ class PlanCosts:
         links = self._model.hardware.links
         traffic = self._model.memory().curve(self._plan, rank).traffic
         slowest = np.zeros(len(self._plan.actions[rank]))
-        for own, link in ((traffic.of("cpu"), links.host), (traffic.of("disk"), links.disk)):
+        for own, link in ((traffic.of(target), links.to(target)) for target in TARGETS):
             for operations, num_bytes in (
                 (traffic.num_reads, traffic.read), (traffic.num_writes, traffic.written),
             ):  # fmt: skip

@@ -150,9 +150,7 @@ class StageSeconds:
             size: _NO_WAIT if "all-to-all" in free else self._sp_link(size, devices)
             for size in place_sizes(layout.sp)
         }
-        self._stream = {"none": None, "cpu": links.host, "disk": links.disk}[kv]
-        if "streams" in free:
-            self._stream = None
+        self._stream = None if kv == "none" or "streams" in free else links.to(kv)
         kv_token_bytes = shape.stored_size * element / layout.sp
         self._segment_tokens = segment_tokens(kv_token_bytes, hardware.device_type)
         lora, numbers = training.lora, range(first, first + self._height)

@@ -45,7 +45,15 @@ class Offload:
     graphs: OffloadTarget = "none"
     """Tensors that the graphs of retained cells have saved."""
 
+    @property
+    def targets(self) -> list[OffloadTarget]:
+        """The target of each kind that does not stay on the device."""
+        kinds = (self.kv, self.inputs, self.attention, self.graphs)
+        return [target for target in kinds if target != "none"]
 
+
+TARGETS: tuple[OffloadTarget, ...] = ("cpu", "disk")
+"""The targets off the device."""
 ON_DEVICE = Offload()
 
 

@@ -33,6 +33,7 @@ from furlong.plan.passes import passes
 from furlong.plan.plan import (
     ON_DEVICE,
     ONE_DEVICE,
+    TARGETS,
     Action,
     Backward,
     Chunk,
@@ -104,7 +105,7 @@ def chunks(
                     method, layout, options, about_s, space.plan_of(options), least, longest, clock
                 )
             )
-    found.sort(key=lambda c: (c.estimate_s, num_offloaded(c.options.offloading), c.least))
+    found.sort(key=lambda c: (c.estimate_s, len(c.options.offloading.targets), c.least))
     yield from found
 
 
@@ -133,7 +134,7 @@ def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:
             if question.limits.hold(least):
                 seconds = space.busiest_s(plan_of)
             found.append(Candidate(PAIRS, layout, options, seconds, plan_of, least, question.pair))
-    yield from sorted(found, key=lambda c: (c.estimate_s, num_offloaded(c.options.offloading)))
+    yield from sorted(found, key=lambda c: (c.estimate_s, len(c.options.offloading.targets)))
 
 
 def bounds_of(space: Space, size: int) -> list[ByteBound]:
@@ -145,12 +146,6 @@ def bounds_of(space: Space, size: int) -> list[ByteBound]:
     if not stages:
         return [make()]
     return [make(ahead_tokens=sum(others) // layout.sp), make(stage=len(stages) - 1)]
-
-
-def num_offloaded(offload: Offload) -> int:
-    """Number of kinds of memory that leave the device: of two plans as fast, fewer are better."""
-    kinds = (offload.kv, offload.inputs, offload.attention, offload.graphs)
-    return sum(target != "none" for target in kinds)
 
 
 def least_s(space: Space) -> float:
@@ -421,7 +416,7 @@ class TimeEstimate:
         layers = self._num_layers / max(1, len(self._stages))
         num_stages = len(stages_of(self._num_layers, options))
         offload, keep = options.offloading, options.keep
-        read: dict[OffloadTarget, float] = {"none": 0.0, "cpu": 0.0, "disk": 0.0}
+        read: dict[OffloadTarget, float] = dict.fromkeys(("none", *TARGETS), 0.0)
         written = dict(read)
         if keep == "attention":
             remembered = self._tokens * (1 - 1 / num_stages) * cell.attention(range(round(layers)))
@@ -441,10 +436,11 @@ class TimeEstimate:
             read[offload.kv] += times * self._prefix_tokens * max(0, attending - 1) * cell.kv_layer
             read[offload.kv] += gradients
             written[offload.kv] += gradients
-        host, disk = self._model.hardware.links.host, self._model.hardware.links.disk
+        links = self._model.hardware.links
         return max(
-            max(moved["cpu"] / host.bytes_per_s, moved["disk"] / disk.bytes_per_s)
+            moved[target] / links.to(target).bytes_per_s
             for moved in (read, written)
+            for target in TARGETS
         )
 
 
@@ -521,7 +517,8 @@ class ByteBound:
         stages = stages_of(num_layers, options)
         cell, num_below = self._cell(stages), len(stages) - 1
         offload, keep, height = options.offloading, options.keep, stages[-1]
-        used: dict[OffloadTarget, float] = {"none": self._static_bytes, "cpu": 0.0, "disk": 0.0}
+        used: dict[OffloadTarget, float] = dict.fromkeys(("none", *TARGETS), 0.0)
+        used["none"] = self._static_bytes
         used["none"] += (tokens - done) * TOKEN_BYTES
         loss = self._memory.loss_bytes(cell, current, backward=True)
         used["none"] += current * cell.message + max(loss, current * cell.working)

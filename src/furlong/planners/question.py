@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from math import inf
@@ -25,7 +25,7 @@ from furlong.cost.memory import MemoryCurve, Part
 from furlong.cost.model import CostModel, update_s
 from furlong.cost.training import Training, ZeroStage
 from furlong.errors import ConfigError
-from furlong.plan.plan import ChunkPlan, Layout, OffloadTarget
+from furlong.plan.plan import TARGETS, ChunkPlan, Layout, OffloadTarget
 from furlong.planners.chunks import by_cost
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
@@ -69,8 +69,7 @@ class Limits:
     @property
     def offload_targets(self) -> tuple[OffloadTarget, ...]:
         """Where tensors may be offloaded to."""
-        targets: tuple[OffloadTarget, ...] = ("cpu", "disk")
-        return tuple(target for target in targets if self.by_memory[target] != 0)
+        return tuple(target for target in TARGETS if self.by_memory[target] != 0)
 
     def exceeded(self, needs: Needs) -> dict[str, int]:
         """The memories that have less than is needed of them, with these bytes."""
@@ -108,7 +107,7 @@ def advice(
     `given`: the options that the user has given; `alone`: the devices are given too."""
     ways = ["use more devices" if num_devices > 1 else "use several devices"]
     if alone:
-        ways = [f"give it a larger memory.{part if part in ('cpu', 'disk') else 'device'}"]
+        ways = [f"give it a larger memory.{part if part in TARGETS else 'device'}"]
     elif part == "state" and num_devices == 1:
         ways = ["use several devices, which share the state (ZeRO)"]
     if part != "state":
@@ -169,9 +168,8 @@ def offload_budgets(
     `offload`: that of a run file, or None. `cpu`, `disk`: memory.cpu and memory.disk.
     `free_cpu_bytes`: what auto means on a GPU; None where that is not known. Raises ConfigError.
     """
-    named: set[str] = set()
-    if offload not in (None, "auto"):
-        named = set(asdict(ChunkOptions(offload=offload).offloading).values())
+    is_free = offload in (None, "auto")
+    named = [] if is_free else ChunkOptions(offload=offload).offloading.targets
     cpu_bytes = 0 if on_cpu else free_cpu_bytes if cpu == "auto" else cpu
     if on_cpu and (cpu not in ("auto", 0) or "cpu" in named):
         key, value = ("offload", repr(offload)) if cpu in ("auto", 0) else ("memory.cpu", cpu)

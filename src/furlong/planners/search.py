@@ -24,7 +24,7 @@ from math import inf, log2
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners import chunkflow, fpdt, infinipipe, places, seco, skrull
-from furlong.planners.candidates import CHUNKS, chunks, least_s, num_offloaded, pairs
+from furlong.planners.candidates import CHUNKS, chunks, least_s, pairs
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import gathered_first, join_kept, plan_replica
@@ -302,7 +302,7 @@ class _Search:
         wanted = [t for t in self.fitting if t.candidate.method == method] or self.fitting
         fastest_s = min(trial.step_s for trial in wanted)
         equal = [t for t in wanted if t.step_s <= fastest_s * (1 + _EQUAL)]
-        fastest = min(equal, key=lambda t: (num_offloaded(t.candidate.options.offloading), t.needs))
+        fastest = min(equal, key=lambda t: (len(t.candidate.options.offloading.targets), t.needs))
         slack = SLACK if self._is_one else LAYOUT_SLACK
         near = [t for t in wanted if t.step_s <= fastest_s * (1 + slack)]
         return [t for t in near if not self._is_one or _order_of(t) == _order_of(fastest)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from furlong.cost.memory import PARTS
 from furlong.plan.passes import computed_late, passes
-from furlong.plan.plan import ChunkPlan, Forward, Keep, Recompute
+from furlong.plan.plan import TARGETS, ChunkPlan, Forward, Keep, Recompute
 from furlong.plan.text import KIND_WORDS, offload_in_words
 from furlong.report.report import PlanReport, Wait
 from furlong.report.scene import (
@@ -188,7 +188,7 @@ def _memory_table(report: PlanReport) -> list[str]:
     parts = [part for part in PARTS if any(peak[part] for peak in peaks)]
     lower = {
         name: values
-        for name in ("cpu", "disk")
+        for name in TARGETS
         if any(values := [int(getattr(own, name).max(initial=0)) for own in report.memory])
     }
     names = [PART_WORDS.get(part, part) for part in parts]

@@ -307,8 +307,7 @@ def _take_pinned(session: Session, plan: ChunkPlan) -> None:
     once. A plan with no more tokens than those before finds it there; what cannot be predicted,
     and what `memory.cpu` does not hold, is taken as the step goes on."""
     model, pools = session.model, session.state.opened
-    lower = {plan.offload.kv, plan.offload.inputs, plan.offload.attention, plan.offload.graphs}
-    if model.device.type != "cuda" or "cpu" not in lower:
+    if model.device.type != "cuda" or "cpu" not in plan.offload.targets:
         return
     kind = bool(plan.trained), plan.offload
     before = longest, total = pools.reserved.get(kind, (0, 0))

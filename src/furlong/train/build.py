@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -180,7 +179,7 @@ def announce(
     if count > 1:
         divided = division_in_words(decision.layout, decision.stages)
         print(f"parallel: {decision.layout_words or divided}")
-    if "disk" in asdict(options.offloading).values():
+    if "disk" in options.offloading.targets:
         print(f"disk: at most {format_bytes(storage.disk_bytes or 0)} in {storage.disk_dir}")
     if options.sampling is not None:
         print(f"sample: {sampling_in_words(options.sampling)}; the gradient is an estimate")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,12 +187,12 @@ def _searched(
     num_processes, sizes = model.launch.num_processes, sizes_of(config.parallel)
     some = layouts(num_processes, cost.shape, dp=sizes["dp"], sp=sizes["sp"], pp=sizes["pp"])
     has_budget, (budget_bytes, budget_words) = config.memory.device != "auto", budget
-    offload = asdict(ChunkOptions(offload=given.get("offload", "none")).offloading).values()
-    is_lowered, is_free = set(offload) != {"none"}, config.chunks.method == "auto"
+    offloads = bool(ChunkOptions(offload=given.get("offload", "none")).offloading.targets)
+    is_free = config.chunks.method == "auto"
     whole = {"order": "chunk-first"} | given if all(one.pp > 1 for one in some) else given
     all_given = is_free and _are_all(whole)
     if all_given and not has_budget and len(some) == 1:
-        if not is_lowered:
+        if not offloads:
             stages = model.stages(some[0], train.seq_lens.tolist())
             return Decision(ChunkOptions(**whole), "", model=cost, layout=some[0], stages=stages)
         budget_bytes = _NO_BOUND_BYTES  # but CPU memory and disk must hold it
@@ -212,7 +212,7 @@ def _searched(
         given=given | {name: size for name, size in sizes.items() if size is not None},
         pairs=pairs,
         longest=train.longest,
-        must_fit=is_lowered or has_budget or not is_free,
+        must_fit=offloads or has_budget or not is_free,
     )
     words = "" if all_given else decision.words
     return replace(decision, words=words, figures=cost.hardware.origin)
