@@ -71,14 +71,10 @@ def read_run_file(file: str) -> dict[str, Any]:
     """The values of a run file. Raises ConfigError."""
     try:
         text = Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        given = f"bytes that are no UTF-8: {error.reason} at byte {error.start}"
-        change = "check that it is the run file that you mean"
-        raise refusal(given, "a run file: text in YAML", change, file) from error
-    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
+    except (OSError, ValueError) as error:  # bytes that are no UTF-8, or a NUL in the name
         raise refusal(
             f"{file}: {getattr(error, 'strerror', None) or error}",
-            "a run file that can be read",
+            "a run file: text in YAML that can be read",
             "check the path; paths are relative to the folder you call furlong from",
             "the path of the run file",
         ) from error
