@@ -3,9 +3,10 @@ message of four parts, with exit code 2."""
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 _MAX_NAMED = 5
 
@@ -111,3 +112,23 @@ class ElsewhereError(FurlongError):
 
 class NoMemoryElsewhereError(ElsewhereError, MemoryError):
     """Another process ran out of memory: the same step can be tried in smaller chunks."""
+
+
+_T = TypeVar("_T")
+
+
+def look_up(name: str, known: Mapping[str, _T], *, kind: str, source: str) -> _T:
+    """The value of `name`, upper and lower case alike. Raises ConfigError naming the nearest."""
+    by_lower = {key.lower(): key for key in known}
+    key = by_lower.get(name.strip().lower())
+    if key is not None:
+        return known[key]
+    given = name.strip().lower()
+    near = [key for key in by_lower if given and key.startswith(given)]
+    near = near or difflib.get_close_matches(given, by_lower, n=1, cutoff=0.0)
+    raise ConfigError(
+        given=f"{kind} {name!r}",
+        required=f"one of {', '.join(sorted(known))}",
+        source=source,
+        change=f"did you mean {by_lower[near[0]]}?" if near else f"there is no {kind} to choose",
+    )

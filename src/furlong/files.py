@@ -21,7 +21,7 @@ from typing import IO, Any
 import xxhash
 from safetensors import SafetensorError
 
-from furlong.errors import UserError
+from furlong.errors import ConfigError, UserError
 
 TEMPORARY = ".tmp"
 _STALE_S = 86400.0
@@ -184,3 +184,27 @@ def _path_of(error: OSError, inside: Path | None) -> Path | None:
         if inside is None or Path(os.path.realpath(name)).is_relative_to(os.path.realpath(inside)):
             return Path(name)
     return None
+
+
+def read_object(file: str | Path, *, source: str, change: str) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises ConfigError for everything else."""
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            given=f"{file}: {error.strerror if isinstance(error, OSError) else error}",
+            required="JSON that can be read",
+            source=source,
+            change=change,
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            given=f"{file} holds a {type(found).__name__}", required="one JSON object",
+            source=source, change=change,
+        )  # fmt: skip
+    return found
+
+
+def user_cache() -> Path:
+    """The folder in the user's cache for what was measured once."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "furlong"

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from furlong.cost.inputs import look_up
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, look_up
 
 K = 1024
 TooLong = Literal["drop", "truncate"]

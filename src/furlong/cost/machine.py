@@ -36,9 +36,8 @@ from typing import Any, Literal, get_args
 
 import psutil
 
-from furlong.cost.inputs import look_up, read_object, user_cache
-from furlong.errors import ConfigError
-from furlong.files import write_text
+from furlong.errors import ConfigError, look_up
+from furlong.files import read_object, user_cache, write_text
 from furlong.plan.plan import OffloadTarget
 from furlong.units import format_bytes
 

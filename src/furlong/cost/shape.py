@@ -15,9 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from furlong.cost.inputs import look_up, read_object, user_cache
+from furlong.errors import look_up
 from furlong.families import family_of
-from furlong.files import write_json
+from furlong.files import read_object, user_cache, write_json
 from furlong.plan.rows import inner_size
 
 NO_ATTENTION = 1
