@@ -41,9 +41,7 @@ class NamelessFile:
             )
         _refuse_ram(folder)
         try:
-            direct = _open_direct(folder)
-            self.is_direct = direct is not None
-            descriptor = _open(folder) if direct is None else direct
+            descriptor, self.is_direct = _open(folder)
         except OSError as error:
             raise self._refusal(error) from error
         self._file = io.FileIO(descriptor, "r+")  # closed with the pool, or with us
@@ -119,26 +117,24 @@ def _refuse_ram(folder: Path) -> None:
         )
 
 
-def _open(folder: Path, flags: int = 0) -> int:
-    """A new file for reading and writing, without its name."""
-    name = folder / f".furlong-{uuid.uuid4().hex}"
-    descriptor = os.open(name, flags | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    name.unlink()
-    return descriptor
-
-
-def _open_direct(folder: Path) -> int | None:
-    """Such a file past the page cache, tried with one page; None where the system refuses."""
-    descriptor = None
-    try:
-        descriptor = _open(folder, os.O_DIRECT)
-        page = mmap.mmap(-1, PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        os.pwrite(descriptor, page, 0)
-        os.preadv(descriptor, [page], 0)
-    except OSError as error:
-        if descriptor is not None:
-            os.close(descriptor)
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        return None
-    return descriptor
+def _open(folder: Path) -> tuple[int, bool]:
+    """A new file without its name, and whether it is read and written past the page cache: tried
+    with one page, and done without where the system refuses."""
+    page = mmap.mmap(-1, PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    name, descriptor = folder / f".furlong-{uuid.uuid4().hex}", None
+    for flag in (os.O_DIRECT, 0):
+        try:
+            descriptor = os.open(name, flag | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            os.pwrite(descriptor, page, 0)
+            os.preadv(descriptor, [page], 0)
+            break
+        except OSError as error:
+            if descriptor is not None:
+                os.close(descriptor)
+            if not flag or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            descriptor = None
+        finally:
+            name.unlink(missing_ok=True)
+    assert descriptor is not None
+    return descriptor, bool(flag)
