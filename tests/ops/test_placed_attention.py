@@ -66,10 +66,10 @@ def test_places_give_the_whole_and_all_its_gradients(rule, heads, is_saved, dtyp
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("sp_size", [3, 4, 6, 8])
+@pytest.mark.parametrize("sp_size", [3, 6, 8])
 def test_random_chunks(sp_size):
     source = random.Random(sp_size)
-    for _ in range(6):
+    for _ in range(4):
         lens, chunks = random_chunks(
             source, sp_size, num_chunks=3, num_sequences=source.randint(1, 9), max_tokens=24
         )

@@ -38,7 +38,13 @@ from furlong.verify.checks import (
 )
 
 OPTIONS = furlong.ChunkOptions(size=16)
-HYBRIDS = ("qwen3_next", "zamba2", "minimax", "kimi_linear")
+HYBRIDS = {
+    "mamba2": "slow",
+    "qwen3_next": "slow",
+    "zamba2": "nightly",
+    "minimax": "nightly",
+    "kimi_linear": "nightly",
+}
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.1, "target_modules": "all-linear"}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 8}),
@@ -212,7 +218,8 @@ def test_the_runs_own_dials_are_proved(
 
 
 @pytest.mark.parametrize(
-    "model_type", ["mamba2", *(pytest.param(n, marks=pytest.mark.slow) for n in HYBRIDS)]
+    "model_type",
+    [pytest.param(n, marks=getattr(pytest.mark, mark)) for n, mark in HYBRIDS.items()],
 )
 def test_recurrent_layers_are_proved_without_their_float32(model_type: str) -> None:
     subject = recurrent(model_type)
