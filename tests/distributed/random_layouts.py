@@ -73,7 +73,7 @@ class Drawn:
     planner: str
     batch: str
     model: str
-    target: str
+    offload: str
     case: Case
     gives_own_alone: bool
     """Whether each process is given what it reads alone."""

@@ -123,10 +123,9 @@ def drawn_faults(
     plan: ChunkPlan, num_processes: int, num: int, first: int = 0, seed: int = 0
 ) -> list[Fault]:
     """Faults at random actions of each process, not before the action `first`."""
-    random, found = Random(seed), []
+    random, found, stop = Random(seed), [], min(map(len, plan.actions))
     for rank in range(num_processes):
-        own = plan.actions[rank]
-        for at in sorted(random.sample(range(first, len(own)), num)):
+        for at in sorted(random.sample(range(first, stop), num)):
             how = random.choice(("begins", "is over"))
             found.append(Fault(rank, at, how, random.choice((MemoryError, ValueError))))
         found.append(Fault(rank, random.randrange(3, 9), "attends"))
