@@ -64,7 +64,7 @@ def test_prints_what_was_chosen_and_why(lengths, monkeypatch, capsys):
     printed = capsys.readouterr().out
     heads = [line.split("  ")[0] for line in printed.splitlines() if line[0] != " "]
     assert heads == [
-        "batch", "model", "devices", "figures", "plan", "chunks", "kept", "recompute", "order",
+        "batch", "model", "devices", "figures", "plan", "chunks", "order",
         "offload", "layout", "step", "bubble", "pool", "time", "memory", "longest", "runs here",
         "auto", "parallel", "search",
     ]  # fmt: skip

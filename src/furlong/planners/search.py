@@ -291,7 +291,11 @@ class _Search:
         if not self.fitting:
             return []
         alike = self._alike()
-        best = min(alike, key=_leanest if self._is_one else _simplest)
+        best = min(alike, key=lambda t: (t.needs, t.step_s))
+        if not self._is_one:  # the simplest layout
+            best = min(
+                alike, key=lambda t: (t.candidate.layout.pp, t.candidate.layout.sp, t.step_s)
+            )
         others = (trial for trial in self.fitting if trial is not best)
         return [best, *sorted(others, key=lambda trial: trial.step_s)]
 
@@ -346,15 +350,6 @@ def walkable(question: Question) -> list[Layout]:
             change="leave chunks.order and chunks.stage_layers out, or set parallel.pp to 1",
         )
     return [one for one in found if one.dp <= question.sequences_per_step] or found
-
-
-def _leanest(trial: Trial) -> tuple[Needs, float]:
-    return trial.needs, trial.step_s
-
-
-def _simplest(trial: Trial) -> tuple[int, int, float]:
-    layout = trial.candidate.layout
-    return layout.pp, layout.sp, trial.step_s
 
 
 def _order_of(trial: Trial) -> tuple[object, ...]:

@@ -13,8 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from furlong.cost.memory import PARTS
-from furlong.plan.passes import computed_late, passes
-from furlong.plan.plan import TARGETS, ChunkPlan, Forward, Keep, Recompute
+from furlong.plan.plan import TARGETS, ChunkPlan
 from furlong.plan.text import KIND_WORDS, offload_in_words
 from furlong.report.report import PlanReport, Wait
 from furlong.report.scene import (
@@ -30,12 +29,6 @@ from furlong.units import count_words, format_bytes, format_count, format_second
 
 _MAX_RANKS = 16
 _INDENT = 11
-_KEPT_WORDS: dict[Keep, str] = {
-    "all": "the graph",
-    "attention": "input, K,V and attention",
-    "kv": "input and K,V",
-    "input": "the input",
-}
 
 
 def line(name: str, text: str) -> str:
@@ -57,8 +50,6 @@ def format_report(report: PlanReport) -> str:
     slowest = ": the slowest of a pool holds the others up" if is_uneven else ""
     texts = {
         "chunks": _chunk_words(plan),
-        "kept": _kept_words(plan),
-        "recompute": _recompute_words(plan),
         "order": f"{order}: forwards ascending, backwards descending within a sequence",
         "offload": offload_in_words(plan.offload),
         "moved": "\n".join(_traffic_words(report)),
@@ -106,34 +97,6 @@ def _chunk_words(plan: ChunkPlan) -> str:
         branches = sum(s.parent is not None for chunk in plan.chunks for s in chunk.slices)
         more += f"; {count_words(branches, 'branch')} of {count_words(len(plan.trees), 'sequence')}"
     return f"{count_words(len(sizes), 'chunk')} ({named}) of {span}{more}"
-
-
-def _kept_words(plan: ChunkPlan) -> str:
-    """The number of cells that keep each thing between forward and backward."""
-    keeps = Counter(action.keep for action in _forwards(plan))
-    return ", ".join(
-        f"{words} of {count_words(keeps[keep], 'cell')}"
-        for keep, words in _KEPT_WORDS.items()
-        if keeps[keep]
-    )
-
-
-def _recompute_words(plan: ChunkPlan) -> str:
-    """The number of cells that are computed twice, and the share of layers that are checkpointed
-    in the graphs of cells."""
-    again = num_layers = checkpointed = 0
-    late = computed_late(plan)
-    for rank, actions in enumerate(plan.actions):
-        for action, what in zip(actions, passes(plan, rank), strict=True):
-            is_second = isinstance(action, Recompute) and (action.chunk, action.stage) not in late
-            again += is_second
-            if what.computes == "graph":
-                num_layers += plan.stages[action.stage]
-                checkpointed += what.recompute_layers
-    text = f"{again} of {count_words(len(_forwards(plan)), 'cell')} run again"
-    if checkpointed:
-        text += f", {checkpointed / num_layers:.0%} of their layers are checkpointed one by one"
-    return text
 
 
 def _traffic_words(report: PlanReport) -> list[str]:
@@ -218,12 +181,6 @@ def _spans(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-def _forwards(plan: ChunkPlan) -> list[Forward]:
-    """The Forwards of all ranks, without those of dummies."""
-    every = (a for actions in plan.actions for a in actions if isinstance(a, Forward))
-    return [action for action in every if not plan.chunks[action.chunk].is_dummy]
 
 
 def _num_devices(plan: ChunkPlan) -> int:
