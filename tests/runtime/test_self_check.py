@@ -41,7 +41,7 @@ def test_a_family_passes_in_other_dtypes(family: str, dtype: torch.dtype) -> Non
     assert 0 < check(build(family, dtype)) < 0.3
 
 
-@pytest.mark.parametrize("seed", seeds(3, 9))
+@pytest.mark.parametrize("seed", seeds(1, 9))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounding_alone_never_refuses_a_family(family: str, seed: int) -> None:
     """A router's choice may flip by rounding: a check of one rounding refuses such models."""
@@ -152,22 +152,12 @@ def test_layers_that_were_cut_out_or_copied_are_named(order: list[int]) -> None:
     assert check(model) <= 1e-12
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
-    model = build("llama")
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float64), (3e38, torch.float32)])
+def test_values_that_are_not_finite_are_no_difference(value: float, dtype: torch.dtype) -> None:
+    model = build("llama", dtype)
     with torch.no_grad():
-        model.model.layers[2].mlp.down_proj.weight[1, 2] = value
-    with pytest.raises(UnsupportedModelError, match=r"weights in model\.layers\.2\.mlp\.down_proj"):
-        furlong.Engine(model)
-
-
-def test_large_finite_weights_are_no_infinite_ones() -> None:
-    model = build("llama", torch.float32)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.fill_(3e38)  # their sum overflows
-        model.model.embed_tokens.weight[3:] = 0.1
-    told = r"not finite, without chunks too[\s\S]*look at its weights .*, such as float64"
-    with pytest.raises(UnsupportedModelError, match=told):
+        model.model.embed_tokens.weight.fill_(value)
+    with pytest.raises(UnsupportedModelError, match="not finite, without chunks too"):
         furlong.Engine(model)
 
 
@@ -228,12 +218,15 @@ def test_it_leaves_no_trace(make: Any, stages: tuple[int, ...] | None) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_window_is_checked_beyond_its_length() -> None:
-    model = build("gemma3_text", sliding_window=40)
-    assert check(model) <= 1e-5
-    model.model.layers[0].self_attn.sliding_window = 35  # the model's own mask still has 40
-    with pytest.raises(UnsupportedModelError, match="beyond the window of 40 tokens"):
-        check(model)
+def test_a_window_is_checked_beyond_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tiny twin, where it is shorter than the sequence."""
+    assert check(build("gemma3_text", sliding_window=40)) <= 1e-5
+    rule = attention.AttentionRule
+    monkeypatch.setattr(
+        attention, "AttentionRule", lambda scale, _, *rest: rule(scale, None, *rest)
+    )
+    with pytest.raises(UnsupportedModelError, match="other hidden states in chunks"):
+        check(build("gemma3_text", sliding_window=40))
 
 
 def phimoe(**changes: Any) -> Any:
@@ -251,8 +244,8 @@ def phimoe(**changes: Any) -> Any:
     return model
 
 
-def test_a_window_that_is_in_the_mask_alone_is_named() -> None:
-    with pytest.raises(UnsupportedModelError, match="window of 40 tokens in its attention mask"):
+def test_a_window_that_is_in_the_mask_alone_is_seen() -> None:
+    with pytest.raises(UnsupportedModelError, match="other hidden states in chunks"):
         furlong.Engine(phimoe(sliding_window=40))
 
 

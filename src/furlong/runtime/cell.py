@@ -249,8 +249,6 @@ class Cell:
     """Tensors of a retained graph that wait off the device."""
     adds_gradients: bool = True
     """Whether a backward adds to gradients of weights where keys and values are made of latents."""
-    windows: set[int | None] = field(default_factory=set)
-    """Sliding windows that attention was computed with."""
     _latents: dict[int, LatentKV] = field(default_factory=dict)
     """By layer, until it attends: its latents as keys and values."""
     _owners: dict[int, int] = field(default_factory=dict)
@@ -277,7 +275,6 @@ class Cell:
     ) -> Tensor:
         """q (N, T, H), k and v (K, T, H) -> (N, T, H)."""
         self.attended.append(layer)
-        self.windows.add(rule.window)
         place = layer - self.layers.start
         owner = layer if source is None else self._owner(layer, source, rule)
         view: LayerKV | None = self._latents.pop(layer, None)

@@ -92,7 +92,6 @@ class Executor:
         head: Head | None = None,
         modes: Callable[[], AbstractContextManager[object]] = nullcontext,
         stages: Sequence[Layers] | None = None,
-        make_cell: Callable[..., Cell] | None = None,
         embedded: Callable[[int], Tensor] | None = None,
         **measuring: Unpack[Measuring],
     ) -> None:
@@ -106,7 +105,7 @@ class Executor:
         self._model, self._plan, self._rank, self._divisor = model, plan, rank, num_valid_tokens
         self._backend, self._pools, self._comms = backend, pools, comms
         self._stages = stages or model.stages(plan.stages)
-        self._make_cell, self._embedded = make_cell or Cell, embedded
+        self._embedded = embedded
         model.require_frozen(sum(plan.stages[: plan.frozen_stages]))
         self._actions = plan.actions[rank]
         self._passes = passes(plan, rank)
@@ -355,9 +354,10 @@ class Executor:
 
     def _open(self, chunk: int, stage: int) -> Cell:
         own = self._stages[stage]
-        return self._make_cell(
+        return Cell(
             self._inputs.of(chunk).rows, chunk_pieces(self._plan, chunk), self._store,
             self._backend, self._attention, own.layers, own.events, self._exchange,
+            adds_gradients=self._embedded is None,
         )  # fmt: skip
 
     def _free_kv(self, chunk: int, stage: int) -> None:

@@ -7,20 +7,16 @@ compared here with the model as it was.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 
 from furlong.errors import ConfigError, UserError
 from furlong.models.decoder import HFDecoder
-from furlong.runtime.check import (
-    GRADIENTS,
-    Run,
-    cut_embeddings,
-    differences,
-    random_ids,
-    rounded_again,
-)
+from furlong.runtime.check import GRADIENTS, Run, cut_embeddings, differences, random_ids
 from furlong.runtime.precision import compute_parameters
 from furlong.runtime.rng import modes_kept
 
@@ -47,7 +43,7 @@ def put_kernels(adapter: HFDecoder, kernels: Literal["liger", "hub"], dtype: tor
     ):
         model.eval()  # what draws random numbers would differ by that
         whole = _outcome(adapter)
-        with rounded_again(adapter, seed=0):
+        with _rounded_again(adapter):
             moved = differences(_outcome(adapter), whole)
         model.train()
         try:
@@ -99,6 +95,26 @@ def _outcome(model: HFDecoder) -> Run:
     if others:
         outcome["gradients of norms and biases"] = torch.cat(others)
     return outcome
+
+
+@contextmanager
+def _rounded_again(model: HFDecoder) -> Iterator[None]:
+    """Within it what attentions and the modules in them return is moved by rounding: by at most
+    half a unit in the last place."""
+    generator = torch.Generator(device=model.device).manual_seed(0)
+
+    def move(module: nn.Module, inputs: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, Tensor) or not first.is_floating_point():
+            return output
+        noise = torch.rand(first.shape, generator=generator, device=first.device) * 2 - 1
+        moved = (first * (1 + noise * torch.finfo(first.dtype).eps / 2)).to(first.dtype)
+        return (moved, *output[1:]) if isinstance(output, tuple) else moved
+
+    with ExitStack() as stack:
+        for part in {part: None for own in model.attention_modules for part in own.modules()}:
+            stack.callback(part.register_forward_hook(move).remove)
+        yield
 
 
 def _refusal(kernels: str, what: str) -> ConfigError:
