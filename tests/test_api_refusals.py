@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -88,31 +87,6 @@ def test_a_call_from_within_a_call_is_named() -> None:
         lambda *_: engine.forward_backward(batch([5]), OPTIONS) and None
     )
     with pytest.raises(ConfigError, match="a hook of the model"):
-        engine.forward_backward(batch([29]), OPTIONS)
-
-
-def triple(module: Any, inputs: Any, output: Any) -> Any:
-    output.logits = output.logits * 3
-    return output
-
-
-@pytest.mark.parametrize("around", [False, True])
-@pytest.mark.parametrize("what", ["hooks", "backward hooks"])
-def test_what_is_put_around_a_model_is_noted_once_per_engine(what: str, around: bool) -> None:
-    """A whole forward would run it, chunks do not."""
-    model: Any = build("llama")
-    if around:
-        config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        model = peft.get_peft_model(model, config).double()
-    if what == "hooks":
-        model.register_forward_hook(triple)
-    else:
-        model.register_full_backward_hook(lambda *_: None)
-    told = rf"on {type(model).__name__} itself do not run"
-    with pytest.warns(UserWarning, match=told):
-        engine = furlong.Engine(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
         engine.forward_backward(batch([29]), OPTIONS)
 
 

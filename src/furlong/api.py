@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -99,6 +101,12 @@ class Engine:
             max_seq_len=self.max_seq_len, compute_dtype=compute_dtype, storage=storage,
             ranks=ranks, process_group=process_group,
         )  # fmt: skip
+        num_processes = dist.get_world_size() if dist.is_initialized() else 1
+        if num_processes > 1 and self._session.ranks is None:
+            warnings.warn(
+                f"{num_processes} processes: gradients are this process's own and nobody adds them "
+                "up", stacklevel=2,
+            )  # fmt: skip
         with self._session.alone():
             self._session.ready()
 

@@ -108,7 +108,7 @@ def chunked(
         decoder.__dict__[_LABELS] = hook
     with session.alone(takes_autocast=True):
         try:
-            session.ready(notes=False)
+            session.ready()
         except BaseException:
             _remove(decoder)
             raise
@@ -166,8 +166,7 @@ class ChunkedForward:
             has_cache=_makes_cache(decoder, given), model_type=decoder.config.model_type,
         )  # fmt: skip
         states = token_values(
-            self.session, sequences, self.options, None, notes=False,
-            share_prompts=self.share_prompts,
+            self.session, sequences, self.options, None, share_prompts=self.share_prompts
         )  # fmt: skip
         output = DecoderOutput(last_hidden_state=_joined(given["input_ids"], cells, states))
         return output.to_tuple() if given.get("return_dict") is False else output

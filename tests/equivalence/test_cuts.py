@@ -97,7 +97,6 @@ def with_dropout(name: str, *, in_layers: bool) -> nn.Module:
     return model
 
 
-@pytest.mark.filterwarnings("ignore:.*dropout modules are active")
 @pytest.mark.parametrize(("name", "height"), [("gpt_neox", 1), ("starcoder2", 2), ("gpt2", 1)])
 def test_embeddings_are_dropped_once(name, height):
     """Under one seed, in one chunk, as the model itself drops them: no later stage drops again."""
@@ -118,7 +117,6 @@ def test_embeddings_are_dropped_once(name, height):
     assert abs(other.loss - loss) > 1e-3, "the seed must matter"
 
 
-@pytest.mark.filterwarnings("ignore:.*dropout modules are active")
 @pytest.mark.parametrize(
     ("name", "keep"), [("gpt_neox", "input"), ("starcoder2", "kv"), ("gpt2", "input")]
 )

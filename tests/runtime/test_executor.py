@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import multiprocessing
 import weakref
 
 import peft
@@ -279,25 +278,6 @@ def test_a_graph_outlives_a_rebuild_of_its_own_cell(target) -> None:
     )  # fmt: skip
     furlong.Engine(model, storage=Storage(poison=True)).run(plan, sequences)
     assert worst_relative_error(take_grads(model), truth) <= 1e-12
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("target", ["cpu", "disk"])
-def test_a_fork_has_pools_of_its_own(target) -> None:
-    engine = furlong.Engine(build("llama"))
-    options = dataclasses.replace(LAYER_FIRST, offload=target)
-    truth = engine.forward_backward(batch(LENS), options).loss
-
-    def again() -> None:
-        torch.set_num_threads(1)  # threads of torch's own did not come along either
-        assert engine.forward_backward(batch(LENS), options).loss == truth
-
-    child = multiprocessing.get_context("fork").Process(target=again)
-    child.start()
-    child.join(timeout=60)
-    child.kill()
-    assert child.exitcode == 0
-    assert engine.forward_backward(batch(LENS), options).loss == truth
 
 
 def test_only_what_draws_has_drawn() -> None:

@@ -40,7 +40,6 @@ from furlong.families import (
     family_of,
     own_key,
 )
-from furlong.models.support import rope_types
 
 _SIZE = 8
 """Entries of a state and of a head of linear attention, tokens of an inner chunk."""
@@ -184,7 +183,7 @@ def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) ->
             values[key] = min(values[key], longest)
     _shrink_widths(config, values)
     _shrink_tokens(values)
-    _shrink_rope(config, values, max_seq_len)
+    _shrink_rope(values, max_seq_len)
     for key in values.keys() - ATTENTION_DROPOUTS:
         if ("dropout" in key or "pdrop" in key) and isinstance(values[key], float):
             values[key] = 0.0
@@ -236,25 +235,24 @@ def _shrink_tokens(values: dict[str, Any]) -> None:
             values[key] = token_id
 
 
-def _shrink_rope(config: Any, values: dict[str, Any], max_seq_len: int) -> None:
+def _shrink_rope(values: dict[str, Any], max_seq_len: int) -> None:
     parameters = values.get("rope_parameters") or {}
-    if "longrope" not in rope_types(config):
-        return
-    head_dim = values.get("head_dim") or HEAD_DIM
-    share = parameters.get("partial_rotary_factor") or 1.0
-    original = parameters["original_max_position_embeddings"]
-    # transformers decides by the longest position of a call, and its truth must decide as the run.
-    small = SHORTEST_TOKENS - 1 if max_seq_len > original else 2 * LONGEST_TOKENS
-    for key in ("short_factor", "long_factor"):
-        step = len(parameters[key]) / (int(head_dim * share) // 2)
-        parameters[key] = [
-            parameters[key][int(i * step)] for i in range(int(head_dim * share) // 2)
-        ]
-    ratio = values["max_position_embeddings"] / original
-    values["max_position_embeddings"] = int(ratio * small)
-    parameters["original_max_position_embeddings"] = small
-    if "original_max_position_embeddings" in values:
-        values["original_max_position_embeddings"] = small
+    of_types = [own for own in parameters.values() if isinstance(own, dict)] or [parameters]
+    ratio = 0.0
+    for own in (own for own in of_types if own.get("rope_type") == "longrope"):
+        head_dim = values.get("head_dim") or HEAD_DIM
+        num_pairs = int(head_dim * (own.get("partial_rotary_factor") or 1.0)) // 2
+        original = own["original_max_position_embeddings"]
+        # transformers decides by the longest position of a call; its truth must decide as the run
+        small = SHORTEST_TOKENS - 1 if max_seq_len > original else 2 * LONGEST_TOKENS
+        for key in ("short_factor", "long_factor"):
+            step = len(own[key]) / num_pairs
+            own[key] = [own[key][int(i * step)] for i in range(num_pairs)]
+        ratio = ratio or values["max_position_embeddings"] / original
+        values["max_position_embeddings"] = int(ratio * small)
+        own["original_max_position_embeddings"] = small
+        if "original_max_position_embeddings" in values:
+            values["original_max_position_embeddings"] = small
 
 
 def _refused(config: Any, what: str) -> UnsupportedModelError:

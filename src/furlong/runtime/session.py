@@ -1,14 +1,13 @@
 """A caller's model between calls: adapted, checked and divided, and again when it has changed.
 
 It has changed when its fingerprint has: when it was resized, adapted, moved, cast, configured or
-switched. Torch's modes, other processes and hooks are looked at before each call: refused, noted,
-or, as an autocast, entered again for a pass.
+switched. Torch's modes are looked at before each call: refused or, as an autocast, entered again
+for a pass.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import warnings
 import weakref
@@ -16,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import CellType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,10 +31,7 @@ from furlong.models.decoder import HFDecoder
 from furlong.models.placeholders import PlaceholderLayer
 from furlong.models.support import (
     COMPILED_CALL,
-    around,
     bare_model,
-    compiled_in_place,
-    is_sharded,
     other_dropouts,
     refuse_attention_dropout,
     refuse_state,
@@ -64,8 +59,6 @@ class ModelState:
     pools: Pools | None = None
     backend: ProbedBackend = field(default_factory=ProbedBackend)
     checked: set[tuple[Any, ...]] = field(default_factory=set)
-    process: int = field(default_factory=os.getpid)
-    """That of the pools."""
     thread: int | None = None
     """The thread of the call that runs."""
     pooled: threading.Lock = field(default_factory=threading.Lock)
@@ -153,14 +146,6 @@ class ModelState:
         assert self.pools is not None
         return self.pools
 
-    def leave_parent(self) -> None:
-        """Take pools of its own in a process that was forked: threads do not come along."""
-        if self.process != os.getpid():
-            self.process = os.getpid()
-            if self.pools is not None:
-                storage, device = self.pools.storage, self.pools.arena.device
-                self.pools = Pools(Arena(device, poison=storage.poison), storage)
-
     def open_pools(self, device: torch.device, storage: Storage | None) -> None:
         """Make the pools of a device; anew if the device or the given storage is another one."""
         if self.pools is not None:
@@ -181,11 +166,6 @@ _CALLS = threading.RLock()
 _HELD_ELSEWHERE = (
     "the weights are divided among the processes now, but something still holds them whole: an "
     "optimizer that was made before the engine trains nothing. Make the engine first"
-)
-
-_AS_WRITTEN = (
-    "what torch.compile made of the whole model, or of layers with states, is not run: chunks go "
-    "through single layers, which run compiled where layer.compile() was called on them"
 )
 
 
@@ -213,7 +193,6 @@ class Session:
         self.state = _STATES.setdefault(bare_model(given), ModelState())
         self.ranks = ranks_given(ranks, process_group, self.autocast_kind)
         self._fingerprint: tuple[int, int] | None = None
-        self._notes: set[str] = set()
 
     @contextmanager
     def alone(self, *, takes_autocast: bool = False) -> Iterator[None]:
@@ -231,20 +210,16 @@ class Session:
         ):
             yield
 
-    def ready(self, *, notes: bool = True) -> None:
+    def ready(self) -> None:
         """Adapt to the model as it is now; check it if that is new, and divide it among the ranks
-        if that is not done. `notes`: warn of what nobody does. Raises LinkError if an earlier step
-        ended in the middle of what processes do together."""
+        if that is not done. Raises LinkError if an earlier step ended in the middle of what
+        processes do together."""
         if not self.state.is_settled:
             raise LinkError(
                 "an earlier step of this model ended with an error while other processes waited "
                 "for this one: end all processes and start them again"
             )
-        self.state.leave_parent()
         base = bare_model(self.given)
-        for message in left_out(self.given, base, is_shared=self.ranks is not None):
-            if notes:
-                self.note(message)
         now = fingerprint(base)
         if now != self._fingerprint:
             self._adapt(base, now)
@@ -265,9 +240,6 @@ class Session:
             )
             if self.ranks is not None:
                 require_stages(self.ranks.pp, self.model.num_layers)
-            in_place = len(compiled_in_place(base))
-            if hasattr(self.given, "_orig_mod") or in_place > len(self.model.compiled):
-                self.note(_AS_WRITTEN)
             self.state.open_pools(self.model.device, self.storage)
         elif base.training:
             refuse_attention_dropout(base)
@@ -388,12 +360,6 @@ class Session:
         pipeline = self.state.pipeline
         return pipeline.tied.counted_elsewhere(self.model) if pipeline else []
 
-    def note(self, message: str) -> None:
-        """Warn once per engine."""
-        if message not in self._notes:
-            self._notes.add(message)
-            warnings.warn(message, stacklevel=4)
-
     @property
     def _is_sharded(self) -> bool:
         ranks = self.state.ranks
@@ -419,7 +385,7 @@ class Session:
             whole = [weakref.ref(p) for p in model.base.parameters() if p.requires_grad]
             shard(model.base, layers, ranks.shard_mesh, dtype, unchanged=unchanged)
             if whole and all(parameter() is not None for parameter in whole):
-                self.note(_HELD_ELSEWHERE)
+                warnings.warn(_HELD_ELSEWHERE, stacklevel=5)
             self._fingerprint = fingerprint(model.base)
             self.state.checked.add(self._key(self._fingerprint, (model.num_layers,)))
         self.state.ranks, self.state.compute_dtype = ranks, dtype
@@ -448,37 +414,33 @@ class Session:
             )
 
 
-_KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-_SWITCHES = ("is_causal", "scale_grad_by_freq")
-"""Attributes of modules that a check has judged."""
-
-
 def fingerprint(model: nn.Module) -> tuple[int, int]:
     """Hashes of everything but the weights' values on which the adapter depends, and of the modes
     on which its check depends besides: which modules train.
 
-    The first is of the config, every module and its type, its active adapters, what was put into it
-    or into all modules (hooks, another forward, a compiled call), and the shape, dtype and device
-    of every parameter. Comparable within one process.
+    The first is of the config, of every module with its type, its active adapters and whether
+    hooks, another forward or a compiled call are in it, and of the shape, dtype and device of every
+    parameter. Comparable within one process.
     """
     config: Any = getattr(model, "config", None)
     text = json.dumps(config.to_dict(), default=str, sort_keys=True) if config is not None else ""
     modules = tuple(
-        (
-            id(module),
-            type(module),
-            *map(module.__dict__.get, _SWITCHES),
-            _adapters(module),
-            _put_in(module),
-            id(module.__dict__.get(COMPILED_CALL)),
-        )
+        (id(module), type(module), _adapters(module), *_put_in(vars(module)))
         for module in model.modules()
     )
     weights = tuple((p.shape, p.dtype, p.device) for p in model.parameters())
     kernel = getattr(config, "_attn_implementation", None)
     modes = hash(tuple(module.training for module in model.modules()))
-    everywhere = _hooks(vars(nn.modules.module), "_global_")
-    return hash((text, kernel, modules, weights, everywhere)), modes
+    return hash((text, kernel, modules, weights)), modes
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _put_in(attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """How many hooks a module has, and whether a forward or a compiled call was set on it."""
+    is_compiled = attributes.get(COMPILED_CALL) is not None
+    return *(len(attributes[kind]) for kind in _HOOKS), "forward" in attributes, is_compiled
 
 
 def adapter_states(model: nn.Module) -> tuple[Any, ...]:
@@ -489,43 +451,6 @@ def adapter_states(model: nn.Module) -> tuple[Any, ...]:
         for module in model.modules()
         if "_active_adapter" in module.__dict__ or "merged_adapters" in module.__dict__
     )
-
-
-def _put_in(module: nn.Module) -> tuple[Any, ...]:
-    """Hooks, a forward of its own, and that of the class, which may have been replaced."""
-    own = module.__dict__.get("forward")
-    return (
-        _hooks(vars(module), "_"),
-        own if own is None else _code(own, (id(getattr(own, "__self__", own)), *_holds(own))),
-        _code(type(module).forward, id(type(module).forward)),
-    )
-
-
-def _hooks(names: dict[str, Any], prefix: str) -> tuple[Any, ...]:
-    """The hooks among the names of a module of the model, or of torch's that has those of all. Each
-    time that one is put in has a number of its own; an address may come again."""
-    return tuple(
-        (kind, *(_code(hook, number) for number, hook in hooks.items()))
-        for kind in _KINDS
-        if (hooks := names.get(prefix + kind))
-    )
-
-
-def _code(function: Any, place: Any) -> tuple[Any, ...]:
-    """The code of a function, which is all that a plain one does: the same one, put in anew, is the
-    same. Else `place` too."""
-    is_plain = isinstance(function, FunctionType) and not (
-        function.__closure__ or function.__defaults__ or function.__kwdefaults__
-    )
-    code = getattr(function, "__code__", type(function))
-    return (code,) if is_plain else (code, place)
-
-
-def _holds(function: Any) -> tuple[Any, ...]:
-    """The contents of a closure: numbers and texts, and the addresses of all else."""
-    cells = getattr(function, "__closure__", None) or ()
-    held = (cell.cell_contents for cell in cells if cell != CellType())  # an empty one has none
-    return tuple(x if isinstance(x, int | float | str) else id(x) for x in held)
 
 
 def _adapters(module: nn.Module) -> tuple[str, bool]:
@@ -580,40 +505,6 @@ class Autocast:
     def __call__(self) -> AbstractContextManager[object]:
         # casts that were made without a graph would have none in a pass with one
         return torch.autocast(self.kind, self.dtype, self.enabled, cache_enabled=False)
-
-
-def left_out(model: nn.Module, bare: nn.Module, *, is_shared: bool = False) -> list[str]:
-    """Notes on what a caller may expect and nobody does, of a model and the bare one in it.
-    `is_shared`: several processes call it together."""
-    notes = []
-    distributed = torch.distributed
-    if not is_shared and distributed.is_available() and distributed.is_initialized():
-        size = distributed.get_world_size()
-        if size > 1:
-            notes.append(
-                f"{size} processes: gradients are this process's own and nobody adds them up"
-            )
-    for module in around(model, bare):
-        given = module._forward_pre_hooks.values()
-        before = [h for h in given if not getattr(h, "__module__", "").startswith("furlong.")]
-        hooks = () if is_sharded(module) else (module._forward_hooks, before)
-        if any((*hooks, module._backward_hooks, module._backward_pre_hooks)):
-            notes.append(
-                f"hooks on {type(module).__name__} itself do not run: chunks go through the decoder"
-                " and the head; hooks on their modules do run, once per chunk and forward"
-            )
-    return notes
-
-
-def drawn(model: HFDecoder) -> str:
-    """The note that a forward in train mode drew random numbers."""
-    dropouts = other_dropouts(model.model)
-    if dropouts:
-        name, probability = next(iter(dropouts.items()))
-        what = f"{len(dropouts)} dropout modules are active ({name}: {probability})"
-    else:
-        what = f"{model.name} draws random numbers in train mode (dropout, jitter or sampling)"
-    return f"{what}; what they draw depends on how the batch is cut into chunks"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

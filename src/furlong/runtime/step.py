@@ -48,7 +48,7 @@ from furlong.runtime.distributed.consensus import (
 from furlong.runtime.executor import Executor
 from furlong.runtime.head import Head, LossHead
 from furlong.runtime.profile import Measuring
-from furlong.runtime.session import Session, drawn, untrainable
+from furlong.runtime.session import Session, untrainable
 from furlong.timeline import Timeline
 
 
@@ -292,8 +292,6 @@ def take_step(
     if num_labels is None:
         num_labels = executor.num_labels
     assert num_labels == executor.num_labels, "the plan met other labels than the batch has"
-    if trains and executor.has_drawn:
-        session.note(drawn(model))
     losses = tuple(losses.cpu() for losses in executor.token_losses)
     return StepResult(
         loss_sum / facts.divisor, loss_sum, num_labels, timeline, losses, plan,

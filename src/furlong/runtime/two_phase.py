@@ -207,7 +207,7 @@ class TwoSteps:
 
         together(ranks, begin, self._place)
         self._is_over = True
-        session.ready(notes=False)  # the engine may have been closed in between
+        session.ready()  # the engine may have been closed in between
         like = next((own for own in cotangents if own is not None), self._like)
         lens = [self._batch.seq_lens[i] for i in self._own]
         whole = [
@@ -385,12 +385,10 @@ def token_values(
     function: TokenFunction | None,
     gradients: Gradients = "returned",
     *,
-    notes: bool = True,
     share_prompts: bool = True,
     watch: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
-    """See `Engine.token_values`, and without a function `Engine.hidden_states`. `notes`: warn of
-    what of the model does not run."""
+    """See `Engine.token_values`, and without a function `Engine.hidden_states`."""
 
     def read() -> list[ShiftedSequence]:
         if function is not None:
@@ -420,7 +418,7 @@ def token_values(
     session.state.num_calls += 1
     autocast = Autocast.captured(session.autocast_kind)
     with session.alone(takes_autocast=session.ranks is None):
-        session.ready(notes=notes)
+        session.ready()
         trains = any(parameter.requires_grad for parameter in session.model.model.parameters())
         if session.ranks is not None:
             trains = _any_trains(session.ranks, trains)
