@@ -121,7 +121,7 @@ MUTANTS = {
     ),
     # several processes
     "gradients of tied embeddings are not added up": Mutant(
-        "dist.all_reduce(own.to_local() if isinstance(own, DTensor) else own, group=self.group)",
+        "dist.all_reduce(own.to_local() if isinstance(own, DTensor) else own, group=group)",
         "pass",
         "distributed/test_pipeline_engine.py::test_both_copies_of_a_tied_weight_take_the_update_of_one_process",
     ),

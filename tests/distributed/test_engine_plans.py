@@ -74,7 +74,7 @@ def check(asked: list[Asked], sizes: tuple[int, int, int]) -> None:
             assert abs(first / loss - 1) <= BOUND and abs(second / loss - 1) <= BOUND, each
             grads |= {name: grad for name, grad in own_grads.items() if grad.any()}
             if sizes[1] * sizes[2] > 1:
-                assert "other sequences or options on process" in said
+                assert "sequences and options of replica 0" in said
         if each.backward:
             assert worst_relative_error(grads, truth) <= BOUND, each
         else:

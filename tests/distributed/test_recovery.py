@@ -112,7 +112,7 @@ def check(cases: tuple[Case, Case], faults: Sequence[Fault], sizes: tuple[int, i
                 told = f"out of memory on process {fault.rank} (MemoryError: no room)"
                 assert said == f"{NoMemoryElsewhereError.__name__}: {told}", (fault, said)
             else:
-                told = f"an error on process {fault.rank}, which ended the step ({kind}: no room)"
+                told = f"an error on process {fault.rank} ({kind}: no room)"
                 assert said == f"ElsewhereError: {told}", (fault, said)
             assert abs(own_loss / loss - 1) <= BOUND
             grads |= own_grads

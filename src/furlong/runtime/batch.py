@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.errors import ConfigError, DataError
+from furlong.models.decoder import HFDecoder
 from furlong.ops.loss import IGNORE_INDEX, labelled_rows
 from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute, Slice
 from furlong.plan.rows import ChunkRows
@@ -334,18 +335,11 @@ def check_compute_dtype(dtype: object) -> None:
         )
 
 
-def check_ranges(
-    sequences: Sequence[ShiftedSequence],
-    *,
-    num_input_ids: int,
-    vocab_size: int,
-    longest_tokens: int | None,
-) -> None:
-    """Raise DataError for ids without an embedding, labels without a logit, too long sequences.
-
-    num_input_ids: ids 0 to this less one have an embedding; vocab_size: the same of labels;
-    longest_tokens: of a sequence, None without a bound.
-    """
+def check_ranges(sequences: Sequence[ShiftedSequence], model: HFDecoder) -> None:
+    """Raise DataError for ids without an embedding, labels without a logit, too long sequences."""
+    num_input_ids, vocab_size, longest_tokens = (
+        model.num_input_ids, model.vocab_size, model.longest_tokens,
+    )  # fmt: skip
     for index, sequence in enumerate(sequences):
         num_tokens = len(sequence.input_ids)
         if not num_tokens:  # another rank has it

@@ -272,7 +272,7 @@ class Session:
                 refuse_trained(model, hooks=returned is None)
             if plan is not None and trains and returned is None:
                 if self.state.pipeline is not None:
-                    stack.enter_context(self.state.pipeline.tied.adding_up(self.model))
+                    stack.enter_context(self.state.pipeline.adding_up(self.model))
                 stack.enter_context(added_gradients(model, keeps_zeros=plan.sampled))
             regathers = plan is not None and plan.regathers
             stack.enter_context(self._weights(regathers=regathers, returned=returned))
@@ -357,8 +357,9 @@ class Session:
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
         """This process's parameters that another stage has, too, and counts."""
-        pipeline = self.state.pipeline
-        return pipeline.tied.counted_elsewhere(self.model) if pipeline else []
+        pipeline, weight = self.state.pipeline, self.model.tied_weight
+        is_second = pipeline is not None and pipeline.is_second
+        return [weight] if is_second and weight is not None else []
 
     @property
     def _is_sharded(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -36,13 +37,12 @@ from furlong.runtime.batch import (
 )
 from furlong.runtime.distributed.comms import require_layout, stages_of
 from furlong.runtime.distributed.consensus import (
-    Facts,
     Planned,
-    agreed,
-    checksums,
+    checksum_of,
     gathered,
     joined,
     planned,
+    require_same,
     together,
 )
 from furlong.runtime.executor import Executor
@@ -261,10 +261,9 @@ def take_step(
     """Take the step of a plan and its batch; where one process cannot, none does. `head`: makes
     what takes final hidden states. The other arguments are those of `Engine.run`."""
     model = session.model
-    own = together(session.ranks, lambda: _facts(session, plan, batch, num_valid_tokens))
-    facts = agreed(session.ranks, plan, own)
+    divisor, any_trains = _agreed(session, plan, batch, num_valid_tokens)
     num_labels, trains = batch.num_labels, bool(plan.trained)
-    if trains and not facts.trains:
+    if trains and not any_trains:
         raise untrainable(model)
     if trains and session.ranks is not None and session.ranks.pp > 1:
         session.state.trained_layers = layers_of(plan, session.rank)
@@ -279,8 +278,8 @@ def take_step(
             stack.enter_context(session.computing(plan))
             return Executor(
                 model, plan, batch,
-                num_valid_tokens=facts.divisor,
-                num_labels=facts.divisor if num_labels is None else num_labels,
+                num_valid_tokens=divisor,
+                num_labels=divisor if num_labels is None else num_labels,
                 backend=session.state.backend, pools=pools, comms=comms, rank=session.rank,
                 process=session.process, exchange=session.exchange,
                 head=head(model, plan, batch), **measuring,
@@ -294,7 +293,7 @@ def take_step(
     assert num_labels == executor.num_labels, "the plan met other labels than the batch has"
     losses = tuple(losses.cpu() for losses in executor.token_losses)
     return StepResult(
-        loss_sum / facts.divisor, loss_sum, num_labels, timeline, losses, plan,
+        loss_sum / divisor, loss_sum, num_labels, timeline, losses, plan,
         cpu_bytes=pools.peak_bytes("cpu"), disk_bytes=pools.peak_bytes("disk"),
         has_drawn=executor.has_drawn,
     )  # fmt: skip
@@ -327,21 +326,43 @@ def _take_pinned(session: Session, plan: ChunkPlan) -> None:
     pools.reserved[kind] = most
 
 
-def _facts(session: Session, plan: ChunkPlan, batch: Batch, num_valid_tokens: int | None) -> Facts:
-    """The facts of this process about a step. Raises an error for one that it cannot take."""
-    model = session.model
-    divisor = divisor_of(num_valid_tokens, batch.num_labels)
-    check_ranges(
-        batch.sequences, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
-        longest_tokens=model.longest_tokens,
-    )  # fmt: skip
-    num_frozen = model.num_layers  # the executor compares where the model is whole
-    if session.state.pipeline is not None:
-        _require_stage(session, plan)
-        num_frozen = model.num_frozen_layers if plan.frozen_stages else num_frozen
-    trains = any(parameter.requires_grad for parameter in model.model.parameters())
-    sums = checksums(session.ranks, model, batch.sequences)
-    return Facts(divisor, num_frozen, trains, sums)
+def _agreed(
+    session: Session, plan: ChunkPlan, batch: Batch, num_valid_tokens: int | None
+) -> tuple[int, bool]:
+    """The divisor of a step, and whether any process trains a parameter.
+
+    Raises an error, on all, for a step that one process cannot take; ConfigError unless all have
+    the same plan, divisor, sequences and, in a stage, trained parameters; PlanError where the plan
+    has no backward in layers that one of them trains.
+    """
+    model, ranks = session.model, session.ranks
+
+    def find() -> tuple[int, int, bool]:
+        divisor = divisor_of(num_valid_tokens, batch.num_labels)
+        check_ranges(batch.sequences, model)
+        num_frozen = model.num_layers  # the executor compares where the model is whole
+        if session.state.pipeline is not None:
+            _require_stage(session, plan)
+            num_frozen = model.num_frozen_layers if plan.frozen_stages else num_frozen
+        return divisor, num_frozen, any(p.requires_grad for p in model.model.parameters())
+
+    divisor, num_frozen, trains = together(ranks, find)
+    if ranks is None:
+        return divisor, trains
+    names = [name for name, p in model.base.named_parameters() if p.requires_grad]
+    facts: dict[str, object] = {"the plan's checksum": plan.checksum, "the divisor": divisor}
+    facts[f"checksum of trained parameters of stage {ranks.stage}"] = crc32(repr(names).encode())
+    for seq_id, sequence in enumerate(batch.sequences):
+        if len(sequence.input_ids):
+            facts[f"checksum of sequence {seq_id}"] = checksum_of(sequence)
+    rows = require_same(ranks, facts, (num_frozen, trains))
+    num_frozen, process = min((own, process) for process, (own, _) in enumerate(rows))
+    if sum(plan.stages[: plan.frozen_stages]) > num_frozen:
+        raise PlanError(
+            f"the plan has no backward in its first {plan.frozen_stages} stages, where process "
+            f"{process} trains parameters, or below: plan again"
+        )
+    return divisor, any(trains for _, trains in rows)
 
 
 def _require_stage(session: Session, plan: ChunkPlan) -> None:

@@ -441,10 +441,7 @@ def _planned_alone(
 ) -> tuple[Batch, ChunkPlan]:  # fmt: skip
     """The batch and the plan of a call on one device. `differs`: a backward is to come."""
     model = session.model
-    check_ranges(
-        sequences, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
-        longest_tokens=model.longest_tokens,
-    )  # fmt: skip
+    check_ranges(sequences, model)
     shares = share_prompts and may_share(session)
     batch = join_prompts(sequences, options.size) if shares else batch_of(sequences)
     lens = [len(tree.input_ids) for tree in batch.planned]

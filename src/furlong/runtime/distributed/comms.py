@@ -13,7 +13,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -50,10 +50,11 @@ from furlong.runtime.distributed.p2p import Links, Neighbour, Parcel, open_links
 
 
 @dataclass(frozen=True)
-class TiedWeight:
-    """This process's copy of a weight that two stages hold, if it has one."""
+class Pipeline:
+    """The links of one process, and its copy of a weight that two stages hold, if it has one."""
 
-    group: dist.ProcessGroup | None
+    links: Links
+    tied_group: dist.ProcessGroup | None = None
     """The first and the last stage of this pipeline; None for a process without a copy."""
     is_second: bool = False
     """Whether the copy is the last stage's."""
@@ -62,50 +63,37 @@ class TiedWeight:
     def adding_up(self, model: HFDecoder) -> Iterator[None]:
         """Within it runs a step, of which the gradients of both copies are then added up; what
         there was before it is a sum of both already. An error forgets those of the step."""
-        weight = model.tied_weight
-        if self.group is None or weight is None or not weight.requires_grad:
+        group, weight = self.tied_group, model.tied_weight
+        if group is None or weight is None or not weight.requires_grad:
             yield
             return
         before, weight.grad = weight.grad, None
         try:
             yield
             own = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            dist.all_reduce(own.to_local() if isinstance(own, DTensor) else own, group=self.group)
+            dist.all_reduce(own.to_local() if isinstance(own, DTensor) else own, group=group)
         except BaseException:
             weight.grad = before
             raise
         weight.grad = own if before is None else before.add_(own)
 
-    def counted_elsewhere(self, model: HFDecoder) -> list[nn.Parameter]:
-        """This process's parameters that the first stage counts in the norm of all gradients."""
-        weight = model.tied_weight
-        return [weight] if self.is_second and weight is not None else []
-
-
-@dataclass
-class Pipeline:
-    """The links and the tied weight of one process."""
-
-    links: Links
-    tied: TiedWeight
-
     def close(self) -> None:
         """End its threads and its groups, on all processes."""
         self.links.close()
-        if self.tied.group is not None:
-            dist.destroy_process_group(self.tied.group)
+        if self.tied_group is not None:
+            dist.destroy_process_group(self.tied_group)
 
 
 def open_pipeline(ranks: Ranks, model: HFDecoder) -> Pipeline:
     """The pipeline of this process. Collective over the world: every process makes all groups."""
     by_stage = ranks.mesh.mesh.reshape(ranks.pp, -1).T.tolist()
-    links, tied = open_links(by_stage, model.device), TiedWeight(None)
+    pipeline = Pipeline(open_links(by_stage, model.device))
     for first, *_, last in by_stage if model.config.tie_word_embeddings else ():
         text = f"tied embeddings of processes {first}, {last}"
         group = dist.new_group([first, last], group_desc=text)
         if dist.get_rank() in (first, last):
-            tied = TiedWeight(group, is_second=dist.get_rank() == last)
-    return Pipeline(links, tied)
+            pipeline = replace(pipeline, tied_group=group, is_second=dist.get_rank() == last)
+    return pipeline
 
 
 def stage_heights(ranks: Ranks, model: HFDecoder) -> tuple[int, ...]:

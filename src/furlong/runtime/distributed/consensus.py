@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite
 from typing import Any, TypeVar
@@ -31,12 +31,9 @@ from torch.distributed.tensor import DTensor
 
 from furlong.errors import (
     ConfigError,
-    DataError,
     ElsewhereError,
-    FurlongError,
     LinkError,
     NoMemoryElsewhereError,
-    PlanError,
     in_four_parts,
 )
 from furlong.models.decoder import HFDecoder
@@ -121,10 +118,9 @@ def failure_of(
     dist.all_gather_object(texts, own[1], group=group)
     memory = all(codes[at] == _NO_MEMORY for at in failed)
     names = ", ".join(str(dist.get_global_rank(group, at)) for at in failed)
-    who = f"process{'es' * (len(failed) > 1)} {names}"
-    what = f"out of memory on {who}" if memory else f"an error on {who}, which ended the step"
     kind = NoMemoryElsewhereError if memory else ElsewhereError
-    return kind(f"{what} ({texts[failed[0]]})")
+    what = "out of memory" if memory else "an error"
+    return kind(f"{what} on process {names} ({texts[failed[0]]})")
 
 
 def _elsewhere(places: Sequence[str], group: dist.ProcessGroup) -> ConfigError:
@@ -132,11 +128,9 @@ def _elsewhere(places: Sequence[str], group: dist.ProcessGroup) -> ConfigError:
     numbers: dict[str, list[str]] = {}
     for at, place in enumerate(places):
         numbers.setdefault(place, []).append(str(dist.get_global_rank(group, at)))
+    met = "; ".join(f"processes {', '.join(own)} in {place}" for place, own in numbers.items())
     return ConfigError(
-        given="; ".join(
-            f"process{'es' * (len(own) > 1)} {', '.join(own)} in {place}"
-            for place, own in numbers.items()
-        ),
+        given=met,
         required="the same calls and backwards on all processes, in the same order",
         source="the code that calls furlong, on each process",
         change="where one process makes no loss, or its loss raises an error, end it or skip the "
@@ -166,105 +160,34 @@ def cannot_go_on(error: BaseException, number: int, meanwhile: str) -> ConfigErr
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A key under which two processes have other values."""
-
-    key: str
-    first: int
-    process: int
-    values: tuple[int, int]
-
-
-def compared(
-    ranks: Ranks, own: Mapping[str, int], numbers: Sequence[int] = ()
-) -> tuple[Difference | None, list[Sequence[int]]]:
-    """The first difference, None where all processes that have a key have the same value there; and
-    the `numbers` of each process. A collective over all."""
-    found = [(own, numbers)] * ranks.num_processes
-    dist.all_gather_object(found, (own, numbers), group=ranks.group)
-    rows, firsts = [of_process for _, of_process in found], dict[str, tuple[int, int]]()
-    for process, (values, _) in enumerate(found):
-        for key, value in values.items():
+def require_same(ranks: Ranks, facts: Mapping[str, object], brought: _T) -> list[_T]:
+    """What each process has `brought`. Raises ConfigError, on all, unless those that have a key of
+    `facts` have the same value there. A collective over all."""
+    found = [(facts, brought)] * ranks.num_processes
+    dist.all_gather_object(found, (facts, brought), group=ranks.group)
+    firsts: dict[str, tuple[int, object]] = {}
+    for process, (own, _) in enumerate(found):
+        for key, value in own.items():
             first, before = firsts.setdefault(key, (process, value))
             if value != before:
-                return Difference(key, first, process, (before, value)), rows
-    return None, rows
+                raise ConfigError(
+                    given=f"{key}: {value!s:.60} on process {process}, {before!s:.60} on process "
+                    f"{first}",
+                    required="the same on all processes",
+                    source="the model, plan, sequences and options that each process has passed",
+                    change="load one checkpoint, draw weights and data with one seed, and deal "
+                    f"sequences to the {ranks.dp} replicas (Ranks.replica), not to processes",
+                )
+    return [of_process for _, of_process in found]
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """A step as one process knows it."""
-
-    divisor: int
-    num_frozen_layers: int
-    """First layers in which, and below which, it trains nothing."""
-    trains: bool
-    """Whether it has a parameter that is trained."""
-    checksums: Mapping[str, int] = field(default_factory=dict)
-    """See `checksums`."""
-
-
-def checksums(
-    ranks: Ranks | None, model: HFDecoder, sequences: Sequence[ShiftedSequence]
-) -> dict[str, int]:
-    """Checksums of the names of trained parameters, which a stage has in common, and of each
-    sequence that is here, with its labels and extras."""
-    if ranks is None:
-        return {}
-    names = "\n".join(name for name, p in model.base.named_parameters() if p.requires_grad)
-    found = {f"trained parameters of stage {ranks.stage}": zlib.crc32(names.encode())}
-    for seq_id, sequence in enumerate(sequences):
-        if len(sequence.input_ids):
-            found[f"sequence {seq_id}"] = _checksum(sequence)
-    return found
-
-
-def agreed(ranks: Ranks | None, plan: ChunkPlan, own: Facts) -> Facts:
-    """The facts of all processes about the step of a plan.
-
-    Raises PlanError, on all, unless all have the same plan and the same divisor, and where the plan
-    has no backward in layers that one of them trains; ConfigError or DataError where they train
-    other parameters or have other sequences.
-    """
-    if ranks is None:
-        return own
-    numbers = own.num_frozen_layers, int(own.trains)
-    common = {"plan": plan.checksum, "divisor": own.divisor, **own.checksums}
-    difference, rows = compared(ranks, common, numbers)
-    if difference is not None:
-        raise _other_step(difference)
-    frozen_layers = [num_frozen for num_frozen, _ in rows]
-    least = min(frozen_layers)
-    if sum(plan.stages[: plan.frozen_stages]) > least:
-        raise PlanError(
-            f"the plan has no backward in its first {plan.frozen_stages} stages, where process "
-            f"{frozen_layers.index(least)} trains parameters, or below: plan again"
-        )
-    return replace(own, num_frozen_layers=least, trains=any(trains for _, trains in rows))
-
-
-def _other_step(of: Difference) -> FurlongError:
-    on = f"on process {of.process} than on process {of.first}"
-    if of.key in ("plan", "divisor"):
-        first, other = of.values
-        shown = f": {other}, not {first}" if of.key == "divisor" else ""
-        return PlanError(
-            f"process {of.process} has another {of.key} than process {of.first}{shown}"
-        )
-    if of.key.startswith("sequence"):
-        return DataError(
-            given=f"{of.key} with other tokens or labels {on}",
-            required="the same sequence wherever a process has it: each reads a part",
-            source="the sequences passed to Engine.run",
-            change="draw and shuffle the data with one seed on all processes",
-        )
-    return ConfigError(
-        given=f"other trained parameters {on}",
-        required="the same requires_grad on all processes that share a stage's weights",
-        source="the model that was passed to furlong.Engine on each process",
-        change="freeze the same parameters on all",
-    )
+def checksum_of(sequence: ShiftedSequence, checksum: int = 0) -> int:
+    """A checksum of a sequence with its labels and extras, that goes on from another one."""
+    names = sorted(sequence.extras)
+    for x in (sequence.input_ids, sequence.labels, *(sequence.extras[name] for name in names)):
+        own: Any = x.detach().cpu().contiguous()  # numpy knows no bfloat16
+        checksum = zlib.crc32(own.view(torch.uint8).numpy(), checksum)
+    return zlib.crc32(repr(names).encode(), checksum)
 
 
 _NO_MATTER = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
@@ -277,31 +200,13 @@ def require_equal(model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | N
     dtype, and those of a stage have the same weights. Collective over them, on weights that are not
     divided yet."""
     dtypes = (p.dtype for p in model.base.parameters() if p.is_floating_point())
-    common = {
-        **{key: value for key, value in model.config.to_dict().items() if key not in _NO_MATTER},
-        "class": model.name, "dtype of its passes": compute_dtype or next(dtypes),
-    }  # fmt: skip
-    texts = {key: json.dumps(value, default=str, sort_keys=True) for key, value in common.items()}
-    weights = {name: _form(p) for name, p in model.base.named_parameters()}
-    own = {"config": texts, f"stage {ranks.stage}": weights}
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _NO_MATTER}
+    facts = {key: json.dumps(value, default=str, sort_keys=True) for key, value in config.items()}
+    facts |= {"class": model.name, "dtype of its passes": str(compute_dtype or next(dtypes))}
+    facts |= {f"stage {ranks.stage}, {n}": _form(p) for n, p in model.base.named_parameters()}
     if model.tied_weight is not None and ranks.stage in (0, ranks.pp - 1):
-        own["tied"] = {"the tied embeddings": _form(model.tied_weight)}
-    sums = {key: zlib.crc32(repr(sorted(own[key].items())).encode()) for key in own}
-    of, _ = compared(ranks, sums)
-    if of is None:
-        return
-    of_all: list[Mapping[str, str]] = [{}] * ranks.num_processes
-    dist.all_gather_object(of_all, own.get(of.key, {}), group=ranks.group)
-    one, other = of_all[of.first], of_all[of.process]
-    name = next(n for n in {**one, **other} if one.get(n) != other.get(n))
-    shown = [f"{of_process.get(name, 'none'):.60}" for of_process in (other, one)]
-    raise ConfigError(
-        given=f"{name}: {shown[0]} on process {of.process}, {shown[1]} on process {of.first}",
-        required="one model, with the same weights, on all processes that share it",
-        source="the model that was passed to furlong.Engine on each process",
-        change="load the same checkpoint on all, or call torch.manual_seed with one seed on all "
-        "right before the model is made",
-    )
+        facts["the tied embeddings"] = _form(model.tied_weight)
+    require_same(ranks, facts, None)
 
 
 def _form(weight: Tensor) -> str:
@@ -349,14 +254,6 @@ def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
             )
 
 
-def _checksum(sequence: ShiftedSequence, checksum: int = 0) -> int:
-    names = sorted(sequence.extras)
-    for x in (sequence.input_ids, sequence.labels, *(sequence.extras[name] for name in names)):
-        own: Any = x.detach().cpu().contiguous()  # numpy knows no bfloat16
-        checksum = zlib.crc32(own.view(torch.uint8).numpy(), checksum)
-    return zlib.crc32(repr(names).encode(), checksum)
-
-
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A plan, and the facts about its sequences that others need."""
@@ -375,7 +272,7 @@ def planned(plan: ChunkPlan, batch: Batch, ranks: Ranks | None) -> Planned:
     if ranks is not None:
         checksum = plan.checksum
         for sequence in batch.sequences:
-            checksum = _checksum(sequence, checksum)
+            checksum = checksum_of(sequence, checksum)
     return Planned(plan, labelled, batch.num_labels or 0, checksum)
 
 
@@ -387,13 +284,8 @@ def joined(ranks: Ranks, own: Planned) -> tuple[Planned, range]:
     ConfigError where another one has other sequences.
     """
     is_first = not ranks.stage and not ranks.process
-    found: list[tuple[int, Planned | None]] = [(0, None)] * ranks.num_processes
-    dist.all_gather_object(found, (own.checksum, own if is_first else None), group=ranks.group)
-    each = [one for _, one in found if one is not None]
-    for process, (checksum, _) in enumerate(found):
-        replica = ranks.replica_of(process)
-        if checksum != each[replica].checksum:
-            raise _others(ranks, process, replica)
+    facts = {f"sequences and options of replica {ranks.replica}": own.checksum}
+    each = [one for one in require_same(ranks, facts, own if is_first else None) if one]
     stops = list(accumulate(len(p.plan.seq_lens) for p in each))
     ids = [range(stop - len(p.plan.seq_lens), stop) for p, stop in zip(each, stops, strict=True)]
     seq_lens = [seq_len for p in each for seq_len in p.plan.seq_lens]
@@ -404,13 +296,3 @@ def joined(ranks: Ranks, own: Planned) -> tuple[Planned, range]:
     }
     num_labels = sum(p.num_labels for p in each)
     return Planned(plan, frozenset(labelled), num_labels), ids[ranks.replica]
-
-
-def _others(ranks: Ranks, process: int, replica: int) -> ConfigError:
-    return ConfigError(
-        given=f"other sequences or options on process {process} than on process "
-        f"{replica * ranks.sp}, both of replica {replica}",
-        required="the same sequences on all processes of a replica: its stages and its pools",
-        source="the sequences and options of the call, on each process",
-        change=f"deal sequences to the {ranks.dp} replicas (Ranks.replica), not to processes",
-    )
