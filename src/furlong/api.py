@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from furlong.errors import ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.loss import label_losses
@@ -24,7 +25,6 @@ from furlong.runtime.batch import (
     Batch,
     ShiftedSequence,
     batch_of,
-    check_compute_dtype,
     join_prompts,
     refused_data,
     require_seq_lens,
@@ -93,7 +93,14 @@ class Engine:
         is checked against its own forward on first use, and again when its modules, its config,
         its dtype or its device have changed.
         """
-        check_compute_dtype(compute_dtype)
+        is_float = isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
+        if compute_dtype is not None and not is_float:
+            raise ConfigError(
+                given=f"compute_dtype {compute_dtype!r:.60}",
+                required="a floating-point dtype of torch, or None",
+                source="the arguments of furlong.Engine or forward_backward",
+                change="pass compute_dtype=torch.bfloat16, or leave it out",
+            )
         self.compute_dtype = compute_dtype
         self.max_seq_len = None if max_seq_len is None else whole_number(max_seq_len, "max_seq_len")
         self._session = Session(

@@ -35,7 +35,7 @@ from furlong.runtime.batch import (
     ShiftedSequence,
     count_valid_tokens,
     read_padded,
-    unreadable,
+    refused_data,
 )
 from furlong.runtime.distributed.fsdp import reshard
 from furlong.values import (
@@ -69,7 +69,7 @@ def unpad(
     )
     if unknown or not is_shaped:
         found = ", ".join(unknown or sorted(batch))
-        raise unreadable(
+        raise refused_data(
             f"a batch with {found}", "input_ids and labels of shape (B, T), int64",
             "use a collator of causal language modelling, such as TRL's",
         )  # fmt: skip

@@ -242,62 +242,48 @@ def shift_labels(
 
     `extras`: names of which a sequence must have one that has extras at all; None: any. Without
     `needs_labels`, and beside weights, the ids are the labels that are left out. Raises DataError
-    for what is no list of sequences, for a sequence that is empty, has other keys, or is not made
-    of two equally long int64 vectors; for extras of other lengths, that require a gradient or that
-    not all sequences have.
+    for what is no such list, for other keys, for tensors of other dtypes or lengths, and for extras
+    that require a gradient or that not all sequences have.
     """
     if not isinstance(sequences, Iterable) or isinstance(sequences, Mapping | Tensor | str):
         raise refused_data(f"sequences of type {type(sequences).__name__}", "a list of sequences")
-    shifted = [
-        sequence
-        if isinstance(sequence, ShiftedSequence)
-        else _shift(sequence, index, extras, needs_labels)
-        for index, sequence in enumerate(sequences)
-    ]
-    for index, sequence in enumerate(shifted):
-        _require_extras(index, sequence.extras, len(sequence.input_ids), shifted[0].extras)
+    shifted: list[ShiftedSequence] = []
+    for index, given in enumerate(sequences):
+        if isinstance(given, ShiftedSequence):
+            shifted.append(given)
+        else:
+            shifted.append(_shift(given, f"sequence {index}", extras, needs_labels))
+        _require_extras(f"sequence {index}", shifted[-1], shifted[0].extras)
     return shifted
 
 
 def _shift(
-    sequence: object, index: int, extras: Collection[str] | None, needs_labels: bool
+    sequence: object, name: str, extras: Collection[str] | None, needs_labels: bool
 ) -> ShiftedSequence:
     if not isinstance(sequence, Mapping):
-        raise refused_data(
-            f"sequence {index} of type {type(sequence).__name__}", "a dict of input_ids and labels"
-        )
-    if "input_ids" not in sequence:
-        found = ", ".join(map(str, sequence)) or "nothing"
-        raise refused_data(
-            f"sequence {index} without input_ids, with {found}", "a dict of input_ids and labels"
-        )
+        kind = type(sequence).__name__
+        raise refused_data(f"{name} of type {kind}", "a dict of input_ids and labels")
     own = {key: x for key, x in sequence.items() if key not in ("input_ids", "labels")}
     if own and extras is not None and own.keys().isdisjoint(extras):
-        unknown = sorted(map(str, own))
         raise refused_data(
-            f"sequence {index} with {', '.join(unknown)}",
+            f"{name} with {', '.join(sorted(map(str, own)))}",
             "input_ids and labels alone: padding, packing and positions are furlong's own",
             "leave padding tokens and other keys out; give tokens without a loss the label -100",
         )
     input_ids, labels = sequence.get("input_ids"), sequence.get("labels")
     if labels is None and (not needs_labels or WEIGHTS in own):
         labels = input_ids
-    if (
-        not _is_token_vector(input_ids)
-        or not _is_token_vector(labels)
-        or input_ids.shape != labels.shape
-        or len(input_ids) == 0
-    ):
-        both = _is_token_vector(input_ids) and _is_token_vector(labels) and len(input_ids)
+    if not _is_token_vector(input_ids) or not _is_token_vector(labels) or not len(input_ids):
         raise refused_data(
-            f"sequence {index} with input_ids {_describe(input_ids)}, labels {_describe(labels)}",
-            "input_ids and labels as int64 tensors of one shape (T,), T at least 1",
-            *(("give each token a label, -100 where it has none",) if both else ()),
+            f"{name} with input_ids {_shown(input_ids)}, labels {_shown(labels)}",
+            "input_ids and labels as dense int64 tensors of one shape (T,), T at least 1",
         )
-    for name, tensor in (("input_ids", input_ids), ("labels", labels)):
-        if tensor.layout != torch.strided or tensor.is_meta:
-            where = "on meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
-            raise refused_data(f"sequence {index} with {name} {where}", "dense tensors with values")
+    if input_ids.shape != labels.shape:
+        raise refused_data(
+            f"{name} with {len(input_ids)} input_ids and {len(labels)} labels",
+            "a label for each token",
+            "give tokens without a loss the label -100",
+        )
     last = torch.full((1,), IGNORE_INDEX, device="cpu")
     return ShiftedSequence(input_ids, torch.cat([labels[1:].cpu(), last]), extras=own)
 
@@ -312,27 +298,13 @@ def whole_number(value: object, name: str) -> int:
     except (TypeError, ValueError):
         number = -1
     if not 0 < number < 2**63:
-        short = isinstance(value, float | str) or (isinstance(value, int) and number < 2**63)
-        shown = f"{value!r:.60}" if short else _describe(value)
         raise ConfigError(
-            given=f"{name} {shown}",
+            given=f"{name} {str(value)[:60]}",
             required="a whole number above 0 (None: the default)",
             source="the arguments of furlong.Engine or forward_backward",
             change=f"pass {name} as an int",
         )
     return number
-
-
-def check_compute_dtype(dtype: object) -> None:
-    """Raise ConfigError for what is no floating-point dtype of at least 16 bits."""
-    wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
-    if dtype is not None and not wide:
-        raise ConfigError(
-            given=f"compute_dtype {dtype!r:.60}",
-            required="torch.bfloat16, torch.float16, torch.float32, torch.float64 or None",
-            source="the arguments of furlong.Engine or forward_backward",
-            change="pass compute_dtype=torch.bfloat16, or leave it out",
-        )
 
 
 def check_ranges(sequences: Sequence[ShiftedSequence], model: HFDecoder) -> None:
@@ -388,14 +360,16 @@ def count_valid_tokens(sequences: Sequence[ShiftedSequence]) -> int:
     return sum(int((sequence.labels != IGNORE_INDEX).sum()) for sequence in sequences)
 
 
-def _is_token_vector(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim == 1
+def _is_token_vector(x: Any) -> TypeGuard[Tensor]:
+    is_dense = isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta
+    return is_dense and x.dtype == torch.int64 and x.ndim == 1
 
 
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    return type(value).__name__
+def _shown(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return f"of type {type(x).__name__}"
+    where = "on meta" if x.is_meta else f"{x.layout}".removeprefix("torch.")
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} {where}"
 
 
 def refused_data(
@@ -490,49 +464,43 @@ def _num_equal(one: _Ids, other: _Ids) -> int:
     return int(differ.argmax()) if differ.any() else num_tokens
 
 
-# What tokenizers and collators make, and would be read by nobody.
-_NO_EXTRAS = {"attention_mask", "position_ids", "token_type_ids"}
-
-
-def _require_extras(
-    index: int, extras: Mapping[str, object], num_tokens: int, first: Mapping[str, Any]
-) -> None:
+def _require_extras(name: str, sequence: ShiftedSequence, first: Mapping[str, Any]) -> None:
     """`first`: the extras of sequence 0, which have been checked."""
+    extras, num_tokens = sequence.extras, len(sequence.input_ids)
     if extras.keys() != first.keys():
         odd = ", ".join(sorted(map(str, extras.keys() ^ first.keys())))
         raise refused_data(
-            f"sequence {index}, which has not the same extras as sequence 0: {odd}",
+            f"{name}, which has not the same extras as sequence 0: {odd}",
             "the same names in all sequences of a call",
             "give each sequence every extra",
         )
-    for name, x in extras.items():
-        what = f"sequence {index} of {num_tokens} tokens with {name}"
-        if name in _NO_EXTRAS:
+    for key, x in extras.items():
+        what = f"{name} of {num_tokens} tokens with {key}"
+        if key in ("attention_mask", "position_ids", "token_type_ids"):  # nobody would read them
             raise refused_data(
                 what,
                 "input_ids, labels and extras of your own: padding and positions are furlong's",
                 "leave padding tokens and these keys out",
             )
-        if not isinstance(x, Tensor):
-            required, change = "a tensor (T, ...)", f"pass torch.tensor({name})"
-            raise refused_data(f"{what} {type(x).__name__}", required, change)
-        shape = (num_tokens, *(() if name == WEIGHTS else first[name].shape[1:]))
-        if x.shape != shape:
+        others = () if key == WEIGHTS else getattr(first[key], "shape", ())[1:]
+        shape = (num_tokens, *others)
+        if not isinstance(x, Tensor) or x.shape != shape:
             raise refused_data(
-                f"{what} {tuple(x.shape)}",
-                f"{shape}: entry t is about token t, of one shape in all sequences",
-                f"pad {name} with zeros where a token has none",
+                f"{what} {_shown(x)}",
+                f"a tensor {shape}: entry t is about token t, of one shape in all sequences",
+                f"pad {key} with zeros where a token has none",
             )
         if x.requires_grad:
             raise refused_data(
                 f"{what}, which requires a gradient",
                 "extras without one: the backward goes to the model's parameters alone",
-                f"pass {name}.detach(), and make what needs its gradient of the values",
+                f"pass {key}.detach(), and make what needs its gradient of the values",
             )
 
 
 # What collators add for kernels that we do not call: all of it follows from position_ids.
 IMPLIED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+_PADDED = "pad or pack as TRL does"
 _CARRIES_PADDING = {"recurrent_gemma"}
 """Model types whose recurrent layers in transformers go over padding, though a mask names it."""
 
@@ -557,7 +525,7 @@ def read_padded(
     predicts.
     """
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or not input_ids.numel():
-        raise unreadable(f"input_ids {_shown(input_ids)}", "token ids of shape (B, T)")
+        raise refused_data(f"input_ids {_shown(input_ids)}", "token ids of shape (B, T)", _PADDED)
     positions = _positions(input_ids, position_ids)
     bounds = _bounds(input_ids, attention_mask)
     predicted = torch.full(input_ids.shape, IGNORE_INDEX, device="cpu")  # by each token: the next
@@ -571,7 +539,7 @@ def read_padded(
         breaks = (own.diff() != 1).nonzero().flatten() + 1
         beside = "an attention_mask" if attention_mask is not None else "a cache" * has_cache
         if len(breaks) and beside:
-            raise unreadable(
+            raise refused_data(
                 f"position_ids that jump within row {index}, beside {beside}",
                 "positions that go on by 1: there transformers takes a row for one sequence",
                 "leave the attention_mask out of packed rows, and pass use_cache=False",
@@ -581,13 +549,10 @@ def read_padded(
             sequences.append(ShiftedSequence(input_ids[index, a:b], predicted[index, a:b], first))
             cells.append(index * input_ids.shape[1] + a)
     if any(sequence.first_position < 0 for sequence in sequences):
-        raise unreadable("position_ids below 0", "positions from 0 on")
-    if (
-        model_type in _CARRIES_PADDING
-        and attention_mask is not None
-        and not bool(attention_mask[:, 0].all())
-    ):
-        raise unreadable(
+        raise refused_data("position_ids below 0", "positions from 0 on", _PADDED)
+    is_padded = attention_mask is not None and not bool(attention_mask[:, 0].all())
+    if model_type in _CARRIES_PADDING and is_padded:
+        raise refused_data(
             f"a batch of {model_type} with padding in front: its own recurrent layers carry padding"
             " on in their states",
             "padding behind",
@@ -603,7 +568,7 @@ def labels_of_padding(labels: Tensor, attention_mask: Tensor) -> int:
 
 def padding_read(what: str) -> DataError:
     """The refusal of `what` that is made of padding."""
-    return unreadable(
+    return refused_data(
         f"{what} of what tokens of padding predict",
         "a loss of real tokens alone: padding does not go through the chunks",
         "give padding, and the first token of a row that is padded in front, the label -100, or "
@@ -617,7 +582,7 @@ def _bounds(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, int]]:
     if mask is None:
         return [(0, num_columns)] * num_rows
     if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
-        raise unreadable(
+        raise refused_data(
             f"attention_mask {_shown(mask)}",
             f"shape {tuple(input_ids.shape)}: ones of tokens, zeros of padding",
             "leave it out where nothing is padded: attention is causal, and position_ids tell the"
@@ -626,12 +591,11 @@ def _bounds(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, int]]:
     bounds = []
     for index, row in enumerate(mask.detach().cpu()):
         inside = row.nonzero().flatten()
-        is_odd = not len(inside) or int(inside[-1] - inside[0]) >= len(inside)
-        if is_odd or bool((row[inside] != 1).any()):
-            what = "holes" if len(inside) else "no token"
-            raise unreadable(
-                f"an attention_mask with {what} in row {index}",
+        if not len(inside) or bool((row[inside[0] : inside[-1] + 1] != 1).any()):
+            raise refused_data(
+                f"an attention_mask with {'holes' if len(inside) else 'no token'} in row {index}",
                 "one run of ones per row, zeros before or behind it",
+                _PADDED,
             )
         bounds.append((int(inside[0]), int(inside[-1]) + 1))
     return bounds
@@ -644,20 +608,8 @@ def _positions(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
         return torch.arange(num_columns, device="cpu").expand(num_rows, -1)
     shapes = ((num_rows, num_columns), (1, num_columns))
     if not isinstance(position_ids, Tensor) or tuple(position_ids.shape) not in shapes:
-        raise unreadable(
+        raise refused_data(
             f"position_ids {_shown(position_ids)}", f"shape {shapes[0]}, or one row for all",
             "pass a position for each token, or leave them out",
         )  # fmt: skip
     return position_ids.detach().cpu().expand(num_rows, -1)
-
-
-def _shown(x: object) -> str:
-    return f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
-
-
-def unreadable(given: str, required: str, change: str = "pad or pack as TRL does") -> DataError:
-    """The refusal of a padded or packed batch."""
-    return DataError(
-        given=given, required=required, change=change,
-        source="a data collator, or the call of a model that furlong.chunked has changed",
-    )  # fmt: skip
