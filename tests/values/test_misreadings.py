@@ -38,7 +38,7 @@ def test_what_collators_make_is_no_extra(engine: furlong.Engine, name: str) -> N
 
 
 def test_weights_are_one_per_token(engine: furlong.Engine) -> None:
-    with pytest.raises(DataError, match=r"token_weights \(19, 1\)"):
+    with pytest.raises(DataError, match=r"token_weights float32 \(19, 1\)"):
         engine.forward_backward(of(labels=IDS[0], token_weights=torch.ones(19, 1)), OPTIONS)
 
 

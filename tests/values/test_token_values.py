@@ -112,22 +112,22 @@ def a(**changes: Any) -> dict[str, Tensor]:
 Bad = tuple[Any, dict[str, Any], str, str]
 BAD: dict[str, Bad] = {
     "labels of another length": (
-        [a(labels=torch.arange(5))], {}, "labels int64 (5,)", "give each token a label",
+        [a(labels=torch.arange(5))], {}, "6 input_ids and 5 labels", "the label -100",
     ),
     "labels of a batch": (
         [a(labels=torch.arange(6)[None])], {}, "labels int64 (1, 6)", "without a batch axis",
     ),
-    "no ids": ([{"ids": torch.arange(6)}], {}, "without input_ids, with ids", "one dict"),
+    "no ids": ([{"ids": torch.arange(6)}], {}, "input_ids of type NoneType", "one dict"),
     "extras of another length": (
-        [a(old=torch.zeros(5))], {}, "6 tokens with old (5,)", "pad old with zeros",
+        [a(old=torch.zeros(5))], {}, "6 tokens with old float32 (5,)", "pad old with zeros",
     ),
-    "an extra that is no tensor": ([a(old=[0.0] * 6)], {}, "old list", "torch.tensor(old)"),
+    "an extra that is no tensor": ([a(old=[0.0] * 6)], {}, "old of type list", "pad old"),
     "extras of one sequence alone": (
         [a(), a(old=torch.zeros(6))], {}, "same extras", "each sequence every extra",
     ),
     "extras of other shapes": (
         [a(best=torch.zeros(6, 2)), a(best=torch.zeros(6, 3))], {},
-        "best (6, 3) (6, 2)", "pad best with zeros",
+        "best float32 (6, 3)", "pad best with zeros",
     ),
     "an extra with a graph": (
         [a(old=torch.zeros(6, requires_grad=True))], {}, "old, which requires a gradient",
