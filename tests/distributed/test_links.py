@@ -119,16 +119,14 @@ def test_what_the_other_end_does_not_expect_does_not_leave():
     plan = plan_of(2)
     first, later = [a for a in plan.actions[0] if isinstance(a, Send)][:2]
     good = value(first, plan)
-    for action, x, why in (
-        (later, value(later, plan), "expects 'send "),
-        (first, good.float(), "was given .*torch.float32, 'cpu'"),
-        (first, good[:, :2], r"was given \(\(1, 2\)"),
-        (first, torch.cat([good, good]), r"was given \(\(2, 3\)"),
-    ):
+    for action, x in (
+        (later, value(later, plan)), (first, good.float()), (first, good[:, :2]),
+        (first, torch.cat([good, good])),
+    ):  # fmt: skip
         end = Neighbour(End(nowhere, "the link"), End(nowhere, ""))
         own = [a for a in plan.actions[0] if isinstance(a, (Send, Recv))]
         end.begin(own, plan.chunks, PARCEL)
-        with pytest.raises(PlanError, match=f"the link {why}"):
+        with pytest.raises(AssertionError, match=r"not the next message|another form"):
             end.send(action, x)
 
 
@@ -198,7 +196,7 @@ def test_a_receive_has_a_buffer_of_its_own_and_is_posted_once() -> None:
             end.post()
         assert end.recv(action) is posted[-1] and len(posted) == number
     assert [len(x) for x in posted] == [chunk.num_tokens for chunk in plan.chunks]
-    with pytest.raises(PlanError, match="expects no message any more"):
+    with pytest.raises(AssertionError, match="not the next message"):
         end.recv(received[0])
 
 

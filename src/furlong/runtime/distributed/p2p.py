@@ -139,12 +139,9 @@ class Neighbour:
 
     def send(self, action: Send, x: Tensor) -> None:
         """Begin to send; x (num_rows, D) must not change before its message has gone."""
-        text, x = _require_next(self._to_send, action, self._out), x.contiguous()
-        given, required = (tuple(x.shape), x.dtype, x.device.type), self._form(action)
-        if given != required:  # backends read its bytes as they expect
-            raise PlanError(
-                f"{self._out.name} was given {given} at '{text}', both ends expect {required}"
-            )
+        text, x = format_action(action), x.contiguous()
+        assert self._to_send and self._to_send[0] == action, f"'{text}' is not the next message"
+        assert (x.shape, x.dtype) == self._form(action), f"'{text}' is of another form"
         self.drain(_ONE_WAY_SENDS - 1 if self._is_one_way else None)
         work = self._out.guarded(text, lambda: self._out.begin(x))
         self._to_send.popleft()
@@ -155,7 +152,8 @@ class Neighbour:
 
     def recv(self, action: Recv) -> Tensor:
         """The next message (num_rows, D)."""
-        text = _require_next(self._to_recv, action, self._into)
+        text = format_action(action)
+        assert self._to_recv and self._to_recv[0] == action, f"'{text}' is not the next message"
         self.post()  # unless a pass before it has
         assert self._posted is not None
         work, x = self._posted
@@ -196,13 +194,13 @@ class Neighbour:
         if self._waiter is not None:
             self._waiter.close()
 
-    def _form(self, action: Action) -> tuple[tuple[int, int], torch.dtype, str]:
+    def _form(self, action: Action) -> tuple[tuple[int, int], torch.dtype]:
         assert isinstance(action, (Send, Recv))
         num_rows = self._parcel.num_rows(self._chunks[action.chunk])
-        return (num_rows, self._parcel.width), self._parcel.dtype, self._parcel.device.type
+        return (num_rows, self._parcel.width), self._parcel.dtype
 
     def _empty(self, action: Action) -> Tensor:
-        shape, dtype, _ = self._form(action)
+        shape, dtype = self._form(action)
         return torch.empty(shape, dtype=dtype, device=self._parcel.device)
 
 
@@ -329,15 +327,6 @@ def directions(num_stages: int) -> Iterator[tuple[int, int]]:
     for stage in range(num_stages - 1):
         yield stage, stage + 1
         yield stage + 1, stage
-
-
-def _require_next(todo: deque[Action], action: Send | Recv, end: End) -> str:
-    """The text of an action; raises PlanError unless it is what the other end expects, too."""
-    text = format_action(action)
-    if not todo or todo[0] != action:
-        expected = f"'{format_action(todo[0])}'" if todo else "no message any more"
-        raise PlanError(f"{end.name} expects {expected} at '{text}'")
-    return text
 
 
 def _has_gone(work: Future[None] | Work) -> bool:
