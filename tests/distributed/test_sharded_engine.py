@@ -207,7 +207,7 @@ SAID = {
     "no divisor": "a part of the batch's sequences, without num_valid_tokens",
     "missing": r"no sequence (0|2)\n.*at least those of list [01] of .* reads: (0, 1|2, 3, 4)",
     "short": "sequences of (5, 4|5, 9, 5) tokens",
-    "not read": r"(^OSError: the disk is gone|on process 1, .*\(OSError: the disk is gone\))",
+    "not read": r"(^OSError: the disk is gone|on process 1 \(OSError: the disk is gone\))",
     "bad on one": "(no sequences|an error on process 0)",
     "alone": "weights divided among 2 processes for a compute_dtype of None",
     "compute dtype": "weights divided among 2 processes for a compute_dtype of None",

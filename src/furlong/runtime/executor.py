@@ -39,7 +39,7 @@ from furlong.runtime.batch import Batch, BatchInputs, count_valid_tokens
 from furlong.runtime.cell import Cell, SavedGraph, chunk_pieces, open_store, rows_on
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.head import Head, LossHead
-from furlong.runtime.profile import FreedMemory, Measuring, Recorder, process_heap
+from furlong.runtime.profile import Measuring, Recorder, map_large_blocks
 from furlong.runtime.rng import RNGState, replayed
 from furlong.timeline import Timeline
 
@@ -119,8 +119,8 @@ class Executor:
         self._store = open_store(plan, pools)
         self._graphs = None if plan.offload.graphs == "none" else pools.of(plan.offload.graphs)
         self._attention = pools.of(plan.offload.attention)
-        heap = None if plan.offload == ON_DEVICE else process_heap(model.device)
-        self._freed = FreedMemory(heap, self._passes)
+        if plan.offload != ON_DEVICE:
+            map_large_blocks(model.device)
         self._num_done, self._skipped = 0, frozenset[int]()
         self._between = pools.of(plan.offload.inputs)
         self._hidden: dict[tuple[int, int], Handle] = {}
@@ -186,7 +186,6 @@ class Executor:
         if index in self._ends:  # no later action uses it
             cell = self._cells.pop(self._ends[index])
             assert cell.output is None and not cell.saved_attention, "a graph or attention is left"
-        self._freed.end(index)
 
     def abandon(self) -> None:
         """Forget everything that is alive, after an error."""
