@@ -112,29 +112,20 @@ def compute_parameters(
 
 @contextmanager
 def added_gradients(model: nn.Module, *, keeps_zeros: bool = False) -> Iterator[None]:
-    """Within it trained parameters have a `.grad`. Those that had none before have none afterwards
-    where nothing has reached them, unless `keeps_zeros`: what was not drawn has a gradient of
-    zeros, which an optimizer must see. After an error within it they all have none.
-
-    Made in the first backward, gradients would lie among the short-lived tensors of the heap and
-    keep it from shrinking.
-    """
+    """Within it runs a step. Trained parameters that had no `.grad` have none after an error.
+    `keeps_zeros`: what nothing has reached has zeros, which an optimizer must see where it was not
+    drawn."""
     without = [parameter for parameter in model.parameters() if parameter.grad is None]
-    made: list[tuple[nn.Parameter, Tensor, int]] = []
-    for parameter in without:
-        is_whole = type(parameter) is nn.Parameter and not _is_narrow(parameter)
-        if is_whole and parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
-            made.append((parameter, parameter.grad, parameter.grad._version))
     try:
         yield
     except BaseException:
         for parameter in without:
             parameter.grad = None
         raise
-    for parameter, zeros, version in () if keeps_zeros else made:
-        if parameter.grad is zeros and zeros._version == version:
-            parameter.grad = None
+    for parameter in without if keeps_zeros else ():
+        is_whole = type(parameter) is nn.Parameter and not _is_narrow(parameter)
+        if is_whole and parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
 
 
 def _is_narrow(parameter: nn.Parameter) -> bool:
