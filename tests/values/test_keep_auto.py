@@ -40,18 +40,6 @@ def between_the_phases(engine: furlong.Engine, options: furlong.ChunkOptions) ->
 
 
 @pytest.mark.slow
-def test_another_choice_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="furlong")
-    model = build("llama")
-    for room_bytes in (10**9, 10**9, 0):
-        engine = furlong.Engine(model, storage=furlong.Storage(device_bytes=room_bytes))
-        engine.token_values(SEQUENCES, AUTO)
-    said = [record.getMessage() for record in caplog.records if "keep=auto" in record.getMessage()]
-    assert [line.split(": ")[1].split()[0] for line in said] == ["attention", "input"]
-    assert f"{sum(LENS)} tokens in {len(LENS)} sequences (budget " in said[0]
-
-
-@pytest.mark.slow
 def test_as_much_is_kept_as_the_budget_allows() -> None:
     model = build("llama")
     shape = describe(model.config)

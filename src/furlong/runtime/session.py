@@ -81,8 +81,6 @@ class ModelState:
     """Bytes of the device that calls with a keep of auto may use, measured at the first one."""
     num_calls: int = 0
     """Calls of token values and hidden states, the same on all processes."""
-    decided: str = ""
-    """The keep that the last call with a keep of auto has got."""
     dropped: deque[Callable[[], None]] = field(default_factory=deque)
     """Ends of calls whose values nobody holds any more."""
 

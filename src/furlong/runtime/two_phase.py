@@ -15,7 +15,6 @@ every process makes the same one.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -64,7 +63,6 @@ from furlong.runtime.head import OutputHead
 from furlong.runtime.rng import modes_kept
 from furlong.runtime.session import Autocast, Session, adapter_states
 from furlong.runtime.step import planned_batch, take_step
-from furlong.units import format_bytes
 from furlong.values import TokenFunction, require_function
 
 Gradients = Literal["returned", "added"]
@@ -485,29 +483,18 @@ def decided(
     session: Session, options: ChunkOptions, seq_lens: Sequence[int], autocast: Autocast
 ) -> ChunkOptions:
     """The options of a call with gradients, with a keep in the place of auto: as much as the free
-    bytes of the device hold between the phases, `kv` where the model's bytes cannot be counted.
-    Another choice than the last call's is logged."""
-    model, storage, state = session.model, session.state.opened.storage, session.state
+    bytes of the device hold between the phases, `kv` where the model's bytes cannot be counted."""
+    model, storage = session.model, session.state.opened.storage
     try:
         shape = describe(model.config)
     except UserError:
-        found, why = replace(options, keep="kv"), "bytes cannot be predicted"
-    else:
-        own = session.compute_dtype or next(model.model.parameters()).dtype
-        dtype = autocast.dtype if autocast.enabled else own
-        training = Training.in_dtype(str(dtype).removeprefix("torch."))
-        room = _room_bytes(session) if storage.device_bytes is None else storage.device_bytes
-        memory = PlanMemory(shape, training, room, device_type=model.device.type)
-        limits = Limits(room, storage.cpu_bytes, storage.disk_bytes)
-        found = with_keep(seq_lens, options, memory, limits)
-        why = f"budget {format_bytes(room)}"
-    if state.decided != found.keep:
-        state.decided = found.keep
-        logging.getLogger(__name__).info(
-            "keep=auto of %s: %s for %s tokens in %d sequences (%s)", model.name, found.keep,
-            format(sum(seq_lens), ","), len(seq_lens), why,
-        )  # fmt: skip
-    return found
+        return replace(options, keep="kv")
+    own = session.compute_dtype or next(model.model.parameters()).dtype
+    dtype = autocast.dtype if autocast.enabled else own
+    training = Training.in_dtype(str(dtype).removeprefix("torch."))
+    room = _room_bytes(session) if storage.device_bytes is None else storage.device_bytes
+    memory = PlanMemory(shape, training, room, device_type=model.device.type)
+    return with_keep(seq_lens, options, memory, Limits(room, storage.cpu_bytes, storage.disk_bytes))
 
 
 def _room_bytes(session: Session) -> int:
