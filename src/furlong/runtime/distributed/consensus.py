@@ -161,8 +161,8 @@ def cannot_go_on(error: BaseException, number: int, meanwhile: str) -> ConfigErr
 
 
 def require_same(ranks: Ranks, facts: Mapping[str, object], brought: _T) -> list[_T]:
-    """What each process has `brought`. Raises ConfigError, on all, unless those that have a key of
-    `facts` have the same value there. A collective over all."""
+    """The list of what each process has `brought`. Raises ConfigError, on all, unless those that
+    have a key of `facts` have the same value there. A collective over all."""
     found = [(facts, brought)] * ranks.num_processes
     dist.all_gather_object(found, (facts, brought), group=ranks.group)
     firsts: dict[str, tuple[int, object]] = {}
