@@ -167,12 +167,10 @@ def refusals(rank: int) -> dict[str, str]:
     own = {i: sequences[i] for i in STEP.ids(rank)}
     alone = plan_on_device(STEP.seq_lens, OPTIONS, num_layers=NUM_LAYERS)
     other = STEP.plan(model) if rank else Step(STEP.lens, {"size": 5}).plan(model)
-    silent = replace(plan, actions=tuple(own[:-1] for own in plan.actions))
     found |= {
         "another plan": message(lambda: engine.run(other, sequences)),
         "another divisor": message(lambda: engine.run(plan, sequences, 40 + rank)),
         "one rank": message(lambda: engine.run(alone, sequences)),
-        "no Reduce": message(lambda: engine.run(silent, sequences)),
         "pool": message(lambda: engine.run(replace(plan, sp_size=2), sequences)),
         "no divisor": message(lambda: engine.run(plan, own)),
         "missing": message(lambda: engine.run(plan, {9: sequences[0]}, 40)),
@@ -202,7 +200,6 @@ SAID = {
     "another plan": r"the plan's checksum: \d+ on process 1",
     "another divisor": "the divisor: 41 on process 1, 40 on process 0",
     "one rank": "1 lists of actions for 1 processes each, this run has dp 2 x pp 1 = 2, each for",
-    "no Reduce": "has no Reduce: others wait for it for ever",
     "pool": "2 lists of actions for 2 processes each, this run",
     "no divisor": "a part of the batch's sequences, without num_valid_tokens",
     "missing": r"no sequence (0|2)\n.*at least those of list [01] of .* reads: (0, 1|2, 3, 4)",

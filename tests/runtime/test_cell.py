@@ -148,5 +148,5 @@ def test_every_layer_attends_once_and_in_order():
     require_each_layer("Model", [2, 3, 4], LAYERS)
     with pytest.raises(UnsupportedModelError, match="2 times in a forward of 3 layers"):
         require_each_layer("Model", [2, 3], LAYERS)
-    with pytest.raises(UnsupportedModelError, match="layers numbered 2, 4, 3"):
+    with pytest.raises(UnsupportedModelError, match="of 3 layers, numbered 2, 4, 3"):
         require_each_layer("Model", [2, 4, 3], LAYERS)

@@ -12,17 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import furlong
 from furlong.errors import UnsupportedModelError
-from furlong.kv.arena import Arena
-from furlong.kv.pools import Pools, Storage
 from furlong.models.decoder import HFDecoder
-from furlong.ops.backends.select import ProbedBackend
-from furlong.plan.plan import ChunkPlan, Reduce
-from furlong.planners.orders import plan_on_device
-from furlong.runtime.batch import batch_of, shift_labels
-from furlong.runtime.distributed.comms import Comms
-from furlong.runtime.executor import Executor
-from furlong.runtime.precision import ParameterGroup, compute_parameters
-from furlong.testing import num_labels, take_grads, worst_relative_error
+from furlong.plan.plan import Reduce
+from furlong.runtime.precision import compute_parameters
+from furlong.testing import take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=8)
 
@@ -137,67 +130,6 @@ def test_what_transformers_keeps_in_float32_computes_in_float32() -> None:
     handle.remove()
     assert set(dtypes) == {torch.float32}
     assert gate.weight.grad is not None
-
-
-class Fetched(Comms):
-    """Copies of the weights of the stage that computes are there, and of no other one. The final
-    norm always is: the decoder runs it behind every stage."""
-
-    def __init__(self, stages: list[list[nn.Module]], norm: nn.Module) -> None:
-        super().__init__()
-        modules = ((own for part in parts for own in part.modules()) for parts in stages)
-        self.groups = [ParameterGroup(own) for own in modules]
-        self._here: int | None = None
-        for group in self.groups:
-            self._put(group, "meta")
-        self.groups.append(ParameterGroup(norm.modules()))
-        self.groups[-1].put(lambda p: p)
-
-    def _put(self, group: ParameterGroup, device: str) -> None:
-        group.restore()
-        group.put(lambda p: nn.Parameter(p.detach().to(device, copy=True), p.requires_grad))
-
-    def accept(self, plan: ChunkPlan) -> None:
-        super().accept(plan)
-        self._order = [action.stage for action in plan.actions[0]]
-
-    def before(self, index: int) -> None:
-        if self._order[index] != self._here:
-            if self._here is not None:
-                self._put(self.groups[self._here], "meta")
-            self._here = self._order[index]
-            self._put(self.groups[self._here], "cpu")
-
-    def settle(self) -> None:
-        for group in self.groups:
-            group.restore()
-            group.reduce()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_weights_of_a_stage_may_come_when_it_computes(dtype: torch.dtype) -> None:
-    """Gradients are those of a model that is there as a whole, to the last bit; whatever asks the
-    weights where the engine computes would hear `meta`."""
-    model, sequences = build("llama", dtype), batch([29, 11])
-    options = furlong.ChunkOptions(size=8, keep="attention", order="layer-first", num_retained=0)
-    plan = plan_on_device([29, 11], options, num_layers=3)
-    assert plan.stages == (1, 1, 1)
-    whole = furlong.Engine(model).run(plan, sequences).loss
-    truth = take_grads(model)
-    adapter, (first, middle, last) = HFDecoder(model), model.model.layers
-    assert not adapter.probed.mixers  # it is searched while it is whole
-    stages = [[model.model.embed_tokens, first], [middle], [last, model.lm_head]]
-    comms = Fetched(stages, model.model.norm)
-    assert [n for n, p in model.named_parameters() if not p.is_meta] == ["model.norm.weight"]
-    run = Executor(
-        adapter, plan, batch_of(shift_labels(sequences)), num_valid_tokens=num_labels(sequences),
-        backend=ProbedBackend(), pools=Pools(Arena(adapter.device), Storage()), comms=comms,
-    )  # fmt: skip
-    with adapter.installed():
-        loss, _ = run.run()
-    found = take_grads(model)
-    assert loss / num_labels(sequences) == whole and not any(p.is_meta for p in model.parameters())
-    assert all(torch.equal(found[name], grad) for name, grad in truth.items())
 
 
 def test_tied_parameters_are_one_leaf() -> None:

@@ -363,10 +363,8 @@ class Cell:
         if self.events is None:
             require_each_layer(name, self.attended, self.layers)
             return
-        met = {"attention": self.attended, "states": self.mixed_layers}
-        for kind, layers in met.items():
-            if layers != [layer for what, layer in self.events if what == kind]:
-                raise other_events(name, kind, layers)
+        for kind, met in (("attention", self.attended), ("states", self.mixed_layers)):
+            require_each_layer(name, met, [layer for own, layer in self.events if own == kind])
 
     def _ends(self, what: Pass, event: Event) -> bool:
         """Whether a pass to the last K,V ends with an event."""
@@ -445,31 +443,16 @@ def _release(leases: list[Lease]) -> None:
     leases.clear()
 
 
-def require_each_layer(name: str, attended: Sequence[int], layers: range) -> None:
-    """Raise UnsupportedModelError unless a pass attended in all of `layers`, once, in order."""
-    if len(attended) != len(layers):
+def require_each_layer(name: str, met: Sequence[int], layers: Sequence[int]) -> None:
+    """Raise UnsupportedModelError unless a pass has met `layers`, once, in order."""
+    if list(met) != list(layers):
+        numbers = ", ".join(map(str, met)) or "none"
         raise UnsupportedModelError(
-            given=f"{name} reaches transformers' AttentionInterface {len(attended)} times in a "
-            f"forward of {len(layers)} layers",
-            required="every layer's attention to go through it once",
-            source="the model's forward",
-            change="train a model of another family, or one that skips no layer (layerdrop 0)",
+            given=f"{name} computes attention or states {len(met)} times in a forward of "
+            f"{len(layers)} layers, numbered {numbers}",
+            required=f"each of layers {', '.join(map(str, layers))} once, in the order in which "
+            "they run",
+            source="the model's forward, and layer_idx of its attention modules",
+            change="number them anew after layers are removed, copied or moved "
+            "(layer.self_attn.layer_idx = its place), and skip none (layerdrop 0)",
         )
-    if list(attended) != list(layers):
-        raise UnsupportedModelError(
-            given=f"{name} has attention layers numbered {', '.join(map(str, attended))}",
-            required=f"{layers[0]} to {layers[-1]}, in the order in which they run",
-            source="layer_idx of the model's attention modules",
-            change="number them anew after layers are removed, copied or moved: "
-            "layer.self_attn.layer_idx = its place",
-        )
-
-
-def other_events(name: str, kind: str, layers: Sequence[int]) -> UnsupportedModelError:
-    """The refusal of a forward whose layers do something else than in the probe."""
-    return UnsupportedModelError(
-        given=f"{name} has computed {kind} in layers {', '.join(map(str, layers)) or 'none'}",
-        required="the same layers in each forward",
-        source="the model's forward",
-        change="train a model that skips no layer (layerdrop 0)",
-    )

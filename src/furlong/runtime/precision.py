@@ -6,73 +6,12 @@ dtype and are added to float32 sums at once. (bf16 sums over 64 chunks cost 0.8 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-
-
-class ParameterGroup:
-    """Parameters of some modules, in whose places leaves compute between `put` and `restore`.
-
-    A leaf may be the parameter itself, have another dtype, lie on another device or be filled from
-    elsewhere. Its gradients are added to `.grad` as they arrive where that is wide enough and
-    beside them; else to a sum in float32 or wider, which `reduce` adds to `.grad`, rounded once.
-    """
-
-    def __init__(
-        self, modules: Iterable[nn.Module], returned: dict[int, Tensor] | None = None
-    ) -> None:
-        """`returned`: where all gradients are summed, by the parameter's id, and stay; no `.grad`
-        is touched."""
-        self.parameters: dict[int, nn.Parameter] = {}
-        self._places: list[tuple[int, nn.Module, str]] = []
-        self._all_apart = returned is not None
-        self._sums = {} if returned is None else returned
-        self._own_grads: dict[int, Tensor | None] = {}
-        """The earlier `.grad` of a parameter that is its own leaf, while gradients are summed."""
-        self._handles: list[RemovableHandle] = []
-        for module in modules:
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._places.append((id(parameter), module, name))
-                    self.parameters[id(parameter)] = parameter
-
-    def put(self, leaf_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
-        """Let `leaf_of` each parameter compute in all its places."""
-        leaves = {key: leaf_of(parameter) for key, parameter in self.parameters.items()}
-        for key, module, name in self._places:
-            module._parameters[name] = leaves[key]
-        for key, leaf in leaves.items():
-            parameter, hear = self.parameters[key], None
-            if self._all_apart or _is_narrow(parameter) or leaf.device != parameter.device:
-                hear = partial(_sum, self._sums, key)
-                if leaf is parameter:
-                    self._own_grads[key], parameter.grad = parameter.grad, None
-            elif leaf is not parameter:
-                hear = partial(_add, parameter)
-            if hear is not None and leaf.requires_grad:
-                self._handles.append(leaf.register_post_accumulate_grad_hook(hear))
-
-    def restore(self) -> None:
-        """Put the parameters back into their places; sums wait for `reduce`, or a next `put`."""
-        while self._handles:
-            self._handles.pop().remove()
-        for key, module, name in self._places:
-            module._parameters[name] = self.parameters[key]
-        while self._own_grads:
-            key, grad = self._own_grads.popitem()
-            self.parameters[key].grad = grad
-
-    def reduce(self) -> None:
-        """Add the sums to the `.grad` of restored parameters, and forget them."""
-        for key, parameter in self.parameters.items():
-            total = self._sums.pop(key, None)
-            if total is not None:
-                parameter.grad = _added(parameter, total)
 
 
 @contextmanager
@@ -83,31 +22,50 @@ def compute_parameters(
     unchanged: Collection[nn.Parameter] = (),
     returned: dict[int, Tensor] | None = None,
 ) -> Iterator[None]:
-    """Within it the model's parameters are `compute_dtype` (None: as they are).
+    """Within it leaves of `compute_dtype` (None: as they are) compute in the places of the model's
+    parameters, but for those that are `unchanged`.
 
-    `unchanged`: parameters that keep their dtype. With `returned` all compute on leaves of their
-    own, and their gradients end there; see `ParameterGroup`. Otherwise they end in the `.grad` of
-    the model's own parameters, added in place. On exit, also after an error, the model holds its
-    own parameters again.
+    Their gradients are added to `.grad` as they arrive where that is wide enough; else to a sum in
+    float32 or wider, which on exit is added to `.grad`, rounded once. With `returned` all compute
+    on leaves of their own, and the sums end there, by the parameter's id; no `.grad` is touched. On
+    exit, also after an error, the model holds its own parameters again.
     """
-    group = ParameterGroup(model.modules(), returned)
-    kept = {id(parameter) for parameter in unchanged}
-
-    def leaf_of(parameter: nn.Parameter) -> nn.Parameter:
-        is_kept = compute_dtype is None or id(parameter) in kept
-        dtype = parameter.dtype if is_kept else compute_dtype
-        is_changed = returned is not None or parameter.dtype != dtype
-        if not (is_changed and parameter.is_floating_point()):
-            return parameter
-        return nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-
-    try:
-        group.put(leaf_of)
-        yield
-    finally:
-        group.restore()
-    if returned is None:
-        group.reduce()
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    parameters = {id(parameter): parameter for *_, parameter in places}
+    as_they_are = parameters if compute_dtype is None else {id(p) for p in unchanged}
+    sums: dict[int, Tensor] = {} if returned is None else returned
+    leaves: dict[int, nn.Parameter] = {}
+    earlier: dict[int, Tensor | None] = {}
+    """The `.grad` of parameters that are their own leaves, while gradients are summed."""
+    with ExitStack() as hooks:
+        try:
+            for key, parameter in parameters.items():
+                dtype = parameter.dtype if key in as_they_are else compute_dtype
+                leaf, is_own = parameter, returned is not None or parameter.dtype != dtype
+                if is_own and parameter.is_floating_point():
+                    data = parameter.detach().to(dtype)
+                    leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                leaves[key], is_summed = leaf, returned is not None or _is_narrow(parameter)
+                if is_summed and leaf is parameter:
+                    earlier[key], parameter.grad = parameter.grad, None
+                if leaf.requires_grad and (is_summed or leaf is not parameter):
+                    hear = partial(_sum, sums, key) if is_summed else partial(_add, parameter)
+                    hooks.callback(leaf.register_post_accumulate_grad_hook(hear).remove)
+            for module, name, parameter in places:
+                module._parameters[name] = leaves[id(parameter)]
+            yield
+        finally:
+            for module, name, parameter in places:
+                module._parameters[name] = parameter
+            for key, grad in earlier.items():
+                parameters[key].grad = grad
+    for key, total in sums.items() if returned is None else ():
+        parameters[key].grad = _added(parameters[key], total)
 
 
 @contextmanager
@@ -154,7 +112,7 @@ def _sum(sums: dict[int, Tensor], key: int, leaf: Tensor) -> None:
 
 def _added(parameter: nn.Parameter, total: Tensor) -> Tensor:
     """`.grad` with a sum added to it: in place, as autograd does."""
-    grad, total = parameter.grad, total.to(parameter.device)
+    grad = parameter.grad
     if grad is None:
         return total.to(_grad_dtype(parameter))
     wide = torch.promote_types(grad.dtype, total.dtype)

@@ -32,7 +32,6 @@ from furlong.plan.plan import (
     Computing,
     Forward,
     Recv,
-    Reduce,
     Send,
     Unshard,
 )
@@ -305,30 +304,8 @@ def require_layout(plan: ChunkPlan, ranks: Ranks | None) -> None:
         raise PlanError(f"the plan has {len(plan.stages)} stages, this run has pp {ranks.pp}")
     if plan.regathers and ranks.pp > 1:
         raise PlanError("a pipeline keeps its weights: the plan gathers them with every pass")
-    for rank, actions in enumerate(plan.actions):
-        kinds = {type(action) for action in actions}
-        if Forward not in kinds or (Backward in kinds) > (Reduce in kinds):
-            lack = "Forward; without work it takes a dummy" if Forward not in kinds else "Reduce"
-            raise PlanError(f"list {rank} of the plan has no {lack}: others wait for it for ever")
-    for first in range(0, num_lists, ranks.pp):
-        _require_pipeline(plan, range(first, first + ranks.pp))
 
 
 def stages_of(plan: ChunkPlan, rank: int) -> list[int]:
     """The stages of which a list of a plan has forwards."""
     return sorted({a.stage for a in plan.actions[rank] if isinstance(a, Forward)})
-
-
-def _require_pipeline(plan: ChunkPlan, lists: range) -> None:
-    """Raise PlanError unless the lists have all stages one after the other."""
-    start = 0
-    for rank in lists:
-        own = stages_of(plan, rank)
-        stop = own[-1] + 1
-        if own != [*range(start, stop)] or (rank == lists[-1] and stop != len(plan.stages)):
-            raise PlanError(
-                f"list {rank} of the plan has forwards of the stages {own}, number "
-                f"{rank - lists.start} of the {len(lists)} lists over stages 0 to "
-                f"{len(plan.stages) - 1}: it needs those from {start} on, in one piece"
-            )
-        start = stop
