@@ -43,13 +43,6 @@ def assert_right(engine: furlong.Engine, model: Any, vocab_size: int = VOCAB_SIZ
     assert worst_relative_error(take_grads(model), truth) <= 1e-12
 
 
-def test_the_public_names_are_enough_for_a_loop() -> None:
-    engine = furlong.Engine(build("llama"))
-    with pytest.raises(furlong.UserError) as error:
-        engine.forward_backward([], furlong.ChunkOptions())
-    assert isinstance(error.value, furlong.DataError)
-
-
 def test_calls_on_one_model_share_buffers_and_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = counted(monkeypatch)
     model = build("llama")

@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from furlong.errors import UnsupportedModelError
 from furlong.kv.arena import Arena
 from furlong.kv.pools import DevicePool
 from furlong.kv.store import KVStore
-from furlong.models.attention import KVReady
 from furlong.ops.attention import AttentionRule
 from furlong.ops.backends.select import ProbedBackend
 from furlong.plan.passes import Pass
 from furlong.plan.plan import Chunk, Slice
 from furlong.plan.rows import rows_of
-from furlong.runtime.cell import Cell, Piece, require_each_layer
+from furlong.runtime.cell import Cell, Piece
 
 CPU = torch.device("cpu")
 T, N, K, H = 5, 4, 2, 8
@@ -73,26 +71,6 @@ def attend(cell: Cell, what: Pass, layer: int, inputs=None) -> torch.Tensor:
     return cell.attend(what, layer, *(inputs or given(layer)), RULE, None)
 
 
-def test_only_a_pass_that_writes_stores_keys_and_values(cell):
-    for what, expected in ((Pass("values"), 0), (Pass("values", writes_kv=True), 1)):
-        with torch.no_grad():
-            attend(cell, what, 2)
-        assert cell.store.num_buffers == expected
-    _, k, v = given(2)
-    (block,) = list(cell.store.prefix(0, 2, 1, None, gradients=False))
-    assert torch.equal(block.k, k) and torch.equal(block.v, v)
-
-
-def test_a_pass_to_the_last_kv_ends_at_its_last_layer(cell):
-    what = Pass("to last kv", writes_kv=True)
-    with torch.no_grad():
-        for layer in LAYERS[:-1]:
-            attend(cell, what, layer)
-        with pytest.raises(KVReady):
-            attend(cell, what, LAYERS[-1])
-    assert cell.attended == list(LAYERS) and cell.store.num_buffers == 3
-
-
 def test_what_is_remembered_comes_back_bit_for_bit_and_runs_no_attention(cell, pool, monkeypatch):
     with torch.no_grad():
         first = [attend(cell, Pass("values", remembers=2), layer) for layer in LAYERS]
@@ -142,11 +120,3 @@ def test_the_next_layer_is_on_its_way_while_this_one_computes(cell, pool):
     assert len(pool.prefetched) == 4, "the third layer is not remembered"
     cell.begin_pass(Pass("graph"))
     assert len(pool.prefetched) == 4
-
-
-def test_every_layer_attends_once_and_in_order():
-    require_each_layer("Model", [2, 3, 4], LAYERS)
-    with pytest.raises(UnsupportedModelError, match="2 times in a forward of 3 layers"):
-        require_each_layer("Model", [2, 3], LAYERS)
-    with pytest.raises(UnsupportedModelError, match="of 3 layers, numbered 2, 4, 3"):
-        require_each_layer("Model", [2, 4, 3], LAYERS)

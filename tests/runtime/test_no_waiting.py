@@ -16,7 +16,6 @@ from furlong.kv.pools import Pools, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import ProbedBackend
 from furlong.planners.orders import plan_on_device
-from furlong.runtime import head
 from furlong.runtime.batch import batch_of, shift_labels
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.executor import Executor
@@ -89,14 +88,3 @@ def test_a_call_of_one_process_sends_nothing_to_the_device_and_back(monkeypatch)
     furlong.forward_backward(build("llama"), batch(LENS), furlong.ChunkOptions(size=8))
     # what the host has counted, as the check's labels are, is an integer and stays there
     assert [x.is_floating_point() for x in added].count(True) == 1
-
-
-def test_a_read_per_action_is_seen(monkeypatch):
-    plain = head.LossHead.gradient
-
-    def waiting(self, *given):
-        gradient = plain(self, *given)
-        return gradient * float(gradient.isfinite().all())
-
-    monkeypatch.setattr(head.LossHead, "gradient", waiting)
-    assert num_reads(8) > 3

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from helpers.batches import batch
 from helpers.tiny_families import build
 
 import furlong
 from furlong.kv.pools import DevicePool, Lease, StagedPool, Storage
-from furlong.runtime.session import ModelState
 from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 POISONED = Storage(poison=True)
-
-
-def test_the_flag_reaches_the_arena_and_every_pool():
-    kept = ModelState()
-    for poison in (False, True):
-        kept.open_pools(torch.device("cpu"), Storage(poison=poison))
-        pools = kept.pools
-        given = [pools.arena._poison] + [pools.of(t)._poison for t in ("none", "cpu", "disk")]
-        assert given == [poison] * 4
-    pools.close()
 
 
 def error_with_early_releases(
@@ -56,7 +44,3 @@ def error_with_early_releases(
 def test_a_lease_that_ends_too_early_is_seen(target, keep, monkeypatch):
     with pytest.raises(Exception, match=r"inf|modified by an inplace|assert"):
         assert error_with_early_releases(target, POISONED, monkeypatch, keep) <= 1e-12
-
-
-def test_without_poison_it_would_not_have_been(monkeypatch):
-    assert error_with_early_releases("none", None, monkeypatch, "attention") <= 1e-12

@@ -55,14 +55,6 @@ def test_cuda_marks_are_events_of_the_current_stream_and_wait_once(stub_events):
     assert stub_events.synchronized == [stub_events.made[-1]]
 
 
-def test_host_marks_begin_at_zero():
-    times = iter([5.0, 5.5, 7.0])
-    watch = Stopwatch(CPU, lambda: next(times))
-    for _ in range(3):
-        watch.mark()
-    assert watch.seconds() == [0.0, 0.5, 2.0]
-
-
 def test_records_follow_each_other_with_their_memory(monkeypatch, stub_events):
     pools = Pools(Arena(CPU), Storage())
     peaks = iter([100, 300])

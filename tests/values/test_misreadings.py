@@ -14,7 +14,6 @@ from torch import Tensor
 
 import furlong
 from furlong.errors import ConfigError, DataError, UnsupportedModelError, UserError
-from furlong.runtime.head import _moved
 from furlong.testing import take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=8, keep="kv")
@@ -63,14 +62,6 @@ def test_values_that_are_no_numbers_are_no_changed_model(engine: furlong.Engine)
     (own,) = engine.token_values(of(), OPTIONS, filtered)
     own[own.isfinite()].sum().backward()
     assert worst_relative_error(take_grads(model), truth) <= 1e-12
-
-
-def test_how_far_values_moved() -> None:
-    then = torch.tensor([0.0, 1.0, -torch.inf, torch.nan])
-    assert float(_moved(then, then.clone(), 1e-30)) == 0
-    assert float(_moved(torch.zeros(4), torch.full((4,), 1e-7), 2.0)) == pytest.approx(1e-7)
-    assert not float(_moved(torch.ones(4), then, 2.0)) <= 5e-2
-    assert not float(_moved(then, torch.ones(4), 2.0)) <= 5e-2
 
 
 def tail(dtype: torch.dtype, rest: float) -> tuple[Tensor, Tensor]:
