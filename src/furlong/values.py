@@ -90,12 +90,6 @@ def top_k_kl(
 
 def stack(*functions: TokenFunction) -> TokenFunction:
     """The values of several functions side by side, (t, k), in one pass through the head."""
-    if not functions:
-        raise ConfigError(
-            given="furlong.values.stack()", required="at least one function",
-            source="the arguments of furlong.values.stack",
-            change="pass functions such as furlong.values.log_prob()",
-        )  # fmt: skip
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
         found = [function(logits, labels, extras) for function in functions]

@@ -109,8 +109,8 @@ def frozen(s: Subject) -> None:
         s.model.requires_grad_(True)
 
 
-def one_sequence_used(s: Subject, of: int = 1) -> None:
-    s.whole()[of].pow(2).sum().backward()
+def one_sequence_used(s: Subject) -> None:
+    s.whole()[1].pow(2).sum().backward()
     truth = take_grads(s.model)
     ran: list[Any] = []
     for keep in ("kv", "attention", "input"):
@@ -118,7 +118,7 @@ def one_sequence_used(s: Subject, of: int = 1) -> None:
         hook = s.model.model.layers[0].register_forward_pre_hook(lambda *x: ran.append(x))
         values = s.values(keep=keep, hybrid=False)
         num_forwards = len(ran)
-        values[of].pow(2).sum().backward()
+        values[1].pow(2).sum().backward()
         hook.remove()
         assert worst_relative_error(take_grads(s.model), truth) <= 1e-12
         del values

@@ -196,11 +196,6 @@ def test_a_temperature_is_above_0(temperature: Any) -> None:
         furlong.values.log_prob(temperature)
 
 
-def test_a_stack_needs_a_function() -> None:
-    with pytest.raises(ConfigError, match="at least one function"):
-        furlong.values.stack()
-
-
 def test_a_loss_that_is_no_scalar_is_autograds_own_error() -> None:
     _, engine = shared()
     values = engine.token_values(SEQUENCES, OPTIONS[0])
