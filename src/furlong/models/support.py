@@ -94,15 +94,6 @@ def compiled_in_place(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if module.__dict__.get(COMPILED_CALL)]
 
 
-def around(model: nn.Module, bare: nn.Module) -> list[nn.Module]:
-    """The modules whose forward chunks pass by: `model`, what it wraps, and the bare model."""
-    names = [name for name, module in model.named_modules() if module is bare][:1]
-    found = [model]
-    for name in (part for path in names for part in path.split(".") if part):
-        found.append(found[-1].get_submodule(name))
-    return found if found[-1] is bare else [model, bare]
-
-
 def refuse_state(model: nn.Module) -> None:
     """Raise UnsupportedModelError for weights that are quantised, offloaded, on two devices, or
     divided by others, and for hooks of modules that may change gradients."""
