@@ -125,7 +125,7 @@ def refusals(rank: int) -> None:
     with torch.set_grad_enabled(rank == 0), pytest.raises(ConfigError, match="no_grad on some"):
         values()
     bad: Any = [{"input_ids": "text"}] if rank else sequences
-    with pytest.raises(DataError if rank else ElsewhereError, match="input_ids str"):
+    with pytest.raises(DataError if rank else ElsewhereError, match="input_ids of type str"):
         engine.token_values(bad, OPTIONS)
     with pytest.raises(ConfigError, match=r"chunks\.keep = 'all'"):
         engine.token_values(sequences, furlong.ChunkOptions(keep="all"))

@@ -128,7 +128,7 @@ def _elsewhere(places: Sequence[str], group: dist.ProcessGroup) -> ConfigError:
     numbers: dict[str, list[str]] = {}
     for at, place in enumerate(places):
         numbers.setdefault(place, []).append(str(dist.get_global_rank(group, at)))
-    met = "; ".join(f"processes {', '.join(own)} in {place}" for place, own in numbers.items())
+    met = "; ".join(f"process {', '.join(own)} in {place}" for place, own in numbers.items())
     return ConfigError(
         given=met,
         required="the same calls and backwards on all processes, in the same order",
