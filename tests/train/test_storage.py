@@ -106,7 +106,7 @@ def test_options_of_an_earlier_release_are_read(tiny_run: TinyRun, tmp_path: Pat
             ("--memory.disk=1KiB",),
             ("of memory.disk", "the smallest that would do is memory.disk: 1MiB"),
         ),
-        (("--offload=cpu",), ("'cpu' on a CPU", "remove cpu from offload")),
+        (("--offload=cpu",), ("'cpu' on a CPU", "offload to disk")),
         (("--memory.device=100KiB",), ("none fits", "would do is memory.device: 2MiB")),
     ],
 )
