@@ -60,6 +60,8 @@ def test_what_cannot_be_trained_is_refused_by_name(folder: Path, capsys: Any) ->
     """One of those that tests/models refuse, before and behind the weights."""
     transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1).save_pretrained(folder)
     assert_refused(folder, "model type t5", capsys)
+    transformers.ViTConfig().save_pretrained(folder)
+    assert_refused(folder, "model type vit", capsys)
     transformers.LlamaConfig(**TINY, attention_dropout=0.1).save_pretrained(folder)
     assert_refused(folder, "attention dropout 0.1", capsys)
     transformers.BertConfig(**TINY).save_pretrained(folder)

@@ -211,6 +211,8 @@ def test_compares_every_method(lengths, tmp_path, capsys):
         (["--offload=cpu", "--hardware=cpu"], ["on a CPU", "device"]),
         (["--devices=4", "--parallel.pp=3", "--parallel.sp=2"],
          ["dp auto x sp 2 x pp 3, a multiple of 6 devices", "multiply to 4 devices"]),
+        (["--devices=2", "--parallel.pp=2", "--chunks.stage_layers=4"],
+         ["chunks.stage_layers, and parallel.pp", "set parallel.pp to 1"]),
         (["--devices=2", "--chunks.method=places", "--chunks.size=1024"],
          ["chunks.size with chunks.method = places", "leave chunks.size out"]),
         ([*QUICK, "--devices=2", "--memory.device=1GB"],

@@ -52,6 +52,20 @@ def test_the_work_is_done_whatever_becomes_of_the_output(tmp_path: Path, redirec
     assert "Traceback" not in finished.stderr and "Exception" not in finished.stderr
 
 
+def test_a_closed_stream_is_no_file_of_the_run(tmp_path: Path) -> None:
+    """The operating system gives the next file that is opened the number of a closed stream."""
+    program = "import os\nfrom furlong.cli import main as module\n" + (
+        "def work(arguments):\n"
+        "    opened = open(arguments[-1], 'w')\n"
+        "    os.write(1, b'not for the file'); os.write(2, b'nor this')\n"
+        "    opened.write('done')\n"
+        "    return 0\n"
+        "module._dispatch = work\nimport sys; sys.exit(module.main(sys.argv[1:]))\n"
+    )
+    call(tmp_path, ">&- 2>&-", program=program)
+    assert (tmp_path / "out").read_text() == "done"
+
+
 def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     process = subprocess.Popen(

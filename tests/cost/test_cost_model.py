@@ -82,6 +82,16 @@ def test_sequence_parallelism_divides_work_and_pays_all_to_alls():
     assert across > eighth / 2 + all_to_all / 2
 
 
+def test_what_is_free_takes_no_time():
+    """benchmarks/parallel.py compares what all-to-alls take with what is computed without them."""
+    model, plan = CostModel(SHAPE, A100), one_chunk(Slice(0, 0, LONG, Place(0, 8)), sp_size=8)
+    seconds = [
+        model.costs(plan, free=free).compute_s(BOTH[0], 0)
+        for free in ((), ("streams", "gathers"), ("all-to-all",))
+    ]
+    assert seconds[0] == seconds[1] > seconds[2] > 0
+
+
 def test_messages_of_neighbours_and_of_other_nodes():
     model = CostModel(SHAPE, A100)
     plan = plan_chunkflow((512,) * 3, ChunkOptions(size=512), stages=(2,) * 16)

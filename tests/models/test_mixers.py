@@ -180,6 +180,17 @@ def test_a_mixer_with_a_forward_of_its_own_is_refused():
         own_forward(mixer, Current())
 
 
+def test_the_model_is_as_it_was_after_an_error(monkeypatch):
+    model, sequences = build("lfm2"), batch([20, 3], vocab_size=VOCAB_SIZE)
+    engine, options = furlong.Engine(model), furlong.ChunkOptions(size=8)
+    loss = engine.forward_backward(sequences, options).loss
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(StateStore, "read", lambda *_: 1 / 0)
+        engine.forward_backward(sequences, options)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert engine.forward_backward(sequences, options).loss == loss
+
+
 def through_its_parent(plain):
     """Its own code calls no scan, so that no door stands in it."""
 

@@ -142,6 +142,14 @@ def test_compiled_layers_with_dropout_are_refused() -> None:
         furlong.Engine(model)
 
 
+def test_a_compiler_that_fails_is_told() -> None:
+    def failing(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    with pytest.raises(UnsupportedModelError, match=r"no compiler here(.|\n)*leave out layer.comp"):
+        furlong.Engine(compiled_layers(build("llama"), failing))
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_wrappers_of_several_processes_say_what_to_pass(kind: str, tmp_path: Any) -> None:
     torch.distributed.init_process_group(

@@ -1,6 +1,9 @@
 """One plan of the plans of replicas: renumbered, checked, as fast as a thousand ranks need."""
 
+from functools import partial
+
 import pytest
+from helpers.counted_work import LINEAR, lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
@@ -57,6 +60,16 @@ def test_numbers_and_peers_are_shifted():
     assert [a for a in joined.actions[2] if isinstance(a, Send)] == [Send("activation", 1, 0, 3)]
     assert [a for a in joined.actions[3] if isinstance(a, Recv)] == [Recv("activation", 1, 0, 2)]
     assert [own[-1] for own in joined.actions] == [Reduce(0), Reduce(1)] * 2
+
+
+def test_the_work_grows_like_the_number_of_replicas():
+    plan = plan_chunkflow([64] * 4, ChunkOptions(size=64), stages=(4,) * 4)
+    work = []
+    for num_replicas in (16, 32):
+        own = [range(4 * d, 4 * d + 4) for d in range(num_replicas)]
+        lens = [64] * (num_replicas * 4)
+        work.append(lines_run(partial(join_replicas, [plan] * num_replicas, own, lens)))
+    assert work[1] < LINEAR * work[0]
 
 
 def test_refuses_idle_replicas_and_strangers():

@@ -262,6 +262,16 @@ def texts(plan, rank=0):
     return [format_action(action) for action in plan.actions[rank]]
 
 
+def test_spaco_costs_one_plus_three_t_over_k_forwards():
+    sizes = {"num_layers": 2, "chunk_size": 128}
+    sampling = Sampling(chunks=8, rule="fixed", report_loss=True)
+    plan, seco = plan_spaco([16_384], sampling, **sizes), plan_seco([16_384], **sizes)
+    options = ChunkOptions(size=128)
+    inference = plan_chunkflow([16_384], options, stages=(2,), backward=False)
+    assert step(plan) / step(inference) == pytest.approx(1 + 3 * 8 / 128)
+    assert step(plan) / step(seco) == pytest.approx(0.297, abs=1e-3)
+
+
 def test_draws_follow_the_seed_and_the_sequence_alone():
     def plan(seed, seq_lens=(900, 640)):
         sampling = Sampling(chunks=3, seed=seed)

@@ -4,7 +4,7 @@ import html
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import numpy as np
@@ -23,10 +23,16 @@ from furlong.planners.options import ChunkOptions
 from furlong.report.picture import MOST_SEQUENCES, legend, save_picture
 from furlong.report.report import report_plan
 from furlong.report.scene import (
+    PACKED_COLOURS,
+    PART_COLOURS,
+    SEQUENCE_COLOURS,
     Panel,
     chunk_colours,
+    fill,
+    ink_on,
     make_scene,
     save_trace,
+    tint,
 )
 from furlong.simulate.clock import simulate
 from furlong.timeline import Record, Timeline
@@ -74,6 +80,37 @@ def words_of(panels, path):
 
 def parts_of(colour):
     return np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+
+
+# How the three kinds of dichromats see linear RGB (Machado, Oliveira, Fernandes 2009, severity 1).
+EYES = {
+    "any": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protan": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "deutan": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "tritan": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+TO_XYZ = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+
+
+def lab(colour, eye="any"):
+    """CIE L*a*b* of a colour as an eye sees it; a difference of 2.3 is just noticeable."""
+    rgb = parts_of(colour)
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    seen = np.array(TO_XYZ) @ np.clip(np.array(EYES[eye]) @ linear, 0, 1) / (0.9505, 1.0, 1.089)
+    x, y, z = np.where(seen > 0.008856, np.cbrt(seen), 7.787 * seen + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("eye", EYES)
+def test_any_two_colours_of_a_group_differ_for_every_eye_and_letters_can_be_read(eye):
+    for group in (PACKED_COLOURS, SEQUENCE_COLOURS, list(PART_COLOURS.values())[:9]):
+        for one, other in combinations(group, 2):
+            assert np.linalg.norm(lab(one, eye) - lab(other, eye)) > 12
+            assert np.linalg.norm(lab(tint(one, 0.5), eye) - lab(tint(other, 0.5), eye)) > 6
+    for colour in (*PACKED_COLOURS, *SEQUENCE_COLOURS):
+        for own in (colour, tint(colour, -0.35)):
+            for face in (fill(own, "forward"), fill(own, "backward")):
+                assert abs(lab(face)[0] - lab(ink_on(face))[0]) > 40
 
 
 def test_neighbours_differ_and_a_cut_sequence_goes_from_dark_to_light():

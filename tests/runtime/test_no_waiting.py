@@ -88,3 +88,37 @@ def test_a_call_of_one_process_sends_nothing_to_the_device_and_back(monkeypatch)
     furlong.forward_backward(build("llama"), batch(LENS), furlong.ChunkOptions(size=8))
     # what the host has counted, as the check's labels are, is an integer and stays there
     assert [x.is_floating_point() for x in added].count(True) == 1
+
+
+TOUCHES_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view"}
+
+
+class CountingKernels(TorchDispatchMode):
+    """Counts operators that compute or move something: kernels, on a GPU."""
+
+    num_kernels = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.num_kernels += not func.is_view and name not in TOUCHES_NOTHING
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_has_no_more_kernels_than_in_transformers():
+    """A chunk without a prefix that remembers its attention, beside a checkpointed layer."""
+    sequences, found = batch([16] * 4), []
+    options = furlong.ChunkOptions(size=16, keep="attention", num_retained=0)
+    for num_layers in (2, 4):
+        model = build("qwen2", torch.float32, num_hidden_layers=num_layers).train()
+        furlong.forward_backward(model, sequences, options)
+        with CountingKernels() as own:
+            furlong.forward_backward(model, sequences, options)
+        model.set_attn_implementation("sdpa")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with CountingKernels() as plain:
+            for one in sequences:
+                ids = one["input_ids"][None]
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append((own.num_kernels, plain.num_kernels))
+    (own_2, plain_2), (own_4, plain_4) = found
+    assert 0 < own_4 - own_2 <= plain_4 - plain_2
