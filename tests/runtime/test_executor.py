@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import multiprocessing
 import weakref
 
 import peft
@@ -191,6 +192,24 @@ def test_an_error_inside_leaves_nothing_in_any_pool(kind, target, keep, monkeypa
     assert engine.forward_backward(batch(LENS), options).loss == truth
     again = take_grads(model)
     assert all(torch.equal(again[n], expected[n]) for n in expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_copies_by_threads_of_its_own() -> None:
+    engine = furlong.Engine(build("llama"))
+    options = dataclasses.replace(LAYER_FIRST, offload="cpu")
+    truth = engine.forward_backward(batch(LENS), options).loss
+
+    def again() -> None:
+        torch.set_num_threads(1)  # threads of torch's own do not come along either
+        assert engine.forward_backward(batch(LENS), options).loss == truth
+
+    child = multiprocessing.get_context("fork").Process(target=again)
+    child.start()
+    child.join(timeout=60)
+    child.kill()
+    assert child.exitcode == 0
+    assert engine.forward_backward(batch(LENS), options).loss == truth
 
 
 def test_an_error_frees_graphs_without_the_garbage_collector(monkeypatch) -> None:

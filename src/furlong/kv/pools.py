@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import tempfile
 import threading
 import time
@@ -792,6 +793,8 @@ class Pools:
         self, arena: Arena, storage: Storage, budgets: Mapping[OffloadTarget, Budget] | None = None
     ) -> None:
         self.arena, self.storage = arena, storage
+        self.process = os.getpid()
+        """Whose threads copy; a forked process has none of them."""
         self.reserved: dict[tuple[bool, Offload], tuple[int, int]] = {}
         """Kinds of plans (whether they train, what they offload) for which memory was taken
         beforehand: the most tokens of one sequence, and of all."""

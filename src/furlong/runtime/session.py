@@ -8,6 +8,7 @@ for a pass.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import warnings
 import weakref
@@ -145,12 +146,15 @@ class ModelState:
         return self.pools
 
     def open_pools(self, device: torch.device, storage: Storage | None) -> None:
-        """Make the pools of a device; anew if the device or the given storage is another one."""
+        """Make the pools of a device; anew if the device, the given storage or the process, by a
+        fork, is another one."""
         if self.pools is not None:
             storage = storage or self.pools.storage
-            if self.pools.arena.device == device and self.pools.storage == storage:
+            is_own = self.pools.process == os.getpid()
+            if is_own and self.pools.arena.device == device and self.pools.storage == storage:
                 return
-            self.pools.close()
+            if is_own:
+                self.pools.close()
         storage = storage or Storage()
         self.pools = Pools(Arena(device, poison=storage.poison), storage)
 
@@ -221,6 +225,7 @@ class Session:
         now = fingerprint(base)
         if now != self._fingerprint:
             self._adapt(base, now)
+        self.state.open_pools(self.model.device, self.storage)
         if self.ranks is not None and self.ranks.pp > 1 and self.state.pipeline is None:
             self.state.pipeline = open_pipeline(self.ranks, self.model)
             self.state.heights = stage_heights(self.ranks, self.model)
@@ -238,7 +243,6 @@ class Session:
             )
             if self.ranks is not None:
                 require_stages(self.ranks.pp, self.model.num_layers)
-            self.state.open_pools(self.model.device, self.storage)
         elif base.training:
             refuse_attention_dropout(base)
         if self.model.compiled:
