@@ -93,11 +93,17 @@ def test_adapters_added_after_the_engine_was_made() -> None:
 
 @pytest.mark.parametrize("change", ["a hook", "a forward", "a backward hook"])
 def test_what_is_put_into_a_checked_model_is_checked(change: str) -> None:
+    """Also in the place of another one that was checked."""
     model = build("llama")
-    engine = furlong.Engine(model)
     mlp = model.model.layers[1].mlp
     plain = mlp.forward
     if change == "a hook":
+        handle = mlp.register_forward_hook(lambda module, inputs, out: 2 * out)
+    elif change == "a forward":
+        mlp.forward = lambda x: 2 * plain(x)
+    engine = furlong.Engine(model)
+    if change == "a hook":
+        handle.remove()
         handle = mlp.register_forward_hook(lambda module, inputs, out: out + out.roll(1, dims=1))
     elif change == "a backward hook":
         handle = model.lm_head.register_full_backward_hook(lambda *_: None)

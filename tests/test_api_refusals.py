@@ -95,12 +95,28 @@ class Norm(torch.nn.BatchNorm1d):
         return super().forward(hidden.transpose(1, 2)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("kind", ["spectral norm", "batch norm"])
+class Counting(torch.nn.Linear):
+    """Puts another tensor into the place of its buffer."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes, bias=False, dtype=torch.float64)
+        self.register_buffer("num_calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num_calls = self.num_calls + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["spectral norm", "batch norm", "counter"])
 def test_modules_that_a_forward_changes_are_refused(kind: str) -> None:
     """Each chunk would change them, and the next one would compute with another model."""
     model = build("llama")
     if kind == "batch norm":
         model.model.layers[1].post_attention_layernorm = Norm(32).double()
+    elif kind == "counter":
+        up = model.model.layers[1].mlp.up_proj
+        model.model.layers[1].mlp.up_proj = Counting(up.in_features, up.out_features)
     else:
         torch.nn.utils.parametrizations.spectral_norm(model.model.layers[1].mlp.up_proj)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}

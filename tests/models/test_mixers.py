@@ -24,7 +24,7 @@ from furlong.models.placeholders import PlaceholderLayer, hold, placeholders
 from furlong.ops.backends.select import ProbedBackend
 from furlong.planners.orders import plan_on_device
 from furlong.runtime.cell import Cell
-from furlong.runtime.check import mixer_errors
+from furlong.runtime.check import _has_known_mixers, mixer_errors
 from furlong.testing import reference_loss, take_grads, total_relative_error
 
 CHECKED = ("lfm2", "qwen3_next", "nemotron_h", "jamba", "minimax")
@@ -121,6 +121,14 @@ def test_the_check_sees_a_fault_in_every_kind(name, models, monkeypatch):
     for model_type in model_types:
         with pytest.raises(UnsupportedModelError, match="in slices than whole"):
             mixer_errors(models[model_type], ProbedBackend())
+
+
+def test_kernels_that_no_test_has_run_are_checked(models, monkeypatch):
+    """Those of a GPU are of whatever package is installed there."""
+    model = models["qwen3_next"]
+    assert _has_known_mixers(model)
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    assert not _has_known_mixers(model)
 
 
 def test_a_clamp_that_is_missing_for_one_token_is_seen(monkeypatch):

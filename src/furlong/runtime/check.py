@@ -13,16 +13,18 @@ from stage to stage and by one that goes layer-first.
 
 A tiny twin has the model's class, config and number of layers, but few heads, small widths, short
 lengths and random weights in float64: the same code at the same cuts, in a fraction of a second. It
-is checked beside a model of 16 bits, whose own bound is wide: rounding may send a token to another
-expert. So it is beside one with windows, attention blocks or temperatures that begin to matter
-beyond the few tokens, and in the place of a model of which a process holds one stage: every process
-makes the same twin, whole, and as stages that hold what theirs does and nothing else.
+is checked beside a model of 16 bits, whose own bound is wide: twice what the whole run itself moves
+when attention is rounded once more, which may send a token to another expert. So it is beside one
+with windows, attention blocks or temperatures that begin to matter beyond the few tokens, and in
+the place of a model of which a process holds one stage: every process makes the same twin, whole,
+and as stages that hold what theirs does and nothing else.
 
 Gradients of a whole model tell too little of recurrent layers: a state that is dropped moves them
 by less than float32 rounds. So one mixer of each kind is a stage of its own, which is given random
 hidden states, whole and in chunks, one of them of a single token. The loss is at the last chunk,
 and gradients are compared by the rows that reach it through the recurrent state alone: those in
-front of what its convolution joins. Families with a row in `furlong.families` have been compared.
+front of what its convolution joins. On a CPU, families with a row in `furlong.families` have been
+compared; on other devices their kernels may be those of any package.
 
     T tokens, D hidden size, K tokens that a convolution joins
 """
@@ -71,7 +73,8 @@ Run = dict[str, Tensor]
 GRADIENTS = "gradients"
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 _NARROW_BOUND = 0.5
-"""The bound of 16 bits, in which a few tokens may go to other experts; what is dropped is at 1."""
+"""The highest bound of 16 bits; what is dropped is at 1."""
+_NUM_ROUNDINGS = 4
 _CUT_BOUND, _NARROW_CUT_BOUND = 1e-5, 1e-3
 """Bounds of stages: the same operations run in the same order, but for what a family does outside
 of its layers; in 16 bits, for the rounding of sums, which a GPU may order otherwise."""
@@ -140,19 +143,67 @@ def _check(model: HFDecoder, backend: Backend) -> float:
                 "look at its weights and its config, or compute in a wider type",
             )
         with _refused(model, _fails_in_chunks):
-            errors = differences(_chunked(model, backend, leaves, ids), truth)
-            most = _TOLERANCES.get(truth[GRADIENTS].dtype, _NARROW_BOUND)
+            errors, most = _compare(model, backend, leaves, ids, truth)
             found = _within(model, errors, most, "gives other {} in chunks than whole")
             if not _has_known_mixers(model):
                 found += mixer_errors(model, backend)
             return max(found)
 
 
+def _compare(
+    model: HFDecoder, backend: Backend, leaves: list[Tensor], ids: Sequence[Tensor], truth: Run
+) -> tuple[dict[str, float], float]:
+    """The errors of a run in chunks, and their bound.
+
+    In 16 bits a router may choose otherwise by rounding alone. So what is above the bound is tried
+    again with other roundings: a real difference stays in all of them.
+    """
+    errors, dtype = (
+        differences(_chunked(model, backend, leaves, ids), truth),
+        truth[GRADIENTS].dtype,
+    )
+    if dtype in _TOLERANCES or compiled_in_place(model.base):  # hooks would compile layers anew
+        return errors, _TOLERANCES.get(dtype, _NARROW_BOUND)
+    most = 0.0
+    for attempt in range(_NUM_ROUNDINGS):
+        with _rounded_again(model, seed=2 * attempt):
+            moved = differences(_whole(model, leaves, ids), truth)
+        most = max(most, 2 * max(moved.values()))
+        if max(errors.values()) <= most:
+            break
+        with _rounded_again(model, seed=2 * attempt + 1):
+            again = differences(_chunked(model, backend, leaves, ids), truth)
+        errors = {name: min(errors[name], again[name]) for name in errors}
+    return errors, min(most, _NARROW_BOUND)
+
+
+@contextmanager
+def _rounded_again(model: HFDecoder, *, seed: int) -> Iterator[None]:
+    """Within it what attentions and the modules in them return is moved by at most half a unit in
+    the last place."""
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+
+    def move(module: Any, _: Any, output: Any) -> Any:
+        x = output[0] if isinstance(output, tuple) else output
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return output
+        noise = torch.rand(x.shape, generator=generator, device=x.device) - 0.5
+        moved = (x * (1 + noise * torch.finfo(x.dtype).eps)).to(x.dtype)
+        return (moved, *output[1:]) if isinstance(output, tuple) else moved
+
+    with ExitStack() as stack:
+        for part in {part: None for own in model.attention_modules for part in own.modules()}:
+            stack.callback(part.register_forward_hook(move).remove)
+        yield
+
+
 def _has_known_mixers(model: HFDecoder) -> bool:
-    """Whether a test has compared the model's mixers: transformers' own, of a family with a row."""
+    """Whether a test has compared the model's mixers: transformers' own, of a family with a row, on
+    a CPU."""
     kinds = {type(mixer.module).__module__ for mixer in model.probed.mixers}
     is_theirs = all(module.startswith("transformers.") for module in kinds)
-    return is_theirs and family_of(model.config.model_type).recurrent != "none"
+    is_known = is_theirs and family_of(model.config.model_type).recurrent != "none"
+    return is_known and model.device.type == "cpu"
 
 
 def _check_cuts(
@@ -203,24 +254,26 @@ def _settled(model: HFDecoder) -> Iterator[None]:
     run by itself, or whose forward changes a buffer."""
     before = RNGState.read(model.device)
     buffers = [
-        (name, buffer, buffer.clone())
+        (path, module, name, buffer, buffer.clone())
         for path, module in model.model.named_modules()
         if not hasattr(module, "rope_type")  # a run's frequencies are chosen in place
-        for name, buffer in module.named_buffers(path, recurse=False)
+        for name, buffer in module.named_buffers(recurse=False)
     ]
+    changed: list[str] = []
     with modes_kept(model.model), torch.no_grad(), replayed(before, model.device):
         try:
             with _refused(model, _fails_whole):
                 model.whole_logits(_ids(model)[1])
         finally:
-            changed = [own for own in buffers if not own[1].equal(own[2])]
-            changed = [own for own in changed if not torch.allclose(*own[1:], 0, 0, equal_nan=True)]
-            for _, buffer, value in changed:
-                buffer.copy_(value)
+            for path, module, name, buffer, value in buffers:
+                is_same = (buffer == value) | (value != value)  # NaN equals nothing
+                if module._buffers.get(name) is not buffer or not bool(is_same.all()):
+                    module._buffers[name] = buffer.copy_(value)
+                    changed.append(f"{path}.{name}".lstrip("."))
         if changed:
             raise refusal(
                 model,
-                f"changes {changed[0][0]} by a forward",
+                f"changes {changed[0]} by a forward",
                 "modules that no forward changes: a sequence is one forward, its chunks are many",
                 "call eval() on this module, or take another one",
             )
@@ -409,10 +462,10 @@ _SPREAD = 5
 def tiny_twin(model: HFDecoder) -> HFDecoder:
     """The whole twin of a model, in float64 on the CPU, in the model's mode."""
     longest = model.max_seq_len
-    config = shrink_config(model.config, max_seq_len=longest or 0, all_layers=True)
     is_text = model.base.config is model.config  # a subclass of a family's has its own code
     make: Any = type(model.base)._from_config if is_text else AutoModelForCausalLM.from_config
     with _refused(model, _has_no_twin), torch.device("meta"):
+        config = shrink_config(model.config, max_seq_len=longest or 0, all_layers=True)
         base = make(
             config, dtype=torch.float64, attn_implementation=None, experts_implementation=None
         )
@@ -589,6 +642,6 @@ def _has_no_twin(model: HFDecoder, error: Exception) -> UnsupportedModelError:
     return refusal(
         model,
         f"cannot be built small, with random weights: {type(error).__name__}: {error}",
-        "a class that is made of its config",
-        "compute in float32, on one process",
+        "a class that is made of its config alone, for a tiny twin with windows or in stages",
+        "let its __init__ take the config alone",
     )

@@ -421,14 +421,14 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
     """Hashes of everything but the weights' values on which the adapter depends, and of the modes
     on which its check depends besides: which modules train.
 
-    The first is of the config, of every module with its type, its active adapters and whether
-    hooks, another forward or a compiled call are in it, and of the shape, dtype and device of every
-    parameter. Comparable within one process.
+    The first is of the config, of every module with its type, its active adapters, the code of its
+    forward and of hooks, and whether a compiled call is in it, and of the shape, dtype and device
+    of every parameter. Comparable within one process.
     """
     config: Any = getattr(model, "config", None)
     text = json.dumps(config.to_dict(), default=str, sort_keys=True) if config is not None else ""
     modules = tuple(
-        (id(module), type(module), _adapters(module), *_put_in(vars(module)))
+        (id(module), type(module), _adapters(module), *_put_in(module, vars(module)))
         for module in model.modules()
     )
     weights = tuple((p.shape, p.dtype, p.device) for p in model.parameters())
@@ -440,10 +440,15 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def _put_in(attributes: dict[str, Any]) -> tuple[Any, ...]:
-    """How many hooks a module has, and whether a forward or a compiled call was set on it."""
-    is_compiled = attributes.get(COMPILED_CALL) is not None
-    return *(len(attributes[kind]) for kind in _HOOKS), "forward" in attributes, is_compiled
+def _put_in(module: nn.Module, attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """The code of a module's forward and hooks, by its value: an address may come again, and a hook
+    that is put in for each step is the same. And whether a compiled call was set on it."""
+    hooks = (tuple(map(_code, attributes[kind].values())) for kind in _HOOKS)
+    return *hooks, _code(module.forward), attributes.get(COMPILED_CALL) is not None
+
+
+def _code(function: Any) -> Any:
+    return getattr(function, "__code__", type(function))
 
 
 def adapter_states(model: nn.Module) -> tuple[Any, ...]:
