@@ -97,6 +97,15 @@ def hangs(processes: Processes) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def the_first_dies_before_all_have_joined() -> None:
+    launch = read_launch()
+    if launch.is_first:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        dist.TCPStore(address, port, 2, is_master=True)  # until the other one has come
+        os.kill(os.getpid(), signal.SIGKILL)
+    work(is_done)
+
+
 def is_ended_by_a_signal(processes: Processes) -> None:
     """One works and the other waits in C, where no handler of Python's runs."""
     with QuietEnd():
@@ -148,6 +157,13 @@ def test_all_processes_end_and_tell_what_ended_them(tmp_path: Path) -> None:
             assert "Traceback" in text or "Traceback" not in process.said, what
     first, second = (int(process.said) for process in found[is_done])
     assert first < second
+
+
+def test_a_death_before_all_have_joined_is_told_in_a_line(tmp_path: Path) -> None:
+    ended = Launched(tmp_path, the_first_dies_before_all_have_joined).ended(20)
+    assert [process.code for process in ended] == [-9, 1], ended
+    assert ended[1].said.splitlines()[-1].startswith("process 1 ends before the start")
+    assert "Traceback" not in ended[1].said
 
 
 def test_one_that_hangs_ends_the_others_after_the_limit(tmp_path: Path) -> None:

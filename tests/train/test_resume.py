@@ -185,12 +185,13 @@ def test_how_it_is_computed_may_change(
 ) -> None:
     run = tmp_path / "run"
     tiny_run.leave_run(run, stopped_after=5)
-    flags = ["--chunks.size=16", "--train.save_every_steps=3", "--resume"]
+    flags = ["--chunks.size=16", "--offload=disk", "--memory.disk=1GiB"]
+    flags += ["--train.save_every_steps=3", "--resume"]
     assert main(tiny_run.arguments(run, *flags)) == 0
-    assert "options are decided again, for these keys have changed: chunks.size" in (
-        capsys.readouterr().out
-    )
-    assert json.loads((run / "options.json").read_text())["size"] == 16
+    changed = "decided again, for these keys have changed: chunks.size, memory.disk, offload"
+    assert changed in capsys.readouterr().out
+    options = json.loads((run / "options.json").read_text())
+    assert (options["size"], options["offload"]) == (16, "disk")
     assert json.loads((run / "config.json").read_text())["train"]["save_every_steps"] == 3
     kept = sorted(path.name[-1] for path in (run / "checkpoints").iterdir())
     assert kept == ["5", "6", "9"]

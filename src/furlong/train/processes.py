@@ -281,17 +281,24 @@ def joined(launch: Launch, *, limit: timedelta = _COLLECTIVE_LIMIT) -> Iterator[
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    root, _, _ = next(rendezvous("env://", timeout=_START_LIMIT))
-    # torchrun keeps its store over restarts: addresses of the attempt before would be found there
-    store = PrefixStore(f"furlong/{launch.attempt}", root)
     has_gpus = torch.cuda.is_available()
-    if has_gpus:
+    if launch.local_number < torch.cuda.device_count():  # else `device_of` tells it
         torch.cuda.set_device(launch.local_number)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if has_gpus else "gloo", store=PrefixStore("group", store),
-        rank=launch.number, world_size=launch.num_processes, timeout=limit,
-    )  # fmt: skip
-    processes = Processes(launch, dist.new_group(backend="gloo", timeout=_AGREEMENT_LIMIT))
+    try:
+        root, _, _ = next(rendezvous("env://", timeout=_START_LIMIT))
+        # torchrun keeps its store over restarts: addresses of the attempt before would be found
+        # there
+        store = PrefixStore(f"furlong/{launch.attempt}", root)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if has_gpus else "gloo", store=PrefixStore("group", store),
+            rank=launch.number, world_size=launch.num_processes, timeout=limit,
+        )  # fmt: skip
+        processes = Processes(launch, dist.new_group(backend="gloo", timeout=_AGREEMENT_LIMIT))
+    except RuntimeError as error:  # of torch's store, of sockets or of gloo
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        said = f"process {launch.number} ends before the start: it cannot join the others at"
+        said += f" {place}, or one of them has ended, whose own output says why"
+        _end(f"{said}: {_first_line(error)}", 1)
     try:
         yield processes
         processes.each(None)
@@ -318,8 +325,8 @@ def _end_alone(error: BaseException, launch: Launch, store: Store) -> NoReturn:
     here, code = f"process {launch.number}", 1
     is_lost = isinstance(error, RuntimeError) and _CONNECTION.search(str(error))
     if is_lost or isinstance(error, LinkError):
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        said = f"{here} ends, for another process has ended or does not answer: {line}"
+        said = f"{here} ends, for another process has ended or does not answer"
+        said += f": {_first_line(error)}"
         try:
             told = store.get("failure").decode() if store.check(["failure"]) else ""
         except RuntimeError:
@@ -335,7 +342,15 @@ def _end_alone(error: BaseException, launch: Launch, store: Store) -> NoReturn:
             store.set("failure", f"{here} ended by {type(error).__name__}: {cause}")
         except RuntimeError:  # of a process that is no more
             said += f"; {here} could not tell them"
-    # the group is broken: nothing that waits for it may run any more
+    _end(said, code)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _end(said: str, code: int) -> NoReturn:
+    """End this process at once: the group is broken, and nothing that waits for it may run."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.write(2, f"{said}\n".encode())

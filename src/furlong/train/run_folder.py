@@ -37,19 +37,19 @@ CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl
 CHECKPOINTS, EXPORT, PROFILE = "checkpoints", "model", "profile"
 STATE, MANIFEST = "state.json", "manifest.json"
 _LOCK, _DAMAGED = ".lock", ".damaged"
-# 3: the optimizer's groups are those of the config, the generators a row for each process.
+# 4: the config has offload, and memory.cpu in the place of memory.host.
 FORMAT_VERSION = 4
 NUM_KEPT = 3
 _STEP = re.compile(r"step-(\d{8,})")
 # What these change is time, memory, what is shown and how long a run goes on: neither the weights
 # of its steps up to now nor their order.
 _FREE_KEYS = (
-    "chunks.", "memory.", "parallel.", "log.", "out", "data.eval", "data.cache_dir",
+    "chunks", "offload", "memory", "parallel", "log", "out", "data.eval", "data.cache_dir",
     "train.save_every_steps", "train.eval_every_steps", "train.eval_train_share",
     "train.async_save", "train.steps", "train.epochs",
 )  # fmt: skip
 _FREE_OF_A_SAMPLE = ("chunks.sample.report_loss", "chunks.sample.check_every_steps")
-_DECIDING_KEYS = ("chunks.", "memory.", "parallel.")
+_DECIDING_KEYS = ("chunks", "offload", "memory", "parallel")
 Measured = dict[str, Any]
 """Size and checksum of a file, as the manifest has them: `{"bytes": ..., "xxh3": ...}`."""
 
