@@ -65,6 +65,15 @@ MUTANTS = {
         "if not writes:\n            self._give(tensor", "if True:\n            self._give(tensor",
         "equivalence/test_matrix.py::test_every_pair_of_dials",
     ),
+    "what was on its way back outlives what is written over it": Mutant(
+        "def _write(self, h: Handle, x: Tensor) -> None:\n        self._forget_read(h)\n",
+        "def _write(self, h: Handle, x: Tensor) -> None:\n",
+        "kv/test_pools.py::test_what_is_on_its_way_back_gives_way_to_what_is_written",
+    ),
+    "a lease of a step that failed writes into the next one": Mutant(
+        "if era != self._era:", "if False:",
+        "kv/test_pools.py::test_clear_forgets_and_the_pool_goes_on",
+    ),
     "nothing is written on disk": Mutant(
         "done += os.pwrite(self._file.fileno(), pages[done:], start + done)", "done += len(pages)",
         "equivalence/test_matrix.py::test_every_pair_of_dials",
@@ -97,6 +106,10 @@ MUTANTS = {
         "torch.cat([labels[1:].cpu(), last])", "labels.cpu().roll(-1)",
         "runtime/test_chunk_inputs.py::test_the_last_token_of_a_sequence_predicts_nothing",
     ),
+    "extras are those of the token before": Mutant(
+        "(index, at + tokens.start + 1)", "(index, at + tokens.start)",
+        "values/test_token_loss.py::test_sums_over_tokens_have_the_models_own_gradients",
+    ),
     "a row that several tokens follow counts once": Mutant(
         "gradient.index_add_(0, tile, tile_hidden.grad)", "gradient[tile] = tile_hidden.grad",
         "equivalence/test_trees.py::test_every_pair_of_dials_is_exact",
@@ -119,6 +132,18 @@ MUTANTS = {
         "_CUT_BOUND, _NARROW_CUT_BOUND = 1e-5, 1e-3", "_CUT_BOUND, _NARROW_CUT_BOUND = 1e9, 1e9",
         "runtime/test_self_check.py::test_attention_that_is_kept_wrongly_is_seen",
     ),
+    "16 bits are checked without a tiny twin": Mutant(
+        "if hides_lengths(model) or _is_narrow(model) else", "if hides_lengths(model) else",
+        "runtime/test_self_check.py::test_attention_that_is_kept_wrongly_is_seen",
+    ),
+    "a model is not checked anew when it trains": Mutant(
+        "weights)), modes", "weights)), 0",
+        "test_api_refusals.py::test_what_differs_in_train_mode_alone_is_refused",
+    ),
+    "a model may be called while a step of it runs": Mutant(
+        "hooked(bare_model(self.given), refuse_call),", "",
+        "test_calls_beside.py::test_a_plain_call_while_a_step_runs_is_refused_wherever_it_comes",
+    ),
     # several processes
     "gradients of tied embeddings are not added up": Mutant(
         "dist.all_reduce(own.to_local() if isinstance(own, DTensor) else own, group=group)",
@@ -134,6 +159,10 @@ MUTANTS = {
         "except (TypeError, ValueError) as error:\n        failure_of(ranks,",
         "distributed/test_sharded_engine.py::test_mistakes_are_refused_by_name",
     ),
+    "what processes add up is that of each": Mutant(
+        "dist.all_reduce(added, group=self.group)", "pass",
+        "distributed/test_failures.py::test_all_processes_end_and_tell_what_ended_them",
+    ),
     # plans and predictions
     "packing takes the emptiest bin": Mutant(
         "space, _, index = spaces.pop(place)", "space, _, index = spaces.pop()",
@@ -142,6 +171,10 @@ MUTANTS = {
     "the budget has no margin": Mutant(
         "return int(self.device_bytes * (1 - self.margin))", "return int(self.device_bytes)",
         "planners/test_planner_auto.py::test_a_margin_leaves_room",
+    ),
+    "the last percents of speed are bought with memory": Mutant(
+        "key=lambda t: (t.needs, t.step_s)", "key=lambda t: (t.step_s, t.needs)",
+        "planners/test_planner_auto.py::test_the_last_percents_of_speed_are_not_bought_with_memory",
     ),
     "a graph saves three tensors of four": Mutant(
         "layer.saved += num_bytes", "layer.saved += 3 * num_bytes // 4",
@@ -178,6 +211,10 @@ MUTANTS = {
     "what a prompt says is learnt": Mutant(
         "labels = np.where(learnt, ids, np.int32(IGNORE_INDEX))", "labels = ids",
         "data/test_tokenize.py::test_a_completion_and_its_end_are_learnt",
+    ),
+    "padding beside token ids is learnt": Mutant(
+        "if mask is not None and mask != [1] * num_tokens:", "if False:",
+        "data/test_formats.py::test_bad_tokens_are_named",
     ),
     "every pass over a part has the same order": Mutant(
         "(*seed, number, 1)", "(*seed, 1)",

@@ -139,6 +139,21 @@ def test_a_prefetch_counts_once(pool):
     assert pool.read_bytes == 8000
 
 
+@staged
+def test_what_is_on_its_way_back_gives_way_to_what_is_written(pool):
+    handle = pool.put(torch.ones(1000))
+    pool.prefetch(handle)
+    pool.overwrite(handle, torch.full((1000,), 2.0))
+    lease = pool.get(handle)
+    assert torch.all(lease.tensor == 2)
+    lease.tensor.fill_(3)
+    pool.prefetch(handle)
+    lease.write_back()
+    lease = pool.get(handle)
+    assert torch.all(lease.tensor == 3)
+    lease.release()
+
+
 def test_a_released_lease_is_poisoned(pool):
     handle = pool.put(torch.ones(1000))
     lease = pool.get(handle)
@@ -188,10 +203,11 @@ def test_close_complains_of_what_is_left(kind, tmp_path):
 def test_clear_forgets_and_the_pool_goes_on(pool):
     handle = pool.put(torch.ones(1000))
     pool.prefetch(handle)
-    lease = pool.get(handle)
+    lease, other = pool.get(handle), pool.get(handle)
     pool.prefetch(handle)
     pool.clear()
     lease.release()  # of before: without effect
+    other.write_back()
     assert pool.held_bytes == 0
     with pytest.raises(AssertionError, match="the handle was dropped"):
         pool.get(handle)

@@ -861,10 +861,6 @@ class StoredLayers:
                 # an offloaded segment that another piece keeps
                 rank.read("kv", self._kv[index], self._num_layers)
                 rank.write("kv", self._kv[index], self._num_layers)
-            if piece not in self._owners[index] and self._is_cold(index):
-                # a piece that is computed again begins without gradients, there too
-                rank.read("kv_gradients", self._gradients[index], self._num_layers)
-                rank.write("kv_gradients", self._gradients[index], self._num_layers)
             self._written[index].add(piece)
             self._owners[index].add(piece)
             complete = len(self._written[index]) == self._num_pieces[index]

@@ -190,16 +190,14 @@ class LayerSegments:
         self._token_shape = (2, like.shape[0], like.shape[2])
 
     def write(self, piece: int, k: Tensor, v: Tensor) -> None:
-        """Keep what later pieces see of k, v (K, T, H)."""
+        """Keep what later pieces see of k, v (K, T, H). A piece that gradients were sent to is not
+        freed and written again (plans are checked for that)."""
         tokens = self.tokens.of_piece(piece)
         first = k.shape[1] - len(tokens)
-        again = piece not in self.alive
         for segment in self._holding(tokens):
             rows = segment.rows(tokens)
             there = segment.start + rows.start - tokens.start + first
             part = slice(there, there + rows.stop - rows.start)
-            if again:
-                self._zero_grad(segment, rows)
             self._write_part(segment, rows, k[:, part], v[:, part])
             segment.written.add(piece)
             if self._pool is not None and segment.kv is not None:
@@ -332,14 +330,6 @@ class LayerSegments:
             segment.grad_handle = present(self._pool).put(grad)
             self._arena.give(grad)
             segment.grad = None
-
-    def _zero_grad(self, segment: Segment, rows: slice) -> None:
-        """A piece that is written again after it was freed begins without gradients."""
-        if segment.grad is not None:
-            segment.grad[rows] = 0
-        elif (lease := self._lease(segment.grad_handle)) is not None:
-            lease.tensor[rows] = 0
-            lease.write_back()
 
     def _take(self, segment: Segment, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor (S, 2, K, H)."""
