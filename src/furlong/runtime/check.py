@@ -11,13 +11,13 @@ chunks, one of which drops its graph and computes it again from what it keeps. C
 Stages of some layers each are then compared with one stage of all, by a plan that retains graphs
 from stage to stage and by one that goes layer-first.
 
-A tiny twin has the model's class, config and number of layers, but few heads, small widths, short
-lengths and random weights in float64: the same code at the same cuts, in a fraction of a second. It
-is checked beside a model of 16 bits, whose own bound is wide: twice what the whole run itself moves
-when attention is rounded once more, which may send a token to another expert. So it is beside one
-with windows, attention blocks or temperatures that begin to matter beyond the few tokens, and in
-the place of a model of which a process holds one stage: every process makes the same twin, whole,
-and as stages that hold what theirs does and nothing else.
+A tiny twin has the model's class and config, but few heads, small widths, short lengths, random
+weights in float64 and, where no stages are checked, few layers of each kind: the same code, in a
+fraction of a second. It is checked beside a model of 16 bits, whose own bound is wide: twice what
+the whole run itself moves when attention is rounded once more, which may send a token to another
+expert. So it is beside one with windows, attention blocks or temperatures that begin to matter
+beyond the few tokens, and in the place of a model of which a process holds one stage: every process
+makes the same twin, whole, and as stages that hold what theirs does and nothing else.
 
 Gradients of a whole model tell too little of recurrent layers: a state that is dropped moves them
 by less than float32 rounds. So one mixer of each kind is a stage of its own, which is given random
@@ -118,7 +118,8 @@ def _twins(model: HFDecoder) -> list[HFDecoder]:
     """The twin of a model of which its own check tells too little. In 16 bits a class that cannot
     be made small does without."""
     try:
-        return [tiny_twin(model)] if hides_lengths(model) or _is_narrow(model) else []
+        is_told = not hides_lengths(model) and not _is_narrow(model)
+        return [] if is_told else [tiny_twin(model, all_layers=False)]
     except UnsupportedModelError:
         if hides_lengths(model):
             raise
@@ -158,10 +159,10 @@ def _compare(
     In 16 bits a router may choose otherwise by rounding alone. So what is above the bound is tried
     again with other roundings: a real difference stays in all of them.
     """
-    errors, dtype = (
-        differences(_chunked(model, backend, leaves, ids), truth),
-        truth[GRADIENTS].dtype,
-    )
+    errors = differences(_chunked(model, backend, leaves, ids), truth)
+    dtype = truth[GRADIENTS].dtype
+    if dtype == torch.float64 and model.probed.mixers:  # scans compute in float32 whatever enters
+        dtype = torch.float32
     if dtype in _TOLERANCES or compiled_in_place(model.base):  # hooks would compile layers anew
         return errors, _TOLERANCES.get(dtype, _NARROW_BOUND)
     most = 0.0
@@ -459,13 +460,13 @@ _SPREAD = 5
 """Attention matters more where weights are larger than transformers draws them."""
 
 
-def tiny_twin(model: HFDecoder) -> HFDecoder:
+def tiny_twin(model: HFDecoder, *, all_layers: bool = True) -> HFDecoder:
     """The whole twin of a model, in float64 on the CPU, in the model's mode."""
     longest = model.max_seq_len
     is_text = model.base.config is model.config  # a subclass of a family's has its own code
     make: Any = type(model.base)._from_config if is_text else AutoModelForCausalLM.from_config
     with _refused(model, _has_no_twin), torch.device("meta"):
-        config = shrink_config(model.config, max_seq_len=longest or 0, all_layers=True)
+        config = shrink_config(model.config, max_seq_len=longest or 0, all_layers=all_layers)
         base = make(
             config, dtype=torch.float64, attn_implementation=None, experts_implementation=None
         )
