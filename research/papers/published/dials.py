@@ -56,7 +56,7 @@ class Dials:
     """Whether slices take equal work rather than equal tokens."""
     num_retained: int | None = None
     keep: Keep | None = None
-    target: OffloadTarget = "none"
+    offload: OffloadTarget = "none"
     """Where K,V of cut sequences live."""
     stage_layers: int | None = None
     """Layers of a stage on one device, layer-first."""
