@@ -3,6 +3,7 @@ than can be planned for: told at once, in four parts, without torch."""
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from furlong.cli.plan import parse_flags
 from furlong.cli.question import question_of
 from furlong.cost.shape import known_models
 from furlong.plan.check import check
+from furlong.plan.lengths import Lengths
 from furlong.plan.text import load_plan, save_plan
 from furlong.planners.search import METHODS
 from furlong.report.patience import patience
@@ -261,6 +263,30 @@ def test_a_run_file_takes_its_own_lengths_batch_seed_and_model(run_file, lengths
     )
     assert values["num_devices"] == 1
     assert values["model"] == str(Path(run_file).parent / "model")
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ([], "run.lengths.json"),
+        (["--chunks.size=512", "--data.max_seq_len=9000"], "run.lengths.json"),
+        (["--data.train=other.txt"], "data.train"),
+        (["--data.too_long=truncate", "--data.max_seq_len=9000"], "data.train"),
+    ],
+)
+def test_lengths_beside_a_run_file_are_of_its_own_data(run_file, flags, name, monkeypatch):
+    """And not of what a flag makes of them, nor older than a file in a folder."""
+    (folder := run_file.with_name("texts")).mkdir()
+    (text := folder / "a.txt").write_text("text")
+    run_file.write_text(run_file.read_text().replace("data.txt", "texts"))
+    counted = run_file.with_name("run.lengths.json")
+    counted.write_text('{"version": 1, "lengths": [300, 20]}')
+    monkeypatch.setattr("furlong.cli.question._count", lambda config: Lengths(((77, 4),)))
+    assert name in question_of(parse_flags([str(run_file), *flags])).batch.source
+    assert json.loads(counted.read_text())["lengths"] == [300, 20]
+    later = counted.stat().st_mtime + 9
+    os.utime(text, (later, later))
+    assert question_of(parse_flags([str(run_file), *flags])).batch.seq_lens == (77,) * 4
 
 
 def test_a_run_whose_data_would_be_refused_is_refused(run_file, lengths, capsys):

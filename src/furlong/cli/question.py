@@ -22,6 +22,7 @@ from furlong.cost.machine import (
 )
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape, cached_shape, is_known_model, known_models, model_shape
+from furlong.data.sources import walk
 from furlong.errors import UserError, refusal
 from furlong.plan.lengths import (
     Lengths,
@@ -46,6 +47,7 @@ _OF_A_PRESET = 64
 """Sequences that are drawn from a preset, which has no end."""
 _IN_ONE_STEP = "sequences in one step (--sequences)"
 _LIMIT, _PER_STEP = "--data.max_seq_len", "--train.sequences_per_step"
+_OF_DATA = frozenset(("--data", "--data.train", "--data.format", "--data.too_long", "--train.loss"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +244,7 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
         batch = _of_preset(name, _OF_A_PRESET if count is None else count, seed, limit)
     else:
         if name is None:
-            name, lengths = _counted(own.subject, config)
+            name, lengths = _counted(flags, config)
         else:
             lengths = read_lengths(Path(name))
         too_long = config.data.too_long
@@ -312,22 +314,30 @@ def _of_preset(name: str, count: int, seed: int, limit: int) -> PlannedBatch:
     return PlannedBatch(seq_lens, words, count_lengths(seq_lens), longest)
 
 
-def _counted(file: str | None, config: RunConfig) -> tuple[str, Lengths]:
+def _counted(flags: RunFlags, config: RunConfig) -> tuple[str, Lengths]:
     """The name and the lengths of a run's data. They are counted where there is no file of them
-    beside the run file, or an old one: that loads torch and the tokenizer."""
-    if file is None:
+    beside the run file, or an old one: that loads torch and the tokenizer. A flag that makes other
+    data of the run's has them counted without a file."""
+    file, is_cut = flags.own.subject, config.data.too_long != "error"
+    if file is None or flags.names & _OF_DATA or (is_cut and _LIMIT in flags.names):
         return "data.train", _count(config)
     counted = Path(file).with_name(f"{Path(file).stem}.lengths.json")
-    sources = [Path(file), *(Path(source.path) for source in config.data.train)]
+    sources = [Path(file), *(Path(source.path).expanduser() for source in config.data.train)]
     if counted.exists():
         written = counted.stat().st_mtime
-        if all(not path.exists() or path.stat().st_mtime <= written for path in sources):
+        if all(_written(path) <= written for path in sources if path.exists()):
             return str(counted), read_lengths(counted)
     check_replaced(counted, f"the lengths of {file}", "lengths")
     print(f"counting the lengths of {file}'s sequences into {counted}", file=sys.stderr)
     lengths = _count(config)
     write_lengths(counted, lengths)
     return str(counted), lengths
+
+
+def _written(path: Path) -> float:
+    """When a file, or a file of a folder, was last written."""
+    files = walk(path)[0] if path.is_dir() else []
+    return max(file.stat().st_mtime for file in (path, *files))
 
 
 def _count(config: RunConfig) -> Lengths:
