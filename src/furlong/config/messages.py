@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from furlong.config.schema import all_keys, keys_below, words_of
+from furlong.config.schema import Source, all_keys, keys_below, words_of
 from furlong.errors import ConfigError, refusal
 
 NO_FILE = "no run file"
@@ -142,8 +142,14 @@ def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str])
     inside = next((n for n, part in enumerate(location) if isinstance(part, int)), None)
     if inside is not None:  # of a list
         part = ".".join((f"{key}[{location[inside]}]", *map(str, location[inside + 1 :])))
-        change = context.get("change", change)
-        return refusal(f"{part} = {shortened(value)}", required, change, source)
+        given, change = f"{part} = {shortened(value)}", context.get("change", change)
+        if kind == "extra_forbidden":
+            given = f"{part}{_UNKNOWN}"
+            required = f"a text, or a mapping of {', '.join(Source.model_fields)}"
+            change = f"write {example}, or {{path: {example}, weight: 2.0}}"
+        elif kind == "missing":
+            given = f"no {part}"
+        return refusal(given, required, change, source)
     match kind:
         case "extra_forbidden":
             return _unknown(key, str(location[-1]), source)

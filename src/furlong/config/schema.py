@@ -31,18 +31,21 @@ from furlong.units import parse_bytes
 
 _WORDS = {
     "tuple_type": "a list",
+    "too_long": "a list of no more than {max_length}",
     "dict_type": "a mapping",
     "model_type": "a text, or a mapping of keys",
-    "extra_forbidden": "no such key",
+    "missing": "a value",
     "string_too_short": "a text that is not empty",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
 }
 
 
 def words_of(error: ErrorDetails) -> str:
     """The words for the values that a key takes: pydantic's, where they speak of no Python."""
-    return _WORDS.get(error["type"]) or re.sub(
-        r"^Input should be |^Value error, ", "", error["msg"]
-    )
+    told = re.sub("^Input should be |^Value error, ", "", error["msg"])
+    words = _WORDS.get(error["type"], told)
+    return words.replace("{max_length}", str(error.get("ctx", {}).get("max_length")))
 
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

@@ -145,7 +145,7 @@ def _parse(line: str, origin: str, is_binary: bool) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = str(error)
         if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg} at column {error.colno}"
+            reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
         raise DataError(
             given=f"{line.strip()[:60]!r}: {reason}",
             required='one JSON object in a line, such as {"text": "..."}',
