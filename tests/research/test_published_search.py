@@ -35,8 +35,6 @@ from furlong.planners.orders import join_replicas, plan_1f1b
 from furlong.planners.question import DoesNotFitError
 from furlong.simulate.clock import time_actions
 
-pytestmark = pytest.mark.nightly
-
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("A100-80"), Training(zero_stage=1))
 LENS = (40_000, 9_000, 3_000, 3_000, 1_000, 700, 500, 300)
 
@@ -66,6 +64,7 @@ def test_every_method_has_a_valid_plan_with_its_own_figures_or_says_why_not(name
     assert all(other.step_s >= best.step_s for other in found.others)
 
 
+@pytest.mark.nightly
 @settings(max_examples=4, deadline=None)
 @given(lens=st.lists(st.integers(100, 6_000), min_size=2, max_size=6))
 def test_pruning_loses_nothing(lens):
@@ -106,6 +105,7 @@ def whole_plan(batch, dials):
     return plans[0] if dp == 1 else join_replicas(plans, dealt, lens)
 
 
+@pytest.mark.nightly
 def test_chunks_shrink_where_larger_ones_do_not_fit():
     """SeCO's own case: 16K tokens of an 8B model with LoRA on a card of 24 GB."""
     training = Training(zero_stage=0, lora=Lora(8))
@@ -116,6 +116,7 @@ def test_chunks_shrink_where_larger_ones_do_not_fit():
     fit(best.plan, model)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -128,6 +129,7 @@ def test_where_nothing_fits_the_nearest_is_told(changes, words):
         search(problem(**changes), {"ChunkFlow": chunkflow})
 
 
+@pytest.mark.nightly
 def test_every_method_deals_by_the_time_of_its_plans():
     """Launches take time, too, and attention is slower in short calls."""
     training = Training(zero_stage=3, lora=Lora(16))
@@ -161,6 +163,7 @@ def units(case, order):
     return time_actions(plan, UnitCosts(plan)).duration_s
 
 
+@pytest.mark.nightly
 def test_the_order_of_groups_is_close_to_the_best_of_all():
     gains, gaps = [], []
     for case in random_groups(12):
@@ -176,6 +179,7 @@ def test_the_order_of_groups_is_close_to_the_best_of_all():
     assert mean(gains) > 1.005 and max(gains) > 1.05
 
 
+@pytest.mark.nightly
 def test_an_order_that_does_not_fit_is_not_taken():
     """Shorter where the first group comes late, which only fits in the first half."""
     timed = []
@@ -191,6 +195,7 @@ def test_an_order_that_does_not_fit_is_not_taken():
     assert len(timed) == len(set(timed)) == 20
 
 
+@pytest.mark.nightly
 def test_the_search_improves_the_order_of_its_winner():
     lens = tuple(sample_lengths("github", 16, 0, max_seq_len=65536, too_long="truncate"))
     model = replace(MODEL, shape=model_shape("Qwen2.5-7B"), hardware=Machine.named("H100"))
