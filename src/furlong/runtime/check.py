@@ -12,12 +12,13 @@ Stages of some layers each are then compared with one stage of all, by a plan th
 from stage to stage and by one that goes layer-first.
 
 A tiny twin has the model's class and config, but few heads, small widths, short lengths, random
-weights in float64 and, where no stages are checked, few layers of each kind: the same code, in a
-fraction of a second. It is checked beside a model of 16 bits, whose own bound is wide: twice what
-the whole run itself moves when attention is rounded once more, which may send a token to another
-expert. So it is beside one with windows, attention blocks or temperatures that begin to matter
-beyond the few tokens, and in the place of a model of which a process holds one stage: every process
-makes the same twin, whole, and as stages that hold what theirs does and nothing else.
+weights in float64 and, in place of many recurrent layers, few of each kind where no stages are
+checked: the same code, in a fraction of a second. It is checked beside a model of 16 bits, whose
+own bound is wide: twice what the whole run itself moves when attention is rounded once more, which
+may send a token to another expert. So it is beside one with windows, attention blocks or
+temperatures that begin to matter beyond the few tokens, and in the place of a model of which a
+process holds one stage: every process makes the same twin, whole, and as stages that hold what
+theirs does and nothing else.
 
 Gradients of a whole model tell too little of recurrent layers: a state that is dropped moves them
 by less than float32 rounds. So one mixer of each kind is a stage of its own, which is given random
@@ -119,7 +120,9 @@ def _twins(model: HFDecoder) -> list[HFDecoder]:
     be made small does without."""
     try:
         is_told = not hides_lengths(model) and not _is_narrow(model)
-        return [] if is_told else [tiny_twin(model, all_layers=False)]
+        # scans compute in float32, and the errors of many layers add up
+        is_recurrent = family_of(model.config.model_type).recurrent != "none"
+        return [] if is_told else [tiny_twin(model, all_layers=not is_recurrent)]
     except UnsupportedModelError:
         if hides_lengths(model):
             raise
