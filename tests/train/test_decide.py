@@ -90,7 +90,7 @@ def test_both_predict_with_what_was_calibrated(tiny_run, tmp_path, capsys, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     place = this_cpu().calibration_file("float32")
     figures = {"peak_flops_per_s": 1e6, "time_error": 0.07, "memory_error": 0.03}
-    slow = this_cpu().measured(figures, "a test")
+    slow = this_cpu().measured(figures)
     out = tmp_path / "run"
     flags = (*ENDLESS, "--train.steps=1", "--train.epochs=null", "--model.dtype=float32")
     arguments = tiny_run.arguments(out, *flags)

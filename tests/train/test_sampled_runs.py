@@ -165,7 +165,6 @@ def test_a_run_file_is_planned_with_its_sample(run_file: Path, capsys: Any) -> N
     assert main(["plan", str(run_file)]) == 0
     printed = capsys.readouterr().out
     assert "sample     chunks 2, rule fixed: " in printed
-    assert "labels are not known here" in printed
     assert main(["plan", str(run_file), "--json"]) == 0
     sample = json.loads(capsys.readouterr().out)["sample"]
     assert (sample["chunks"], sample["rule"]) == (2, "fixed")
