@@ -33,6 +33,8 @@ LATENT_WIDTHS = (
     "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
 """Widths of latent attention: of its latents, and of one head behind them."""
+PER_LAYER_VOCAB_SIZE, PER_LAYER_WIDTH = "vocab_size_per_layer_input", "hidden_size_per_layer_input"
+"""Sizes of the embeddings that each layer of Gemma 3n and 4 adds."""
 ROUTER_GROUPS = ("n_group", "topk_group")
 NUM_DENSE_LAYERS = "first_k_dense_replace"
 CHUNKED = "chunked_attention"

@@ -117,6 +117,17 @@ def test_models_with_recurrent_layers_become_small_and_run(
         assert not [name for name in lacking if "expert" not in name], lacking
 
 
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_embeddings_of_each_layer_become_small(model_type: str) -> None:
+    """The start-up check draws them in float64 in memory: those of Gemma 3n would take 19 GB."""
+    whole = transformers.AutoConfig.for_model(model_type)
+    small = shrink_config(whole, max_seq_len=4096, all_layers=True)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(small)
+    assert sum(p.numel() for p in model.parameters()) < 5_000_000
+    assert any("per_layer" in name for name, _ in model.named_parameters())
+
+
 def test_what_is_no_decoder_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="holds a decoder inside"):
         shrink("Gemma3Config")

@@ -26,6 +26,8 @@ from furlong.families import (
     NUM_DENSE_LAYERS,
     NUM_EXPERTS,
     NUM_SHARED_EXPERTS,
+    PER_LAYER_VOCAB_SIZE,
+    PER_LAYER_WIDTH,
     ROUTER_GROUPS,
     SPECIAL_TOKENS,
     STATE_EXPANSIONS,
@@ -151,7 +153,7 @@ _SMALL = (
     dict.fromkeys(NUM_EXPERTS, 4)
     | {NUM_ACTIVE_EXPERTS: 2, NUM_SHARED_EXPERTS: 1, NUM_DENSE_LAYERS: 1}
     | dict.fromkeys(ROUTER_GROUPS, 1)
-    | dict.fromkeys(LATENT_WIDTHS, HEAD_DIM)
+    | dict.fromkeys((*LATENT_WIDTHS, PER_LAYER_WIDTH), HEAD_DIM)
 )
 
 
@@ -202,8 +204,10 @@ def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
     values[hidden_name] = narrow
     small = {own_key(config, name): most for name, most in _SMALL.items()}
     for key, value in values.items():
-        if key.endswith(MLP_WIDTHS) and isinstance(value, int):
-            values[key] = 8 * max(1, round(value / hidden * narrow / 8))
+        if key.endswith(MLP_WIDTHS) and isinstance(value, int | list):
+            widths = value if isinstance(value, list) else [value]  # Gemma 3n has one per layer
+            few = [8 * max(1, round(width / hidden * narrow / 8)) for width in widths]
+            values[key] = few if isinstance(value, list) else few[0]
         elif key in small and isinstance(value, int):
             values[key] = min(value, small[key])
     shrink_states(family, values, hidden)
@@ -230,6 +234,8 @@ def _shrink_heads(config: Any, values: dict[str, Any], hidden: int) -> int:
 
 def _shrink_tokens(values: dict[str, Any]) -> None:
     values["vocab_size"] = VOCAB_SIZE
+    if values.get(PER_LAYER_VOCAB_SIZE):
+        values[PER_LAYER_VOCAB_SIZE] = VOCAB_SIZE
     for token_id, key in enumerate(SPECIAL_TOKENS):
         if values.get(key) is not None:
             values[key] = token_id
