@@ -143,11 +143,13 @@ def test_a_prefetch_counts_once(pool):
 def test_what_is_on_its_way_back_gives_way_to_what_is_written(pool):
     handle = pool.put(torch.ones(1000))
     pool.prefetch(handle)
+    pool._back.drain()  # it has come back
     pool.overwrite(handle, torch.full((1000,), 2.0))
     lease = pool.get(handle)
     assert torch.all(lease.tensor == 2)
     lease.tensor.fill_(3)
     pool.prefetch(handle)
+    pool._back.drain()
     lease.write_back()
     lease = pool.get(handle)
     assert torch.all(lease.tensor == 3)

@@ -79,7 +79,9 @@ def tell_loading() -> None:
 def lasting_output() -> Iterator[Output]:
     """Within it stdout and stderr never raise; yields stdout, flushed at the end."""
     before = sys.stdout, sys.stderr
-    nowhere = [open(os.devnull, "w") for stream in before if stream is None]  # noqa: SIM115
+    # Also for a closed stdin: no file of a run gets the number of a stream, and what is printed.
+    closed = [stream for stream in (*before, sys.stdin) if stream is None]
+    nowhere = [open(os.devnull, "w") for _ in closed]  # noqa: SIM115
     unused = iter(nowhere)
     out, err = (Output(next(unused) if stream is None else stream) for stream in before)
     sys.stdout, sys.stderr = out, err
