@@ -106,6 +106,7 @@ def test_the_resolved_config_is_accepted_back(tmp_path: Path) -> None:
         (["--train.lr=0"], "'0'", "train.lr", "such as 2e-05"),
         (["--offload=dsk"], "offload = 'dsk'", "flag --offload", "such as cpu"),
         (["--offload={atention: cpu}"], "atention", "--offload", "such as cpu"),
+        (["--offload.kv=disk"], "--offload.kv", "the command line", "mapping: {kv: cpu}"),
         (["--offload={kv: dsk}"], "'dsk'", "--offload", "such as cpu"),
         (["--chunks.sample.cap=.inf"], "'.inf'", "--chunks.sample.cap", "set"),
         (["--memory.device=24XB"], "'24XB'", "flag --memory.device", "24GiB"),

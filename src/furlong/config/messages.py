@@ -73,7 +73,7 @@ def unknown_flags(flags: Sequence[str], known: Sequence[str], prog: str) -> Conf
     if len(changes) > 1:
         return table_of_keys(list(changes.items()), "the command line")
     ((flag, change),) = changes.items()
-    return refusal(flag, f"a flag of {prog}, or one run file", change)
+    return refusal(flag, f"what {prog} --help lists", change)
 
 
 def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
@@ -88,6 +88,8 @@ def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
     close = difflib.get_close_matches(name, beside, n=1, cutoff=_NEAR)
     if close:
         return f"did you mean {prefix}{beside[close[0]]}?"
+    if section == "offload":
+        return f"write offload as a mapping: {{{name}: cpu}}"
     elsewhere = [one for one in all_keys() if one.rpartition(".")[2] == name]
     close = elsewhere or difflib.get_close_matches(key, known, n=1, cutoff=_NEAR)
     return f"did you mean {prefix}{close[0]}?" if close else "remove it: furlong has none"
