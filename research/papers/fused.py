@@ -72,8 +72,8 @@ def whole_cell(shape: ModelShape, training: Training, saved: Counted) -> StageBy
 
 
 _SHARED = (
-    "checkpointed", "working", "exchange", "message", "kv_layer", "kv_gradient_layer",
-    "widest_saved", "ends", "logit", "head_gradient",
+    "working", "exchange", "message", "kv_layer", "kv_gradient_layer", "widest_saved", "ends",
+    "logit", "head_gradient",
 )  # fmt: skip
 """Bytes per token that tensor parallelism divides."""
 
