@@ -128,7 +128,7 @@ def links_of(process: int) -> dict[str, Link]:
 def _answer(asked: Asked) -> Answered:
     links = run_together(links_of, world=NUM_PROCESSES, limit_s=_LIMIT_S, enter=enter)[0]
     link = links["all_to_all"]
-    spec = slow_device().measured(links, "limited links")
+    spec = slow_device().measured(links)
     lens = long_tailed(asked.num_sequences, asked.longest_tokens)
     contenders = [
         replace(one, family=f"pools of {NUM_PROCESSES}, limited links")
