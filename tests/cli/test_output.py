@@ -24,7 +24,7 @@ def work(arguments):
     return 0
 
 module._dispatch = work
-sys.exit(module.main(sys.argv[1:]))
+module.command()
 """
 
 
@@ -43,7 +43,7 @@ def call(
 
 @pytest.mark.parametrize(
     "redirection",
-    ["2>&-", "<&- >&- 2>&-", "2>/dev/full", ">/dev/full 2>&1"],
+    [">&-", "2>&-", "<&- >&- 2>&-", "2>/dev/full", ">/dev/full 2>&1"],
 )
 def test_the_work_is_done_whatever_becomes_of_the_output(tmp_path: Path, redirection: str) -> None:
     finished = call(tmp_path, redirection)

@@ -57,8 +57,8 @@ def _leave(ended: list[int]) -> None:
     """Ends the process at once with the code in `ended`, if a verb has come to its end; coverage
     writes its figures later."""
     if ended and "coverage" not in sys.modules:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller
+            stream.flush()
         os._exit(ended[0])
 
 
