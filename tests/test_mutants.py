@@ -133,8 +133,16 @@ MUTANTS = {
         "runtime/test_self_check.py::test_attention_that_is_kept_wrongly_is_seen",
     ),
     "16 bits are checked without a tiny twin": Mutant(
-        "if hides_lengths(model) or _is_narrow(model) else", "if hides_lengths(model) else",
+        "not hides_lengths(model) and not _is_narrow(model)", "not hides_lengths(model)",
         "runtime/test_self_check.py::test_attention_that_is_kept_wrongly_is_seen",
+    ),
+    "16 bits have one wide bound": Mutant(
+        "return errors, min(most, _NARROW_BOUND)", "return errors, _NARROW_BOUND",
+        "runtime/test_self_check.py::test_tokens_that_meet_beside_attention_are_seen",
+    ),
+    "hooks and forwards of a model are only counted": Mutant(
+        'return getattr(function, "__code__", type(function))', "return type(function)",
+        "test_api.py::test_what_is_put_into_a_checked_model_is_checked",
     ),
     "a model is not checked anew when it trains": Mutant(
         "weights)), modes", "weights)), 0",
