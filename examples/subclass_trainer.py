@@ -1,6 +1,6 @@
 """A trainer of one's own: that of `furlong train`, and a histogram of the gradients of each step.
 
-python examples/subclass_trainer.py RUN.yaml
+python examples/subclass_trainer.py RUN.yaml, or by torchrun
 
 Each line of `gradients.jsonl` in the run's folder says of one step how many numbers of the clipped
 gradient lie between two powers of two: those that underflow in 16 bits stand on the left.
@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import furlong
+from furlong.train.processes import joined, read_launch
 
 LOWEST, HIGHEST = -40, 10
 
@@ -44,7 +45,10 @@ class HistogramTrainer(furlong.Trainer):
 
 
 def main() -> None:
-    with HistogramTrainer(sys.argv[1]) as trainer:
+    with (
+        joined(read_launch()) as processes,
+        HistogramTrainer(sys.argv[1], processes=processes) as trainer,
+    ):
         trainer.train()
 
 

@@ -175,6 +175,17 @@ def test_what_is_no_callback_is_refused_at_the_start(
     assert not (tmp_path / "run").exists()
 
 
+def test_one_of_several_processes_trains_with_them(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 1, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "a")
+    with pytest.raises(ConfigError, match="one of 2 that were started together"):
+        furlong.Trainer(config_of(tiny_run, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_loop_of_ones_own_goes_on_from_its_checkpoint(tiny_run: TinyRun, tmp_path: Path) -> None:
     def steps(trainer: furlong.Trainer, last: int) -> None:
         for batch in trainer.batches():

@@ -49,7 +49,13 @@ from furlong.train.metrics import (
 )
 from furlong.train.objective import objective_of
 from furlong.train.optim import build_optimizer, build_schedule, make_state, set_rate
-from furlong.train.processes import ALONE, Processes, command_like, require_equal
+from furlong.train.processes import (
+    ALONE,
+    Processes,
+    command_like,
+    read_launch,
+    require_equal,
+)
 from furlong.train.reference import reference_fingerprint, referenced
 from furlong.train.run_folder import (
     CHECKPOINTS,
@@ -131,6 +137,8 @@ class Trainer:
             )
         self.config, self.processes, self.callbacks = config, processes, list(callbacks)
         _check_callbacks(self.callbacks)
+        if processes is ALONE:
+            _check_alone()
         self.objective = objective_of(config.train)
         self.progress = Progress()
         self.saved_step = 0
@@ -694,6 +702,19 @@ class Trainer:
             f" train.warmup_ratio; {kept}",
         )
         raise self.processes.alike(error)
+
+
+def _check_alone() -> None:
+    """Raises ConfigError in one of several processes, each of which would train a model by
+    itself."""
+    if (count := read_launch().num_processes) > 1:
+        raise ConfigError(
+            given=f"a Trainer without processes, in one of {count} that were started together",
+            required="the processes of the run, which train one model together",
+            source="processes of Trainer, and the environment variable WORLD_SIZE",
+            change="with joined(read_launch()) as processes: Trainer(..., processes=processes),"
+            " both of furlong.train.processes; where each is a run of its own set WORLD_SIZE=1",
+        )
 
 
 def _check_callbacks(callbacks: Sequence[Any]) -> None:
