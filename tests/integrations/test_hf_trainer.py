@@ -169,6 +169,8 @@ def test_what_chunks_cannot_honour_is_refused_by_name(tmp_path: Path, name: str)
 
 def test_models_that_cannot_be_trained_are_refused_by_name(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(**settings(tmp_path))
+    with pytest.raises(ConfigError, match="ChunkOptions of type dict"):
+        Trainer(model=build("llama"), args=arguments, chunk_options={"size": 16})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="model_init"):
         Trainer(model_init=lambda: build("llama"), args=arguments)
     with pytest.raises(UnsupportedModelError, match="attention dropout"):

@@ -36,6 +36,7 @@ from furlong.runtime.batch import (
     count_valid_tokens,
     read_padded,
     refused_data,
+    require_type,
 )
 from furlong.runtime.distributed.fsdp import reshard
 from furlong.values import (
@@ -326,6 +327,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         refuse_settings(self)
         self.chunk_options = chunk_options or ChunkOptions()
+        require_type(self.chunk_options, ChunkOptions)
         refuse_loss(self)
         divides = self.is_fsdp_enabled
         if divides:
