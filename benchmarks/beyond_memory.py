@@ -43,7 +43,7 @@ def main() -> int:
     losses = [float(text) for text in re.findall(r"^step \d+/\d+ +loss ([\d.]+)", printed, re.M)]
     kept = {
         "it ends well": ended.returncode == 0,
-        "K,V are on disk": re.search(r"^auto: .*target \{[^}]*kv: disk", printed, re.M) is not None,
+        "K,V are on disk": bool(re.search(r"^auto: .*offload \{[^}]*kv: disk", printed, re.M)),
         "the loss falls": len(losses) == _STEPS and losses == sorted(losses, reverse=True),
     }
     console.print(

@@ -154,7 +154,7 @@ def _print_steps(steps: dict[str, list[Step]]) -> None:
 
 def _run_alone(num_tokens: int, order: str, target: str, arguments: argparse.Namespace) -> Step:
     given = {
-        "num_tokens": num_tokens, "order": order, "offload": target, "size": arguments.chunk_tokens,
+        "num_tokens": num_tokens, "order": order, "target": target, "size": arguments.chunk_tokens,
         "disk_dir": arguments.disk_dir, "warmup_tokens": arguments.warmup_tokens,
     }  # fmt: skip
     command = [sys.executable, __file__, "--step", json.dumps(given)]

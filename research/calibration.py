@@ -120,7 +120,7 @@ def main() -> int:
     if arguments.json:
         write_json(
             arguments.json, title="calibration", machine=machine(), steps=rows,
-            calibration={name: str(x) for name, x in calibrated.measurements().items()},
+            calibration={name: str(x) for name, x in calibrated.measurements.items()},
         )  # fmt: skip
     return int(missed > 0)
 

@@ -91,9 +91,11 @@ class OtherMemory(PlanMemory):
     """Tensor parallelism with Megatron's sequence parallelism."""
     cut: bool = False
 
-    @property
-    def tile_tokens(self) -> int:
-        return super().tile_tokens if self.cut else 2**62
+    def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
+        if self.cut:
+            return super().loss_bytes(cell, num_tokens, backward=backward)
+        logits = cell.logit * self.shape.vocab_size * num_tokens
+        return logits + (cell.head_gradient if backward else 0.0)
 
     def cell(self, stages: tuple[int, ...], stage: int) -> StageBytes:
         cell, tp = super().cell(stages, stage), self.tp_size
