@@ -146,7 +146,9 @@ class Trainer:
         with ExitStack() as stack:
             self.run = run or open_run(stack, config, resume=resume, processes=processes)
             kept = 0 if self.run.state is None else self.run.state["metrics_bytes"]
-            self.log = MetricsLog(None, 0, keep_bytes=kept)
+            # the first process speaks for all
+            say = print if processes.is_first else lambda line: None
+            self.log = MetricsLog(None, 0, say, keep_bytes=kept)
             if self.run.report is None:
                 stack.enter_context(checkpoints.one_process())
                 # what fails without weights and data fails first
