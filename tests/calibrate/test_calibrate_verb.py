@@ -101,7 +101,7 @@ def test_what_cannot_be_measured_is_refused_before(
     [
         (["--out", "calibration.txt"], "a name that ends in .json"),
         (["--dtype", "int8"], "see furlong calibrate --help"),
-        (["--fast"], "a flag of furlong calibrate"),
+        (["--fast"], "what furlong calibrate --help lists"),
         (["no/such/folder/config.json"], "no such folder"),
     ],
 )
