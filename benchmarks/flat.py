@@ -112,7 +112,7 @@ def judge(steps: dict[str, list[Step]], lengths: dict[str, int]) -> tuple[list[P
     errors: list[str] = []
     for order in _ORDERS:
         short, timed, long = (steps[f"{order}, {lengths[name]:,} tokens, disk"] for name in lengths)
-        device = steps[f"{order}, {lengths['timed']:,} tokens, device"]
+        device = steps[f"{order}, {lengths['timed']:,} tokens, none"]
         allowed_bytes = _TOKEN_BYTES * (lengths["long"] - lengths["short"]) + _SPARE_BYTES
         grown = tuple(
             (b.peak_bytes - a.peak_bytes) / allowed_bytes for a, b in zip(short, long, strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import resource
 import sys
 import time
@@ -62,9 +63,10 @@ _MAPPED_BYTES = 2**20
 def map_large_blocks(device: torch.device) -> None:
     """On a CPU, let the C library take blocks of 1 MiB from the system and give them back at once,
     for the life of the process. Its heap keeps what is free between blocks that live longer, and
-    that would grow with every action of a step."""
+    that would grow with every action of a step. A threshold that the user has set stays."""
+    is_set = "MALLOC_MMAP_THRESHOLD_" in os.environ
     with contextlib.suppress(OSError, AttributeError):  # not every C library has it
-        if device.type == "cpu":
+        if device.type == "cpu" and not is_set:
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
