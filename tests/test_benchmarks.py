@@ -39,7 +39,7 @@ def flat_steps(**changes: flat.Step) -> dict[str, list[flat.Step]]:
             steps[f"{order}, {num_tokens:,} tokens, disk"] = [STEP]
             if order == "layer-first" and name in changes:
                 steps[f"{order}, {num_tokens:,} tokens, disk"] = [changes[name]]
-        steps[f"{order}, 65,536 tokens, device"] = [STEP]
+        steps[f"{order}, 65,536 tokens, none"] = [STEP]
     return steps
 
 
