@@ -38,6 +38,7 @@ from furlong.models.folder import (
     with_adapters,
 )
 from furlong.models.placeholders import adapted_elsewhere, hold, holding_class, placeholders
+from furlong.models.quantized import import_safely
 from furlong.models.rope import apply_rope, check_length, check_rope
 from furlong.models.support import refuse_config
 from furlong.units import format_bytes, format_count
@@ -222,6 +223,7 @@ def merge_adapters(model: Any) -> Any:
 
 
 def _adapted(model: nn.Module, lora: dict[str, Any]) -> Any:
+    import_safely()
     import peft
 
     modules = lora["target_modules"]
