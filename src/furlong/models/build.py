@@ -311,7 +311,7 @@ def build_model(
         if lora is not None:
             whole = None if layers is None else model_of_config(config, source, dtype=loaded_dtype)
             model = add_adapters(model, lora, whole)
-        draw_adapters(model, seed)
+            draw_adapters(model, seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trained_dtype)
