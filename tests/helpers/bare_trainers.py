@@ -40,7 +40,7 @@ class BareTrainer(Trainer):
         say: Any = print,
         **settings: Any,
     ) -> None:
-        train = {"lr": 0.1, "warmup_ratio": 0.0, "max_grad_norm": None, "save_every_steps": 0}
+        train = {"lr": 0.1, "warmup_steps": 0.0, "max_grad_norm": None, "save_every_steps": 0}
         train |= {"steps": num_steps, "schedule": lr_schedule} | settings
         self.config = build_run(
             {"model": {"name": "none"}, "data": {"train": "none"}, "train": train}, "a test"

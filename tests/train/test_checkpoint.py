@@ -76,7 +76,7 @@ class Run:
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         settings = TrainConfig(
-            lr=0.1, betas=(0.8, 0.9), weight_decay=0.1, schedule="linear", warmup_ratio=0.0
+            lr=0.1, betas=(0.8, 0.9), weight_decay=0.1, schedule="linear", warmup_steps=0.0
         )
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
         self.optimizer = build_optimizer(self.model.parameters(), settings)

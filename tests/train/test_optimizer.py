@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import get_scheduler
+from transformers import TrainingArguments, get_scheduler
 
 from furlong.config.schema import TrainConfig
 from furlong.train.optim import (
@@ -16,38 +18,68 @@ from furlong.train.optim import (
     build_schedule,
     make_state,
     set_rate,
+    warmup_steps_of,
 )
 
 ADAMW = TrainConfig(lr=1.0, weight_decay=0.5)
-HF_NAME = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+HF = {
+    ("cosine", 0.0): ("cosine", None),
+    ("cosine", 0.1): ("cosine_with_min_lr", {"min_lr": 0.1}),
+    ("linear", 0.0): ("linear", None),
+    ("linear", 0.1): ("polynomial", {"lr_end": 0.1, "power": 1.0}),
+    ("constant", 0.0): ("constant_with_warmup", None),
+}
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(("schedule", "floor"), HF)
 @pytest.mark.parametrize(
-    ("num_steps", "ratio", "warmup_steps"),
-    [(30, 0.1, 3), (7, 0.03, 1), (5, 0.0, 1), (4, 1.0, 4), (2, 0.03, 1), (1, 0.03, 1)],
-)
+    ("num_steps", "given", "warmup_steps"),
+    [(30, 0.1, 3), (7, 0.03, 1), (5, 0.0, 1), (4, 4, 4), (2, 1, 1), (1, 0.03, 1), (3, 7, 7),
+     (3, 4, 4)],
+)  # fmt: skip
 def test_the_schedule_is_that_of_transformers_without_its_step_of_zero(
-    schedule: Any, num_steps: int, ratio: float, warmup_steps: int
+    schedule: Any, floor: float, num_steps: int, given: float, warmup_steps: int
 ) -> None:
-    settings = TrainConfig(schedule=schedule, warmup_ratio=ratio)
+    settings = TrainConfig(lr=0.7, min_lr=floor, schedule=schedule, warmup_steps=given)
     optimizers = [torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.7) for _ in range(2)]
     ours = build_schedule(optimizers[0], settings, num_steps)
-    theirs = get_scheduler(HF_NAME[schedule], optimizers[1], warmup_steps, num_steps + 1)
+    name, more = HF[schedule, floor]
+    theirs = get_scheduler(name, optimizers[1], warmup_steps, num_steps + 1, more)
     assert theirs.get_last_lr() == [0.0]
     for _ in range(num_steps):
         optimizers[1].step()
-        theirs.step()
-        assert ours.get_last_lr() == pytest.approx(theirs.get_last_lr(), rel=1e-14, abs=1e-16)
+        with suppress(ZeroDivisionError):  # theirs, behind a warm-up of all steps and one
+            theirs.step()
+        assert ours.get_last_lr() == pytest.approx(theirs.get_last_lr(), rel=1e-13, abs=1e-15)
         assert ours.get_last_lr()[0] > 0
         optimizers[0].step()
         ours.step()
 
 
+def test_warm_up_has_the_two_meanings_of_transformers() -> None:
+    for given in (0.03, 0.5, 0.999, 1, 7, 100):
+        theirs = TrainingArguments(warmup_steps=given).get_warmup_steps(40)
+        assert warmup_steps_of(TrainConfig(warmup_steps=given), 40) == theirs
+
+
+@pytest.mark.parametrize(
+    ("key", "flags"),
+    [
+        ("train.min_lr", {"min_lr": 1.0, "lr": 1.0}),
+        ("train.min_lr", {"min_lr": 1e-6, "schedule": "constant"}),
+        ("warmup_steps", {"warmup_steps": 2.5}),
+    ],
+)
+def test_rates_that_cannot_be_are_refused(key: str, flags: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        TrainConfig(**flags)
+    assert key in str(caught.value.errors())
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_warm_up_rises_in_equal_parts_to_the_peak(schedule: Any) -> None:
     def rates(num_steps: int, ratio: float) -> list[float]:
-        settings = TrainConfig(schedule=schedule, warmup_ratio=ratio)
+        settings = TrainConfig(schedule=schedule, warmup_steps=ratio)
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0)
         course = build_schedule(optimizer, settings, num_steps)
         found = []
@@ -60,14 +92,14 @@ def test_warm_up_rises_in_equal_parts_to_the_peak(schedule: Any) -> None:
     ten = rates(10, 0.4)
     assert ten[:4] == [0.25, 0.5, 0.75, 1.0]
     assert ten[4:] == sorted(ten[4:], reverse=True)
-    assert rates(1, 1.0) == [1.0]
+    assert rates(1, 1) == [1.0]
     halves = {"cosine": 0.5, "linear": 0.5, "constant": 1.0}
     assert rates(2, 0.5) == pytest.approx([1.0, halves[schedule]])
 
 
 def test_a_run_of_more_steps_goes_on_at_their_rate() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
-    settings = TrainConfig(schedule="linear", warmup_ratio=0.0)
+    settings = TrainConfig(schedule="linear", warmup_steps=0.0)
     optimizer = torch.optim.AdamW([parameter], lr=1.0)
     long = build_schedule(optimizer, settings, 8)
     set_rate(long, 2)

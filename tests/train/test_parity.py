@@ -19,7 +19,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.train.evaluation import Evaluation, evaluate
 from furlong.train.memory import Fitting
 
-NUM_STEPS = 12
+NUM_STEPS = 20
 WARMUP_STEPS = 3
 SHAPE = {
     "vocab_size": 48,
@@ -32,6 +32,11 @@ SHAPE = {
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 WEIGHT_DECAY = 0.1
+MIN_LR = 1e-3
+HF_SCHEDULES: dict[str, tuple[str, Any]] = {
+    "cosine": ("cosine_with_min_lr", {"min_lr": MIN_LR}),
+    "linear": ("polynomial", {"lr_end": MIN_LR, "power": 1.0}),
+}
 
 
 def make_batches() -> list[Batch]:
@@ -60,7 +65,7 @@ def build(tmp_path: Path, family: str, lora: bool) -> Any:
 
 
 def plain_loop(
-    model: Any, batches: list[Batch], max_grad_norm: float
+    model: Any, batches: list[Batch], max_grad_norm: float, schedule: str
 ) -> tuple[list[float], list[float]]:
     """What a user of transformers would write: losses before each update, gradient norms."""
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
@@ -69,7 +74,8 @@ def plain_loop(
     if others:
         groups.append({"params": others, "weight_decay": 0.0})
     optimizer = torch.optim.AdamW(groups, **SETTINGS)
-    scheduler = get_scheduler("cosine", optimizer, WARMUP_STEPS, NUM_STEPS + 1)
+    name, floor = HF_SCHEDULES[schedule]
+    scheduler = get_scheduler(name, optimizer, WARMUP_STEPS, NUM_STEPS + 1, floor)
     optimizer.step()  # without gradients: nothing but the order that torch wants
     scheduler.step()  # its first rate is zero
     losses, norms = [], []
@@ -93,19 +99,20 @@ def plain_loop(
 
 
 @pytest.mark.parametrize(
-    ("family", "lora", "size", "num_retained", "max_grad_norm"),
+    ("family", "lora", "size", "num_retained", "max_grad_norm", "schedule"),
     [
-        ("llama", False, 16, 0, 1.0),
-        ("llama", True, 8, 2, 0.4),
+        ("llama", False, 16, 0, 1.0, "cosine"),
+        ("llama", True, 8, 2, 0.4, "linear"),
     ],
     ids=["llama", "lora"],
 )
 def test_steps_are_those_of_a_plain_loop(
-    tmp_path: Path, family: str, lora: bool, size: int, num_retained: int, max_grad_norm: float
-) -> None:
+    tmp_path: Path, family: str, lora: bool, size: int, num_retained: int, max_grad_norm: float,
+    schedule: str,
+) -> None:  # fmt: skip
     batches = make_batches()
     reference = build(tmp_path, family, lora)
-    losses, norms = plain_loop(reference, batches, max_grad_norm)
+    losses, norms = plain_loop(reference, batches, max_grad_norm, schedule)
     assert min(norms) < max_grad_norm < max(norms)  # some steps are clipped, some are not
 
     model = build(tmp_path, family, lora)
@@ -121,7 +128,7 @@ def test_steps_are_those_of_a_plain_loop(
 
     figures = Evaluating(
         held_out_loss, tmp_path, engine, model, batches, fitting, num_steps=NUM_STEPS,
-        lr_schedule="cosine", warmup_ratio=WARMUP_STEPS / NUM_STEPS, max_grad_norm=max_grad_norm,
+        lr_schedule=schedule, warmup_steps=WARMUP_STEPS, max_grad_norm=max_grad_norm, min_lr=MIN_LR,
         weight_decay=WEIGHT_DECAY, say=lambda line: None, eval_every_steps=0, **SETTINGS,
     )  # fmt: skip
     report = figures.train()

@@ -22,7 +22,7 @@ from furlong.errors import CheckpointError, ConfigError
 from furlong.train.objective import OBJECTIVES, Objective
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "subclass_trainer.py"
-PLAIN = ("--train.epochs=null", "--train.schedule=constant", "--train.warmup_ratio=0")
+PLAIN = ("--train.epochs=null", "--train.schedule=constant", "--train.warmup_steps=0")
 
 
 def config_of(tiny_run: TinyRun, out: Path, *flags: str) -> Any:

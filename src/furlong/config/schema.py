@@ -232,6 +232,12 @@ class DataConfig(BaseModel):
     """Folder of tokenized data; null = furlong in the user's cache directory."""
 
 
+def _share_or_whole(steps: float) -> float:
+    if steps > 1 and steps % 1:
+        raise PydanticCustomError("warmup", "a share below 1, or a whole number of steps")
+    return steps
+
+
 class TrainConfig(BaseModel):
     """The optimizer's steps."""
 
@@ -256,8 +262,10 @@ class TrainConfig(BaseModel):
     """Decay of trained weights with two or more axes; norms and biases never decay."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Course of the learning rate after warm-up."""
-    warmup_ratio: Number = Field(default=0.03, ge=0, le=1)
-    """Share of the steps in which the learning rate rises to lr."""
+    min_lr: Number = Field(default=0.0, ge=0)
+    """Learning rate towards which cosine and linear fall."""
+    warmup_steps: Annotated[Number, AfterValidator(_share_or_whole)] = Field(default=0.03, ge=0)
+    """Steps in which the learning rate rises to lr; below 1 a share of all steps."""
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this norm; null leaves them."""
     seed: Whole = Field(default=0, ge=0, lt=2**32)
@@ -305,6 +313,18 @@ class TrainConfig(BaseModel):
                 given=f"{which} of train.steps and train.epochs",
                 required="one of train.steps and train.epochs, not both",
                 change=change,
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _floor_below_peak(self) -> TrainConfig:
+        if self.min_lr and (self.schedule == "constant" or self.min_lr >= self.lr):
+            raise told(
+                keys="train.min_lr, train.lr and train.schedule",
+                given=f"train.min_lr = {self.min_lr:g} with train.lr = {self.lr:g} and"
+                f" train.schedule: {self.schedule}",
+                required="a rate below train.lr, of a schedule that falls: cosine or linear",
+                change="lower train.min_lr, or remove it",
             )
         return self
 

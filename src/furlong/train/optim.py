@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from furlong.config.schema import TrainConfig
 
-_HF_NAMES = {"constant": "constant_with_warmup"}
-"""Names of transformers' schedules that differ from the run's."""
+_HF_NAMES = {
+    "constant": "constant_with_warmup",
+    "cosine": "cosine_with_min_lr",
+    "linear": "polynomial",  # to a floor, as its linear one does not
+}
+"""transformers' names of the schedules."""
 
 
 def build_optimizer(
@@ -44,22 +49,34 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
+def warmup_steps_of(settings: TrainConfig, num_steps: int) -> int:
+    """Steps of the warm-up, at least one; a number below 1 is a share of all, rounded up."""
+    given = settings.warmup_steps
+    return max(1, int(given) if given >= 1 else math.ceil(num_steps * given))
+
+
 def build_schedule(
     optimizer: torch.optim.Optimizer, settings: TrainConfig, num_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """The learning rate per step: that of transformers' `get_scheduler` for one step more, without
     its first step, whose rate is zero, and with a warm-up of at least one step. So no step is
-    without effect: the rate would reach 0 one step after the last."""
+    without effect: the rate would reach 0, or `min_lr`, one step after the last."""
     from transformers import get_scheduler
 
+    floors: dict[str, Any] = {
+        "cosine": {"min_lr": settings.min_lr},
+        "linear": {"lr_end": settings.min_lr, "power": 1.0},
+    }
     schedule: torch.optim.lr_scheduler.LambdaLR = get_scheduler(
-        _HF_NAMES.get(settings.schedule, settings.schedule),
+        _HF_NAMES[settings.schedule],
         optimizer,
-        max(1, math.ceil(num_steps * settings.warmup_ratio)),
+        warmup_steps_of(settings, num_steps),
         num_steps + 1,
+        floors.get(settings.schedule),
     )
     schedule.lr_lambdas = [
-        lambda step, factor=factor: factor(step + 1)  # type: ignore[misc]
+        # no rate is taken behind the last step, where a warm-up of all steps has none
+        lambda step, factor=factor: factor(min(step + 1, num_steps))  # type: ignore[misc]
         for factor in schedule.lr_lambdas
     ]
     set_rate(schedule)

@@ -37,8 +37,8 @@ CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl
 CHECKPOINTS, EXPORT, PROFILE = "checkpoints", "model", "profile"
 STATE, MANIFEST = "state.json", "manifest.json"
 _LOCK, _DAMAGED = ".lock", ".damaged"
-# 4: the config has offload, and memory.cpu in the place of memory.host.
-FORMAT_VERSION = 4
+# 5: train.warmup_steps in the place of train.warmup_ratio.
+FORMAT_VERSION = 5
 NUM_KEPT = 3
 _STEP = re.compile(r"step-(\d{8,})")
 # What these change is time, memory, what is shown and how long a run goes on: neither the weights

@@ -48,7 +48,13 @@ from furlong.train.metrics import (
     open_trackers,
 )
 from furlong.train.objective import objective_of
-from furlong.train.optim import build_optimizer, build_schedule, make_state, set_rate
+from furlong.train.optim import (
+    build_optimizer,
+    build_schedule,
+    make_state,
+    set_rate,
+    warmup_steps_of,
+)
 from furlong.train.processes import (
     ALONE,
     Processes,
@@ -282,6 +288,8 @@ class Trainer:
         config, processes = self.config, self.processes
         self.optimizer = build_optimizer(self.model.parameters(), config.train)
         self.schedule = build_schedule(self.optimizer, config.train, self.num_steps)
+        if (warmup := warmup_steps_of(config.train, self.num_steps)) > self.num_steps:
+            self.say(f"warm-up: {warmup} steps, of which the run takes {self.num_steps}")
         self.budget_bytes = None if config.memory.device == "auto" else config.memory.device
         cost = self.run_model.cost
         self.meter = build_meter(
@@ -701,7 +709,7 @@ class Trainer:
             required="finite figures",
             source=f"the sequences of step {step}: {', '.join(names[:8])}{more}",
             change="look at these sequences, or start anew with a lower train.lr or a longer"
-            f" train.warmup_ratio; {kept}",
+            f" train.warmup_steps; {kept}",
         )
         raise self.processes.alike(error)
 
