@@ -1,12 +1,18 @@
-"""The pages: links that lead somewhere, and promises about their size."""
+"""The pages: links that lead somewhere, here and on a git host, and promises about their size."""
 
+import logging
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BESIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")]
+PAGES = [*BESIDE, *sorted((ROOT / "docs").rglob("*.md"))]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -31,7 +37,7 @@ def broken_links(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_lead_somewhere_on_a_git_host(page):
     assert broken_links(page) == []
 
 
@@ -42,13 +48,43 @@ def test_a_broken_link_is_found(tmp_path):
     assert broken_links(page) == ["other.md#no", "gone.md"]
 
 
-def test_every_page_is_in_the_index():
-    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    pages = [page for page in PAGES if page.parent == ROOT / "docs" and page.name != "index.md"]
-    assert [page.name for page in pages if f"({page.name}" not in index] == []
+@pytest.fixture
+def build_site(tmp_path, monkeypatch):
+    """Builds the site of a folder of pages as scripts/docs does; gives the folder it is in."""
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+
+    def build_strictly(docs):
+        settings = {"docs_dir": str(docs), "site_dir": str(tmp_path / "site"), "strict": True}
+        config = load_config(str(ROOT / "mkdocs.yml"), **settings)
+        try:
+            build(config)
+        finally:
+            config.plugins.on_shutdown()
+        return tmp_path / "site"
+
+    return build_strictly
 
 
-def test_the_readme_is_short_and_the_glossary_has_few_words():
+def test_the_site_is_built_without_a_warning_and_takes_nothing_from_other_hosts(build_site):
+    site = build_site(ROOT / "docs")
+    for page in site.rglob("*.html"):
+        fetched = r"<(?:script|link|img|iframe)[^>]*(?:src|href)=.?(?:https?:)?//[^>]*>"
+        found = re.findall(fetched, page.read_text(encoding="utf-8"))
+        assert [tag for tag in found if 'rel="canonical"' not in tag] == []
+
+
+def test_what_leads_nowhere_stops_the_site(build_site, tmp_path, caplog):
+    docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    with (docs / "start.md").open("a", encoding="utf-8") as page:
+        page.write("\n[a](gone.md) [b](plan.md#gone) `src/furlong/gone.py`\n")
+    (docs / "left-out.md").write_text("# In no list\n")
+    with caplog.at_level(logging.WARNING, "mkdocs"), pytest.raises(Abort, match="4 warnings"):
+        build_site(docs)
+    for words in ("'gone.md'", "'#gone'", "src/furlong/gone.py", "left-out.md"):
+        assert any(words in record.getMessage() for record in caplog.records), words
+
+
+def test_the_readme_is_short_and_the_words_of_our_own_are_few():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
-    rows = [r for r in (ROOT / "docs/glossary.md").read_text().splitlines() if r.startswith("| ")]
-    assert len(rows) - 2 <= 25
+    words = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8").split("\n## Words\n")[1]
+    assert len([row for row in words.splitlines() if row.startswith("| ")]) - 2 <= 25
