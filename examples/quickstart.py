@@ -210,8 +210,9 @@ def longest_batch(config: Any) -> list[dict[str, Any]]:
     import torch
 
     from furlong.data.dataset import load_data
-    from furlong.data.loader import batches_per_epoch, iterate_batches
+    from furlong.data.loader import sequence_tensors
     from furlong.data.tokenize import load_tokenizer
+    from furlong.train.build import epochs_of
 
     sequences = load_data(
         config.data.train,
@@ -219,11 +220,9 @@ def longest_batch(config: Any) -> list[dict[str, Any]]:
         max_seq_len=config.data.max_seq_len,
         too_long=config.data.too_long,
     )
-    per_step = config.train.sequences_per_step
-    batches = iterate_batches(sequences, sequences_per_step=per_step, seed=config.train.seed)
-    epoch = [next(batches) for _ in range(batches_per_epoch(len(sequences), per_step))]
-    longest = max(epoch, key=lambda batch: max(sequence.seq_len for sequence in batch.sequences))
-    return longest.tensors(torch.device("cpu"))
+    batches = epochs_of(config.train, sequences).batches(0)
+    longest = max(batches, key=lambda batch: int(sequences.seq_lens[batch].max()))
+    return [sequence_tensors(sequences[n], torch.device("cpu")) for n in longest.tolist()]
 
 
 if __name__ == "__main__":

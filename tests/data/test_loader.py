@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from furlong.data.loader import (
+    Epochs,
     LoaderState,
     Mixture,
-    batches_per_epoch,
     count_steps,
     describe_batches,
     in_order,
@@ -24,20 +24,33 @@ from furlong.data.loader import (
 )
 from furlong.data.tokenize import Sequence
 from furlong.errors import ConfigError
+from furlong.plan.lengths import StepSize
 
 SEQUENCES = [
     Sequence(i, f"file:{i}", np.full(i + 1, i, np.int32), np.full(i + 1, i, np.int32))
     for i in range(10)
 ]
+LENS = np.arange(1, 11)
+PLAIN = Mixture((10,), (1.0,))
 WEIGHTED = Mixture((6, 3, 1), (0.5, 2.0, 1.5))
 
 
+FOUR = StepSize(4)
+
+
+def epochs(seed: int, size: StepSize = FOUR, mixture: Mixture = PLAIN, lens: Any = LENS) -> Epochs:
+    return Epochs(mixture, size, seed, lens)
+
+
 def ids(
-    seed: int, num_batches: int, state: LoaderState | None = None, mixture: Mixture | None = None
+    seed: int,
+    num_batches: int,
+    state: LoaderState | None = None,
+    mixture: Mixture = PLAIN,
+    size: StepSize = FOUR,
 ) -> list[list[int]]:
-    batches = iterate_batches(
-        SEQUENCES, sequences_per_step=4, seed=seed, state=state or LoaderState(), mixture=mixture
-    )
+    order = epochs(seed, size, mixture)
+    batches = iterate_batches(SEQUENCES, order, state=state or LoaderState())
     return [[s.seq_id for s in batch.sequences] for batch in islice(batches, num_batches)]
 
 
@@ -47,7 +60,6 @@ def test_every_epoch_holds_every_sequence_once_in_its_own_order() -> None:
     first, second = list(chain(*batches[:3])), list(chain(*batches[3:]))
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert batches_per_epoch(10, 4) == 3
 
 
 def test_seed_fixes_the_order() -> None:
@@ -61,13 +73,17 @@ def test_seed_fixes_the_order() -> None:
 WEIGHTED_ORDER = [7, 6, 7, 0, 2, 6, 8, 9, 9, 8, 4]
 
 
-@pytest.mark.parametrize("mixture", [None, WEIGHTED], ids=["plain", "weighted"])
-def test_any_position_goes_on_as_if_nothing_had_happened(mixture: Mixture | None) -> None:
-    whole = ids(3, 8, mixture=mixture)
-    batches = iterate_batches(SEQUENCES, sequences_per_step=4, seed=3, mixture=mixture)
+@pytest.mark.parametrize(
+    ("mixture", "size"),
+    [(PLAIN, StepSize(4)), (WEIGHTED, StepSize(4)), (WEIGHTED, StepSize(tokens=12))],
+    ids=["plain", "weighted", "tokens"],
+)
+def test_any_position_goes_on_as_if_nothing_had_happened(mixture: Mixture, size: StepSize) -> None:
+    whole = ids(3, 8, None, mixture, size)
+    batches = iterate_batches(SEQUENCES, epochs(3, size, mixture))
     for number, batch in enumerate(islice(batches, 7), start=1):
         state = batch.next_state
-        assert ids(3, 8 - number, state, mixture) == whole[number:]
+        assert ids(3, 8 - number, state, mixture, size) == whole[number:]
 
 
 def test_going_on_reads_nothing_of_what_lies_before() -> None:
@@ -80,23 +96,37 @@ def test_going_on_reads_nothing_of_what_lies_before() -> None:
 
     sequences = Counted(SEQUENCES)
     state = LoaderState(epoch=1000, batch=1)
-    next(iterate_batches(sequences, sequences_per_step=4, seed=0, state=state))
+    next(iterate_batches(sequences, epochs(0), state=state))
     assert sequences.read == 4
 
 
 def test_epochs_are_passes_whatever_is_skipped() -> None:
     """As many steps as there are batches with a label in so many passes over the data."""
     labels = np.array([False, False, True, False, False, False, False, True, False, False])
-    mixture = Mixture((10,), (1.0,))
-    for epochs, per_step in ((1, 1), (3, 2), (2.5, 3), (4, 10)):
-        order = [mixture.order(5, epoch) for epoch in range(4)]
+    for num_epochs, per_step in ((1, 1), (3, 2), (2.5, 3), (4, 10)):
+        order = [PLAIN.order(5, epoch) for epoch in range(4)]
         batches = [ids[i : i + per_step] for ids in order for i in range(0, 10, per_step)]
-        passed = batches[: math.ceil(epochs * math.ceil(10 / per_step))]
+        passed = batches[: math.ceil(num_epochs * math.ceil(10 / per_step))]
         expected = sum(bool(labels[batch].any()) for batch in passed)
-        given = count_steps(epochs, labels, mixture, sequences_per_step=per_step, seed=5)
-        assert given == expected
-    assert count_steps(3, labels, mixture, sequences_per_step=1, seed=0) == 6
-    assert count_steps(2.5, labels | True, mixture, sequences_per_step=4, seed=0) == 8
+        assert count_steps(num_epochs, epochs(5, StepSize(per_step)), labels) == expected
+    assert count_steps(3, epochs(0, StepSize(1)), labels) == 6
+    assert count_steps(2.5, epochs(0), labels | True) == 8
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 40))
+def test_a_batch_in_tokens_is_closed_when_the_next_sequence_would_go_over(
+    lens: list[int], tokens: int
+) -> None:
+    stops = StepSize(tokens=tokens).stops(lens)
+    batches = [lens[i:j] for i, j in pairwise([0, *stops])]
+    assert list(chain(*batches)) == lens
+    for batch, following in zip(batches, [*batches[1:], [tokens]], strict=True):
+        assert batch and (sum(batch) <= tokens or len(batch) == 1)
+        assert sum(batch) + following[0] > tokens
+    order = epochs(1, StepSize(tokens=tokens), Mixture((len(lens),), (1.0,)), np.array(lens))
+    assert count_steps(2, order, np.ones(len(lens), bool)) == sum(
+        len(order.batches(epoch)) for epoch in range(2)
+    )
 
 
 def test_weights_are_draws_per_epoch() -> None:
@@ -123,7 +153,6 @@ def test_sequences_of_a_source_are_drawn_equally_often(
 
 
 def test_equal_weights_are_no_weights() -> None:
-    assert ids(3, 6, mixture=Mixture((10,), (1.0,))) == ids(3, 6)
     assert ids(3, 6, mixture=Mixture((4, 6), (1.0, 1.0))) == ids(3, 6)
 
 
@@ -136,7 +165,7 @@ def test_passes_over_a_part_have_orders_of_their_own() -> None:
 
 
 def test_a_batch_counts_its_labels_and_makes_tensors() -> None:
-    (batch, *_) = in_order(SEQUENCES[:2], 4)
+    (batch, *_) = in_order(SEQUENCES[:2], StepSize(4))
     assert (batch.num_tokens, batch.num_valid_tokens) == (3, 1)
     tensors = batch.tensors(torch.device("cpu"))
     assert [t["input_ids"].tolist() for t in tensors] == [[0], [1, 1]]
@@ -144,10 +173,12 @@ def test_a_batch_counts_its_labels_and_makes_tensors() -> None:
 
 
 def test_in_order_is_one_pass() -> None:
-    batches = list(in_order(SEQUENCES, 4))
-    assert [[s.seq_id for s in b.sequences] for b in batches] == [
-        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9],
-    ]  # fmt: skip
+    for size, expected in (
+        (StepSize(4), [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]),
+        (StepSize(tokens=10), [[0, 1, 2, 3], [4], [5], [6], [7], [8], [9]]),
+    ):
+        batches = in_order(SEQUENCES, size)
+        assert [[s.seq_id for s in b.sequences] for b in batches] == expected
 
 
 @pytest.mark.parametrize(
@@ -160,20 +191,27 @@ def test_in_order_is_one_pass() -> None:
     ],
 )
 def test_the_sizes_of_batches_are_said(num_draws: int, per_step: int, told: str) -> None:
-    assert describe_batches(num_draws, per_step) == told
-    sizes = {len(batch.sequences) for batch in in_order(range(num_draws), per_step)}  # type: ignore[arg-type]
+    order = epochs(0, StepSize(per_step), Mixture((num_draws,), (1.0,)), np.ones(num_draws, int))
+    assert describe_batches(order) == told
+    sizes = {len(batch) for batch in order.batches(0)}
     assert sizes == {per_step, num_draws % per_step or per_step}
+
+
+def test_batches_in_tokens_are_said() -> None:
+    told = describe_batches(epochs(0, StepSize(tokens=9)))
+    assert told.startswith("10 sequences per epoch in ")
+    assert told.endswith("batches of at most 9 tokens (the first epoch); 1 longer, each by itself")
 
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"= 1,000[\s\S]*at most 12, the training sequences"):
-        describe_batches(12, 1000)
+        describe_batches(epochs(0, StepSize(1000), Mixture((12,), (1.0,))))
 
 
 def test_a_part_of_a_batch_reads_nothing_else() -> None:
     unread: Any = None
     sequences = [SEQUENCES[2], Sequence(3, "x", np.zeros(4, np.int32), unread, counted=3)]
-    (batch,) = in_order(sequences, 2)
+    (batch,) = in_order(sequences, StepSize(2))
     assert batch.seq_lens == (3, 4) and batch.num_valid_tokens == 2 + 3
     part = batch.part([0], torch.device("cpu"))
     assert part.keys() == {0} and part[0]["input_ids"].tolist() == [2, 2, 2]
@@ -181,7 +219,7 @@ def test_a_part_of_a_batch_reads_nothing_else() -> None:
 
 @pytest.mark.parametrize("num_batches", [1, 2, 5])
 def test_batches_are_told_before_the_one_in_front_is_handed_out(num_batches: int) -> None:
-    batches = list(in_order(SEQUENCES[: 2 * num_batches], 2))
+    batches = list(in_order(SEQUENCES[: 2 * num_batches], StepSize(2)))
     told: list[Any] = []
     seen = 0
     for batch in told_ahead(iter(batches), told.append):

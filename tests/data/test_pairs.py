@@ -13,9 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from furlong.data.dataset import DataSet
-from furlong.data.loader import iterate_batches
+from furlong.data.loader import Epochs, iterate_batches
 from furlong.data.tokenize import IGNORE_INDEX
 from furlong.errors import DataError
+from furlong.plan.lengths import StepSize
 
 ASK = {"role": "user", "content": "why?"}
 GOOD = {"role": "assistant", "content": "because"}
@@ -250,10 +251,8 @@ def test_truncation_that_leaves_nothing_to_prefer(
 def test_batches_of_pairs_go_on_where_they_were(tmp_path: Path) -> None:
     records = [{"prompt": "a " * n, "chosen": "b", "rejected": "c"} for n in range(1, 8)]
     data = pairs_of(tmp_path, *records, tokenizer=word_tokenizer())
-    options = {
-        "sequences_per_step": 3, "seed": 4, "mixture": data.mixture, "units": data.units,
-    }  # fmt: skip
-    endless = iterate_batches(data, **options)  # type: ignore[arg-type]
+    epochs = Epochs(data.mixture, StepSize(3), 4, data.unit_lens)
+    endless = iterate_batches(data, epochs, units=data.units)
     batches = [next(endless) for _ in range(5)]
     for batch in batches:
         ids = [sequence.seq_id for sequence in batch.sequences]
@@ -261,7 +260,7 @@ def test_batches_of_pairs_go_on_where_they_were(tmp_path: Path) -> None:
     assert [len(batch.sequences) for batch in batches] == [6, 6, 2, 6, 6]
     first_epoch = sorted(s.seq_id for batch in batches[:3] for s in batch.sequences)
     assert first_epoch == list(range(14))
-    again = iterate_batches(data, state=batches[1].next_state, **options)  # type: ignore[arg-type]
+    again = iterate_batches(data, epochs, state=batches[1].next_state, units=data.units)
     assert [s.seq_id for s in next(again).sequences] == [s.seq_id for s in batches[2].sequences]
     assert sorted(data.epoch_lens(4).tolist()) == sorted(data.seq_lens.tolist())
 

@@ -1,7 +1,7 @@
 """What `auto` decides: the fastest plan that fits, and of those alike the one that needs least."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from math import inf
 
 import pytest
@@ -12,10 +12,10 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
-from furlong.plan.lengths import count_lengths
+from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Layout, Offload
 from furlong.planners.candidates import ByteBound, chunks, longest_step
-from furlong.planners.decide import Decision, decide
+from furlong.planners.decide import Decision, decide, sample_steps
 from furlong.planners.options import ChunkOptions, fixed_options, option_values
 from furlong.planners.orders import plan_on_device
 from furlong.planners.question import MARGIN, SLACK, Limits, Question, Space
@@ -34,7 +34,7 @@ SHORT = count_lengths([5_000, 700, 30])
 
 
 def choose(model=CPU, lengths=LENS, budget_bytes=1000 * GIB, **changes):
-    values = {"sequences_per_step": 8} | changes
+    values = {"size": StepSize(8)} | changes
     offload = {name: values.pop(name, 0) for name in ("cpu_bytes", "disk_bytes")}
     limits = Limits(int(budget_bytes), **offload, margin=values.pop("margin", MARGIN))
     return decide(lengths, model=model, limits=limits, **values)
@@ -95,7 +95,7 @@ def test_the_search_loses_nothing_to_brute_force(num_devices, lens, gib):
 
 @pytest.mark.slow
 def test_memory_off_the_device_is_used_only_where_it_is_allowed_and_within_its_budgets():
-    tight = {"model": H100, "budget_bytes": int(10.5 * GIB), "sequences_per_step": 1}
+    tight = {"model": H100, "budget_bytes": int(10.5 * GIB), "size": StepSize(1)}
     alone = choose(**tight)
     assert (
         alone.options.order == "layer-first" and option_values(alone.options).get("offload") is None
@@ -183,8 +183,31 @@ def test_a_huge_batch_is_predicted_from_some_of_its_sequences(monkeypatch, seq_l
 
     monkeypatch.setattr("furlong.planners.decide.search", see)
     with pytest.raises(ConfigError):
-        choose(lengths=count_lengths([seq_len] * 2000), sequences_per_step=per_step)
+        choose(lengths=count_lengths([seq_len] * 2000), size=StepSize(per_step))
     assert drawn == [most]
+
+
+def test_steps_in_tokens_are_drawn_as_a_run_closes_them():
+    lengths = count_lengths([8_000] * 2 + [500] * 200)
+    drawn, size = sample_steps(lengths, StepSize(tokens=4_000), seed=0, num_devices=4)
+    question = Question(
+        drawn,
+        CPU,
+        Limits(2**40),
+        longest=8_000,
+        sequences_per_step=size.sequences,
+        tokens_per_step=size.tokens,
+    )
+    steps = [drawn[i:j] for i, j in pairwise([0, *question.stops])]
+    assert [sum(step) for step in steps].count(4_000) >= 3
+    assert all(sum(step) <= 4_000 or step == [8_000] for step in map(list, steps))
+    assert size.sequences in (7, 8) and question.share == 1 / len(steps)
+    space = Space(question, Layout())
+    assert [len(own) for (own,) in space.dealt] == [len(step) for step in steps]
+    assert longest_step(space, 3_000) == [8_000]
+    # of a step that has too many tokens some sequences are enough
+    some, size = sample_steps(count_lengths([500] * 9), StepSize(tokens=2**20), seed=0)
+    assert sum(some) <= 2**17 and size == StepSize(2**20 // 500)
 
 
 def test_of_one_large_step_short_and_long_sequences_are_drawn(monkeypatch):
@@ -194,7 +217,7 @@ def test_of_one_large_step_short_and_long_sequences_are_drawn(monkeypatch):
         lambda question, _: drawn.extend(question.seq_lens) or 1 / 0,
     )
     with pytest.raises(ZeroDivisionError):
-        choose(lengths=count_lengths([8_000] * 20 + [500] * 200), sequences_per_step=220)
+        choose(lengths=count_lengths([8_000] * 20 + [500] * 200), size=StepSize(220))
     assert 0.05 < drawn.count(8_000) / len(drawn) < 0.15
     assert sum(drawn) <= 2**17
 
@@ -252,7 +275,7 @@ def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_byt
     monkeypatch.setattr(ByteBound, "needs", bound)
     priced = Costs(model_shape(model), Machine.named("H100"))
     lengths = count_lengths([longest])
-    decision = choose(priced, lengths, budget_bytes=budget_bytes, sequences_per_step=1, **lower)
+    decision = choose(priced, lengths, budget_bytes=budget_bytes, size=StepSize(1), **lower)
     assert decision.options.size >= 64
     # where nothing fits a finer search follows, and the walk of what lacks least
     assert sum(walked) < (60_000 if decision.answer else 120_000), (sum(walked), len(estimated))

@@ -13,7 +13,7 @@ from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
-from furlong.plan.lengths import Lengths, count_lengths
+from furlong.plan.lengths import Lengths, StepSize, count_lengths
 from furlong.plan.plan import Layout, Reduce, Unshard
 from furlong.planners.candidates import TimeEstimate, bounds_of, longest_step
 from furlong.planners.chunks import group_chunks, shard
@@ -40,7 +40,7 @@ def choose(
     sizes: dict[str, int] | None = None,
     **changes: Any,
 ) -> Decision:
-    values = {"sequences_per_step": 8, "must_fit": True} | changes
+    values = {"size": StepSize(8), "must_fit": True} | changes
     given = (sizes or {}) | values.pop("dials", {})
     return decide(
         lengths, model=model, limits=Limits(int(budget_bytes)), num_devices=num_devices,
@@ -49,27 +49,27 @@ def choose(
 
 
 def test_short_sequences_are_dealt_to_replicas() -> None:
-    decision = choose(SHORT, sequences_per_step=32, dials={"size": 512, "order": "chunk-first"})
+    decision = choose(SHORT, size=StepSize(32), dials={"size": 512, "order": "chunk-first"})
     assert decision.layout == Layout(dp=4) and decision.stages == ()
     assert decision.layout_words.startswith("dp 4 x sp 1 x pp 1 (auto): ")
 
 
 def test_one_long_sequence_is_shared() -> None:
-    decision = choose(count_lengths([60_000]), sequences_per_step=1)
+    decision = choose(count_lengths([60_000]), size=StepSize(1))
     assert decision.layout.dp == 1 and decision.layout.num_devices == 4
 
 
 @pytest.mark.parametrize("sizes", [{"sp": 1}, {"sp": 1, "dp": 2}])
 def test_stages_are_made_where_memory_is_short(sizes: dict[str, int]) -> None:
-    ample, short = choose(SHORT, sizes={"sp": 1}, sequences_per_step=32), 5 * GIB
+    ample, short = choose(SHORT, sizes={"sp": 1}, size=StepSize(32)), 5 * GIB
     assert ample.layout.pp == 1
-    decision = choose(SHORT, budget_bytes=short, sizes=sizes, sequences_per_step=32)
+    decision = choose(SHORT, budget_bytes=short, sizes=sizes, size=StepSize(32))
     assert decision.layout.pp > 1 and sum(decision.stages) == SHAPE.num_layers
     assert len(decision.stages) == decision.layout.pp
     if len(sizes) == 1:
         assert "dp 4 x sp 1 x pp 1 does not fit: it lacks " in decision.layout_words
     with pytest.raises(ConfigError) as caught:
-        choose(SHORT, budget_bytes=short, sizes={"sp": 1, "pp": 1}, sequences_per_step=32)
+        choose(SHORT, budget_bytes=short, sizes={"sp": 1, "pp": 1}, size=StepSize(32))
     assert (
         "set parallel.sp to auto; or set parallel.pp to auto; or start more processes"
         in caught.value.change
@@ -102,8 +102,8 @@ def test_layer_first_and_a_pipeline_exclude_each_other() -> None:
 
 
 def test_no_replica_is_idle_unless_nothing_else_is_left() -> None:
-    assert choose(SHORT, sequences_per_step=2).layout.dp <= 2
-    decision = choose(SHORT, sequences_per_step=2, sizes={"sp": 1, "pp": 1})
+    assert choose(SHORT, size=StepSize(2)).layout.dp <= 2
+    decision = choose(SHORT, size=StepSize(2), sizes={"sp": 1, "pp": 1})
     assert decision.layout == Layout(dp=4)
 
 
@@ -116,7 +116,7 @@ def test_a_slow_link_between_machines_is_crossed_by_stages_or_replicas() -> None
         slow = replace(links.between_nodes, bytes_per_s=1e9, latency_s=1e-3)
         links = replace(links, devices_per_node=devices_per_node, between_nodes=slow)
         model = CostModel(shape, replace(Machine.named("H100"), links=links))
-        decision = choose(lengths, model=model, sequences_per_step=1)
+        decision = choose(lengths, model=model, size=StepSize(1))
         found.append(decision.layout)
     assert found == [Layout(sp=4), Layout(sp=2, pp=2)]
 

@@ -25,6 +25,7 @@ from furlong.train.metrics import MetricsLog
 
 TIMES = ("_s", "tokens_per_s", "_memory_bytes")
 LORA = ("--model.lora.rank=2", "--model.lora.dropout=0.3")
+TOKENS = ("--train.sequences_per_step=null", "--train.tokens_per_step=150")
 HALF = ("--chunks.sample={rate: 0.5, label_rate: 0.5, check_every_steps: 4}", "--chunks.size=16")
 
 
@@ -57,6 +58,7 @@ DIALS = Design(
         "model": ("llama", "lfm2"),
         "chunks": ((), ("--chunks.keep=kv",), HALF),
         "save": ((), ("--train.async_save=true",)),
+        "data": ((), TOKENS),
     },
     {"chunks": lambda row: row["loss"] == "sft"},
     steering=("loss",),
@@ -89,16 +91,16 @@ def ends_after(step: int, end: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("end", "loss", "trained", "model", "chunks", "save"),
+    ("end", "loss", "trained", "model", "chunks", "save", "data"),
     [pytest.param(*row, marks=[pytest.mark.slow] * (i > 1)) for i, row in enumerate(ROWS)],
 )
 def test_a_run_that_ends_early_goes_on_to_the_same_bits(
     tiny_runs: dict[str, TinyRun], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     end: Any, loss: str, trained: tuple[str, ...], model: str, chunks: tuple[str, ...],
-    save: tuple[str, ...],
+    save: tuple[str, ...], data: tuple[str, ...],
 ) -> None:  # fmt: skip
     tiny, run = tiny_runs[model], tmp_path / "run"
-    flags = (*trained, *chunks, *save, "--train.epochs=null", "--train.steps=7")
+    flags = (*trained, *chunks, *save, *data, "--train.epochs=null", "--train.steps=7")
     if loss == "dpo":
         flags += pair_flags(tiny, tmp_path)
     elif chunks != HALF:

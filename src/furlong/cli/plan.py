@@ -137,7 +137,7 @@ def _add_flags(parser: ArgumentParser) -> None:
          help="lengths that furlong lengths wrote, or a preset (docs/plan.md)")
     flag("--sequences", type=int, metavar="N",
          help="sequences of a step: the longest, and others drawn by train.seed"
-         " (default: train.sequences_per_step of a run; all of a file; 64 of a preset)")
+         " (default: what train says of a run; all of a file; 64 of a preset)")
     flag("--hardware", metavar="NAME",
          help="a known device (docs/plan.md); cpu, and a run's default: this machine")
     flag("--devices", type=int, metavar="N",
@@ -207,7 +207,7 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
         check_pair_options(config.chunks)
     decision = choose_plan(
         config, question.model, batch.lengths, question.limits, question.budget_words,
-        question.num_devices, sequences_per_step=len(batch.seq_lens), given=question.given,
+        question.num_devices, size=batch.size, given=question.given,
         pairs=[(batch.longest_tokens,) * 2] if is_of_pairs else None,
         steps=None if question.is_run else batch.seq_lens, method=method, alone=question.is_run,
         tell=tell,

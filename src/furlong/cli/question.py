@@ -26,6 +26,7 @@ from furlong.data.sources import walk
 from furlong.errors import UserError, refusal
 from furlong.plan.lengths import (
     Lengths,
+    StepSize,
     count_lengths,
     draw_lengths,
     read_lengths,
@@ -47,6 +48,7 @@ _OF_A_PRESET = 64
 """Sequences that are drawn from a preset, which has no end."""
 _IN_ONE_STEP = "sequences in one step (--sequences)"
 _LIMIT, _PER_STEP = "--data.max_seq_len", "--train.sequences_per_step"
+_TOKENS_PER_STEP = "--train.tokens_per_step"
 _OF_DATA = frozenset(("--data", "--data.train", "--data.format", "--data.too_long", "--train.loss"))
 
 
@@ -61,6 +63,14 @@ class PlannedBatch:
     """Lengths of all of the data; of a preset those that were drawn."""
     longest_tokens: int
     """Tokens of the longest sequence of the data, which the batch has unless they are a preset."""
+    tokens_per_step: int | None = None
+    """Most tokens of a step, where it is measured in tokens."""
+
+    @property
+    def size(self) -> StepSize:
+        """The size of a step."""
+        is_counted = self.tokens_per_step is None
+        return StepSize(len(self.seq_lens) if is_counted else None, self.tokens_per_step)
 
     def __str__(self) -> str:
         count = count_words(len(self.seq_lens), "sequence")
@@ -238,10 +248,12 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
     is_run = own.subject is not None or "--data.train" in flags.names
     limit = config.data.max_seq_len if is_run or _LIMIT in flags.names else sys.maxsize
     count, name, is_pair = own.sequences, own.lengths, config.train.is_of_pairs
-    if count is None and (is_run or _PER_STEP in flags.names):
-        count = config.train.sequences_per_step
+    tokens = None
+    if count is None and (is_run or {_PER_STEP, _TOKENS_PER_STEP} & flags.names):
+        count, tokens = config.train.sequences_per_step, config.train.tokens_per_step
     if name is not None and not os.path.exists(name) and not name.endswith(".json"):
-        batch = _of_preset(name, _OF_A_PRESET if count is None else count, seed, limit)
+        default = _OF_A_PRESET if tokens is None else MAX_BATCH
+        batch = _of_preset(name, default if count is None else count, seed, limit)
     else:
         if name is None:
             name, lengths = _counted(flags, config)
@@ -252,12 +264,25 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
             too_long = "drop"
         kept = _limited(lengths, name, limit, too_long)
         left_out = lengths.num_sequences - kept.num_sequences
+        if tokens is not None and not is_pair:
+            count = min(MAX_BATCH, kept.num_sequences)
         batch = _draw(kept, name, 1 if is_pair else count, seed, left_out)
     if not is_pair:
-        return batch
+        return batch if tokens is None else _closed(batch, tokens)
     longest = batch.lengths.longest
     words = f"a pair of the longest of {name}, the most that is in one call"
     return PlannedBatch((longest, longest), words, batch.lengths, longest)
+
+
+def _closed(batch: PlannedBatch, tokens: int) -> PlannedBatch:
+    """The longest sequence and those behind it, as far as a step of so many tokens takes them."""
+    seq_lens = batch.seq_lens
+    if batch.longest_tokens in seq_lens:
+        first = seq_lens.index(batch.longest_tokens)
+        seq_lens = (seq_lens[first], *seq_lens[:first], *seq_lens[first + 1 :])
+    stop = StepSize(tokens=tokens).stops(seq_lens)[0]
+    words = f"as many as have at most {count_words(tokens, 'token')} of {batch.source}"
+    return replace(batch, seq_lens=seq_lens[:stop], source=words, tokens_per_step=tokens)
 
 
 def _limited(lengths: Lengths, name: str, limit: int, too_long: str) -> Lengths:

@@ -238,6 +238,10 @@ def _share_or_whole(steps: float) -> float:
     return steps
 
 
+_EITHER_OR = (("steps", "epochs"), ("sequences_per_step", "tokens_per_step"))
+"""Keys of `train` of which one is given; the first one of two has a default."""
+
+
 class TrainConfig(BaseModel):
     """The optimizer's steps."""
 
@@ -247,8 +251,11 @@ class TrainConfig(BaseModel):
     """Optimizer steps; null leaves it to epochs."""
     epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = Field(default=None, examples=[3])
     """Passes over the training data, instead of steps."""
-    sequences_per_step: Positive = 32
-    """Sequences in a global batch; with dpo, pairs of them."""
+    sequences_per_step: Positive | None = 32
+    """Sequences in a global batch; with dpo, pairs of them. null leaves it to tokens_per_step."""
+    tokens_per_step: Positive | None = Field(default=None, examples=[524288])
+    """Most tokens in a global batch, instead of sequences_per_step: it is closed when the next
+    sequence would go over; a longer one is a batch by itself."""
     lr: Number = Field(default=2.0e-5, gt=0)
     """Peak learning rate of AdamW."""
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (
@@ -297,23 +304,29 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _epochs_replace_the_default_steps(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and values.get("epochs") is not None:
-            return {"steps": None, **values}
+    def _others_replace_the_defaults(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            for default, other in _EITHER_OR:
+                if values.get(other) is not None:
+                    values = {default: None, **values}
         return values
 
     @model_validator(mode="after")
-    def _one_length(self) -> TrainConfig:
-        if (self.steps is None) == (self.epochs is None):
-            which, change = "none", "set one of them"
-            if self.steps is not None:
-                which, change = "both", "remove one of them; --train.steps=null removes a file's"
-            raise told(
-                keys="train.steps and train.epochs",
-                given=f"{which} of train.steps and train.epochs",
-                required="one of train.steps and train.epochs, not both",
-                change=change,
-            )
+    def _one_of_two(self) -> TrainConfig:
+        for first, second in _EITHER_OR:
+            given = [getattr(self, name) is not None for name in (first, second)]
+            if sum(given) != 1:
+                which, change = "none", "set one of them"
+                if all(given):
+                    which = "both"
+                    change = f"remove one of them; --train.{first}=null removes a file's"
+                keys = f"train.{first} and train.{second}"
+                raise told(
+                    keys=keys,
+                    given=f"{which} of {keys}",
+                    required=f"one of {keys}, not both",
+                    change=change,
+                )
         return self
 
     @model_validator(mode="after")

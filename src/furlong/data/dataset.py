@@ -144,6 +144,11 @@ class DataSet:
         """Whether each thing that is drawn has something to learn."""
         return np.asarray(np.logical_or.reduceat(self.valid_tokens > 0, self.units[:, 0]))
 
+    @property
+    def unit_lens(self) -> npt.NDArray[np.int64]:
+        """Tokens of each thing that is drawn."""
+        return np.asarray(np.add.reduceat(self.seq_lens, self.units[:, 0]))
+
     def epoch_lens(self, seed: int) -> npt.NDArray[np.int64]:
         """Tokens of the sequences of a run's first epoch, in their order."""
         return self.seq_lens[rows_of(self.units[self.mixture.order(seed, 0)])]

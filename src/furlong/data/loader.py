@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ import torch
 
 from furlong.data.tokenize import Sequence
 from furlong.errors import ConfigError
+from furlong.plan.lengths import StepSize
 from furlong.units import count_words
 
 Units = npt.NDArray[np.int64]
@@ -127,95 +129,97 @@ def _draw(size: int, draws: int, seed: tuple[int, int], epoch: int) -> npt.NDArr
     return np.concatenate(drawn)
 
 
-def batches_per_epoch(num_draws: int, sequences_per_step: int) -> int:
-    """Global batches of one epoch; the last one may be smaller."""
-    return math.ceil(num_draws / sequences_per_step)
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """The global batches of each epoch: its draws in their order, cut to batches of one size.
+    No batch reaches into the next epoch."""
+
+    mixture: Mixture
+    size: StepSize
+    seed: int
+    lens: npt.NDArray[np.int64]
+    """(U,) tokens of what is drawn."""
+
+    def batches(self, epoch: int) -> list[npt.NDArray[np.int64]]:
+        """The numbers of what each batch of an epoch draws."""
+        order = self.mixture.order(self.seed, epoch)
+        return np.split(order, self.size.stops(self.lens[order].tolist())[:-1])
 
 
-def count_steps(
-    epochs: float,
-    has_label: npt.NDArray[np.bool_],
-    mixture: Mixture,
-    *,
-    sequences_per_step: int,
-    seed: int,
-) -> int:
+def count_steps(num_epochs: float, epochs: Epochs, has_label: npt.NDArray[np.bool_]) -> int:
     """Steps of so many epochs, at least one: their batches but for those that are skipped.
 
-    has_label: (N,), which sequences have something to learn.
+    has_label: (U,), which draws have something to learn.
     """
-    per_epoch = batches_per_epoch(sum(mixture.draws), sequences_per_step)
-    num_batches = math.ceil(epochs * per_epoch)
-    if has_label.all():
-        return num_batches
     num_steps = 0
-    for epoch in range(math.ceil(epochs)):
-        drawn = has_label[mixture.order(seed, epoch)]
-        labelled = np.logical_or.reduceat(drawn, np.arange(0, len(drawn), sequences_per_step))
-        num_steps += int(np.count_nonzero(labelled[: num_batches - epoch * per_epoch]))
+    for epoch in range(math.ceil(num_epochs)):
+        batches = epochs.batches(epoch)
+        part = batches[: math.ceil(min(1, num_epochs - epoch) * len(batches))]
+        num_steps += sum(bool(has_label[batch].any()) for batch in part)
     return max(1, num_steps)
 
 
-def describe_batches(num_draws: int, sequences_per_step: int, noun: str = "sequence") -> str:
-    """The sizes of an epoch's global batches, for people. `noun`: what is drawn.
+def describe_batches(epochs: Epochs, noun: str = "sequence") -> str:
+    """The sizes of the first epoch's global batches, for people. `noun`: what is drawn.
 
     Raises ConfigError if an epoch is smaller than one batch.
     """
-    if sequences_per_step > num_draws:
+    num_draws, size = sum(epochs.mixture.draws), epochs.size
+    if size.sequences is not None and size.sequences > num_draws:
         raise ConfigError(
-            given=f"train.sequences_per_step = {sequences_per_step:,}",
+            given=f"train.sequences_per_step = {size.sequences:,}",
             required=f"at most {num_draws:,}, the training {noun}s of an epoch",
             source="train.sequences_per_step, by default 32",
             change=f"set train.sequences_per_step to {num_draws} or less, add data, or raise the"
             " weights of its sources",
         )
-    count = batches_per_epoch(num_draws, sequences_per_step)
-    line = f"{count_words(num_draws, noun)} per epoch in {count_words(count, 'batch')}"
-    rest = num_draws % sequences_per_step
-    return f"{line} of {sequences_per_step:,}" + (f", the last one of {rest:,}" if rest else "")
+    batches = epochs.batches(0)
+    line = f"{count_words(num_draws, noun)} per epoch in {count_words(len(batches), 'batch')}"
+    if size.tokens is None:
+        rest = len(batches[-1])
+        return f"{line} of {size}" + (f", the last one of {rest:,}" * (rest != size.sequences))
+    longer = int((epochs.lens > size.tokens).sum())
+    more = f"; {longer:,} longer, each by itself" if longer else ""
+    return f"{line} of {size} (the first epoch){more}"
 
 
 def iterate_batches(
     sequences: Sequences,
+    epochs: Epochs,
     *,
-    sequences_per_step: int,
-    seed: int,
     state: LoaderState = LoaderState(),
-    mixture: Mixture | None = None,
     units: Units | None = None,
 ) -> Iterator[Batch]:
     """Endless; every epoch has an order of its own.
 
-    `units` are drawn and counted, by default each sequence by itself. Without `mixture` an epoch
-    goes through all of them once. `state` is where to begin: the sequences before it are not read.
+    `units` are drawn and counted, by default each sequence by itself. `state` is where to begin:
+    the sequences before it are not read.
     """
     units = _each(len(sequences)) if units is None else units
-    mixture = mixture or Mixture((len(units),), (1.0,))
-    epoch, batch = state.epoch, state.batch
-    per_epoch = batches_per_epoch(sum(mixture.draws), sequences_per_step)
+    epoch, first = state.epoch, state.batch
     while True:
-        order = mixture.order(seed, epoch)
-        for index in range(batch, per_epoch):
-            chosen = order[index * sequences_per_step : (index + 1) * sequences_per_step]
-            last = index + 1 == per_epoch
+        batches = epochs.batches(epoch)
+        for number in range(first, len(batches)):
+            last = number + 1 == len(batches)
             yield Batch(
-                _drawn(sequences, units[chosen]),
-                LoaderState(epoch + 1, 0) if last else LoaderState(epoch, index + 1),
+                _drawn(sequences, units[batches[number]]),
+                LoaderState(epoch + 1, 0) if last else LoaderState(epoch, number + 1),
             )
-        epoch, batch = epoch + 1, 0
+        epoch, first = epoch + 1, 0
 
 
 def in_order(
-    sequences: Sequences,
-    sequences_per_step: int,
-    *,
-    units: Units | None = None,
+    sequences: Sequences, size: StepSize, *, units: Units | None = None
 ) -> Iterator[Batch]:
     """One pass without shuffling: the batches of an evaluation."""
     units = _each(len(sequences)) if units is None else units
-    for number, start in enumerate(range(0, len(units), sequences_per_step), start=1):
-        drawn = _drawn(sequences, units[start : start + sequences_per_step])
-        yield Batch(drawn, LoaderState(0, number))
+    lens: Items[int] = range(len(units))
+    if size.tokens is not None:
+        lens = [sum(own.seq_len for own in _drawn(sequences, units[i : i + 1])) for i in lens]
+    start = 0
+    for number, stop in enumerate(size.stops(lens), start=1):
+        yield Batch(_drawn(sequences, units[start:stop]), LoaderState(0, number))
+        start = stop
 
 
 def _each(num_sequences: int) -> Units:

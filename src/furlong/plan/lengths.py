@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from furlong.errors import ConfigError
@@ -23,6 +25,31 @@ MAX_SEQUENCES = 10**8
 """Most sequences of a file: a draw shuffles them all in memory."""
 
 FIRST_BUCKET_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The size of a global batch: so many sequences, or as many as have at most so many tokens
+    together, one at least."""
+
+    sequences: int | None = None
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.sequences:,}" if self.tokens is None else f"at most {self.tokens:,} tokens"
+
+    def stops(self, lens: Sequence[int]) -> list[int]:
+        """The ends of the batches of sequences in this order; the last one may be smaller."""
+        count = len(lens)
+        if self.tokens is None:
+            assert self.sequences is not None
+            return [*range(self.sequences, count, self.sequences), count]
+        ends, stops, start = list(accumulate(lens)), list[int](), 0
+        while start < count:
+            before = ends[start - 1] if start else 0
+            start = max(start + 1, bisect_right(ends, before + self.tokens))
+            stops.append(start)
+        return stops
 
 
 @dataclass(frozen=True, slots=True)

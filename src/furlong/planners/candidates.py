@@ -294,14 +294,17 @@ def _offload(
 def longest_step(space: Space, size: int) -> list[int]:
     """The longest sequence, and as many tokens of others as may share its last chunk; in a pipeline
     also chunks of others, which its first stages have begun by then."""
-    longest = space.question.longest
-    left = -(-space.question.sequences_per_step // space.layout.dp) - 1
-    others = min(-longest % size, left * longest)
+    question = space.question
+    longest, tokens = question.longest, question.tokens_per_step
+    left = (-(-question.sequences_per_step // space.layout.dp) - 1) * longest
+    if tokens is not None:
+        left = max(0, tokens - longest)
+    others = min(-longest % size, left)
     found = [longest]
     for _ in range(max(1, len(space.stages))):
         found += [others] if others else []
-        left -= -(-others // longest)
-        others = min(size, left * longest)
+        left -= others if tokens is not None else -(-others // longest) * longest
+        others = min(size, left)
     return found
 
 

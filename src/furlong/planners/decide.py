@@ -1,6 +1,6 @@
 """The options, the method and the layout that `auto` chooses for a run, and the words for them.
 
-    decision = decide(lengths, sequences_per_step=32, model=model, limits=limits)
+    decision = decide(lengths, size=StepSize(32), model=model, limits=limits)
     decision.options, decision.words, decision.predict(plan)
 
 The search is that of `planners.search`; what is given holds. Times are those of a run's first
@@ -10,11 +10,9 @@ finds the longest one that a decision could still train, `decide_pairs` decides 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +21,7 @@ from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError, PlanError, UserError
-from furlong.plan.lengths import Lengths, draw_lengths
+from furlong.plan.lengths import Lengths, StepSize, draw_lengths
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners.candidates import KEEPS
 from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions, fixed_options, options_in_words
@@ -176,7 +174,7 @@ class Decision:
 def decide(
     lengths: Lengths,
     *,
-    sequences_per_step: int,
+    size: StepSize,
     model: CostModel,
     limits: Limits,
     budget_words: str = "memory.device",
@@ -192,18 +190,19 @@ def decide(
 ) -> Decision:
     """The options of a run over sequences of these lengths, and its layout.
 
-    `longest`: tokens of the data's longest sequence, if it is not among `lengths`. `steps`: the
-    sequences of the steps that are timed; None: drawn as a run draws them. `given`: options, and
-    sizes of the layout, that the user has given. Where no plan is predicted to fit, small
-    chunks that keep K,V are taken, and the words say so; with `must_fit` that is a ConfigError,
-    whose advice is that for a run, or without `alone` that for who may take more devices.
+    `size`: of a step. `longest`: tokens of the data's longest sequence, if it is not among
+    `lengths`. `steps`: the sequences of the steps that are timed; None: drawn as a run draws them.
+    `given`: options, and sizes of the layout, that the user has given. Where no plan is predicted
+    to fit, small chunks that keep K,V are taken, and the words say so; with `must_fit` that is a
+    ConfigError, whose advice is that for a run, or without `alone` that for who may take more
+    devices.
     """
     if steps is None:
-        steps = sample_steps(lengths, sequences_per_step, seed, num_devices)
+        steps, size = sample_steps(lengths, size, seed, num_devices)
     question = Question(
         steps, model, limits, num_devices, longest=max(longest or 0, lengths.longest),
-        sequences_per_step=sequences_per_step, given=given or {}, method=method,
-        mean_keys=lengths.num_pairs / lengths.num_tokens,
+        sequences_per_step=size.sequences or 0, tokens_per_step=size.tokens, given=given or {},
+        method=method, mean_keys=lengths.num_pairs / lengths.num_tokens,
     )  # fmt: skip
     if question.longest > MAX_CHUNKS * question.given.get("size", inf):
         words = f"more than {MAX_CHUNKS:,} chunks are not searched: by the fixed rule"
@@ -264,23 +263,34 @@ def _unsearched(options: ChunkOptions, words: str, question: Question, layout: L
 
 
 def sample_steps(
-    lengths: Lengths, sequences_per_step: int, seed: int, num_devices: int = 1
-) -> Sequence[int]:
-    """Sequences of a run's first steps: as many whole steps as have tokens enough; of a larger step
-    some of its sequences, evenly spread over their lengths, one for each device at least. Several
-    devices have several steps, for one sequence may decide how long a step takes all of them."""
-    num_steps = max(-(-_MIN_SEQUENCES // sequences_per_step), _MIN_STEPS if num_devices > 1 else 1)
-    most = max(_MAX_SEQUENCES, num_devices)
-    drawn = draw_lengths(lengths, min(num_steps * sequences_per_step, most), seed)
+    lengths: Lengths, size: StepSize, seed: int, num_devices: int = 1
+) -> tuple[Sequence[int], StepSize]:
+    """Sequences of a run's first steps, and the size of these steps: as many whole steps as have
+    tokens enough; of a larger step some of its sequences, evenly spread over their lengths, one for
+    each device at least. Several devices have several steps, for one sequence may decide how long a
+    step takes all of them. The size in tokens comes with the mean number of sequences."""
+    least, most = _MIN_STEPS if num_devices > 1 else 1, max(_MAX_SEQUENCES, num_devices)
     most_tokens = _MAX_TOKENS * min(num_devices, _MOST_TIMES)
-    num_fitting = bisect_right(list(accumulate(drawn)), most_tokens)
-    if num_fitting == len(drawn):
-        return drawn
-    if whole := num_fitting // sequences_per_step * sequences_per_step:
-        return drawn[:whole]
-    step = sorted(drawn[:sequences_per_step], reverse=True)
+    if size.sequences is not None:
+        num_steps = max(-(-_MIN_SEQUENCES // size.sequences), least)
+        drawn = draw_lengths(lengths, min(num_steps * size.sequences, most), seed)
+        stops = size.stops(drawn)
+    else:
+        drawn = draw_lengths(lengths, most, seed)
+        stops = size.stops(drawn)
+        stops = stops[:-1] or stops  # what follows may belong to the last one
+        size = replace(size, sequences=-(-stops[-1] // len(stops)))
+        enough = next((n for n, stop in enumerate(stops, 1) if stop >= _MIN_SEQUENCES), len(stops))
+        stops = stops[: max(least, enough)]
+    fitting = [stop for stop in stops if sum(drawn[:stop]) <= most_tokens]
+    if fitting:
+        return drawn[: fitting[-1]], size
+    step = sorted(drawn[: stops[0]], reverse=True)
     count = max(min(num_devices, len(step)), int(len(step) * most_tokens / sum(step)))
-    return [step[(2 * i + 1) * len(step) // (2 * count)] for i in range(count)]
+    some = [step[(2 * i + 1) * len(step) // (2 * count)] for i in range(count)]
+    if size.tokens is not None:
+        size = StepSize(max(count, size.tokens * count // sum(some)))
+    return some, size
 
 
 def smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:

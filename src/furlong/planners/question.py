@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from furlong.cost.memory import MemoryCurve, Part
 from furlong.cost.model import CostModel, update_s
 from furlong.cost.training import Training, ZeroStage
 from furlong.errors import ConfigError
+from furlong.plan.lengths import StepSize
 from furlong.plan.plan import TARGETS, ChunkPlan, Layout, OffloadTarget
 from furlong.planners.chunks import by_cost
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
@@ -203,7 +204,9 @@ class Question:
     longest: int = 0
     """Tokens of the data's longest sequence, which must fit; 0: that of `seq_lens`."""
     sequences_per_step: int = 0
-    """0: all of `seq_lens` are one step."""
+    """0: all of `seq_lens` are one step. With `tokens_per_step` their mean number."""
+    tokens_per_step: int | None = None
+    """Most tokens of a step; a longer sequence is one by itself."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Sizes of the layout (`SIZES`) and options of chunks that the user has fixed, by name."""
     method: str = "auto"
@@ -235,8 +238,15 @@ class Question:
         return {name: value for name, value in self.given.items() if name not in SIZES}
 
     @property
+    def stops(self) -> list[int]:
+        """The ends of the steps in `seq_lens`."""
+        return StepSize(self.sequences_per_step, self.tokens_per_step).stops(self.seq_lens)
+
+    @property
     def share(self) -> float:
         """Steps in the seconds of all `seq_lens`: one over their number."""
+        if self.tokens_per_step is not None:
+            return 1 / len(self.stops)
         return self.sequences_per_step / len(self.seq_lens)
 
     def layouts(self) -> list[Layout]:
@@ -292,8 +302,8 @@ class Space:
         a run deals them; of each step the replica with most work is first."""
         question, steps = self.question, []
         work = self.model.sequence_seconds(question.seq_lens)
-        for first in range(0, len(work), question.sequences_per_step):
-            own = work[first : first + question.sequences_per_step]
+        for first, stop in pairwise([0, *question.stops]):
+            own = work[first:stop]
             replicas = by_cost(own, min(self.layout.dp, len(own)))
             most_first = sorted(replicas, key=lambda some: -sum(own[i] for i in some))
             steps.append([[first + i for i in sorted(some)] for some in most_first])

@@ -12,7 +12,7 @@ import torch
 from furlong.api import Engine
 from furlong.config.schema import DataConfig, RunConfig, TrainConfig
 from furlong.data.dataset import DataSet, describe_shared, load_data
-from furlong.data.loader import count_steps
+from furlong.data.loader import Epochs, count_steps
 from furlong.errors import CheckpointError, ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.build import build_model
@@ -22,6 +22,7 @@ from furlong.planners.options import option_values, value_in_words
 from furlong.planners.spaco import sampling_in_words
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.train.checkpoints import ModelSize
+from furlong.train.choose_plan import step_size
 from furlong.train.kernels import put_kernels
 from furlong.train.objective import DataFormat
 from furlong.train.processes import Launch, Processes
@@ -117,18 +118,17 @@ def load_splits(
     return data
 
 
+def epochs_of(settings: TrainConfig, train: DataSet) -> Epochs:
+    """The global batches of a run's epochs."""
+    return Epochs(train.mixture, step_size(settings), settings.seed, train.unit_lens)
+
+
 def steps_of(settings: TrainConfig, train: DataSet) -> int:
     """The number of steps of a run, by steps or by epochs."""
     if settings.steps is not None:
         return settings.steps
     assert settings.epochs is not None  # the schema holds it
-    return count_steps(
-        settings.epochs,
-        train.has_label,
-        train.mixture,
-        sequences_per_step=settings.sequences_per_step,
-        seed=settings.seed,
-    )
+    return count_steps(settings.epochs, epochs_of(settings, train), train.has_label)
 
 
 def check_steps(num_steps: int, checkpoint: Path, state: dict[str, Any], config: RunConfig) -> None:

@@ -9,13 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from furlong.config.schema import RunConfig
+from furlong.config.schema import RunConfig, TrainConfig
 from furlong.cost.model import CostModel
-from furlong.plan.lengths import Lengths
+from furlong.plan.lengths import Lengths, StepSize
 from furlong.plan.plan import Layout
 from furlong.planners.decide import Decision, Pair, decide, decide_pairs
 from furlong.planners.options import ChunkOptions
 from furlong.planners.question import SIZES, Limits
+
+
+def step_size(settings: TrainConfig) -> StepSize:
+    """The size of a run's global batches, in what is drawn or in tokens."""
+    return StepSize(settings.sequences_per_step, settings.tokens_per_step)
 
 
 def choose_plan(
@@ -26,7 +31,7 @@ def choose_plan(
     budget_words: str,
     num_devices: int,
     *,
-    sequences_per_step: int,
+    size: StepSize,
     given: Mapping[str, Any],
     pairs: Sequence[Pair] | None = None,
     longest: int | None = None,
@@ -49,7 +54,7 @@ def choose_plan(
             must_fit=must_fit,
         )  # fmt: skip
     return decide(
-        lengths, sequences_per_step=sequences_per_step, model=model, limits=limits,
+        lengths, size=size, model=model, limits=limits,
         budget_words=budget_words, num_devices=num_devices, seed=config.train.seed,
         longest=longest, steps=steps, given=given, method=method or config.chunks.method,
         must_fit=must_fit, alone=alone, tell=tell,

@@ -28,7 +28,7 @@ from furlong.kv.pools import Storage
 from furlong.models.build import read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder
-from furlong.plan.lengths import count_lengths
+from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Layout
 from furlong.planners.decide import (
     FREE_RAM,
@@ -43,7 +43,7 @@ from furlong.planners.orders import stage_heights
 from furlong.planners.question import MARGIN, Limits, Question, offload_budgets
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import check_sampling
-from furlong.train.choose_plan import choose_plan
+from furlong.train.choose_plan import choose_plan, step_size
 from furlong.train.objective import objective_of
 from furlong.train.processes import Launch, layout_of, sizes_of
 
@@ -208,7 +208,7 @@ def _searched(
         Limits(budget_bytes, storage.cpu_bytes, storage.disk_bytes, cost.hardware.margin(MARGIN)),
         budget_words,
         num_processes,
-        sequences_per_step=config.train.sequences_per_step * objective.unit_size,
+        size=_in_sequences(step_size(config.train), objective.unit_size),
         given=given | {name: size for name, size in sizes.items() if size is not None},
         pairs=pairs,
         longest=train.longest,
@@ -216,6 +216,11 @@ def _searched(
     )
     words = "" if all_given else decision.words
     return replace(decision, words=words, figures=cost.hardware.origin)
+
+
+def _in_sequences(size: StepSize, unit_size: int) -> StepSize:
+    """The size of a batch of units, of so many sequences each."""
+    return replace(size, sequences=size.sequences and size.sequences * unit_size)
 
 
 def _uncounted(

@@ -35,7 +35,7 @@ from furlong.simulate.predict import predict_step
 from furlong.timeline import MEASURED, MeasuredStep, Timeline
 from furlong.train import build, checkpoints
 from furlong.train.batches import BatchEngine, drawn_share, step_options
-from furlong.train.choose_plan import shrunk, values_of
+from furlong.train.choose_plan import shrunk, step_size, values_of
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate, share_of
 from furlong.train.memory import Fitting, UsedMemory
 from furlong.train.metrics import (
@@ -211,8 +211,9 @@ class Trainer:
         def check() -> int:
             if run.checkpoint is not None and run.state is not None:
                 checkpoints.check_data(run.checkpoint, run.state, fingerprint)
-            per_step, train = config.train.sequences_per_step, self.train_data
-            print(f"data.train: {describe_batches(sum(train.mixture.draws), per_step, train.noun)}")
+            train = self.train_data
+            epochs = build.epochs_of(config.train, train)
+            print(f"data.train: {describe_batches(epochs, train.noun)}")
             num_steps = build.steps_of(config.train, train)
             if run.checkpoint is not None and run.state is not None:
                 build.check_steps(num_steps, run.checkpoint, run.state, config)
@@ -365,15 +366,9 @@ class Trainer:
 
     def batches(self) -> Iterator[Batch]:
         """The global batches from where the run is, endless."""
-        train, settings = self.train_data, self.config.train
-        return iterate_batches(
-            train,
-            sequences_per_step=settings.sequences_per_step,
-            seed=settings.seed,
-            state=self.progress.data,
-            mixture=train.mixture,
-            units=train.units,
-        )
+        train = self.train_data
+        epochs = build.epochs_of(self.config.train, train)
+        return iterate_batches(train, epochs, state=self.progress.data, units=train.units)
 
     def step(self, batch: Batch, data_s: float = 0.0) -> StepFigures:
         """Gradients of the mean loss of the global batch, clipping, one update; it is counted in
@@ -451,7 +446,7 @@ class Trainer:
             sets[TRAINING] = share_of(self.train_data, settings.eval_train_share, settings.seed)
         found = {}
         for name, (sequences, units) in sets.items():
-            batches = in_order(sequences, settings.sequences_per_step, units=units)
+            batches = in_order(sequences, step_size(settings), units=units)
             evaluation = evaluate(
                 self.engine, self.model, batches, self.fitting, objective=self.objective,
                 used=self.used, should_stop=self.should_stop,

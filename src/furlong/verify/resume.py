@@ -80,7 +80,7 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
     values["offload"] = _without_cpu(values["offload"])
     values["memory"] |= {"device": "auto", "cpu": "auto"}
     values["train"] |= {
-        "steps": NUM_STEPS, "epochs": None, "sequences_per_step": 4,
+        "steps": NUM_STEPS, "epochs": None, "sequences_per_step": 4, "tokens_per_step": None,
         "save_every_steps": SAVE_EVERY_STEPS, "eval_every_steps": 0, "eval_train_share": 0,
     }  # fmt: skip
     if config.train.loss != "sft":  # its data are pairs of texts, of which tokens make none

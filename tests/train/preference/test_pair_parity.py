@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from furlong.cli.main import main
 from furlong.config.schema import Source, TrainConfig
 from furlong.data.dataset import load_data
-from furlong.data.loader import iterate_batches, sequence_tensors
+from furlong.data.loader import Epochs, iterate_batches, sequence_tensors
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model
+from furlong.plan.lengths import StepSize
 from furlong.train.optim import build_optimizer, build_schedule
 
 CPU = torch.device("cpu")
@@ -66,9 +67,8 @@ def plain_dpo(
     settings = TrainConfig(lr=1e-2)
     optimizer = build_optimizer(model.parameters(), settings)
     schedule = build_schedule(optimizer, settings, 2)
-    batches = iterate_batches(
-        data, sequences_per_step=3, seed=0, mixture=data.mixture, units=data.units
-    )
+    epochs = Epochs(data.mixture, StepSize(3), 0, data.unit_lens)
+    batches = iterate_batches(data, epochs, units=data.units)
     losses, margins = [], []
     for _ in range(2):
         optimizer.zero_grad()
