@@ -194,7 +194,7 @@ MUTANTS = {
     ),
     # training
     "norms and biases decay": Mutant(
-        '"weight_decay": 0.0}', '"weight_decay": settings.weight_decay}',
+        'settings.weight_decay if p.ndim > 1 else 0.0', 'settings.weight_decay',
         "train/test_optimizer.py::test_norms_biases_and_frozen_weights_do_not_decay",
     ),
     "progress stays at the batch that was taken": Mutant(

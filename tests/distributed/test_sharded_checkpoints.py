@@ -50,7 +50,7 @@ def build() -> Tiny:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = build_optimizer(model.parameters(), TrainConfig(lr=0.1, weight_decay=0.1))
+    optimizer = build_optimizer(model, TrainConfig(lr=0.1, weight_decay=0.1))
     make_state(optimizer)
     return optimizer
 

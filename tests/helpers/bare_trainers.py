@@ -51,7 +51,7 @@ class BareTrainer(Trainer):
         self.model, self.engine, self.fitting = model, BatchEngine(engine), fitting
         self.run_model: Any = SimpleNamespace(whole_cost=None)
         self.num_steps, self.meter, self.budget_bytes = num_steps, meter, None
-        self.optimizer = build_optimizer(model.parameters(), self.config.train)
+        self.optimizer = build_optimizer(model, self.config.train)
         self.schedule = build_schedule(self.optimizer, self.config.train, num_steps)
         self.progress, self.saved_step, self._stop = Progress(), 0, None
         self.eval_data = None

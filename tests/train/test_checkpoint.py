@@ -79,7 +79,7 @@ class Run:
             lr=0.1, betas=(0.8, 0.9), weight_decay=0.1, schedule="linear", warmup_steps=0.0
         )
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
-        self.optimizer = build_optimizer(self.model.parameters(), settings)
+        self.optimizer = build_optimizer(self.model, settings)
         self.schedule = build_schedule(self.optimizer, settings, 9)
 
     def trained_further(self, num_steps: int) -> dict[str, torch.Tensor]:

@@ -109,19 +109,19 @@ def test_a_run_of_more_steps_goes_on_at_their_rate() -> None:
 def test_norms_biases_and_frozen_weights_do_not_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2), torch.nn.Linear(2, 2))
     model[2].requires_grad_(False)
-    optimizer = build_optimizer(model.parameters(), ADAMW)
+    optimizer = build_optimizer(model, ADAMW)
     decays = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     expected = {id(model[0].weight): 0.5, id(model[0].bias): 0.0}
     expected |= {id(model[1].weight): 0.0, id(model[1].bias): 0.0}
     assert decays == expected
 
 
-def test_on_a_gpu_one_kernel_updates_all():
+def test_one_kernel_updates_all():
     with FakeTensorMode():
-        for device, is_fused in (("cuda", True), ("cpu", False)):
+        for device in ("cuda", "cpu"):
             weights = [nn.Parameter(torch.empty(shape, device=device)) for shape in ((2, 3), (3,))]
-            optimizer = build_optimizer(weights, ADAMW)
+            optimizer = build_optimizer(nn.ParameterList(weights), ADAMW)
             make_state(optimizer)
-            assert bool(optimizer.defaults["fused"]) is is_fused
+            assert optimizer.defaults["fused"] is True
             steps = [state["step"].device.type for state in optimizer.state.values()]
             assert steps == [device, device], "the fused kernel refuses steps on the CPU"

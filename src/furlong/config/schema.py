@@ -242,6 +242,38 @@ _EITHER_OR = (("steps", "epochs"), ("sequences_per_step", "tokens_per_step"))
 """Keys of `train` of which one is given; the first one of two has a default."""
 
 
+Optimizer = Literal[
+    "adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit",
+    "adamw_torch_4bit", "adamw_torch_fp8", "adafactor", "muon",
+]  # fmt: skip
+
+
+def _compiled(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise told(
+            required=f"a regular expression ({error})",
+            change="escape its signs: write \\. for a dot",
+        ) from None
+    return pattern
+
+
+class ParameterGroup(BaseModel):
+    """Parameters with a learning rate or a decay of their own."""
+
+    model_config = _SECTION
+
+    match: Annotated[str, AfterValidator(_compiled)] = Field(
+        min_length=1, examples=["embed_tokens|lm_head"]
+    )
+    """Regular expression that their names contain; the first group that fits a name has it."""
+    lr: Annotated[Number, Field(gt=0)] | None = Field(default=None, examples=[1e-5])
+    """Their peak learning rate; null is that of the run."""
+    weight_decay: Annotated[Number, Field(ge=0)] | None = None
+    """Their decay, of norms and biases too; null is that of the run."""
+
+
 class TrainConfig(BaseModel):
     """The optimizer's steps."""
 
@@ -257,7 +289,18 @@ class TrainConfig(BaseModel):
     """Most tokens in a global batch, instead of sequences_per_step: it is closed when the next
     sequence would go over; a longer one is a batch by itself."""
     lr: Number = Field(default=2.0e-5, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    optimizer: Optimizer = "adamw"
+    """adamw is torch's, fused. 8-bit and paged ones are bitsandbytes', those with torch_ torchao's.
+    adafactor is transformers'. muon is torch's, for the matrices of layers, with adamw for the
+    rest."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of adamw's moments between steps; the weights stay float32."""
+    groups: tuple[ParameterGroup, ...] = Field(
+        default=(), examples=[[{"match": "norm", "lr": 1e-6}]]
+    )
+    """Parameters with a learning rate or decay of their own: match, a regular expression that their
+    names contain, lr, weight_decay. The first group that fits a name has it."""
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (
         0.9,
         0.95,
@@ -339,6 +382,24 @@ class TrainConfig(BaseModel):
                 required="a rate below train.lr, of a schedule that falls: cosine or linear",
                 change="lower train.min_lr, or remove it",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _options_of_an_optimizer(self) -> TrainConfig:
+        has = {
+            "betas": self.optimizer != "adafactor",
+            "eps": self.optimizer != "adafactor",
+            "state_dtype": self.optimizer == "adamw",
+        }
+        for name, is_known in has.items():
+            value = getattr(self, name)
+            if not is_known and value != type(self).model_fields[name].default:
+                raise told(
+                    keys=f"train.{name} and train.optimizer",
+                    given=f"train.{name} = {value} with train.optimizer: {self.optimizer}",
+                    required="train.optimizer: adamw, whose option it is",
+                    change=f"remove train.{name}, or set train.optimizer to adamw",
+                )
         return self
 
     @model_validator(mode="after")
@@ -555,6 +616,13 @@ class RunConfig(BaseModel):
                 given=f"data.format = {shape!r} with train.loss: {loss}",
                 required="preference (chosen + rejected) with dpo, and another shape with sft",
                 change="remove data.format, or change train.loss",
+            )
+        if self.model.dtype == "float64" and self.train.optimizer.endswith(("bit", "fp8")):
+            raise told(
+                keys="train.optimizer and model.dtype",
+                given=f"train.optimizer = {self.train.optimizer} with model.dtype: float64",
+                required="float32 or bfloat16: its updates are computed in float32",
+                change="set train.optimizer to adamw, or model.dtype to float32",
             )
         if self.model.lora is not None and self.model.init == "random":
             raise told(

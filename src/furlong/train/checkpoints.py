@@ -47,8 +47,7 @@ from torch.distributed.tensor import DTensor
 from furlong.data.dataset import SEQUENCES
 from furlong.errors import CheckpointError, differing
 from furlong.files import TEMPORARY, SummedFile, os_errors_told, publish, sync, write_json
-from furlong.train.memory import local
-from furlong.train.optim import make_state
+from furlong.train.optim import local, make_state, state_tensors
 from furlong.train.processes import ALONE, Processes
 from furlong.train.run_folder import (
     FORMAT_VERSION,
@@ -164,7 +163,7 @@ def _live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return trained_tensors(model) | {
         f"{_OPTIMIZER}{key}.{name}": value
         for name, parameter in trained(model).items()
-        for key, value in optimizer.state.get(parameter, {}).items()
+        for key, value in state_tensors(optimizer, parameter).items()
     }
 
 

@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from furlong.errors import ConfigError, UserError
 from furlong.ops.backends.select import is_out_of_memory
@@ -33,6 +32,7 @@ from furlong.runtime.profile import (
     reset_peak_memory,
 )
 from furlong.runtime.rng import RNGState
+from furlong.train.optim import local, state_tensors
 from furlong.units import format_bytes
 
 _T = TypeVar("_T")
@@ -87,18 +87,9 @@ class UsedMemory:
             )
 
 
-def local(x: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process holds."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return sum(
-        local(value).nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
+    held = [state_tensors(optimizer, parameter) for parameter in optimizer.state]
+    return sum(local(value).nbytes for tensors in held for value in tensors.values())
 
 
 class Fitting:

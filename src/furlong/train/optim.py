@@ -1,15 +1,20 @@
-"""The optimizer, and the course of its learning rate."""
+"""The optimizer, its state, and the course of its learning rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.adamw import adamw
 
 from furlong.config.schema import TrainConfig
+from furlong.errors import ConfigError
+from furlong.models.quantized import library
+from furlong.train.processes import ALONE, Processes
 
 _HF_NAMES = {
     "constant": "constant_with_warmup",
@@ -20,33 +25,203 @@ _HF_NAMES = {
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], settings: TrainConfig
+    model: nn.Module, settings: TrainConfig, processes: Processes = ALONE
 ) -> torch.optim.Optimizer:
-    """AdamW for what requires a gradient. Norms and biases (one axis) do not decay. A process of a
-    pipeline may hold none of one kind, or nothing that is trained."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    """The optimizer of a run for what requires a gradient. A process of a pipeline may hold nothing
+    that is trained. A collective; raises ConfigError for a group that matches no parameter."""
+    name = settings.optimizer
+    groups, matrices = _groups(model, settings, processes)
+    plain: dict[str, Any] = {"lr": settings.lr}
+    adam: dict[str, Any] = plain | {"betas": settings.betas, "eps": settings.eps}
+    if name == "adafactor":
+        from transformers import Adafactor
+
+        return Adafactor(groups, scale_parameter=False, relative_step=False, **plain)
+    if "torch_" in name:
+        from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+
+        of_torchao = {"8bit": AdamW8bit, "4bit": AdamW4bit, "fp8": AdamWFp8}
+        kind = of_torchao[name.removeprefix("adamw_torch_")]
+        return kind(groups, block_size=256, **adam)  # type: ignore[no-any-return]
+    if name.endswith("bit"):
+        bits = int(name.rpartition("_")[2].removesuffix("bit"))
+        make = library(f"train.optimizer: {name}").optim.AdamW
+        return make(groups, optim_bits=bits, is_paged=name.startswith("paged"), **adam)  # type: ignore[no-any-return]
+    # fused: one kernel updates all, without temporaries of the size of the weights
+    is_narrow = settings.state_dtype == "bfloat16"
+    others = (BF16AdamW if is_narrow else torch.optim.AdamW)(groups, fused=True, **adam)
+    if name != "muon":
+        return others
+    # with this factor an update is as large as AdamW's, so one learning rate serves both
+    return MuonAndAdamW(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **plain), others)
+
+
+def _groups(
+    model: nn.Module, settings: TrainConfig, processes: Processes
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Parameters by learning rate and decay, those without a group of the run first; and the same
+    of what Muon updates. Norms and biases (one axis) do not decay unless their group says so."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    everywhere = {name for names in processes.each(list(named)) for name in names}
+    for group in settings.groups:
+        if not any(re.search(group.match, name) for name in everywhere):
+            some = ", ".join(sorted(everywhere)[:3])
+            raise processes.alike(
+                ConfigError(
+                    given=f"train.groups: match {group.match!r}, which finds no trained parameter",
+                    required=f"a regular expression that some name contains, such as {some}",
+                    source="train.groups",
+                    change="correct match, or remove the group",
+                )
+            )
+    ends = _ends(model) if settings.optimizer == "muon" else set(map(id, named.values()))
+    found: tuple[dict[Any, list[nn.Parameter]], ...] = ({}, {})
+    for own in found:
+        own |= {(settings.lr, settings.weight_decay): [], (settings.lr, 0.0): []}
+    for name, p in named.items():
+        own_group = next((one for one in settings.groups if re.search(one.match, name)), None)
+        lr, decay = settings.lr, settings.weight_decay if p.ndim > 1 else 0.0
+        if own_group is not None:
+            lr = lr if own_group.lr is None else own_group.lr
+            decay = decay if own_group.weight_decay is None else own_group.weight_decay
+        by_muon = p.ndim == 2 and id(p) not in ends
+        found[by_muon].setdefault((lr, decay), []).append(p)
+    listed = [
+        [{"params": own, "lr": lr, "weight_decay": decay} for (lr, decay), own in part.items()]
+        for part in found
     ]
-    # on a GPU one kernel updates all, without temporaries of the size of the weights
-    fused = any(p.is_cuda for p in trained) or None
-    return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused
-    )
+    return listed[0], listed[1]
+
+
+def _ends(model: Any) -> set[int]:
+    """Identities of the weights of embeddings and of the head, which Muon does not update."""
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if callable(getattr(model, "get_output_embeddings", None)):
+        modules.append(model.get_output_embeddings())
+    return {id(p) for module in modules if module is not None for p in module.parameters()}
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for the matrices of the layers and AdamW for the rest, as one optimizer: its groups and
+    its state are theirs."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        lr = parts[0].defaults["lr"]  # a floor of the schedule is a share of it
+        super().__init__([group for part in parts for group in part.param_groups], {"lr": lr})
+        self.parts = parts
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """An update of both."""
+        for part in self.parts:
+            part.step()
+
+
+class BF16AdamW(torch.optim.AdamW):
+    """AdamW whose moments lie in bfloat16 between steps; each update is computed in the weights'
+    own dtype.
+
+    They are rounded up or down by chance, so that their mean is right: to the nearest, a second
+    moment would never fall by the last 0.4 percent. The draws follow from the number of the step,
+    so nothing of them is saved and copies of a weight stay equal. `make_state` goes before.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """An update; a weight's moments are wide for as long as it is updated."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                kept = [local(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+                weight = local(parameter)
+                wide = [moment.to(weight.dtype) for moment in kept]
+                adamw(
+                    [weight], [local(parameter.grad)], [wide[0]], [wide[1]], [], [state["step"]],
+                    fused=True, amsgrad=False, maximize=False, lr=group["lr"], eps=group["eps"],
+                    beta1=group["betas"][0], beta2=group["betas"][1],
+                    weight_decay=group["weight_decay"],
+                )  # fmt: skip
+                draws = torch.Generator(weight.device).manual_seed(int(state["step"]))
+                for moment, exact in zip(kept, wide, strict=True):
+                    moment.copy_(_rounded(exact, draws))
+
+
+def _rounded(x: Tensor, draws: torch.Generator) -> Tensor:
+    """Numbers that bfloat16 holds, each x or one of its two neighbours with x as the mean."""
+    noise = torch.randint(
+        2**16, x.shape, dtype=torch.int32, device=x.device, generator=draws
+    )  # in the 16 bits that bfloat16 lacks
+    return ((x.float().view(torch.int32) + noise) & -(2**16)).view(torch.float32)
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW its state, as its first step would: what does not fit beside it fails in that
-    step, and not in the second one. Trained weights become memory of this process's own."""
-    is_fused = bool(optimizer.defaults.get("fused"))
+    """Give the optimizer its state, as its first step would: what does not fit beside it fails in
+    that step, and not in the second one. Trained weights become memory of this process's own."""
     with torch.no_grad():
-        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-            parameter.mul_(1)  # loaded weights lie in a mapped file until they are written
-            if not (state := optimizer.state[parameter]):
-                state["step"] = torch.zeros((), device=parameter.device if is_fused else "cpu")
-                for name in ("exp_avg", "exp_avg_sq"):
-                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        for part in getattr(optimizer, "parts", (optimizer,)):
+            for number, group in enumerate(part.param_groups):
+                for index, parameter in enumerate(group["params"]):
+                    parameter.mul_(1)  # loaded weights lie in a mapped file until they are written
+                    if not part.state[parameter]:
+                        _give_state(part, number, index)
+
+
+def _give_state(optimizer: Any, number: int, index: int) -> None:
+    """The state of parameter `index` of a group. Counts of steps are tensors, as all that a
+    checkpoint holds."""
+    group = optimizer.param_groups[number]
+    parameter, state = group["params"][index], optimizer.state[group["params"][index]]
+    if isinstance(optimizer, torch.optim.Muon):
+        state["momentum_buffer"] = torch.zeros_like(parameter)
+    elif hasattr(optimizer, "init_state"):  # bitsandbytes
+        optimizer.init_state(group, parameter, number, index)
+        state["step"] = torch.zeros((), dtype=torch.int64)
+        optimizer.initialized = True  # else its first step takes the counts to the GPU
+    elif hasattr(optimizer, "bf16_stochastic_round"):  # torchao
+        state["step"] = torch.zeros(())
+        for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            state[name] = optimizer._new_buffer(parameter, is_signed)
+    elif "scale_parameter" in group:  # Adafactor
+        state["step"] = torch.zeros(())
+        if parameter.ndim < 2:
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        else:
+            state["exp_avg_sq_row"] = _zero_means(parameter, -1)
+            state["exp_avg_sq_col"] = _zero_means(parameter, -2)
+    else:
+        dtype = torch.bfloat16 if isinstance(optimizer, BF16AdamW) else None
+        state["step"] = torch.zeros((), device=parameter.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter, dtype=dtype)
+
+
+def _zero_means(parameter: Tensor, axis: int) -> Tensor:
+    """Zeros for means over an axis: divided as the parameter is, or whole where that axis is."""
+    means = parameter.detach().mean(axis)
+    if isinstance(means, DTensor):
+        whole = [Replicate() if one.is_partial() else one for one in means.placements]
+        means = means.redistribute(placements=whole)
+    return torch.zeros_like(means)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """The tensors of a parameter's state by name, themselves; quantised ones of torchao as the
+    tensors that they are made of."""
+    found: dict[str, Tensor] = {}
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if hasattr(value, "codes"):
+            found |= {f"{name}.{part}": getattr(value, part) for part in value.tensor_attrs}
+        elif name != "RMS":  # of Adafactor, which finds it anew in each step
+            found[name] = value
+    return found
+
+
+def local(x: Tensor) -> Tensor:
+    """The part of a tensor that this process holds."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def warmup_steps_of(settings: TrainConfig, num_steps: int) -> int:
@@ -91,5 +266,8 @@ def set_rate(schedule: torch.optim.lr_scheduler.LambdaLR, step: int = 0) -> None
         for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     ]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        if isinstance(group["lr"], Tensor):  # torchao's
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
     schedule._last_lr = rates

@@ -17,7 +17,8 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.spaco import num_drawn
 from furlong.runtime.rng import RNGState
 from furlong.train.evaluation import evaluating
-from furlong.train.memory import local, try_call
+from furlong.train.memory import try_call
+from furlong.train.optim import local
 
 if TYPE_CHECKING:
     from furlong.runtime.step import StepResult

@@ -287,7 +287,7 @@ class Trainer:
 
     def _build_optimizer(self) -> None:
         config, processes = self.config, self.processes
-        self.optimizer = build_optimizer(self.model.parameters(), config.train)
+        self.optimizer = build_optimizer(self.model, config.train, processes)
         self.schedule = build_schedule(self.optimizer, config.train, self.num_steps)
         if (warmup := warmup_steps_of(config.train, self.num_steps)) > self.num_steps:
             self.say(f"warm-up: {warmup} steps, of which the run takes {self.num_steps}")

@@ -65,7 +65,7 @@ def plain_dpo(
         max_seq_len=512, cache_dir=str(cache),
     )  # fmt: skip
     settings = TrainConfig(lr=1e-2)
-    optimizer = build_optimizer(model.parameters(), settings)
+    optimizer = build_optimizer(model, settings)
     schedule = build_schedule(optimizer, settings, 2)
     epochs = Epochs(data.mixture, StepSize(3), 0, data.unit_lens)
     batches = iterate_batches(data, epochs, units=data.units)
