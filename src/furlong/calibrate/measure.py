@@ -52,7 +52,7 @@ def optimizer_rate(model: Any, device: torch.device) -> float:
             parameters.append(parameter)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=device.type == "cuda")
     optimizer.step()  # makes its state
     seconds = _shortest_s(optimizer.step, device, repeats=2)
     model.zero_grad(set_to_none=True)

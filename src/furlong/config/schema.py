@@ -291,7 +291,7 @@ class TrainConfig(BaseModel):
     lr: Number = Field(default=2.0e-5, gt=0)
     """Peak learning rate."""
     optimizer: Optimizer = "adamw"
-    """adamw is torch's, fused. 8-bit and paged ones are bitsandbytes', those with torch_ torchao's.
+    """adamw is torch's. 8-bit and paged ones are bitsandbytes', those with torch_ torchao's.
     adafactor is transformers'. muon is torch's, for the matrices of layers, with adamw for the
     rest."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -47,9 +47,11 @@ def build_optimizer(
         bits = int(name.rpartition("_")[2].removesuffix("bit"))
         make = library(f"train.optimizer: {name}").optim.AdamW
         return make(groups, optim_bits=bits, is_paged=name.startswith("paged"), **adam)  # type: ignore[no-any-return]
-    # fused: one kernel updates all, without temporaries of the size of the weights
+    # on a GPU one kernel updates all, without temporaries of the size of the weights; that of a CPU
+    # rounds the ends of a tensor otherwise, and so what a process holds of a divided one
+    fused = any(p.is_cuda for part in (groups, matrices) for own in part for p in own["params"])
     is_narrow = settings.state_dtype == "bfloat16"
-    others = (BF16AdamW if is_narrow else torch.optim.AdamW)(groups, fused=True, **adam)
+    others = (BF16AdamW if is_narrow else torch.optim.AdamW)(groups, fused=fused or None, **adam)
     if name != "muon":
         return others
     # with this factor an update is as large as AdamW's, so one learning rate serves both
@@ -140,7 +142,7 @@ class BF16AdamW(torch.optim.AdamW):
                 wide = [moment.to(weight.dtype) for moment in kept]
                 adamw(
                     [weight], [local(parameter.grad)], [wide[0]], [wide[1]], [], [state["step"]],
-                    fused=True, amsgrad=False, maximize=False, lr=group["lr"], eps=group["eps"],
+                    fused=weight.is_cuda, amsgrad=False, maximize=False, lr=group["lr"], eps=group["eps"],
                     beta1=group["betas"][0], beta2=group["betas"][1],
                     weight_decay=group["weight_decay"],
                 )  # fmt: skip
@@ -193,7 +195,7 @@ def _give_state(optimizer: Any, number: int, index: int) -> None:
             state["exp_avg_sq_col"] = _zero_means(parameter, -2)
     else:
         dtype = torch.bfloat16 if isinstance(optimizer, BF16AdamW) else None
-        state["step"] = torch.zeros((), device=parameter.device)
+        state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(parameter, dtype=dtype)
 

@@ -62,6 +62,7 @@ def _check(config: RunConfig, num_processes: int) -> None:
                 source=f"log.{package}",
                 change=f"pip install 'furlong[{package}]', or remove log.{package}",
             )
+    _check_optimizer(config, num_processes)
     check_files(config.model.name)
     for key, named in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for source in named or ():
@@ -70,6 +71,31 @@ def _check(config: RunConfig, num_processes: int) -> None:
                 list_files(source, key, config.data.format)
             elif key == "data.train":
                 _check_apart(source.path, config)
+
+
+def _check_optimizer(config: RunConfig, num_processes: int) -> None:
+    """Raises ConfigError for an optimizer of a package that is not there, and for quantised states
+    of weights that processes divide."""
+    name = config.train.optimizer
+    if not name.endswith(("bit", "fp8")):
+        return
+    package = "torchao" if "torch_" in name else "bitsandbytes"
+    if find_spec(package) is None:
+        raise ConfigError(
+            given=f"train.optimizer: {name} without the package {package}",
+            required=f"the package {package}",
+            source="train.optimizer",
+            change=f"pip install 'furlong[{package}]', or set train.optimizer to adamw",
+        )
+    if num_processes > 1 and config.parallel.pp != num_processes:
+        raise ConfigError(
+            given=f"train.optimizer: {name} with {num_processes} processes that divide the weights",
+            required="whole weights: states in blocks of 256 cannot be divided again, as a"
+            " checkpoint of divided ones must be",
+            source="train.optimizer, parallel and the number of processes that were started",
+            change=f"set parallel.pp to {num_processes}, or train.optimizer to adamw or adafactor"
+            " (and train.state_dtype to bfloat16, which halves the moments)",
+        )
 
 
 def _check_apart(data: str, config: RunConfig) -> None:

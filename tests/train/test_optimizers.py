@@ -1,0 +1,291 @@
+"""Each optimizer: the steps of transformers' Trainer or of its own library, and its state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers.bare_trainers import BareTrainer
+from helpers.launched import Launched
+from helpers.tiny_runs import TinyRun, run_command, signal_after
+from integrations.trainers import wide_loss
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from furlong.api import Engine
+from furlong.cli.main import main
+from furlong.config.schema import TrainConfig
+from furlong.config.sources import parse_run
+from furlong.data.loader import Batch, LoaderState
+from furlong.data.tokenize import IGNORE_INDEX, Sequence
+from furlong.errors import ConfigError
+from furlong.planners.options import ChunkOptions
+from furlong.train import start
+from furlong.train.memory import Fitting
+from furlong.train.optim import build_optimizer, build_schedule, make_state, state_tensors
+
+NUM_STEPS = 20
+SETTINGS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "eps": 1e-7, "betas": (0.9, 0.97)}
+QUANTISED = (
+    "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit", "adamw_torch_4bit",
+    "adamw_torch_fp8",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
+        yield
+
+
+def tiny(dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attention_bias=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def sequences() -> list[Sequence]:
+    """Three of a step, equally long, so that nobody pads them; some prompts have no label."""
+    draw, found = np.random.default_rng(5), []
+    for step in range(NUM_STEPS):
+        for _ in range(3):
+            ids = draw.integers(0, 48, size=9 + step).astype(np.int32)
+            labels = ids.copy()
+            labels[: draw.integers(0, 6)] = IGNORE_INDEX
+            found.append(Sequence(len(found), "", ids, labels))
+    return found
+
+
+def muon_and_adamw(model: Any) -> Any:
+    """Written out: two optimizers of torch that step together."""
+    layers = dict(model.model.layers.named_parameters())
+    matrices = [p for p in layers.values() if p.ndim == 2]
+    ends = [model.model.embed_tokens.weight, model.lm_head.weight]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    muon = torch.optim.Muon(matrices, 2e-3, 0.1, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": ends}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, 2e-3, (0.9, 0.97), 1e-7, 0.1)
+
+    class Both(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            for part in (muon, adamw):
+                for group in part.param_groups:
+                    group["lr"] = self.param_groups[0]["lr"]
+                part.step()
+
+    return Both(list(model.parameters()), {"lr": 2e-3})
+
+
+@pytest.mark.parametrize(
+    "name", ["adamw", "adafactor", pytest.param("muon", marks=pytest.mark.slow)]
+)
+def test_twenty_steps_are_those_of_transformers_trainer(tmp_path: Path, name: str) -> None:
+    known = sequences()
+    plain = tiny()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=NUM_STEPS, per_device_train_batch_size=3,
+        optim="adafactor" if name == "adafactor" else "adamw_torch", learning_rate=2e-3,
+        weight_decay=0.1, adam_beta2=0.97, adam_epsilon=1e-7, max_grad_norm=0.5,
+        lr_scheduler_type="constant", use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    records = [
+        {"input_ids": torch.tensor(one.input_ids).long(), "labels": torch.tensor(one.labels).long()}
+        for one in known
+    ]
+    transformers.Trainer(
+        plain, arguments, train_dataset=records, compute_loss_func=wide_loss,
+        optimizers=(muon_and_adamw(plain) if name == "muon" else None, None),
+    ).train()  # fmt: skip
+
+    batches = [
+        Batch(tuple(known[3 * step : 3 * step + 3]), LoaderState(0, step + 1))
+        for step in range(NUM_STEPS)
+    ]
+    model = tiny()
+    own = SETTINGS | ({"betas": (0.9, 0.95), "eps": 1e-8} if name == "adafactor" else {})
+    trainer = BareTrainer(
+        tmp_path, Engine(model, max_seq_len=64), model, batches, Fitting(ChunkOptions(size=8)),
+        num_steps=NUM_STEPS, max_grad_norm=0.5, optimizer=name, say=lambda line: None,
+        eval_every_steps=0, **own,
+    )  # fmt: skip
+    trainer.train()
+    start = dict(tiny().named_parameters())
+    for (key, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (ours - start[key]).norm() > 0, key
+        assert (ours - theirs).norm() <= 1e-9 * theirs.norm(), key
+
+
+def by_its_library(name: str, groups: list[dict[str, Any]]) -> Any:
+    if "torch" in name:
+        import torchao.optim as torchao
+
+        kinds = {"8bit": torchao.AdamW8bit, "4bit": torchao.AdamW4bit, "fp8": torchao.AdamWFp8}
+        kind, more = kinds[name.rpartition("_")[2]], {"block_size": 256}
+    else:
+        from bitsandbytes import optim
+
+        kinds = {
+            "adamw_8bit": optim.AdamW8bit, "paged_adamw_8bit": optim.PagedAdamW8bit,
+            "paged_adamw_32bit": optim.PagedAdamW32bit,
+        }  # fmt: skip
+        kind, more = kinds[name], {}
+    return kind(groups, lr=2e-3, betas=(0.9, 0.97), eps=1e-7, **more)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * ("torch" in n)) for n in QUANTISED]
+)
+def test_twenty_steps_are_those_of_the_library_to_the_bit(name: str) -> None:
+    settings = TrainConfig(optimizer=name, schedule="constant", warmup_steps=0, **SETTINGS)
+    models = [nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 80)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours, (embedding, linear) = build_optimizer(models[0], settings), models[1]
+    schedule = build_schedule(ours, settings, NUM_STEPS)
+    make_state(ours)
+    decayed = {"params": [embedding.weight, linear.weight], "weight_decay": 0.1}
+    theirs = by_its_library(name, [decayed, {"params": [linear.bias], "weight_decay": 0.0}])
+    for step in range(NUM_STEPS):
+        for model in models:
+            torch.manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+        ours.step()
+        schedule.step()
+        theirs.step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+    kept = state_tensors(ours, models[0][0].weight)
+    narrow = [x for x in kept.values() if x.itemsize == 1]
+    assert len(narrow) == (0 if name == "paged_adamw_32bit" else 2)
+
+
+def run_of(tiny_run: TinyRun, out: Path, *flags: str) -> list[str]:
+    steps = ("--train.epochs=null", "--train.steps=5", "--train.weight_decay=0.1")
+    return tiny_run.arguments(out, *steps, *flags)
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    return load_file(next((run / "model").glob("*.safetensors")))
+
+
+GROUPS = "--train.groups=[{match: norm, lr: 1e-4}, {match: q_proj, lr: 2e-2, weight_decay: 0}]"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--train.optimizer=adamw_8bit", "--train.async_save=true"),
+        ("--train.state_dtype=bfloat16", GROUPS),
+        ("--train.optimizer=adafactor",),
+        ("--train.optimizer=muon", "--train.min_lr=1e-3"),
+        pytest.param(("--train.optimizer=paged_adamw_8bit",), marks=pytest.mark.slow),
+        pytest.param(("--train.optimizer=paged_adamw_32bit",), marks=pytest.mark.slow),
+        pytest.param(("--train.optimizer=adamw_torch_8bit", GROUPS), marks=pytest.mark.slow),
+        pytest.param(("--train.optimizer=adamw_torch_4bit",), marks=pytest.mark.slow),
+        pytest.param(("--train.optimizer=adamw_torch_fp8",), marks=pytest.mark.slow),
+    ],
+    ids=lambda flags: flags[0].partition("=")[2],
+)
+def test_a_run_that_ends_early_goes_on_to_the_same_bits(
+    tiny_run: TinyRun, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    assert main(run_of(tiny_run, tmp_path / "whole", *flags)) == 0
+    with signal_after(3):
+        assert main(run_of(tiny_run, tmp_path / "run", *flags)) == 0
+    assert main(["train", str(tmp_path / "run" / "config.json"), "--resume"]) == 0
+    ours, theirs = weights(tmp_path / "run"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+
+
+def test_a_group_has_its_own_rate_and_decay() -> None:
+    model = tiny()
+    groups = [{"match": "layers.0", "lr": 0.25}, {"match": "norm|lm_head", "weight_decay": 0.5}]
+    settings = TrainConfig(lr=0.5, weight_decay=0.125, groups=groups)
+    optimizer = build_optimizer(model, settings)
+    schedule = build_schedule(optimizer, settings, 10)
+    found = {
+        id(p): (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    assert schedule.base_lrs[0] == 0.5  # that of the run is told as the rate
+    layers = model.model.layers
+    assert found[id(layers[0].mlp.up_proj.weight)] == (0.25, 0.125)
+    assert found[id(layers[0].input_layernorm.weight)] == (0.25, 0.0)  # of the first that fits
+    assert found[id(layers[1].input_layernorm.weight)] == (0.5, 0.5)
+    assert found[id(model.lm_head.weight)] == (0.5, 0.5)
+    assert found[id(layers[1].mlp.up_proj.weight)] == (0.5, 0.125)
+    assert found[id(layers[1].self_attn.q_proj.bias)] == (0.5, 0.0)
+    assert len(found) == len(list(model.parameters()))
+
+
+def test_a_group_of_nothing_is_refused() -> None:
+    settings = TrainConfig(groups=[{"match": "q_prj"}])
+    with pytest.raises(ConfigError, match="finds no trained parameter"):
+        build_optimizer(tiny(), settings)
+
+
+def test_moments_in_bfloat16_have_the_right_mean() -> None:
+    """A second moment falls by a thousandth in each step, which is less than half a unit."""
+    model = nn.Linear(64, 64, bias=False)
+    settings = TrainConfig(state_dtype="bfloat16", betas=(0.9, 0.999))
+    optimizer = build_optimizer(model, settings)
+    make_state(optimizer)
+    state = optimizer.state[model.weight]
+    state["exp_avg_sq"].fill_(1.0)
+    model.weight.grad = torch.zeros_like(model.weight)
+    for _ in range(50):
+        optimizer.step()
+    assert state["exp_avg_sq"].dtype == torch.bfloat16
+    assert state["exp_avg_sq"].float().mean() == pytest.approx(0.999**50, rel=1e-3)
+    assert model.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (["--train.optimizer=adafactor", "--train.eps=1e-6"], "train.eps"),
+        (["--train.optimizer=muon", "--train.state_dtype=bfloat16"], "train.state_dtype"),
+        (["--train.optimizer=adamw_8bit", "--model.dtype=float64"], "model.dtype"),
+        (["--train.groups=[{match: '*'}]"], "train.groups"),
+        (["--train.groups=[{match: a, lr: 0}]"], "train.groups"),
+    ],
+)
+def test_options_that_an_optimizer_has_not_are_refused(flags: list[str], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run(["--model.name=m", "--data.train=t", *flags])
+    assert key in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "muon", "bfloat16"])
+def test_two_processes_divide_the_state(tiny_run: TinyRun, tmp_path: Path, name: str) -> None:
+    """Adafactor's means are of whole matrices; Muon's products round to bfloat16, in another order
+    than one process; moments in bfloat16 are rounded by other draws."""
+    flag = "--train.state_dtype=bfloat16" if name == "bfloat16" else f"--train.optimizer={name}"
+    wide = "--model.dtype=float64"
+    assert main(run_of(tiny_run, tmp_path / "alone", flag, wide)) == 0
+    arguments = run_of(tiny_run, tmp_path / "two", flag, wide, "--parallel.dp=2")
+    ended = Launched(tmp_path / "said", run_command, arguments).ended(300)
+    assert [one.code for one in ended] == [0, 0], ended[0].said + ended[1].said
+    bound = {"adafactor": 1e-10, "muon": 3e-2, "bfloat16": 3e-2}[name]
+    ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "alone")
+    for key, weight in ours.items():
+        assert (weight - theirs[key]).norm() <= bound * theirs[key].norm(), key
+
+
+def test_quantised_states_of_divided_weights_are_refused() -> None:
+    config = parse_run(["--model.name=m", "--data.train=t", "--train.optimizer=adamw_8bit"])
+    with pytest.raises(ConfigError, match="2 processes that divide the weights"):
+        start._check(config, 2)
