@@ -142,8 +142,8 @@ class BF16AdamW(torch.optim.AdamW):
                 wide = [moment.to(weight.dtype) for moment in kept]
                 adamw(
                     [weight], [local(parameter.grad)], [wide[0]], [wide[1]], [], [state["step"]],
-                    fused=weight.is_cuda, amsgrad=False, maximize=False, lr=group["lr"], eps=group["eps"],
-                    beta1=group["betas"][0], beta2=group["betas"][1],
+                    fused=weight.is_cuda, amsgrad=False, maximize=False, lr=group["lr"],
+                    beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
                     weight_decay=group["weight_decay"],
                 )  # fmt: skip
                 draws = torch.Generator(weight.device).manual_seed(int(state["step"]))
