@@ -124,6 +124,18 @@ MUTANTS = {
         "values/test_accidents.py::test_accidents_leave_nothing_behind",
     ),
     # the start-up check
+    "an evaluation repacks 4 bits": Mutant(
+        "linear.support_avx512bf16_for_cpu = False", "pass",
+        "models/test_quantized.py::test_what_would_repack_the_weights_is_off",
+    ),
+    "4 bits may give any gradient": Mutant(
+        "    check_packed_linears(model)\n    whole", "    whole",
+        "models/test_quantized.py::test_a_linear_layer_without_its_gradient_is_refused",
+    ),
+    "scales of 4 bits are not in the checksum": Mutant(
+        "for tensor in (weight.detach(), *scales_of(weight)):", "for tensor in (weight.detach(),):",
+        "models/test_quantized.py::test_scales_are_in_the_checksum",
+    ),
     "gradients of pieces are compared in the order of their graphs": Mutant(
         "for chunk in sorted(begun)]", "for chunk in begun]",
         "runtime/test_self_check.py::test_the_error_of_a_family_is_rounding_alone",

@@ -51,7 +51,7 @@ def refusal(folder: Path) -> UserError:
 
 
 QUANTIZED: list[tuple[str, dict[str, Any], bool]] = [
-    ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_4bit": True}, False),
+    ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_8bit": True}, False),
     ("fp8", {"quant_method": "fp8"}, True),
     ("nobody-knows", {"quant_method": "nobody-knows"}, False),
     ("unnamed", {"load_in_8bit": True}, True),
@@ -68,7 +68,7 @@ def test_quantized_weights_are_refused_by_name(
     error = refusal(folder)
     assert isinstance(error, UnsupportedModelError)
     assert method in error.given
-    assert "QLoRA" in error.required and "bfloat16" in error.change
+    assert "load_in_4bit" in error.required and "bfloat16" in error.change
 
 
 def test_no_quantization_is_no_quantization(folder: Path) -> None:
@@ -153,7 +153,7 @@ def test_adapters_in_the_place_of_a_model_are_told(folder: Path, has_config: boo
         (folder / "config.json").unlink()
     error = refusal(folder)
     assert "adapter" in error.given
-    assert "furlong export RUN --merge" in error.change
+    assert "model.lora.adapter" in error.change
 
 
 @pytest.mark.parametrize(

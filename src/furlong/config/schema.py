@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from furlong.config.adapter import with_keys_of_adapter
 from furlong.units import parse_bytes
 
 _WORDS = {
@@ -428,7 +429,22 @@ def _listed(value: object) -> object:
 
 
 Amount = AmountBytes | Literal["auto"]
-Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
+OfNames = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Names = Annotated[OfNames, Field(min_length=1)]
+
+
+def _name_or_pattern(value: object) -> object:
+    """A text of letters is a name, any other one a regular expression."""
+    if not isinstance(value, str) or value == "all-linear":
+        return value
+    if re.fullmatch(r"[\w.]+", value):
+        return (value,)
+    try:
+        re.compile(value)
+    except re.error as error:
+        required = f"names, or one regular expression, which this is not: {error}"
+        raise PydanticCustomError("pattern", "{required}", {"required": required}) from None
+    return value
 
 
 class LoraConfig(BaseModel):
@@ -440,10 +456,53 @@ class LoraConfig(BaseModel):
     """Rank of the adapters."""
     alpha: Number = Field(default=16.0, gt=0)
     """The adapters' output is scaled by alpha / rank."""
+    rslora: bool = False
+    """Scale it by alpha / sqrt(rank), which suits high ranks."""
     dropout: Number = Field(default=0.0, ge=0, lt=1)
     """Dropout before the adapters; above 0 the draw depends on how sequences are cut."""
-    target_modules: Literal["all-linear"] | Names = "all-linear"
-    """all-linear (every linear layer but the head) or the names of the modules."""
+    target_modules: Annotated[
+        Literal["all-linear"] | str | tuple[str, ...], BeforeValidator(_name_or_pattern)
+    ] = "all-linear"
+    """all-linear (every linear layer but the head), the names of the modules, or one regular
+    expression that fits their whole names."""
+    target_parameters: OfNames = Field(default=(), examples=[["experts.down_proj"]])
+    """Ends of the names of parameters that are no linear layer's, such as those of experts, which
+    have adapters too."""
+    modules_to_save: OfNames = Field(default=(), examples=[["embed_tokens", "lm_head"]])
+    """Names of modules that are trained whole and saved with the adapters."""
+    adapter: PlainPath | None = Field(default=None, examples=["runs/first/model"])
+    """Folder or hub id of LoRA adapters to go on from; keys beside it must be theirs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_of_the_adapter(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and isinstance(values.get("adapter"), str):
+            return with_keys_of_adapter(values)
+        return values
+
+    @model_validator(mode="after")
+    def _adapts_something(self) -> LoraConfig:
+        if not (self.target_modules or self.target_parameters):
+            raise told(
+                keys="model.lora.target_modules",
+                given="model.lora without target_modules and target_parameters",
+                required="names of what has adapters",
+                change="remove model.lora.target_modules, or name modules or parameters",
+            )
+        return self
+
+
+FourBits = Literal["nf4", "fp4"]
+
+
+def _plain(value: Any) -> Any:
+    """The type alone where scales are quantized too."""
+    if not isinstance(value, dict):
+        return value
+    if not isinstance(value.get("type"), str) or not isinstance(value.get("double", True), bool):
+        required = "nf4, fp4, or a mapping such as {type: nf4, double: false}"
+        raise PydanticCustomError("quantize", "{required}", {"required": required})
+    return value["type"] if value.get("double", True) else value
 
 
 class ModelConfig(BaseModel):
@@ -453,10 +512,17 @@ class ModelConfig(BaseModel):
 
     name: PlainPath = Field(min_length=1, examples=["Qwen/Qwen2.5-0.5B"])
     """Hub id or local folder of a Hugging Face model with its tokenizer."""
+    revision: Annotated[str, Field(min_length=1)] | None = Field(default=None, examples=["main"])
+    """Branch, tag or commit of a hub id; null is its main branch."""
     init: Literal["pretrained", "random"] = "pretrained"
     """pretrained loads the weights; random needs config.json and the tokenizer only."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of the compute and of frozen weights; trained weights are float32 or wider."""
+    quantize: Annotated[
+        FourBits | dict[Literal["type", "double"], FourBits | bool] | None, AfterValidator(_plain)
+    ] = Field(default=None, examples=["nf4"])
+    """Linear layers under the adapters in 4 bits (QLoRA), or {type: nf4, double: false} for scales
+    that are not quantized themselves; needs furlong[bitsandbytes]."""
     lora: LoraConfig | None = None
     """null trains every weight."""
     rope: RopeConfig | None = None
@@ -466,6 +532,25 @@ class ModelConfig(BaseModel):
     kernels: Literal["none", "liger", "hub"] = "none"
     """Norms and activations of liger-kernel, or of the Hub: transformers' use_kernels, which loads
     compiled code from there."""
+
+    @model_validator(mode="after")
+    def _quantized_fits(self) -> ModelConfig:
+        if self.quantize is not None and self.lora is None:
+            raise told(
+                keys="model.quantize and model.lora",
+                given=f"model.quantize = {self.quantize!r} without model.lora",
+                required="model.lora: weights in 4 bits are frozen, adapters over them train",
+                change="add model.lora, such as lora: {rank: 16, alpha: 32}, or remove"
+                " model.quantize",
+            )
+        if self.quantize is not None and self.dtype == "float64":
+            raise told(
+                keys="model.quantize and model.dtype",
+                given=f"model.quantize = {self.quantize!r} with model.dtype: float64",
+                required="bfloat16 or float32, which bitsandbytes multiplies 4 bits in",
+                change="set model.dtype to float32, or remove model.quantize",
+            )
+        return self
 
 
 class SampleConfig(BaseModel):

@@ -76,16 +76,18 @@ class Rendered:
     """Names of parts of the record that the template has not written."""
 
 
-def load_tokenizer(name: str, source: str = "model.name") -> Any:
-    """The tokenizer of a hub id or folder, which `source` named. Raises ConfigError."""
+def load_tokenizer(name: str, source: str = "model.name", *, revision: str | None = None) -> Any:
+    """The tokenizer of a hub id or folder, which `source` named, of a `revision` of the hub's.
+    Raises ConfigError."""
     from transformers import AutoTokenizer
 
     folder = Path(os.path.expanduser(name))
     cause: Exception | None = None
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else name, trust_remote_code=False
-        )
+            str(folder) if folder.is_dir() else name, trust_remote_code=False,
+            **({} if revision is None else {"revision": revision}),
+        )  # fmt: skip
         # Without files transformers may build a tokenizer of the family that knows no word.
         if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
             return tokenizer

@@ -11,8 +11,9 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -22,6 +23,7 @@ import psutil
 import torch
 from torch import nn
 
+from furlong.config.adapter import ADAPTER, ADAPTER_WEIGHTS, adapter_file
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
 from furlong.files import whole_folder
 from furlong.models.decoder import HFDecoder
@@ -38,7 +40,14 @@ from furlong.models.folder import (
     with_adapters,
 )
 from furlong.models.placeholders import adapted_elsewhere, hold, holding_class, placeholders
-from furlong.models.quantized import import_safely
+from furlong.models.quantized import (
+    check_packed,
+    import_safely,
+    library,
+    packed_linears,
+    quantization,
+    settle,
+)
 from furlong.models.rope import apply_rope, check_length, check_rope
 from furlong.models.support import refuse_config
 from furlong.units import format_bytes, format_count
@@ -50,9 +59,9 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _INEXACT = ("F8", "F6", "F4", "C64", "C128")
 
 
-def check_weights(source: str) -> None:
+def check_weights(source: str, *, are_packed: bool = False) -> None:
     """Raise ConfigError unless the safetensors files of a folder are all there, readable and whole.
-    Those of a hub id are downloaded later."""
+    Those of a hub id are downloaded later. `are_packed`: in 4 bits, as config.json says."""
     folder = Path(source)
     if not folder.is_dir():
         return
@@ -69,10 +78,10 @@ def check_weights(source: str) -> None:
             f" {missing[0]} among them"
         )
     for name in names:
-        _check_header(folder / name)
+        _check_header(folder / name, are_packed)
 
 
-def _check_header(file: Path) -> None:
+def _check_header(file: Path, are_packed: bool) -> None:
     """Raise ConfigError for a safetensors file that is unreadable, cut off or something else."""
     from safetensors import SafetensorError, safe_open
 
@@ -85,7 +94,8 @@ def _check_header(file: Path) -> None:
         raise _no_weights(what) from error
     for name, dtype in dtypes.items():
         # buffers, such as masks of old families, may be of any other kind
-        if dtype not in _FLOATS and (name.endswith("weight") or dtype.startswith(_INEXACT)):
+        is_weight = name.endswith("weight") and not (are_packed and dtype == "U8")
+        if dtype not in _FLOATS and (is_weight or dtype.startswith(_INEXACT)):
             raise _no_weights(
                 f"{file}, whose {name} is of dtype {dtype}: quantized, or no float at all",
                 "use the model's checkpoint in bfloat16 or float32",
@@ -185,9 +195,10 @@ def _seed(name: str, seed: int) -> None:
 def add_adapters(model: nn.Module, lora: dict[str, Any], whole: nn.Module | None = None) -> Any:
     """The model with adapters, its own weights frozen.
 
-    `lora` holds `rank`, `alpha`, `dropout`, `target_modules`. `whole`, for a model that holds one
-    stage: the whole model, on meta, which is changed. A stage without any of the modules has no
-    adapter. Raises ConfigError, also for a name among others that fits no module of the whole.
+    `lora` holds keys of `model.lora`, at least `rank`, `alpha`, `dropout`, `target_modules`.
+    `whole`, for a model that holds one stage: the whole model, on meta, which is changed. A stage
+    without any of the modules has no adapter. Raises ConfigError, also for a name among others that
+    fits no module of the whole.
     """
     if whole is not None:
         add_adapters(whole, lora)
@@ -195,13 +206,46 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], whole: nn.Module | None
             return _adapted(model, lora)
         except ConfigError:  # not of the whole model: none of these modules is here
             return model.requires_grad_(False)
+    names = [name for name, _ in model.named_modules()]
     adapted = _adapted(model, lora)
-    modules = lora["target_modules"]
     found = adapted.base_model.targeted_module_names
-    for name in () if isinstance(modules, str) else modules:
-        if not any(own == name or own.endswith(f".{name}") for own in found):
-            raise _no_such_modules(model, modules, f": {name} fits none")
+    saved, modules = lora.get("modules_to_save") or (), lora["target_modules"]
+    for key, wanted, known in (
+        ("target_modules", () if isinstance(modules, str) else modules, found),
+        ("modules_to_save", saved, names),
+        ("target_parameters", lora.get("target_parameters") or (),
+         adapted.base_model.targeted_parameter_names),
+    ):  # fmt: skip
+        for name in wanted:
+            if not any(own == name or own.endswith(f".{name}") for own in known):
+                raise _no_such_modules(model, key, wanted, f": {name} fits none")
     return adapted
+
+
+def load_adapter(model: Any, adapter: str, *, is_whole: bool) -> None:
+    """Give adapters the weights of a saved one, of which a model that is one stage of a pipeline
+    has a part. Raises ConfigError where any is missing, or is no weight of the model."""
+    from peft import set_peft_model_state_dict
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = adapter_file(adapter, ADAPTER_WEIGHTS)
+    try:
+        found = set_peft_model_state_dict(model, load_file(file))
+        lacking = [n for n in found.missing_keys if ".lora_" in n or ".modules_to_save." in n]
+        odd = lacking or (found.unexpected_keys if is_whole else [])
+        what = (
+            f"{len(odd)} weights that the other does not know, {odd[0]} among them" if odd else ""
+        )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        what = reason(error)
+    if what:
+        raise model_error(
+            f"{adapter} and the model have {what}",
+            "adapters that were trained over this model",
+            "name the model that they were trained over in model.name",
+            f"model.lora.adapter, {file}",
+        )
 
 
 def merge_adapters(model: Any) -> Any:
@@ -226,15 +270,21 @@ def _adapted(model: nn.Module, lora: dict[str, Any]) -> Any:
     import_safely()
     import peft
 
-    modules = lora["target_modules"]
-    settings = peft.LoraConfig(
-        r=lora["rank"],
-        lora_alpha=lora["alpha"],
-        lora_dropout=lora["dropout"],
-        target_modules=modules if isinstance(modules, str) else list(modules),
-        exclude_modules=adapted_elsewhere(model) or None,
-        task_type="CAUSAL_LM",
-    )
+    modules, config = lora["target_modules"], getattr(model, "config", None)
+    saved = lora.get("modules_to_save") or ()
+    settings = peft.LoraConfig(task_type="CAUSAL_LM")
+    if adapter := lora.get("adapter"):
+        settings = peft.LoraConfig.from_pretrained(os.path.dirname(adapter_file(adapter, ADAPTER)))
+        settings.inference_mode = False
+    settings.r, settings.lora_alpha = lora["rank"], lora["alpha"]
+    settings.lora_dropout, settings.use_rslora = lora["dropout"], lora.get("rslora", False)
+    settings.target_modules = modules if isinstance(modules, str) else set(modules)
+    settings.target_parameters = list(lora.get("target_parameters") or ()) or None
+    settings.modules_to_save = list(saved) or None
+    settings.exclude_modules = adapted_elsewhere(model) or None
+    # a copy of one of two tied weights would be trained alone
+    is_tied = config is not None and config.get_text_config().tie_word_embeddings
+    settings.ensure_weight_tying = bool(is_tied and _names_ends(model, saved))
     try:
         with warnings.catch_warnings():
             # peft asks transformers for it by an older name.
@@ -245,19 +295,28 @@ def _adapted(model: nn.Module, lora: dict[str, Any]) -> Any:
     except Exception as error:  # modules may be of any kind, and names are regular expressions
         is_unknown = "not found in the base model" in str(error)
         why = "" if is_unknown else f", of rank {lora['rank']}: {reason(error)}"
-        raise _no_such_modules(model, modules, why) from error
+        raise _no_such_modules(model, "target_modules", modules, why) from error
 
 
-def _no_such_modules(model: nn.Module, modules: Any, why: str) -> ConfigError:
-    linear = {name.removesuffix(".base_layer").rpartition(".")[2]
-              for name, module in model.named_modules()
-              if isinstance(module, nn.Linear) and ".lora_" not in name}  # fmt: skip
+def _names_ends(model: Any, names: Iterable[str]) -> bool:
+    """Whether one of these is the name of the input embeddings or of the head."""
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+    whole = [own for own, module in model.named_modules() if module in ends]
+    return any(own == name or own.endswith(f".{name}") for own in whole for name in names)
+
+
+def _no_such_modules(model: nn.Module, key: str, modules: Any, why: str) -> ConfigError:
     told = modules if isinstance(modules, str) else ", ".join(modules)
+    known = {name.replace(".base_layer", "").rpartition(".")[2]
+             for name, module in model.named_modules()
+             if isinstance(module, nn.Linear) and ".lora_" not in name}  # fmt: skip
+    required = f"all-linear, or names among {', '.join(sorted(known))}"
+    if key == "modules_to_save":
+        required = "names of modules of the model, such as embed_tokens, lm_head"
+    elif key == "target_parameters":
+        required = "ends of the names of parameters of the model, such as experts.down_proj"
     return model_error(
-        f"model.lora.target_modules = {told}{why}",
-        f"all-linear, or names among {', '.join(sorted(linear))}",
-        "name modules that the model has",
-        "model.lora",
+        f"model.lora.{key} = {told}{why}", required, "name what the model has", "model.lora"
     )
 
 
@@ -277,41 +336,53 @@ _OWN_KERNELS: dict[str, Any] = {"attn_implementation": None, "experts_implementa
 def build_model(
     name: str,
     *,
+    revision: str | None = None,
     init: Literal["pretrained", "random"] = "pretrained",
     dtype: torch.dtype = torch.float32,
+    quantize: str | Mapping[Any, Any] | None = None,
     lora: dict[str, Any] | None = None,
     rope: dict[str, Any] | None = None,
     max_seq_len: int | None = None,
     seed: int = 0,
     layers: range | None = None,
+    unpacked: bool = False,
 ) -> Any:
     """A transformers decoder in train mode.
 
     `name` is a hub id or a local folder; `init="random"` needs config.json only and draws from
-    `seed`, each module by its name. `lora` holds `rank`, `alpha`, `dropout`, `target_modules` and
-    freezes everything else. `rope` holds `rope_type` and its keys (models.rope); `max_seq_len` is
-    the run's longest sequence, for which the model must have positions. `layers`: those that this
-    process holds (None: all); nothing of other stages is built or read (models.placeholders).
+    `seed`, each module by its name. `quantize` is `model.quantize`, `lora` holds the keys of
+    `model.lora` and freezes everything else. `rope` holds `rope_type` and its keys (models.rope);
+    `max_seq_len` is the run's longest sequence, for which the model must have positions. `layers`:
+    those that this process holds (None: all); nothing of other stages is built or read
+    (models.placeholders). `unpacked`: weights in 4 bits are made what they stand for, in floats.
     Raises ConfigError or UnsupportedModelError.
     """
-    source = check_folder(name)
+    source = check_folder(name, revision)
     trained_dtype = torch.promote_types(dtype, torch.float32)
     loaded_dtype = trained_dtype if lora is None else dtype
-    config = read_config(source, rope=rope, max_seq_len=max_seq_len)
+    config = read_config(source, revision=revision, rope=rope, max_seq_len=max_seq_len)
     with torch.random.fork_rng(devices=[]):
         if init == "random":
+            if getattr(config, "quantization_config", None) is not None:
+                del config.quantization_config
             model = model_of_config(config, source, dtype=loaded_dtype)
             if layers is not None:
                 hold(model, placeholders(model, layers))
             draw_weights(model, seed, torch.device("cpu"))
         else:
-            model = _load_weights(source, config, loaded_dtype, layers)
+            check_packed(config, source, quantize, has_adapters=lora is not None)
+            model = _load_weights(source, config, loaded_dtype, layers, revision, quantize)
+        if unpacked and packed_linears(model):
+            with _hushed():
+                model = model.dequantize(loaded_dtype)
         if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the others know no float64
         if lora is not None:
             whole = None if layers is None else model_of_config(config, source, dtype=loaded_dtype)
             model = add_adapters(model, lora, whole)
             draw_adapters(model, seed)
+            if lora.get("adapter") and hasattr(model, "peft_config"):
+                load_adapter(model, lora["adapter"], is_whole=layers is None)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trained_dtype)
@@ -337,7 +408,10 @@ def export_model(
     with whole_folder(folder) as aside:
         _write_model(model, aside, dtype)
         if has_other_base := rope is not None and hasattr(model, "peft_config"):
-            model.get_base_model().config.save_pretrained(aside / BASE)
+            config = copy(model.get_base_model().config)
+            if getattr(model, "hf_quantizer", None) and not model.hf_quantizer.pre_quantized:
+                del config.quantization_config  # of the run, not of the base's own weights
+            config.save_pretrained(aside / BASE)
             with (aside / "README.md").open("a", encoding="utf-8") as card:
                 card.write(f"\n{_BASE_TOLD.format(folder=folder.name, base=BASE)}\n")
         if tokenizer is not None:
@@ -366,8 +440,9 @@ def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
 
 
 def read_config(
-    source: str, *, rope: dict[str, Any] | None = None, max_seq_len: int | None = None
-) -> Any:
+    source: str, *, revision: str | None = None, rope: dict[str, Any] | None = None,
+    max_seq_len: int | None = None,
+) -> Any:  # fmt: skip
     """The transformers config of a hub id or folder, with `rope` written into it.
 
     Raises ConfigError, also if the model has fewer positions than `max_seq_len`.
@@ -378,9 +453,11 @@ def read_config(
         check_folder_files(Path(source))
     values: dict[str, Any] = {}
     try:
-        values, _ = PreTrainedConfig.get_config_dict(source)
+        named: dict[str, Any] = {} if revision is None else {"revision": revision}
+        values, _ = PreTrainedConfig.get_config_dict(source, **named)
         check_config_values(values, source)
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **_OWN_KERNELS)
+        named |= _OWN_KERNELS
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **named)
         refuse_config(config, f"model type {config.model_type}", f"{source}, config.json")
         check_sizes(config, source)
         check_rope(config, source)
@@ -439,11 +516,21 @@ _WHOLE_WEIGHTS = "every weight (safetensors) of the model that config.json descr
 _USE_WHOLE = "use the whole model's folder with its own config.json, or model.init: random"
 
 
-def _load_weights(source: str, config: Any, dtype: torch.dtype, layers: range | None) -> Any:
+def _load_weights(
+    source: str, config: Any, dtype: torch.dtype, layers: range | None, revision: str | None,
+    quantize: str | Mapping[Any, Any] | None,
+) -> Any:  # fmt: skip
     from transformers import AutoModelForCausalLM
 
     _check_kind(config, source)
-    check_weights(source)
+    named = _OWN_KERNELS | ({} if revision is None else {"revision": revision})
+    if is_packed := getattr(config, "quantization_config", None) is not None:
+        library("model.name, whose weights are in 4 bits,")
+    elif quantize is not None:
+        named["quantization_config"] = quantization(quantize, dtype)
+    if is_packed or quantize is not None:
+        named["device_map"] = {"": "cpu"}  # there, so that the codes are the same everywhere
+    check_weights(source, are_packed=is_packed)
     check_generation(source)
     opened: Any = AutoModelForCausalLM
     others: dict[str, nn.Module] = {}
@@ -461,7 +548,7 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype, layers: range | 
                 use_safetensors=True,  # the other kind is a pickle
                 ignore_mismatched_sizes=True,  # told below
                 output_loading_info=True,
-                **_OWN_KERNELS,
+                **named,
             )
     except Exception as error:  # of the family's code, of safetensors, of the hub
         what = f"{source}: {reason(error, vars(config))}"
@@ -478,6 +565,7 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype, layers: range | 
     if layers is not None:
         model.__class__ = type(whole)
         _require_tied(model, source)
+    settle(model, dtype)
     elsewhere = tuple(f"{name}." for name in others)
     if unused := sorted(key for key in loaded["unexpected_keys"] if not key.startswith(elsewhere)):
         print(f"{source}: {len(unused)} tensors are no weights of the model and are left out,"
@@ -534,7 +622,10 @@ _LEAST_BYTES = 2
 def check_model(
     name: str,
     *,
+    revision: str | None = None,
     init: Literal["pretrained", "random"] = "random",
+    quantize: str | Mapping[Any, Any] | None = None,
+    has_adapters: bool = False,
     rope: dict[str, Any] | None = None,
     max_seq_len: int,
 ) -> None:
@@ -544,23 +635,27 @@ def check_model(
     looked at, and only if `init` says that they are read. What the forward does is only known to
     the self-check of the engine.
     """
-    source = check_folder(name)
-    config = read_config(source, rope=rope, max_seq_len=max_seq_len)
+    source = check_folder(name, revision)
+    config = read_config(source, revision=revision, rope=rope, max_seq_len=max_seq_len)
+    is_packed = getattr(config, "quantization_config", None) is not None
     if init == "pretrained":
-        check_weights(source)
+        check_packed(config, source, quantize, has_adapters=has_adapters)
+        check_weights(source, are_packed=is_packed)
         check_generation(source)
     model = model_of_config(config, source, dtype=torch.float32)
     HFDecoder(model.train(), max_seq_len=max_seq_len)
-    _check_memory(model, source)
+    _check_memory(model, source, is_packed or quantize is not None)
 
 
-def _check_memory(model: torch.nn.Module, source: str) -> None:
+def _check_memory(model: torch.nn.Module, source: str, is_packed: bool) -> None:
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     machine_bytes = psutil.virtual_memory().total + psutil.swap_memory().total
-    if num_weights * _LEAST_BYTES > machine_bytes:
+    least_bytes = num_weights * (0.5 if is_packed else _LEAST_BYTES)
+    if least_bytes > machine_bytes:
+        dtype = "4 bits" if is_packed else "bfloat16"
         raise model_error(
-            f"{format_count(num_weights)} parameters, of which even bfloat16 takes"
-            f" {format_bytes(num_weights * _LEAST_BYTES)}",
+            f"{format_count(num_weights)} parameters, of which even {dtype} takes"
+            f" {format_bytes(int(least_bytes))}",
             f"at most {format_bytes(machine_bytes)}, the memory of this machine, in which a model"
             " is loaded before it goes to a device",
             "use a smaller model or a larger machine; or mend the sizes in config.json",

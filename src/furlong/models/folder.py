@@ -13,10 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from furlong.config.adapter import ADAPTER
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.families import for_all_layers
 
-CONFIG, ADAPTER, GENERATION = "config.json", "adapter_config.json", "generation_config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 _LIMITS = ((("layer", "layers"), 512), (("experts",), 16_384), (("num_labels",), 1_000_000))
 """The largest value of keys by their end: more could not even be listed."""
 _SIZES = (
@@ -42,15 +43,15 @@ def check_config_values(values: Mapping[str, Any], source: str) -> None:
     """Raise UserError for what a config.json, as parsed, must not ask for."""
     where = f"{source}, {CONFIG}"
     for key, value in _entries(values):
-        if key == "quantization_config" and value is not None:
+        if key == "quantization_config" and value is not None and not is_in_4_bits(value):
             method = value.get("quant_method") if isinstance(value, Mapping) else None
             raise UnsupportedModelError(
                 given=f"quantized weights: {key} with quant_method {method or 'unnamed'}",
-                required="weights in float: neither quantized weights nor adapters over them"
-                " (QLoRA) are trained",
+                required="weights in float, or in the 4 bits of bitsandbytes (load_in_4bit) under"
+                " adapters",
                 source=where,
                 change="use the model's checkpoint in bfloat16 or float32, usually the one that the"
-                " quantized one was made of; model.lora trains adapters over it",
+                " quantized one was made of; model.quantize: nf4 makes 4 bits of it",
             )
         if key in _COMMANDS and value is not None:
             required = "weights and modules as the model's family has them"
@@ -59,6 +60,15 @@ def check_config_values(values: Mapping[str, Any], source: str) -> None:
         for ends, limit in _LIMITS:
             if key.endswith(ends) and type(value) in (int, float) and value > limit:
                 raise model_error(f"{key} = {value!r}", f"at most {limit:,}", source=where)
+
+
+def is_in_4_bits(quantization: object) -> bool:
+    """Whether the quantization_config of a config.json is that of bitsandbytes with 4 bits."""
+    return (
+        isinstance(quantization, Mapping)
+        and quantization.get("quant_method", "bitsandbytes") == "bitsandbytes"
+        and quantization.get("load_in_4bit") is True
+    )
 
 
 def check_sizes(config: Any, source: str) -> None:
@@ -119,10 +129,18 @@ def _entries(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 _REQUIRED = "a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B"
 
 
-def check_folder(name: str) -> str:
-    """The folder that `name` stands for, or `name` itself if it is a hub id. Raises ConfigError."""
+def check_folder(name: str, revision: str | None = None) -> str:
+    """The folder that `name` stands for, or `name` itself if it is a hub id, of which there may be
+    a `revision`. Raises ConfigError."""
     folder = Path(name).expanduser()
     if os.path.isdir(folder):
+        if revision is not None:
+            raise model_error(
+                f"model.revision = {revision} with {name}, a folder",
+                "model.revision beside a hub id alone",
+                "remove model.revision, or name the hub id",
+                "model.revision",
+            )
         return str(folder)
     check_name(name)
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
@@ -143,16 +161,16 @@ def check_name(name: str, source: str = "model.name") -> None:
     elif "@" in name and not os.path.exists(path) and name.count("/") == 1:
         owned, _, revision = name.partition("@")
         given = f"{name}, an id with a revision"
-        change = f"hf download {owned} --revision {revision} --local-dir DIR, and name DIR"
+        change = f"write name: {owned} and revision: {revision}"
     else:
         return
     raise model_error(given, _REQUIRED, change, source)
 
 
-def check_files(name: str) -> None:
+def check_files(name: str, revision: str | None = None) -> None:
     """Raises ConfigError for a name that is neither a hub id nor a folder with a config.json that
     can be read."""
-    folder = Path(check_folder(name))
+    folder = Path(check_folder(name, revision))
     if not os.path.isdir(folder):
         return
     check_folder_files(folder)
@@ -187,9 +205,8 @@ def with_adapters(source: str) -> ConfigError:
     """The error for a folder or hub id that holds adapters."""
     return model_error(
         f"{source}: adapters ({ADAPTER})",
-        "the folder of a whole model: adapters are not trained further",
-        "merge them first: furlong export RUN --merge, and name the folder that it writes"
-        " (another library's adapters: peft's merge_and_unload)",
+        "the folder of a whole model, whose adapters model.lora.adapter names",
+        f"name their base, and set model.lora.adapter to {source} to go on from them",
     )
 
 

@@ -6,11 +6,15 @@ the dtype of the compute. A gradient passes them as it passes those weights.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
+from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+import torch
+from torch import nn
 
 from furlong.errors import ConfigError
 
@@ -23,7 +27,7 @@ def library(key: str) -> Any:
 
     Nothing is loaded from a hub: for the length of the import there is no package `kernels`.
     """
-    if find_spec("bitsandbytes") is None:
+    if "bitsandbytes" not in sys.modules and find_spec("bitsandbytes") is None:
         raise ConfigError(
             given=f"{key} without the package bitsandbytes",
             required="the package bitsandbytes",
@@ -43,9 +47,89 @@ def import_safely() -> None:
     sys.modules[_HUB_CODE] = None  # type: ignore[assignment]
     logging.disable(logging.WARNING)  # which tells that there is none
     try:
-        importlib.import_module("bitsandbytes")
+        import_module("bitsandbytes")
     finally:
         logging.disable(disabled)
         del sys.modules[_HUB_CODE]
         if known is not None:
             sys.modules[_HUB_CODE] = known
+
+
+def quantization(quantize: str | Mapping[Any, Any], compute_dtype: torch.dtype) -> Any:
+    """transformers' config of what `model.quantize` asks for. Raises ConfigError."""
+    from transformers import BitsAndBytesConfig
+
+    library("model.quantize")
+    settings = {"type": quantize} if isinstance(quantize, str) else dict(quantize)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=settings["type"],
+        bnb_4bit_use_double_quant=settings.get("double", True),
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
+
+
+def check_packed(config: Any, source: str, quantize: object, *, has_adapters: bool) -> None:
+    """Raise ConfigError for weights that are in 4 bits already, and to be trained or quantized."""
+    if getattr(config, "quantization_config", None) is None:
+        return
+    given = f"{source}, whose weights are in 4 bits (quantization_config)"
+    if quantize is not None:
+        raise ConfigError(
+            given=f"{given}, with model.quantize",
+            required="model.quantize for a model in floats",
+            source="model.quantize",
+            change="remove model.quantize",
+        )
+    if not has_adapters:
+        raise ConfigError(
+            given=f"{given}, without model.lora",
+            required="model.lora: weights in 4 bits are frozen, adapters over them train",
+            source="model.name",
+            change="add model.lora, or use the model's checkpoint in bfloat16",
+        )
+
+
+def packed_linears(model: nn.Module) -> dict[str, Any]:
+    """The linear layers in 4 bits, by name; without an import of bitsandbytes."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module.__dict__["_parameters"].get("weight")).__name__ == "Params4bit"
+        and isinstance(module, nn.Linear)
+    }
+
+
+def is_repacked(linear: Any) -> bool:
+    """Whether codes lie in the order that bitsandbytes' inference on some CPUs has made."""
+    return bool(getattr(linear.weight.quant_state, "packing_format_for_cpu", False))
+
+
+def scales_of(weight: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors beside the codes of a weight in 4 bits; none of any other weight."""
+    state = getattr(weight, "quant_state", None)
+    return () if state is None else tuple(state.as_dict(packed=True).values())
+
+
+def unpacked(linear: Any) -> torch.Tensor:
+    """The weight (out, in) that the codes of a linear layer stand for."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(linear.weight.data, linear.weight.quant_state)  # type: ignore[no-any-return]
+
+
+def settle(model: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
+    """Make linear layers in 4 bits train as others do, in `compute_dtype` (None: as it is set).
+
+    On some CPUs a forward in eval mode without a gradient would repack their weights for good, and
+    from then on, also in train mode, no gradient passes them. Codes that are stored as floats
+    become bytes, which no cast of a model changes.
+    """
+    for linear in packed_linears(model).values():
+        linear.support_avx512bf16_for_cpu = False
+        if compute_dtype is not None:
+            linear.compute_dtype, linear.compute_type_is_set = compute_dtype, True
+        weight = linear.weight
+        if weight.dtype != torch.uint8:
+            weight.data = weight.data.view(torch.uint8).reshape(-1, 1)
+            weight.quant_storage = linear.quant_storage = torch.uint8

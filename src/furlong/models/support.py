@@ -26,6 +26,7 @@ from furlong.families import (
     PICKS_KEYS,
     family_of,
 )
+from furlong.models.quantized import is_repacked, packed_linears
 
 FSDP_METHOD = "furlong_pass"
 
@@ -205,8 +206,15 @@ def _first(parameters: Iterable[tuple[str, Any]], tells: Callable[[Any], object]
 
 
 def _quantisation(model: Any) -> object:
-    if packed := _first(model.named_parameters(), lambda p: not p.is_floating_point()):
-        return f"{packed} holds packed numbers"
+    linears = packed_linears(model)
+    known = {id(linear.weight) for linear in linears.values()}
+    if repacked := _first(linears.items(), is_repacked):
+        return f"{repacked} was repacked by an evaluation: no gradient passes it any more"
+    parameters = model.named_parameters()
+    if odd := _first(parameters, lambda p: not p.is_floating_point() and id(p) not in known):
+        return f"{odd} holds packed numbers"
+    if known:
+        return ""
     config = getattr(model, "config", None)
     return getattr(model, "quantization_method", None) or (
         "quantization_config" if getattr(config, "quantization_config", None) else ""
@@ -236,8 +244,8 @@ def _backward_hooks(model: nn.Module) -> str:
 
 
 _STATE: tuple[Row, ...] = (
-    (_quantisation, "is quantised ({})", "floating-point weights",
-     "load the model without quantization, in bfloat16"),
+    (_quantisation, "is quantised ({})", "floating-point weights, or the 4 bits of bitsandbytes",
+     "load the model again, in bfloat16 or with load_in_4bit"),
     (lambda m: not is_sharded(m) and _first(
         m.named_parameters(), lambda p: isinstance(p, DTensor)),
      "has parts of weights ({} is a DTensor)", "weights that are whole", _WHOLE),

@@ -52,6 +52,7 @@ from furlong.models.build import draw_weights
 from furlong.models.decoder import HFDecoder
 from furlong.models.mixers import Called, Event, Mixer, SliceCache, first, relaying
 from furlong.models.placeholders import hold, placeholders, uncuttable
+from furlong.models.quantized import packed_linears, unpacked
 from furlong.models.rope import num_positions
 from furlong.models.shrink import LONGEST_TOKENS, shrink_config
 from furlong.models.support import compiled_in_place, shortest_window
@@ -98,6 +99,7 @@ def self_check(model: HFDecoder, backend: Backend, heights: Sequence[int] | None
     afterwards as before. Raises UnsupportedModelError for a model that differs in chunks, computes
     what is not finite, or whose forward changes a buffer.
     """
+    check_packed_linears(model)
     whole = (model.num_layers,)
     heights = tuple(heights or whole)
     model.stages(heights)  # stages of other layers are no fault of the model
@@ -113,6 +115,38 @@ def self_check(model: HFDecoder, backend: Backend, heights: Sequence[int] | None
         if heights != whole:
             errors.append(_check_cuts(twin, held_by(twin, heights), backend, heights))
     return max(errors)
+
+
+def check_packed_linears(model: HFDecoder) -> None:
+    """Raise UnsupportedModelError for linear layers in 4 bits that, after a forward such as an
+    evaluation's, give no gradient, or others than the weights that they stand for."""
+    for name, linear in packed_linears(model.base).items():
+        dtype = linear.compute_dtype or torch.float32
+        generator = torch.Generator().manual_seed(0)
+        x, g = (torch.randn(3, size, generator=generator).to(model.device, dtype)
+                for size in (linear.in_features, linear.out_features))  # fmt: skip
+        with _refused(model, _fails_whole), modes_kept(linear):
+            with torch.no_grad():
+                linear.eval()
+                linear(x)
+            x.requires_grad_(True)
+            with torch.enable_grad():
+                y = linear.train()(x)
+                (dx,) = torch.autograd.grad(y, x, g, allow_unused=True)
+        weight = unpacked(linear).to(dtype)
+        truth = {"outputs": torch.nn.functional.linear(x.detach(), weight, linear.bias),
+                 "gradients": g @ weight}  # fmt: skip
+        given = {"outputs": y.detach(), "gradients": x.new_zeros(x.shape) if dx is None else dx}
+        most = 1e-4 if dtype == torch.float32 else 3e-2
+        for what, wanted in truth.items():
+            if not (error := relative_error(given[what], wanted)) <= most:
+                raise refusal(
+                    model,
+                    f"gives {'no' if dx is None else 'other'} {what} at {name}, whose weights are"
+                    f" in 4 bits (relative error {error:.1e})",
+                    "those of the weights that the codes stand for",
+                    "load the model again, and evaluate it inside furlong alone",
+                )
 
 
 def _twins(model: HFDecoder) -> list[HFDecoder]:

@@ -30,6 +30,7 @@ from furlong.kv.pools import Pools, Storage, is_lane
 from furlong.models.attention import called_within, hooked
 from furlong.models.decoder import HFDecoder
 from furlong.models.placeholders import PlaceholderLayer
+from furlong.models.quantized import settle
 from furlong.models.support import (
     COMPILED_CALL,
     bare_model,
@@ -234,6 +235,7 @@ class Session:
         self._require_own_shards(base)
         if self._fingerprint is None or now[0] != self._fingerprint[0]:
             self._fingerprint = None  # an adapter of something else is not to be met again
+            settle(base)
             refuse_state(base)
             self.model = HFDecoder(
                 self.given,

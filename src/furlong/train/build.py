@@ -65,19 +65,24 @@ def engine_of(
     return engine if ranks is None else processes.together(partial(make, ranks=ranks))
 
 
-def build_run_model(config: RunConfig, layers: range | None = None) -> Any:
+def build_run_model(
+    config: RunConfig, layers: range | None = None, *, unpacked: bool = False
+) -> Any:
     """The model that a run begins with, on the CPU; of a stage's process what lies in `layers`, and
-    before the first or behind the last of them."""
+    before the first or behind the last of them. `unpacked`: in floats what is in 4 bits."""
     settings = config.model
     return build_model(
         settings.name,
+        revision=settings.revision,
         init=settings.init,
         dtype=getattr(torch, settings.dtype),
+        quantize=settings.quantize,
         lora=None if settings.lora is None else settings.lora.model_dump(),
         rope=rope_of(config),
         max_seq_len=config.data.max_seq_len,
         seed=config.train.seed,
         layers=layers,
+        unpacked=unpacked,
     )
 
 

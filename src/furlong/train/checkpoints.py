@@ -47,6 +47,7 @@ from torch.distributed.tensor import DTensor
 from furlong.data.dataset import SEQUENCES
 from furlong.errors import CheckpointError, differing
 from furlong.files import TEMPORARY, SummedFile, os_errors_told, publish, sync, write_json
+from furlong.models.quantized import scales_of
 from furlong.train.optim import local, make_state, state_tensors
 from furlong.train.processes import ALONE, Processes
 from furlong.train.run_folder import (
@@ -105,7 +106,7 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], fingerprint: dict[str
 def base_fingerprint(model: nn.Module, processes: Processes = ALONE) -> str | None:
     """A checksum of the frozen parameters of all processes, by name and content; None if all are
     trained. A collective."""
-    own = {n: checksum(p.data) for n, p in model.named_parameters() if not p.requires_grad}
+    own = {n: checksum(p) for n, p in model.named_parameters() if not p.requires_grad}
     found: dict[str, str] = {}
     for checksums in processes.each(own):
         found |= checksums
@@ -116,9 +117,11 @@ def base_fingerprint(model: nn.Module, processes: Processes = ALONE) -> str | No
 
 
 def checksum(weight: Tensor) -> str:
-    """A checksum of a tensor: its dtype, its shape and its bytes."""
-    found = xxhash.xxh3_128(f"{weight.dtype} {tuple(weight.shape)}".encode())
-    found.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    """A checksum of a tensor: its dtype, its shape and its bytes; in 4 bits also its scales."""
+    found = xxhash.xxh3_128()
+    for tensor in (weight.detach(), *scales_of(weight)):
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -432,8 +435,11 @@ def model_size(engine: Engine, processes: Processes) -> ModelSize:
     """The size of the model that all processes hold together. A collective."""
     elsewhere = {id(parameter) for parameter in engine.counted_elsewhere}
     own = [p for p in engine.model.model.parameters() if id(p) not in elsewhere]
+    if (ranks := engine.ranks) is not None and (ranks.replica, ranks.process) != (0, 0):
+        own = [p for p in own if isinstance(p, DTensor)]  # the first one counts what all have
     trained = [p for p in own if p.requires_grad]
-    ours = [sum(local(p).numel() for p in own), sum(local(p).numel() for p in trained),
+    ours = [sum(local(p).numel() * (1 if p.is_floating_point() else 2) for p in own),
+            sum(local(p).numel() for p in trained),
             sum(local(p).nbytes for p in trained)]  # fmt: skip
     return ModelSize(*(int(total) for total in processes.sums(ours)))
 

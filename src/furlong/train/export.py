@@ -64,12 +64,13 @@ def export(
     folder = out or checkpoint.absolute().parent.parent / name
     check_creatable(folder, "the export")
     check_export_folder(folder)
-    check_files(config.model.name)
+    check_files(config.model.name, config.model.revision)
     loading()
     import torch
 
     from furlong.data.tokenize import load_tokenizer
     from furlong.models.build import export_model, merge_adapters
+    from furlong.models.quantized import packed_linears
     from furlong.train.build import build_run_model
     from furlong.train.checkpoints import (
         base_fingerprint,
@@ -83,13 +84,15 @@ def export(
     check_architecture(checkpoint, state, read_architecture(config), config.model.name)
     model = build_run_model(config)
     check_weights(checkpoint, state, "base_fingerprint", base_fingerprint(model))
+    if merge and packed_linears(model):
+        model = build_run_model(config, unpacked=True)
     with one_process(), folder_errors_reported(checkpoint):
         load_tensors(checkpoint, trained_tensors(model))
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if merge:
         model = merge_adapters(model)
     with folder_errors_reported(folder.parent):
-        tokenizer = load_tokenizer(config.model.name)
+        tokenizer = load_tokenizer(config.model.name, revision=config.model.revision)
         export_model(model, tokenizer, folder, dtype=dtype, rope=rope_of(config))
     print(f"exported step {state['step']} to {folder}")
     return folder

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from furlong.errors import ConfigError, UserError
+from furlong.models.quantized import scales_of
 from furlong.ops.backends.select import is_out_of_memory
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.profile import (
@@ -61,6 +62,7 @@ class UsedMemory:
         self._base_bytes = 0
         if self.device.type != "cuda":
             state_bytes = sum(local(p).nbytes for p in held) + _state_bytes(optimizer)
+            state_bytes += sum(scale.nbytes for p in held for scale in scales_of(p))
             give_back_memory(self.device)
             self._base_bytes = memory_bytes(self.device) - file_bytes() - state_bytes
 

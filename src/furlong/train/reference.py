@@ -42,7 +42,7 @@ def reference_fingerprint(
     a run begins with it, and the dtype of the compute. A collective, of whole weights."""
     is_adapted = hasattr(model, "disable_adapter")
     own = {
-        name: checksum(parameter.data)
+        name: checksum(parameter)
         for name, parameter in model.named_parameters()
         if not (is_adapted and parameter.requires_grad)
     }

@@ -316,8 +316,9 @@ def _machine_of(device: torch.device) -> Machine:
 
 
 def _read_config(config: RunConfig) -> Any:
-    source, limit = check_folder(config.model.name), config.data.max_seq_len
-    return read_config(source, rope=rope_of(config), max_seq_len=limit)
+    model, limit = config.model, config.data.max_seq_len
+    source = check_folder(model.name, model.revision)
+    return read_config(source, revision=model.revision, rope=rope_of(config), max_seq_len=limit)
 
 
 def _architecture_of(whole: Any) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def _check(config: RunConfig, num_processes: int) -> None:
                 change=f"pip install 'furlong[{package}]', or remove log.{package}",
             )
     _check_optimizer(config, num_processes)
-    check_files(config.model.name)
+    check_files(config.model.name, config.model.revision)
     for key, named in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for source in named or ():
             # Folders are listed when they are read: that may take its time.

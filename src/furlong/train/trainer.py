@@ -187,14 +187,17 @@ class Trainer:
         def check() -> tuple[torch.device, Storage, RunModel, Any]:
             device = build.device_of(launch)
             storage = storage_of(config, device, num_local=launch.num_local)
+            settings = config.model
             check_model(
-                config.model.name, init=config.model.init, rope=rope_of(config),
-                max_seq_len=config.data.max_seq_len,
+                settings.name, revision=settings.revision, init=settings.init,
+                quantize=settings.quantize, has_adapters=settings.lora is not None,
+                rope=rope_of(config), max_seq_len=config.data.max_seq_len,
             )  # fmt: skip
             model = RunModel.read(config, device, launch)
             if run.checkpoint is not None and run.state is not None:
                 check_architecture(run.checkpoint, run.state, model.architecture, config.model.name)
-            return device, storage, model, load_tokenizer(config.model.name)
+            tokenizer = load_tokenizer(settings.name, revision=settings.revision)
+            return device, storage, model, tokenizer
 
         self.device, self.storage, self.run_model, self.tokenizer = self.processes.together(check)
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from furlong.errors import UnsupportedModelError
+from furlong.models.quantized import packed_linears
 from furlong.models.support import add_fsdp_method
 from furlong.runtime.distributed.mesh import Ranks
 
@@ -54,8 +55,11 @@ def shard(
     # reduce_dtype is that of the sums over chunks, too
     wide = torch.promote_types(compute_dtype or dtype, torch.float32)
     policy = MixedPrecisionPolicy(compute_dtype, wide, cast_forward_inputs=False)
+    whole = {linear.weight for linear in packed_linears(base).values()}  # codes stay everywhere
     for module in (*layers, base):
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole
+        )
     register_fsdp_forward_method(base, add_fsdp_method(base))
     for part in sharded_modules(base):
         part.set_gradient_divide_factor(1.0)
