@@ -59,7 +59,7 @@ def nested(key: str, value: object) -> dict[str, Any]:
 
 
 def test_growth_of_the_schema_is_a_decision() -> None:
-    assert len(LEAVES) == 78
+    assert len(LEAVES) == 84
 
 
 def test_every_key_has_a_help_text_and_the_reference_has_every_key() -> None:
@@ -368,7 +368,8 @@ def test_keys_of_other_trainers_are_answered_with_ours(key: str, change: str) ->
 def test_a_foreign_key_has_one_answer_and_is_none_of_ours() -> None:
     names = [name for theirs in foreign_keys().values() for name in theirs]
     assert len(names) == len(set(names))
-    assert not set(names) & {key.rpartition(".")[2] for key in LEAVES}
+    # axolotl's adapter is a kind, ours a path
+    assert set(names) & {key.rpartition(".")[2] for key in LEAVES} <= {"adapter"}
 
 
 def test_all_wrong_keys_of_a_file_are_told_at_once(
