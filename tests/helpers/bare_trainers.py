@@ -14,10 +14,11 @@ from furlong.train.batches import BatchEngine
 from furlong.train.checkpoints import Checkpoints
 from furlong.train.evaluation import Evaluation
 from furlong.train.memory import Fitting
-from furlong.train.metrics import MetricsLog, Progress
+from furlong.train.metrics import MetricsLog
 from furlong.train.objective import objective_of
 from furlong.train.optim import build_optimizer, build_schedule, make_state
 from furlong.train.processes import ALONE
+from furlong.train.progress import Cadence, Progress
 from furlong.train.run_folder import RunFolder
 from furlong.train.trainer import Trainer
 
@@ -50,6 +51,7 @@ class BareTrainer(Trainer):
         self.run = RunFolder(folder)
         self.model, self.engine, self.fitting = model, BatchEngine(engine), fitting
         self.run_model: Any = SimpleNamespace(whole_cost=None)
+        self.cadence = Cadence.of(self.config.train, num_steps, num_steps)
         self.num_steps, self.meter, self.budget_bytes = num_steps, meter, None
         self.optimizer = build_optimizer(model, self.config.train)
         self.schedule = build_schedule(self.optimizer, self.config.train, num_steps)

@@ -26,7 +26,8 @@ from furlong.runtime.distributed.fsdp import clip_gradients
 from furlong.runtime.step import StepResult
 from furlong.timeline import Record, Timeline
 from furlong.train.memory import Fitting
-from furlong.train.metrics import MfuMeter, Progress
+from furlong.train.metrics import MfuMeter
+from furlong.train.progress import Progress
 
 OPTIONS = ChunkOptions(size=8)
 

@@ -239,7 +239,12 @@ def _share_or_whole(steps: float) -> float:
     return steps
 
 
-_EITHER_OR = (("steps", "epochs"), ("sequences_per_step", "tokens_per_step"))
+_EITHER_OR = (
+    ("steps", "epochs"),
+    ("sequences_per_step", "tokens_per_step"),
+    ("save_every_steps", "saves_per_epoch"),
+    ("eval_every_steps", "evals_per_epoch"),
+)
 """Keys of `train` of which one is given; the first one of two has a default."""
 
 
@@ -321,13 +326,34 @@ class TrainConfig(BaseModel):
     """Gradients are scaled down to this norm; null leaves them."""
     seed: Whole = Field(default=0, ge=0, lt=2**32)
     """Seed of the data's order, of random weights and of dropout."""
-    save_every_steps: Natural = 50
+    save_every_steps: Natural | None = 50
     """Steps between checkpoints, also one after the last step; 0 = none at all."""
+    saves_per_epoch: Annotated[Number, Field(gt=0, le=1e6)] | None = Field(
+        default=None, examples=[1]
+    )
+    """Checkpoints in an epoch, also 0.5 and 4, instead of save_every_steps."""
+    num_checkpoints: Positive = 3
+    """How many of the newest checkpoints stay."""
+    save_weights_only: bool = False
+    """Checkpoints without the optimizer: a third of the size, for export; no run goes on from one.
+    """
+    keep_best: bool = False
+    """The checkpoint with the lowest held-out loss stays, is written with its evaluation where no
+    other is due, and is what the run exports."""
     async_save: bool = False
     """Write checkpoints while the next steps are taken: their tensors are copied into memory first.
     An error shows at the next checkpoint, or at the end."""
-    eval_every_steps: Natural = 50
+    eval_every_steps: Natural | None = 50
     """Steps between evaluations; 0 = before the first and after the last step only."""
+    evals_per_epoch: Annotated[Number, Field(gt=0, le=1e6)] | None = Field(
+        default=None, examples=[2]
+    )
+    """Evaluations in an epoch, instead of eval_every_steps."""
+    early_stopping: Positive | None = Field(default=None, examples=[3])
+    """Evaluations in a row without a lower held-out loss with which the run ends; null = never."""
+    max_loss: Annotated[Number, Field(gt=0)] | None = Field(default=None, examples=[20])
+    """A step with a higher loss is not taken: the run stops, with a checkpoint of the step before.
+    """
     loss: Literal["sft", "dpo"] = "sft"
     """sft learns what has labels; dpo learns to prefer the chosen of two answers to the rejected
     one, beside the model that the run begins with: data.train then holds pairs."""
@@ -377,7 +403,7 @@ class TrainConfig(BaseModel):
     def _floor_below_peak(self) -> TrainConfig:
         if self.min_lr and (self.schedule == "constant" or self.min_lr >= self.lr):
             raise told(
-                keys="train.min_lr, train.lr and train.schedule",
+                keys="train.min_lr and train.lr",
                 given=f"train.min_lr = {self.min_lr:g} with train.lr = {self.lr:g} and"
                 f" train.schedule: {self.schedule}",
                 required="a rate below train.lr, of a schedule that falls: cosine or linear",
@@ -693,6 +719,17 @@ class RunConfig(BaseModel):
                     given=f"offload = {self.offload!r} with {name} = 0",
                     required=f"{name} above 0, for what is to live there",
                     change=f"add {name}, such as {name}: 64GiB, or change offload",
+                )
+        for name in ("keep_best", "early_stopping"):
+            if not getattr(self.train, name):
+                continue
+            if self.data.eval is None or self.train.eval_every_steps == 0:
+                raise told(
+                    keys=f"train.{name} and data.eval",
+                    given=f"train.{name} without evaluations between the steps",
+                    required="held-out data, and evaluations of them while the run goes on",
+                    change="set data.eval and train.eval_every_steps or evals_per_epoch, or remove"
+                    f" train.{name}",
                 )
         loss, shape = self.train.loss, self.data.format
         if shape != "auto" and self.train.is_of_pairs != (shape == "preference"):

@@ -55,6 +55,7 @@ from furlong.train.run_folder import (
     MANIFEST,
     STATE,
     Measured,
+    checkpoint_of,
     measured,
     remove_old,
 )
@@ -220,22 +221,26 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, processes: Processes = ALONE, *, in_background: bool = False,
-        say: Callable[[str], None] = lambda _: None,
+        self, folder: Path, processes: Processes = ALONE, *, num_kept: int = 3,
+        in_background: bool = False, say: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.folder, self._processes, self._say = folder, processes, say
+        self._num_kept = num_kept
         self._thread = ThreadPoolExecutor(1, "checkpoints") if in_background else None
         self._writers = processes.apart() if in_background else processes
         self._coming: Future[None] | None = None
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, or begin to. Raises CheckpointError, also for the one before."""
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], best_step: int = 0
+    ) -> None:
+        """Write a checkpoint, or begin to; that of `best_step` stays. Raises CheckpointError, also
+        for the one before."""
         self.finish()
         if self._thread is None:
-            self._write(step, tensors, state)
+            self._write(step, tensors, state, best_step)
         else:
             staged = BlockingAsyncStager().stage(dict(tensors))
-            self._coming = self._thread.submit(self._write, step, staged, state)
+            self._coming = self._thread.submit(self._write, step, staged, state, best_step)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written. Raises CheckpointError if it failed."""
@@ -248,9 +253,14 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def _write(
+        self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], best_step: int
+    ) -> None:
         started_s = time.perf_counter()
-        made = save_checkpoint(self.folder, step, tensors, state, processes=self._writers)
+        made = save_checkpoint(
+            self.folder, step, tensors, state, num_kept=self._num_kept, best_step=best_step,
+            processes=self._writers,
+        )  # fmt: skip
         self._say(f"checkpoint {made} ({format_seconds(time.perf_counter() - started_s)})")
 
 
@@ -260,16 +270,18 @@ def save_checkpoint(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
     *,
+    num_kept: int = 3,
+    best_step: int = 0,
     processes: Processes = ALONE,
 ) -> Path:
-    """Write `folder/step-XXXXXXXX` and remove all but the last `NUM_KEPT`; returns it.
+    """Write `folder/step-XXXXXXXX` and remove the old ones as `remove_old` does; returns it.
 
     `state` is what JSON can hold; the first process's is written. Every process calls it, with the
     parts of sharded tensors that it holds, and with whole ones that are equal wherever they are;
     those of its stage alone. Raises CheckpointError when the disk is full or cannot be written; the
     checkpoints before are then as they were.
     """
-    checkpoint = folder / f"step-{step:08d}"
+    checkpoint = checkpoint_of(folder, step)
     aside = checkpoint.with_name(checkpoint.name + TEMPORARY)
     told = os_errors_told(
         CheckpointError,
@@ -312,7 +324,7 @@ def save_checkpoint(
             shutil.rmtree(aside, ignore_errors=True)
         raise
     if processes.is_first:
-        remove_old(folder)
+        remove_old(folder, num_kept, best_step)
     return checkpoint
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,6 @@ from furlong.config.schema import LogConfig
 from furlong.cost.machine import known_card
 from furlong.cost.seconds import sequence_flops
 from furlong.cost.shape import ModelShape
-from furlong.data.loader import Batch, LoaderState
 from furlong.errors import ConfigError
 from furlong.files import write_json
 from furlong.planners.candidates import CHUNKS
@@ -80,43 +79,6 @@ class StepFigures:
     drawn_share: float | None = None
     """Share of the step's chunks that were drawn, whole sequences among them; None: all, for the
     gradient is exact."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a run has come. With weights, optimizer and generators, it is the whole state."""
-
-    step: int = 0
-    data: LoaderState = field(default_factory=LoaderState)
-    num_tokens: int = 0
-    steps_s: float = 0.0
-    """Seconds in steps, evaluations and checkpoints left out."""
-    peak_memory_bytes: int = 0
-    num_skipped_batches: int = 0
-    last_loss: float | None = None
-    """Mean loss of the last step's global batch, before its update; of the last step that had one,
-    see `StepFigures.loss`."""
-    eval_loss_before: float | None = None
-    """Held-out loss before the first step."""
-
-    def after(self, batch: Batch, figures: StepFigures) -> Progress:
-        """The progress when one more step has been taken."""
-        return replace(
-            self,
-            step=self.step + 1,
-            data=batch.next_state,
-            num_tokens=self.num_tokens + figures.num_tokens,
-            steps_s=self.steps_s + figures.step_s,
-            peak_memory_bytes=max(self.peak_memory_bytes, figures.peak_memory_bytes),
-            last_loss=self.last_loss if figures.loss is None else figures.loss,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        return cls(**{**values, "data": LoaderState(**values["data"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from furlong.config.schema import RunConfig
+from furlong.config.schema import RunConfig, TrainConfig
 from furlong.config.sources import build_run, load_run
 from furlong.errors import CheckpointError, ConfigError, differing
 from furlong.files import TEMPORARY, checksum, os_errors_told
@@ -39,15 +39,17 @@ STATE, MANIFEST = "state.json", "manifest.json"
 _LOCK, _DAMAGED = ".lock", ".damaged"
 # 5: train.warmup_steps in the place of train.warmup_ratio.
 FORMAT_VERSION = 5
-NUM_KEPT = 3
 _STEP = re.compile(r"step-(\d{8,})")
 # What these change is time, memory, what is shown and how long a run goes on: neither the weights
 # of its steps up to now nor their order.
 _FREE_KEYS = (
     "chunks", "offload", "memory", "parallel", "log", "out", "data.eval", "data.cache_dir",
-    "train.save_every_steps", "train.eval_every_steps", "train.eval_train_share",
-    "train.async_save", "train.steps", "train.epochs",
+    "train.save_every_steps", "train.saves_per_epoch", "train.num_checkpoints",
+    "train.save_weights_only", "train.keep_best", "train.async_save", "train.eval_every_steps",
+    "train.evals_per_epoch", "train.eval_train_share", "train.early_stopping", "train.max_loss",
+    "train.steps", "train.epochs",
 )  # fmt: skip
+_ENDING_KEYS = {"train.steps", "train.epochs", "train.early_stopping"}
 _FREE_OF_A_SAMPLE = ("chunks.sample.report_loss", "chunks.sample.check_every_steps")
 _DECIDING_KEYS = ("chunks", "offload", "memory", "parallel")
 Measured = dict[str, Any]
@@ -65,11 +67,14 @@ class TrainReport:
     drawn chunks have no label."""
     eval_loss_before: float | None
     eval_loss_after: float | None
+    """Held-out loss of the exported weights."""
     tokens_per_s: float
     peak_memory_bytes: int
     num_skipped_batches: int
     run_folder: str
     export_folder: str
+    exported_step: int
+    """The step whose weights are exported: with train.keep_best that of the lowest loss."""
     export_files: dict[str, int]
     """Bytes of each file of the exported model, by name."""
 
@@ -110,7 +115,7 @@ def open_run_folder(
         saved = load_run(path / CONFIG)
         changed = _changed(saved, config)
         _check_same(saved, config, path / CONFIG, may_move=True)
-        if not changed.keys() & {"train.steps", "train.epochs"}:
+        if not changed.keys() & _ENDING_KEYS:
             report = _finished(path)
             if report is not None:
                 _check_same(saved, config, path / CONFIG, may_move=False)
@@ -122,6 +127,7 @@ def open_run_folder(
             _check_same(saved, config, path / CONFIG, may_move=False)
             print(f"no checkpoint in {path}: the run begins again with its first step")
         else:  # it may be of another run, or the run's config have been edited
+            _check_whole(checkpoint, state)
             written = build_run(state["config"], str(checkpoint / STATE))
             _check_same(written, config, checkpoint / STATE, may_move=True)
         clear_leftovers(path, checkpoint)
@@ -151,6 +157,18 @@ def _finished(path: Path) -> TrainReport | None:
         )
     print(f"the run in {path} is finished, but {missing} is missing or cut: it is exported again")
     return None
+
+
+def _check_whole(checkpoint: Path, state: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a checkpoint that holds weights only."""
+    if state["config"]["train"]["save_weights_only"]:
+        raise CheckpointError(
+            given=f"{checkpoint.name}, written with train.save_weights_only",
+            required="a checkpoint with the optimizer, to go on from",
+            source=str(checkpoint),
+            change=f"furlong export {checkpoint} makes a model of it, with which another run may"
+            " begin (model.name)",
+        )
 
 
 def list_export(folder: Path) -> dict[str, int]:
@@ -211,7 +229,7 @@ def _is_free(key: str, config: RunConfig) -> bool:
         return key in _FREE_OF_A_SAMPLE
     if key == "chunks.size" and config.chunks.sample is not None:
         return False
-    return key.startswith(_FREE_KEYS)
+    return any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)
 
 
 def _changed(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -356,23 +374,26 @@ def check_creatable(path: Path, key: str) -> None:
         )
 
 
-def check_room(path: Path, *, weight_bytes: int, num_saves: int) -> None:
+def check_room(path: Path, settings: TrainConfig, *, weight_bytes: int, num_saves: int) -> None:
     """Raises CheckpointError if the disk has no room for what the run in `path` is going to write.
 
     `weight_bytes`: those of the trained weights. A checkpoint holds them and AdamW's two moments;
     one more than are kept exists while it is written, and the exported model in the end.
     """
-    num_kept = len(list_checkpoints(path / CHECKPOINTS))
-    num_checkpoints = max(min(num_saves, 1), min(num_saves + num_kept, NUM_KEPT + 1) - num_kept)
-    needed = 3 * weight_bytes * num_checkpoints + weight_bytes
+    num_there = len(list_checkpoints(path / CHECKPOINTS))
+    most = settings.num_checkpoints + 1 + settings.keep_best
+    num_saves += settings.keep_best
+    num_checkpoints = max(min(num_saves, 1), min(num_saves + num_there, most) - num_there)
+    each_bytes = weight_bytes * (1 if settings.save_weights_only else 3)
+    needed = each_bytes * num_checkpoints + weight_bytes
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
         raise CheckpointError(
             given=f"{format_bytes(free)} free on the disk of {path}",
             required=f"{format_bytes(needed)}: {num_checkpoints} checkpoints of"
-            f" {format_bytes(3 * weight_bytes)} and the model of {format_bytes(weight_bytes)}",
-            source="out and train.save_every_steps",
+            f" {format_bytes(each_bytes)} and the model of {format_bytes(weight_bytes)}",
+            source="out, train.save_every_steps and train.num_checkpoints",
             change="make room, set out to another disk, or train.save_every_steps: 0 for none",
         )
 
@@ -389,6 +410,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     are left out."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
     return sorted(found, key=step_of)
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    return folder / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -421,10 +447,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
     )
 
 
-def remove_old(folder: Path) -> None:
-    """Remove all checkpoints but the last `NUM_KEPT`: renamed first, so that a half removed one is
-    never taken for a checkpoint."""
-    for checkpoint in list_checkpoints(folder)[:-NUM_KEPT]:
+def remove_old(folder: Path, num_kept: int, best_step: int = 0) -> None:
+    """Remove all checkpoints but so many of the newest and that of `best_step`: renamed first, so
+    that a half removed one is never taken for a checkpoint."""
+    old = list_checkpoints(folder)[:-num_kept]
+    for checkpoint in (one for one in old if step_of(one) != best_step):
         aside = checkpoint.with_name(f"{checkpoint.name}.old{TEMPORARY}")
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(checkpoint, aside)

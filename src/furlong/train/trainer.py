@@ -24,13 +24,14 @@ from furlong.config.sources import build_run, load_run
 from furlong.data.cache import cache_folder
 from furlong.data.loader import Batch, describe_batches, in_order, iterate_batches, told_ahead
 from furlong.data.tokenize import load_tokenizer
-from furlong.errors import ConfigError, DivergenceError
+from furlong.errors import ConfigError, DivergenceError, UserError
 from furlong.files import write_json
 from furlong.models.build import check_model, export_model
 from furlong.planners.options import ChunkOptions
 from furlong.report.patience import patience
 from furlong.runtime.distributed.mesh import make_ranks
 from furlong.runtime.profile import peak_memory_bytes
+from furlong.runtime.rng import RNGState
 from furlong.simulate.predict import predict_step
 from furlong.timeline import MEASURED, MeasuredStep, Timeline
 from furlong.train import build, checkpoints
@@ -40,7 +41,6 @@ from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate, s
 from furlong.train.memory import Fitting, UsedMemory
 from furlong.train.metrics import (
     MetricsLog,
-    Progress,
     StepFigures,
     build_meter,
     open_bar,
@@ -62,6 +62,7 @@ from furlong.train.processes import (
     read_launch,
     require_equal,
 )
+from furlong.train.progress import Cadence, HeldOut, Progress
 from furlong.train.reference import reference_fingerprint, referenced
 from furlong.train.run_folder import (
     CHECKPOINTS,
@@ -73,7 +74,9 @@ from furlong.train.run_folder import (
     REPORT,
     RunFolder,
     TrainReport,
+    check_checkpoint,
     check_room,
+    checkpoint_of,
     clear_export,
     create_run_folder,
     folder_errors_reported,
@@ -223,6 +226,11 @@ class Trainer:
             return num_steps
 
         self.num_steps = processes.together(check)
+        per_epoch = 0
+        if config.train.saves_per_epoch or config.train.evals_per_epoch:
+            an_epoch = config.train.model_copy(update={"steps": None, "epochs": 1.0})
+            per_epoch = build.steps_of(an_epoch, self.train_data)
+        self.cadence = Cadence.of(config.train, self.num_steps, per_epoch)
 
     def _choose_plan(self) -> None:
         """The first process chooses for all."""
@@ -266,10 +274,11 @@ class Trainer:
         stack.callback(self.engine.close)
         size = checkpoints.model_size(engine, processes)
         build.announce(config, size, decision, self.device, self.storage, self.num_steps)
-        every = config.train.save_every_steps
-        num_saves = math.ceil(self.num_steps / every) if every else 0
-        room = partial(check_room, weight_bytes=size.trained_bytes, num_saves=num_saves)
-        processes.together(partial(room, self.run.path))
+        room = partial(
+            check_room, self.run.path, config.train,
+            weight_bytes=size.trained_bytes, num_saves=self.cadence.num_saves,
+        )  # fmt: skip
+        processes.together(room)
 
     def _build_reference(self) -> None:
         """Log-probabilities of the model as it is now, before its first step."""
@@ -312,8 +321,8 @@ class Trainer:
             self._restore(run.checkpoint, run.state)
         self.saved_step = self.progress.step
         self.checkpoints = checkpoints.Checkpoints(
-            run.path / CHECKPOINTS, processes, in_background=self.config.train.async_save,
-            say=self.say,
+            run.path / CHECKPOINTS, processes, num_kept=self.config.train.num_checkpoints,
+            in_background=self.config.train.async_save, say=self.say,
         )  # fmt: skip
         stack.callback(self.checkpoints.close)
         # The config comes last: a folder that has one holds a run.
@@ -343,26 +352,27 @@ class Trainer:
             batches = told_ahead(
                 self.batches(), lambda batch: self.engine.expect(batch, self.fitting.options)
             )
-            every_steps = self.config.train.save_every_steps
             loss, stopped = self._evaluate_if_due()
-            if self.progress.step == 0:
-                self.progress = replace(self.progress, eval_loss_before=loss)
-            while self.progress.step < self.num_steps and not stopped:
+            while not (stopped or self.cadence.ends(self.progress)):
                 batch, data_s = self._next_batch(batches)
                 self._check_sample(batch)
                 figures = self.step(batch, data_s)
                 self._step_taken(figures)
                 profiled()
                 self._call("on_step_end", figures)
-                if every_steps and self._is_due(every_steps):
+                if self.cadence.saves(self.progress.step):
                     self.save()
                 loss, stopped = self._evaluate_if_due()
-            if stopped and every_steps and self.saved_step < self.progress.step:
+            if self.cadence.save_every and self.saved_step < self.progress.step:
                 self.save()
             self.checkpoints.finish()
             if stopped:
                 self._tell_how_to_go_on()
                 return None
+            if self.cadence.ends_early(self.progress):
+                best = self.progress.held_out
+                self.say(f"ended early: {best.num_since_best} evaluations without a lower held-out"
+                         f" loss than after step {best.best_step}")  # fmt: skip
             report = self.export(loss)
             self._call("on_train_end", report)
             return report
@@ -384,9 +394,13 @@ class Trainer:
         step = self.progress.step + 1
         started_s = time.perf_counter()
         self.optimizer.zero_grad()
+        drawn = RNGState.read(self.used.device)
         self.result = result = self.gradients(batch, step)
         norm = self.engine.engine.clip_gradients(self.config.train.max_grad_norm)
         loss = self._finite_loss(batch, result, norm, step)
+        if loss is not None and loss > (self.config.train.max_loss or math.inf):
+            drawn.write(self.used.device)  # as if the step had not been tried
+            raise self._too_high(batch, loss, step)
         lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
@@ -473,8 +487,12 @@ class Trainer:
             "metrics_bytes": self.log.num_bytes,
             "written_by": checkpoints.written_by(self.model, self.processes.num_processes),
         }
-        tensors = checkpoints.all_tensors(self.model, self.optimizer, self.processes)
-        self.checkpoints.save(self.progress.step, tensors, values)
+        if self.config.train.save_weights_only:
+            tensors = checkpoints.trained_tensors(self.model)
+        else:
+            tensors = checkpoints.all_tensors(self.model, self.optimizer, self.processes)
+        best_step = self.progress.held_out.best_step if self.config.train.keep_best else 0
+        self.checkpoints.save(self.progress.step, tensors, values, best_step)
         self.saved_step = self.progress.step
         self._call("on_save")
 
@@ -482,16 +500,32 @@ class Trainer:
         """Writes the model as a folder that transformers loads, and the report, which marks the run
         as finished."""
         engine, several = self.engine.engine, self.processes.num_processes > 1
-        weights = checkpoints.whole_weights(engine, self.processes) if several else {}
+        best = self.processes.from_first(self._best_checkpoint)
+        is_gathered = several and not best
+        weights = checkpoints.whole_weights(engine, self.processes) if is_gathered else {}
 
         def write() -> TrainReport:
             whole: Any = engine.model.model
-            if several:
+            if several or best:
                 whole = build.build_run_model(self.config)
+            if best:
+                checkpoints.load_tensors(best, checkpoints.trained_tensors(whole))
+                held_out = self.progress.held_out
+                return self._report(whole, held_out.best_step, held_out.best_loss)
+            if several:
                 checkpoints.put_weights(whole, weights)
-            return self._report(whole, eval_loss)
+            return self._report(whole, self.progress.step, eval_loss)
 
         return self.processes.from_first(write)
+
+    def _best_checkpoint(self) -> Path | None:
+        """The checkpoint to export in the place of the weights of now."""
+        step = self.progress.held_out.best_step
+        if not self.config.train.keep_best or step in (0, self.progress.step):
+            return None
+        checkpoint = checkpoint_of(self.run.path / CHECKPOINTS, step)
+        check_checkpoint(checkpoint)
+        return checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next steps depend on, as far as this process has it: tensors by the names of
@@ -542,10 +576,24 @@ class Trainer:
         self.processes.together(check)
         checkpoints.restore_tensors(checkpoint, self.model, self.optimizer, self.processes)
         self.progress = Progress.from_dict(state["progress"])
+        self._forget_best(state)
         set_rate(self.schedule, self.progress.step)
         now = checkpoints.written_by(self.model, self.processes.num_processes)
         checkpoints.tell_changes(now, state["written_by"])
         print(f"resumed from {checkpoint.name}: step {self.progress.step} of {self.num_steps}")
+
+    def _forget_best(self, state: Mapping[str, Any]) -> None:
+        """Begins to look for the lowest loss anew where that of the checkpoint is one of other data
+        or, with `train.keep_best`, of weights that are not there any more."""
+        config, best_step = self.config, self.progress.held_out.best_step
+        folder = self.run.path / CHECKPOINTS
+        is_lost = config.train.keep_best and not checkpoint_of(folder, best_step).exists()
+        other_data = build_run(state["config"], str(folder)).data.eval != config.data.eval
+        if best_step and (other_data or is_lost):
+            self.progress = replace(self.progress, held_out=HeldOut(self.progress.held_out.step))
+            cause = "data.eval has changed" if other_data else "its checkpoint is gone"
+            print(f"the lowest held-out loss was that of step {best_step}, and is looked for anew:"
+                  f" {cause}")  # fmt: skip
 
     def _used_memory(self) -> UsedMemory:
         parameters, budget_bytes = self.model.parameters(), self.budget_bytes
@@ -574,8 +622,7 @@ class Trainer:
         came before it are counted."""
         started_s = time.perf_counter()
         while (batch := next(batches)).num_valid_tokens == 0:
-            num_skipped = self.progress.num_skipped_batches + 1
-            self.progress = replace(self.progress, num_skipped_batches=num_skipped)
+            self.progress = self.progress.skipping(batch)
             self.log.skipped(self.progress.step + 1)
         return batch, time.perf_counter() - started_s
 
@@ -598,8 +645,8 @@ class Trainer:
         cost, plan = self.run_model.whole_cost, self.result.plan
         if step == 1 and self.processes.is_first and cost is not None and plan is not None:
             log.predicted(step, figures, predict_step(cost, plan))
-        every_steps = self.config.train.save_every_steps
-        if plan is not None and (step == 1 or self._is_due(every_steps)):
+        is_shown = step in (1, self.num_steps) or self.cadence.saves(step)
+        if plan is not None and is_shown:
             self._write_measured(step)
 
     def _write_measured(self, step: int) -> None:
@@ -619,7 +666,7 @@ class Trainer:
         step, settings = self.progress.step, self.config.train
         is_last = step == self.num_steps
         has_data = self.eval_data is not None or settings.eval_train_share
-        if not has_data or not (step == 0 or self._is_due(settings.eval_every_steps)):
+        if not has_data or not self.cadence.evaluates(step):
             return None, not is_last and self.should_stop()
         started_s = time.perf_counter()
         evaluations = self.evaluate()
@@ -627,13 +674,12 @@ class Trainer:
             return None, True
         self.log.evaluation(step, evaluations, time.perf_counter() - started_s)
         self._call("on_evaluate", evaluations)
-        held_out = evaluations.get(HELD_OUT)
-        return (None if held_out is None else held_out.loss), not is_last and self.should_stop()
-
-    def _is_due(self, every_steps: int) -> bool:
-        """Whether what happens every so many steps is due now; after the last one it is."""
-        step = self.progress.step
-        return step == self.num_steps or (every_steps > 0 and step % every_steps == 0)
+        loss = evaluations[HELD_OUT].loss if HELD_OUT in evaluations else None
+        self.progress = self.progress.evaluated(loss)
+        is_best = settings.keep_best and self.progress.held_out.best_step == step > self.saved_step
+        if is_best:
+            self.save()
+        return loss, not is_last and self.should_stop()
 
     def _tell_how_to_go_on(self) -> None:
         step = self.progress.step
@@ -642,12 +688,15 @@ class Trainer:
         path = self.run.path
         command = command_like(self.processes.launch, f"train {path / CONFIG} --resume")
         where = f"stopped by {cause} after step {step} of {self.num_steps}"
-        if list_checkpoints(path / CHECKPOINTS):
+        if self.config.train.save_weights_only:
+            print(f"{where}; its checkpoints have no optimizer to go on with: furlong export {path}"
+                  " makes a model of the newest")  # fmt: skip
+        elif list_checkpoints(path / CHECKPOINTS):
             print(f"{where}; go on with: {command}")
         else:
             print(f"{where}; there is no checkpoint: {command} begins again")
 
-    def _report(self, model: Any, eval_loss: float | None) -> TrainReport:
+    def _report(self, model: Any, step: int, eval_loss: float | None) -> TrainReport:
         folder, config, progress = self.run.path, self.config, self.progress
         clear_export(folder)
         dtype = getattr(torch, config.model.dtype)
@@ -665,10 +714,12 @@ class Trainer:
             num_skipped_batches=progress.num_skipped_batches,
             run_folder=str(folder),
             export_folder=str(exported),
+            exported_step=step,
             export_files=list_export(exported),
         )
         write_json(folder / REPORT, asdict(report))
-        print(f"exported to {exported}")
+        of_step = f"step {step}, the lowest held-out loss, " if step != progress.step else ""
+        print(f"exported {of_step}to {exported}")
         return report
 
     def _options_changed(self, options: ChunkOptions) -> None:
@@ -694,22 +745,40 @@ class Trainer:
             return None
         if math.isfinite(result.loss) and math.isfinite(norm):
             return result.loss
-        self.optimizer.zero_grad()
-        names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         kept = "there is no checkpoint (train.save_every_steps says when one is written)"
         if self.saved_step:
             kept = f"the checkpoint of step {self.saved_step} is whole, furlong export makes a"
             kept += " model of it"
+        raise self._diverged(
+            batch, step, f"loss {result.loss}, gradient norm {norm}", "finite figures", kept
+        )
+
+    def _too_high(self, batch: Batch, loss: float, step: int) -> UserError:
+        """The error of a step with a loss above `train.max_loss`, when there is a checkpoint of the
+        step before."""
+        kept = "there is no checkpoint (train.save_every_steps says when one is written)"
+        if self.cadence.save_every and step > 1:
+            if self.saved_step < step - 1:
+                self.save()
+            self.checkpoints.finish()
+            kept = (
+                f"there is a checkpoint of step {step - 1}; a higher train.max_loss takes the step"
+            )
+        most = self.config.train.max_loss
+        return self._diverged(batch, step, f"loss {loss:.4g}", f"train.max_loss: {most:g}", kept)
+
+    def _diverged(self, batch: Batch, step: int, given: str, required: str, kept: str) -> UserError:
+        self.optimizer.zero_grad()
+        names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         error = DivergenceError(
-            given=f"loss {result.loss}, gradient norm {norm} in step {step}; the weights are still"
-            f" those of step {step - 1}",
-            required="finite figures",
+            given=f"{given} in step {step}; the weights are still those of step {step - 1}",
+            required=required,
             source=f"the sequences of step {step}: {', '.join(names[:8])}{more}",
             change="look at these sequences, or start anew with a lower train.lr or a longer"
             f" train.warmup_steps; {kept}",
         )
-        raise self.processes.alike(error)
+        return self.processes.alike(error)
 
 
 def _check_alone() -> None:

@@ -1,0 +1,146 @@
+"""How far a run has come, and what is due: when it saves, evaluates and ends.
+
+Decided by numbers alone; nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from furlong.config.schema import TrainConfig
+from furlong.data.loader import Batch, LoaderState
+
+if TYPE_CHECKING:
+    from furlong.train.metrics import StepFigures
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The figures of held-out data so far, without those before the first step."""
+
+    step: int = 0
+    """That of the newest evaluation."""
+    best_step: int = 0
+    """That of the lowest loss; 0: none yet."""
+    best_loss: float | None = None
+    num_since_best: int = 0
+
+    def after(self, step: int, loss: float) -> HeldOut:
+        """With one more evaluation. One that a resumed run repeats counts once."""
+        if step <= self.step:
+            return self
+        if loss < (float("inf") if self.best_loss is None else self.best_loss):
+            return HeldOut(step, step, loss)
+        return replace(self, step=step, num_since_best=self.num_since_best + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come. With weights, optimizer and generators, it is the whole state."""
+
+    step: int = 0
+    data: LoaderState = field(default_factory=LoaderState)
+    num_tokens: int = 0
+    steps_s: float = 0.0
+    """Seconds in steps, evaluations and checkpoints left out."""
+    peak_memory_bytes: int = 0
+    num_skipped_batches: int = 0
+    last_loss: float | None = None
+    """Mean loss of the last step's global batch, before its update; of the last step that had one,
+    see `StepFigures.loss`."""
+    eval_loss_before: float | None = None
+    """Held-out loss before the first step."""
+    held_out: HeldOut = HeldOut()
+
+    def after(self, batch: Batch, figures: StepFigures) -> Progress:
+        """The progress when one more step has been taken."""
+        return replace(
+            self,
+            step=self.step + 1,
+            data=batch.next_state,
+            num_tokens=self.num_tokens + figures.num_tokens,
+            steps_s=self.steps_s + figures.step_s,
+            peak_memory_bytes=max(self.peak_memory_bytes, figures.peak_memory_bytes),
+            last_loss=self.last_loss if figures.loss is None else figures.loss,
+        )
+
+    def skipping(self, batch: Batch) -> Progress:
+        """The progress when a batch without a label has been passed over."""
+        return replace(
+            self, data=batch.next_state, num_skipped_batches=self.num_skipped_batches + 1
+        )
+
+    def evaluated(self, loss: float | None) -> Progress:
+        """The progress when the held-out data, if there is any, have been evaluated."""
+        if self.step == 0 or loss is None:
+            return replace(self, eval_loss_before=loss if self.step == 0 else self.eval_loss_before)
+        return replace(self, held_out=self.held_out.after(self.step, loss))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Progress:
+        parts = {"data": LoaderState(**values["data"]), "held_out": HeldOut(**values["held_out"])}
+        return cls(**{**values, **parts})
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """When a run of so many steps saves, evaluates and ends."""
+
+    num_steps: int
+    save_every: Fraction
+    """Steps between two checkpoints; 0: there are none."""
+    eval_every: Fraction
+    """Steps between two evaluations; 0: none but the first and the last."""
+    early_stopping: int | None = None
+
+    @classmethod
+    def of(cls, settings: TrainConfig, num_steps: int, steps_per_epoch: int) -> Cadence:
+        """That of a run's settings. Steps between two events that an epoch has so many of are no
+        whole number: each is due with the first step that reaches it."""
+
+        def every(steps: int | None, per_epoch: float | None) -> Fraction:
+            if per_epoch is None:
+                return Fraction(steps or 0)
+            return steps_per_epoch / Fraction(str(per_epoch))
+
+        return cls(
+            num_steps,
+            every(settings.save_every_steps, settings.saves_per_epoch),
+            every(settings.eval_every_steps, settings.evals_per_epoch),
+            settings.early_stopping,
+        )
+
+    @property
+    def num_saves(self) -> int:
+        """How many checkpoints the whole run writes."""
+        if not self.save_every:
+            return 0
+        return min(self.num_steps, math.ceil(self.num_steps / self.save_every))
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step."""
+        return self.save_every > 0 and self._is_due(step, self.save_every)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation is due after a step, or before the first one."""
+        return step == 0 or self._is_due(step, self.eval_every)
+
+    def ends(self, progress: Progress) -> bool:
+        """Whether no step follows: all are taken, or evaluations have found no lower loss for so
+        long."""
+        return progress.step >= self.num_steps or self.ends_early(progress)
+
+    def ends_early(self, progress: Progress) -> bool:
+        """Whether so many evaluations have found no lower held-out loss."""
+        most = self.early_stopping
+        return most is not None and progress.held_out.num_since_best >= most
+
+    def _is_due(self, step: int, every: Fraction) -> bool:
+        return step == self.num_steps or (every > 0 and step // every > (step - 1) // every)
