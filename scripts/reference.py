@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from furlong.config.messages import foreign_keys
+from furlong.config.foreign import foreign_table
 from furlong.config.schema import all_keys, section_of
 from furlong.config.sources import default_of, values_of
 
@@ -24,10 +24,17 @@ the file. `scripts/reference.py` writes this page; `furlong train --help` shows 
 _FOREIGN = """\
 ## Keys of other trainers
 
-A key of TRL, axolotl or LLaMA-Factory, or one that furlong had before, is refused, in a run file as
-on the command line and in whatever section it stands. The message is a table of all of them, and
-says what this one says:
+A key of TRL, axolotl, LLaMA-Factory, ms-swift, torchtune, Arctic Training or open-instruct is
+refused, in a run file as on the command line and in whatever section it stands; the message says
+what this table says. `furlong convert` reads whole recipes by the same table
+([coming from others](coming-from.md)).
 """
+_KINDS = {
+    "ours": ("Ours", "Here"),
+    "needless": ("Not needed", "Why"),
+    "lost": ("Not there; a run computes the same without", "Why"),
+    "refused": ("Not there; a run computes something else without", "Why"),
+}
 
 
 def reference() -> str:
@@ -49,9 +56,14 @@ def reference() -> str:
         if section:
             lines.append(f"{_description(section)}\n")
         lines += ["| Key | Values | Default | What it is |", "| --- | --- | --- | --- |", *rows, ""]
-    lines += [_FOREIGN, "| There | Here |", "| --- | --- |"]
-    for answer, names in foreign_keys().items():
-        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {_marked(answer)} |")
+    lines.append(_FOREIGN)
+    for kind, (title, head) in _KINDS.items():
+        lines += [f"### {title}\n", f"| There | {head} |", "| --- | --- |"]
+        for answer, names in foreign_table()[kind].items():
+            shown = ", ".join(f"`{name}`" for name in names)
+            lines.append(f"| {shown} | {_marked(answer)} |")
+        lines.append("")
+    lines.pop()
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from furlong.cli.main import main
 from furlong.config import schema
-from furlong.config.messages import example_of, foreign_keys, suggest
+from furlong.config.foreign import answer_to, foreign_table
+from furlong.config.messages import example_of, suggest
 from furlong.config.schema import RunConfig, Source, all_keys, keys_below, section_of
 from furlong.config.sources import build_run, load_run, parse_run, read_yaml
 from furlong.errors import ConfigError
@@ -358,6 +359,10 @@ def test_words_and_dates_stay_as_they_are_written(run_file: Path) -> None:
         ("model.max_seq_len", "data.max_seq_len?"),
         ("train.stpes", "train.steps?"),
         ("train.foo", "remove it"),
+        ("train.sequence_parallel_size", "write parallel.sp"),
+        ("train.use_dora", "adapters are LoRA here"),
+        ("train.plot_loss", "remove it: every step is logged"),
+        ("train.tensor_parallel_size", "does not cut single matrices"),
     ],
 )
 def test_keys_of_other_trainers_are_answered_with_ours(key: str, change: str) -> None:
@@ -367,11 +372,12 @@ def test_keys_of_other_trainers_are_answered_with_ours(key: str, change: str) ->
     assert change in error.change and error.given == f"{key}, an unknown key"
 
 
-def test_a_foreign_key_has_one_answer_and_is_none_of_ours() -> None:
-    names = [name for theirs in foreign_keys().values() for name in theirs]
+def test_a_foreign_key_has_one_answer_which_names_a_key_of_ours() -> None:
+    table = {kind: foreign_table()[kind] for kind in ("ours", "needless", "lost", "refused")}
+    names = [name for answers in table.values() for theirs in answers.values() for name in theirs]
     assert len(names) == len(set(names))
-    # axolotl's adapter is a kind, ours a path
-    assert set(names) & {key.rpartition(".")[2] for key in LEAVES} <= {"adapter"}
+    ours = {key.rpartition(".")[2] for key in all_keys()}
+    assert all(name in answer_to(name).text for name in names if name in ours)
 
 
 def test_all_wrong_keys_of_a_file_are_told_at_once(

@@ -20,7 +20,7 @@ from furlong.errors import ConfigError, UserError
 from furlong.train.stop import QuietEnd
 from furlong.version import __version__
 
-_VERBS = ("train", "plan", "lengths", "calibrate", "export", "verify")
+_VERBS = ("train", "plan", "lengths", "calibrate", "export", "verify", "convert")
 # Verbs whose result is what they print: elsewhere it lies in files.
 _PRINTED = ("plan", "lengths")
 _HELP = """\
@@ -35,6 +35,7 @@ verbs:
   calibrate [RUN.yaml]                       measure this machine, for predictions that hold
   export RUN_OR_CHECKPOINT [--merge]         write a checkpoint as a Hugging Face model
   verify [RUN.yaml]                          prove gradients, isolation and resume in small
+  convert RECIPE [--out RUN.yaml]            a run file from a recipe of TRL, axolotl and others
   VERB --help                                every key of a verb
 
   --version, --help

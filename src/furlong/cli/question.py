@@ -421,10 +421,10 @@ def cost_model_of(
 ) -> CostModel:
     """The cost model of a run on a device, as it was calibrated if it was. Raises ConfigError."""
     is_shared = num_devices > 1
-    shape, dtype = _model_shape_of(config.model.name), config.model.dtype
     training = replace(
-        training_of(config, shape), zero_stage=1 if is_shared else 0, gathers=is_shared
+        training_of(config.model), zero_stage=1 if is_shared else 0, gathers=is_shared
     )
+    shape, dtype = _model_shape_of(config.model.name), config.model.dtype
     measured = spec.calibrated(dtype) if calibrate else spec.computing_in(dtype)
     return CostModel(shape, measured, training)
 

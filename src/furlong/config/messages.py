@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from furlong.config.foreign import answer_to
 from furlong.config.schema import Source, all_keys, keys_below, words_of
 from furlong.errors import ConfigError, refusal
 
@@ -33,7 +33,7 @@ def config_error(errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> 
     by_key: dict[str, list[ErrorDetails]] = {}
     # A misspelled key is told before the required one that it was meant to be.
     for error in sorted(errors, key=lambda error: error["type"] != "extra_forbidden"):
-        by_key.setdefault(_key_of(error["loc"]), []).append(error)
+        by_key.setdefault(key_of(error["loc"]), []).append(error)
     is_bare = file == NO_FILE and not any(flag[2:] in all_keys() for flag in flags)
     if is_bare and all(own[0]["type"] == "missing" for own in by_key.values()):
         return refusal(
@@ -81,27 +81,16 @@ def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
     key = key.lower().replace("-", "_")
     section, _, name = key.rpartition(".")
     beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
-    for answer, theirs in foreign_keys().items():
-        # before what is only spelt alike; learningrate is learning_rate
-        if name.replace("_", "") in {one.replace("_", "") for one in theirs}:
-            return answer
+    if (answer := answer_to(key)) is not None:  # before what is only spelt alike
+        return answer.advice
     close = difflib.get_close_matches(name, beside, n=1, cutoff=_NEAR)
     if close:
         return f"did you mean {prefix}{beside[close[0]]}?"
     if section == "offload":
         return f"write offload as a mapping: {{{name}: cpu}}"
-    elsewhere = [one for one in all_keys() if one.rpartition(".")[2] == name]
-    close = elsewhere or difflib.get_close_matches(key, known, n=1, cutoff=_NEAR)
+    by_name = {one.rpartition(".")[2]: one for one in (*known, *all_keys())}
+    close = [by_name[one] for one in difflib.get_close_matches(name, by_name, n=1, cutoff=_NEAR)]
     return f"did you mean {prefix}{close[0]}?" if close else "remove it: furlong has none"
-
-
-def foreign_keys() -> dict[str, list[str]]:
-    """Keys of TRL, axolotl and LLaMA-Factory, by what stands for them here."""
-    from ruamel.yaml import YAML
-
-    text = files("furlong.config").joinpath("foreign.yaml").read_text(encoding="utf-8")
-    keys: dict[str, list[str]] = YAML(typ="safe", pure=True).load(text)
-    return keys
 
 
 def example_of(key: str) -> str:
@@ -190,7 +179,7 @@ def _meets(flag: str, key: str) -> bool:
     return f"{flag}.".startswith(f"{key}.") or f"{key}.".startswith(f"{flag}.")
 
 
-def _key_of(location: tuple[int | str, ...]) -> str:
+def key_of(location: tuple[int | str, ...]) -> str:
     """`chunks.size` of `(chunks, size, literal['auto'])`: pydantic adds the union's branches."""
     key = ""
     for part in location:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from furlong.cost.machine import are_links_measured
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.lengths import Lengths, StepSize, draw_lengths
@@ -45,7 +44,7 @@ from furlong.simulate.predict import Needs, Prediction, needs_of, predict_step
 from furlong.units import count_words, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from furlong.config.schema import ChunksConfig, RunConfig
+    from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig
 
 
 MAX_CHUNKS = 2048
@@ -346,25 +345,14 @@ def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
     return Needs(device, int(curve.cpu.max()), int(curve.disk.max()))
 
 
-def training_of(config: RunConfig, shape: ModelShape) -> Training:
-    """The trained weights of a run, their dtypes and the optimizer's bytes, on one device."""
-    training, lora = Training.in_dtype(config.model.dtype), config.model.lora
-    if lora is not None:
-        named = {"all"} if lora.target_modules == "all-linear" else set(lora.target_modules)
-        attention, mlp = "all" in named or bool(named & _ATTENTION), bool(named - _ATTENTION)
-        training = replace(training, lora=Lora(lora.rank, attention=attention, mlp=mlp))
-    name, wide = config.train.optimizer, training.gradient_bytes
-    if name == "muon":
-        return replace(training, optimizer_bytes=2 * wide, matrix_bytes=wide)
-    if name == "adafactor":  # a number for each row and for each column of a matrix
-        narrow = shape.hidden_size if lora is None else lora.rank
-        return replace(training, optimizer_bytes=wide / narrow + wide / shape.hidden_size)
-    if name == "adamw":
-        each = 2 * wide if config.train.state_dtype == "float32" else 4
-        return replace(training, optimizer_bytes=each)
-    bits = {"32bit": 32, "4bit": 4}.get(name.rpartition("_")[2], 8)
-    scales = 4 / 256 if bits < 32 else 0.0  # a float32 for each block
-    return replace(training, optimizer_bytes=2 * (bits / 8 + scales))
+def training_of(model: ModelConfig) -> Training:
+    """The trained weights of a run and their dtypes, on one device."""
+    training, lora = Training.in_dtype(model.dtype), model.lora
+    if lora is None:
+        return training
+    named = {"all"} if lora.target_modules == "all-linear" else set(lora.target_modules)
+    attention, mlp = "all" in named or bool(named & _ATTENTION), bool(named - _ATTENTION)
+    return replace(training, lora=Lora(lora.rank, attention=attention, mlp=mlp))
 
 
 def given_options(config: RunConfig) -> dict[str, Any]:

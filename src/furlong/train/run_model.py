@@ -78,8 +78,7 @@ class RunModel:
         machine = one_of(_machine_of(device), launch.num_local)
         known = (config.model.name, whole, launch, device, machine)
         try:
-            shape = describe(whole)
-            cost = CostModel(shape, machine, training_of(config, shape))
+            cost = CostModel(describe(whole), machine, training_of(config.model))
         except ConfigError as error:
             return cls(*known, None, error.given)
         return cls(*known, cost.calibrated(config.model.dtype))

@@ -1,0 +1,61 @@
+"""Keys of other trainers: one table for advice on unknown keys, `furlong convert` and the docs."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["ours", "needless", "lost", "refused"]
+
+
+class Answer(NamedTuple):
+    """An entry of the table: the verdict on a key of another trainer."""
+
+    kind: Kind
+    text: str
+    """The key of ours, maybe with an explanation after a comma; or the reason why there is none."""
+
+    @property
+    def advice(self) -> str:
+        """Advice to somebody who has written the key."""
+        prefix = {"ours": "write ", "needless": "remove it: "}.get(self.kind, "there is none: ")
+        return prefix + self.text
+
+    @property
+    def target(self) -> str:
+        """The key of ours."""
+        return re.split(r"[ ,]", self.text, maxsplit=1)[0]
+
+
+@cache
+def foreign_table() -> dict[str, dict[str, Any]]:
+    """The sections of foreign.yaml: names by the answer to them, and the trainers' defaults."""
+    from ruamel.yaml import YAML
+
+    text = files("furlong.config").joinpath("foreign.yaml").read_text(encoding="utf-8")
+    table: dict[str, dict[str, Any]] = YAML(typ="safe", pure=True).load(text)
+    return table
+
+
+@cache
+def _answers() -> dict[str, Answer]:
+    kinds: tuple[Kind, ...] = ("ours", "needless", "lost", "refused")
+    return {
+        name.replace("_", ""): Answer(kind, text)
+        for kind in kinds
+        for text, names in foreign_table()[kind].items()
+        for name in names
+    }
+
+
+def answer_to(key: str) -> Answer | None:
+    """The table's answer to a key, whole or by its last part; `learningrate` is learning_rate."""
+    parts = key.lower().replace("-", "_").replace("_", "").split(".")
+    answers = _answers()
+    found = answers.get(".".join(parts)) or answers.get(parts[-1])
+    if found is not None:
+        return found
+    outer = next((answers[part] for part in reversed(parts[:-1]) if part in answers), None)
+    return outer if outer is not None and outer.kind != "ours" else None

@@ -1,0 +1,289 @@
+"""Recipes of other trainers, read as mappings of their keys."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from furlong.config.foreign import foreign_table
+from furlong.config.sources import read_yaml
+from furlong.errors import ConfigError, refusal
+
+Dialect = Literal[
+    "TRL", "axolotl", "LLaMA-Factory", "ms-swift", "torchtune", "Arctic Training", "open-instruct"
+]
+
+
+class Recipe(NamedTuple):
+    """A recipe of another trainer."""
+
+    dialect: Dialect
+    keys: dict[str, Any]
+    """Its keys with their values; those of sections as `section.key`."""
+    num_processes: int | None
+    """Processes that its launcher starts; None where it does not say."""
+    environment: dict[str, str]
+    """Variables that its script sets."""
+    file: Path
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Values that its trainer takes where the recipe has none."""
+        own: dict[str, dict[str, Any]] = foreign_table()["defaults"]
+        return own.get(f"{self.dialect} {self.keys.get('stage', '')}".strip()) or own[self.dialect]
+
+
+def read_recipe(file: Path, command: int | None = None) -> Recipe:
+    """The recipe in a YAML or JSON file, or in a shell script.
+
+    `command`: which of several commands of a script, from 1. Raises ConfigError.
+    """
+    text = _text_of(file)
+    if file.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch"):
+        return _of_script(file, text, command)
+    if file.suffix.lower() not in (".yaml", ".yml", ".json"):
+        raise _no_recipe(file, f"a file that ends in {file.suffix or 'nothing'}")
+    values = _mapping_of(file, text)
+    dialect = _dialect_of(values)
+    if dialect is None:
+        raise _no_recipe(file, f"keys {', '.join(list(values)[:5])}")
+    keys = dict(_flat(values)) if dialect in ("torchtune", "Arctic Training") else values
+    return Recipe(dialect, keys, None, {}, file)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise refusal(f"{file}: {reason}", "a recipe that can be read", "check the path") from error
+
+
+def _mapping_of(file: Path, text: str) -> dict[str, Any]:
+    values = read_yaml(text, str(file), "mend the line that is named")
+    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+        raise _no_recipe(file, "no mapping of keys")
+    return dict(values)
+
+
+def _no_recipe(file: Path, given: str) -> ConfigError:
+    return refusal(
+        given,
+        "a recipe of axolotl, LLaMA-Factory, TRL, ms-swift, torchtune or Arctic Training (YAML), or"
+        " a shell script with the flags of one of the first four or of open-instruct",
+        "name the YAML file that is called, or the script; of a Python script write down the keys"
+        " that it sets, as YAML",
+        str(file),
+    )
+
+
+def _dialect_of(keys: Mapping[str, Any]) -> Dialect | None:
+    """Whose recipe it is, by keys that only one trainer has."""
+    if "base_model" in keys:
+        return "axolotl"
+    if any(isinstance(value, Mapping) and "_component_" in value for value in keys.values()):
+        return "torchtune"
+    if isinstance(data := keys.get("data"), Mapping) and "sources" in data:
+        return "Arctic Training"
+    if "tuner_type" in keys or "train_type" in keys or "rlhf_type" in keys:
+        return "ms-swift"
+    if keys.keys() & {"cutoff_len", "finetuning_type", "stage", "template"}:
+        return "LLaMA-Factory"
+    return "TRL" if "model_name_or_path" in keys else None
+
+
+_WHOLE = frozenset(("dataset", "peft_config", "role_mapping", "deepspeed"))
+_OF_DEEPSPEED = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+
+
+def _flat(keys: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in keys.items():
+        path = f"{outer}{name}"
+        if isinstance(value, Mapping) and name not in _WHOLE:
+            yield from _flat(value, f"{path}.")
+        else:
+            yield path, value
+            if name == "deepspeed":
+                yield from (
+                    (one, value["bf16"][one])
+                    for one in _OF_DEEPSPEED
+                    if one in value.get("bf16", {})
+                )
+
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
+_PER_NODE = ("nproc_per_node", "gpus", "num_gpus", "launch.num_gpus")
+_NUM_NODES = ("nnodes", "num_nodes", "num_machines")
+_LOSSES = ("sft", "dpo", "kto")
+_RUNNERS: dict[str, Dialect] = {
+    "swift": "ms-swift",
+    "megatron": "ms-swift",
+    "llamafactory-cli": "LLaMA-Factory",
+}
+
+
+def _of_script(file: Path, text: str, command: int | None) -> Recipe:
+    environment: dict[str, str] = {}
+    found: list[tuple[list[str], dict[str, str]]] = []
+    for words in _commands(file, text):
+        while words and _ASSIGNMENT.match(words[0]):
+            name, _, value = words.pop(0).partition("=")
+            environment[name.rstrip("+")] = _expanded(value, environment)
+        if words[:1] == ["export"]:
+            pairs = (word.partition("=") for word in words[1:])
+            environment |= {name: _expanded(value, environment) for name, _, value in pairs}
+        elif sum(word.startswith("--") for word in words) > 1:
+            found.append(([_expanded(word, environment) for word in words], dict(environment)))
+    if not found:
+        raise _no_recipe(file, "no command with flags")
+    if len(found) > 1 and command is None:
+        names = "; ".join(" ".join(words[:3]) for words, _ in found)
+        change = f"choose one: --command=1 to {len(found)}"
+        raise refusal(f"{len(found)} commands: {names}", "one command", change, str(file))
+    if command is not None and not 1 <= command <= len(found):
+        change = f"choose one of 1 to {len(found)}"
+        raise refusal(f"--command={command}", "a command of the script", change)
+    words, environment = found[(command or 1) - 1]
+    dialect, launch, keys = _split_call(words)
+    if dialect is None:
+        raise _no_recipe(file, " ".join(words[:3]))
+    for name, flags in (("config", keys), ("config_file", launch)):
+        if isinstance(named := flags.pop(name, None), str):  # a recipe, or accelerate's settings
+            beside = next(
+                (one for one in (Path(named), file.parent / named) if one.is_file()), None
+            )
+            if beside is None:
+                change = f"put {named} beside the script, or convert that file"
+                raise refusal(f"--{name} {named}: no such file", "its keys", change, str(file))
+            inner = _mapping_of(beside, _text_of(beside))
+            flags |= inner | flags
+    return Recipe(dialect, keys, _processes(launch | keys, environment), environment, file)
+
+
+def _commands(file: Path, text: str) -> Iterator[list[str]]:
+    """The commands of a script as words. A comment ends a command that goes on in the next line, as
+    in a shell; flags behind it would be lost, so they are refused."""
+    pending, ended_by_comment = "", False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("#"):
+            ended_by_comment |= bool(pending)
+            if pending:
+                yield shlex.split(pending, comments=True)
+            pending = ""
+            continue
+        if ended_by_comment and line.lstrip().startswith("--"):
+            raise refusal(
+                f"line {number}: flags behind a comment, which ends the command",
+                "a command whose lines follow each other",
+                "remove the comment between its lines, or the flags behind it",
+                str(file),
+            )
+        ended_by_comment &= not line.strip()
+        pending += line.removesuffix("\\") if line.endswith("\\") else f"{line}\n"
+        if line.endswith("\\"):
+            continue
+        with suppress(ValueError):  # a quotation that goes on in the next line
+            words = shlex.split(pending, comments=True)
+            pending = ""
+            if words:
+                yield words
+    with suppress(ValueError):
+        yield shlex.split(pending, comments=True)
+
+
+def _expanded(word: str, environment: Mapping[str, str]) -> str:
+    """The word with variables of the script in their places; what only a shell knows stays."""
+
+    def value(found: re.Match[str]) -> str:
+        given = environment.get(found[1] or found[3], found[2])
+        return found[0] if given is None else given
+
+    return _VARIABLE.sub(value, word)
+
+
+def _split_call(words: Sequence[str]) -> tuple[Dialect | None, dict[str, Any], dict[str, Any]]:
+    """Whose call it is, the launcher's flags, and the training's own."""
+    for place, word in enumerate(words):
+        name, verb = word.rpartition("/")[2], [*words, ""][place + 1]
+        own: dict[str, Any] = {}
+        dialect: Dialect = "TRL"
+        start = place + 1
+        if name in _RUNNERS and verb in ("sft", "pt", "rlhf", "train"):
+            dialect, start = _RUNNERS[name], place + 2
+            own = (
+                {"stage": "megatron"}
+                if name == "megatron"
+                else ({"stage": "pt"} if verb == "pt" else {})
+            )
+        elif name == "trl" and verb in _LOSSES:
+            start = place + 2
+            own = {"stage": verb}
+        elif name.endswith(".py") and name != "mason.py":
+            if name == "train.py":
+                dialect = "LLaMA-Factory"
+            elif "open_instruct" in word or name == "OLMo2-7B-sft.py":
+                dialect = "open-instruct"
+            loss = next((one for one in ("dpo", "kto") if one in name), None)
+            own = {"stage": loss} if loss else {}
+        else:
+            continue
+        return dialect, _flags(words[:place]), own | _flags(words[start:])
+    return None, {}, {}
+
+
+def _flags(words: Sequence[str]) -> dict[str, Any]:
+    """The values of `--name value`, `--name=value`, `--name value value` and `--name`."""
+    keys: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word == "--":  # what the launcher calls
+            name = ""
+        elif word.startswith("--"):
+            name, has_value, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            keys[name] = [value] if has_value else []
+        elif name and word not in ("2>&1", "|", ">", "&&", ";"):
+            keys[name].append(word)
+        else:
+            name = ""
+    return {name: _of_words(given) for name, given in keys.items()}
+
+
+def _of_words(words: Sequence[str]) -> Any:
+    values = [_value(word) for word in words]
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def _value(word: str) -> Any:
+    """A flag's value: a number, a truth value, JSON, or the text itself."""
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(word)
+    if word[:1] in ("{", "["):
+        with suppress(ValueError):
+            return json.loads(word)
+    return word
+
+
+def _processes(flags: Mapping[str, Any], environment: Mapping[str, str]) -> int | None:
+    """How many processes a launcher starts, by its flags, else by the script's variables."""
+    nodes = next((flags[name] for name in _NUM_NODES if name in flags), None)
+    nodes = nodes or _value(environment.get("NNODES", "1"))
+    each = next((flags[name] for name in _PER_NODE if name in flags), None)
+    if each is None and isinstance(flags.get("num_processes"), int):
+        each, nodes = flags["num_processes"], 1  # accelerate counts those of all nodes
+    if each is None and isinstance(place := flags.get("include"), str):
+        each = place.count(",") + 1
+    if each is None and "NPROC_PER_NODE" in environment:
+        each = _value(environment["NPROC_PER_NODE"])
+    if each is None and (visible := environment.get("CUDA_VISIBLE_DEVICES")):
+        each = visible.count(",") + 1
+    return each * nodes if isinstance(each, int) and isinstance(nodes, int) else None
