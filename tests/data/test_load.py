@@ -262,3 +262,134 @@ def test_held_out_files_that_are_trained_on_are_told(
         load_splits(settings, word_tokenizer(), None)
         told = f"data.eval: 1 file of data.train ({same}): its loss is of sequences that are learnt"
         assert (told in capsys.readouterr().out) == (same is not None)
+
+
+def numbers(data: DataSet) -> list[int]:
+    """The first token of each sequence."""
+    return [int(sequence.input_ids[0]) for sequence in data]
+
+
+def ids_file(tmp_path: Path, name: str, *lens: int) -> Path:
+    """A record of token ids of each length; the first id is its number."""
+    records = [{"input_ids": [10 * i, *range(1, n)]} for i, n in enumerate(lens)]
+    return write_lines(tmp_path / f"{name}.jsonl", *records)
+
+
+def of_settings(tmp_path: Path, seed: int = 0, **options: Any) -> dict[str, DataSet]:
+    settings = DataConfig(cache_dir=str(tmp_path / "cache"), **options)
+    return load_splits(settings, word_tokenizer(), None, seed)
+
+
+def test_a_limit_takes_the_first_records_of_each_source(tmp_path: Path) -> None:
+    a, b = ids_file(tmp_path, "a", 2, 2, 2, 2), ids_file(tmp_path, "b", 2, 2, 2)
+    named = [{"path": str(a), "limit": 3, "split": "train[1:]"}, str(b)]
+    assert numbers(of_settings(tmp_path, train=named)["train"]) == [10, 20, 30, 0, 10, 20]
+    both = of_settings(tmp_path, train=named, limit=2, eval={"path": str(a), "split": "train[:1]"})
+    assert numbers(both["train"]) == [10, 20, 0, 10] and numbers(both["eval"]) == [0]
+
+
+def test_slices_of_one_file_are_sources_if_they_share_no_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ids_file(tmp_path, "a", 2, 2, 2, 2)
+
+    def named(first: str, second: str) -> list[dict[str, str]]:
+        return [{"path": str(file), "split": split} for split in (first, second)]
+
+    data = of_settings(tmp_path, train=named("train[:50%]", "train[50%:]"))["train"]
+    assert numbers(data) == [0, 10, 20, 30]
+    assert len(data.fingerprint) == 4  # each slice has a name of its own
+    with pytest.raises(DataError, match="two sources name"):
+        of_settings(tmp_path, train=named("train[:3]", "train[2:]"))
+    capsys.readouterr()
+    for first, is_told in (("train[:2]", False), ("train[:3]", True)):
+        train, held_out = named(first, "train[2:]")
+        of_settings(tmp_path, train=train, eval=held_out)
+        assert ("of sequences that are learnt" in capsys.readouterr().out) == is_told
+
+
+def test_documents_go_on_in_the_next_sequence(tmp_path: Path) -> None:
+    labels = [-100, -100, -100, -100, 5, 6, -100]
+    file = write_lines(
+        tmp_path / "a.jsonl",
+        {"input_ids": [1, 2]},
+        {"input_ids": [1, 2, 3, 4, 5, 6, 7], "labels": labels},
+        {"input_ids": [1, 2, 3]},
+    )
+    data = load(tmp_path, file, max_seq_len=3, too_long="split")
+    assert [s.input_ids.tolist() for s in data] == [[1, 2], [1, 2, 3], [4, 5, 6], [7], [1, 2, 3]]
+    assert [s.labels.tolist() for s in data][1:4] == [labels[:3], labels[3:6], labels[6:]]
+    assert [s.num_valid_tokens for s in data] == [1, 0, 2, 0, 2] == data.valid_tokens.tolist()
+    assert data.describe()[-1].endswith("above 3: 1 split")
+    assert Path(data[3].origin).name == "a.jsonl:2"
+    longer = load(tmp_path, file, max_seq_len=3, too_long="split", min_len=2)
+    assert len(longer) == 4 and longer.describe()[-1].endswith("below 2: 1 left out")
+
+
+def test_conversations_and_answers_are_not_split(tmp_path: Path) -> None:
+    chats = write_lines(tmp_path / "a.jsonl", {"messages": CHAT})
+    pairs = write_lines(tmp_path / "b.jsonl", {"prompt": "a", "completion": "b"})
+    for file in (chats, pairs):
+        for limit in (99, 1):
+            options = {"max_seq_len": limit, "too_long": "split", "tokenizer": byte_tokenizer()}
+            if limit == 99:
+                assert len(load(tmp_path, file, **options)) == 1
+            else:
+                with pytest.raises(DataError, match=r"texts and tokens[\s\S]*jsonl:1"):
+                    load(tmp_path, file, **options)
+
+
+def test_short_sequences_are_left_out_and_counted(tmp_path: Path, texts: Path) -> None:
+    data = load(tmp_path, texts, min_len=4)
+    assert [s.seq_len for s in data] == [5, 4] and data.num_short == 2
+    assert data.describe()[-1].endswith("below 4: 2 left out")
+    both = load(tmp_path, texts, min_len=3, max_seq_len=4, too_long="drop")
+    assert [s.seq_len for s in both] == [4] and (both.num_short, both.num_dropped) == (2, 1)
+    with pytest.raises(DataError, match="0 sequences without a label, 4 too short"):
+        load(tmp_path, texts, min_len=6)
+
+
+def test_held_out_records_are_split_off_each_source(tmp_path: Path, capsys: Any) -> None:
+    a, b = ids_file(tmp_path, "a", *[2] * 30), ids_file(tmp_path, "b", *[7] * 10)
+    for amount, expected in ((0.1, (3, 1)), (8, (6, 2)), (5, (4, 1)), (1e-6, (1, 0))):
+        data = of_settings(tmp_path, train=[str(a), str(b)], eval_share=amount)
+        held = [Path(s.origin).name for s in data["eval"]]
+        counts = (sum(o.startswith("a") for o in held), sum(o.startswith("b") for o in held))
+        assert counts == expected
+        rest = [Path(s.origin).name for s in data["train"]]
+        assert len({*held, *rest}) == len(held) + len(rest) == 40
+        assert "data.eval_share: " in capsys.readouterr().out
+    again = of_settings(tmp_path, train=[str(a), str(b)], eval_share=8)
+    other = of_settings(tmp_path, train=[str(a), str(b)], eval_share=8, seed=1)
+    same = of_settings(tmp_path, train=[str(a), str(b)], eval_share=0.2)
+    prints = [d["train"].fingerprint[SEQUENCES] for d in (again, other, same)]
+    assert prints[0] == prints[2] != prints[1]
+    assert "eval" not in of_settings(tmp_path, train=str(a), eval_share=0)
+    with pytest.raises(DataError, match=r"data\.eval_share = 30, of 30 records"):
+        of_settings(tmp_path, train=str(a), eval_share=30)
+
+
+def test_pieces_of_a_record_are_held_out_together(tmp_path: Path) -> None:
+    file = ids_file(tmp_path, "a", *range(1, 30))
+    data = of_settings(tmp_path, train=str(file), max_seq_len=4, too_long="split", eval_share=0.3)
+    held, rest = ({s.origin for s in data[name]} for name in ("eval", "train"))
+    assert not held & rest and len(held) == 9 and len(rest) == 20
+    assert data["eval"].num_tokens + data["train"].num_tokens == sum(range(1, 30))
+
+
+def test_shares_are_of_the_tokens_of_an_epoch(tmp_path: Path) -> None:
+    a, b, c = (
+        ids_file(tmp_path, name, *lens)
+        for name, lens in (("a", [10] * 40), ("b", [100] * 12), ("c", [2] * 200))
+    )
+    named = [{"path": str(path), "share": share} for path, share in ((a, 0.5), (b, 0.3), (c, 0.2))]
+    train = of_settings(tmp_path, train=named)["train"]
+    lens = train.epoch_lens(0)
+    assert abs(lens.sum() - train.num_tokens) <= 100  # an epoch is as long as the sources are
+    of_sources = [lens[lens == one].sum() / lens.sum() for one in (10, 100, 2)]
+    assert np.allclose(of_sources, [0.5, 0.3, 0.2], atol=0.03)
+    assert train.describe()[0].endswith("share 0.5: 100 an epoch")
+    other = [named[0] | {"share": 0.4}, named[1] | {"share": 0.4}, named[2]]
+    assert of_settings(tmp_path, train=other)["train"].fingerprint != train.fingerprint
+    with pytest.raises(DataError, match=r"no sequence for a share of 0\.2"):
+        of_settings(tmp_path, train=named, min_len=5)

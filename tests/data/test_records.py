@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,13 @@ from furlong.errors import DataError
 
 datasets.disable_progress_bars()
 
+LINES = b'{"text":"x"}\n{"text":"y"}\n'
+ZST = pa.Codec("zstd").compress(LINES, asbytes=True)
+
 
 def read(path: Path, notes: Notes | None = None) -> list[SourceRecord]:
     counted = Notes() if notes is None else notes
-    return list(read_records(list_files(Source(path=str(path))).files, counted, FIELDS))
+    return list(read_records(list_files(Source(path=str(path))), counted, FIELDS))
 
 
 def found(path: Path) -> list[tuple[dict[str, Any], str]]:
@@ -88,7 +94,12 @@ def test_a_broken_line_is_named(tmp_path: Path, line: bytes, given: str) -> None
         ("a.txt", b" \n\t", "1 file without a record, 1 blank texts"),
         ("a.jsonl", b"\n\n", "1 file without a record"),
         ("a.txt", "text".encode("utf-16"), "1 file without a record, 1 binary files"),
-        ("a.gz", b"\x1f\x8b\x08\0\0\xfe\xff", "1 file without a record, 1 binary files"),
+        ("a.gz", b"\x1f\x8b\x08\0\0\xfe\xff", "Truncated compressed stream"),
+        ("a.jsonl.gz", b'{"text": "x"}', "incorrect header"),
+        ("a.jsonl.zst", ZST[:-3], "Truncated compressed stream"),
+        ("a.jsonl.gz", gzip.compress(b""), "1 file without a record"),
+        ("a.json", b"[]", "1 file without a record"),
+        ("a.csv", b"text,n\n", "1 file without a record"),
         ("a.parquet", b"", "0 bytes"),
         ("a.parquet", b"PAR1 junk " * 9, "not a parquet file"),
         ("a.arrow", b"junk" * 99, "a.arrow"),
@@ -111,8 +122,104 @@ def test_lines_and_texts_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(DataError, match=r"a line of more than 20 B[\s\S]*a\.jsonl:2"):
         read(file)
     (tmp_path / "a.txt").write_text("x" * 21)
-    with pytest.raises(DataError, match=r"a text of 21 B\n"):
+    with pytest.raises(DataError, match=r"a text of more than 20 B\n"):
         read(tmp_path / "a.txt")
+    # What a few bytes of an archive become is bounded too.
+    for name, content in (
+        ("b.txt.gz", b"x" * 2**20),
+        ("b.jsonl.gz", b'"' * 2**20),
+        ("b.json.gz", b'["' + b"x" * 2**22),
+        ("b.csv.gz", b'text\n"' + b"x\n" * 2**10),
+        ("b.tsv.gz", b"x" * 2**20),
+    ):
+        (tmp_path / name).write_bytes(gzip.compress(content))
+        with pytest.raises(DataError, match=r"of more than 20 B\n"):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl.gz", gzip.compress(LINES[:13]) + gzip.compress(LINES[13:])),
+        ("a.jsonl.zst", ZST),
+        ("a.json", LINES),
+        ("a.json", b'\xef\xbb\xbf[{"text": "x"},\n\n {"text": "y"}\n]\n'),
+        ("a.json.bz2", bz2.compress(b'[{"text":"x"},{"text":"y"}]')),
+        ("a.csv", b'\xef\xbb\xbfid,text\r\n1,x\r\n\r\n2,"y"\r\n'),
+        ("a.TSV.gz", gzip.compress(b"text\tid\nx\t1\ny\t2")),
+    ],
+)
+def test_the_same_records_in_other_clothes(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert [record.fields["text"] for record in read(tmp_path / name)] == ["x", "y"]
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 2, 7, 2**20])
+def test_a_list_is_read_in_pieces(
+    tmp_path: Path, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_BUFFER_BYTES", buffer_bytes)
+    texts = ["", "é☃😀 ]},[{", 'a "b" \\ \n', "x" * 50]
+    (tmp_path / "a.json").write_text(json.dumps([{"text": t, "n": {"k": []}} for t in texts]))
+    assert [record.fields["text"] for record in read(tmp_path / "a.json")] == texts
+    (tmp_path / "a.json").write_text(json.dumps([{"text": t} for t in texts], ensure_ascii=False))
+    assert [record.fields["text"] for record in read(tmp_path / "a.json")] == texts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "given", "source"),
+    [
+        ("a.json", '[{"text": "x"}, {"te', "column", "row 2"),
+        ("a.json", '[{"text": "x"},', "the file ends within the list", "row 1"),
+        ("a.json", '[{"text": "x"}] {"text": "y"}', "it follows the end of the list", "row 2"),
+        ("a.json", '{"text": "x"}\n3', "it is of type int", "row 2"),
+        ("a.json", '[[{"text": "x"}]]', "it is of type list", "row 1"),
+        ("a.json", "\0", "a binary file", "a.json"),
+        ("a.json", "[" * 10**5, "recursion", "row 1"),
+        ("a.csv", 'text,n\nx,1\n"y', "unexpected end of data", "a.csv:3"),
+        ("a.csv", "text,n\nx,1,2\n", "3 cells in a table of 2 columns", "a.csv:2"),
+        ("a.csv", "text,text\nx,1\n", "two columns of the same name", "a.csv:1"),
+        ("a.tsv", "text\r1\r2", "new-line character", "a.tsv:1"),
+        ("a.csv", "text\n\0", "a binary file", "a.csv:2"),
+    ],
+)
+def test_what_is_no_record_is_named(
+    tmp_path: Path, name: str, content: str, given: str, source: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / name)
+    assert given in caught.value.given and caught.value.source.endswith(source)
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("train[:20%]", [0, 1]),
+        ("train[3:5]", [3, 4]),
+        ("train[-1:] + train[:1]", [9, 0]),
+        ("train[8:]+train[90%:]", [8, 9, 9]),
+        ("train", list(range(10))),
+    ],
+)
+def test_slices_are_those_of_datasets(tmp_path: Path, split: str, expected: list[int]) -> None:
+    lines = (f'{{"text": "{number}"}}\n\n' for number in range(10))
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    table = {"text": [str(number) for number in range(10)]}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    for file in ("a.jsonl", "a.parquet"):
+        listing = list_files(Source(path=str(tmp_path / file), split=split))
+        for limit in (None, 2):
+            found = read_records(listing, Notes(), FIELDS, limit=limit)
+            assert [int(record.fields["text"]) for record in found] == expected[:limit]
+
+
+@pytest.mark.parametrize("split", ["train[5:5]", "train[:1%](pct1_dropremainder)", "train[:1%]"])
+def test_a_slice_without_a_record_is_told(tmp_path: Path, split: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}')
+    with pytest.raises(DataError) as caught:
+        list(read_records(list_files(Source(path=str(tmp_path), split=split)), Notes(), FIELDS))
+    assert split in caught.value.given
 
 
 def test_rows_of_parquet_are_records(tmp_path: Path) -> None:

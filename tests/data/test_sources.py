@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -43,13 +45,23 @@ def test_the_ending_tells_the_kind(tmp_path: Path, name: str, kind: str) -> None
     assert (file.kind, file.parts) == (kind, [tmp_path / name])
 
 
-@pytest.mark.parametrize("files", [["a.json"], ["a.TSV", "README.md"], ["a.csv", "b.csv"]])
-def test_what_may_hold_records_is_not_taken_for_a_text(tmp_path: Path, files: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("files", "kinds"),
+    [
+        (("a.json", "README.md", "dataset_info.json"), ["json"]),
+        (("a.TSV", "LICENSE"), ["tsv"]),
+        (("a.csv.gz", "b.json.zst"), ["csv", "json"]),
+        (("a.jsonl.bz2", "b.json"), ["json lines"]),
+        (("a.md", "b.json", "c.txt.gz"), ["text", "text", "text"]),
+    ],
+)
+def test_what_may_hold_records_does_beside_nothing_else(
+    tmp_path: Path, files: tuple[str, ...], kinds: list[str]
+) -> None:
     write(tmp_path, *files)
-    for path in [tmp_path, tmp_path / files[0]]:
-        with pytest.raises(DataError, match=r"it may hold records[\s\S]*data\.format: text"):
-            list_files(Source(path=str(path)))
-        assert list_files(Source(path=str(path)), format="text").files
+    assert [kind for _, kind in names(tmp_path)] == kinds
+    alone = list_files(Source(path=str(tmp_path / files[0]))).files
+    assert kinds[0] == "text" or alone[0].kind == kinds[0]
 
 
 def test_of_a_folder_of_records_what_describes_it_is_left_out(tmp_path: Path) -> None:
@@ -107,10 +119,17 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a folder without files"):
         list_files(Source(path=str(tmp_path)))
     write(tmp_path, "a.txt")
-    with pytest.raises(DataError, match="a file, without split train"):
-        list_files(Source(path=str(tmp_path / "a.txt"), split="train"))
+    with pytest.raises(DataError, match="a file, without split test"):
+        list_files(Source(path=str(tmp_path / "a.txt"), split="test"))
+    with pytest.raises(DataError, match="a file, without the name en"):
+        list_files(Source(path=str(tmp_path / "a.txt"), name="en"))
     with pytest.raises(DataError, match="which holds files without a split"):
-        list_files(Source(path=str(tmp_path), split="train"))
+        list_files(Source(path=str(tmp_path), split="test"))
+    with pytest.raises(DataError, match="revision v1 of"):
+        list_files(Source(path=str(tmp_path), revision="v1"))
+    # `datasets` calls train what no name says anything of.
+    for path in (tmp_path, tmp_path / "a.txt"):
+        assert len(list_files(Source(path=str(path), split="train")).files) == 1
 
 
 def test_links_are_followed_and_a_folder_is_read_once(tmp_path: Path) -> None:
@@ -214,8 +233,16 @@ def test_a_split_that_no_file_names_is_not_proposed_again(tmp_path: Path) -> Non
     write(tmp_path, "a.jsonl")
     for key in ("data", "data.train"):
         with pytest.raises(DataError, match="which holds files without a split") as caught:
-            list_files(Source(path=str(tmp_path), split="train"), key)
+            list_files(Source(path=str(tmp_path), split="test"), key)
         assert caught.value.change == "remove split, or name the files that are meant"
+
+
+@pytest.mark.parametrize(
+    ("file", "split"), [("dev.jsonl", "validation"), ("eval/a.json", "test"), ("val/a.csv", "val")]
+)
+def test_splits_have_the_names_of_datasets(tmp_path: Path, file: str, split: str) -> None:
+    write(tmp_path, file, file.replace("dev", "train").replace("val", "train"))
+    assert [name for name, _ in names(tmp_path, split)] == [file]
 
 
 def test_the_verb_that_takes_data_is_told_its_own_flag(tmp_path: Path) -> None:
@@ -225,29 +252,156 @@ def test_the_verb_that_takes_data_is_told_its_own_flag(tmp_path: Path) -> None:
     assert caught.value.change == "add --split train"
 
 
-def test_a_data_set_of_the_hub_is_a_folder_without_its_programs(
+CARD = """---
+license: mit
+configs:
+- config_name: en
+  default: true
+  data_files:
+  - split: train
+    path: ["en/train-*.jsonl", "more/*"]
+  - split: test_sft
+    path: en/test.jsonl
+- config_name: de
+  data_files: "de/**"
+- config_name: fr
+  data_dir: fr
+---
+# A card
+"""
+CARD_FILES = (
+    "en/train-1.jsonl", "more/x.jsonl", "en/test.jsonl", "de/a/b.jsonl", "fr/dev.json",
+    "fr/train.json", "loader.py", "picture.png",
+)  # fmt: skip
+
+
+def of_hub(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *files: str, card: str | None = None
+) -> Path:
+    """A cache of the hub with the data set a/b; its revision v1 has one file alone."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    home = folder / "datasets--a--b"
+    for revision, commit, own in (("main", "0" * 40, files), ("v1", "1" * 40, ("old.jsonl",))):
+        write(home / "snapshots" / commit, *own)
+        (home / "refs").mkdir(exist_ok=True)
+        (home / "refs" / revision).write_text(commit)
+    if card is not None:
+        (home / "snapshots" / ("0" * 40) / "README.md").write_text(card)
+    return home / "snapshots" / ("0" * 40)
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "expected"),
+    [
+        (None, "train", ["en/train-1.jsonl", "more/x.jsonl"]),
+        ("en", "test_sft[:5%]", ["en/test.jsonl"]),
+        ("de", None, ["de/a/b.jsonl"]),
+        ("de", "train", ["de/a/b.jsonl"]),
+        ("fr", "validation", ["fr/dev.json"]),
+        ("fr", "train+validation", ["fr/train.json", "fr/dev.json"]),
+        ("en", None, "which holds train, test_sft"),
+        ("en", "validation", "split validation of"),
+        ("it", "train", "name it of .*which holds en, de, fr"),
+    ],
+)
+def test_configurations_are_those_of_the_card(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str | None,
+    split: str | None,
+    expected: list[str] | str,
+) -> None:
+    """Of a cache of the hub, and of the same files in a folder."""
+    home = of_hub(tmp_path, monkeypatch, *CARD_FILES, card=CARD)
+    for path in ("a/b", "hf://datasets/a/b", str(home)):
+        source = Source(path=path, name=name, split=split)
+        if isinstance(expected, str):
+            with pytest.raises(DataError, match=expected):
+                list_files(source)
+        else:
+            listing = list_files(source)
+            found = [file.path.relative_to(home) for file in listing.files]
+            assert found == [Path(one) for one in expected]
+            assert bool(listing.parts) == ("[" in (split or ""))
+
+
+def test_a_name_is_a_folder_where_no_card_says_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, "data/train.jsonl", "other/x.jsonl", "README.md")
+    home = of_hub(tmp_path, monkeypatch, "en/a.jsonl", "data/de/train-00000-of-00001.parquet")
+    for name, file in (("en", "en/a.jsonl"), ("de", "data/de/train-00000-of-00001.parquet")):
+        listing = list_files(Source(path="a/b", name=name, split="train"))
+        assert [one.path for one in listing.files] == [home / file]
+    with pytest.raises(DataError, match="name it of a/b, which holds data, en"):
+        list_files(Source(path="a/b", name="it"))
+    with pytest.raises(DataError, match="annot find"):
+        list_files(Source(path="a/b", revision="v2"))
+    (old,) = list_files(Source(path="a/b", revision="v1", split="train")).files
+    assert old.path.name == "old.jsonl"
+    # What lies here comes first.
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "a/b/here.txt")
+    assert [file.path.name for file in list_files(Source(path="a/b")).files] == ["here.txt"]
+    (there,) = list_files(Source(path="hf://datasets/a/b/en")).files
+    assert there.path == home / "en/a.jsonl"
+
+
+@pytest.mark.parametrize(
+    "card", ["configs:\n- data_files: x", "configs: 3", "configs:\n- [", "configs:\n  a: b"]
+)
+def test_a_card_that_says_nonsense_is_told(tmp_path: Path, card: str) -> None:
+    write(tmp_path, "a.jsonl")
+    (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
+    with pytest.raises(DataError, match=r"README\.md"):
+        list_files(Source(path=str(tmp_path)))
+
+
+def test_a_file_that_the_card_names_and_that_is_not_there_is_told(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl")
+    (tmp_path / "README.md").write_text(CARD)
+    with pytest.raises(DataError, match=r"no file of de/\*\*"):
+        list_files(Source(path=str(tmp_path), name="de"))
+
+
+def test_only_the_files_of_the_split_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = of_hub(tmp_path, monkeypatch, *CARD_FILES, card=CARD)
     asked = []
 
-    def fetch(name: str, **options: object) -> str:
-        asked.append((name, options))
-        if name == "a/gone":
-            raise FileNotFoundError("cannot find it\nmore")
-        return str(tmp_path)
+    class Api:
+        def dataset_info(self, name: str, **options: object) -> Any:
+            if name == "a/gone":
+                raise FileNotFoundError("cannot find it\nmore")
+            siblings = [*CARD_FILES, "README.md", ".gitattributes", "en/unasked.jsonl"]
+            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=one) for one in siblings])
+
+    def fetch(name: str, **options: Any) -> str:
+        asked.append((options["revision"], options["allow_patterns"]))
+        return str(home)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    files = list_files(Source(path="hf://datasets/a/b/data")).files
-    assert [file.path for file in files] == [tmp_path / "data" / "train.jsonl"]
-    options = {"repo_type": "dataset", "allow_patterns": "data/*", "ignore_patterns": "*.py"}
-    assert asked == [("a/b", options)]
-    assert len(list_files(Source(path="hf://datasets/a/b")).files) == 2
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    list_files(Source(path="a/b", split="train", revision="main"))
+    files = ["README.md", "en/train-1.jsonl", "more/x.jsonl"]
+    assert asked == [("main", ["README.md"]), ("main", files)]
+    list_files(Source(path="hf://datasets/a/b/en", split="test"))
+    assert asked[2:] == [(None, ["en/README.md"]), (None, ["en/README.md", "en/test.jsonl"])]
     with pytest.raises(DataError) as caught:
         list_files(Source(path="hf://datasets/a/gone"), "data.eval")
     assert (caught.value.given, caught.value.source) == (
         "hf://datasets/a/gone: cannot find it", "data.eval",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("split", ["train[:5", "train[:200%]", "[:5]", "train[::2]", "+"])
+def test_a_slice_that_is_none_is_told(tmp_path: Path, split: str) -> None:
+    write(tmp_path, "a.jsonl")
+    with pytest.raises(DataError, match=r"from: +data\.train\n"):
+        list_files(Source(path=str(tmp_path), split=split))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +410,8 @@ def test_a_data_set_of_the_hub_is_a_folder_without_its_programs(
         ("https://example.com/a.jsonl", "https:/example.com/a.jsonl: no such file"),
         ("hf://datasets/a", "hf://datasets/a: Repo id must"),
         ("data/*.jsonl", "data/*.jsonl: no such file"),
-        ("Org/set-1.5", "Org/set-1.5: no such file"),
+        ("Org/set-1.5", "Org/set-1.5: nothing of that name is here"),
+        ("data/books.jsonl", "data/books.jsonl: no such file"),
         ("a\0b", "no such file or folder"),
         ("a" * 300, "File name too long"),
         ("/dev/null", "neither a file nor a folder"),

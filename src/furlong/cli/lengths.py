@@ -76,7 +76,7 @@ def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     unlimited = {"max_seq_len": None} if config.data.too_long == "error" else {}
     own = _tokenizer(tokenizer or config.model.name, "model.name")
     settings = config.data.model_copy(update={"eval": None, **unlimited})
-    data = load_splits(settings, own, objective_of(config.train).format)
+    data = load_splits(settings, own, objective_of(config.train).format, config.train.seed)
     train = data["train"]
     if too_long := int((train.seq_lens > limit).sum()):
         longer = count_words(too_long, "sequence")

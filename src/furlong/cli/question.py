@@ -49,7 +49,7 @@ _OF_A_PRESET = 64
 _IN_ONE_STEP = "sequences in one step (--sequences)"
 _LIMIT, _PER_STEP = "--data.max_seq_len", "--train.sequences_per_step"
 _TOKENS_PER_STEP = "--train.tokens_per_step"
-_OF_DATA = frozenset(("--data", "--data.train", "--data.format", "--data.too_long", "--train.loss"))
+_NOT_OF_LENGTHS = frozenset(("--data.max_seq_len", "--data.cache_dir", "--data.eval"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,12 +291,15 @@ def _limited(lengths: Lengths, name: str, limit: int, too_long: str) -> Lengths:
         raise refusal(
             f"a sequence of {count_words(lengths.longest, 'token')} in {name}",
             f"at most data.max_seq_len = {count_words(limit, 'token')}, with data.too_long: error",
-            "raise data.max_seq_len, or set data.too_long to truncate or drop",
+            "raise data.max_seq_len, or set data.too_long to truncate, drop or split",
             "the run's data.max_seq_len",
         )
     counts: Counter[int] = Counter()
     for seq_len, times in lengths.counts:
-        if seq_len <= limit or too_long == "truncate":
+        if too_long == "split" and seq_len > limit:
+            counts[limit] += seq_len // limit * times
+            seq_len %= limit
+        if 0 < seq_len <= limit or too_long == "truncate":
             counts[min(seq_len, limit)] += times
     if not counts:
         shortest = count_words(lengths.counts[0][0], "token")
@@ -344,7 +347,11 @@ def _counted(flags: RunFlags, config: RunConfig) -> tuple[str, Lengths]:
     beside the run file, or an old one: that loads torch and the tokenizer. A flag that makes other
     data of the run's has them counted without a file."""
     file, is_cut = flags.own.subject, config.data.too_long != "error"
-    if file is None or flags.names & _OF_DATA or (is_cut and _LIMIT in flags.names):
+    changed = {flag for flag in flags.names if flag.startswith("--data")} - _NOT_OF_LENGTHS
+    changed |= flags.names & {"--train.loss"}
+    if config.data.eval_share:
+        changed |= flags.names & {"--train.seed"}
+    if file is None or changed or (is_cut and _LIMIT in flags.names):
         return "data.train", _count(config)
     counted = Path(file).with_name(f"{Path(file).stem}.lengths.json")
     sources = [Path(file), *(Path(source.path).expanduser() for source in config.data.train)]

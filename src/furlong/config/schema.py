@@ -174,20 +174,38 @@ class Source(BaseModel):
     model_config = _SECTION
 
     path: PlainPath = Field(min_length=1)
-    """File, folder, or data set of the hub: hf://datasets/OWNER/NAME."""
+    """File, folder, or data set of the hub: OWNER/NAME, which a local path of that name comes
+    before, or hf://datasets/OWNER/NAME."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """Configuration (subset) of a data set, as its card or its folders name it."""
+    split: Annotated[str, Field(min_length=1)] | None = None
+    """Which split of a folder that holds several, also train[:5%], train[100:200] or
+    train+validation."""
+    revision: Annotated[str, Field(min_length=1)] | None = None
+    """Branch, tag or commit of a data set of the hub."""
     weight: Number = Field(default=1.0, gt=0, le=1000)
     """Sequences that an epoch draws from it, relative to those that it has."""
-    split: str | None = None
-    """Which split of a folder that holds several."""
+    share: Annotated[Number, Field(gt=0, le=1)] | None = None
+    """Its share of an epoch's tokens, instead of weight; those of all sources are 1 together."""
+    limit: Positive | None = None
+    """The first records alone, so many."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_a_path(cls, value: object) -> object:
         return {"path": value} if isinstance(value, str) else value
 
+    @model_validator(mode="after")
+    def _one_measure(self) -> Source:
+        if self.share is not None and self.weight != 1:
+            raise PydanticCustomError("share", "share or weight, not both")
+        return self
+
     @model_serializer(mode="wrap")
     def _as_a_path(self, values: SerializerFunctionWrapHandler) -> Any:
-        return values(self) if self.weight != 1 or self.split is not None else self.path
+        own, fields = values(self), type(self).model_fields
+        given = {key: value for key, value in own.items() if value != fields[key].default}
+        return self.path if given.keys() == {"path"} else given
 
 
 def _listed_sources(value: object) -> object:
@@ -195,8 +213,17 @@ def _listed_sources(value: object) -> object:
 
 
 def _once(sources: tuple[Source, ...]) -> tuple[Source, ...]:
-    if any(source.weight != 1 for source in sources):
-        raise PydanticCustomError("weight", "no weight: held-out sequences are read once each")
+    if any(source.weight != 1 or source.share is not None for source in sources):
+        raise PydanticCustomError(
+            "weight", "no weight and no share: held-out sequences are read once each"
+        )
+    return sources
+
+
+def _shared(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    shares = [source.share for source in sources]
+    if any(shares) and (None in shares or abs(sum(filter(None, shares)) - 1) > 0.005):
+        raise PydanticCustomError("share", "a share of every source or of none, together 1")
     return sources
 
 
@@ -210,27 +237,64 @@ Sources = Annotated[
 Format = Literal["text", "chat", "completion", "tokens", "preference"]
 
 
+TooLong = Literal["error", "truncate", "drop", "split"]
+
+
 class DataConfig(BaseModel):
     """The sequences."""
 
     model_config = _SECTION
 
-    train: Sources
-    """Text, .jsonl, .parquet files, folders, hf://datasets/OWNER/NAME of the hub, or {path, weight,
-    split} for each of them."""
+    train: Annotated[Sources, AfterValidator(_shared)]
+    """Files of texts or records, folders, OWNER/NAME of the hub, or {path, name, split, revision,
+    weight, share, limit} for each of them."""
     eval: Annotated[Sources, AfterValidator(_once)] | None = Field(
         default=None, examples=["held-out.jsonl"]
     )
     """Held-out data, named in the same way."""
+    eval_share: Annotated[Number, Field(ge=0, le=MAX_WHOLE)] | None = Field(
+        default=None, examples=[0.05]
+    )
+    """Held-out records split off data.train, the same share of each source; from 1 on how many of
+    all. Instead of eval."""
+    limit: Positive | None = Field(default=None, examples=[1000])
+    """The first records of each source alone, so many at most."""
     format: Literal["auto"] | Format = "auto"
     """auto goes by the fields of each source's first record: text, messages, prompt + completion
     or input_ids. With train.loss: dpo it is preference: chosen + rejected."""
     max_seq_len: Positive = 131072
     """Most tokens in a sequence."""
-    too_long: Literal["error", "truncate", "drop"] = "error"
-    """Treatment of a sequence above max_seq_len."""
+    too_long: TooLong = "error"
+    """Treatment of a sequence above max_seq_len; split goes on in the next sequence, of texts and
+    tokens."""
+    min_len: Natural = 0
+    """Fewest tokens in a sequence: shorter ones are left out, and so are pairs with such a one."""
     cache_dir: Annotated[str | None, AfterValidator(require_plain)] = None
     """Folder of tokenized data; null = furlong in the user's cache directory."""
+
+    @model_validator(mode="after")
+    def _keys_fit(self) -> DataConfig:
+        if self.eval is not None and self.eval_share:
+            raise told(
+                keys="data.eval and data.eval_share",
+                given=f"data.eval_share = {self.eval_share:g} beside data.eval",
+                required="held-out data of its own, or a share of data.train",
+                change="remove one of them",
+            )
+        if (self.eval_share or 0) >= 1 and self.eval_share != int(self.eval_share or 0):
+            raise told(
+                keys="data.eval_share",
+                required="a share below 1, or a whole number of records",
+                change="write a share such as 0.05, or a number such as 100",
+            )
+        if self.min_len > self.max_seq_len:
+            raise told(
+                keys="data.min_len and data.max_seq_len",
+                given=f"data.min_len = {self.min_len:,}, data.max_seq_len = {self.max_seq_len:,}",
+                required="data.min_len of at most data.max_seq_len",
+                change="change one of them",
+            )
+        return self
 
 
 def _share_or_whole(steps: float) -> float:
@@ -745,6 +809,13 @@ class RunConfig(BaseModel):
                 given=f"train.optimizer = {self.train.optimizer} with model.dtype: float64",
                 required="float32 or bfloat16: its updates are computed in float32",
                 change="set train.optimizer to adamw, or model.dtype to float32",
+            )
+        if self.data.too_long == "split" and self.train.is_of_pairs:
+            raise told(
+                keys="data.too_long and train.loss",
+                given=f"data.too_long = 'split' with train.loss: {loss}",
+                required="pairs that stay whole: error, truncate or drop",
+                change="change data.too_long",
             )
         if self.model.lora is not None and self.model.init == "random":
             raise told(

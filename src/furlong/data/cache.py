@@ -157,6 +157,10 @@ class TokenizedSource:
         """The word for what a record makes."""
         return "pair" if self.notes["format"] == "preference" else "sequence"
 
+    def lines_of(self, file: int) -> npt.NDArray[np.int64]:
+        """The lines of a file of which it has sequences."""
+        return self.index[self.index[:, 1] == file, 2]
+
     def tokens(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """`input_ids` and `labels` of a sequence, (T,) both: views, read when they are used."""
         start, stop = int(self.index[row - 1, 0]) if row else 0, int(self.index[row, 0])

@@ -7,13 +7,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from itertools import chain
+from itertools import chain, combinations
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from furlong.config.schema import Format, Source
+from furlong.config.schema import Format, Source, TooLong
 from furlong.data.cache import (
     ReferenceLogProbs,
     TokenizedSource,
@@ -28,12 +30,10 @@ from furlong.data.formats import FIELDS, FORMATS, decide_format, encode, unused_
 from furlong.data.loader import Mixture, Units, rows_of
 from furlong.data.pairs import require_answers
 from furlong.data.records import Notes, SourceRecord, read_records
-from furlong.data.sources import Listing, SourceFile, list_files, printable, unreadable
+from furlong.data.sources import Listing, list_files, printable, unreadable
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Sequence, fingerprint
 from furlong.errors import DataError
 from furlong.units import count_words, format_count, format_seconds, plural
-
-TooLong = Literal["error", "truncate", "drop"]
 
 _MAX_LISTED = 8
 SEQUENCES = "the order of the sequences"
@@ -53,10 +53,11 @@ class DataSet:
         *,
         max_seq_len: int | None = None,
         too_long: TooLong = "error",
+        min_len: int = 0,
         key: str = "data.train",
     ) -> None:
         """`max_seq_len` None takes sequences of any length. Raises DataError if one is too long and
-        that is an error, and if nothing is left to learn from."""
+        that is an error, or cannot be split, and if nothing is left to learn from."""
         self.parts = parts
         self._references: Mapping[int, ReferenceLogProbs] = {}
         self._key = key
@@ -64,40 +65,118 @@ class DataSet:
         self._offsets = np.cumsum([0, *(len(part.index) for part in parts)])
         lens = np.concatenate([part.seq_lens for part in parts])
         starts = np.concatenate([part.starts + self._offsets[i] for i, part in enumerate(parts)])
-        limit = max_seq_len if max_seq_len is not None else int(lens.max(initial=0))
-        above = np.logical_or.reduceat(lens > limit, starts) if len(starts) else starts > 0
+        limit = max_seq_len if max_seq_len is not None else int(lens.max(initial=1))
+        is_long = lens > limit
+        above = np.logical_or.reduceat(is_long, starts) if len(starts) else starts > 0
         num_above = int(above.sum())
         if num_above and too_long == "error":
             raise self._too_long(lens, num_above, limit, len(starts))
-        dropping = too_long == "drop"
-        self.num_dropped = num_above if dropping else 0
-        self.num_truncated = 0 if dropping else num_above
-        valid = np.concatenate([part.index[:, 3] for part in parts])
-        if not dropping:
-            for row in np.flatnonzero(lens > limit).tolist():
-                number, own = self._find(row)
-                labels = parts[number].tokens(own)[1][1:limit]
-                valid[row] = np.count_nonzero(labels != IGNORE_INDEX)
-            for row in starts[above].tolist() if self.noun == "pair" else ():
+        if too_long == "split":
+            self._require_splittable(lens, limit)
+        # The rows as they are learnt, each in one piece or in several: (N,) for each of these.
+        pieces = -(-lens // limit) if too_long == "split" else np.ones_like(lens)
+        first = np.cumsum(pieces) - pieces
+        self._rows = np.repeat(np.arange(len(lens)), pieces)
+        self._begins = (np.arange(len(self._rows)) - np.repeat(first, pieces)) * limit
+        self.seq_lens: npt.NDArray[np.int64] = np.minimum(lens[self._rows] - self._begins, limit)
+        """(N,) tokens of every sequence."""
+        self.valid_tokens: npt.NDArray[np.int64] = np.concatenate(
+            [part.index[:, 3] for part in parts]
+        )[self._rows]
+        """(N,) tokens of every sequence that are learnt."""
+        if too_long in ("truncate", "split"):
+            for piece in np.flatnonzero(is_long[self._rows]).tolist():
+                labels = self._tokens(piece)[1][1:]
+                self.valid_tokens[piece] = np.count_nonzero(labels != IGNORE_INDEX)
+        if too_long == "truncate" and self.noun == "pair":
+            for row in starts[above].tolist():
                 number, own = self._find(row)
                 part = parts[number]
                 pair = [Encoded(*part.tokens(each)) for each in (own, own + 1)]
                 require_answers(pair, limit, part.origin(own))
-        kept = ~above if dropping else above | True
-        sizes = np.diff(starts, append=len(lens))
-        self._rows = np.flatnonzero(np.repeat(kept, sizes))
+        is_first = self._begins > 0
+        is_first[first[starts]] = True
+        begins = np.flatnonzero(is_first)
+        self.units: Units = np.stack([begins, np.append(begins, len(self._rows))[1:]], axis=1)
+        """(U, 2) the sequences of each record, or of a piece of one: they are drawn, and left out,
+        as one."""
+        self.num_truncated = num_above if too_long == "truncate" else 0
+        self.num_dropped = num_above if too_long == "drop" else 0
+        self.num_split = num_above if too_long == "split" else 0
+        dropped = self._any(is_long[self._rows] & (too_long == "drop"))
+        short = self._any(self.seq_lens < min_len) & ~dropped
+        self._min_len, self.num_short = min_len, int(short.sum())
+        self._keep(~dropped & ~short)
+
+    def _any(self, of_rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """(U,) whether it is true of any sequence of a unit."""
+        if not len(self.units):
+            return np.zeros(0, bool)
+        return np.asarray(np.logical_or.reduceat(of_rows, self.units[:, 0]))
+
+    def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
+        """Leave out all other units. Raises DataError if nothing is left to learn from."""
+        sizes = self.units[:, 1] - self.units[:, 0]
+        own = np.repeat(kept, sizes)
+        self._rows, self._begins = self._rows[own], self._begins[own]
+        self.seq_lens, self.valid_tokens = self.seq_lens[own], self.valid_tokens[own]
         stops = np.cumsum(sizes[kept])
-        self.units: Units = np.stack([stops - sizes[kept], stops], axis=1)
-        """(U, 2) the sequences of each record: they are drawn, and left out, as one."""
-        of_parts = np.searchsorted(self._offsets, starts[kept], side="right") - 1
-        self._num_units = tuple(np.bincount(of_parts, minlength=len(parts)).tolist())
-        self.seq_lens: npt.NDArray[np.int64] = np.minimum(lens[self._rows], limit)
-        """(N,) tokens of every sequence."""
-        self.valid_tokens: npt.NDArray[np.int64] = valid[self._rows]
-        """(N,) tokens of every sequence that are learnt."""
+        self.units = np.stack([stops - sizes[kept], stops], axis=1)
         self.num_valid_tokens = int(self.valid_tokens.sum())
         if not self.num_valid_tokens:
             raise self._nothing_to_learn()
+        self.mixture = self._mixture()
+
+    def _mixture(self) -> Mixture:
+        """How often an epoch draws from each source. Raises DataError for a share of nothing."""
+        of_rows = np.searchsorted(self._offsets, self._rows, side="right") - 1
+        count = len(self.parts)
+        sizes = np.bincount(of_rows[self.units[:, 0]], minlength=count).tolist()
+        tokens = np.bincount(of_rows, self.seq_lens, count)
+        weights = []
+        for part, num_tokens in zip(self.parts, tokens.tolist(), strict=True):
+            if part.source.share is None:
+                weights.append(part.source.weight)
+            elif num_tokens:
+                whole = sum(part.source.share or 0 for part in self.parts)
+                weights.append(part.source.share / whole * self.num_tokens / num_tokens)
+            else:
+                raise DataError(
+                    given=f"{_named(part.source)}: no sequence for a share of {part.source.share}",
+                    required="a sequence of every source that has a share",
+                    source=self._key,
+                    change="remove the source, or change what leaves its sequences out",
+                )
+        return Mixture(tuple(sizes), tuple(weights))
+
+    def split_off(self, amount: float, seed: int) -> tuple[DataSet, DataSet]:
+        """What is trained on, and held-out records: that share of all, from 1 on so many, of each
+        source in proportion. All pieces of a record are on one side. Raises DataError."""
+        of_units = self._rows[self.units[:, 0]]
+        rows = np.unique(of_units)
+        of_parts = np.searchsorted(self._offsets, rows, side="right") - 1
+        count = int(amount) if amount >= 1 else max(1, round(amount * len(rows)))
+        if count >= len(rows):
+            raise DataError(
+                given=f"data.eval_share = {amount:g}, of {count_words(len(rows), 'record')}",
+                required="fewer records than there are: the others are trained on",
+                source="data.eval_share",
+                change="lower it, or remove it",
+            )
+        sizes = np.bincount(of_parts, minlength=len(self.parts))
+        counts = count * sizes // len(rows)
+        most_left = np.argsort(-(count * sizes % len(rows)), kind="stable")
+        counts[most_left[: count - counts.sum()]] += 1
+        held = [
+            np.random.default_rng((seed, number, 0, 2)).permutation(rows[of_parts == number])[:own]
+            for number, own in enumerate(counts.tolist())
+        ]
+        is_held = np.isin(of_units, np.concatenate(held))
+        rest, held_out = copy.copy(self), copy.copy(self)
+        held_out._key = "data.eval_share"
+        rest._keep(~is_held)
+        held_out._keep(is_held)
+        return rest, held_out
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -105,15 +184,21 @@ class DataSet:
     def __getitem__(self, seq_id: int) -> Sequence:
         seq_id = range(len(self))[seq_id]
         number, row = self.row(seq_id)
-        part = self.parts[number]
-        ids, labels = part.tokens(row)
+        ids, labels = self._tokens(seq_id)
         counted = int(self.valid_tokens[seq_id])
         known = self._references.get(number)
         reference = None if known is None else known.read(row, counted)
         return Sequence(
-            seq_id, part.origin(row), ids[: self.max_seq_len], labels[: self.max_seq_len],
+            seq_id, self.parts[number].origin(row), ids, labels,
             counted=counted, reference=reference,
         )  # fmt: skip
+
+    def _tokens(self, seq_id: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        number, row = self.row(seq_id)
+        begin = int(self._begins[seq_id])
+        own = slice(begin, begin + int(self.seq_lens[seq_id]))
+        ids, labels = self.parts[number].tokens(row)
+        return ids[own], labels[own]
 
     def with_references(self, references: Mapping[int, ReferenceLogProbs]) -> DataSet:
         """A copy that has log-probabilities of a reference model, by number of the part."""
@@ -135,14 +220,9 @@ class DataSet:
         return int(self.seq_lens.max(initial=0))
 
     @property
-    def mixture(self) -> Mixture:
-        """How often an epoch draws from each source."""
-        return Mixture(self._num_units, tuple(part.source.weight for part in self.parts))
-
-    @property
     def has_label(self) -> npt.NDArray[np.bool_]:
         """Whether each thing that is drawn has something to learn."""
-        return np.asarray(np.logical_or.reduceat(self.valid_tokens > 0, self.units[:, 0]))
+        return self._any(self.valid_tokens > 0)
 
     @property
     def unit_lens(self) -> npt.NDArray[np.int64]:
@@ -165,16 +245,15 @@ class DataSet:
     @property
     def fingerprint(self) -> dict[str, str]:
         """Checksums of all that decides which sequence has which number, by what they are of."""
-        named = {
-            f"the sequences of {printable(part.source.path)}": part.tokens_key
-            for part in self.parts
-        }
+        named = {f"the sequences of {_named(part.source)}": part.tokens_key for part in self.parts}
         named["the tokenizer (its files, or the versions of transformers and tokenizers)"] = (
             self.parts[0].tokenizer
         )
-        keys = [[part.tokens_key, part.source.weight] for part in self.parts]
-        limit = self.max_seq_len if self.num_truncated or self.num_dropped else None
-        return named | {SEQUENCES: key_of(keys, limit, self.num_dropped)}
+        keys = [part.tokens_key for part in self.parts]
+        order = xxhash.xxh3_128()
+        for array in (self._rows, self._begins, self.seq_lens, self.units):
+            order.update(array.tobytes())
+        return named | {SEQUENCES: key_of(keys, self.mixture.weights, order.hexdigest())}
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises DataError for a token id or label that a model of `vocab_size` does not know."""
@@ -195,11 +274,17 @@ class DataSet:
         """Lines that tell what was found: one per source, one for all."""
         lines = []
         for part, draws in zip(self.parts, self.mixture.draws, strict=True):
-            weight = part.source.weight
+            weight, share = part.source.weight, part.source.share
             drawn = f", weight {weight:g}: {draws:,} an epoch" if weight != 1 else ""
+            if share is not None:
+                drawn = f", share {share:g}: {draws:,} an epoch"
             lines.append(f"{self._key}: {_describe(part)}{drawn}")
             path = printable(part.source.path)
             lines += [f"{self._key}: {path}: {line}" for line in part.listing.notes]
+        return [*lines, self.summary()]
+
+    def summary(self) -> str:
+        """A line about all sequences."""
         line = (
             f"{self._key}: {count_words(len(self.units), self.noun)},"
             f" {format_count(self.num_tokens)} {plural(self.num_tokens, 'token')},"
@@ -210,7 +295,26 @@ class DataSet:
                 f"; above {self.max_seq_len:,}: {self.num_truncated:,} truncated,"
                 f" {self.num_dropped:,} dropped"
             )
-        return [*lines, line]
+        if self.num_split:
+            line += f"; above {self.max_seq_len:,}: {self.num_split:,} split"
+        if self.num_short:
+            line += f"; below {self._min_len:,}: {self.num_short:,} left out"
+        return line
+
+    def _require_splittable(self, lens: npt.NDArray[np.int64], limit: int) -> None:
+        """Raises DataError if a sequence that is too long has no other place to be cut."""
+        for number, part in enumerate(self.parts):
+            own = lens[self._offsets[number] : self._offsets[number + 1]]
+            format = part.notes["format"]
+            if format not in ("text", "tokens") and (own > limit).any():
+                row = int(own.argmax())
+                raise DataError(
+                    given=f"a sequence of {own[row]:,} tokens, format {format}",
+                    required=f"texts and tokens, or at most data.max_seq_len = {limit:,}: an answer"
+                    " is not learnt without what it answers",
+                    source=part.origin(row),
+                    change="raise data.max_seq_len, or set data.too_long to truncate or drop",
+                )
 
     def _too_long(
         self, lens: npt.NDArray[np.int64], num_above: int, limit: int, num_units: int
@@ -222,7 +326,7 @@ class DataSet:
             f"{others}, of {count_words(num_units, self.noun)}",
             required=f"at most data.max_seq_len = {limit:,}",
             source=self.parts[number].origin(row),
-            change="raise data.max_seq_len, or set data.too_long to truncate or drop",
+            change="raise data.max_seq_len, or set data.too_long to truncate, drop or split",
         )
 
     def _nothing_to_learn(self) -> DataError:
@@ -230,6 +334,7 @@ class DataSet:
         return DataError(
             given=f"{count_words(len(self), 'sequence')} without a label"
             + (f", {self.num_dropped:,} dropped" if self.num_dropped else "")
+            + (f", {self.num_short:,} too short" if self.num_short else "")
             + "".join(left_out),
             required="at least one token that is to be predicted from one before it",
             source=self._key,
@@ -242,7 +347,7 @@ def _describe(part: TokenizedSource) -> str:
     """One line that says which format `auto` found, and what was left out."""
     notes = part.notes
     number = count_words(len(part.starts), part.noun)
-    line = f"{printable(part.source.path)}: {number}, format {notes['format']}"
+    line = f"{_named(part.source)}: {number}, format {notes['format']}"
     if fields := notes["fields"]:
         line += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
     if unused := notes["unused"]:
@@ -251,6 +356,11 @@ def _describe(part: TokenizedSource) -> str:
     seconds = part.tokenized_s
     how = "cached" if seconds is None else f"tokenized in {format_seconds(seconds)}"
     return f"{line}{_left_out(part)}, {how}"
+
+
+def _named(source: Source) -> str:
+    """A source for people, with what of it is meant."""
+    return " ".join(map(printable, filter(None, (source.path, source.name, source.split))))
 
 
 def _left_out(part: TokenizedSource) -> str:
@@ -268,22 +378,31 @@ def load_data(
     format: Format | Literal["auto"] = "auto",
     max_seq_len: int | None = None,
     too_long: TooLong = "error",
+    min_len: int = 0,
+    limit: int | None = None,
     cache_dir: str | None = None,
     key: str = "data.train",
 ) -> DataSet:
     """The data set of `sources`, tokenized or taken from the cache.
 
-    key: where the sources were named, for messages. Raises DataError and ConfigError.
+    limit: records of each source at most. key: where the sources were named, for messages. Raises
+    DataError and ConfigError.
     """
-    listings = [list_files(source, key, format) for source in sources]
-    _refuse_repeated(listings, key)
+    listings = [list_files(source, key) for source in sources]
+    limits = [min(filter(None, (source.limit, limit)), default=None) for source in sources]
+    whole = [
+        listing
+        for listing, most in zip(listings, limits, strict=True)
+        if most is None and not listing.parts
+    ]
+    _refuse_repeated(whole, key)
     known = fingerprint(tokenizer)
     folder = cache_folder(cache_dir)
-    parts = []
-    for source, listing in zip(sources, listings, strict=True):
-        files = listing.files
+    parts: list[TokenizedSource] = []
+    for source, listing, most in zip(sources, listings, limits, strict=True):
+        meant = [[part.num_files, part.slice] for part in listing.parts], most
         try:
-            place = folder / "tokens" / key_of(status_key(files), known, format)
+            place = folder / "tokens" / key_of(status_key(listing.files), known, format, meant)
         except OSError as error:
             raise unreadable(source.path, key, error) from error
         started_s = time.perf_counter()
@@ -291,29 +410,48 @@ def load_data(
         arrays = read_arrays(place)
         if arrays is None:
             facts: dict[str, Any] = {}
-            encoded = _encoded(files, tokenizer, format, key, facts)
+            encoded = _encoded(listing, tokenizer, format, key, facts, most)
             with writing(folder):
                 arrays = write_tokens(place, encoded, facts)
             tokenized_s = time.perf_counter() - started_s
         parts.append(TokenizedSource(source, listing, arrays, known, tokenized_s))
-    return DataSet(tuple(parts), max_seq_len=max_seq_len, too_long=too_long, key=key)
+    for one, other in combinations(parts, 2):
+        if shared := _overlap(one, other):
+            raise _repeated(shared[0], key)
+    return DataSet(
+        tuple(parts), max_seq_len=max_seq_len, too_long=too_long, min_len=min_len, key=key
+    )
 
 
 def describe_shared(train: DataSet, held_out: DataSet) -> list[str]:
-    """A line if files of the held-out data, or sources of the same tokens, are trained on."""
-    files = {file.path.resolve() for part in train.parts for file in part.listing.files}
+    """A line if records of the held-out data, or sources of the same tokens, are trained on."""
     contents = {part.tokens_key for part in train.parts}
-    shared = [
-        file.origin(0)
-        for part in held_out.parts
-        for file in part.listing.files
-        if part.tokens_key in contents or file.path.resolve() in files
-    ]
+    shared = []
+    for part in held_out.parts:
+        found = {file for other in train.parts for file in _overlap(part, other)}
+        if part.tokens_key in contents:
+            found = {file.origin(0) for file in part.listing.files}
+        shared += sorted(found)
     if not shared:
         return []
     return [
         f"data.eval: {count_words(len(shared), 'file')} of data.train ({shared[0]}"
         f"{', ...' if len(shared) > 1 else ''}): its loss is of sequences that are learnt"
+    ]
+
+
+def _overlap(one: TokenizedSource, other: TokenizedSource) -> list[str]:
+    """The files of which two sources have a record in common."""
+    numbers: dict[Path, list[int]] = {}
+    for number, file in enumerate(other.listing.files):
+        numbers.setdefault(file.path.resolve(), []).append(number)
+    return [
+        file.origin(0)
+        for number, file in enumerate(one.listing.files)
+        if any(
+            np.isin(one.lines_of(number), other.lines_of(same)).any()
+            for same in numbers.get(file.path.resolve(), ())
+        )
     ]
 
 
@@ -324,27 +462,33 @@ def _refuse_repeated(listings: Items[Listing], key: str) -> None:
     )
     twice = [path for path, times in named.items() if times > 1]
     if twice:
-        raise DataError(
-            given=f"{printable(twice[0])}, which two sources name",
-            required="every file in one source",
-            source=key,
-            change="name it once; {path: ..., weight: 2.0} draws from a source twice as often",
-        )
+        raise _repeated(printable(twice[0]), key)
+
+
+def _repeated(file: str, key: str) -> DataError:
+    return DataError(
+        given=f"{file}, which two sources name",
+        required="every record in one source",
+        source=key,
+        change="name it once, or slices that share no record; {path: ..., weight: 2.0} draws from a"
+        " source twice as often",
+    )
 
 
 def _encoded(
-    files: tuple[SourceFile, ...],
+    listing: Listing,
     tokenizer: Any,
     format: Format | Literal["auto"],
     key: str,
     facts: dict[str, Any],
+    limit: int | None,
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
     """The sequences of a source; fills `facts`."""
     notes = Notes()
-    records = read_records(files, notes, FIELDS, key)
+    records = read_records(listing, notes, FIELDS, key, limit)
     first: SourceRecord = next(records)
     decided = decide_format(first) if format == "auto" else format
-    is_file = files[first.file].kind == "text"
+    is_file = listing.files[first.file].kind == "text"
     facts |= {
         "format": decided,
         "fields": [] if is_file else list(FORMATS[decided].needed),

@@ -1,20 +1,23 @@
 """Records out of files: a text file is one record, so is a line of JSON or a row of a table.
 
-JSON lines are read here and not by `datasets`, whose reader cannot name a broken line. Memory is
-bounded for whatever bytes a file holds: no line above `MAX_LINE_BYTES` and no text above
-`MAX_TEXT_BYTES` is taken in.
+JSON is read here and not by `datasets`, whose reader cannot name a broken line. Memory is bounded
+for whatever bytes a file holds, compressed ones too: no line or record above `MAX_LINE_BYTES` and
+no text above `MAX_TEXT_BYTES` is taken in.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import os
+import re
+import sys
+from codecs import utf_8_decode
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
-from typing import Any
+from itertools import count, islice
+from typing import Any, BinaryIO
 
-from furlong.data.sources import SourceFile, unreadable
+from furlong.data.sources import Listing, Part, SourceFile, printable, unreadable
 from furlong.errors import DataError
 from furlong.units import count_words, format_bytes
 
@@ -28,8 +31,16 @@ REPLACED = "bytes that are no UTF-8 replaced"
 
 _MARK = b"\xef\xbb\xbf"  # Windows begins a text in UTF-8 with it
 _BYTES_LOOKED_AT = 8192
+_BUFFER_BYTES = 2**20
 _ROWS_PER_BATCH = 64
 _MAX_REPLACED_SHARE = 0.1
+_NO_TEXT = "a binary file, or text in another encoding than UTF-8"
+_REQUIRED = {
+    "json lines": 'one JSON object in a line, such as {"text": "..."}',
+    "json": 'JSON objects such as {"text": "..."}, or a list of them',
+}
+_A_TABLE = "names in the first row and as many cells in each other; those with line ends in quotes"
+_NEXT = re.compile(r"[^\s,]")
 
 Rows = Iterator[tuple[int, Mapping[str, Any]]]
 """Fields with their line or row, from 1; 0 = the whole file."""
@@ -64,13 +75,14 @@ class SourceRecord:
 
 
 def read_records(
-    files: tuple[SourceFile, ...],
+    listing: Listing,
     notes: Notes,
     fields: Collection[str],
     key: str = "data.train",
+    limit: int | None = None,
 ) -> Iterator[SourceRecord]:
-    """The records of a source, file after file. `fields`: those that are read; of a table, no other
-    column is decoded.
+    """The records of a source that its slices mean, file after file, at most `limit` of them.
+    `fields`: those that are read; of a table, no other column is decoded.
 
     Binary files (a NUL byte at the start, git's rule, or mostly no UTF-8) are left out and counted,
     so are texts of nothing but white space; single bytes that are no UTF-8 become U+FFFD. Raises
@@ -78,35 +90,87 @@ def read_records(
     record.
     """
     empty = True
-    for number, file in enumerate(files):
-        read = {"text": _read_text, "json lines": _read_json_lines}.get(file.kind, _read_table)
-        try:
-            for line, values in read(file, number, notes, fields):
-                empty = False
-                yield SourceRecord(values, number, line, file.origin(line))
-        except OSError as error:
-            raise unreadable(file.path, key, error) from error
+    for record in islice(_read_parts(listing, notes, fields, key), limit):
+        empty = False
+        yield record
     if empty:
+        files = listing.files
+        sliced = "".join(f", {part.slice}" for part in listing.parts if part.slice)
         left_out = ", ".join(f"{number:,} {what}" for what, (number, *_) in notes.items())
         raise DataError(
-            given=f"{files[0].origin(0)}: {count_words(len(files), 'file')} without a record"
-            + (f", {left_out}" if left_out else ""),
-            required="UTF-8 text, .jsonl, .parquet or .arrow, not compressed, and not empty",
+            given=f"{files[0].origin(0)}{sliced}: {count_words(len(files), 'file')} without a"
+            " record" + (f", {left_out}" if left_out else ""),
+            required="UTF-8 text, or records as .jsonl, .json, .csv, .parquet or .arrow, also as"
+            " .gz or .zst, and not empty",
             source=key,
-            change="decompress or convert the files (iconv -t utf-8), or name others",
+            change="convert the files (iconv -t utf-8), or name others or another slice",
         )
 
 
+def _read_parts(
+    listing: Listing, notes: Notes, fields: Collection[str], key: str
+) -> Iterator[SourceRecord]:
+    first = 0
+    for part in listing.parts or (Part(len(listing.files)),):
+        numbers = range(first, first + part.num_files)
+        first = numbers.stop
+        records = _read_files(listing, numbers, notes, fields, key)
+        if part.slice:
+            most = sys.maxsize
+            if part.is_relative:
+                most = sum(1 for _ in _read_files(listing, numbers, Notes(), (), key))
+            try:
+                records = islice(records, *part.bounds(most))
+            except ValueError as error:
+                raise DataError(
+                    given=f"{part.slice} of {count_words(most, 'record')}",
+                    required="a slice that can be cut",
+                    source=key,
+                    change=str(error),
+                ) from error
+        yield from records
+
+
+def _read_files(
+    listing: Listing, numbers: range, notes: Notes, fields: Collection[str], key: str
+) -> Iterator[SourceRecord]:
+    for number in numbers:
+        file = listing.files[number]
+        try:
+            for line, values in _READERS.get(file.kind, _read_table)(file, number, notes, fields):
+                yield SourceRecord(values, number, line, file.origin(line))
+        except OSError as error:
+            if file.codec is None or error.errno is not None:
+                raise unreadable(file.path, key, error) from error
+            raise DataError(
+                given=f"{printable(file.path)}: {error}",
+                required=f"a whole file compressed by {file.codec}",
+                source=key,
+                change="fetch or compress it again; a file that is not compressed has another name",
+            ) from error
+
+
+def _open(file: SourceFile) -> BinaryIO:
+    """The bytes of a file, decompressed as they are read."""
+    if file.codec is None:
+        return file.path.open("rb")
+    import pyarrow
+
+    # typed as no stream of Python, which it is
+    raw: Any = pyarrow.CompressedInputStream(file.path.open("rb"), file.codec)
+    return io.BufferedReader(raw, _BUFFER_BYTES)
+
+
 def _read_text(file: SourceFile, number: int, notes: Notes, fields: Collection[str]) -> Rows:
-    with file.path.open("rb") as opened:
+    with _open(file) as opened:
         content = opened.read(_BYTES_LOOKED_AT)
         if b"\0" in content:
             notes.add(BINARY, number, 0)
             return
-        num_bytes = os.fstat(opened.fileno()).st_size
-        if num_bytes > MAX_TEXT_BYTES:
-            raise too_large(file.origin(0), f"a text of {format_bytes(num_bytes)}")
-        content += opened.read()
+        content += opened.read(max(0, MAX_TEXT_BYTES + 1 - len(content)))
+    if len(content) > MAX_TEXT_BYTES:
+        more = f"a text of more than {format_bytes(MAX_TEXT_BYTES)}"
+        raise too_large(file.origin(0), more)
     text, num_replaced = _decode(content.removeprefix(_MARK))
     if num_replaced > _MAX_REPLACED_SHARE * len(text):
         notes.add(BINARY, number, 0)
@@ -118,7 +182,48 @@ def _read_text(file: SourceFile, number: int, notes: Notes, fields: Collection[s
 
 
 def _read_json_lines(file: SourceFile, number: int, notes: Notes, fields: Collection[str]) -> Rows:
-    with file.path.open("rb") as opened:
+    for at, line in _lines(file, number, notes):
+        if line.strip():
+            try:
+                yield at, _record(json.loads(line), line)
+            except (ValueError, RecursionError) as error:
+                raise _broken(file, at, line, error) from error
+
+
+def _read_csv(file: SourceFile, number: int, notes: Notes, fields: Collection[str]) -> Rows:
+    """Rows of cells, each of which is a text; the first row names the columns."""
+    import csv
+
+    csv.field_size_limit(MAX_LINE_BYTES)  # of the process; 128 KiB where nobody says so
+    lines = (line for _, line in _lines(file, number, notes))
+    rows = csv.reader(lines, delimiter="\t" if file.kind == "tsv" else ",", strict=True)
+    columns: list[str] = []
+    try:
+        for row in filter(None, rows):
+            if not columns:
+                columns = row
+                if len(set(columns)) < len(columns):
+                    raise ValueError("two columns of the same name")
+            elif len(row) != len(columns):
+                raise ValueError(f"{len(row)} cells in a table of {len(columns)} columns")
+            else:
+                cells = zip(columns, row, strict=True)
+                yield (
+                    rows.line_num,
+                    {name: cell if name in fields else None for name, cell in cells},
+                )
+    except csv.Error as error:
+        if "field limit" in str(error):
+            more = f"a cell of more than {format_bytes(MAX_LINE_BYTES)}"
+            raise too_large(file.origin(rows.line_num), more) from error
+        raise _broken(file, rows.line_num, "", error) from error
+    except ValueError as error:
+        raise _broken(file, rows.line_num, ", ".join(row), error) from error
+
+
+def _lines(file: SourceFile, number: int, notes: Notes) -> Iterator[tuple[int, str]]:
+    """The lines of a file of records, from 1."""
+    with _open(file) as opened:
         for at in count(1):
             line = opened.readline(MAX_LINE_BYTES + 1)
             if not line:
@@ -126,34 +231,90 @@ def _read_json_lines(file: SourceFile, number: int, notes: Notes, fields: Collec
             if len(line) > MAX_LINE_BYTES:
                 more = f"a line of more than {format_bytes(MAX_LINE_BYTES)}"
                 raise too_large(file.origin(at), more)
-            if at == 1:
-                line = line.removeprefix(_MARK)
-            if line.strip():
-                text, num_replaced = _decode(line)
-                is_binary = b"\0" in line or num_replaced > _MAX_REPLACED_SHARE * len(text)
-                notes.add(REPLACED, number, at, num_replaced)
-                yield at, _parse(text, file.origin(at), is_binary)
+            text, num_replaced = _decode(line.removeprefix(_MARK) if at == 1 else line)
+            if b"\0" in line or num_replaced > _MAX_REPLACED_SHARE * len(text):
+                raise _broken(file, at, text, ValueError(_NO_TEXT))
+            notes.add(REPLACED, number, at, num_replaced)
+            yield at, text
 
 
-def _parse(line: str, origin: str, is_binary: bool) -> Mapping[str, Any]:
-    try:
-        if is_binary:
-            raise ValueError("a binary file, or text in another encoding than UTF-8")
-        record = json.loads(line)
-        if not isinstance(record, dict):
-            raise ValueError(f"it is of type {type(record).__name__}")
-    except (ValueError, RecursionError) as error:
-        reason = str(error)
-        if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
-        raise DataError(
-            given=f"{line.strip()[:60]!r}: {reason}",
-            required='one JSON object in a line, such as {"text": "..."}',
-            source=origin,
-            change="mend or remove the line",
-        ) from error
+def _read_json(file: SourceFile, number: int, notes: Notes, fields: Collection[str]) -> Rows:
+    """Objects one after another, or the list that holds them; only the one at hand is held."""
+    decode = json.JSONDecoder().raw_decode
+    with _open(file) as opened:
+        pieces = _texts(opened, file, number, notes)
+        text, begin, at = next(pieces, "").removeprefix("\ufeff"), 0, 0
+        is_list = is_closed = False
+        while True:
+            if (found := _NEXT.search(text, begin)) is None:
+                if not (text := next(pieces, "")):
+                    break
+                begin = 0
+                continue
+            begin = found.start()
+            if not at and not is_list and text[begin] == "[":
+                is_list, begin = True, begin + 1
+            elif is_list and not is_closed and text[begin] == "]":
+                is_closed, begin = True, begin + 1
+            else:
+                rest = len(text) - begin
+                try:
+                    if is_closed:
+                        raise ValueError("it follows the end of the list")
+                    value, stop = decode(text, begin)
+                    record = _record(value, text[begin:stop])
+                except (ValueError, RecursionError) as error:
+                    if rest > MAX_LINE_BYTES:
+                        more = f"a record of more than {format_bytes(MAX_LINE_BYTES)}"
+                        raise too_large(file.origin(at + 1), more) from error
+                    # Perhaps its end is still to be read: twice as much is looked at next.
+                    more = "".join(islice(pieces, 1 + rest // _BUFFER_BYTES))
+                    if not more:
+                        raise _broken(file, at + 1, text[begin:], error) from error
+                    text, begin = text[begin:] + more, 0
+                    continue
+                at, begin = at + 1, stop
+                yield at, record
+        if is_list and not is_closed:
+            raise _broken(file, at, "", ValueError("the file ends within the list"))
+
+
+def _texts(opened: BinaryIO, file: SourceFile, number: int, notes: Notes) -> Iterator[str]:
+    """The text of a file in pieces."""
+    rest = b""
+    while True:
+        read = opened.read(_BUFFER_BYTES)
+        content = rest + read
+        text, used = utf_8_decode(content, "replace", not read)
+        num_replaced = text.count("\ufffd") - content[:used].count("\ufffd".encode())
+        if "\0" in text or num_replaced > _MAX_REPLACED_SHARE * len(text):
+            raise _broken(file, 0, text, ValueError(_NO_TEXT))
+        notes.add(REPLACED, number, 0, num_replaced)
+        if text:
+            yield text
+        rest = content[used:]
+        if not read:
+            return
+
+
+def _record(value: Any, text: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"it is of type {type(value).__name__}")
     # Half of a UTF-16 pair can be written in JSON; no tokenizer takes it.
-    return _without_surrogates(record) if "\\ud" in line or "\\uD" in line else record
+    return _without_surrogates(value) if "\\ud" in text or "\\uD" in text else value
+
+
+def _broken(file: SourceFile, at: int, text: str, error: Exception) -> DataError:
+    """The message about what is no record."""
+    reason = str(error)
+    if isinstance(error, json.JSONDecodeError):
+        reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+    return DataError(
+        given=f"{text.strip()[:60]!r}: {reason}",
+        required=_REQUIRED.get(file.kind, _A_TABLE),
+        source=file.origin(at),
+        change="mend or remove it",
+    )
 
 
 def _without_surrogates(value: Any) -> Any:
@@ -243,6 +404,15 @@ def _decode(content: bytes) -> tuple[str, int]:
     except UnicodeDecodeError:
         text = content.decode("utf-8", errors="replace")
         return text, text.count("\ufffd") - content.count("\ufffd".encode())
+
+
+_READERS = {
+    "text": _read_text,
+    "json lines": _read_json_lines,
+    "json": _read_json,
+    "csv": _read_csv,
+    "tsv": _read_csv,
+}
 
 
 def too_large(origin: str, given: str) -> DataError:

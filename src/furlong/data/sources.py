@@ -1,7 +1,8 @@
 """Sources of data, as `data.train` and `data.eval` name them: files, folders, data sets of the hub.
 
-A source is listed without being read: names and kinds only. Loading data runs no code of the data:
-there is no pickle, no loading script and no remote code.
+A source is listed without being read: names and kinds only, and of a data set of the hub what its
+card says of configurations. Loading data runs no code of the data: there is no pickle, no loading
+script and no remote code.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from furlong.config.schema import Source
 from furlong.errors import DataError
 
-Kind = Literal["text", "json lines", "parquet", "arrow", "dataset"]
+Kind = Literal["text", "json lines", "json", "csv", "tsv", "parquet", "arrow", "dataset"]
+Codec = Literal["gzip", "zstd", "bz2"]
 
 _KINDS: dict[str, Kind] = {
     ".jsonl": "json lines",
@@ -26,15 +28,28 @@ _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-_MAYBE_RECORDS = frozenset((".json", ".csv", ".tsv"))
+# Of a folder of texts these may be texts too.
+_MAYBE_RECORDS: dict[str, Kind] = {".json": "json", ".csv": "csv", ".tsv": "tsv"}
+_CODECS: dict[str, Codec] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _HUB = "hf://datasets/"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
-_SPLITS = frozenset(
-    ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
-)
+# The words that say a split, and the split's name.
+_SPLITS = {
+    word: name
+    for name, words in (
+        ("train", ("train", "training")),
+        ("validation", ("validation", "valid", "val", "dev")),
+        ("test", ("test", "testing", "eval", "evaluation")),
+    )
+    for word in words
+}
 # Of a folder of data files these describe the data and are none of it.
 _CARD_NAMES = frozenset(("readme", "license", "licence", "notice", "citation"))
 _CARD_ENDINGS = frozenset((".md", ".json", ".yaml", ".yml", ".gitattributes"))
+_CARD_FILES = frozenset(
+    ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+)
 _MAX_NAMED = 3
 
 
@@ -50,12 +65,40 @@ class SourceFile:
         """The files whose bytes are its content. Raises OSError."""
         return walk(self.path)[0] if self.kind == "dataset" else [self.path]
 
+    @property
+    def codec(self) -> Codec | None:
+        """How it is compressed."""
+        return None if self.kind == "dataset" else _CODECS.get(self.path.suffix.lower())
+
     def origin(self, line: int) -> str:
         """Where a record is, for messages; line 0 is the whole file."""
         path = printable(self.path)
         if line == 0:
             return path
-        return f"{path}:{line}" if self.kind == "json lines" else f"{path}, row {line}"
+        is_of_lines = self.kind in ("json lines", "csv", "tsv")
+        return f"{path}:{line}" if is_of_lines else f"{path}, row {line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Files that follow each other in a source, and which of their records are meant."""
+
+    num_files: int
+    slice: str = ""
+    """As `datasets` writes it, `train[:5%]`; empty: all of them."""
+
+    def bounds(self, num_records: int) -> tuple[int, int]:
+        """The first record that is meant and the one behind the last. Raises ValueError."""
+        from datasets import ReadInstruction
+
+        split = self.slice.partition("[")[0]
+        (found,) = ReadInstruction.from_spec(self.slice).to_absolute({split: num_records})
+        return found.from_, found.to
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether its bounds go by the number of records."""
+        return "%" in self.slice or "-" in self.slice.partition("[")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,36 +108,52 @@ class Listing:
     files: tuple[SourceFile, ...]
     notes: list[str]
     """Lines about what is in the folder and not read, or read as one source."""
+    parts: tuple[Part, ...] = ()
+    """Of the files, one after another; none: all records of all files."""
 
 
-def list_files(source: Source, key: str = "data.train", format: str = "auto") -> Listing:
+def list_files(source: Source, key: str = "data.train") -> Listing:
     """The files of a source in a fixed order, folders sorted by path, hidden files left out.
 
     Links are followed. `key` is where the source was named. Raises DataError, also for a folder
-    that cannot be read, and for tables that only `format` text reads, as they stand.
+    that cannot be read.
     """
+    is_of_hub = is_hub_name(source.path)
+    if source.revision is not None and not is_of_hub:
+        raise DataError(
+            given=f"revision {source.revision} of {printable(source.path)}, which is here",
+            required="a data set of the hub with revision",
+            source=key,
+            change=f"remove revision, or write {_HUB}OWNER/NAME",
+        )
+    files: list[SourceFile] = []
+    notes: list[str] = []
+    parts = []
     try:
-        is_of_hub = source.path.startswith(_HUB)
-        path = _fetched(source.path, key) if is_of_hub else _path(source.path)
-        if path.is_dir():
-            listing = _files_of(path, source, key)
-        elif path.is_file() and source.split is None:
-            listing = Listing((SourceFile(path, _kind_of(path)),), [])
-        else:
-            raise _no_file(path, source, key)
+        for split, part in _splits_in(source, key):
+            path = _fetched(source, split, key) if is_of_hub else _path(source.path)
+            if path.is_dir():
+                found = _files_of(path, source, split, key, notes)
+            elif path.is_file() and source.name is None and split in (None, "train"):
+                found = [SourceFile(path, _kind_of(path))]
+            else:
+                raise _no_file(path, source, split, key)
+            files += found
+            parts.append(Part(len(found), part))
     except OSError as error:
         raise unreadable(source.path, key, error) from error
-    described = [file.path for file in listing.files if not _is_named_card(file.path)]
-    if described and format != "text":
-        endings = {path.suffix.lower() for path in described}
-        if endings <= _MAYBE_RECORDS:
-            raise DataError(
-                given=f"{printable(described[0])}: it may hold records or be a text itself",
-                required="records as .jsonl (one JSON object in a line) or .parquet",
-                source=key,
-                change="convert it, or set data.format: text to read every such file as one text",
-            )
-    return listing
+    is_sliced = any(part.slice for part in parts)
+    return Listing(tuple(files), notes, tuple(parts) if is_sliced else ())
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a source's path is a data set of the hub: OWNER/NAME, where nothing of that name is
+    here and the name is none of a data file."""
+    if path.startswith(_HUB):
+        return True
+    ending = _plain(Path(path)).suffix.lower()
+    is_file_name = ending in (*_KINDS, *_MAYBE_RECORDS, ".txt", ".md")
+    return bool(_HUB_ID.fullmatch(path)) and not is_file_name and not _path(path).exists()
 
 
 def walk(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -145,117 +204,289 @@ def _path(given: str) -> Path:
     return Path(os.path.expanduser(given))
 
 
-def _fetched(address: str, key: str) -> Path:
-    """The folder of a data set of the hub, fetched unless it is there: its files but for programs,
-    as other folders' files are. Raises DataError."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+def _splits_in(source: Source, key: str) -> list[tuple[str | None, str]]:
+    """The splits that a source names, each with the slice of it that is meant. Raises DataError."""
+    given = source.split
+    if given is None or not any(mark in given for mark in "[+("):
+        return [(given, "")]
+    from datasets import ReadInstruction
 
-    owner, name, *inner = [*address.removeprefix(_HUB).split("/"), ""]
-    folder = "/".join(filter(None, inner))
     try:
-        fetched = snapshot_download(
-            f"{owner}/{name}",
-            repo_type="dataset",
-            allow_patterns=f"{folder}/*" if folder else None,
-            ignore_patterns="*.py",
-        )
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        named = re.split(r"\s*\+\s*", given.strip())
+        ReadInstruction.from_spec(given.strip())
+    except ValueError as error:
         raise DataError(
-            given=f"{printable(address)}: {str(error).strip().splitlines()[0]}",
-            required=f"a data set of the hub as {_HUB}OWNER/NAME, or /FOLDER behind it",
+            given=f"split {given}",
+            required="train, train[:5%], train[100:200], or several such with + between",
+            source=key,
+            change="write the split as one of these",
+        ) from error
+    return [(re.split(r"[\[(]", one)[0], one if "[" in one else "") for one in named]
+
+
+def _fetched(source: Source, split: str | None, key: str) -> Path:
+    """The folder of a data set of the hub, with the files that are meant, fetched unless they are
+    there. Raises DataError."""
+    import glob
+
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import errors as hub
+
+    client_error: Any = hub.HTTPError  # type: ignore[attr-defined]  # whichever client it has
+
+    owner, name, *inner = [*source.path.removeprefix(_HUB).split("/"), ""]
+    folder = Path(*inner)
+
+    def fetch(patterns: list[str] | None, **options: Any) -> Path:
+        fetched = snapshot_download(
+            f"{owner}/{name}", repo_type="dataset", revision=source.revision,
+            allow_patterns=patterns, **options,
+        )  # fmt: skip
+        return Path(fetched, folder)
+
+    try:
+        try:
+            found = HfApi().dataset_info(f"{owner}/{name}", revision=source.revision)
+        except hub.HfHubHTTPError:
+            raise
+        except (ConnectionError, client_error):  # what is there is taken
+            return fetch(None, local_files_only=True)
+        listed = [Path(file.rfilename) for file in found.siblings or ()]
+        names = [file.relative_to(folder) for file in listed if file.is_relative_to(folder)]
+        names = [file for file in names if not any(part.startswith(".") for part in file.parts)]
+        if Path("state.json") in names or Path("dataset_dict.json") in names:
+            return fetch([f"{glob.escape(str(folder))}/*"] if inner[:-1] else None)
+        there = fetch([glob.escape(str(folder / "README.md"))])
+        chosen, _ = _chosen(names, _configs_of(there, key), source, split, key, [])
+        return fetch([glob.escape(str(folder / one)) for one in (Path("README.md"), *chosen)])
+    except (OSError, client_error, hub.HFValidationError) as error:
+        here = "" if source.path.startswith(_HUB) else "nothing of that name is here, and the hub: "
+        raise DataError(
+            given=f"{printable(source.path)}: {here}{str(error).strip().splitlines()[0]}",
+            required=f"a file, a folder, or a data set of the hub: OWNER/NAME, {_HUB}OWNER/NAME"
+            " or the same with /FOLDER behind it",
             source=key,
             change="check the name and the connection, log in (hf auth login) if it is closed, or"
             " name a folder with its files",
         ) from error
-    return Path(fetched, folder)
 
 
-def _no_file(path: Path, source: Source, key: str) -> DataError:
+def _no_file(path: Path, source: Source, split: str | None, key: str) -> DataError:
     what = "no such file or folder"
-    if path.exists():
-        is_file = path.is_file()
-        what = f"a file, without split {source.split}" if is_file else "neither a file nor a folder"
+    if path.is_file():
+        what = "a file, without " + (f"split {split}" if split else f"the name {source.name}")
+    elif path.exists():
+        what = "neither a file nor a folder"
     return DataError(
         given=f"{printable(path)}: {what}",
-        required="text, .jsonl or .parquet files, or folders of them",
+        required="a file of texts or records, or a folder of them",
         source=key,
         change="check the path, which is relative to the folder that furlong is called from;"
-        " patterns (*) and addresses are not read, and a data set of the hub is"
+        " patterns (*) and addresses are not read, and a data set of the hub is OWNER/NAME or"
         f" {_HUB}OWNER/NAME",
     )
 
 
-def _files_of(folder: Path, source: Source, key: str) -> Listing:
+def _files_of(
+    folder: Path, source: Source, split: str | None, key: str, notes: list[str]
+) -> list[SourceFile]:
     if (folder / "dataset_dict.json").is_file():
         splits = _splits_on_disk(folder)
-        if source.split not in splits and (source.split is not None or len(splits) != 1):
-            raise _no_split(splits, source, key)
-        folder = folder / (source.split or splits[0])
+        if split not in splits and (split is not None or len(splits) != 1):
+            raise _no_split(splits, source, split, key)
+        folder = folder / (split or splits[0])
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return Listing((SourceFile(folder, "dataset"),), [])
+        return [SourceFile(folder, "dataset")]
     found, dangling = walk(folder)
-    records = [file for file in found if _kind_of(file) != "text"]
-    notes = []
     if dangling:
         notes.append(f"links that lead nowhere: {len(dangling):,} left out ({_some(dangling)})")
     if not found:
         raise DataError(
             given="; ".join((f"{printable(folder)}: a folder without files", *notes)),
-            required="at least one text, .jsonl or .parquet file that is not hidden",
+            required="at least one file of texts or records that is not hidden",
             source=key,
             change="name the files themselves, or another folder",
         )
-    if records:
-        texts = [file for file in found if _kind_of(file) == "text" and not _is_card(file)]
-        if texts:
-            raise DataError(
-                given=f"{folder}: files of records and others, {records[0].name} and"
-                f" {texts[0].name} among them",
-                required="a folder of text files, or one of .jsonl and .parquet files",
-                source=key,
-                change="name the files themselves, or folders of one kind",
-            )
-    files = _of_split(folder, records or found, source, key, notes)
-    if records:
-        _refuse_incomplete(files, dangling, key)
-    if records and len(parents := sorted({file.parent for file in files})) > 1:
+    names = [file.relative_to(folder) for file in found]
+    chosen, are_records = _chosen(names, _configs_of(folder, key), source, split, key, notes)
+    files = [folder / name for name in chosen]
+    if not are_records:
+        return [SourceFile(file, "text") for file in files]
+    _refuse_incomplete(files, dangling, key)
+    if len(parents := sorted({file.parent for file in files})) > 1:
         notes.append(f"records of {len(parents):,} folders as one source ({_some(parents)})")
-    return Listing(tuple(SourceFile(file, _kind_of(file)) for file in files), notes)
+    return [SourceFile(file, _kind_of(file)) for file in files]
+
+
+def _configs_of(folder: Path, key: str) -> Mapping[str, Mapping[str, Any]]:
+    """The configurations of a data set by name, as its card has them. Raises DataError."""
+    card = folder / "README.md"
+    if not card.is_file() or "\nconfigs:" not in (text := card.read_text(errors="replace")):
+        return {}
+    import yaml
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCardData
+
+    try:
+        _, block, _ = re.split(r"^---\s*$", text, maxsplit=2, flags=re.MULTILINE)
+        meant = ("config_name", "data_files", "data_dir", "default")
+        configs = [
+            {name: value for name, value in config.items() if name in meant}
+            for config in yaml.safe_load(block)["configs"]
+        ]
+        return MetadataConfigs.from_dataset_card_data(DatasetCardData(configs=configs))
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            given=f"{printable(card)}: {' '.join(str(error).split())[:200]}",
+            required="configs of a data set's card, each with config_name and data_files",
+            source=key,
+            change="mend the card, or name the files that are meant",
+        ) from error
+
+
+def _chosen(
+    names: Items[Path],
+    configs: Mapping[str, Mapping[str, Any]],
+    source: Source,
+    split: str | None,
+    key: str,
+    notes: list[str],
+) -> tuple[Items[Path], bool]:
+    """Of a folder's files those of the configuration and the split that are meant, and whether
+    they are records. Raises DataError."""
+    config = configs.get(_config_name(configs, source, key) or "", {})
+    if top := config.get("data_dir"):
+        names = [name for name in names if name.is_relative_to(top)]
+    elif source.name is not None and not configs:
+        below = [name for name in names if source.name in name.parts[:-1][:2]]
+        if not below:
+            folders = sorted({name.parts[0] for name in names if len(name.parts) > 1})
+            raise _no_config(folders, source, key)
+        names = below
+    if config.get("data_files") is None:
+        named, are_records = _kind_among(names, source, key, notes)
+        return _of_split(named, are_records, source, split, key, notes), are_records
+    from datasets.data_files import sanitize_patterns
+    from fsspec.utils import glob_translate  # type: ignore[import-untyped]
+
+    by_split = sanitize_patterns(config["data_files"])
+    if split is None and len(by_split) == 1:
+        (split,) = by_split
+    if split not in by_split:
+        raise _no_split(list(by_split), source, split, key)
+    patterns = [re.compile(glob_translate(str(Path(top or "", one)))) for one in by_split[split]]
+    found = [name for name in names if any(one.match(str(name)) for one in patterns)]
+    if not found:
+        raise DataError(
+            given=f"{printable(source.path)}: no file of {', '.join(by_split[split])}, which the"
+            f" card names as split {split}",
+            required="the files of the split",
+            source=key,
+            change="fetch the files that are missing, or name those that are meant",
+        )
+    return _kind_among(found, source, key, notes)
+
+
+def _config_name(configs: Mapping[str, Mapping[str, Any]], source: Source, key: str) -> str | None:
+    """The configuration that is meant, None where a card has none. Raises DataError."""
+    if not configs:
+        return None
+    defaults = [name for name, config in configs.items() if config.get("default")]
+    name = source.name
+    if name is None:
+        unnamed = defaults or [name for name in configs if name == "default" or len(configs) == 1]
+        name = unnamed[0] if unnamed else None
+    if name not in configs:
+        raise _no_config(list(configs), source, key)
+    return name
+
+
+def _no_config(names: Items[str], source: Source, key: str) -> DataError:
+    wanted = "" if source.name is None else f"name {source.name} of "
+    listed = ", ".join(names) or "no configurations"
+    change = "remove name"
+    if names:
+        change = f"write {{path: {source.path}, name: {names[0]}}}"
+    return DataError(
+        given=f"{wanted}{printable(source.path)}, which holds {listed}",
+        required="the name of one configuration of a data set that has several",
+        source=key,
+        change=change,
+    )
+
+
+def _kind_among(
+    names: Items[Path], source: Source, key: str, notes: list[str]
+) -> tuple[Items[Path], bool]:
+    """The files of records, or all where these are texts, and whether they are records. Raises
+    DataError for a mixture, but of the hub, where others are left out and told."""
+    is_of_hub = is_hub_name(source.path)
+    records = [name for name in names if _kind_of(name) in _KINDS.values()]
+    described = [name for name in names if not _is_named_card(name)]
+    others = [name for name in described if name not in records and not _is_card(name)]
+    if not records:
+        records = [
+            name for name in described if _kind_of(name) != "text" and name.name not in _CARD_FILES
+        ]
+        others = [name for name in described if _kind_of(name) == "text"]
+        if others and not is_of_hub:
+            return names, False
+        if not records:
+            return names, False
+    if others and not is_of_hub:
+        raise DataError(
+            given=f"{printable(source.path)}: files of records and others, {records[0].name} and"
+            f" {others[0].name} among them",
+            required="a folder of text files, or one of .jsonl, .parquet and other records",
+            source=key,
+            change="name the files themselves, or folders of one kind",
+        )
+    if others:
+        notes.append(f"files beside the records: {len(others):,} left out ({_some(others)})")
+    return records, True
 
 
 def _of_split(
-    folder: Path, files: Items[Path], source: Source, key: str, notes: list[str]
+    names: Items[Path],
+    are_records: bool,
+    source: Source,
+    split: str | None,
+    key: str,
+    notes: list[str],
 ) -> Items[Path]:
     """The files of the split that the source names; all of them where they are of one split. Of
     texts some may say none: a program may be called test. Raises DataError."""
-    is_text = _kind_of(files[0]) == "text"
-    described = [file for file in files if not (is_text and _is_named_card(file))]
-    by_split = {file: _split_of(file.relative_to(folder)) for file in described}
+    described = [name for name in names if are_records or not _is_named_card(name)]
+    by_split = {name: _split_of(name) for name in described}
     splits = sorted(set(by_split.values()))
-    if source.split is not None and source.split in splits:
-        return [file for file in described if by_split[file] == source.split]
+    if split is not None:
+        # `datasets` calls dev and val validation, and all train where nothing says a split.
+        same = [one for one in splits if _SPLITS.get(one, one or "train") == split]
+        meant = [split] if split in splits else same if splits == [""] or "" not in same else []
+        if meant:
+            return [name for name in described if by_split[name] in meant]
     several = len(set(splits) - {""}) > 1
-    if source.split is not None or (several and not (is_text and "" in splits)):
-        raise _no_split(splits, source, key)
+    if split is not None or (several and (are_records or "" not in splits)):
+        raise _no_split(splits, source, split, key)
     if several:
         named = ", ".join(filter(None, splits))
         notes.append(f"texts of several splits as one source ({named})")
-    return files
+    return names
 
 
 def _split_of(file: Path) -> str:
     """The split that a file's name or folder says, `test-00000-of-00003`, `my_train.jsonl` or
     `dev/`; empty where they say none."""
-    if match := _SHARD.fullmatch(file.stem):
+    stem = _plain(file).stem
+    if match := _SHARD.fullmatch(stem):
         return match[1]
-    names = " ".join((file.stem, *reversed(file.parent.parts))).lower()
+    names = " ".join((stem, *reversed(file.parent.parts))).lower()
     return next((word for word in re.split("[^a-z]+", names) if word in _SPLITS), "")
 
 
-def _no_split(splits: Items[str], source: Source, key: str) -> DataError:
+def _no_split(splits: Items[str], source: Source, split: str | None, key: str) -> DataError:
     listed = ", ".join(split or "files without a split" for split in splits) or "no splits"
-    wanted = "" if source.split is None else f"split {source.split} of "
+    wanted = "" if split is None else f"split {split} of "
     # What is trained on is called train, what is held out is called something else.
     likely = sorted(filter(None, splits), key=lambda split: (split == "train") == ("eval" in key))
     change = "remove split, or name the files that are meant"
@@ -263,7 +494,7 @@ def _no_split(splits: Items[str], source: Source, key: str) -> DataError:
         mapping = f"write {{path: {source.path}, split: {likely[0]}}}"
         change = f"add --split {likely[0]}" if key == "data" else mapping
     return DataError(
-        given=f"{wanted}{source.path}, which holds {listed}",
+        given=f"{wanted}{printable(source.path)}, which holds {listed}",
         required="one split of a folder that holds several",
         source=key,
         change=change,
@@ -287,11 +518,11 @@ def _refuse_incomplete(records: Iterable[Path], dangling: Iterable[Path], key: s
     missing = [
         f"{printable(link)}: a link that leads nowhere"
         for link in dangling
-        if _kind_of(link) != "text"
+        if _kind_of(link) in _KINDS.values()
     ]
     shards: dict[tuple[Path, str, int], set[int]] = {}
     for file in records:
-        if match := _SHARD.fullmatch(file.stem):
+        if match := _SHARD.fullmatch(_plain(file).stem):
             shards.setdefault((file.parent, match[1], int(match[3])), set()).add(int(match[2]))
     for (folder, name, total), found in shards.items():
         if lost := set(range(total)) - found - ({0} if total in found else set()):
@@ -314,8 +545,14 @@ def _some(paths: Items[Path]) -> str:
     return named + ", ..." * (len(paths) > _MAX_NAMED)
 
 
+def _plain(file: Path) -> Path:
+    """A file's name without the ending that says how it is compressed."""
+    return file.with_suffix("") if file.suffix.lower() in _CODECS else file
+
+
 def _kind_of(file: Path) -> Kind:
-    return _KINDS.get(file.suffix.lower(), "text")
+    ending = _plain(file).suffix.lower()
+    return _KINDS.get(ending) or _MAYBE_RECORDS.get(ending, "text")
 
 
 def _is_named_card(file: Path) -> bool:

@@ -100,10 +100,10 @@ def fused(config: RunConfig, model: Any) -> Any:
 
 
 def load_splits(
-    settings: DataConfig, tokenizer: Any, format: DataFormat | None
+    settings: DataConfig, tokenizer: Any, format: DataFormat | None, seed: int = 0
 ) -> dict[str, DataSet]:
     """The data sets `train` and, if there is one, `eval`; prints what was found. `format`: that of
-    the loss, None is the settings' own."""
+    the loss, None is the settings' own; `seed`: which records are held out."""
     data = {}
     for split, named in (("train", settings.train), ("eval", settings.eval)):
         if named is not None:
@@ -113,6 +113,8 @@ def load_splits(
                 format=format or settings.format,
                 max_seq_len=settings.max_seq_len,
                 too_long=settings.too_long,
+                min_len=settings.min_len,
+                limit=settings.limit,
                 cache_dir=settings.cache_dir,
                 key=f"data.{split}",
             )
@@ -120,6 +122,9 @@ def load_splits(
     if "eval" in data:
         for line in describe_shared(data["train"], data["eval"]):
             print(line)
+    if settings.eval_share:
+        data["train"], data["eval"] = data["train"].split_off(settings.eval_share, seed)
+        print(data["train"].summary(), data["eval"].summary(), sep="\n")
     return data
 
 

@@ -68,7 +68,7 @@ def _check(config: RunConfig, num_processes: int) -> None:
         for source in named or ():
             # Folders are listed when they are read: that may take its time.
             if not os.path.isdir(os.path.expanduser(source.path)):
-                list_files(source, key, config.data.format)
+                list_files(source, key)
             elif key == "data.train":
                 _check_apart(source.path, config)
 

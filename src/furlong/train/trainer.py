@@ -207,7 +207,13 @@ class Trainer:
     def _load_data(self) -> None:
         config, processes, run = self.config, self.processes, self.run
         with patience("reading the data", speaks=processes.is_first):
-            read = partial(build.load_splits, config.data, self.tokenizer, self.objective.format)
+            read = partial(
+                build.load_splits,
+                config.data,
+                self.tokenizer,
+                self.objective.format,
+                config.train.seed,
+            )
             self.data = processes.first_of_each_machine(read)
         self.train_data, self.eval_data = self.data["train"], self.data.get("eval")
         fingerprint = self.train_data.fingerprint
