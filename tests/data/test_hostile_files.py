@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import resource
 import subprocess
 import sys
@@ -27,8 +28,10 @@ sys.exit(code)
 """
 
 CONTENTS = {
-    "no-utf8.txt": (b"\xff" * 100 * _MIB, 2, "a text of 100 MiB"),
+    "no-utf8.txt": (b"\xff" * 100 * _MIB, 2, "a text of more than 16 MiB"),
     "one-line.jsonl": (b"[" * 100 * _MIB, 2, "a line of more than 64 MiB"),
+    "bomb.json.gz": (gzip.compress(b'[{"text": "' + b"x" * 200 * _MIB), 2, "a record of more than"),
+    "quote.csv": (b'text\n"' + (b"x" * 1023 + b"\n") * 70 * 2**10, 2, "a cell of more than 64 MiB"),
     "junk.parquet": (b"PAR1" * 25 * _MIB, 2, "junk.parquet"),
     # below the limit of a text; the tokenizer's regular expression may give up
     "run.txt": (b"x" + b" " * 5 * _MIB, 0, "1 sequence"),
