@@ -150,8 +150,10 @@ class DataSet:
         return Mixture(tuple(sizes), tuple(weights))
 
     def split_off(self, amount: float, seed: int) -> tuple[DataSet, DataSet]:
-        """What is trained on, and held-out records: that share of all, from 1 on so many, of each
-        source in proportion. All pieces of a record are on one side. Raises DataError."""
+        """The data set to train on, and the held-out one. Raises DataError.
+
+        amount: the share of the records that is held out, from 1 on their number, of each source in
+        proportion; all pieces of a record are on one side."""
         of_units = self._rows[self.units[:, 0]]
         rows = np.unique(of_units)
         of_parts = np.searchsorted(self._offsets, rows, side="right") - 1

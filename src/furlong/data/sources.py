@@ -109,7 +109,7 @@ class Listing:
     notes: list[str]
     """Lines about what is in the folder and not read, or read as one source."""
     parts: tuple[Part, ...] = ()
-    """Of the files, one after another; none: all records of all files."""
+    """Parts of the files, one after another; none: all records of all files."""
 
 
 def list_files(source: Source, key: str = "data.train") -> Listing:
@@ -352,8 +352,8 @@ def _chosen(
     key: str,
     notes: list[str],
 ) -> tuple[Items[Path], bool]:
-    """Of a folder's files those of the configuration and the split that are meant, and whether
-    they are records. Raises DataError."""
+    """The files of a folder that are meant, by configuration and split; whether they are records.
+    Raises DataError."""
     config = configs.get(_config_name(configs, source, key) or "", {})
     if top := config.get("data_dir"):
         names = [name for name in names if name.is_relative_to(top)]
