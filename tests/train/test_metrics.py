@@ -36,7 +36,7 @@ class Seen:
     def __init__(self) -> None:
         self.seen: list[tuple[int, dict[str, Any]]] = []
 
-    def track(self, step: int, values: Any) -> None:
+    def __call__(self, step: int, values: Any) -> None:
         self.seen.append((step, dict(values)))
 
 
@@ -161,57 +161,89 @@ def test_tensorboard_gets_every_figure(tiny_run: TinyRun, tmp_path: Path) -> Non
     assert [event.step for event in events.Scalars("eval_training_loss_at_0")] == [0, 3]
 
 
-class FakeRun:
-    """Stands in for a run of Weights & Biases, whose package is large and wants a network."""
+class FakeServer:
+    """Stands in for the packages of trackers, which are large and want a network."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.id = settings["id"] or "abc123"
-        self.settings = settings
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.begun: list[dict[str, Any]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.finished = False
+        self.params: dict[str, Any] = {}
+        self.num_finished = 0
+
+    def init(self, **settings: Any) -> Any:
+        """As of wandb and trackio."""
+        if self.refuses:
+            raise ValueError("No API key\nconfigured.")
+        self.begun.append(settings)
+        name = settings.get("id") or settings["name"] or "abc123"
+        return types.SimpleNamespace(id=name, name=name, log=self.log, finish=self.finish)
 
     def log(self, values: dict[str, float], *, step: int) -> None:
         self.logged.append((step, values))
 
     def finish(self) -> None:
-        self.finished = True
+        self.num_finished += 1
+
+    def package(self, name: str) -> Any:
+        if name != "mlflow":
+            return types.SimpleNamespace(init=self.init)
+
+        def start_run(*, run_id: str | None, run_name: str | None) -> Any:
+            run = self.init(id=run_id, name=run_name)
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run.id))
+
+        return types.SimpleNamespace(
+            start_run=start_run, set_experiment=lambda name: None, log_metrics=self.log,
+            log_params=lambda params: self.params.update(params), end_run=self.finish,
+        )  # fmt: skip
 
 
-def test_weights_and_biases_goes_on_with_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_tracker_goes_on_with_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    runs: list[FakeRun] = []
-
-    def init(**settings: Any) -> FakeRun:
-        runs.append(FakeRun(**settings))
-        return runs[-1]
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    server = FakeServer()
+    monkeypatch.setitem(sys.modules, name, server.package(name))
+    settings = LogConfig(**{name: "trials", "name": "first"})  # type: ignore[arg-type]
     for start_step in (0, 4):
         with ExitStack() as stack:
-            settings = LogConfig(wandb="trials")
-            (tracker,) = metrics.open_trackers(stack, tmp_path, settings, {"out": "x"}, start_step)
-            tracker.track(start_step + 1, {"loss": 2.0})
-    assert [run.settings["id"] for run in runs] == [None, "abc123"]
-    assert all(run.settings["project"] == "trials" and run.finished for run in runs)
-    assert [run.logged for run in runs] == [[(1, {"loss": 2.0})], [(5, {"loss": 2.0})]]
+            config = {"train": {"lr": 1.0}, "out": "x"}
+            (track,) = metrics.open_trackers(stack, tmp_path, settings, config, start_step)
+            track(start_step + 1, {"loss": 2.0})
+            settings = settings.model_copy(update={"name": "renamed"})
+    key = "name" if name == "trackio" else "id"
+    assert [run[key] for run in server.begun] == ["first" if key == "name" else None, "first"]
+    assert name == "mlflow" or all(run["project"] == "trials" for run in server.begun)
+    assert server.params == ({"train.lr": 1.0, "out": "x"} if name == "mlflow" else {})
+    assert server.logged == [(1, {"loss": 2.0}), (5, {"loss": 2.0})] and server.num_finished == 2
 
 
-def test_a_run_that_weights_and_biases_refuses_can_go_on(
+def test_a_run_that_a_tracker_refuses_can_go_on(
     tiny_run: TinyRun,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def init(**settings: Any) -> FakeRun:
-        raise ValueError("No API key configured.")
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", FakeServer(refuses=True).package("wandb"))
     monkeypatch.setattr(start, "find_spec", lambda name: True)
     arguments = tiny_run.arguments(tmp_path / "run", "--train.epochs=1")
-    assert main([*arguments, "--log.wandb=trials"]) == 2
+    assert main([*arguments, "--log.wandb=trials", "--log.wandb_entity=team"]) == 2
     assert "given:    log.wandb = trials: No API key configured." in capsys.readouterr().err
     assert main([*arguments, "--resume"]) == 0
+
+
+def test_a_tracker_that_fails_is_left_out(tmp_path: Path) -> None:
+    def failing(step: int, values: Any) -> None:
+        raise ConnectionError("no route")
+
+    lines: list[str] = []
+    seen = Seen()
+    with MetricsLog(tmp_path / "metrics.jsonl", 2, lines.append, trackers=[failing, seen]) as log:
+        log.step(1, FIGURES)
+        log.step(2, FIGURES)
+    assert [line for line in lines if "no route" in line] == [lines[0]]
+    assert [step for step, _ in seen.seen] == [1, 2]
 
 
 def test_a_package_that_is_not_installed_is_named_before_anything_is_written(
@@ -221,7 +253,8 @@ def test_a_package_that_is_not_installed_is_named_before_anything_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(start, "find_spec", lambda name: None)
-    for flag, package in (("--log.tensorboard=true", "tensorboard"), ("--log.wandb=x", "wandb")):
+    for package in metrics.TRACKERS:
+        flag = f"--log.{package}={'true' if package == 'tensorboard' else 'x'}"
         assert main(tiny_run.arguments(tmp_path / "run", flag)) == 2
         assert f"pip install 'furlong[{package}]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

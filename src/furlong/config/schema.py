@@ -740,6 +740,9 @@ def _ascending(steps: tuple[int, int] | None) -> tuple[int, int] | None:
     return steps
 
 
+Name = Annotated[str, Field(min_length=1)]
+
+
 class LogConfig(BaseModel):
     """Where figures go besides the terminal and metrics.jsonl."""
 
@@ -747,12 +750,31 @@ class LogConfig(BaseModel):
 
     tensorboard: bool = False
     """Write TensorBoard files into the run folder; needs furlong[tensorboard]."""
-    wandb: Annotated[str, Field(min_length=1)] | None = Field(default=None, examples=["furlong"])
+    name: Name | None = Field(default=None, examples=["qwen-128k"])
+    """Name of the run, for trackers and the model card; null leaves it to them."""
+    wandb: Name | None = Field(default=None, examples=["furlong"])
     """Project on Weights & Biases; needs furlong[wandb]."""
+    wandb_entity: Name | None = Field(default=None, examples=["my-team"])
+    """User or team that the project is of; null = the user's own default."""
+    trackio: Name | None = Field(default=None, examples=["furlong"])
+    """Project of Trackio; needs furlong[trackio]."""
+    mlflow: Name | None = Field(default=None, examples=["furlong"])
+    """Experiment of MLflow, on the server that its environment names; needs furlong[mlflow]."""
     profile_steps: Annotated[tuple[Positive, Positive] | None, AfterValidator(_ascending)] = Field(
         default=None, examples=[[3, 5]]
     )
     """First and last step that torch's profiler traces, into the run's folder profile."""
+
+    @model_validator(mode="after")
+    def _entity_of_a_project(self) -> LogConfig:
+        if self.wandb_entity is not None and self.wandb is None:
+            raise told(
+                keys="log.wandb_entity and log.wandb",
+                given=f"log.wandb_entity = {self.wandb_entity} without log.wandb",
+                required="log.wandb, the project of that user or team",
+                change="set log.wandb, or remove log.wandb_entity",
+            )
+        return self
 
 
 class RunConfig(BaseModel):

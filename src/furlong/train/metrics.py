@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from furlong.config.schema import LogConfig
 from furlong.cost.machine import known_card
 from furlong.cost.seconds import sequence_flops
 from furlong.cost.shape import ModelShape
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, differing
 from furlong.files import write_json
 from furlong.planners.candidates import CHUNKS
 from furlong.simulate.predict import Prediction
@@ -25,6 +25,10 @@ from furlong.train.sample_check import SampleCheck
 from furlong.units import format_bytes, format_count, format_seconds
 
 Say = Callable[[str], None]
+Track = Callable[[int, Mapping[str, float]], None]
+"""Takes the figures of a step or an evaluation."""
+Opened = tuple[Track, Callable[[], None], str | None]
+"""A tracker: how it takes figures, how it is closed, and its name of the run."""
 _TOLD_SHARE = 0.05
 """Share of a step's time from which recomputation and the wait for data are told."""
 
@@ -131,7 +135,7 @@ class MetricsLog:
         say: Say = print,
         *,
         keep_bytes: int | None = None,
-        trackers: Sequence[Tracker] = (),
+        trackers: Sequence[Track] = (),
         advance: Callable[[int], None] = lambda step: None,
     ) -> None:
         """`file`: None keeps no records. `keep_bytes`: how much of it belongs to what is continued;
@@ -145,7 +149,7 @@ class MetricsLog:
             self._file = file.open("a", encoding="utf-8", buffering=1)
         self._num_steps = num_steps
         self._say = say
-        self._trackers = trackers
+        self._trackers = [*trackers]
         self._advance = advance
 
     def __enter__(self) -> MetricsLog:
@@ -266,8 +270,12 @@ class MetricsLog:
         self._say(f"a batch before step {step} has no label: skipped")
 
     def _track(self, step: int, values: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.track(step, values)
+        for track in [*self._trackers]:
+            try:
+                track(step, values)
+            except Exception as error:  # of the connection, say: no reason to end a run
+                self._trackers.remove(track)
+                self._say(f"warning: a tracker takes no more figures, metrics.jsonl does: {error}")
 
     def _write(self, record: dict[str, object]) -> None:
         if self._file is not None:
@@ -333,70 +341,99 @@ def open_profiler(
     return profiler.step
 
 
-class Tracker(Protocol):
-    """Takes the figures of a step or an evaluation."""
+class _Asked(NamedTuple):
+    """The arguments with which a tracker is opened."""
 
-    def track(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+    folder: Path
+    settings: LogConfig
+    config: dict[str, Any]
+    known: str | None
+    """The tracker's own name of the run that is continued."""
+    start_step: int
 
 
 def open_trackers(
     stack: ExitStack, folder: Path, settings: LogConfig, config: dict[str, Any], start_step: int
-) -> list[Tracker]:
-    """The trackers that are asked for, until `stack` ends. `start_step`: the step that is continued
-    from; what a tracker holds of later ones is replaced."""
-    return [
-        stack.enter_context(closing(kind(folder, asked, config, start_step)))
-        for name, kind in TRACKERS.items()
-        if (asked := getattr(settings, name))
-    ]
-
-
-class _TensorBoard:
-    def __init__(self, folder: Path, asked: bool, config: dict[str, Any], start_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)
-
-    def track(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    """One run on the server per run folder: its id is kept in `wandb.json`."""
-
-    def __init__(self, folder: Path, project: str, config: dict[str, Any], start_step: int) -> None:
-        import wandb
-
-        file = folder / "wandb.json"
-        known = json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
+) -> list[Track]:
+    """The trackers that are asked for, until `stack` ends, each of which goes on with its own run.
+    `start_step`: the step that is continued from. Raises ConfigError for one that refuses."""
+    file = folder / "trackers.json"
+    runs = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    tracks = []
+    for name, open_one in TRACKERS.items():
+        if not (asked := getattr(settings, name)):
+            continue
         try:
-            self._run = wandb.init(
-                project=project, id=known, resume="allow", dir=str(folder), config=config
+            track, close, runs[name] = open_one(
+                _Asked(folder, settings, config, runs.get(name), start_step)
             )
         except Exception as error:  # settings, log-in, the connection: each has types of its own
             raise ConfigError(
-                given=f"log.wandb = {project}: {' '.join(str(error).split())}",
-                required="a run that Weights & Biases lets begin",
-                source="log.wandb",
-                change="wandb login, WANDB_MODE=offline, or no log.wandb; then go on with --resume",
+                given=f"log.{name} = {asked}: {' '.join(str(error).split())}",
+                required=f"a run that {name} lets begin",
+                source=f"log.{name}",
+                change=f"log in to {name}, set it to be offline, or no log.{name}; then go on with"
+                " --resume",
             ) from error
-        write_json(file, {"id": self._run.id})
-
-    def track(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        stack.callback(close)
+        tracks.append(track)
+    if tracks:
+        write_json(file, runs)
+    return tracks
 
 
-TRACKERS: Mapping[str, Callable[[Path, Any, dict[str, Any], int], Tracker]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _Wandb,
+def _tensorboard(asked: _Asked) -> Opened:
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = str(asked.folder / "tensorboard")
+    writer = SummaryWriter(folder, purge_step=asked.start_step + 1)
+
+    def track(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return track, writer.close, None
+
+
+def _wandb(asked: _Asked) -> Opened:
+    import wandb
+
+    run = wandb.init(
+        project=asked.settings.wandb, entity=asked.settings.wandb_entity, name=asked.settings.name,
+        id=asked.known, resume="allow", dir=str(asked.folder), config=asked.config,
+    )  # fmt: skip
+    return (lambda step, values: run.log(dict(values), step=step)), run.finish, run.id
+
+
+def _trackio(asked: _Asked) -> Opened:
+    import trackio
+
+    run = trackio.init(
+        project=asked.settings.trackio, name=asked.known or asked.settings.name, resume="allow",
+        config=asked.config,
+    )  # fmt: skip
+    return (lambda step, values: run.log(dict(values), step=step)), run.finish, run.name
+
+
+def _mlflow(asked: _Asked) -> Opened:
+    import mlflow
+
+    mlflow.set_experiment(asked.settings.mlflow)
+    run = mlflow.start_run(run_id=asked.known, run_name=asked.settings.name)
+    keys = [] if asked.known else [*differing(asked.config, {}).items()]
+    for start in range(0, len(keys), 100):  # its most in one call
+        mlflow.log_params({key: own for key, (own, _) in keys[start : start + 100]})
+    return (
+        lambda step, values: mlflow.log_metrics(dict(values), step=step),
+        mlflow.end_run,
+        run.info.run_id,
+    )
+
+
+TRACKERS: Mapping[str, Callable[[_Asked], Opened]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+    "mlflow": _mlflow,
 }
-"""By the name of the key below `log` that asks for one."""
+"""By the name of the key below `log` that asks for one, which is that of its package."""

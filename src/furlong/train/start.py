@@ -54,7 +54,7 @@ def _check(config: RunConfig, num_processes: int) -> None:
             source="chunks, and parallel.pp",
             change="remove chunks.order and chunks.stage_layers, or set parallel.pp to 1",
         )
-    for package in ("tensorboard", "wandb"):
+    for package in ("tensorboard", "wandb", "trackio", "mlflow"):
         if getattr(config.log, package) and find_spec(package) is None:
             raise ConfigError(
                 given=f"log.{package} without the package {package}",
