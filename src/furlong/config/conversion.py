@@ -118,8 +118,13 @@ def convert(
         by_target, key=lambda key: order.index(key) if key in order else len(order)
     ):
         _BY_TARGET.get(target, _same)(made, target, by_target[target])
-    for target, value in (flags or {}).items():
-        made.run[target] = value
+    for key, value in (flags or {}).items():
+        made.run = {own: one for own, one in made.run.items() if not own.startswith(f"{key}.")}
+        made.run[key] = value
+        for name in recipe.keys:
+            answer = answer_to(name)
+            if made.verdicts[name].kind == "refused" and answer and answer.target == key:
+                made.need_not(f"--{key} is given", [name])
     _finish(made)
     return made
 
@@ -155,7 +160,9 @@ def _finish(made: Conversion) -> None:
             names = [name for name, verdict in made.verdicts.items() if verdict.text == target]
             is_none = one["type"] == "extra_forbidden"
             reason = f"{target} takes {words_of(one)}, not {value!r}"
-            made.cannot(f"there is no {key_of(one['loc'])}" if is_none else reason, names)
+            is_aside = target.startswith(("log.", "hub", "out", "train.save", "train.num_"))
+            reason = f"there is no {key_of(one['loc'])}" if is_none else reason
+            made.cannot(reason, names, "lost" if is_aside else "refused")
         if not given_up:
             raise config_error(errors, str(made.recipe.file), set())
 
@@ -312,15 +319,29 @@ def _rope(made: Conversion, target: str, given: _Given) -> None:
 
 
 def _scaled(made: Conversion, kind: str) -> dict[str, Any] | None:
-    """RoPE of a kind with the factor that the length asks for, by a model's folder; None without
+    """RoPE of a kind with the factor that the length asks for, by the model's config; None without
     one."""
-    file = Path(str(made.run.get("model.name"))).expanduser() / "config.json"
-    length = made.value("max_model_len", "cutoff_len", "max_length")
-    if not file.is_file() or not isinstance(length, int):
+    name, length = str(made.run.get("model.name")), made.run.get("data.max_seq_len")
+    config = _model_config(name, made.run.get("model.revision"))
+    if config is None or not isinstance(length, int):
         return None
-    config = json.loads(file.read_text(encoding="utf-8"))
     own = config.get("max_position_embeddings", length)
     return {"rope_type": kind, "factor": float(max(1, math.ceil(length / own)))}
+
+
+def _model_config(name: str, revision: str | None) -> dict[str, Any] | None:
+    """The config of a model in a folder or on the hub; None where it is not to be had."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    file = Path(name).expanduser() / "config.json"
+    try:
+        if not file.is_file():
+            file = Path(hf_hub_download(name, "config.json", revision=revision))
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError):
+        return None
+    return values
 
 
 def _share(made: Conversion, target: str, given: _Given) -> None:

@@ -231,6 +231,8 @@ def _split_call(words: Sequence[str]) -> tuple[Dialect | None, dict[str, Any], d
                 dialect = "open-instruct"
             loss = next((one for one in ("dpo", "kto") if one in name), None)
             own = {"stage": loss} if loss else {}
+        elif name == "-m" and verb:
+            start = place + 2
         else:
             continue
         return dialect, _flags(words[:place]), own | _flags(words[start:])
