@@ -69,7 +69,7 @@ def test_what_is_written_is_read(place: Path, own_labels_from: int) -> None:
             assert ids.tolist() == sequence.input_ids.tolist()
             assert labels.tolist() == sequence.labels.tolist()
             valid = sum(label >= 0 for label in sequence.labels[1:].tolist())
-            assert source.index[row, 1:].tolist() == [0, row + 1, valid]
+            assert source.index[row, 1:].tolist() == [0, row + 1, valid, 0]
     assert (place / "labels.bin").exists() == (own_labels_from < 9)
     assert sorted(p.name for p in place.parent.iterdir()) == ["key"]
     empty = source_of(write_tokens(place.with_name("empty"), iter(()), {}))

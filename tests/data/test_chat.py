@@ -179,12 +179,16 @@ def test_what_the_template_does_not_write_is_told() -> None:
         {"role": "assistant", "content": "4", "reasoning": "hm", "audio": {}, "mask": 0},
     ]
     template = ANSWER_ALONE.replace("{{ m.content or '' }}", USER_AND_ANSWER)
-    assert rendered(turns, template, [{"type": "function"}]).unwritten == (
+    unwritten = (
         "mask in a message", "name in a message", "tool_calls in a message", "tools",
         "content of role developer",
     )  # fmt: skip
+    notes = rendered(turns, template, [{"type": "function"}]).notes
+    told = "conversations with {} that the template does not write"
+    assert notes[1:] == tuple(map(told.format, unwritten))
+    assert "without a special token" in notes[0]
     writing = "{{ tools }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
-    assert rendered(turns, writing, [{"type": "function"}]).unwritten == ()
+    assert not any("with " in note for note in rendered(turns, writing, [CALL]).notes)
 
 
 USER_AND_ANSWER = "{% if m.role != 'developer' %}{{ m.content or '' }}{% endif %}"

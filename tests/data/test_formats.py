@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from typing import Any
 
 import pytest
+from tiny_tokenizers import CHATML, CHATML_WITH_TAGS, byte_tokenizer
 
 from furlong.data.chat import messages_of
-from furlong.data.formats import FORMATS, check_fields, decide_format, text_of, unused_fields
-from furlong.data.records import SourceRecord
-from furlong.data.tokenize import Encoded
+from furlong.data.formats import (
+    FORMATS,
+    Reading,
+    check_fields,
+    decide_format,
+    encode,
+    unused_fields,
+)
+from furlong.data.instructions import text_of
+from furlong.data.pairs import EMPTY
+from furlong.data.records import Notes, SourceRecord
+from furlong.data.tokenize import IGNORE_INDEX, Encoded
 from furlong.errors import DataError
 
 USER = {"role": "user", "content": "hi"}
@@ -32,6 +44,168 @@ def tokens_of(one: SourceRecord) -> Encoded:
     return encoded
 
 
+def sequences_of(
+    one: SourceRecord, format: Any, tokenizer: Any = None, **reading: Any
+) -> list[tuple[str, str]]:
+    """Of each sequence its text, and what of it is learnt."""
+    tokenizer = tokenizer or byte_tokenizer()
+    own = Reading(format, **reading).decided(one)
+    return [
+        (
+            tokenizer.decode(found.input_ids),
+            tokenizer.decode(found.input_ids[found.labels != IGNORE_INDEX]),
+        )
+        for _, pair in encode([one], tokenizer, own, Notes())
+        for found in pair
+    ]
+
+
+SHAREGPT = [
+    {"from": "system", "value": "s"},
+    {"from": "human", "value": "add"},
+    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+    {"from": "observation", "value": "2"},
+    {"from": "gpt", "value": "two"},
+]
+SAYS_CALLS = CHATML_WITH_TAGS.replace(
+    "message['content'] + '<|im_end|>",
+    "(message.tool_calls or '') | string + (message.content or '') + '<|im_end|>",
+)
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+AS_OPENAI = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "add"},
+    {
+        "role": "assistant", "content": None,
+        "tool_calls": [{**CALL, "function": {"name": "add", "arguments": '{"a": 1}'}}],
+    },
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "two"},
+]  # fmt: skip
+
+
+def test_conversations_of_others_are_the_same() -> None:
+    tools = [{"name": "add", "parameters": {}}]
+    (expected,) = sequences_of(
+        record(messages=AS_OPENAI, tools=tools), "auto", byte_tokenizer(SAYS_CALLS)
+    )
+    assert expected[1] == f"{[CALL]}<|im_end|>\ntwo<|im_end|>\n"
+    renamed = {"messages": "talk", "role": "who", "content": "says", "roles": {"me": "user"}}
+    names = {"from": "who", "value": "says"}
+    own = [{names[key]: value for key, value in turn.items()} for turn in SHAREGPT]
+    own[1]["who"] = "me"
+    whole = record(conversations=SHAREGPT, tools=json.dumps(tools))
+    for other, reading in (
+        (whole, {}),
+        (record(conversation=SHAREGPT[1:], system="s"), {"format": "sharegpt"}),
+        (record(messages=json.dumps(AS_OPENAI[1:]), system="s"), {}),
+        (record(prompt=AS_OPENAI[:2], completion=AS_OPENAI[2:]), {}),
+        (record(talk=own, messages="x"), {"fields": renamed}),
+    ):
+        format = reading.pop("format", "auto")
+        found = sequences_of(other, format, byte_tokenizer(SAYS_CALLS), **reading)
+        assert found == [expected], other.fields
+    given = Reading("auto").decided(whole).facts(whole)
+    assert (given["format"], given["fields"]) == ("chat", ["conversations"])
+
+
+def test_an_instruction_is_a_conversation_or_alpacas_words() -> None:
+    own = record(instruction="add", input="1 1", output="2", text="unused", history=None)
+    told = "<|im_start|>user\nadd\n1 1<|im_end|>\n<|im_start|>assistant\n"
+    assert sequences_of(own, "auto") == [(f"{told}2<|im_end|>\n", "2<|im_end|>\n")]
+    ((text, learnt),) = sequences_of(own, "alpaca", byte_tokenizer(None))
+    assert text.startswith("Below is an instruction that describes a task, paired with an input")
+    assert text.endswith("### Instruction:\nadd\n\n### Input:\n1 1\n\n### Response:\n2<end>")
+    assert learnt == "2<end>"
+    more = record(instruction="b", output="c", history=[["d", "e"]], system="s")
+    ((_, learnt),) = sequences_of(more, "auto")
+    assert learnt == "e<|im_end|>\nc<|im_end|>\n"
+    assert "a history" in refused(sequences_of, more, "alpaca", byte_tokenizer(None)).given
+    odd = record(instruction="b", output="c", history=["d"])
+    assert "a history with d" in refused(sequences_of, odd, "auto").given
+
+
+@pytest.mark.parametrize(
+    ("fields", "learnt"),
+    [
+        ({"prompt": "a", "completion": "b"}, "b<end>"),
+        (
+            {"prompt": [USER], "completion": [{"role": "assistant", "content": "b"}]},
+            "b<|im_end|>\n",
+        ),
+        ({"messages": [USER, {"role": "assistant", "content": "b"}]}, "b<|im_end|>\n"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "b<|im_end|>\n"),
+    ],
+)
+def test_an_answer_is_wanted_or_not(fields: dict[str, Any], learnt: str) -> None:
+    tokenizer = byte_tokenizer()
+    reading = Reading("unpaired", fields={"label": "kto_tag"})
+    records = [record(**fields, kto_tag=label) for label in (True, False, 1)]
+    found = [own for _, (own,) in encode(records, tokenizer, reading, Notes())]
+    assert [own.desirable for own in found] == [True, False, True]
+    labels = found[0].labels
+    assert tokenizer.decode(labels[labels != IGNORE_INDEX]) == learnt
+    assert "label: 'yes'" in refused(sequences_of, record(**fields, label="yes"), "unpaired").given
+    blank = {
+        name: ""
+        for name, own in fields.items()
+        if name in ("completion", "output") and isinstance(own, str)
+    }
+    if blank:
+        notes = Notes()
+        assert not list(encode([record(**fields | blank, kto_tag=1)], tokenizer, reading, notes))
+        assert list(notes) == [EMPTY]
+
+
+def test_what_is_learnt_of_a_conversation() -> None:
+    turns = [
+        USER,
+        {"role": "assistant", "content": "a"},
+        USER,
+        {"role": "assistant", "content": "b"},
+    ]
+    own = record(messages=turns)
+    ((text, learnt),) = sequences_of(own, "chat", train_on="last")
+    assert learnt == "b<|im_end|>\n"
+    assert sequences_of(own, "chat", train_on="all") == [(text, text)]
+    completion = record(prompt="a", completion="b")
+    assert sequences_of(completion, "auto", train_on="all") == [("ab<end>", "ab<end>")]
+    agent = record(messages=AS_OPENAI)
+    ((_, learnt),) = sequences_of(agent, "chat", byte_tokenizer(SAYS_CALLS), train_on="last")
+    assert learnt == f"{[CALL]}<|im_end|>\ntwo<|im_end|>\n"
+
+
+def test_a_template_is_given_what_run_and_record_say() -> None:
+    tokenizer = byte_tokenizer("{{ mood }}{{ end }}" + CHATML)
+    own = record(messages=[USER], chat_template_kwargs={"mood": "glad", "end": None})
+    ((text, _),) = sequences_of(
+        own, "chat", tokenizer, chat_template_kwargs={"mood": "x", "end": "!"}
+    )
+    assert text.startswith("gladNone<|im_start|>")
+    odd = record(messages=[USER], chat_template_kwargs={"tools": []})
+    assert "chat_template_kwargs" in refused(sequences_of, odd, "chat").given
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        ({"conversations": [{"from": "function_call", "value": "add(1)"}]}, "no JSON"),
+        ({"conversations": [{"from": "function_call", "value": "[1]"}]}, "a call 1"),
+        ({"messages": [{**USER, "tool_calls": [{"id": 1}]}]}, "a call {'id': 1}"),
+        ({"messages": "hi"}, "messages: a text 'hi' that is no JSON"),
+        ({"messages": [USER], "tools": "hammer"}, "tools: a text 'hammer'"),
+        ({"messages": [USER], "tools": [5]}, "tool 1 of type int"),
+        (
+            {"messages": [{"role": "system", "content": "t"}], "system": "s"},
+            "another system message",
+        ),
+        ({"conversations": [{"from": None, "value": "x"}]}, "without a role"),
+    ],
+)
+def test_odd_conversations_of_others_are_named(fields: dict[str, Any], given: str) -> None:
+    assert given in refused(sequences_of, record(**fields), "chat").given
+
+
 @pytest.mark.parametrize(
     ("fields", "format", "unused"),
     [
@@ -51,11 +225,13 @@ def test_auto_goes_by_the_fields(fields: tuple[str, ...], format: Any, unused: l
 def test_a_record_must_have_the_fields_of_its_shape() -> None:
     error = refused(decide_format, record(content="x", prompt="y", text=None))
     assert error.given == "a record with prompt, text (null), content"
-    assert "input_ids or messages or prompt + completion or text" in error.required
+    assert "or prompt + completion or instruction + output or text" in error.required
     assert "no field" in refused(decide_format, record()).given
     check_fields(record(text="x", id=1), "text")
-    assert "text" in refused(check_fields, record(messages=[], id=1), "text").required
-    assert "prompt + completion" in refused(check_fields, record(prompt="x"), "completion").required
+    assert "text" in refused(sequences_of, record(messages=[], id=1), "text").required
+    renaming = partial(sequences_of, fields={"completion": "y"})
+    lacking = refused(renaming, record(prompt="x"), "completion")
+    assert "prompt + y" in lacking.required
     assert text_of(record(text="x"), "text") == "x"
     assert "text of type int" in refused(text_of, record(text=5), "text").given
     assert "prompt of type NoneType" in refused(text_of, record(prompt=None), "prompt").given
@@ -140,7 +316,7 @@ def test_bad_tokens_are_named(fields: dict[str, Any], given: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "format", "given"),
     [
-        ({"messages": [USER], "system": "s"}, "chat", "system beside messages"),
+        ({"messages": [USER], "history": [["c", "d"]]}, "chat", "history beside messages"),
         ({"prompt": "a", "completion": "b", "history": [["c", "d"]]}, "completion", "history"),
         ({"prompt": "a", "completion": "b", "label": 0}, "completion", "label: 0"),
         ({"messages": [], "label": "False"}, "chat", "label: false"),
@@ -154,5 +330,3 @@ def test_fields_of_other_programs_that_would_be_lost_are_refused(
     empty = {name: value for name, value in fields.items() if name not in ("history", "label")}
     check_fields(record(**empty | {"system": "", "history": []}), format)
     check_fields(record(text="x", system="s", history=["y"], label=False), "text")
-    said = {"role": "system", "content": "s"}
-    check_fields(record(messages=[said, USER], system="s"), "chat")

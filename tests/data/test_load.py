@@ -16,6 +16,7 @@ from tiny_tokenizers import byte_tokenizer, word_tokenizer
 
 from furlong.config.schema import DataConfig, Source
 from furlong.data.dataset import SEQUENCES, DataSet, load_data
+from furlong.data.formats import Reading
 from furlong.errors import DataError
 from furlong.train.build import load_splits
 
@@ -29,9 +30,10 @@ def write_lines(file: Path, *records: dict[str, Any]) -> Path:
 
 def load(tmp_path: Path, *paths: Path, tokenizer: Any = None, **options: Any) -> DataSet:
     sources = [Source(path=str(path)) for path in paths]
-    return load_data(
-        sources, tokenizer or word_tokenizer(), cache_dir=str(tmp_path / "cache"), **options
-    )
+    own = {name: options.pop(name) for name in Reading.__slots__ if name in options}
+    cache = str(tmp_path / "cache")
+    tokenizer = tokenizer or word_tokenizer()
+    return load_data(sources, tokenizer, reading=Reading(**own), cache_dir=cache, **options)
 
 
 @pytest.fixture

@@ -50,6 +50,32 @@ def texts(data: DataSet, tokenizer: Any) -> list[tuple[str, str]]:
     return found
 
 
+HUMAN, GPT, NO = (
+    {"from": name, "value": said}
+    for name, said in (("human", "why?"), ("gpt", "because"), ("gpt", "no"))
+)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [HUMAN], "chosen": GPT, "rejected": NO},
+        {"chosen": [HUMAN, GPT], "rejected": [HUMAN, NO]},
+        {"instruction": "why?", "input": "", "chosen": "because", "rejected": "no"},
+        {"chosen": [ASK, GOOD], "rejected": "no"},
+        {"system": "be kind", "prompt": [ASK], "chosen": GOOD, "rejected": BAD},
+    ],
+    ids=["sharegpt", "sharegpt whole", "alpaca", "another last message", "system"],
+)
+def test_pairs_of_other_programs(tmp_path: Path, record: dict[str, Any]) -> None:
+    tokenizer = byte_tokenizer()
+    system = TURN.format(**SYSTEM) if "system" in record else ""
+    asked = system + TURN.format(**ASK) + "<|im_start|>assistant\n"
+    assert texts(pairs_of(tmp_path, record, tokenizer=tokenizer), tokenizer) == [
+        (asked, f"{answer}<|im_end|>\n") for answer in ("because", "no")
+    ]
+
+
 def test_a_file_without_a_single_choice_says_why(tmp_path: Path) -> None:
     same = {"prompt": "why?", "chosen": "because", "rejected": "because"}
     both = r"2 pairs with the same answers left out .*, 1 pairs with an empty answer left out"
@@ -164,22 +190,14 @@ def test_conversations_without_a_choice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "given", "change"),
     [
-        (
-            {"instruction": "a", "input": "", "chosen": "b", "rejected": "c"},
-            "texts beside instruction", "rename instruction to prompt",
-        ),
-        ({"question": "a", "chosen": "b", "rejected": "c"}, "question", "rename question"),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, "question", "{prompt: question}"),
         ({"chosen": "b", "rejected": "c"}, "begin differently", "add the prompt"),
         (
-            {"chosen": [{"from": "human", "value": "a"}], "rejected": [{"from": "gpt"}]},
-            "it has from, value", "from is called role here",
-        ),
-        (
             {"conversations": [], "chosen": {"from": "gpt", "value": "a"}, "rejected": {}},
-            "chosen of type dict", "",
+            "rejected without a role", "data.fields",
         ),
-        ({"text": "a"}, "a record with text", "rename the fields to prompt, chosen and rejected"),
-        ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, "chosen of type str", ""),
+        ({"text": "a"}, "a record with text", "data.fields: {prompt: ..., chosen: ..."),
+        ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, "begin differently", ""),
         ({"prompt": [ASK], "chosen": "b", "rejected": "c"}, "a prompt of messages", ""),
         ({"prompt": [], "chosen": [GOOD], "rejected": [BAD]}, "an empty prompt", ""),
         (

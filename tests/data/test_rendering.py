@@ -15,7 +15,7 @@ from tiny_tokenizers import CHATML, byte_tokenizer
 
 from furlong.data import rendering as module
 from furlong.data.chat import ChatTemplate, Turns
-from furlong.data.formats import encode
+from furlong.data.formats import Reading, encode
 from furlong.data.records import Notes, SourceRecord
 from furlong.data.rendering import rendering
 from furlong.errors import DataError
@@ -51,7 +51,7 @@ def encode_all(template: str, *conversations: Any) -> list[int]:
     records = [record(messages, number) for number, messages in enumerate(conversations, start=1)]
     return [
         len(found.input_ids)
-        for _, own in encode(records, tokenizer, "chat", Notes())
+        for _, own in encode(records, tokenizer, Reading("chat"), Notes())
         for found in own
     ]
 
@@ -106,10 +106,10 @@ def test_nothing_is_said_about_the_process(tmp_path: Path) -> None:
         "sys.path.insert(0, sys.argv[1])\n"
         "from tiny_tokenizers import byte_tokenizer\n"
         "from furlong.data.records import Notes, SourceRecord\n"
-        "from furlong.data.formats import encode\n"
+        "from furlong.data.formats import Reading, encode\n"
         f"record = SourceRecord({json.dumps({'messages': TURNS})}, 0, 1, 'x')\n"
         "for _ in range(2):\n"
-        "    print(len(list(encode([record] * 9, byte_tokenizer(), 'chat', Notes()))))\n"
+        "    print(len(list(encode([record] * 9, byte_tokenizer(), Reading('chat'), Notes()))))\n"
         "print('TOKENIZERS_PARALLELISM' in os.environ)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}

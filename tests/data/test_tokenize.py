@@ -12,7 +12,7 @@ from tokenizers import normalizers, processors
 
 from furlong.config.schema import Format
 from furlong.data import tokenize
-from furlong.data.formats import encode
+from furlong.data.formats import Reading, encode
 from furlong.data.records import BLANK, Notes, SourceRecord
 from furlong.data.tokenize import Encoded, Sequence, fingerprint, load_tokenizer
 from furlong.errors import ConfigError, DataError
@@ -30,7 +30,7 @@ def run(
 ) -> tuple[list[Encoded], dict[str, int]]:
     notes = Notes()
     records = (SourceRecord(f, 0, line, f"file:{line}") for line, f in enumerate(fields, start=1))
-    encoded = [one for _, own in encode(records, tokenizer, format, notes) for one in own]
+    encoded = [one for _, own in encode(records, tokenizer, Reading(format), notes) for one in own]
     return encoded, {what: number for what, (number, *_) in notes.items()}
 
 

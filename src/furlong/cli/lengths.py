@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from furlong.cli.output import check_output, tell_loading, writing
-from furlong.config.schema import Format, RunConfig
+from furlong.config.schema import DataConfig, Format, RunConfig
 from furlong.config.sources import FlagParser, is_run_file, load_run
 from furlong.errors import refusal
 from furlong.units import count_words
@@ -74,7 +74,7 @@ def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     limit = config.data.max_seq_len
     # What is too long for the run is what one wants to see here.
     unlimited = {"max_seq_len": None} if config.data.too_long == "error" else {}
-    own = _tokenizer(tokenizer or config.model.name, "model.name")
+    own = _tokenizer(tokenizer or config.model.name, "model.name", config.data)
     settings = config.data.model_copy(update={"eval": None, **unlimited})
     data = load_splits(settings, own, objective_of(config.train).format, config.train.seed)
     train = data["train"]
@@ -91,22 +91,24 @@ def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str]:
     tell_loading()
     from furlong.config.schema import Source
     from furlong.data.dataset import load_data
+    from furlong.data.formats import Reading
 
     sources = [Source(path=path, split=chosen.split) for path in chosen.data]
     tokenizer = _tokenizer(chosen.tokenizer, "--tokenizer")
-    data = load_data(sources, tokenizer, format=chosen.format or "auto", key="data")
+    reading = Reading(format=chosen.format or "auto")
+    data = load_data(sources, tokenizer, reading=reading, key="data")
     print(*data.describe(), sep="\n")
     num_more = len(chosen.data) - _MAX_NAMED
     title = ", ".join(chosen.data[:_MAX_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
     return _count(data.seq_lens), title
 
 
-def _tokenizer(name: str, source: str) -> Any:
+def _tokenizer(name: str, source: str, settings: DataConfig | None = None) -> Any:
     from furlong.data.tokenize import load_tokenizer
     from furlong.models.folder import check_name
 
     check_name(name, source)
-    return load_tokenizer(name, source)
+    return load_tokenizer(name, source, settings=settings)
 
 
 def _count(seq_lens: Any) -> Lengths:

@@ -168,6 +168,41 @@ class ParallelConfig(BaseModel):
     """Pipeline stages; auto: what the search finds fastest."""
 
 
+RECORD_FIELDS = (
+    "text", "messages", "tools", "system", "chat_template_kwargs", "instruction", "input", "output",
+    "history", "prompt", "completion", "chosen", "rejected", "label", "input_ids", "labels",
+)  # fmt: skip
+"""Fields of a record that data.fields may rename."""
+TURN_FIELDS = ("role", "content", "tool_calls", "reasoning_content", "weight")
+"""Fields of a message that it may rename."""
+
+
+def _known_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    for name, their in fields.items():
+        known = (*RECORD_FIELDS, *TURN_FIELDS, "roles")
+        if name not in known or isinstance(their, str) == (name == "roles"):
+            raise told(
+                given=f"data.fields with {name}: {their!r}",
+                required=f"furlong's own name in front, one of {', '.join(known)}, and the data's"
+                " behind it; roles: {the data's: furlong's}",
+                change="write {text: chapter} for texts in the field chapter, or"
+                " {roles: {human: user}}",
+            )
+    theirs = [name for name in fields.values() if isinstance(name, str)]
+    if len(theirs) > len(set(theirs)):
+        raise told(
+            required="another field of the data for each of furlong's",
+            change="name each field of the data once",
+        )
+    return fields
+
+
+Fields = Annotated[dict[str, str | dict[str, str]], AfterValidator(_known_fields)]
+Format = Literal[
+    "text", "chat", "sharegpt", "alpaca", "completion", "tokens", "preference", "unpaired"
+]
+
+
 class Source(BaseModel):
     """A source of sequences; a text is its path."""
 
@@ -189,6 +224,10 @@ class Source(BaseModel):
     """Its share of an epoch's tokens, instead of weight; those of all sources are 1 together."""
     limit: Positive | None = None
     """The first records alone, so many."""
+    fields: Fields | None = None
+    """Names of fields in this source, over those of data.fields."""
+    format: Literal["auto"] | Format | None = None
+    """Instead of data.format."""
 
     @model_validator(mode="before")
     @classmethod
@@ -206,6 +245,10 @@ class Source(BaseModel):
         own, fields = values(self), type(self).model_fields
         given = {key: value for key, value in own.items() if value != fields[key].default}
         return self.path if given.keys() == {"path"} else given
+
+
+def _listed_texts(value: object) -> object:
+    return [value] if isinstance(value, str) else value
 
 
 def _listed_sources(value: object) -> object:
@@ -234,7 +277,25 @@ Sources = Annotated[
 ]
 
 
-Format = Literal["text", "chat", "completion", "tokens", "preference"]
+_OF_RENDERING = frozenset(
+    ("messages", "conversations", "conversation", "tools", "chat_template", "add_generation_prompt",
+     "continue_final_message", "return_assistant_tokens_mask", "documents", "tokenize")
+)  # fmt: skip
+
+
+def refused_kwargs(given: Mapping[str, Any]) -> list[str]:
+    """Names that no chat template may be given by a user: the rendering sets them itself."""
+    return sorted(_OF_RENDERING & given.keys())
+
+
+def _free_kwargs(given: dict[str, Any]) -> dict[str, Any]:
+    if refused := refused_kwargs(given):
+        raise told(
+            required=f"names that a chat template reads, not {', '.join(refused)}, which the"
+            " rendering sets",
+            change=f"remove {', '.join(refused)}",
+        )
+    return given
 
 
 TooLong = Literal["error", "truncate", "drop", "split"]
@@ -260,8 +321,36 @@ class DataConfig(BaseModel):
     limit: Positive | None = Field(default=None, examples=[1000])
     """The first records of each source alone, so many at most."""
     format: Literal["auto"] | Format = "auto"
-    """auto goes by the fields of each source's first record: text, messages, prompt + completion
-    or input_ids. With train.loss: dpo it is preference: chosen + rejected."""
+    """auto goes by the fields of each source's first record: text, messages (also as sharegpt has
+    them), instruction + output (alpaca), prompt + completion or input_ids. With train.loss: dpo it
+    is preference: chosen + rejected; with kto unpaired: prompt + completion + label."""
+    fields: Fields = Field(default={}, examples=[{"text": "chapter"}])
+    """Names that fields have in the data, by furlong's: {text: chapter}, also those of messages,
+    {role: from, content: value}, and of roles, {roles: {human: user}}."""
+    chat_template: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, examples=["qwen3"]
+    )
+    """Chat template: a file, a text, or a name (alpaca, chatml, gemma, gemma3, gpt-oss, llama3,
+    llama3.1, mistral, qwen2.5, qwen3); null = the tokenizer's."""
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_free_kwargs)] = Field(
+        default={}, examples=[{"enable_thinking": False}]
+    )
+    """Names that the chat template is given; a record's own chat_template_kwargs come before it."""
+    train_on: Literal["assistant", "all", "last"] = "assistant"
+    """Part of conversations and completions that is learnt: answers, all of the text, or the
+    answers behind the last message of the user."""
+    eos_token: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, examples=["<|im_end|>"]
+    )
+    """Token of the vocabulary that ends texts and completions; null = the tokenizer's."""
+    pad_token: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, examples=["<|endoftext|>"]
+    )
+    """Token of the vocabulary that the exported tokenizer pads with; furlong itself never pads."""
+    eot_tokens: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed_texts)
+    ] = Field(default=(), examples=["<|eot_id|>"])
+    """Tokens that are learnt where they follow an answer and the template's tags leave them out."""
     max_seq_len: Positive = 131072
     """Most tokens in a sequence."""
     too_long: TooLong = "error"
@@ -514,12 +603,8 @@ class TrainConfig(BaseModel):
         return self
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 Amount = AmountBytes | Literal["auto"]
-OfNames = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+OfNames = Annotated[tuple[str, ...], BeforeValidator(_listed_texts)]
 Names = Annotated[OfNames, Field(min_length=1)]
 
 
@@ -818,6 +903,13 @@ class RunConfig(BaseModel):
                     f" train.{name}",
                 )
         loss, shape = self.train.loss, self.data.format
+        if self.data.train_on != "assistant" and loss != "sft":
+            raise told(
+                keys="data.train_on and train.loss",
+                given=f"data.train_on = {self.data.train_on!r} with train.loss: {loss}",
+                required="train.loss: sft, since others are of whole answers to a prompt",
+                change="remove data.train_on, or set train.loss to sft",
+            )
         if shape != "auto" and self.train.is_of_pairs != (shape == "preference"):
             raise told(
                 keys="data.format and train.loss",

@@ -4,7 +4,8 @@
                                  tokenizer and the format
       input_ids.bin, labels.bin  int32, sequence after sequence; no labels.bin if labels are ids;
                                  of a record of two answers chosen, then rejected
-      index.bin                  (N, 4) int64: stop, file, line, labelled tokens of each sequence
+      index.bin                  (N, 5) int64: stop, file, line, labelled tokens of each sequence,
+                                 and 1 or -1 if it is an answer that is wanted or not, else 0
     <folder>/reference/<key>/    log-probabilities of one source by one model
       log_probs.bin              one number per token with a label, row after row of the tokens
       done.bin                   a byte per row: 1 as soon as its numbers are there
@@ -42,8 +43,8 @@ from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError
 from furlong.files import checksum, os_errors_told, whole_folder, write_json
 
-# 8: the key of a source is that of its files' names, sizes and times.
-VERSION = 8
+# 9: an index says which answers are wanted.
+VERSION = 9
 
 _SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
 _MANIFEST = "manifest.json"
@@ -128,7 +129,7 @@ class TokenizedSource:
 
     @property
     def index(self) -> npt.NDArray[np.int64]:
-        """(N, 4) stop, file, line, labelled tokens of each sequence."""
+        """(N, 5) stop, file, line, labelled tokens of each sequence, and whether it is wanted."""
         return self.arrays.arrays["index"]
 
     @property
@@ -168,9 +169,14 @@ class TokenizedSource:
         labels = self.arrays.arrays.get("labels", ids)
         return ids[start:stop], labels[start:stop]
 
+    def desirable(self, row: int) -> bool | None:
+        """Whether the answer of a row is wanted; None where data does not say it."""
+        wanted = int(self.index[row, 4])
+        return wanted > 0 if wanted else None
+
     def origin(self, row: int) -> str:
         """Where the record of a sequence is, for messages."""
-        _, file, line, _ = self.index[row]
+        _, file, line, *_ = self.index[row]
         return self.listing.files[int(file)].origin(int(line))
 
 
@@ -234,11 +240,12 @@ def write_tokens(
                         labels.write(sequence.labels.tobytes())
                     stop += len(sequence.input_ids)
                     valid = int(np.count_nonzero(sequence.labels[1:] >= 0))
-                    index.extend((stop, record.file, record.line, valid))
+                    wanted = {None: 0, True: 1, False: -1}[sequence.desirable]
+                    index.extend((stop, record.file, record.line, valid, wanted))
         (aside / "index.bin").write_bytes(index.tobytes())
         names = ("input_ids", *(("labels",) if labels is not None else ()))
         return dict.fromkeys(names, ("int32", (stop,))) | {
-            "index": ("int64", (len(index) // 4, 4))
+            "index": ("int64", (len(index) // 5, 5))
         }, facts
 
     return write_arrays(place, fill)

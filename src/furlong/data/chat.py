@@ -1,23 +1,26 @@
-"""Conversations as text, by the tokenizer's own template, and which of it the assistant says.
+"""Conversations as text, by a chat template, and which of it the assistant says.
 
 A template with `{% generation %}` tags says it itself: marks are written where the tags stand, and
 taken out of the text. With any other, an answer is what the text of the conversation up to it has
 more than the prompt for it. That is right only if both begin the text of the whole conversation,
 which is checked every time: a template may, for instance, drop the reasoning of earlier answers.
+Then one of furlong's own training templates takes its place, if it writes the same answers.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from furlong.data.fields import Turn
 from furlong.data.records import SourceRecord
 from furlong.data.tokenize import Rendered
+from furlong.data.training_templates import PROBES, TOOL, training_templates
 from furlong.errors import ConfigError, DataError
-
-Turn = dict[str, Any]
 
 MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 """Fields of a message by which other trainers choose what is learnt."""
@@ -32,6 +35,7 @@ _NUMBER = re.compile("[0-9]")
 _PROBE = "furlong-3f9c"
 _OPEN, _CLOSE = f"{_PROBE}(", f"){_PROBE}"
 _MARK = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
+_EMPTY = re.compile(r"\s*<think>\s*</think>\s*")
 _SHOWN_CHARS = 24
 _REASON_CHARS = 200
 
@@ -45,6 +49,10 @@ class Turns:
     tools: list[Any] | None = None
     first: int = 0
     """The first turn that may be learnt."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Other names that the template is given."""
+    is_learnt_whole: bool = False
+    """Whether all of its text is learnt."""
 
 
 def messages_of(record: SourceRecord, field: str) -> list[Turn]:
@@ -64,9 +72,11 @@ def messages_of(record: SourceRecord, field: str) -> list[Turn]:
             raise record.refusal(
                 f"{message} without a role: it has {', '.join(turn) or 'no field'}",
                 required,
-                "mend the record; from is called role here, value content, human user, gpt"
-                " assistant",
+                "mend the record, or name the fields of its messages: data.fields: {role: ...,"
+                " content: ...}",
             )
+        if not turn.get("tool_calls", True):
+            del turn["tool_calls"]
         content = turn.get("content", "" if turn.get("tool_calls") else None)
         if isinstance(content, list):
             turn["content"] = "".join(_text_of_part(record, part, message) for part in content)
@@ -78,20 +88,6 @@ def messages_of(record: SourceRecord, field: str) -> list[Turn]:
     return turns
 
 
-def tools_of(record: SourceRecord) -> list[Any] | None:
-    """The tools that a conversation may call. Raises DataError."""
-    tools = record.fields.get("tools")
-    if not tools:
-        return None
-    if not isinstance(tools, list):
-        raise record.refusal(
-            f"tools of type {type(tools).__name__}",
-            "a list of tools, each of them a JSON schema",
-            "write tools as objects, not as text",
-        )
-    return tools
-
-
 def answers(turns: list[Turn]) -> bool:
     """Whether the assistant says or calls anything."""
     return any(
@@ -100,14 +96,29 @@ def answers(turns: list[Turn]) -> bool:
     )
 
 
+class CannotBeMaskedError(DataError):
+    """A template by whose text nobody can tell what the assistant says."""
+
+
 class ChatTemplate:
     """A tokenizer's chat template."""
 
-    def __init__(self, tokenizer: Any, before: Callable[[], object] = lambda: None) -> None:
-        """`before` is called whenever the template is about to run."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        before: Callable[[], object] = lambda: None,
+        eot_tokens: Iterable[str] = (),
+    ) -> None:
+        """`before` is called whenever the template is about to run. `eot_tokens` are learnt where
+        they follow an answer."""
         self._tokenizer = tokenizer
         self._before = before
+        ends = tuple(eot_tokens)
+        self._end = re.compile(rf"\s*({'|'.join(map(re.escape, ends))})") if ends else None
+        self._stops = (*ends, *tokenizer.get_added_vocab())
         self._takes_parts: dict[str, bool] = {}
+        self._takes_text: set[str] = set()
+        self._trained_by: dict[str, tuple[str, str] | None] = {}
 
     def render(self, turns: Turns) -> Rendered:
         """The text of a conversation, with what the assistant says from its first turn on that may
@@ -124,12 +135,37 @@ class ChatTemplate:
                     given=f"message {number} of role {role!r}",
                     required=f"one of {', '.join(sorted(_ROLES))}, or a role of the chat template",
                     source=turns.origin,
-                    change="rename the role; what is to be learnt is said by the assistant",
+                    change="name the role in data.fields: {roles: {"
+                    + f"{role}: user}}}}, or rename it; what is to be learnt is said by the"
+                    " assistant",
                 )
-        if template not in self._takes_parts:
-            self._takes_parts[template] = "text" in template and self._takes_parts_alone(turns)
-        text, ranges = self._by_tags(turns) if _TAG.search(template) else self._by_prefixes(turns)
-        return Rendered(text, tuple(ranges), True, tuple(self._unwritten(turns, text)))
+        notes = []
+        if turns.is_learnt_whole:
+            text, ranges = self._text(turns, template)[0], None
+        else:
+            try:
+                text, ranges = self._masked(turns, template)
+            except CannotBeMaskedError:
+                other = self._training_template(template, turns)
+                if other is None:
+                    raise
+                name, template = other
+                text, ranges = self._masked(turns, template)
+                notes.append(
+                    f"conversations by furlong's training template {name}, since the model's own"
+                    " writes earlier answers anew"
+                )
+            ranges = self._as_generated(turns, text, ranges)
+            if ranges and not text[slice(*ranges[-1])].rstrip().endswith(self._stops):
+                notes.append(
+                    "conversations whose last answer ends without a special token: where to stop"
+                    " is not learnt (data.eot_tokens)"
+                )
+        notes += [
+            f"conversations with {what} that the template does not write"
+            for what in self._unwritten(turns, template, text)
+        ]
+        return Rendered(text, None if ranges is None else tuple(ranges), True, tuple(notes))
 
     def _template_of(self, turns: Turns) -> str:
         try:
@@ -140,13 +176,75 @@ class ChatTemplate:
                 " template",
                 required="a chat template, since the data has messages",
                 source="model.name",
-                change="use the tokenizer of a chat model, or add chat_template.jinja to the"
-                " folder",
+                change="use the tokenizer of a chat model, or set data.chat_template, such as"
+                " chatml",
             ) from error
 
-    def _by_tags(self, own: Turns) -> tuple[str, list[tuple[int, int]]]:
-        text, _ = self._text(own)
-        marked, ranges = self._text(own, tags=True)
+    def _masked(self, own: Turns, template: str) -> tuple[str, list[tuple[int, int]]]:
+        if template not in self._takes_parts:
+            self._takes_parts[template] = "text" in template and self._takes_parts_alone(
+                own, template
+            )
+        by = self._by_tags if _TAG.search(template) else self._by_prefixes
+        return by(own, template)
+
+    def _training_template(self, template: str, own: Turns) -> tuple[str, str] | None:
+        """The name of furlong's own template that writes the answers of this one, and its text."""
+        if template not in self._trained_by:
+            found = (
+                (name, text)
+                for name, text in training_templates().items()
+                if self._writes_the_same(own, template, text)
+            )
+            self._trained_by[template] = next(found, None)
+        return self._trained_by[template]
+
+    def _writes_the_same(self, own: Turns, template: str, other: str) -> bool:
+        """Whether another template writes the probes as this one does, and learns of them the
+        same: whole texts where there is one answer, else the last answer."""
+        num_same = 0
+        for turns, has_tools in PROBES:
+            first = len(turns) - 1
+            probe = replace(
+                own, turns=turns, first=first, tools=[TOOL] if has_tools else None, kwargs={}
+            )
+            try:
+                text, ranges = self._masked(probe, template)
+            except DataError:
+                continue  # there is nothing to compare it with
+            try:
+                others, found = self._masked(probe, other)
+            except DataError:
+                return False
+            said = [
+                [own[slice(*one)] for one in each]
+                for own, each in ((text, ranges), (others, found))
+            ]
+            is_first = sum(turn["role"] == "assistant" for turn in turns) == 1
+            if said[0] != said[1] or (is_first and text != others):
+                return False
+            num_same += 1
+        return num_same > len(PROBES) // 2
+
+    def _as_generated(
+        self, own: Turns, text: str, ranges: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """The ranges of a text with the mark that ends a turn, and without the thoughts of an
+        answer that has none: a template writes them empty, and no record."""
+        is_own = any(_EMPTY.search(turn.get("content", "")) for turn in own.turns)
+        found = []
+        for start, stop in ranges:
+            if not is_own and (empty := _EMPTY.match(text, start, stop)):
+                start = empty.end()
+            end = self._end and self._end.match(text, stop)
+            if end and not text[start:stop].rstrip().endswith(end[1]):
+                stop = end.end()
+            found.append((start, stop))
+        return found
+
+    def _by_tags(self, own: Turns, template: str) -> tuple[str, list[tuple[int, int]]]:
+        text, _ = self._text(own, template)
+        marked, ranges = self._text(own, template, tags=True)
         if _NUMBER.sub("0", marked) != _NUMBER.sub("0", text):
             raise self._cannot_be_masked(
                 own, "it works on the text between its {% generation %} tags"
@@ -155,17 +253,19 @@ class ChatTemplate:
             raise self._cannot_be_masked(own, "its {% generation %} tags enclose no answer")
         for number in reversed(range(own.first, len(own.turns))):
             if not _may_be_learnt(own.turns[number]):
-                start, stop = (self._num_ranges(own, n, ranges) for n in (number, number + 1))
+                start, stop = (
+                    self._num_ranges(own, template, n, ranges) for n in (number, number + 1)
+                )
                 ranges = ranges[:start] + ranges[stop:]
-        return text, ranges[self._num_ranges(own, own.first, ranges) :]
+        return text, ranges[self._num_ranges(own, template, own.first, ranges) :]
 
-    def _by_prefixes(self, own: Turns) -> tuple[str, list[tuple[int, int]]]:
-        text, _ = self._text(own)
+    def _by_prefixes(self, own: Turns, template: str) -> tuple[str, list[tuple[int, int]]]:
+        text, _ = self._text(own, template)
         ranges = []
         for number, turn in enumerate(own.turns):
             if turn["role"] != "assistant" or number < own.first or not _may_be_learnt(turn):
                 continue
-            prompt, _ = self._text(own, number, prompt=True)
+            prompt, _ = self._text(own, template, number, prompt=True)
             if not text.startswith(prompt):
                 raise self._cannot_be_masked(
                     own,
@@ -173,7 +273,7 @@ class ChatTemplate:
                     f" {_difference(prompt, text)}",
                 )
             is_last = number + 1 == len(own.turns)
-            upto = text if is_last else self._text(own, number + 1)[0]
+            upto = text if is_last else self._text(own, template, number + 1)[0]
             if not text.startswith(upto):
                 raise self._cannot_be_masked(
                     own,
@@ -183,29 +283,30 @@ class ChatTemplate:
             ranges.append((len(prompt), len(upto)))
         return text, ranges
 
-    def _num_ranges(self, own: Turns, num_turns: int, ranges: list[tuple[int, int]]) -> int:
+    def _num_ranges(
+        self, own: Turns, template: str, num_turns: int, ranges: list[tuple[int, int]]
+    ) -> int:
         """How many of `ranges` are of the first turns. Raises DataError."""
-        found = self._text(own, num_turns, tags=True)[1] if num_turns else []
+        found = self._text(own, template, num_turns, tags=True)[1] if num_turns else []
         if ranges[: len(found)] != found:
             raise self._cannot_be_masked(
                 own, f"what is learnt of message {num_turns} changes behind it"
             )
         return len(found)
 
-    def _takes_parts_alone(self, own: Turns) -> bool:
+    def _takes_parts_alone(self, own: Turns, template: str) -> bool:
         """Whether the template writes contents of parts, and none that are strings."""
-        template = self._template_of(own)
         probe = replace(own, turns=[{"role": "user", "content": _PROBE}])
         found = []
         for in_parts in (False, True):
             self._takes_parts[template] = in_parts
             try:
-                found.append(_PROBE in self._text(probe)[0])
+                found.append(_PROBE in self._text(probe, template)[0])
             except DataError:
                 found.append(False)
         return found == [False, True]
 
-    def _unwritten(self, own: Turns, text: str) -> Iterator[str]:
+    def _unwritten(self, own: Turns, template: str, text: str) -> Iterator[str]:
         """Name what has no part in the text of a conversation."""
         filled = {
             key
@@ -215,22 +316,23 @@ class ChatTemplate:
         }
         for key in sorted(filled):
             less = [{name: turn[name] for name in turn if name != key} for turn in own.turns]
-            if self._writes(replace(own, turns=less), text):
+            if self._writes(replace(own, turns=less), template, text):
                 yield f"{key} in a message"
-        if own.tools and self._writes(replace(own, tools=None), text):
+        if own.tools and self._writes(replace(own, tools=None), template, text):
             yield "tools"
         roles = {turn["role"] for turn in own.turns if turn.get("content", "").strip() not in text}
         yield from (f"content of role {role}" for role in sorted(roles))
 
-    def _writes(self, own: Turns, text: str) -> bool:
+    def _writes(self, own: Turns, template: str, text: str) -> bool:
         try:
-            return self._text(own)[0] == text
+            return self._text(own, template)[0] == text
         except DataError:  # the template asks for what was taken out
             return False
 
     def _text(
         self,
         own: Turns,
+        template: str,
         num_turns: int | None = None,
         *,
         prompt: bool = False,
@@ -240,8 +342,9 @@ class ChatTemplate:
         they enclose: transformers counts characters where it renders them."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self._template_of(own)
         turns = own.turns[:num_turns]
+        if template in self._takes_text:
+            turns = [_with_arguments_as_text(turn) for turn in turns]
         if self._takes_parts.get(template):
             turns = [
                 turn | {"content": [{"type": "text", "text": turn["content"]}]}
@@ -256,9 +359,14 @@ class ChatTemplate:
                 tools=own.tools,
                 chat_template=_TAG.sub(_with_mark, template) if tags else template,
                 add_generation_prompt=prompt,
-                **self._tokenizer.special_tokens_map,
+                **{**self._tokenizer.special_tokens_map, **own.kwargs},
             )
         except Exception as error:  # a template is a program of someone else's
+            if template not in self._takes_text and any(turn.get("tool_calls") for turn in turns):
+                self._takes_text.add(template)
+                with suppress(DataError):
+                    return self._text(own, template, num_turns, prompt=prompt, tags=tags)
+                self._takes_text.remove(template)
             reason = " ".join(str(error).split())[:_REASON_CHARS]
             if type(error).__name__ != "TemplateError":  # which a template raises on purpose
                 reason = f"{type(error).__name__}: {reason}"
@@ -272,20 +380,36 @@ class ChatTemplate:
             ) from error
         return _unmarked(text) if tags else (text, [])
 
-    def _cannot_be_masked(self, own: Turns, reason: str) -> DataError:
-        return DataError(
+    def _cannot_be_masked(self, own: Turns, reason: str) -> CannotBeMaskedError:
+        return CannotBeMaskedError(
             given=f"a chat template that cannot be masked: {reason}",
             required="a template with {% generation %} tags, or one whose text for a conversation"
             " begins with its text for every earlier part of it",
             source=f"{own.origin} and the chat template of {self._tokenizer.name_or_path}",
-            change="put {% generation %} and {% endgeneration %} around the answers in the template"
-            " (TRL ships such templates), or cut the conversation after its first answer",
+            change="set data.chat_template to a template with {% generation %} and"
+            " {% endgeneration %} around the answers (TRL ships such files), or data.train_on to"
+            " last",
         )
 
 
 def _may_be_learnt(turn: Mapping[str, Any]) -> bool:
     """Whether no mark of a message says that it is not learnt."""
     return all(turn.get(mark, True) for mark in MARKS)
+
+
+def _with_arguments_as_text(turn: Turn) -> Turn:
+    """A turn whose calls have their arguments as JSON, which some templates write as it is."""
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in turn.get("tool_calls", ())
+    ]
+    return {**turn, "tool_calls": calls} if calls else turn
 
 
 def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from itertools import chain, combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from furlong.config.schema import Format, Source, TooLong
+from furlong.config.schema import Source, TooLong
 from furlong.data.cache import (
     ReferenceLogProbs,
     TokenizedSource,
@@ -26,7 +26,7 @@ from furlong.data.cache import (
     write_tokens,
     writing,
 )
-from furlong.data.formats import FIELDS, FORMATS, decide_format, encode, unused_fields
+from furlong.data.formats import Reading, encode
 from furlong.data.loader import Mixture, Units, rows_of
 from furlong.data.pairs import require_answers
 from furlong.data.records import Notes, SourceRecord, read_records
@@ -193,6 +193,7 @@ class DataSet:
         return Sequence(
             seq_id, self.parts[number].origin(row), ids, labels,
             counted=counted, reference=reference,
+            desirable=self.parts[number].desirable(row),
         )  # fmt: skip
 
     def _tokens(self, seq_id: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
@@ -377,7 +378,7 @@ def load_data(
     sources: Items[Source],
     tokenizer: Any,
     *,
-    format: Format | Literal["auto"] = "auto",
+    reading: Reading | None = None,
     max_seq_len: int | None = None,
     too_long: TooLong = "error",
     min_len: int = 0,
@@ -402,9 +403,10 @@ def load_data(
     folder = cache_folder(cache_dir)
     parts: list[TokenizedSource] = []
     for source, listing, most in zip(sources, listings, limits, strict=True):
+        own = (reading or Reading()).of_source(source)
         meant = [[part.num_files, part.slice] for part in listing.parts], most
         try:
-            place = folder / "tokens" / key_of(status_key(listing.files), known, format, meant)
+            place = folder / "tokens" / key_of(status_key(listing.files), known, own.key, meant)
         except OSError as error:
             raise unreadable(source.path, key, error) from error
         started_s = time.perf_counter()
@@ -412,7 +414,7 @@ def load_data(
         arrays = read_arrays(place)
         if arrays is None:
             facts: dict[str, Any] = {}
-            encoded = _encoded(listing, tokenizer, format, key, facts, most)
+            encoded = _encoded(listing, tokenizer, own, key, facts, most)
             with writing(folder):
                 arrays = write_tokens(place, encoded, facts)
             tokenized_s = time.perf_counter() - started_s
@@ -480,25 +482,18 @@ def _repeated(file: str, key: str) -> DataError:
 def _encoded(
     listing: Listing,
     tokenizer: Any,
-    format: Format | Literal["auto"],
+    reading: Reading,
     key: str,
     facts: dict[str, Any],
     limit: int | None,
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
     """The sequences of a source; fills `facts`."""
     notes = Notes()
-    records = read_records(listing, notes, FIELDS, key, limit)
+    records = read_records(listing, notes, reading.columns, key, limit)
     first: SourceRecord = next(records)
-    decided = decide_format(first) if format == "auto" else format
-    is_file = listing.files[first.file].kind == "text"
-    facts |= {
-        "format": decided,
-        "fields": [] if is_file else list(FORMATS[decided].needed),
-        "unused": [] if is_file else unused_fields(first.fields, decided),
-        "highest": -1,
-        "left_out": notes,
-    }
-    for record, sequences in encode(chain((first,), records), tokenizer, decided, notes):
+    own = reading.decided(first)
+    facts |= {**own.facts(first), "highest": -1, "left_out": notes}
+    for record, sequences in encode(chain((first,), records), tokenizer, own, notes):
         for one in sequences:
             highest = max(int(one.input_ids.max()), int(one.labels.max()))
             facts["highest"] = max(facts["highest"], highest)

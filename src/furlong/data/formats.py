@@ -1,23 +1,25 @@
 """The shapes of a record, by the fields that it has: one row for each.
 
 `auto` takes the first shape in the table's order whose fields the first record of a source has, but
-for preference, which the loss asks for; then it holds for the whole source.
+for preference and unpaired, which the loss asks for; then it holds for the whole source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from furlong.config.schema import Format
-from furlong.data.chat import Turns, messages_of, tools_of
-from furlong.data.pairs import check_pair, read_pair
+from furlong.config.schema import DataConfig, Format, Source, refused_kwargs
+from furlong.data.chat import Turns, answers, messages_of
+from furlong.data.fields import columns, read_values, renamed, tools_of
+from furlong.data.instructions import instruction_text, instruction_turns, text_of
+from furlong.data.pairs import EMPTY, check_pair, is_of_texts, read_pair
 from furlong.data.records import BLANK, Notes, SourceRecord
 from furlong.data.rendering import rendering
 from furlong.data.sources import printable
@@ -52,17 +54,55 @@ def read_chat(record: SourceRecord) -> tuple[Turns] | str:
     return (Turns(record.origin, turns, tools_of(record)),) if turns else BLANK
 
 
-def read_completion(record: SourceRecord) -> tuple[Rendered] | str:
-    """A prompt and a completion, which is learnt."""
-    prompt, completion = text_of(record, "prompt"), text_of(record, "completion")
-    text = prompt + completion
-    return (Rendered(text, ((len(prompt), len(text)),)),) if text.strip() else BLANK
+def read_instruction(record: SourceRecord) -> tuple[Turns]:
+    """An instruction and its output as a conversation, with those of its history."""
+    return (Turns(record.origin, instruction_turns(record, "output"), tools_of(record)),)
+
+
+def read_completion(record: SourceRecord) -> tuple[Rendered | Turns] | str:
+    """A prompt and a completion, of which the latter is learnt; both texts, or both messages."""
+    if isinstance(record.fields["prompt"], list):
+        prompt = messages_of(record, "prompt")
+        turns = prompt + messages_of(record, "completion")
+        return (Turns(record.origin, turns, tools_of(record), len(prompt)),) if turns else BLANK
+    prompt_text = text_of(record, "prompt")
+    text = prompt_text + text_of(record, "completion")
+    return (Rendered(text, ((len(prompt_text), len(text)),)),) if text.strip() else BLANK
 
 
 def read_text(record: SourceRecord) -> tuple[Rendered] | str:
     """A text, all of which is learnt."""
     text = text_of(record, "text")
     return (Rendered(text),) if text.strip() else BLANK
+
+
+def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...] | str:
+    """An answer that is wanted or not, as `label` says: a completion, the output of an instruction,
+    or what a conversation ends with."""
+    label = record.fields["label"]
+    if label not in (0, 1):
+        raise record.refusal(
+            f"label: {str(label)[:40]!r}",
+            "true or 1 for an answer that is wanted, false or 0 for one that is not",
+        )
+    found: tuple[Rendered | Turns, ...] | str
+    if record.fields.get("completion") is not None:
+        found = read_completion(record)
+    elif record.fields.get("messages") is not None:
+        found = read_chat(record)
+        found = found if found == BLANK else (_last_round(found[0]),)  # type: ignore[arg-type]
+    elif record.fields.get("instruction") is not None:
+        (turns,) = read_instruction(record)
+        found = (replace(turns, first=len(turns.turns) - 1),)
+    else:
+        raise _lacks(record, "unpaired")
+    if isinstance(found, str):
+        return found
+    (one,) = found
+    if isinstance(one, Turns):
+        return found if answers(one.turns[one.first :]) else EMPTY
+    ((start, stop),) = one.ranges or ((0, 0),)
+    return found if one.text[start:stop].strip() else EMPTY
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,52 +113,133 @@ class Shape:
     """Fields that each record has."""
     read: Read
     optional: tuple[str, ...] = ()
+    """Fields that are looked at where they are."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Fields that other programs train on, which would be lost here, and where they belong."""
     has_answers: bool = False
     """Whether a label of a record may say that its answer is not learnt."""
 
 
+_AROUND = ("tools", "system", "chat_template_kwargs")
+_INSTRUCTION = ("input", "history")
 FORMATS: dict[Format, Shape] = {
     "tokens": Shape(("input_ids",), read_tokens, optional=("labels",)),
     "chat": Shape(
-        ("messages",),
-        read_chat,
-        optional=("tools",),
-        lost={"system": "as the first message, of role system", "history": "as messages"},
-        has_answers=True,
+        ("messages",), read_chat, _AROUND, lost={"history": "as messages"}, has_answers=True
     ),
     "completion": Shape(
-        ("prompt", "completion"), read_completion, lost=_INTO_PROMPT, has_answers=True
+        ("prompt", "completion"), read_completion, _AROUND, lost=_INTO_PROMPT, has_answers=True
+    ),
+    "alpaca": Shape(
+        ("instruction", "output"), read_instruction, (*_INSTRUCTION, *_AROUND), has_answers=True
     ),
     "text": Shape(("text",), read_text),  # a text file is one record
     # two answers to one prompt, for train.loss: dpo
     "preference": Shape(
-        ("chosen", "rejected"), read_pair, optional=("prompt", "tools"), lost=_INTO_PROMPT
+        ("chosen", "rejected"), read_pair,
+        ("prompt", "messages", "instruction", *_INSTRUCTION, *_AROUND), lost=_INTO_PROMPT,
     ),
-}
+    # an answer and whether it is wanted, for train.loss: kto
+    "unpaired": Shape(
+        ("label",), read_unpaired,
+        ("prompt", "completion", "messages", "instruction", "output", *_INSTRUCTION, *_AROUND),
+        lost=_INTO_PROMPT,
+    ),
+}  # fmt: skip
+_BY_LOSS = ("preference", "unpaired")
 FIELDS = frozenset(
     (
         *chain(*(shape.needed + shape.optional for shape in FORMATS.values())),
         # of other programs, which decide whether a record can be read without them
-        *("system", "history", "label", "attention_mask", "position_ids"),
+        *("attention_mask", "position_ids"),
     )
 )
 """The fields that are read."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How records become sequences: what a run, or one source of it, says of that."""
+
+    format: Format | Literal["auto"] = "auto"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Names of fields in the data, by furlong's; see `data.fields`."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    train_on: Literal["assistant", "all", "last"] = "assistant"
+    eot_tokens: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, settings: DataConfig, format: Format | None = None) -> Reading:
+        """That of a run. `format`: what its loss asks for, None is the settings' own."""
+        return cls(
+            format or settings.format, settings.fields, settings.chat_template_kwargs,
+            settings.train_on, settings.eot_tokens,
+        )  # fmt: skip
+
+    def of_source(self, source: Source) -> Reading:
+        """That of one source. A loss that asks for a format asks it of each."""
+        format = self.format if self.format in _BY_LOSS else source.format or self.format
+        return replace(self, format=format, fields={**self.fields, **(source.fields or {})})
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The fields of the data that are read."""
+        return FIELDS | columns(self.fields)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """Plain values that decide the tokens."""
+        return asdict(self)
+
+    def decided(self, first: SourceRecord) -> Reading:
+        """With the format that `auto` finds in the first record of a source. Raises DataError."""
+        if self.format != "auto":
+            same: Format = "chat" if self.format == "sharegpt" else self.format
+            return replace(self, format=same)
+        return replace(self, format=decide_format(renamed(first, self.fields)[0]))
+
+    def facts(self, first: SourceRecord) -> dict[str, Any]:
+        """The format, and which fields of a source whose first record this is it looks at, and
+        which not."""
+        assert self.format != "auto"
+        record, names = renamed(first, self.fields)
+        needed = FORMATS[self.format].needed if first.line else ()
+        unused = unused_fields(record.fields, self.format) if first.line else []
+        fields = [names.get(name, name) for name in needed]
+        return {"format": self.format, "fields": fields, "unused": unused}
+
+    def turns(self, turns: Turns, record: SourceRecord) -> Turns:
+        """A conversation with what its template is given, and what of it is learnt. Raises
+        DataError."""
+        own = record.fields.get("chat_template_kwargs") or {}
+        if not isinstance(own, dict) or refused_kwargs(own):
+            raise record.refusal(
+                f"chat_template_kwargs {str(own)[:60]}",
+                "an object with names that the chat template reads, and the rendering does not set",
+            )
+        turns = replace(turns, kwargs={**self.chat_template_kwargs, **own})
+        if self.train_on == "last":
+            return _last_round(turns)
+        return replace(turns, is_learnt_whole=self.train_on == "all")
+
+
 def encode(
-    records: Iterable[SourceRecord], tokenizer: Any, format: Format, notes: Notes
+    records: Iterable[SourceRecord], tokenizer: Any, reading: Reading, notes: Notes
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
     """Records with their sequences, one or the two answers of a pair; `notes` counts the others.
-    Raises UserError."""
-    shape = FORMATS[format]
+    `reading` has a format. Raises UserError."""
+    assert reading.format != "auto"
+    shape = FORMATS[reading.format]
+    read = shape.read
+    if reading.format == "alpaca" and tokenizer.chat_template is None:
+        read = instruction_text
+    is_whole = reading.train_on == "all"
 
     def items(stack: ExitStack) -> Iterator[Item]:
         render = None
-        for record in records:
-            check_fields(record, format)
-            found = shape.read(record)
+        for given in records:
+            record = _checked(given, reading)
+            found = read(record)
             if isinstance(found, str):
                 notes.add(found, record.file, record.line)
                 continue
@@ -126,11 +247,12 @@ def encode(
             for one in found:
                 if isinstance(one, Turns):
                     # A template runs apart.
-                    render = render or stack.enter_context(rendering(tokenizer))
-                    own.append(text := render(one))
-                    for what in text.unwritten:
-                        told = f"conversations with {what} that the template does not write"
-                        notes.add(told, record.file, record.line)
+                    render = render or stack.enter_context(rendering(tokenizer, reading.eot_tokens))
+                    own.append(text := render(reading.turns(one, record)))
+                    for what in text.notes:
+                        notes.add(what, record.file, record.line)
+                elif is_whole and isinstance(one, Rendered):
+                    own.append(Rendered(one.text))
                 else:
                     own.append(one)
             yield record, own
@@ -139,9 +261,11 @@ def encode(
         for record, found in tokenized(items(stack), tokenizer, notes):
             checked: list[Encoded] | str = found
             if len(found) == 2:
-                checked = check_pair(found, of_texts=isinstance(record.fields["chosen"], str))
+                checked = check_pair(found, of_texts=is_of_texts(record))
             elif not len(found[0].input_ids):
                 checked = BLANK
+            elif reading.format == "unpaired":
+                checked = [replace(found[0], desirable=bool(record.fields["label"]))]
             if isinstance(checked, str):
                 notes.add(checked, record.file, record.line)
             else:
@@ -149,8 +273,8 @@ def encode(
 
 
 def decide_format(record: SourceRecord) -> Format:
-    """The shape of a source whose first record this is. Raises DataError."""
-    known = [format for format in FORMATS if format != "preference"]
+    """The shape of a source whose first record, with furlong's names, this is. Raises DataError."""
+    known = [format for format in FORMATS if format not in _BY_LOSS]
     for format in known:
         if all(record.fields.get(field) is not None for field in FORMATS[format].needed):
             return format
@@ -163,13 +287,25 @@ def unused_fields(fields: Mapping[str, Any], format: Format) -> list[str]:
     return sorted(str(field) for field in fields if field not in used)
 
 
-def check_fields(record: SourceRecord, format: Format) -> None:
-    """Raises DataError if its shape cannot take a record whole."""
-    shape = FORMATS[format]
+def _checked(given: SourceRecord, reading: Reading) -> SourceRecord:
+    """The record with furlong's names and values. Raises DataError if its shape cannot take it
+    whole."""
+    assert reading.format != "auto"
+    shape = FORMATS[reading.format]
+    record, names = renamed(given, reading.fields)
     if not all(field in record.fields for field in shape.needed):
-        raise _lacks(record, format)
+        raise _lacks(given, reading.format, names=names)
+    record = read_values(record, reading.fields, shape.needed + shape.optional)
+    check_fields(record, reading.format)
+    return record
+
+
+def check_fields(record: SourceRecord, format: Format) -> None:
+    """Raises DataError if fields of a record, with furlong's names, would be lost in its shape."""
+    shape = FORMATS[format]
     for name, where in shape.lost.items():
-        if (value := record.fields.get(name)) and not _is_said(record, value):
+        is_read = format in _BY_LOSS and record.fields.get("instruction") is not None
+        if record.fields.get(name) and not is_read:
             raise record.refusal(
                 f"{name} beside {shape.needed[0]}, which would be lost",
                 f"all that the model reads in {' and '.join(shape.needed)}",
@@ -179,44 +315,45 @@ def check_fields(record: SourceRecord, format: Format) -> None:
     if shape.has_answers and str(label).lower() in ("false", "0", "0.0"):
         raise record.refusal(
             f"label: {str(label).lower()}, which says of answers that they are not learnt",
-            "answers that are learnt: those of two kinds are pairs",
-            "remove the record, or write prompt, chosen and rejected for train.loss: dpo;"
-            " a label that says something else needs another name",
+            "answers that are learnt, or train.loss: kto, which learns of both kinds",
+            "remove the record, or set train.loss to kto; a label that says something else needs"
+            " another name",
         )
 
 
-def text_of(record: SourceRecord, field: str) -> str:
-    """A field that must be a text. Raises DataError."""
-    text = record.fields[field]
-    if not isinstance(text, str):
-        raise record.refusal(
-            f"{field} of type {type(text).__name__}",
-            f"a string in the field {field}",
-            f"write {field} as a string; conversations go into messages",
-        )
-    return text
+def _last_round(turns: Turns) -> Turns:
+    """A conversation of which what the assistant says behind the last message of the user is
+    learnt."""
+    asked = [n for n, turn in enumerate(turns.turns, start=1) if turn["role"] == "user"]
+    return replace(turns, first=max(turns.first, *asked[-1:]))
 
 
-def _is_said(record: SourceRecord, text: Any) -> bool:
-    """Whether a message of a record is this text."""
-    fields = (record.fields.get(name) for name in ("messages", "prompt", "chosen"))
-    turns = chain(*(turns for turns in fields if isinstance(turns, list)))
-    return any(isinstance(turn, dict) and turn.get("content") == text for turn in turns)
-
-
-def _lacks(record: SourceRecord, *formats: Format) -> DataError:
-    """The refusal of a record without the fields of any of these shapes."""
-    required = " or ".join(" + ".join(FORMATS[format].needed) for format in formats)
+def _lacks(
+    record: SourceRecord, *formats: Format, names: Mapping[str, str] | None = None
+) -> DataError:
+    """The refusal of a record without the fields of any of these shapes. `names`: what the data's
+    fields are called."""
+    own = names or {}
+    required = " or ".join(
+        " + ".join(own.get(name, name) for name in FORMATS[format].needed) for format in formats
+    )
     null = {name: " (null)" for name, value in record.fields.items() if value is None}
     known = sorted(record.fields, key=lambda name: name not in FIELDS)
-    names = [printable(name) + null.get(name, "") * (name in FIELDS) for name in known[:12]]
-    change = "rename the fields, or set data.format to the shape that the records have"
+    given = [printable(name) + null.get(name, "") * (name in FIELDS) for name in known[:12]]
+    change = "name the data's fields in data.fields, such as {text: chapter}, or set data.format to"
+    change += " the shape that the records have"
     if formats == ("preference",):
-        change = "rename the fields to prompt, chosen and rejected, or set train.loss to sft"
+        change = "name the data's fields in data.fields: {prompt: ..., chosen: ..., rejected: ...},"
+        change += " or set train.loss to sft"
+    elif formats == ("unpaired",):
+        required = "label, with prompt + completion, messages, or instruction + output"
+        change = "name the data's fields in data.fields: {label: ..., completion: ...}, or set"
+        change += " train.loss to sft"
     elif {"chosen", "rejected"} <= record.fields.keys():
-        change = "set train.loss to dpo, which learns from pairs of answers; or rename the fields"
+        change = "set train.loss to dpo, which learns from pairs of answers; or name the fields in"
+        change += " data.fields"
     return record.refusal(
-        f"a record with {', '.join(names) or 'no field'}", f"the fields {required}", change
+        f"a record with {', '.join(given) or 'no field'}", f"the fields {required}", change
     )
 
 

@@ -4,6 +4,9 @@ prompt, chosen, rejected       three texts, or three lists of messages
 chosen, rejected               two whole conversations, or texts: what they begin with is the prompt
 prompt (a text), chosen, rejected      whole conversations in which the prompt is a turn of the user
 prompt, chosen, rejected               whole texts that begin with the prompt
+messages, chosen, rejected             a conversation and two ends of it, each one message or more
+instruction, input, chosen, rejected   an instruction as Alpaca has it and two outputs
+chosen, rejected                       a whole conversation, and a text for its last message
 
 A record becomes two sequences, chosen and then rejected, of which the turns (or characters) behind
 the prompt are learnt. Without an answer, or with the same one twice, there is nothing to prefer:
@@ -19,7 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from furlong.data.chat import Turn, Turns, answers, messages_of, tools_of
+from furlong.data.chat import Turns, answers, messages_of
+from furlong.data.fields import Turn, tools_of
+from furlong.data.instructions import instruction_turns
 from furlong.data.records import SourceRecord
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Rendered
 from furlong.errors import DataError
@@ -28,15 +33,14 @@ SAME = "pairs with the same answers left out"
 EMPTY = "pairs with an empty answer left out"
 
 # Other programs' names of a prompt: beside texts without `prompt` they would be lost.
-_PROMPTS = ("instruction", "input", "question", "query", "messages", "conversations", "system")
+_PROMPTS = ("input", "question", "query", "messages", "system")
 _PAIR = "prompt, chosen and rejected, or whole texts or conversations that begin alike"
 
 
 def read_pair(record: SourceRecord) -> tuple[Rendered | Turns, ...] | str:
     """Chosen and rejected, or why they are left out. Raises DataError."""
-    chosen, rejected = (record.fields[name] for name in ("chosen", "rejected"))
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        return _texts(record, chosen, rejected)
+    if is_of_texts(record):
+        return _texts(record, record.fields["chosen"], record.fields["rejected"])
     chosen, rejected, first = _conversations(record)
     if chosen == rejected:
         return SAME
@@ -44,6 +48,13 @@ def read_pair(record: SourceRecord) -> tuple[Rendered | Turns, ...] | str:
         return EMPTY
     tools = tools_of(record)
     return tuple(Turns(record.origin, turns, tools, first) for turns in (chosen, rejected))
+
+
+def is_of_texts(record: SourceRecord) -> bool:
+    """Whether a pair is two texts, which no template writes."""
+    is_instruction = record.fields.get("prompt") is None and "instruction" in record.fields
+    answers = (record.fields["chosen"], record.fields["rejected"])
+    return all(isinstance(one, str) for one in answers) and not is_instruction
 
 
 def check_pair(pair: Items[Encoded], *, of_texts: bool) -> list[Encoded] | str:
@@ -79,7 +90,9 @@ def _texts(record: SourceRecord, chosen: str, rejected: str) -> tuple[Rendered, 
         foreign = next((name for name in _PROMPTS if name in record.fields), None)
         if foreign is not None or not chosen[:start].strip():
             beside = f"texts beside {foreign}" if foreign else "two texts that begin differently"
-            change = f"rename {foreign} to prompt" if foreign else "add the prompt of each record"
+            change = "add the prompt of each record"
+            if foreign:
+                change = f"set data.fields: {{prompt: {foreign}}}"
             raise record.refusal(f"{beside}, without a prompt", _PAIR, change)
     elif not isinstance(prompt, str):
         raise record.refusal(
@@ -99,8 +112,10 @@ def _texts(record: SourceRecord, chosen: str, rejected: str) -> tuple[Rendered, 
 
 def _conversations(record: SourceRecord) -> tuple[list[Turn], list[Turn], int]:
     """The turns of both conversations, and how many of them are the prompt. Raises DataError."""
-    chosen, rejected = messages_of(record, "chosen"), messages_of(record, "rejected")
+    chosen, rejected = (_answer(record, name) for name in ("chosen", "rejected"))
     prompt = record.fields.get("prompt")
+    if prompt is None and (asked := _asked(record)) and not _common(chosen, rejected):
+        return asked + chosen, asked + rejected, len(asked)
     if prompt is not None and not isinstance(prompt, str):
         turns = messages_of(record, "prompt")
         first = len(turns)
@@ -129,6 +144,30 @@ def _conversations(record: SourceRecord) -> tuple[list[Turn], list[Turn], int]:
             " the record",
         )
     return chosen, rejected, first
+
+
+def _answer(record: SourceRecord, name: str) -> list[Turn]:
+    """The turns of an answer; a text beside a conversation is what its last message says instead,
+    and beside an instruction the output."""
+    given = record.fields[name]
+    if not isinstance(given, str):
+        return messages_of(record, name)
+    said = {"role": "assistant", "content": given}
+    other = "rejected" if name == "chosen" else "chosen"
+    if isinstance(record.fields[other], list):
+        turns = messages_of(record, other)
+        if turns and turns[-1]["role"] == "assistant" and len(turns) > 1:
+            return [*turns[:-1], said]
+    return [said]
+
+
+def _asked(record: SourceRecord) -> list[Turn]:
+    """The turns before two answers without a prompt: an instruction or a conversation."""
+    if "instruction" in record.fields:
+        return instruction_turns(record)
+    if isinstance(record.fields.get("messages"), list):
+        return messages_of(record, "messages")
+    return []
 
 
 def _said(turn: Turn) -> tuple[str, str]:

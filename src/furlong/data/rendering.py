@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -33,15 +33,19 @@ _LOOK_S = 1.0
 
 
 @contextmanager
-def rendering(tokenizer: Any) -> Iterator[Callable[[Turns], Rendered]]:
+def rendering(
+    tokenizer: Any, eot_tokens: Iterable[str] = ()
+) -> Iterator[Callable[[Turns], Rendered]]:
     """A function that renders by the tokenizer's chat template, within `LIMIT_S` and
-    `LIMIT_BYTES`."""
+    `LIMIT_BYTES`. `eot_tokens`: see `ChatTemplate`."""
     # Loaded here, so that the new process finds it there.
     import transformers.utils.chat_template_utils  # noqa: F401
 
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, ours, tokenizer), daemon=True)
+    process = context.Process(
+        target=_serve, args=(theirs, ours, tokenizer, tuple(eot_tokens)), daemon=True
+    )
     with _quiet_fork():
         process.start()
     theirs.close()
@@ -69,7 +73,9 @@ def rendering(tokenizer: Any) -> Iterator[Callable[[Turns], Rendered]]:
         process.close()
 
 
-def _serve(connection: Connection, other_end: Connection, tokenizer: Any) -> None:
+def _serve(
+    connection: Connection, other_end: Connection, tokenizer: Any, eot_tokens: tuple[str, ...]
+) -> None:
     """The life of the process: conversations in, rendered ones or errors out."""
     # Otherwise the pipe would never end for this process.
     other_end.close()
@@ -84,7 +90,7 @@ def _serve(connection: Connection, other_end: Connection, tokenizer: Any) -> Non
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, hardest))
     # Without a handler the signal ends the process, also in the midst of one long operation.
     wind_up = partial(signal.setitimer, signal.ITIMER_PROF, LIMIT_S)
-    template = ChatTemplate(tokenizer, before=wind_up)
+    template = ChatTemplate(tokenizer, wind_up, eot_tokens)
     answer: Any
     while True:
         try:

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from furlong.config.schema import DataConfig
 from furlong.data.records import MAX_TEXT_BYTES, Notes, SourceRecord, too_large
+from furlong.data.training_templates import template_text
 from furlong.errors import ConfigError
 from furlong.units import format_bytes
 
@@ -40,6 +42,8 @@ class Sequence:
     """Its valid tokens where an index knows them, so that nobody reads the labels for it."""
     reference: npt.NDArray[Any] | None = None
     """Log-probabilities of its tokens with a label, by the model that a run began with."""
+    desirable: bool | None = None
+    """Whether the answer is wanted, where data says so; None elsewhere."""
 
     @property
     def seq_len(self) -> int:
@@ -60,6 +64,8 @@ class Encoded:
 
     input_ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
+    desirable: bool | None = None
+    """Whether the answer is wanted, where data says so; None elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +78,19 @@ class Rendered:
     by_template: bool = False
     """Whether a chat template has written all special tokens. Elsewhere the tokenizer's own
     post-processor runs, and EOS is appended where it left it out."""
-    unwritten: tuple[str, ...] = ()
-    """Names of parts of the record that the template has not written."""
+    notes: tuple[str, ...] = ()
+    """Remarks on the record, which are counted."""
 
 
-def load_tokenizer(name: str, source: str = "model.name", *, revision: str | None = None) -> Any:
-    """The tokenizer of a hub id or folder, which `source` named, of a `revision` of the hub's.
-    Raises ConfigError."""
+def load_tokenizer(
+    name: str,
+    source: str = "model.name",
+    *,
+    revision: str | None = None,
+    settings: DataConfig | None = None,
+) -> Any:
+    """The tokenizer of a hub id or folder, which `source` named, of a `revision` of the hub's, with
+    the chat template and the special tokens of `settings`. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     folder = Path(os.path.expanduser(name))
@@ -90,8 +102,10 @@ def load_tokenizer(name: str, source: str = "model.name", *, revision: str | Non
         )  # fmt: skip
         # Without files transformers may build a tokenizer of the family that knows no word.
         if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-            return tokenizer
+            return tokenizer if settings is None else _as_set(tokenizer, settings)
         reason = "there is no vocabulary"
+    except ConfigError:
+        raise
     except Exception as error:  # the tokenizers' Rust code raises plain ones for a broken file
         cause, reason = error, str(error).strip().split("\n")[0]
     raise ConfigError(
@@ -101,6 +115,28 @@ def load_tokenizer(name: str, source: str = "model.name", *, revision: str | Non
         change="save the model's tokenizer into the folder; of the hub, check the whole id"
         " (Qwen/Qwen2.5-0.5B) and the connection",
     ) from cause
+
+
+def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
+    """The tokenizer with what a run sets of it. Raises ConfigError."""
+    named = {"eos_token": settings.eos_token, "pad_token": settings.pad_token}
+    tokens = [(f"data.{name}", token) for name, token in named.items() if token is not None]
+    known = tokenizer.get_vocab()
+    tokens += [("data.eot_tokens", token) for token in settings.eot_tokens]
+    for key, token in tokens:
+        if token not in known:
+            raise ConfigError(
+                given=f"{key} = {token!r}, no token of {tokenizer.name_or_path}",
+                required="a token of the model's vocabulary: none is added to it",
+                source=key,
+                change="name another token, or write the new one into the model's folder first",
+            )
+    for name, own in named.items():
+        if own is not None:
+            setattr(tokenizer, name, own)
+    if settings.chat_template is not None:
+        tokenizer.chat_template = template_text(settings.chat_template)
+    return tokenizer
 
 
 def fingerprint(tokenizer: Any) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from furlong.api import Engine
-from furlong.config.schema import DataConfig, RunConfig, TrainConfig
+from furlong.config.schema import DataConfig, Format, RunConfig, TrainConfig
 from furlong.data.dataset import DataSet, describe_shared, load_data
+from furlong.data.formats import Reading
 from furlong.data.loader import Epochs, count_steps
 from furlong.errors import CheckpointError, ConfigError
 from furlong.kv.pools import Storage
@@ -24,7 +25,6 @@ from furlong.runtime.distributed.mesh import Ranks
 from furlong.train.checkpoints import ModelSize
 from furlong.train.choose_plan import step_size
 from furlong.train.kernels import put_kernels
-from furlong.train.objective import DataFormat
 from furlong.train.processes import Launch, Processes
 from furlong.train.run_model import OPTION_NAMES, rope_of
 from furlong.units import format_bytes, format_count
@@ -100,7 +100,7 @@ def fused(config: RunConfig, model: Any) -> Any:
 
 
 def load_splits(
-    settings: DataConfig, tokenizer: Any, format: DataFormat | None, seed: int = 0
+    settings: DataConfig, tokenizer: Any, format: Format | None, seed: int = 0
 ) -> dict[str, DataSet]:
     """The data sets `train` and, if there is one, `eval`; prints what was found. `format`: that of
     the loss, None is the settings' own; `seed`: which records are held out."""
@@ -110,7 +110,7 @@ def load_splits(
             data[split] = load_data(
                 named,
                 tokenizer,
-                format=format or settings.format,
+                reading=Reading.of(settings, format),
                 max_seq_len=settings.max_seq_len,
                 too_long=settings.too_long,
                 min_len=settings.min_len,

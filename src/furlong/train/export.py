@@ -92,7 +92,9 @@ def export(
     if merge:
         model = merge_adapters(model)
     with folder_errors_reported(folder.parent):
-        tokenizer = load_tokenizer(config.model.name, revision=config.model.revision)
+        tokenizer = load_tokenizer(
+            config.model.name, revision=config.model.revision, settings=config.data
+        )
         export_model(model, tokenizer, folder, dtype=dtype, rope=rope_of(config))
     print(f"exported step {state['step']} to {folder}")
     return folder

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from furlong.config.schema import RunConfig, TrainConfig
+from furlong.config.schema import Format, RunConfig, TrainConfig
 from furlong.errors import ConfigError
 from furlong.plan.plan import Backward, Forward
 from furlong.planners.decide import check_pair_options
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from furlong.runtime.step import StepResult
     from furlong.train.batches import BatchEngine
 
-DataFormat = Literal["auto", "text", "chat", "completion", "tokens", "preference"]
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
     "logps/chosen", "logps/rejected",
@@ -42,7 +41,7 @@ class Objective:
     """A loss with its options. This one is the cross-entropy of all tokens with a label, which
     `train.loss: sft` names; others are its subclasses."""
 
-    format: ClassVar[DataFormat | None] = None
+    format: ClassVar[Format | None] = None
     """The shape of the data, see `data.format`; None: the run's own."""
     unit_size: ClassVar[int] = 1
     """Sequences of a batch that make one term of the loss."""

@@ -199,7 +199,9 @@ class Trainer:
             model = RunModel.read(config, device, launch)
             if run.checkpoint is not None and run.state is not None:
                 check_architecture(run.checkpoint, run.state, model.architecture, config.model.name)
-            tokenizer = load_tokenizer(settings.name, revision=settings.revision)
+            tokenizer = load_tokenizer(
+                config.model.name, revision=config.model.revision, settings=config.data
+            )
             return device, storage, model, tokenizer
 
         self.device, self.storage, self.run_model, self.tokenizer = self.processes.together(check)

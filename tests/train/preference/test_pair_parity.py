@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from furlong.cli.main import main
 from furlong.config.schema import Source, TrainConfig
 from furlong.data.dataset import load_data
+from furlong.data.formats import Reading
 from furlong.data.loader import Epochs, iterate_batches, sequence_tensors
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model
@@ -61,8 +62,8 @@ def plain_dpo(
     model = build_model(name, dtype=torch.float64, lora=LORA if lora else None)
     reference = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64)
     data = load_data(
-        [Source(path=str(pairs))], AutoTokenizer.from_pretrained(name), format="preference",
-        max_seq_len=512, cache_dir=str(cache),
+        [Source(path=str(pairs))], AutoTokenizer.from_pretrained(name),
+        reading=Reading("preference"),        max_seq_len=512, cache_dir=str(cache),
     )  # fmt: skip
     settings = TrainConfig(lr=1e-2)
     optimizer = build_optimizer(model, settings)

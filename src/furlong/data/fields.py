@@ -1,0 +1,192 @@
+"""Fields of a record under furlong's names, whoever wrote it: fields that a run renames, turns of
+`from` and `value`, other names of roles, and what lies there as JSON in a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from furlong.config.schema import TURN_FIELDS
+from furlong.data.records import SourceRecord
+
+Turn = dict[str, Any]
+
+CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
+"""Fields that may hold turns."""
+
+_MESSAGES = ("conversations", "conversation")  # where there are no messages
+_JSON = ("messages", "tools", "chat_template_kwargs")  # tables and .csv hold them as texts
+_CALL = "a call"
+_ROLES = {
+    **dict.fromkeys(("human",), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("observation", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), _CALL),
+}
+
+
+def columns(fields: Mapping[str, Any]) -> frozenset[str]:
+    """The names that furlong's fields have in the data, which are read besides its own."""
+    renamed = (theirs for ours, theirs in fields.items() if ours not in (*TURN_FIELDS, "roles"))
+    return frozenset((*renamed, *_MESSAGES))
+
+
+def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceRecord, dict[str, str]]:
+    """The record with furlong's names of its fields, and the names of those that had others.
+    `fields` are `data.fields`."""
+    if not record.line:  # a file of text
+        return record, {}
+    given, values = record.fields, dict(record.fields)
+    names = {our: their for our, their in fields.items() if our not in (*TURN_FIELDS, "roles")}
+    for own in (*names, *names.values()):
+        values.pop(own, None)
+    values |= {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
+    if values.get("messages") is None and "messages" not in names:
+        found = next((name for name in _MESSAGES if values.get(name) is not None), None)
+        if found is not None:
+            values["messages"] = values.pop(found)
+            names["messages"] = found
+    return replace(record, fields=values), names
+
+
+def read_values(
+    record: SourceRecord, fields: Mapping[str, Any], used: Collection[str]
+) -> SourceRecord:
+    """The record with turns as furlong has them, and objects where they lie there as JSON. `used`:
+    the fields that its shape looks at. Raises DataError."""
+    values = dict(record.fields)
+    for name in used:
+        own = values.get(name)
+        if name in _JSON and isinstance(own, str) and own.strip():
+            own = _of_json(record, name, own)
+        if name in CONVERSATIONS and isinstance(own, dict) and name not in ("messages", "prompt"):
+            own = [own]  # one turn
+        if name in CONVERSATIONS and isinstance(own, list):
+            own = list(_turns(record, name, own, fields))
+        values |= {name: own} if name in values else {}
+    if "system" in used and values.get("instruction") is None:
+        _put_system(record, values, used)
+    return replace(record, fields=values)
+
+
+def _put_system(record: SourceRecord, values: dict[str, Any], used: Collection[str]) -> None:
+    """Put what `system` says before the turns of a record, unless they say it. Raises DataError."""
+    answers = ("chosen", "rejected") if "chosen" in used else ("messages",)
+    heads = [n for n in CONVERSATIONS if isinstance(values.get(n), list) and n in used]
+    heads = ["prompt"] if "prompt" in heads else [n for n in heads if n in answers]
+    said = values.get("system")
+    if not heads or not isinstance(said, str):
+        return
+    for name in heads:
+        turns = [turn for turn in values[name] if isinstance(turn, dict)]
+        if not said.strip() or any(turn.get("content") == said for turn in turns):
+            continue
+        if any(turn.get("role") == "system" for turn in turns):
+            raise record.refusal(
+                f"system beside {name} with another system message",
+                "one system message",
+                "remove the field system, or the message",
+            )
+        values[name] = [{"role": "system", "content": said}, *values[name]]
+    values["system"] = None
+
+
+def tools_of(record: SourceRecord) -> list[Any] | None:
+    """The tools that a conversation may call, each with its type. Raises DataError."""
+    tools = record.fields.get("tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise record.refusal(
+            f"tools of type {type(tools).__name__}",
+            "a list of tools, each of them a JSON schema, or its JSON as a text",
+            "write tools as a list of objects",
+        )
+    found = []
+    for number, tool in enumerate(tools, start=1):
+        own = _of_json(record, f"tool {number}", tool) if isinstance(tool, str) else tool
+        if not isinstance(own, dict):
+            raise record.refusal(
+                f"tool {number} of type {type(own).__name__}", "each tool as a JSON schema"
+            )
+        is_bare = "name" in own and own.keys() <= {"name", "description", "parameters", "strict"}
+        found.append({"type": "function", "function": own} if is_bare else own)
+    return found
+
+
+def _turns(
+    record: SourceRecord, field: str, turns: list[Any], fields: Mapping[str, Any]
+) -> Iterator[Any]:
+    """Turns with roles and contents as furlong names them; calls that follow each other are of one
+    turn. What is no turn comes as it is."""
+    roles = {**_ROLES, **fields.get("roles", {})}
+    renamed = {theirs: ours for ours, theirs in fields.items() if ours in TURN_FIELDS}
+    calls: Turn | None = None
+    for number, given in enumerate(turns, start=1):
+        if not isinstance(given, dict):
+            yield given
+            continue
+        others: dict[Any, str] = dict(renamed)
+        for ours, theirs in (("role", "from"), ("content", "value")):
+            if ours not in fields and given.get(ours) is None:
+                others[theirs] = ours
+        turn: Turn = {str(others.get(name, name)): value for name, value in given.items()}
+        role = turn.get("role")
+        if isinstance(role, str) and role in roles:
+            turn["role"] = roles[role]
+        message = f"message {number} of {field}"
+        if turn.get("role") != _CALL:
+            if calls is not None:
+                yield calls
+                calls = None
+            if turn.get("tool_calls"):
+                turn["tool_calls"] = _calls(record, message, turn["tool_calls"])
+            yield turn
+            continue
+        found = _calls(record, message, turn.get("content"))
+        if calls is None:
+            calls = {**turn, "role": "assistant", "content": None, "tool_calls": []}
+        calls["tool_calls"] = [*calls["tool_calls"], *found]
+    if calls is not None:
+        yield calls
+
+
+def _calls(record: SourceRecord, message: str, given: Any) -> list[Any]:
+    """Calls of tools, their arguments as objects. Raises DataError."""
+    calls = _of_json(record, f"{message}: the call", given) if isinstance(given, str) else given
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        around = call if isinstance(call, dict) else {}
+        own = around.get("function", around)
+        if not isinstance(own, dict) or not isinstance(own.get("name"), str):
+            raise record.refusal(
+                f"{message}: a call {str(call)[:40]}",
+                '{"type": "function", "function": {"name": "...", "arguments": {...}}}',
+            )
+        arguments = own.get("arguments", {})
+        if isinstance(arguments, str):
+            # What the assistant said and is no JSON stays as it is.
+            arguments = _object(arguments)
+        function = {"function": {**own, "arguments": arguments}}
+        found.append({"type": "function", **(around if own is not call else {}), **function})
+    return found
+
+
+def _object(text: str) -> Any:
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _of_json(record: SourceRecord, what: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise record.refusal(
+            f"{what}: a text {text.strip()[:40]!r} that is no JSON",
+            "a list or an object, or its JSON as a text",
+        ) from error

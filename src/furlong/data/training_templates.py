@@ -1,0 +1,84 @@
+"""Chat templates by name: furlong's own, which mark what the assistant says with generation tags.
+
+They write what the templates of the models write, but keep the thoughts of every answer, as each
+was generated. `templates/*.jinja` beside this file are their texts.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from furlong.errors import ConfigError
+
+ALPACA = "alpaca"
+"""No template: the words of the data set of that name, around an instruction."""
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "description": "a number"}},
+            "required": ["a"],
+        },
+    },
+}
+_USER: dict[str, Any] = {"role": "user", "content": "Hello there"}
+_SAID: dict[str, Any] = {"role": "assistant", "content": "Hi, you."}
+_CALL = {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+_CALLED: list[dict[str, Any]] = [
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "2", "name": "add", "tool_call_id": "123456789"},
+]
+PROBES: tuple[tuple[list[dict[str, Any]], bool], ...] = (
+    ([_USER, _SAID], False),
+    ([{"role": "system", "content": "Be kind."}, _USER, _SAID], False),
+    ([_USER, {**_SAID, "reasoning_content": "A greeting."}], False),
+    ([_USER, _SAID], True),
+    ([_USER, _CALLED[0]], True),
+    ([_USER, *_CALLED, _SAID], True),
+    ([_USER, _SAID, _USER, _SAID], False),
+)
+"""Conversations by which a template is known, and whether with a tool."""
+
+
+def training_templates() -> dict[str, str]:
+    """The texts of furlong's own templates, by name."""
+    folder = files("furlong.data").joinpath("templates")
+    found = {file.name: file for file in folder.iterdir() if file.name.endswith(".jinja")}
+    return {
+        name.removesuffix(".jinja"): found[name].read_text(encoding="utf-8")
+        for name in sorted(found)
+    }
+
+
+def template_text(given: str) -> str | None:
+    """The template that `data.chat_template` means: a text with tags, a file or a name; None for
+    the words of Alpaca. Raises ConfigError."""
+    if "{{" in given or "{%" in given:
+        return given
+    file = Path(os.path.expanduser(given))
+    known = training_templates()
+    try:
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = f": {error}"
+    else:
+        if given == ALPACA:
+            return None
+        if given in known:
+            return known[given]
+        reason = ", neither a file nor a known name"
+    raise ConfigError(
+        given=f"data.chat_template = {given!r}{reason}",
+        required=f"a file in UTF-8, a text with {{{{ or {{% tags, or one of"
+        f" {', '.join((*known, ALPACA))}",
+        source="data.chat_template",
+        change="check the path or the name; null takes the template of the model's tokenizer",
+    )

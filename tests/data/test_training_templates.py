@@ -1,0 +1,262 @@
+"""furlong's own templates beside those of the models, character by character.
+
+The models' own are those that TRL ships, exactly as the models have them; Mistral's, which it has
+not, is stated here.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_tokenizers import byte_tokenizer
+
+from furlong.config.schema import DataConfig
+from furlong.data.chat import ChatTemplate, Turns
+from furlong.data.formats import Reading, encode
+from furlong.data.records import Notes, SourceRecord
+from furlong.data.tokenize import IGNORE_INDEX, Rendered, load_tokenizer
+from furlong.data.training_templates import TOOL, template_text, training_templates
+from furlong.errors import ConfigError, DataError
+
+MODELS = {
+    "gemma": "gemma", "gemma3": "gemma3", "gpt-oss": "gptoss", "llama3": "llama3",
+    "llama3.1": "llama3_1", "qwen2.5": "qwen2_5", "qwen3": "qwen3",
+}  # fmt: skip
+THOUGHTFUL = ("gpt-oss", "qwen3")
+
+SYSTEM = {"role": "system", "content": " Be brief. "}
+USER = {"role": "user", "content": "2 + 2? <b>é</b>\n"}
+ANSWER = {"role": "assistant", "content": "Four.\n\n"}
+THOUGHT = {"role": "assistant", "content": "4", "reasoning_content": "\nTwo and two."}
+FUNCTION = {"name": "add", "arguments": {"a": 1, "b": "x\n"}}
+CALL = {
+    "role": "assistant", "content": "", "reasoning_content": "A tool may help.",
+    "tool_calls": [{"id": "abcdefghi", "type": "function", "function": FUNCTION}],
+}  # fmt: skip
+BARE_CALL = {key: value for key, value in CALL.items() if key != "reasoning_content"}
+RESULT = {"role": "tool", "content": "4", "tool_call_id": "abcdefghi"}
+LAST = {"role": "assistant", "content": "It is 4."}
+CONVERSATIONS = {
+    "one": [USER, ANSWER],
+    "system": [SYSTEM, USER, ANSWER],
+    "thought": [USER, THOUGHT],
+    "in the text": [USER, {**ANSWER, "content": "<think>\nhm\n</think>\n\nFour."}],
+    "several": [SYSTEM, USER, THOUGHT, USER, ANSWER, USER, THOUGHT],
+    "call": [USER, CALL],
+    "call and words": [USER, BARE_CALL | {"content": "I add."}, RESULT, LAST],
+    "calls": [USER, BARE_CALL, RESULT, BARE_CALL, RESULT, LAST, USER, THOUGHT],
+    "two results": [
+        USER,
+        {**BARE_CALL, "tool_calls": BARE_CALL["tool_calls"] * 2},
+        RESULT,
+        RESULT,
+        LAST,
+    ],
+}
+NESTED = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "description": "Finds \"it\".",
+        "parameters": {
+            "type": "object",
+            "required": ["what"],
+            "properties": {
+                "what": {"type": "string", "enum": ["a", "b"], "description": "which",
+                         "default": "a"},
+                "where": {"type": ["string", "null"]},
+                "how": {"type": "array", "items": {"type": "integer"}, "nullable": True},
+                "many": {"type": "array", "items": {"type": "object", "properties": {
+                    "x": {"type": "number", "default": 1}, "y": {"type": "boolean"}}}},
+                "any": {"type": "array"},
+                "one": {"oneOf": [{"type": "string", "description": "s"},
+                                  {"type": "integer", "default": 3}], "default": "z"},
+                "deep": {"type": "object", "required": ["u"], "properties": {
+                    "u": {"type": "string", "nullable": True}, "v": {"type": "object"}}},
+                "odd": {"description": "no type", "default": [1]},
+            },
+        },
+    },
+}  # fmt: skip
+BARE = {"type": "function", "function": {"name": "now", "description": "The time."}}
+TOOLS = {"no tool": None, "a tool": [TOOL], "tools": [NESTED, BARE]}
+
+
+def own_template(name: str) -> str:
+    spec = find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    file = Path(spec.origin).parent / "chat_templates" / f"{MODELS[name]}.jinja"
+    return file.read_text(encoding="utf-8")
+
+
+def rendered(template: str, turns: list[Any], tools: Any, first: int = 0) -> Rendered:
+    return ChatTemplate(byte_tokenizer(template)).render(Turns("x", turns, tools, first))
+
+
+def learnt(found: Rendered) -> list[str]:
+    assert found.ranges is not None
+    return [found.text[start:stop] for start, stop in found.ranges]
+
+
+@pytest.mark.parametrize("tools", TOOLS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_answer_is_as_the_models_own_template_writes_it_last(name: str, tools: str) -> None:
+    """Texts are the same but for the thoughts of earlier answers, which the models' own leave out;
+    what is learnt of each answer is what the own template writes where it ends with it."""
+    own, ours = own_template(name), training_templates()[name]
+    compared = 0
+    for conversation in CONVERSATIONS.values():
+        try:
+            last = rendered(own, conversation, TOOLS[tools], len(conversation) - 1)
+        except DataError:  # the model's own refuses it, and so does this one
+            with pytest.raises(DataError):
+                rendered(ours, conversation, TOOLS[tools])
+            continue
+        found = rendered(ours, conversation, TOOLS[tools])
+        answers = [n for n, turn in enumerate(conversation) if turn["role"] == "assistant"]
+        if name not in THOUGHTFUL or len(answers) == 1:
+            assert found.text == last.text
+        assert len(learnt(found)) == len(answers)
+        assert learnt(found)[-1:] == learnt(last)
+        for number, said in zip(answers, learnt(found), strict=True):
+            upto = rendered(own, conversation[: number + 1], TOOLS[tools], number)
+            (as_last,) = learnt(upto)
+            # in a conversation gpt-oss reads another mark than the one by which it ends
+            assert said == as_last or said + "<|return|>" == as_last
+        compared += len(answers)
+    assert compared > 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_is_the_models_own(name: str) -> None:
+    for turns in ([USER], [SYSTEM, USER], [USER, ANSWER, USER]):
+        texts = []
+        for template in (own_template(name), training_templates()[name]):
+            texts.append("refused")
+            try:
+                of = ChatTemplate(byte_tokenizer(template))
+                texts[-1], _ = of._text(Turns("x", turns), template, prompt=True)
+            except DataError:
+                continue
+        assert texts[0] == texts[1] or (name in THOUGHTFUL and len(turns) == 3)
+
+
+def mistral(turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[str]]:
+    """A conversation of Mistral 7B Instruct v0.3, and its answers: what stands before the user's
+    last message stands there too where the model reads it as a prompt."""
+    text, answers = "<begin>", []
+    last = max((n for n, turn in enumerate(turns) if turn["role"] == "user"), default=0)
+    system = turns[0]["content"] + "\n\n" if turns[0]["role"] == "system" else ""
+    for number, turn in enumerate(turns):
+        if turn["role"] == "user":
+            known = f"[AVAILABLE_TOOLS] {json.dumps(tools)}[/AVAILABLE_TOOLS]" if tools else ""
+            text += (known if number == last else "") + "[INST] "
+            text += (system if number == last else "") + turn["content"] + "[/INST]"
+        elif turn["role"] == "assistant":
+            said = " " + turn["content"].strip()
+            if calls := turn.get("tool_calls"):
+                named = [{**call["function"], "id": call["id"]} for call in calls]
+                said = f"[TOOL_CALLS] {json.dumps(named)}"
+            answers.append(f"{said}<end>")
+            text += answers[-1]
+        elif turn["role"] == "tool":
+            result = f'"content": {turn["content"]}, "call_id": "{turn["tool_call_id"]}"'
+            text += f"[TOOL_RESULTS] {{{result}}}[/TOOL_RESULTS]"
+    return text, answers
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_mistral_is_as_it_is_stated(conversation: str) -> None:
+    turns = [
+        {k: v for k, v in turn.items() if k != "reasoning_content"}
+        for turn in CONVERSATIONS[conversation]
+    ]
+    for tools in (None, [TOOL]):
+        found = rendered(training_templates()["mistral"], turns, tools)
+        assert (found.text, learnt(found)) == mistral(turns, tools)
+
+
+def encoded(template: str, turns: list[Any], **reading: Any) -> tuple[str, list[str], list[str]]:
+    """The text of a conversation, what is learnt of it in runs of tokens, and what is told."""
+    tokenizer, notes = byte_tokenizer(template), Notes()
+    record = SourceRecord({"messages": turns}, 0, 1, "x")
+    ((_, (one,)),) = encode([record], tokenizer, Reading("chat", **reading), notes)
+    marked = "".join(
+        chr(0) if label == IGNORE_INDEX else tokenizer.decode([id])
+        for id, label in zip(one.input_ids, one.labels, strict=True)
+    )
+    return (
+        tokenizer.decode(one.input_ids),
+        [part for part in marked.split(chr(0)) if part],
+        [*notes],
+    )
+
+
+def test_a_template_that_forgets_thoughts_is_replaced() -> None:
+    """Of a model that is known, and only where its own cannot be masked."""
+    turns = [USER, THOUGHT, USER, ANSWER]
+    text, answers, (told,) = encoded(own_template("qwen3"), turns)
+    assert (text, answers) == encoded(training_templates()["qwen3"], turns)[:2]
+    assert "Two and two." in text and "furlong's training template qwen3" in told
+    said = ["<think>\nTwo and two.\n</think>\n\n4<|im_end|>\n", "Four.\n\n<|im_end|>\n"]
+    assert answers == said
+    own, answers, told_of_last = encoded(own_template("qwen3"), turns, train_on="last")
+    assert answers == said[1:] and "reasoning_content in a message" in told_of_last[0]
+    assert "Two and two." not in own
+    with pytest.raises(DataError, match="cannot be masked"):
+        encoded(own_template("qwen3").replace("</think>\\n\\n", "</think>\\n"), turns)
+
+
+def test_empty_thoughts_are_learnt_only_where_the_record_has_them() -> None:
+    _, (said,), _ = encoded(own_template("qwen3"), [USER, ANSWER])
+    assert said == "Four.\n\n<|im_end|>\n"
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert encoded(own_template("qwen3"), [USER, ANSWER], **kwargs)[1] == [said]
+    empty = {**ANSWER, "content": f"<think>\n\n</think>\n\n{ANSWER['content']}"}
+    _, (said,), _ = encoded(own_template("qwen3"), [USER, empty])
+    assert said == "<think>\n\n</think>\n\nFour.\n\n<|im_end|>\n"
+
+
+def test_the_end_of_a_turn_is_learnt_if_it_is_named() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        " <|im_end|>\n{% endfor %}"
+    )
+    turns = [USER, LAST, USER, LAST]
+    _, answers, (told,) = encoded(template, turns)
+    assert (answers, "where to stop is not learnt" in told) == (["It is 4."] * 2, True)
+    assert encoded(template, turns, eot_tokens=("<|im_end|>",))[1:] == (
+        ["It is 4. <|im_end|>"] * 2,
+        [],
+    )
+    assert encoded(training_templates()["chatml"], turns, eot_tokens=("<|im_end|>",))[2] == []
+
+
+def settings(**data: Any) -> DataConfig:
+    return DataConfig.model_validate({"train": "x", **data})
+
+
+def test_a_run_names_template_and_tokens(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+
+    def load(**data: Any) -> Any:
+        return load_tokenizer(str(tmp_path), settings=settings(**data))
+
+    (tmp_path / "own.jinja").write_text("é{{ messages }}")
+    found = load(eos_token="<|im_end|>", pad_token="<end>", chat_template="chatml")
+    assert (found.eos_token, found.pad_token) == ("<|im_end|>", "<end>")
+    assert found.chat_template == training_templates()["chatml"]
+    assert load(chat_template=str(tmp_path / "own.jinja")).chat_template == "é{{ messages }}"
+    assert load(chat_template="{{ messages }}").chat_template == "{{ messages }}"
+    assert load(chat_template="alpaca").chat_template is None
+    for data in ({"eos_token": "</s>"}, {"pad_token": "x" * 9}, {"eot_tokens": "<eot>"}):
+        with pytest.raises(ConfigError) as caught:
+            load(**data)
+        assert caught.value.source == f"data.{next(iter(data))}"
+    with pytest.raises(ConfigError, match="neither a file nor a known name"):
+        template_text("qwen")
