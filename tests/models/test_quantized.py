@@ -14,10 +14,13 @@ from helpers.tiny_families import config_of
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import furlong
+from furlong.config.schema import ModelConfig
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.models import quantized
 from furlong.models.build import build_model, export_model
-from furlong.models.quantized import library, packed_linears
+from furlong.models.describe import describe
+from furlong.models.quantized import library, packed_linears, scales_of
+from furlong.planners.decide import training_of
 from furlong.testing import reference_loss, take_grads, total_relative_error
 from furlong.train.checkpoints import base_fingerprint
 
@@ -155,3 +158,30 @@ def test_the_package_that_gets_code_from_a_hub_is_not_there_while_it_is_imported
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"from: +train\.optimizer"):
         library("train.optimizer")
+
+
+@pytest.mark.parametrize(
+    ("quantize", "saved"), [("nf4", []), ("single", ["embed_tokens"]), ("nf4", ["lm_head"])]
+)
+def test_bytes_of_weights_are_those_that_are_predicted(
+    tmp_path: Path, quantize: str, saved: list[str]
+) -> None:
+    config = config_of(
+        "llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=1, vocab_size=1000,
+        tie_word_embeddings=saved == ["embed_tokens"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "config")
+    base = build_model(str(tmp_path / "config"), init="random", dtype=torch.bfloat16)
+    folder = export_model(base, None, tmp_path / "model", dtype=torch.bfloat16)
+    asked = ModelConfig(
+        name=str(folder), quantize=ASKED[quantize], lora={"modules_to_save": saved, "rank": 8}
+    )
+    model = build_model(
+        asked.name, dtype=torch.bfloat16, quantize=asked.quantize, lora=asked.lora.model_dump()
+    )
+    held = sum(p.nbytes + sum(x.nbytes for x in scales_of(p)) for p in model.parameters())
+    held += sum(2 * p.numel() for p in model.parameters() if p.requires_grad)  # in a step
+    given = training_of(asked).state_bytes(describe(config), (1,), frozenset((0,)), 1)
+    assert given.weights == pytest.approx(held, rel=0.02)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert given.gradients == 4 * trained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections import Counter
@@ -112,6 +113,7 @@ class PlanQuestion:
         model, limits, count = self.model, self.limits, self.num_devices
         shape, lora, machine = model.shape, model.training.lora, model.hardware
         trained = f"LoRA of rank {lora.rank}" if lora else "all weights trained"
+        trained += " over linear layers in 4 bits" * (model.training.packed_bytes is not None)
         name = "cpu (this machine)" if machine.name == THIS_CPU else machine.name
         budgets = format_bytes(limits.device_bytes)
         if limits.cpu_bytes:
@@ -428,29 +430,35 @@ def cost_model_of(
 ) -> CostModel:
     """The cost model of a run on a device, as it was calibrated if it was. Raises ConfigError."""
     is_shared = num_devices > 1
+    file = _config_file(config.model.name, config.model.revision)
+    if file is None:
+        shape, packed = model_shape(config.model.name.rpartition("/")[2]), None
+    else:
+        shape = _measured_shape(file)
+        packed = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
     training = replace(
-        training_of(config.model), zero_stage=1 if is_shared else 0, gathers=is_shared
+        training_of(config.model, packed), zero_stage=1 if is_shared else 0, gathers=is_shared
     )
-    shape, dtype = _model_shape_of(config.model.name), config.model.dtype
+    dtype = config.model.dtype
     measured = spec.calibrated(dtype) if calibrate else spec.computing_in(dtype)
     return CostModel(shape, measured, training)
 
 
-def _model_shape_of(name: str) -> ModelShape:
-    """The shape of a config.json, a folder that holds one, a known name, or a model of the hub.
+def _config_file(name: str, revision: str | None) -> Path | None:
+    """The config.json itself, in a folder, or of a model of the hub; None for a known name.
 
     Raises ConfigError.
     """
     path = Path(name).expanduser()
     if os.path.exists(path) or path.suffix == ".json" or name.startswith((".", "/", "~")):
-        return _measured_shape(path)
-    if "/" not in name or is_known_model(name):
-        return model_shape(name.rpartition("/")[2])
+        return path / "config.json" if path.is_dir() else path
+    if "/" not in name or (revision is None and is_known_model(name)):
+        return None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return _measured_shape(Path(hf_hub_download(name, "config.json")))
+        return Path(hf_hub_download(name, "config.json", revision=revision))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise refusal(
             f"{name}: {str(error).splitlines()[0]}",
@@ -461,12 +469,12 @@ def _model_shape_of(name: str) -> ModelShape:
 
 
 def _measured_shape(path: Path) -> ModelShape:
-    """The shape of a config.json, or of the folder that holds one: as it was measured before, else
-    measured with transformers, which takes seconds. Raises UserError."""
+    """The shape of a config.json: as it was measured before, else measured with transformers, which
+    takes seconds. Raises UserError."""
 
     def measure(file: Path) -> ModelShape:
         from furlong.models.describe import describe_file
 
         return describe_file(file)
 
-    return cached_shape(path / "config.json" if path.is_dir() else path, measure)
+    return cached_shape(path, measure)

@@ -242,7 +242,7 @@ def stage_bytes(
     widest = max((layer.width for layer in own), default=0)
     scans = [layer.scan_saved[element > 2] * max(1, element // 4) / element for layer in own]
     at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size, *(n / 2 for n in scans))
-    makes_one = is_last and training.lora is None
+    makes_one = is_last and (training.lora is None or training.lora.head)
     logit = 3 * wide + (2 * element if element < _FLOAT32 else 0)
     return StageBytes(
         graph_layers=tuple(factor * of_dtype(each.saved, element, adapters) for each in own),
@@ -568,7 +568,8 @@ class _RankMemory:
                 self._hold("inputs", chunk, stage + arrives, message, part)
             case Unshard(stage) if self._memory.training.regathers:
                 training, shape = self._memory.training, self._memory.shape
-                own = training.held_parameters(shape, self._plan.stages, frozenset((stage,)))
+                where = shape, self._plan.stages, frozenset((stage,))
+                own = training.held_parameters(*where) - training.packed_parameters(*where)
                 self.add("weights", own * training.compute_bytes)
 
     def _deliver(self, chunk: int, stage: int) -> None:

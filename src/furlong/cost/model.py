@@ -152,11 +152,18 @@ class CostModel:
         budget = self.hardware.budget_bytes if budget_bytes is None else budget_bytes
         machine = self.hardware
         kernels = self.device_type == "cpu" and self.training.compute_bytes == 2
+        shape, training = self.shape, self.training
+        made = 0  # whole weights that a layer makes of codes, or of experts and their adapters
+        if training.packed_bytes is not None:
+            made = shape.hidden_size * max(shape.q_size, *(n.width for n in shape.layers))
+        if training.lora is not None and training.lora.experts:
+            made += sum(layer.expert_parameters for layer in shape.layers)
         return PlanMemory(
             self.shape, self.training, budget,
             activation_factor=machine.activation_factor,
             heap_blocks=machine.heap_blocks, heap_share=machine.heap_share,
-            overhead_bytes=_CPU_KERNEL_BYTES if kernels else 0, device_type=self.device_type,
+            overhead_bytes=made * training.compute_bytes + (_CPU_KERNEL_BYTES if kernels else 0),
+            device_type=self.device_type,
         )  # fmt: skip
 
 

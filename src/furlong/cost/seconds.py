@@ -278,8 +278,10 @@ class StageSeconds:
         """Seconds of a collective of the stage's weights over all devices that hold it."""
         training, links = self._training, self._hardware.links
         devices = [device for group in self._groups for device in group]
-        count = training.trained_parameters if trained_only else training.held_parameters
-        parameters = count(self._shape, self._stages, frozenset((self._stage,)))
+        where = self._shape, self._stages, frozenset((self._stage,))
+        parameters = training.trained_parameters(*where)
+        if not trained_only:
+            parameters = training.held_parameters(*where) - training.packed_parameters(*where)
         return links.collective_s(
             kind, parameters * element_bytes, len(devices), links.num_nodes(devices)
         )  # fmt: skip

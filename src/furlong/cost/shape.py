@@ -92,6 +92,12 @@ class LayerShape:
         """Parameters of the experts that a token does not visit."""
         return self.expert_parameters // self.num_experts * (self.num_experts - self.num_active)
 
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of linear layers, and of a router."""
+        visited = self.expert_parameters // self.num_experts * self.num_active
+        return min(self.parameters, self.matrices - visited)
+
     def state_bytes(self, element_bytes: int) -> int:
         """Bytes of the state at the end of a chunk."""
         return max(4, element_bytes) * self.state_float32 + element_bytes * self.state_columns

@@ -1,6 +1,7 @@
 """The training of a model, as far as bytes and seconds depend on it: dtypes, optimizer, ZeRO, LoRA.
 
-    weights     in compute dtype (bf16: 2 bytes) plus the float32 master copy of trained ones (4)
+    weights     in compute dtype (bf16: 2 bytes) plus the float32 master copy of trained ones (4);
+                frozen linear layers in 4 bits: half a byte and their scales
     gradients   of trained weights, float32 (4)
     optimizer   AdamW: two float32 moments (8)
 
@@ -21,6 +22,9 @@ from typing import Literal
 from furlong.cost.shape import ModelShape
 
 ZeroStage = Literal[0, 1, 2, 3]
+PACKED_BYTES = {False: 0.5 + 4 / 64, True: 0.5 + 1 / 64 + 4 / (64 * 256)}
+"""Bytes of a weight in 4 bits by whether the scales of each 64 are quantized themselves: float32
+ones, or bytes with a float32 for each 256 of them."""
 _GATHERED_LAYERS = 2
 """Layers whose weights are whole at a time under ZeRO-3: one computes, the next arrives."""
 
@@ -33,11 +37,31 @@ class Lora:
     attention: bool = True
     """Whether the q, k, v and output matrices have them."""
     mlp: bool = False
-    """Whether the MLP's matrices have them; experts have none."""
+    """Whether the MLP's matrices have them."""
+    experts: bool = False
+    """Whether all experts have them, on both of their parameters."""
+    embedding: bool = False
+    head: bool = False
+    """Whether a copy of the input embeddings, or of the head, is trained whole beside them."""
 
     def layer_parameters(self, shape: ModelShape, layer: int) -> int:
-        attention, mlp = shape.layers[layer].lora
-        return self.rank * (self.attention * attention + self.mlp * mlp)
+        own = shape.layers[layer]
+        attention, mlp = own.lora
+        # of each expert (D, 2F) and (F, D)
+        experts = (
+            2 * shape.hidden_size * own.num_experts + own.expert_parameters // shape.hidden_size
+        )
+        experts *= self.experts and own.expert_parameters > 0
+        return self.rank * (self.attention * attention + self.mlp * mlp + experts)
+
+    def beside_parameters(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
+    ) -> int:
+        """Trained parameters of a rank's embedding and head; tied ones are one."""
+        if shape.tied_head and (self.embedding or self.head):
+            return _beside(shape, stages, held)
+        ends = self.embedding * (0 in held) + self.head * (len(stages) - 1 in held)
+        return shape.embedding_parameters * ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +90,9 @@ class Training:
     """Bytes of the optimizer's state per trained parameter: AdamW's two moments in float32."""
     zero_stage: ZeroStage = 0
     lora: Lora | None = None
+    packed_bytes: float | None = None
+    """Bytes of a weight of linear layers in 4 bits, with its scales, which processes do not divide
+    among them; None: they are as other weights."""
     replicas: int = 1
     """Data-parallel replicas of the whole plan that it does not list; they share its state."""
     gathers: bool = False
@@ -103,7 +130,20 @@ class Training:
         """Number of trained parameters of a rank that holds the stages `held`."""
         if self.lora is None:
             return self.held_parameters(shape, stages, held)
-        return sum(self.lora.layer_parameters(shape, layer) for layer in _layers(stages, held))
+        own = sum(self.lora.layer_parameters(shape, layer) for layer in _layers(stages, held))
+        return own + self.beside_parameters(shape, stages, held)
+
+    def layer_parameters(self, shape: ModelShape, layer: int) -> int:
+        """Parameters of a layer in floats, without adapters."""
+        own = shape.layers[layer]
+        return own.parameters - (0 if self.packed_bytes is None else own.linear_parameters)
+
+    def packed_parameters(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
+    ) -> int:
+        """Number of parameters in 4 bits of a rank that holds the stages `held`."""
+        own = _layers(stages, held)
+        return sum(shape.layer_parameters(n) - self.layer_parameters(shape, n) for n in own)
 
     def held_parameters(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
@@ -118,13 +158,15 @@ class Training:
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
     ) -> int:
         """Trained parameters of a rank's embedding and head."""
-        return 0 if self.lora else _beside(shape, stages, held)
+        beside = self.lora.beside_parameters if self.lora else _beside
+        return beside(shape, stages, held)
 
     def state_bytes(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
     ) -> StateBytes:
         """State of a device that holds the stages `held`; `group_size` devices share it."""
-        base = self.held_parameters(shape, stages, held)
+        packed = self.packed_parameters(shape, stages, held)
+        base = self.held_parameters(shape, stages, held) - packed
         trained = self.trained_parameters(shape, stages, held)
         in_use = base + (trained if self.lora is not None else 0)
         shard = [1 if self.zero_stage < stage else group_size for stage in (1, 2, 3)]
@@ -135,7 +177,7 @@ class Training:
                 self.compute_bytes / group_size
             )
         return StateBytes(
-            weights=round(weights),
+            weights=round(weights + packed * (self.packed_bytes or 0)),
             gradients=round(trained * self.gradient_bytes / shard[1]),
             optimizer=round(trained * self.optimizer_bytes / shard[0]),
         )
@@ -155,7 +197,7 @@ class Training:
         gradients is there again when they are shards; a C library's heap does not give it back."""
         if not self.gathers or group_size <= 1:
             return 0
-        layers = list(map(shape.layer_parameters, _layers(stages, held)))
+        layers = [self.layer_parameters(shape, n) for n in _layers(stages, held)]
         is_freed = reuses and self.zero_stage < 3
         freed = sum(layers) * (1 - 1 / group_size) if is_freed else 0.0
         added = self.gradient_bytes if self.lora is None else 0
@@ -185,7 +227,8 @@ class Training:
         largest layers, or the head; in this runtime both, and the embedding."""
         if self.zero_stage < 3 or group_size <= 1:
             return 0
-        layers = sorted(map(shape.layer_parameters, _layers(stages, held)), reverse=True)
+        own = (self.layer_parameters(shape, n) for n in _layers(stages, held))
+        layers = sorted(own, reverse=True)
         largest = sum(layers[:_GATHERED_LAYERS])
         ends = {0, len(stages) - 1} & held
         widest = max(largest, shape.embedding_parameters if ends else 0)

@@ -10,7 +10,8 @@ finds the longest one that a decision could still train, `decide_pairs` decides 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from furlong.cost.machine import are_links_measured
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
-from furlong.cost.training import Lora, Training
+from furlong.cost.training import PACKED_BYTES, Lora, Training
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.lengths import Lengths, StepSize, draw_lengths
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
@@ -345,14 +346,37 @@ def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
     return Needs(device, int(curve.cpu.max()), int(curve.disk.max()))
 
 
-def training_of(model: ModelConfig) -> Training:
-    """The trained weights of a run and their dtypes, on one device."""
+def training_of(model: ModelConfig, packed: Mapping[str, Any] | None = None) -> Training:
+    """The trained weights of a run and their dtypes, on one device. `packed`: the
+    quantization_config of a model that is in 4 bits already."""
     training, lora = Training.in_dtype(model.dtype), model.lora
     if lora is None:
         return training
-    named = {"all"} if lora.target_modules == "all-linear" else set(lora.target_modules)
-    attention, mlp = "all" in named or bool(named & _ATTENTION), bool(named - _ATTENTION)
-    return replace(training, lora=Lora(lora.rank, attention=attention, mlp=mlp))
+    attention, mlp = _adapted_parts(lora.target_modules)
+    ends = {name.rpartition(".")[2] for name in lora.modules_to_save}
+    found = Lora(
+        lora.rank, attention=attention, mlp=mlp, experts=bool(lora.target_parameters),
+        embedding="embed_tokens" in ends, head="lm_head" in ends,
+    )  # fmt: skip
+    per_weight = None
+    if (asked := model.quantize) is not None or packed is not None:
+        is_double = asked is None or isinstance(asked, str)  # else the mapping says that it is not
+        if packed is not None:
+            is_double = bool(packed.get("bnb_4bit_use_double_quant"))
+        per_weight = PACKED_BYTES[is_double]
+    return replace(training, lora=found, packed_bytes=per_weight)
+
+
+def _adapted_parts(modules: str | Collection[str]) -> tuple[bool, bool]:
+    """Whether the matrices of attention and those of the MLP have adapters."""
+    if modules == "all-linear":
+        return True, True
+    if not isinstance(modules, str):
+        return bool(_ATTENTION.intersection(modules)), bool(set(modules) - _ATTENTION)
+    fits = re.compile(modules).fullmatch
+    attention = any(fits(f"model.layers.0.self_attn.{name}") for name in _ATTENTION)
+    mlp = any(fits(f"model.layers.0.mlp.{name}_proj") for name in ("gate", "up", "down"))
+    return (attention, mlp) if attention or mlp else (True, True)
 
 
 def given_options(config: RunConfig) -> dict[str, Any]:

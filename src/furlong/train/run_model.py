@@ -78,7 +78,8 @@ class RunModel:
         machine = one_of(_machine_of(device), launch.num_local)
         known = (config.model.name, whole, launch, device, machine)
         try:
-            cost = CostModel(describe(whole), machine, training_of(config.model))
+            packed = getattr(whole, "quantization_config", None)
+            cost = CostModel(describe(whole), machine, training_of(config.model, packed))
         except ConfigError as error:
             return cls(*known, None, error.given)
         return cls(*known, cost.calibrated(config.model.dtype))
