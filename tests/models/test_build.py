@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.batches import batch
 from helpers.tiny_families import config_of
 from transformers import AutoModelForCausalLM, BertConfig, Qwen2Config
 
+import furlong
+from furlong.config.schema import LoraConfig
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.models.build import build_model, export_model, merge_adapters
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 IDS = torch.arange(12)[None]
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
@@ -132,6 +138,84 @@ def test_merged_adapters_of_one_of_two_tied_weights_are_those_that_were_trained(
     merged = export_model(merge_adapters(model), None, tmp_path / "merged", dtype=torch.float32)
     loaded = AutoModelForCausalLM.from_pretrained(merged)
     torch.testing.assert_close(logits(loaded, torch.float32), wanted)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("qwen2", {"modules_to_save": ["embed_tokens"], "target_modules": r".*\.(q|down)_proj"}),
+        ("qwen2", {"modules_to_save": ["embed_tokens", "lm_head"], "rslora": True}),
+        ("llama", {"modules_to_save": ["lm_head"]}),
+        ("qwen3_moe", {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
+    ],
+)
+def test_adapters_of_all_kinds_are_exact_and_are_gone_on_from(
+    tmp_path: Path, model_type: str, more: dict[str, Any]
+) -> None:
+    config_of(model_type, tie_word_embeddings=model_type == "qwen2").save_pretrained(tmp_path / "c")
+    base = build_model(str(tmp_path / "c"), init="random")
+    folder = export_model(base, None, tmp_path / "base", dtype=torch.float32)
+    given = {"rank": 2, "alpha": 4.0, **more}
+    model = build_model(str(folder), dtype=torch.float64, lora=LoraConfig(**given).model_dump())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    sequences = batch([21, 4, 17])
+    loss = reference_loss(model, sequences)
+    truth = take_grads(model)
+    options = furlong.ChunkOptions(size=8, keep="input")
+    assert furlong.forward_backward(model, sequences, options).loss == pytest.approx(loss)
+    assert worst_relative_error(take_grads(model), truth) <= 1e-12
+    ends = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+    assert (ends[0] is ends[1]) == (model_type == "qwen2")  # a copy of one is one of both
+    saved = export_model(model, None, tmp_path / "saved", dtype=torch.float64)
+    lora = LoraConfig(adapter=str(saved), rank=2)
+    again = build_model(str(folder), dtype=torch.float64, lora=lora.model_dump())
+    assert torch.equal(logits(again, torch.float64), logits(model, torch.float64))
+    assert trained_names(again) == trained_names(model)
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank = 3 .*r is 2"):
+        LoraConfig(adapter=str(saved), rank=3)
+    config_of(model_type, num_hidden_layers=4).save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match="does not know"):
+        build_model(str(tmp_path / "other"), init="random", lora=lora.model_dump())
+
+
+def trained_names(model: Any) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "told"),
+    [
+        ("adapter_config.json", None, "without adapter_config.json"),
+        ("adapter_config.json", {"peft_type": "IA3"}, "adapters of type IA3"),
+        ("adapter_config.json", {"peft_type": "LORA", "bias": "all"}, "bias = 'all'"),
+        ("adapter_config.json", {"peft_type": "LORA", "init_lora_weights": "pissa"}, "pissa"),
+        ("adapter_config.json", [], "adapter_config.json"),
+        ("adapter_model.safetensors", None, "without adapter_model.safetensors"),
+        ("adapter_model.safetensors", {}, "adapter_model.safetensors"),
+    ],
+)
+def test_adapters_that_cannot_be_gone_on_from_are_told(
+    config_folder: Path, tmp_path: Path, file: str, values: Any, told: str
+) -> None:
+    model = build_model(str(config_folder), init="random", lora=LORA)
+    saved = export_model(model, None, tmp_path / "saved", dtype=torch.float32)
+    (saved / file).unlink()
+    if values is not None:
+        (saved / file).write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        lora = LoraConfig(adapter=str(saved)).model_dump()
+        build_model(str(config_folder), init="random", lora=lora)
+    assert "model.lora.adapter" in caught.value.source
+
+
+@pytest.mark.parametrize("key", ["modules_to_save", "target_parameters"])
+def test_names_that_fit_nothing_are_told(config_folder: Path, key: str) -> None:
+    lora = LoraConfig(**{key: ["embed_token"]}).model_dump()
+    with pytest.raises(ConfigError, match=f"{key} = embed_token"):
+        build_model(str(config_folder), init="random", lora=lora)
 
 
 def test_experts_compute_in_float64(tmp_path: Path) -> None:
