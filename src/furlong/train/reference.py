@@ -1,6 +1,6 @@
 """The reference of a run: log-probabilities by the model that it begins with, computed once.
 
-With adapters that is the model without them. Answers are computed without a graph, packed by length
+With new adapters that is the model without them. Answers are computed without a graph, packed by length
 and in groups that the data alone decide, so that a pass that was killed ends in the same bits.
 """
 
@@ -38,9 +38,9 @@ def reference_fingerprint(
     model: Any, architecture: Mapping[str, Any], *, dtype: str, max_seq_len: int,
     processes: Processes = ALONE,
 ) -> str:  # fmt: skip
-    """A checksum of what decides log-probabilities besides tokens: the model without adapters, as
-    a run begins with it, and the dtype of the compute. A collective, of whole weights."""
-    is_adapted = hasattr(model, "disable_adapter")
+    """A checksum of what decides log-probabilities besides tokens: the model without new adapters,
+    as a run begins with it, and the dtype of the compute. A collective, of whole weights."""
+    is_adapted = hasattr(model, "disable_adapter") and not has_learnt(model)
     own = {
         name: checksum(parameter)
         for name, parameter in model.named_parameters()
@@ -120,10 +120,17 @@ def _groups(data: DataSet) -> Iterator[tuple[int, list[int]]]:
         yield number, group
 
 
+def has_learnt(model: Any) -> bool:
+    """Whether adapters, as the run begins with them, add anything: those of `lora.adapter` do."""
+    return any(
+        bool(parameter.any()) for name, parameter in model.named_parameters() if ".lora_B." in name
+    )
+
+
 def _as_it_begins(engine: BatchEngine) -> AbstractContextManager[object]:
-    """Within it adapters are off. Where weights are divided they stay: new ones add nothing."""
+    """Within it new adapters are off. Where weights are divided they stay: they add nothing."""
     model: Any = engine.engine.model.model
-    if not engine.is_alone or not hasattr(model, "disable_adapter"):
+    if not engine.is_alone or not hasattr(model, "disable_adapter") or has_learnt(model):
         return nullcontext()
     disabled: AbstractContextManager[object] = model.disable_adapter()
     return disabled
