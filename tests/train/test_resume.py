@@ -25,6 +25,11 @@ from furlong.train.metrics import MetricsLog
 
 TIMES = ("_s", "tokens_per_s", "_memory_bytes")
 LORA = ("--model.lora.rank=2", "--model.lora.dropout=0.3")
+PACKED = (
+    "--model.lora.rank=2",
+    "--model.quantize=nf4",
+    "--model.lora.modules_to_save=embed_tokens",
+)
 TOKENS = ("--train.sequences_per_step=null", "--train.tokens_per_step=150")
 HALF = ("--chunks.sample={rate: 0.5, label_rate: 0.5, check_every_steps: 4}", "--chunks.size=16")
 
@@ -54,7 +59,7 @@ DIALS = Design(
     {
         "end": (signal.SIGTERM, signal.SIGINT, SystemError),
         "loss": ("sft", "dpo"),
-        "trained": ((), LORA),
+        "trained": ((), LORA, PACKED),
         "model": ("llama", "lfm2"),
         "chunks": ((), ("--chunks.keep=kv",), HALF),
         "save": ((), ("--train.async_save=true",)),

@@ -1,7 +1,8 @@
 """The reference of a run: log-probabilities by the model that it begins with, computed once.
 
-With new adapters that is the model without them. Answers are computed without a graph, packed by length
-and in groups that the data alone decide, so that a pass that was killed ends in the same bits.
+With new adapters that is the model without them. Answers are computed without a graph, packed by
+length and in groups that the data alone decide, so that a pass that was killed ends in the same
+bits.
 """
 
 from __future__ import annotations
