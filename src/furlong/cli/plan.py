@@ -204,7 +204,7 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     # of pairs: one call of a run, which takes the longest one
     is_of_pairs = config.train.is_of_pairs
     if is_of_pairs:
-        check_pair_options(config.chunks)
+        check_pair_options(config.chunks, config.train.loss)
     decision = choose_plan(
         config, question.model, batch.lengths, question.limits, question.budget_words,
         question.num_devices, size=batch.size, given=question.given,

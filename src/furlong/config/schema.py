@@ -512,11 +512,16 @@ class TrainConfig(BaseModel):
     one, beside the model that the run begins with: data.train then holds pairs."""
     beta: Number = Field(default=0.1, gt=0)
     """With dpo: how strongly the model is held to the one it began with."""
-    loss_type: Literal["sigmoid", "sigmoid_norm", "robust", "ipo"] = "sigmoid"
+    loss_type: Literal["sigmoid", "sigmoid_norm", "robust", "ipo", "apo_zero", "apo_down"] = (
+        "sigmoid"
+    )
     """With dpo: the loss of a pair. sigmoid_norm and ipo go by the mean over an answer's tokens,
     the others by their sum."""
     label_smoothing: Number = Field(default=0.0, ge=0, lt=0.5)
-    """With dpo: how likely a pair is the wrong way round; ipo has none."""
+    """With dpo: how likely a pair is the wrong way round; ipo, apo_zero and apo_down have none."""
+    sft_weight: Number = Field(default=0.0, ge=0)
+    """With dpo: weight of the cross-entropy of the chosen answers, which is added (TRL's
+    rpo_alpha)."""
     eval_train_share: Number = Field(default=0.0, ge=0, le=1)
     """Share of the training sequences that evaluations read beside data.eval; 0 = none."""
 
@@ -584,7 +589,7 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _options_of_a_loss(self) -> TrainConfig:
-        for name in ("beta", "loss_type", "label_smoothing"):
+        for name in ("beta", "loss_type", "label_smoothing", "sft_weight"):
             value = getattr(self, name)
             if self.loss == "sft" and value != type(self).model_fields[name].default:
                 raise told(
@@ -593,10 +598,11 @@ class TrainConfig(BaseModel):
                     required="train.loss: dpo, whose option it is",
                     change=f"set train.loss to dpo, or remove train.{name}",
                 )
-        if self.loss_type == "ipo" and self.label_smoothing:
+        if self.loss_type in ("ipo", "apo_zero", "apo_down") and self.label_smoothing:
             raise told(
                 keys="train.label_smoothing and train.loss_type",
-                given=f"train.label_smoothing = {self.label_smoothing} with train.loss_type: ipo",
+                given=f"train.label_smoothing = {self.label_smoothing} with train.loss_type:"
+                f" {self.loss_type}",
                 required="train.label_smoothing: 0, for a loss that has none",
                 change="remove train.label_smoothing, or set train.loss_type to robust",
             )

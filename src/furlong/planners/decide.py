@@ -301,7 +301,7 @@ def smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:
     return ChunkOptions(**(small | dict(given)))
 
 
-def check_pair_options(chunks: ChunksConfig) -> None:
+def check_pair_options(chunks: ChunksConfig, loss: str) -> None:
     """Raises ConfigError for options that two phases have not."""
     retained = chunks.num_retained
     for name, value, is_odd, change in (
@@ -314,7 +314,7 @@ def check_pair_options(chunks: ChunksConfig) -> None:
     ):
         if is_odd:
             raise ConfigError(
-                given=f"chunks.{name} = {value} with train.loss: dpo",
+                given=f"chunks.{name} = {value} with train.loss: {loss}",
                 required="chunk-first plans without a graph between forward and backward, where"
                 " the loss of a pair is made, and exact gradients",
                 source=f"chunks.{name} and train.loss",

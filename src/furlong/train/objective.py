@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from furlong.runtime.step import StepResult
     from furlong.train.batches import BatchEngine
 
+_T = TypeVar("_T")
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
     "logps/chosen", "logps/rejected",
@@ -47,6 +48,8 @@ class Objective:
     """Sequences of a batch that make one term of the loss."""
     needs_reference: ClassVar[bool] = False
     """Whether log-probabilities by the model that the run begins with are to be had first."""
+    num_learnt: ClassVar[int] = 1
+    """Sequences at the beginning of a unit that have a gradient; the others are only evaluated."""
 
     def in_two_phases(self, num_processes: int) -> bool:
         """Whether each call takes one unit, with the loss between forward and backward."""
@@ -73,10 +76,18 @@ class Objective:
         """Terms of a batch's mean loss."""
         return batch.num_valid_tokens
 
+    def learnt(self, batch: Batch) -> Batch:
+        """The part of a batch that has a gradient."""
+        return replace(batch, sequences=tuple(self._learnt(batch.sequences)))
+
+    def _learnt(self, of_sequences: Sequence[_T]) -> list[_T]:
+        numbered = enumerate(of_sequences)
+        return [one for number, one in numbered if number % self.unit_size < self.num_learnt]
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of a pair: sums over its tokens, as scalars in float64."""
+    """An answer: sums over its tokens, as scalars in float64."""
 
     log_prob: Tensor
     """Log-probability of all its tokens, with a graph."""
@@ -89,66 +100,43 @@ class Answer:
         return self.log_prob - self.reference
 
 
-@dataclass(frozen=True)
-class PairLoss(Objective):
-    """A loss of two answers, chosen and rejected by turns in a batch: `train.loss: dpo`.
+class AnswerLoss(Objective):
+    """A loss of answers beside their reference, whose terms are units of two sequences.
 
-    A reward is beta times the log-ratio of an answer, as in DPO (Rafailov et al., 2023, equation
-    5). sigmoid: DPO; with smoothing the mean loss under so many pairs the wrong way round
-    (conservative DPO). sigmoid_norm: the same of log-ratios per token. robust: unbiased under so
-    many wrong pairs (Chowdhury et al., 2024, equation 12). ipo: a squared distance of log-ratios
-    per token (Azar et al., 2023, equation 17; beta is its tau).
-
-    One process takes each pair in a call of two phases: between them live keys and values of two
-    sequences, however many pairs a batch has. Several processes evaluate the batch first, wherever
-    its sequences lie, and make the losses of what all have then: the gradient is that of a plan in
-    which each sequence counts as often as the loss changes with its log-probability. That is one
-    forward more, and any layout.
+    One process takes each unit in a call of two phases: between them live keys and values of its
+    sequences alone, however many units a batch has. Several processes evaluate the batch first,
+    wherever its sequences lie, and make the losses of what all have then: the gradient is that of a
+    plan in which each sequence counts as often as the loss changes with its log-probability. That
+    is one forward more, and any layout.
     """
 
-    loss_type: str = "sigmoid"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-
-    format = "preference"
+    name: ClassVar[str]
+    """What `train.loss` calls it."""
     unit_size = 2
     needs_reference = True
 
-    def __call__(self, chosen: Answer, rejected: Answer) -> Tensor:
-        from torch.nn.functional import logsigmoid
+    def shared(self, batch: Batch, beside: Sequence[Answer]) -> float:
+        """What each term needs of the whole batch. `beside`: its answers without a gradient."""
+        raise NotImplementedError
 
-        ratios = [answer.log_ratio for answer in (chosen, rejected)]
-        if self.loss_type in ("sigmoid_norm", "ipo"):
-            ratios = [r / a.num_tokens for r, a in zip(ratios, (chosen, rejected), strict=True)]
-        delta = ratios[0] - ratios[1]
-        if self.loss_type == "ipo":
-            return (delta - 1 / (2 * self.beta)) ** 2
-        right, wrong = -logsigmoid(self.beta * delta), -logsigmoid(-self.beta * delta)
-        share = self.label_smoothing
-        if self.loss_type == "robust":
-            return ((1 - share) * right - share * wrong) / (1 - 2 * share)
-        return (1 - share) * right + share * wrong if share else right
+    def term(self, answers: Sequence[Answer], shared: float) -> Tensor:
+        """The loss of a unit's answers with a gradient; the batch's is the mean over units."""
+        raise NotImplementedError
 
-    def figures(self, chosen: Answer, rejected: Answer) -> dict[str, float]:
-        """The figures `METRICS` of a pair."""
-        log_probs = [float(answer.log_prob.detach()) for answer in (chosen, rejected)]
-        rewards = [
-            self.beta * (log_prob - answer.reference)
-            for log_prob, answer in zip(log_probs, (chosen, rejected), strict=True)
-        ]
-        accuracy, margin = float(rewards[0] > rewards[1]), rewards[0] - rewards[1]
-        return dict(zip(METRICS, (*rewards, accuracy, margin, *log_probs), strict=True))
+    def figures(self, answers: Sequence[Answer], shared: float) -> dict[str, float]:
+        """Figures of a unit, by name."""
+        raise NotImplementedError
 
     def in_two_phases(self, num_processes: int) -> bool:
         return num_processes == 1
 
     def check(self, config: RunConfig, num_processes: int) -> None:
         if num_processes == 1:
-            check_pair_options(config.chunks)
+            check_pair_options(config.chunks, self.name)
             return
         if config.chunks.sample is not None:
             raise ConfigError(
-                given="chunks.sample with train.loss: dpo",
+                given=f"chunks.sample with train.loss: {self.name}",
                 required="exact gradients",
                 source="chunks.sample and train.loss",
                 change="remove chunks.sample",
@@ -167,18 +155,18 @@ class PairLoss(Objective):
         backward: bool = True,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """`loss_sum` of the outcome is that of the pairs."""
+        """`loss_sum` of the outcome is that of the units."""
         if engine.is_alone:
             return self._alone(engine, batch, options, device, backward, watch)
         import torch
 
-        processes = engine.processes
+        processes, num_units = engine.processes, self.num_terms(batch)
         result = engine.compute(batch, options, device, backward=False, watch=watch)
         if backward and processes.any(result.has_drawn):
             raise processes.alike(
                 ConfigError(
-                    given=f"train.loss: dpo with {processes.num_processes} processes and a model"
-                    " that draws random numbers in train mode (dropout, jitter or sampling)",
+                    given=f"train.loss: {self.name} with {processes.num_processes} processes and a"
+                    " model that draws random numbers in train mode (dropout, jitter or sampling)",
                     required="no draws: losses are made of one forward, gradients of another",
                     source="the model's config.json, or model.lora.dropout",
                     change="set its dropouts to 0, or start one process",
@@ -187,15 +175,24 @@ class PairLoss(Objective):
         # the same on all processes, which then agree on what each sequence counts
         sums = torch.stack([-losses.sum() for losses in result.token_losses]).requires_grad_()
         answers = [_answer(own, x) for own, x in zip(batch.sequences, sums, strict=True)]
-        pairs = list(zip(answers[::2], answers[1::2], strict=True))
-        loss_sum = torch.stack([self(*pair) for pair in pairs]).sum()
-        metrics = means([self.figures(*pair) for pair in pairs])
+        shared = self.shared(batch, self._beside(answers))
+        units = self._units(self._learnt(answers))
+        loss_sum = torch.stack([self.term(unit, shared) for unit in units]).sum()
+        metrics = means([self.figures(unit, shared) for unit in units])
         if backward:
-            (slopes,) = torch.autograd.grad(loss_sum / len(pairs), sums)
-            counts = (-slopes * batch.num_valid_tokens).tolist()  # a plan divides by its labels
-            result = engine.compute(batch, options, device, weights=counts, watch=watch)
+            (slopes,) = torch.autograd.grad(loss_sum / num_units, sums)
+            learnt = self.learnt(batch)
+            # a plan divides by its labels
+            counts = [-slope * learnt.num_valid_tokens for slope in self._learnt(slopes.tolist())]
+            result = engine.compute(learnt, options, device, weights=counts, watch=watch)
         total = float(loss_sum.detach())
-        return replace(result, loss=total / len(pairs), loss_sum=total, metrics=metrics)
+        return replace(result, loss=total / num_units, loss_sum=total, metrics=metrics)
+
+    def _beside(self, of_sequences: Sequence[_T]) -> list[_T]:
+        return [one for n, one in enumerate(of_sequences) if n % self.unit_size >= self.num_learnt]
+
+    def _units(self, learnt: Sequence[_T]) -> list[Sequence[_T]]:
+        return [learnt[n : n + self.num_learnt] for n in range(0, len(learnt), self.num_learnt)]
 
     def _alone(
         self,
@@ -206,40 +203,106 @@ class PairLoss(Objective):
         backward: bool,
         watch: Callable[[], None],
     ) -> StepResult:
-        """One call for each pair, whose gradients add up."""
+        """One call for each unit, whose gradients add up."""
         import torch
 
         from furlong import values
         from furlong.data.loader import sequence_tensors
         from furlong.runtime.step import StepResult
 
-        pairs = list(zip(batch.sequences[::2], batch.sequences[1::2], strict=True))
+        beside = self._beside(batch.sequences)
+        with torch.no_grad():
+            evaluated = log_probs(engine, beside, options, device) if beside else []
+        sums = [torch.tensor(own.sum(dtype="float64")) for own in evaluated]
+        shared = self.shared(batch, list(map(_answer, beside, sums)))
+        units, num_units = self._units(self._learnt(batch.sequences)), self.num_terms(batch)
         clock = _Clock(time.perf_counter())
         losses, found = [], []
-        for number, pair in enumerate(pairs):
+        for number, unit in enumerate(units):
             with torch.set_grad_enabled(backward):
-                tensors = [sequence_tensors(sequence, device) for sequence in pair]
+                tensors = [sequence_tensors(sequence, device) for sequence in unit]
                 given = engine.engine.token_values(
                     tensors, options, values.log_prob(), gradients="added", watch=watch
                 )
-                chosen, rejected = map(_answer, pair, [x.double().sum() for x in given])
-                loss = self(chosen, rejected)
+                answers = list(map(_answer, unit, [x.double().sum() for x in given]))
+                loss = self.term(answers, shared)
             losses.append(float(loss.detach()))
-            found.append(self.figures(chosen, rejected))
+            found.append(self.figures(answers, shared))
             clock.note(Forward(number, 0, options.kept))
             if backward:
-                (loss / len(pairs)).backward()  # type: ignore[no-untyped-call]
+                (loss / num_units).backward()  # type: ignore[no-untyped-call]
                 clock.note(Backward(number, 0))
         loss_sum = sum(losses)
         return StepResult(
-            loss_sum / len(pairs), loss_sum, batch.num_valid_tokens, Timeline(tuple(clock.records)),
+            loss_sum / num_units, loss_sum, batch.num_valid_tokens, Timeline(tuple(clock.records)),
             metrics=means(found),
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class PairLoss(AnswerLoss):
+    """A loss of two answers, chosen and rejected by turns in a batch: `train.loss: dpo`.
+
+    A reward is beta times the log-ratio of an answer, as in DPO (Rafailov et al., 2023, equation
+    5). sigmoid: DPO; with smoothing the mean loss under so many pairs the wrong way round
+    (conservative DPO). sigmoid_norm: the same of log-ratios per token. robust: unbiased under so
+    many wrong pairs (Chowdhury et al., 2024, equation 12). ipo: a squared distance of log-ratios
+    per token (Azar et al., 2023, equation 17; beta is its tau). apo_zero and apo_down: anchored
+    (D'Oosterlinck et al., 2024, equations 7 and 8). `sft_weight`: of the mean cross-entropy of all
+    tokens of the batch's chosen answers, which is added.
+    """
+
+    loss_type: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    sft_weight: float = 0.0
+
+    name = "dpo"
+    format = "preference"
+    num_learnt = 2
+
+    def shared(self, batch: Batch, beside: Sequence[Answer]) -> float:
+        """What a chosen token's cross-entropy counts in the loss of its pair."""
+        num_tokens = sum(one.num_valid_tokens for one in batch.sequences[::2])
+        return self.sft_weight * self.num_terms(batch) / num_tokens
+
+    def term(self, answers: Sequence[Answer], shared: float) -> Tensor:
+        from torch.nn.functional import logsigmoid, sigmoid
+
+        ratios = [answer.log_ratio for answer in answers]
+        if self.loss_type in ("sigmoid_norm", "ipo"):
+            ratios = [r / answer.num_tokens for r, answer in zip(ratios, answers, strict=True)]
+        chosen, delta = self.beta * ratios[0], self.beta * (ratios[0] - ratios[1])
+        right, wrong, share = -logsigmoid(delta), -logsigmoid(-delta), self.label_smoothing
+        match self.loss_type:
+            case "ipo":
+                loss = ((ratios[0] - ratios[1]) - 1 / (2 * self.beta)) ** 2
+            case "apo_zero":
+                loss = sigmoid(-chosen) + sigmoid(self.beta * ratios[1])
+            case "apo_down":
+                loss = sigmoid(chosen) + sigmoid(-delta)
+            case "robust":
+                loss = ((1 - share) * right - share * wrong) / (1 - 2 * share)
+            case _:
+                loss = (1 - share) * right + share * wrong if share else right
+        return loss - shared * answers[0].log_prob if shared else loss
+
+    def figures(self, answers: Sequence[Answer], shared: float) -> dict[str, float]:
+        """The figures `METRICS` of a pair."""
+        log_probs = [float(answer.log_prob.detach()) for answer in answers]
+        rewards = [
+            self.beta * (log_prob - answer.reference)
+            for log_prob, answer in zip(log_probs, answers, strict=True)
+        ]
+        accuracy, margin = float(rewards[0] > rewards[1]), rewards[0] - rewards[1]
+        return dict(zip(METRICS, (*rewards, accuracy, margin, *log_probs), strict=True))
+
+
 OBJECTIVES: dict[str, Callable[[TrainConfig], Objective]] = {
     "sft": lambda settings: Objective(),
-    "dpo": lambda settings: PairLoss(settings.loss_type, settings.beta, settings.label_smoothing),
+    "dpo": lambda settings: PairLoss(
+        settings.loss_type, settings.beta, settings.label_smoothing, settings.sft_weight
+    ),
 }
 
 

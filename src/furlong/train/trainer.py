@@ -358,7 +358,10 @@ class Trainer:
             profiled = self._open_log(stack)
             self.used = self._used_memory()  # what trackers have loaded is not of the steps
             batches = told_ahead(
-                self.batches(), lambda batch: self.engine.expect(batch, self.fitting.options)
+                self.batches(),
+                lambda batch: self.engine.expect(
+                    self.objective.learnt(batch), self.fitting.options
+                ),
             )
             loss, stopped = self._evaluate_if_due()
             while not (stopped or self.cadence.ends(self.progress)):

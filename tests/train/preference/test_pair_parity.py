@@ -44,6 +44,10 @@ def naive_loss(loss_type: str, smoothing: float, ratios: list[Tensor], counts: l
     if loss_type in ("ipo", "sigmoid_norm"):
         ratios = [ratio / count for ratio, count in zip(ratios, counts, strict=True)]
     delta = ratios[0] - ratios[1]
+    if loss_type == "apo_zero":
+        return 1 - torch.sigmoid(BETA * ratios[0]) + torch.sigmoid(BETA * ratios[1])
+    if loss_type == "apo_down":
+        return torch.sigmoid(BETA * ratios[0]) + 1 - torch.sigmoid(BETA * delta)
     if loss_type == "ipo":
         return (delta - 1 / (2 * BETA)).square()
     right = -torch.log(torch.sigmoid(BETA * delta))
@@ -54,7 +58,14 @@ def naive_loss(loss_type: str, smoothing: float, ratios: list[Tensor], counts: l
 
 
 def plain_dpo(
-    tiny: TinyRun, pairs: Path, cache: Path, *, lora: bool, loss_type: str, smoothing: float
+    tiny: TinyRun,
+    pairs: Path,
+    cache: Path,
+    *,
+    lora: bool,
+    loss_type: str,
+    smoothing: float,
+    sft_weight: float,
 ) -> tuple[Any, list[float], list[float]]:
     """The model after two steps, the losses and the margins, as a user of transformers would have
     them."""
@@ -75,12 +86,15 @@ def plain_dpo(
         optimizer.zero_grad()
         sequences = next(batches).sequences
         total, margin = torch.zeros((), dtype=torch.float64), 0.0
+        num_chosen = sum(one.num_valid_tokens for one in sequences[::2])
         for pair in zip(sequences[::2], sequences[1::2], strict=True):
             with torch.no_grad():
                 before = [log_prob(reference, one) for one in pair]
-            ratios = [log_prob(model, one) - b for one, b in zip(pair, before, strict=True)]
+            after = [log_prob(model, one) for one in pair]
+            ratios = [now - then for now, then in zip(after, before, strict=True)]
             counts = [one.num_valid_tokens for one in pair]
             total = total + naive_loss(loss_type, smoothing, ratios, counts) / 3
+            total = total - sft_weight * after[0] / num_chosen
             margin += BETA * float((ratios[0] - ratios[1]).detach()) / 3
         total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -92,24 +106,27 @@ def plain_dpo(
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "smoothing", "keep", "size", "lora"),
+    ("loss_type", "smoothing", "sft_weight", "keep", "size", "lora"),
     [
-        ("sigmoid", 0.0, "kv", 32, False),
-        ("sigmoid", 0.1, "attention", 25, True),
-        ("sigmoid_norm", 0.0, "input", 48, False),
-        ("robust", 0.2, "kv", 17, False),
-        ("ipo", 0.0, "attention", 400, False),
+        ("sigmoid", 0.0, 0.7, "kv", 32, False),
+        ("sigmoid", 0.1, 0.0, "attention", 25, True),
+        ("sigmoid_norm", 0.0, 0.0, "input", 48, False),
+        ("robust", 0.2, 0.0, "kv", 17, False),
+        ("ipo", 0.0, 0.2, "attention", 400, False),
+        ("apo_zero", 0.0, 0.0, "kv", 64, False),
+        ("apo_down", 0.0, 0.3, "kv", 32, True),
     ],
 )
 def test_two_steps(
-    tiny_run: TinyRun, tmp_path: Path, loss_type: str, smoothing: float, keep: str, size: int,
-    lora: bool,
+    tiny_run: TinyRun, tmp_path: Path, loss_type: str, smoothing: float, sft_weight: float,
+    keep: str, size: int, lora: bool,
 ) -> None:  # fmt: skip
     flags = pair_flags(tiny_run, tmp_path)
     pairs = tmp_path / "pairs.jsonl"
     options = (
         "--model.dtype=float64", f"--train.loss_type={loss_type}", f"--train.beta={BETA}",
-        f"--train.label_smoothing={smoothing}", f"--chunks.keep={keep}", f"--chunks.size={size}",
+        f"--train.label_smoothing={smoothing}", f"--train.sft_weight={sft_weight}",
+        f"--chunks.keep={keep}", f"--chunks.size={size}",
         "--train.steps=2", "--train.epochs=null", "--train.eval_every_steps=0",
     )  # fmt: skip
     if lora:
@@ -117,8 +134,9 @@ def test_two_steps(
     run = tmp_path / "run"
     assert main(tiny_run.arguments(run, *flags, *options)) == 0
     expected, losses, margins = plain_dpo(
-        tiny_run, pairs, tmp_path / "cache", lora=lora, loss_type=loss_type, smoothing=smoothing
-    )
+        tiny_run, pairs, tmp_path / "cache", lora=lora, loss_type=loss_type, smoothing=smoothing,
+        sft_weight=sft_weight,
+    )  # fmt: skip
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "grad_norm" in line]
     assert [line["loss"] for line in steps] == pytest.approx(losses, rel=1e-12)

@@ -53,7 +53,8 @@ def figures(run: Path) -> list[dict[str, float]]:
 )
 def test_two_processes(tiny_run: TinyRun, tmp_path: Path, layout: str) -> None:
     adapters = ("--model.lora.rank=2",) if "dp" in layout else ()
-    flags = (*pair_flags(tiny_run, tmp_path), *STEPS, *adapters)
+    losses = ("--train.loss_type=apo_zero", "--train.sft_weight=0.5") if "sp" in layout else ()
+    flags = (*pair_flags(tiny_run, tmp_path), *STEPS, *adapters, *losses)
     flags += (f"--data.eval={tmp_path / 'pairs.jsonl'}",)
     alone, together = tmp_path / "alone", tmp_path / "together"
     for run, more in ((alone, ()), (together, (layout,))):
