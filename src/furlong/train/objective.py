@@ -111,12 +111,12 @@ class AnswerLoss(Objective):
     """
 
     name: ClassVar[str]
-    """What `train.loss` calls it."""
+    """Its value of `train.loss`."""
     unit_size = 2
     needs_reference = True
 
     def shared(self, batch: Batch, beside: Sequence[Answer]) -> float:
-        """What each term needs of the whole batch. `beside`: its answers without a gradient."""
+        """A number of the whole batch, for each term. `beside`: its answers without a gradient."""
         raise NotImplementedError
 
     def term(self, answers: Sequence[Answer], shared: float) -> Tensor:
@@ -262,7 +262,7 @@ class PairLoss(AnswerLoss):
     num_learnt = 2
 
     def shared(self, batch: Batch, beside: Sequence[Answer]) -> float:
-        """What a chosen token's cross-entropy counts in the loss of its pair."""
+        """The weight of a chosen token's cross-entropy in the loss of its pair."""
         num_tokens = sum(one.num_valid_tokens for one in batch.sequences[::2])
         return self.sft_weight * self.num_terms(batch) / num_tokens
 
