@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
+from furlong.errors import CheckpointError
+from furlong.train.export import export
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -32,6 +35,20 @@ def test_a_run_and_a_checkpoint_are_exported(
     assert f"exported step 6 to {run / 'model-step-00000006'}" in capsys.readouterr().out
     assert (run / "model-step-00000006" / "model.safetensors").read_bytes() != last
     AutoModelForCausalLM.from_pretrained(run / "model-step-00000006")
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_missed(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    tiny_run.leave_run(run)
+    newest = run / "checkpoints" / "step-00000009"
+    exported = export(run, loading=lambda: shutil.rmtree(newest))
+    assert exported == run / "model-step-00000008"
+    AutoModelForCausalLM.from_pretrained(exported)
+    named = run / "checkpoints" / "step-00000008"
+    with pytest.raises(CheckpointError):
+        export(named, out=tmp_path / "other", loading=lambda: shutil.rmtree(named))
 
 
 def test_adapters_are_exported_as_they_are_or_merged(tiny_run: TinyRun, tmp_path: Path) -> None:

@@ -868,6 +868,19 @@ class LogConfig(BaseModel):
         return self
 
 
+class HubConfig(BaseModel):
+    """Where a run pushes its export to."""
+
+    model_config = _SECTION
+
+    repo: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] = Field(examples=["my-team/my-model"])
+    """Repository of the hub, OWNER/NAME; it is made if it is not there."""
+    private: bool = True
+    """Whether it is private; one that is there stays as it is, a public one is then refused."""
+    every_save: bool = False
+    """Push at every checkpoint too, not only at the end."""
+
+
 class RunConfig(BaseModel):
     """A run, to be trained or planned."""
 
@@ -883,6 +896,8 @@ class RunConfig(BaseModel):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
     log: LogConfig = LogConfig()
+    hub: HubConfig | None = None
+    """Push of the export to the Hugging Face hub; null = none."""
     out: PlainPath = Field(default="runs/first", min_length=1)
     """Folder of the run: must not exist or be empty, unless --resume continues it."""
 
@@ -900,12 +915,13 @@ class RunConfig(BaseModel):
         for name in ("keep_best", "early_stopping"):
             if not getattr(self.train, name):
                 continue
-            if self.data.eval is None or self.train.eval_every_steps == 0:
+            has_held_out = self.data.eval is not None or self.data.eval_share
+            if not has_held_out or self.train.eval_every_steps == 0:
                 raise told(
                     keys=f"train.{name} and data.eval",
                     given=f"train.{name} without evaluations between the steps",
                     required="held-out data, and evaluations of them while the run goes on",
-                    change="set data.eval and train.eval_every_steps or evals_per_epoch, or remove"
+                    change="set data.eval or data.eval_share, train.eval_every_steps, or remove"
                     f" train.{name}",
                 )
         loss, shape = self.train.loss, self.data.format

@@ -396,24 +396,28 @@ def export_model(
     *,
     dtype: torch.dtype,
     rope: Mapping[str, Any] | None = None,
+    card: str | None = None,
 ) -> Path:
     """Writes a folder that transformers (or, for adapters, peft) loads; returns it.
 
     Weights are written in `dtype`. `rope` is what has changed the model's own: of adapters, which
-    have no place for it, the folder `BASE` holds the config of their base, and this is told. The
+    have no place for it, the folder `BASE` holds the config of their base, and this is told.
+    `card`: README.md. The
     folder appears whole or not at all. Raises ConfigError if it is there already.
     """
     folder = Path(folder)
     check_export_folder(folder)
     with whole_folder(folder) as aside:
         _write_model(model, aside, dtype)
+        if card is not None:
+            (aside / "README.md").write_text(card, encoding="utf-8")
         if has_other_base := rope is not None and hasattr(model, "peft_config"):
             config = copy(model.get_base_model().config)
             if getattr(model, "hf_quantizer", None) and not model.hf_quantizer.pre_quantized:
                 del config.quantization_config  # of the run, not of the base's own weights
             config.save_pretrained(aside / BASE)
-            with (aside / "README.md").open("a", encoding="utf-8") as card:
-                card.write(f"\n{_BASE_TOLD.format(folder=folder.name, base=BASE)}\n")
+            with (aside / "README.md").open("a", encoding="utf-8") as opened:
+                opened.write(f"\n{_BASE_TOLD.format(folder=folder.name, base=BASE)}\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
     if has_other_base:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,7 @@ def written_by(model: nn.Module, num_processes: int) -> dict[str, Any]:
     return {
         "furlong": __version__,
         "torch": torch.__version__,
+        "transformers": version("transformers"),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": num_processes,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from furlong.config.sources import build_run
 from furlong.errors import CheckpointError, ConfigError
@@ -36,22 +37,7 @@ def export(
     Adapters are written in peft's format, or with `merge` added to the base's weights. `loading` is
     called before torch is loaded. Raises CheckpointError or ConfigError.
     """
-    with folder_errors_reported(source):
-        checkpoint: Path | None = source
-        if (source / MANIFEST).exists() or (source.parent.name == CHECKPOINTS and source.is_dir()):
-            check_checkpoint(source)
-        else:
-            checkpoint = newest_checkpoint(source / CHECKPOINTS)
-        if checkpoint is None:
-            found = "which holds no checkpoint" if source.is_dir() else "which is no folder"
-            raise CheckpointError(
-                given=f"{source}, {found}",
-                required="the folder of a run with checkpoints, or of one of them",
-                source="the command line",
-                change="check the path; a run writes checkpoints with train.save_every_steps"
-                " above 0",
-            )
-        state = read_state(checkpoint)
+    checkpoint, state = _chosen(source)
     config = build_run(state["config"], str(checkpoint / STATE))
     if merge and config.model.lora is None:
         raise ConfigError(
@@ -72,6 +58,7 @@ def export(
     from furlong.models.build import export_model, merge_adapters
     from furlong.models.quantized import packed_linears
     from furlong.train.build import build_run_model
+    from furlong.train.card import model_card
     from furlong.train.checkpoints import (
         base_fingerprint,
         check_weights,
@@ -86,8 +73,14 @@ def export(
     check_weights(checkpoint, state, "base_fingerprint", base_fingerprint(model))
     if merge and packed_linears(model):
         model = build_run_model(config, unpacked=True)
-    with one_process(), folder_errors_reported(checkpoint):
-        load_tensors(checkpoint, trained_tensors(model))
+    try:
+        with one_process(), folder_errors_reported(checkpoint):
+            load_tensors(checkpoint, trained_tensors(model))
+    except CheckpointError:
+        if checkpoint == source or checkpoint.exists():
+            raise
+        print(f"{checkpoint.name} was removed by its run meanwhile: again with the newest")
+        return export(source, merge=merge, out=out)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if merge:
         model = merge_adapters(model)
@@ -95,6 +88,28 @@ def export(
         tokenizer = load_tokenizer(
             config.model.name, revision=config.model.revision, settings=config.data
         )
-        export_model(model, tokenizer, folder, dtype=dtype, rope=rope_of(config))
+        card = model_card(config, state)
+        export_model(model, tokenizer, folder, dtype=dtype, rope=rope_of(config), card=card)
     print(f"exported step {state['step']} to {folder}")
     return folder
+
+
+def _chosen(source: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint `source`, or the newest one of the run `source`, and its values."""
+    with folder_errors_reported(source):
+        if (source / MANIFEST).exists() or (source.parent.name == CHECKPOINTS and source.is_dir()):
+            check_checkpoint(source)
+            return source, read_state(source)
+        while (checkpoint := newest_checkpoint(source / CHECKPOINTS)) is not None:
+            try:
+                return checkpoint, read_state(checkpoint)
+            except FileNotFoundError:  # its run has removed it
+                if checkpoint.exists():
+                    raise
+    found = "which holds no checkpoint" if source.is_dir() else "which is no folder"
+    raise CheckpointError(
+        given=f"{source}, {found}",
+        required="the folder of a run with checkpoints, or of one of them",
+        source="the command line",
+        change="check the path; a run writes checkpoints with train.save_every_steps above 0",
+    )

@@ -43,13 +43,13 @@ _STEP = re.compile(r"step-(\d{8,})")
 # What these change is time, memory, what is shown and how long a run goes on: neither the weights
 # of its steps up to now nor their order.
 _FREE_KEYS = (
-    "chunks", "offload", "memory", "parallel", "log", "out", "data.eval", "data.cache_dir",
+    "chunks", "offload", "memory", "parallel", "log", "hub", "out", "data.eval", "data.cache_dir",
     "train.save_every_steps", "train.saves_per_epoch", "train.num_checkpoints",
     "train.save_weights_only", "train.keep_best", "train.async_save", "train.eval_every_steps",
     "train.evals_per_epoch", "train.eval_train_share", "train.early_stopping", "train.max_loss",
     "train.steps", "train.epochs",
 )  # fmt: skip
-_ENDING_KEYS = {"train.steps", "train.epochs", "train.early_stopping"}
+_ENDING_KEYS = {"train.steps", "train.epochs", "train.early_stopping", "hub.repo"}
 _FREE_OF_A_SAMPLE = ("chunks.sample.report_loss", "chunks.sample.check_every_steps")
 _DECIDING_KEYS = ("chunks", "offload", "memory", "parallel")
 Measured = dict[str, Any]
@@ -436,7 +436,13 @@ def newest_checkpoint(folder: Path) -> Path | None:
             check_checkpoint(checkpoint)
             return checkpoint
         except DamagedCheckpointError as error:
-            print(f"not loaded: {error.given}")
+            if checkpoint.exists():
+                print(f"not loaded: {error.given}")
+        except FileNotFoundError:
+            if checkpoint.exists():
+                raise
+    if found != list_checkpoints(folder):  # another process removes old ones meanwhile
+        return newest_checkpoint(folder)
     if not found:
         return None
     raise CheckpointError(

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ from furlong.simulate.predict import predict_step
 from furlong.timeline import MEASURED, MeasuredStep, Timeline
 from furlong.train import build, checkpoints
 from furlong.train.batches import BatchEngine, drawn_share, step_options
+from furlong.train.card import model_card, open_repository, push
 from furlong.train.choose_plan import shrunk, step_size, values_of
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate, share_of
 from furlong.train.memory import Fitting, UsedMemory
@@ -82,6 +84,7 @@ from furlong.train.run_folder import (
     folder_errors_reported,
     list_checkpoints,
     list_export,
+    read_state,
 )
 from furlong.train.run_model import (
     RunModel,
@@ -202,6 +205,8 @@ class Trainer:
             tokenizer = load_tokenizer(
                 config.model.name, revision=config.model.revision, settings=config.data
             )
+            if config.hub is not None and self.processes.is_first:
+                open_repository(config.hub)
             return device, storage, model, tokenizer
 
         self.device, self.storage, self.run_model, self.tokenizer = self.processes.together(check)
@@ -486,7 +491,25 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint of now, or with `train.async_save` begins to."""
-        values = {
+        if self.config.train.save_weights_only:
+            tensors = checkpoints.trained_tensors(self.model)
+        else:
+            tensors = checkpoints.all_tensors(self.model, self.optimizer, self.processes)
+        best_step = self.progress.held_out.best_step if self.config.train.keep_best else 0
+        self.checkpoints.save(self.progress.step, tensors, self._values(), best_step)
+        self.saved_step = self.progress.step
+        if (hub := self.config.hub) is not None and hub.every_save:
+            with TemporaryDirectory() as folder:
+                self._write_model(Path(folder) / EXPORT)
+                try:
+                    self._push(Path(folder) / EXPORT, self.progress.step)
+                except ConfigError as error:  # the next push may succeed
+                    self.say(f"warning: not pushed: {error.given}")
+        self._call("on_save")
+
+    def _values(self) -> dict[str, Any]:
+        """The values of a checkpoint beside its tensors."""
+        return {
             "step": self.progress.step,
             "progress": self.progress.to_dict(),
             "config": self.config.model_dump(mode="json"),
@@ -498,36 +521,48 @@ class Trainer:
             "metrics_bytes": self.log.num_bytes,
             "written_by": checkpoints.written_by(self.model, self.processes.num_processes),
         }
-        if self.config.train.save_weights_only:
-            tensors = checkpoints.trained_tensors(self.model)
-        else:
-            tensors = checkpoints.all_tensors(self.model, self.optimizer, self.processes)
-        best_step = self.progress.held_out.best_step if self.config.train.keep_best else 0
-        self.checkpoints.save(self.progress.step, tensors, values, best_step)
-        self.saved_step = self.progress.step
-        self._call("on_save")
 
     def export(self, eval_loss: float | None = None) -> TrainReport:
         """Writes the model as a folder that transformers loads, and the report, which marks the run
-        as finished."""
-        engine, several = self.engine.engine, self.processes.num_processes > 1
+        as finished; then it is pushed to the hub, where the run has a repository."""
+        folder, step = self.run.path, self.progress.step
         best = self.processes.from_first(self._best_checkpoint)
-        is_gathered = several and not best
+        if best is not None:
+            step, eval_loss = self.progress.held_out.best_step, self.progress.held_out.best_loss
+        self.processes.from_first(partial(clear_export, folder))
+        self._write_model(folder / EXPORT, best)
+        report = self.processes.from_first(partial(self._report, step, eval_loss))
+        if self.config.hub is not None:
+            self._push(folder / EXPORT, step)
+        return report
+
+    def _write_model(self, folder: Path, best: Path | None = None) -> None:
+        """Writes the model of now, or that of a checkpoint, with its card."""
+        engine, several = self.engine.engine, self.processes.num_processes > 1
+        is_gathered = several and best is None
         weights = checkpoints.whole_weights(engine, self.processes) if is_gathered else {}
+        config, values = self.config, self._values()
 
-        def write() -> TrainReport:
-            whole: Any = engine.model.model
-            if several or best:
-                whole = build.build_run_model(self.config)
-            if best:
-                checkpoints.load_tensors(best, checkpoints.trained_tensors(whole))
-                held_out = self.progress.held_out
-                return self._report(whole, held_out.best_step, held_out.best_loss)
-            if several:
-                checkpoints.put_weights(whole, weights)
-            return self._report(whole, self.progress.step, eval_loss)
+        def write() -> None:
+            model: Any = engine.model.model
+            if several or best is not None:
+                model = build.build_run_model(config)
+            if best is not None:
+                checkpoints.load_tensors(best, checkpoints.trained_tensors(model))
+            checkpoints.put_weights(model, weights)
+            export_model(
+                model, self.tokenizer, folder, dtype=getattr(torch, config.model.dtype),
+                rope=rope_of(config),
+                card=model_card(config, values if best is None else read_state(best)),
+            )  # fmt: skip
 
-        return self.processes.from_first(write)
+        drawn = RNGState.read(self.used.device)
+        self.processes.from_first(write)
+        drawn.write(self.used.device)  # building a model draws its random weights
+
+    def _push(self, folder: Path, step: int) -> None:
+        assert self.config.hub is not None
+        self.processes.from_first(partial(push, self.config.hub, folder, f"step {step}"))
 
     def _best_checkpoint(self) -> Path | None:
         """The checkpoint to export in the place of the weights of now."""
@@ -707,13 +742,9 @@ class Trainer:
         else:
             print(f"{where}; there is no checkpoint: {command} begins again")
 
-    def _report(self, model: Any, step: int, eval_loss: float | None) -> TrainReport:
-        folder, config, progress = self.run.path, self.config, self.progress
-        clear_export(folder)
-        dtype = getattr(torch, config.model.dtype)
-        exported = export_model(
-            model, self.tokenizer, folder / EXPORT, dtype=dtype, rope=rope_of(config)
-        )
+    def _report(self, step: int, eval_loss: float | None) -> TrainReport:
+        folder, progress = self.run.path, self.progress
+        exported = folder / EXPORT
         report = TrainReport(
             num_steps=progress.step,
             num_tokens=progress.num_tokens,

@@ -1,0 +1,144 @@
+"""The model card: README.md of an export, and its push to the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from furlong.config.schema import HubConfig, RunConfig
+from furlong.data.dataset import SEQUENCES
+from furlong.data.sources import is_hub_name
+from furlong.errors import ConfigError
+from furlong.planners.decide import division_in_words
+from furlong.planners.options import option_values, value_in_words
+from furlong.planners.spaco import sampling_in_words
+from furlong.train.choose_plan import decision_of
+
+_TOLD_LENGTH = 300
+
+
+def model_card(config: RunConfig, state: Mapping[str, Any]) -> str:
+    """The text of a card. `state`: that of the checkpoint that the weights are of.
+
+    What lies on this machine is named without its folder.
+    """
+    from huggingface_hub import ModelCardData
+
+    model, lora = config.model, config.model.lora
+    sources = [source.path for source in config.data.train]
+    base = Path(model.name).name if Path(model.name).expanduser().exists() else model.name
+    data = ModelCardData(
+        base_model=model.name if base == model.name and model.init == "pretrained" else None,
+        datasets=[s.removeprefix("hf://datasets/") for s in sources if is_hub_name(s)] or None,
+        library_name="transformers" if lora is None else "peft",
+        pipeline_tag="text-generation",
+        tags=["furlong", "long-context", config.train.loss] + ["lora"] * (lora is not None),
+    )
+    names = [s if is_hub_name(s) else Path(s).name for s in sources]
+    progress = state["progress"]
+    figures = {
+        "Base model": f"{base}{f' at {model.revision}' if model.revision else ''}"
+        if model.init == "pretrained"
+        else f"none: random weights in the shape of {base}",
+        "Trained": _trained(config),
+        "Steps": f"{state['step']}, {progress['num_tokens']:,} tokens; sequences of up to"
+        f" {config.data.max_seq_len:,} tokens",
+        "Loss": _losses(config, progress),
+        "Optimizer": f"{config.train.optimizer}, learning rate {config.train.lr:g},"
+        f" {config.train.schedule}",
+        "Plan": _plan(state),
+        "Gradients": _gradients(config, state),
+        "Data": f"{', '.join(names)}; fingerprint `{state['data_fingerprint'][SEQUENCES]}`",
+        "Versions": ", ".join(f"{name} {own}" for name, own in state["written_by"].items()),
+    }  # fmt: skip
+    title = config.log.name or f"{base}, trained by furlong"
+    rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in figures.items())
+    return f"---\n{data.to_yaml()}\n---\n\n# {title}\n\n| | |\n| --- | --- |\n{rows}\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _trained(config: RunConfig) -> str:
+    lora, quantize = config.model.lora, config.model.quantize
+    if lora is None:
+        return "every weight"
+    kind = quantize["type"] if isinstance(quantize, dict) else quantize
+    over = "" if kind is None else f" over a base in {kind}"
+    return f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}{over}"
+
+
+def _losses(config: RunConfig, progress: Mapping[str, Any]) -> str:
+    last, held_out = progress["last_loss"], progress["held_out"]
+    words: list[str] = [config.train.loss]
+    if last is not None:
+        words.append(f"{last:.4f} in the last step")
+    if held_out["best_loss"] is not None:
+        words.append(f"lowest held-out {held_out['best_loss']:.4f} after step"
+                     f" {held_out['best_step']}")  # fmt: skip
+    return ", ".join(words)
+
+
+def _plan(state: Mapping[str, Any]) -> str:
+    decision = decision_of(state["options"])
+    values = {"order": decision.options.order} | option_values(decision.options)
+    words = [f"{name} {value_in_words(value)}" for name, value in values.items()]
+    return f"{', '.join(words)}; {division_in_words(decision.layout, decision.stages)}"
+
+
+def _gradients(config: RunConfig, state: Mapping[str, Any]) -> str:
+    sampling = decision_of(state["options"]).options.sampling
+    if sampling is not None:
+        return f"an estimate: {sampling_in_words(sampling)}"
+    return (
+        "exact: those of whole sequences, each token beside all that it attends to, but for the"
+        f" rounding of {config.model.dtype}; the plan decides time and memory alone"
+    )
+
+
+# The hub.
+
+
+def open_repository(settings: HubConfig) -> None:
+    """Makes the repository of a run if it is not there. Raises ConfigError where it cannot be
+    written to, or is public against `hub.private`."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(settings.repo, private=settings.private, exist_ok=True)
+        api.auth_check(settings.repo, write=True)
+        is_public = api.model_info(settings.repo).private is False
+    except Exception as error:  # of the token, of the network, of the hub: each has its own types
+        raise _refused(settings, error, "hf auth login, check the owner, or remove hub") from error
+    if settings.private and is_public:
+        raise ConfigError(
+            given=f"hub.private with {settings.repo}, which is there and public",
+            required="a private repository, or hub.private: false",
+            source="hub.repo",
+            change="make it private, choose another, or set hub.private to false",
+        )
+
+
+def push(settings: HubConfig, folder: Path, message: str) -> None:
+    """Uploads an export. Raises ConfigError."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().upload_folder(repo_id=settings.repo, folder_path=folder, commit_message=message)
+    except Exception as error:
+        change = f"the export is whole: hf upload {settings.repo} {folder}"
+        raise _refused(settings, error, change) from error
+    print(f"pushed to {settings.repo}: {message}")
+
+
+def _refused(settings: HubConfig, error: Exception, change: str) -> ConfigError:
+    words = " ".join(str(error).split())[:_TOLD_LENGTH]
+    return ConfigError(
+        given=f"hub.repo = {settings.repo}: {words}",
+        required="a repository of the hub that can be reached, and that your token may write to",
+        source="hub.repo",
+        change=change,
+    )
