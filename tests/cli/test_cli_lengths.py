@@ -86,6 +86,7 @@ def test_a_run_file_says_where_data_and_tokenizer_are(
         (["a.yaml", "b.yaml"], "data without a tokenizer"),
         (["a.yaml", "--format=text"], "--format with a run file"),
         (["a.yaml", "--split=train"], "--split with a run file"),
+        (["a.yaml", "--name=en"], "--name with a run file"),
         (["nowhere.yaml"], "nowhere.yaml: No such file"),
         (["data", "--tokenizer=nowhere"], "nowhere"),
         (["data", "--out=lengths.txt"], "--out lengths.txt"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -350,7 +351,20 @@ def test_a_name_is_a_folder_where_no_card_says_more(
 
 
 @pytest.mark.parametrize(
-    "card", ["configs:\n- data_files: x", "configs: 3", "configs:\n- [", "configs:\n  a: b"]
+    "card",
+    [
+        "configs:\n- data_files: x",
+        "configs: 3",
+        "configs:\n- [",
+        "configs:\n  a: b",
+        # aliases of aliases, which are 10 ** 9 things where they are written out
+        "a: &a [x,x,x,x,x,x,x,x,x,x]\n"
+        + "".join(
+            f"{b}: &{b} [{','.join(f'*{a}' for _ in range(10))}]\n"
+            for a, b in pairwise("abcdefghi")
+        )
+        + "configs:\n- config_name: y\n  data_files: *i",
+    ],
 )
 def test_a_card_that_says_nonsense_is_told(tmp_path: Path, card: str) -> None:
     write(tmp_path, "a.jsonl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gzip
 import json
 import shutil
 import signal
@@ -17,9 +18,11 @@ import pytest
 import torch
 from helpers.covering import Design
 from helpers.pair_runs import pair_flags
-from helpers.tiny_runs import TinyRun, build_hybrid_run, signal_after
+from helpers.tiny_runs import TEXTS, TinyRun, build_hybrid_run, signal_after
 
+from furlong.cli.lengths import count_run
 from furlong.cli.main import main
+from furlong.config.sources import load_run
 from furlong.train import run_folder
 from furlong.train.metrics import MetricsLog
 
@@ -93,6 +96,53 @@ def ends_after(step: int, end: Any) -> Iterator[None]:
 
     with patch.object(MetricsLog, "step", fail), pytest.raises(SystemError):
         yield
+
+
+def test_a_mix_of_sources_goes_on_to_the_same_bits(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """A data set of the hub, compressed, sliced, limited, mixed by tokens, in pieces, of which a
+    part is held out; lengths are those of the run."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    home = tmp_path / "datasets--own--set"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("0" * 40)
+    folder = home / "snapshots" / ("0" * 40) / "long"
+    folder.mkdir(parents=True)
+    lists = json.dumps([{"text": f"{number} {text}"} for number, text in enumerate(TEXTS * 3)])
+    (folder / "train-00000-of-00001.json.gz").write_bytes(gzip.compress(lists.encode()))
+    (folder.parent / "README.md").write_text(
+        "---\nconfigs:\n- config_name: long\n  data_files: long/train-*\n---\n"
+    )
+    rows = "".join(f'{number},"{text}"\n' for number, text in enumerate(TEXTS))
+    (tmp_path / "short.csv").write_text(f"id,text\n{rows}")
+    long = {"path": "own/set", "name": "long", "split": "train[:80%]", "limit": 15, "share": 0.7}
+    data = {
+        "train": [long, {"path": str(tmp_path / "short.csv"), "share": 0.3}],
+        "eval_share": 0.2, "max_seq_len": 64, "too_long": "split", "min_len": 8, "limit": 18,
+    }  # fmt: skip
+    flags = [
+        f"--data.{key}={value if key == 'too_long' else json.dumps(value)}"
+        for key, value in data.items()
+    ]
+    flags = [*flags, "--train.epochs=null", "--train.steps=4"]
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(tmp_path / "whole", *flags)) == 0
+    with signal_after(3):
+        assert main(tiny_run.arguments(run, *flags)) == 0
+    capsys.readouterr()
+    for key, value in (("eval_share", 0.3), ("min_len", 9)):
+        assert main(tiny_run.arguments(run, *flags, f"--data.{key}={value}", "--resume")) == 2
+        assert f"data.{key} = " in capsys.readouterr().err
+    assert main(tiny_run.arguments(run, *flags, "--resume")) == 0
+    assert weights(run) == weights(tmp_path / "whole")
+    assert records(run) == records(tmp_path / "whole")
+    assert "eval_loss" in {key for record in records(run) for key in record}
+    said = capsys.readouterr().out
+    lengths = count_run(load_run(str(run / "config.json")))
+    assert f"data.train: {lengths.num_sequences} sequences per epoch" in said
+    assert lengths.longest == 64
 
 
 @pytest.mark.parametrize(

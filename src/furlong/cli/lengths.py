@@ -24,7 +24,11 @@ def run(arguments: Sequence[str]) -> int:
     from furlong.report.patience import patience
 
     is_run = len(chosen.data) == 1 and is_run_file(chosen.data[0])
-    for flag, key in (("format", "data.format"), ("split", "{path: ..., split: ...}")):
+    for flag, key in (
+        ("format", "data.format"),
+        ("name", "{path: ..., name: ...}"),
+        ("split", "{path: ..., split: ...}"),
+    ):
         if is_run and getattr(chosen, flag) is not None:
             change = f"write {key} in {chosen.data[0]}, or name the data instead of the run"
             raise refusal(f"--{flag} with a run file", "the run's own data", change)
@@ -53,6 +57,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--format", choices=("auto", *get_args(Format)),
         help="shape of the records of DATA (default: auto)",
     )  # fmt: skip
+    parser.add_argument("--name", help="which configuration of a data set that has several")
     parser.add_argument("--split", help="which split of folders that hold several")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the lengths: .json")
     parser.add_argument("--picture", metavar="FILE", type=Path, help="draw them: .png or .svg")
@@ -93,7 +98,7 @@ def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str]:
     from furlong.data.dataset import load_data
     from furlong.data.formats import Reading
 
-    sources = [Source(path=path, split=chosen.split) for path in chosen.data]
+    sources = [Source(path=path, name=chosen.name, split=chosen.split) for path in chosen.data]
     tokenizer = _tokenizer(chosen.tokenizer, "--tokenizer")
     reading = Reading(format=chosen.format or "auto")
     data = load_data(sources, tokenizer, reading=reading, key="data")

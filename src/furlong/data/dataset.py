@@ -176,6 +176,7 @@ class DataSet:
         is_held = np.isin(of_units, np.concatenate(held))
         rest, held_out = copy.copy(self), copy.copy(self)
         held_out._key = "data.eval_share"
+        held_out.num_truncated = held_out.num_dropped = held_out.num_split = held_out.num_short = 0
         rest._keep(~is_held)
         held_out._keep(is_held)
         return rest, held_out

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
 
 from furlong.config.schema import Source
 from furlong.errors import DataError
@@ -318,35 +320,63 @@ def _files_of(
     return [SourceFile(file, _kind_of(file)) for file in files]
 
 
-def _configs_of(folder: Path, key: str) -> Mapping[str, Mapping[str, Any]]:
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class _SplitFiles(BaseModel):
+    split: str
+    path: Annotated[list[str], BeforeValidator(_listed)]
+
+
+def _by_split(value: object) -> object:
+    files = _listed(value)
+    if isinstance(files, list) and all(isinstance(file, str) for file in files):
+        return [{"split": "train", "path": files}]
+    return files
+
+
+class _CardConfig(BaseModel):
+    """A configuration of a data set, as its card has it."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    config_name: str
+    data_files: Annotated[list[_SplitFiles] | None, BeforeValidator(_by_split)] = None
+    data_dir: str = ""
+    default: bool = False
+
+    def patterns(self) -> dict[str, list[str]]:
+        """The patterns of the files of each split; none where the card has none."""
+        return {
+            files.split: [str(Path(self.data_dir, one)) for one in files.path]
+            for files in self.data_files or ()
+        }
+
+
+def _configs_of(folder: Path, key: str) -> dict[str, _CardConfig]:
     """The configurations of a data set by name, as its card has them. Raises DataError."""
     card = folder / "README.md"
     if not card.is_file() or "\nconfigs:" not in (text := card.read_text(errors="replace")):
         return {}
     import yaml
-    from datasets.utils.metadata import MetadataConfigs
-    from huggingface_hub import DatasetCardData
 
     try:
         _, block, _ = re.split(r"^---\s*$", text, maxsplit=2, flags=re.MULTILINE)
-        meant = ("config_name", "data_files", "data_dir", "default")
-        configs = [
-            {name: value for name, value in config.items() if name in meant}
-            for config in yaml.safe_load(block)["configs"]
-        ]
-        return MetadataConfigs.from_dataset_card_data(DatasetCardData(configs=configs))
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+        configs = TypeAdapter(list[_CardConfig]).validate_python(yaml.safe_load(block)["configs"])
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             given=f"{printable(card)}: {' '.join(str(error).split())[:200]}",
             required="configs of a data set's card, each with config_name and data_files",
             source=key,
             change="mend the card, or name the files that are meant",
         ) from error
+    return {config.config_name: config for config in configs}
 
 
 def _chosen(
     names: Items[Path],
-    configs: Mapping[str, Mapping[str, Any]],
+    configs: Mapping[str, _CardConfig],
     source: Source,
     split: str | None,
     key: str,
@@ -354,27 +384,26 @@ def _chosen(
 ) -> tuple[Items[Path], bool]:
     """The files of a folder that are meant, by configuration and split; whether they are records.
     Raises DataError."""
-    config = configs.get(_config_name(configs, source, key) or "", {})
-    if top := config.get("data_dir"):
-        names = [name for name in names if name.is_relative_to(top)]
-    elif source.name is not None and not configs:
+    config = _config_among(configs, source, key)
+    if config is not None:
+        names = [name for name in names if name.is_relative_to(config.data_dir)]
+    elif source.name is not None:
         below = [name for name in names if source.name in name.parts[:-1][:2]]
         if not below:
             folders = sorted({name.parts[0] for name in names if len(name.parts) > 1})
             raise _no_config(folders, source, key)
         names = below
-    if config.get("data_files") is None:
+    by_split = {} if config is None else config.patterns()
+    if not by_split:
         named, are_records = _kind_among(names, source, key, notes)
         return _of_split(named, are_records, source, split, key, notes), are_records
-    from datasets.data_files import sanitize_patterns
     from fsspec.utils import glob_translate  # type: ignore[import-untyped]
 
-    by_split = sanitize_patterns(config["data_files"])
     if split is None and len(by_split) == 1:
         (split,) = by_split
     if split not in by_split:
         raise _no_split(list(by_split), source, split, key)
-    patterns = [re.compile(glob_translate(str(Path(top or "", one)))) for one in by_split[split]]
+    patterns = [re.compile(glob_translate(one)) for one in by_split[split]]
     found = [name for name in names if any(one.match(str(name)) for one in patterns)]
     if not found:
         raise DataError(
@@ -387,18 +416,21 @@ def _chosen(
     return _kind_among(found, source, key, notes)
 
 
-def _config_name(configs: Mapping[str, Mapping[str, Any]], source: Source, key: str) -> str | None:
+def _config_among(
+    configs: Mapping[str, _CardConfig], source: Source, key: str
+) -> _CardConfig | None:
     """The configuration that is meant, None where a card has none. Raises DataError."""
     if not configs:
         return None
-    defaults = [name for name, config in configs.items() if config.get("default")]
-    name = source.name
-    if name is None:
-        unnamed = defaults or [name for name in configs if name == "default" or len(configs) == 1]
-        name = unnamed[0] if unnamed else None
+    unnamed = [
+        name
+        for name, config in configs.items()
+        if config.default or name == "default" or len(configs) == 1
+    ]
+    name = source.name or (unnamed[0] if len(unnamed) == 1 else "")
     if name not in configs:
         raise _no_config(list(configs), source, key)
-    return name
+    return configs[name]
 
 
 def _no_config(names: Items[str], source: Source, key: str) -> DataError:
@@ -406,7 +438,8 @@ def _no_config(names: Items[str], source: Source, key: str) -> DataError:
     listed = ", ".join(names) or "no configurations"
     change = "remove name"
     if names:
-        change = f"write {{path: {source.path}, name: {names[0]}}}"
+        mapping = f"write {{path: {source.path}, name: {names[0]}}}"
+        change = f"add --name {names[0]}" if key == "data" else mapping
     return DataError(
         given=f"{wanted}{printable(source.path)}, which holds {listed}",
         required="the name of one configuration of a data set that has several",

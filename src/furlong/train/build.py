@@ -118,13 +118,15 @@ def load_splits(
                 cache_dir=settings.cache_dir,
                 key=f"data.{split}",
             )
-            print(*data[split].describe(), sep="\n")
-    if "eval" in data:
-        for line in describe_shared(data["train"], data["eval"]):
-            print(line)
     if settings.eval_share:
         data["train"], data["eval"] = data["train"].split_off(settings.eval_share, seed)
-        print(data["train"].summary(), data["eval"].summary(), sep="\n")
+    print(*data["train"].describe(), sep="\n")
+    if settings.eval_share:
+        print(data["eval"].summary())
+    elif "eval" in data:
+        print(*data["eval"].describe(), sep="\n")
+        for line in describe_shared(data["train"], data["eval"]):
+            print(line)
     return data
 
 
