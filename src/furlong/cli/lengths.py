@@ -79,7 +79,8 @@ def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     limit = config.data.max_seq_len
     # What is too long for the run is what one wants to see here.
     unlimited = {"max_seq_len": None} if config.data.too_long == "error" else {}
-    own = _tokenizer(tokenizer or config.model.name, "model.name", config.data)
+    revision = config.model.revision if tokenizer is None else None
+    own = _tokenizer(tokenizer or config.model.name, "model.name", config.data, revision)
     settings = config.data.model_copy(update={"eval": None, **unlimited})
     data = load_splits(settings, own, objective_of(config.train).format, config.train.seed)
     train = data["train"]
@@ -108,12 +109,14 @@ def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str]:
     return _count(data.seq_lens), title
 
 
-def _tokenizer(name: str, source: str, settings: DataConfig | None = None) -> Any:
+def _tokenizer(
+    name: str, source: str, settings: DataConfig | None = None, revision: str | None = None
+) -> Any:
     from furlong.data.tokenize import load_tokenizer
     from furlong.models.folder import check_name
 
     check_name(name, source)
-    return load_tokenizer(name, source, settings=settings)
+    return load_tokenizer(name, source, settings=settings, revision=revision)
 
 
 def _count(seq_lens: Any) -> Lengths:

@@ -380,6 +380,8 @@ def build_model(
         if lora is not None:
             whole = None if layers is None else model_of_config(config, source, dtype=loaded_dtype)
             model = add_adapters(model, lora, whole)
+            for settings in getattr(model, "peft_config", {}).values():
+                settings.revision = revision
             draw_adapters(model, seed)
             if lora.get("adapter") and hasattr(model, "peft_config"):
                 load_adapter(model, lora["adapter"], is_whole=layers is None)

@@ -69,8 +69,11 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
     (home / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
     values = config.model_dump(mode="json")
     values["model"] |= {
-        "name": str(home / "model"), "init": "pretrained", "dtype": "float32", "rope": None,
+        "name": str(home / "model"), "revision": None, "init": "pretrained", "dtype": "float32",
+        "rope": None,
     }  # fmt: skip
+    if config.model.lora is not None:
+        values["model"]["lora"]["adapter"] = None
     values["data"] |= {
         "train": [str(home / "data.jsonl")], "eval": None, "format": "tokens",
         "max_seq_len": LONGEST_TOKENS, "cache_dir": str(home / "cache"),

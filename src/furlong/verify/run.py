@@ -39,12 +39,14 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
     )
     whole = _default_model() if config is None else _model_config(run)
     shrunk = shrink_config(whole, max_seq_len=run.data.max_seq_len)
-    lora = None if run.model.lora is None else run.model.lora.model_dump()
+    lora = None if run.model.lora is None else run.model.lora.model_dump() | {"adapter": None}
     options = _options(run, whole, shrunk)
     # the budgets are those of the whole model
     storage = Storage(disk_dir=run.memory.disk_dir)
     subject = build_subject(shrunk, options, lora, storage=storage)
     print(_describe(subject, run.model.name))
+    if run.model.quantize is not None:
+        print("these weights are in floats: those in 4 bits are checked at the start of each run")
     checks = [
         *(
             partial(check, subject)
@@ -75,8 +77,8 @@ def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
 
 def _model_config(run: RunConfig) -> Any:
     rope = None if run.model.rope is None else run.model.rope.model_dump(mode="json")
-    source = check_folder(run.model.name)
-    config = read_config(source, rope=rope, max_seq_len=run.data.max_seq_len)
+    source, revision = check_folder(run.model.name, run.model.revision), run.model.revision
+    config = read_config(source, revision=revision, rope=rope, max_seq_len=run.data.max_seq_len)
     # what cannot be built is told of this model, not of its shrunk copy
     model_of_config(config, source, dtype=torch.float32)
     return config
