@@ -214,3 +214,15 @@ def test_tags_are_found_where_the_template_writes_them(template: str) -> None:
     assert answers == ["Hi! How can I help?<|im_end|>", "4.<|im_end|>"]
     with pytest.raises(DataError, match="works on the text between its"):
         learnt(TURNS, "{% filter upper %}" + template + "{% endfilter %}")
+
+
+FROM_OPENAI = (
+    "{% for m in messages %}{{ m.role }}{% if m.content is none %}{% for call in m.tool_calls %}"
+    "{{ '!' + call.function.arguments }}{% endfor %}{% else %}{{ ':' + m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+def test_a_template_may_count_on_calls_as_openai_has_them() -> None:
+    turns = [TURNS[0], {"role": "assistant", "tool_calls": [CALL]}, TURNS[2], TURNS[3]]
+    assert learnt(turns, FROM_OPENAI)[1] == ["!{}", ":4."]

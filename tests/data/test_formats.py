@@ -218,15 +218,17 @@ def test_odd_conversations_of_others_are_named(fields: dict[str, Any], given: st
 )
 def test_auto_goes_by_the_fields(fields: tuple[str, ...], format: Any, unused: list[str]) -> None:
     given = dict.fromkeys(fields, "x")
-    assert decide_format(record(**given)) == format
+    assert decide_format(record(**given), {}) == format
     assert unused_fields(given, format) == unused
 
 
 def test_a_record_must_have_the_fields_of_its_shape() -> None:
-    error = refused(decide_format, record(content="x", prompt="y", text=None))
+    error = refused(decide_format, record(content="x", prompt="y", text=None), {})
     assert error.given == "a record with prompt, text (null), content"
     assert "or prompt + completion or instruction + output or text" in error.required
-    assert "no field" in refused(decide_format, record()).given
+    renaming = refused(decide_format, record(text="x"), {"text": "chapter"})
+    assert (renaming.given, "or chapter" in renaming.required) == ("a record with text", True)
+    assert "no field" in refused(decide_format, record(), {}).given
     check_fields(record(text="x", id=1), "text")
     assert "text" in refused(sequences_of, record(messages=[], id=1), "text").required
     renaming = partial(sequences_of, fields={"completion": "y"})

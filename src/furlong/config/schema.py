@@ -201,6 +201,8 @@ Fields = Annotated[dict[str, str | dict[str, str]], AfterValidator(_known_fields
 Format = Literal[
     "text", "chat", "sharegpt", "alpaca", "completion", "tokens", "preference", "unpaired"
 ]
+FORMAT_OF_LOSS: dict[str, Format] = {"dpo": "preference", "kto": "unpaired"}
+"""The only shape of records of which such a loss learns."""
 
 
 class Source(BaseModel):
@@ -924,7 +926,7 @@ class RunConfig(BaseModel):
                     change="set data.eval or data.eval_share, train.eval_every_steps, or remove"
                     f" train.{name}",
                 )
-        loss, shape = self.train.loss, self.data.format
+        loss = self.train.loss
         if self.data.train_on != "assistant" and loss != "sft":
             raise told(
                 keys="data.train_on and train.loss",
@@ -932,13 +934,18 @@ class RunConfig(BaseModel):
                 required="train.loss: sft, since others are of whole answers to a prompt",
                 change="remove data.train_on, or set train.loss to sft",
             )
-        if shape != "auto" and self.train.is_of_pairs != (shape == "preference"):
-            raise told(
-                keys="data.format and train.loss",
-                given=f"data.format = {shape!r} with train.loss: {loss}",
-                required="preference (chosen + rejected) with dpo, and another shape with sft",
-                change="remove data.format, or change train.loss",
-            )
+        own = FORMAT_OF_LOSS.get(loss)
+        sources = (*self.data.train, *(self.data.eval or ()))
+        for shape in (self.data.format, *(source.format for source in sources)):
+            is_of_loss = shape in FORMAT_OF_LOSS.values() if own is None else shape != own
+            if shape not in (None, "auto") and is_of_loss:
+                raise told(
+                    keys="data.format and train.loss",
+                    given=f"data.format, or a source's, is {shape!r} with train.loss: {loss}",
+                    required="preference (chosen + rejected) with dpo, unpaired (an answer and its"
+                    " label) with kto, and another shape with sft",
+                    change="remove the format, or change train.loss",
+                )
         if self.model.dtype == "float64" and self.train.optimizer.endswith(("bit", "fp8")):
             raise told(
                 keys="train.optimizer and model.dtype",

@@ -252,7 +252,7 @@ class ChatTemplate:
         if not any(start < stop for start, stop in ranges) and answers(own.turns):
             raise self._cannot_be_masked(own, "its {% generation %} tags enclose no answer")
         for number in reversed(range(own.first, len(own.turns))):
-            if not _may_be_learnt(own.turns[number]):
+            if not may_be_learnt(own.turns[number]):
                 start, stop = (
                     self._num_ranges(own, template, n, ranges) for n in (number, number + 1)
                 )
@@ -263,7 +263,7 @@ class ChatTemplate:
         text, _ = self._text(own, template)
         ranges = []
         for number, turn in enumerate(own.turns):
-            if turn["role"] != "assistant" or number < own.first or not _may_be_learnt(turn):
+            if turn["role"] != "assistant" or number < own.first or not may_be_learnt(turn):
                 continue
             prompt, _ = self._text(own, template, number, prompt=True)
             if not text.startswith(prompt):
@@ -344,7 +344,7 @@ class ChatTemplate:
 
         turns = own.turns[:num_turns]
         if template in self._takes_text:
-            turns = [_with_arguments_as_text(turn) for turn in turns]
+            turns = [_as_openai_has_it(turn) for turn in turns]
         if self._takes_parts.get(template):
             turns = [
                 turn | {"content": [{"type": "text", "text": turn["content"]}]}
@@ -392,24 +392,24 @@ class ChatTemplate:
         )
 
 
-def _may_be_learnt(turn: Mapping[str, Any]) -> bool:
+def may_be_learnt(turn: Mapping[str, Any]) -> bool:
     """Whether no mark of a message says that it is not learnt."""
     return all(turn.get(mark, True) for mark in MARKS)
 
 
-def _with_arguments_as_text(turn: Turn) -> Turn:
-    """A turn whose calls have their arguments as JSON, which some templates write as it is."""
+def _as_openai_has_it(turn: Turn) -> Turn:
+    """A turn with calls as they come from OpenAI, which some templates count on: arguments are a
+    text, and there is a content, if only null."""
     calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
+        {**call, "function": {**call["function"], "arguments": _json(call["function"])}}
         for call in turn.get("tool_calls", ())
     ]
-    return {**turn, "tool_calls": calls} if calls else turn
+    return {"content": None, **turn, "tool_calls": calls} if calls else turn
+
+
+def _json(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:

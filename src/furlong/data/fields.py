@@ -77,8 +77,10 @@ def _put_system(record: SourceRecord, values: dict[str, Any], used: Collection[s
     heads = [n for n in CONVERSATIONS if isinstance(values.get(n), list) and n in used]
     heads = ["prompt"] if "prompt" in heads else [n for n in heads if n in answers]
     said = values.get("system")
-    if not heads or not isinstance(said, str):
+    if not heads or said is None:
         return
+    if not isinstance(said, str):
+        raise record.refusal(f"system of type {type(said).__name__}", "a text in the field system")
     for name in heads:
         turns = [turn for turn in values[name] if isinstance(turn, dict)]
         if not said.strip() or any(turn.get("content") == said for turn in turns):
@@ -134,8 +136,8 @@ def _turns(
                 others[theirs] = ours
         turn: Turn = {str(others.get(name, name)): value for name, value in given.items()}
         role = turn.get("role")
-        if isinstance(role, str) and role in roles:
-            turn["role"] = roles[role]
+        if isinstance(role, str):
+            turn["role"] = roles.get(role, roles.get(role.lower(), role))
         message = f"message {number} of {field}"
         if turn.get("role") != _CALL:
             if calls is not None:
@@ -165,7 +167,7 @@ def _calls(record: SourceRecord, message: str, given: Any) -> list[Any]:
                 f"{message}: a call {str(call)[:40]}",
                 '{"type": "function", "function": {"name": "...", "arguments": {...}}}',
             )
-        arguments = own.get("arguments", {})
+        arguments = {} if (said := own.get("arguments")) is None else said
         if isinstance(arguments, str):
             # What the assistant said and is no JSON stays as it is.
             arguments = _object(arguments)

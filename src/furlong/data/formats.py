@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from furlong.config.schema import DataConfig, Format, Source, refused_kwargs
-from furlong.data.chat import Turns, answers, messages_of
+from furlong.config.schema import FORMAT_OF_LOSS, DataConfig, Format, Source, refused_kwargs
+from furlong.data.chat import MARKS, Turns, answers, may_be_learnt, messages_of
 from furlong.data.fields import columns, read_values, renamed, tools_of
 from furlong.data.instructions import instruction_text, instruction_turns, text_of
 from furlong.data.pairs import EMPTY, check_pair, is_of_texts, read_pair
@@ -146,7 +146,6 @@ FORMATS: dict[Format, Shape] = {
         lost=_INTO_PROMPT,
     ),
 }  # fmt: skip
-_BY_LOSS = ("preference", "unpaired")
 FIELDS = frozenset(
     (
         *chain(*(shape.needed + shape.optional for shape in FORMATS.values())),
@@ -178,7 +177,9 @@ class Reading:
 
     def of_source(self, source: Source) -> Reading:
         """That of one source. A loss that asks for a format asks it of each."""
-        format = self.format if self.format in _BY_LOSS else source.format or self.format
+        format = (
+            self.format if self.format in FORMAT_OF_LOSS.values() else source.format or self.format
+        )
         return replace(self, format=format, fields={**self.fields, **(source.fields or {})})
 
     @property
@@ -196,7 +197,7 @@ class Reading:
         if self.format != "auto":
             same: Format = "chat" if self.format == "sharegpt" else self.format
             return replace(self, format=same)
-        return replace(self, format=decide_format(renamed(first, self.fields)[0]))
+        return replace(self, format=decide_format(first, self.fields))
 
     def facts(self, first: SourceRecord) -> dict[str, Any]:
         """The format, and which fields of a source whose first record this is it looks at, and
@@ -218,6 +219,12 @@ class Reading:
                 "an object with names that the chat template reads, and the rendering does not set",
             )
         turns = replace(turns, kwargs={**self.chat_template_kwargs, **own})
+        if self.train_on == "all" and not all(map(may_be_learnt, turns.turns)):
+            raise record.refusal(
+                "a message that is marked as not learnt, with data.train_on: all",
+                "no such mark where all of the text is learnt",
+                f"remove the marks ({', '.join(MARKS)}), or set data.train_on to assistant",
+            )
         if self.train_on == "last":
             return _last_round(turns)
         return replace(turns, is_learnt_whole=self.train_on == "all")
@@ -272,13 +279,15 @@ def encode(
                 yield record, checked
 
 
-def decide_format(record: SourceRecord) -> Format:
-    """The shape of a source whose first record, with furlong's names, this is. Raises DataError."""
-    known = [format for format in FORMATS if format not in _BY_LOSS]
+def decide_format(first: SourceRecord, fields: Mapping[str, Any]) -> Format:
+    """The shape of a source whose first record this is. `fields` are `data.fields`. Raises
+    DataError."""
+    record, names = renamed(first, fields)
+    known = [format for format in FORMATS if format not in FORMAT_OF_LOSS.values()]
     for format in known:
         if all(record.fields.get(field) is not None for field in FORMATS[format].needed):
             return format
-    raise _lacks(record, *known)
+    raise _lacks(first, *known, names=names)
 
 
 def unused_fields(fields: Mapping[str, Any], format: Format) -> list[str]:
@@ -304,7 +313,7 @@ def check_fields(record: SourceRecord, format: Format) -> None:
     """Raises DataError if fields of a record, with furlong's names, would be lost in its shape."""
     shape = FORMATS[format]
     for name, where in shape.lost.items():
-        is_read = format in _BY_LOSS and record.fields.get("instruction") is not None
+        is_read = format in FORMAT_OF_LOSS.values() and record.fields.get("instruction") is not None
         if record.fields.get(name) and not is_read:
             raise record.refusal(
                 f"{name} beside {shape.needed[0]}, which would be lost",

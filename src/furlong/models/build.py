@@ -410,6 +410,7 @@ def export_model(
     folder = Path(folder)
     check_export_folder(folder)
     with whole_folder(folder) as aside:
+        _end_by(model, tokenizer)
         _write_model(model, aside, dtype)
         if card is not None:
             (aside / "README.md").write_text(card, encoding="utf-8")
@@ -425,6 +426,20 @@ def export_model(
     if has_other_base:
         print(f"warning: {_BASE_TOLD.format(folder=folder, base=BASE)}")
     return folder
+
+
+def _end_by(model: Any, tokenizer: Any) -> None:
+    """Let the model's generation end by the tokenizer's EOS too, which a run may have set."""
+    config, eos = (
+        getattr(model, "generation_config", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    if config is None or eos is None:
+        return
+    known = config.eos_token_id
+    ends = [] if known is None else known if isinstance(known, list) else [known]
+    if eos not in ends:
+        config.eos_token_id = [*ends, eos] if ends else eos
 
 
 def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:

@@ -1,0 +1,72 @@
+"""Runs on records of other programs, from the command line to the exported tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.tiny_runs import TinyRun
+from transformers import AutoTokenizer, GenerationConfig
+
+from furlong.cli.main import main
+
+TALK = [
+    {"who": "me", "says": "word1 word2"},
+    {"who": "gpt", "says": "word3"},
+    {"who": "me", "says": "word4"},
+    {"who": "gpt", "says": "word5<end>"},
+]
+NAMES = {"messages": "talk", "role": "who", "content": "says", "roles": {"me": "user"}}
+
+
+def test_a_run_on_data_of_others(tiny_run: TinyRun, tmp_path: Path, capsys: Any) -> None:
+    chats, tasks = tmp_path / "chats.jsonl", tmp_path / "tasks.jsonl"
+    chats.write_text(json.dumps({"talk": TALK, "system": "word6"}) + "\n")
+    tasks.write_text(
+        json.dumps({"instruction": "word1", "input": "", "output": "word2<end>"}) + "\n"
+    )
+    sources = [{"path": str(chats), "fields": NAMES}, {"path": str(tasks), "format": "alpaca"}]
+    flags = (
+        f"--data.train={json.dumps(sources)}", "--data.chat_template=chatml",
+        "--data.train_on=last", "--data.pad_token=<end>", "--data.eot_tokens=[<end>]",
+        "--data.chat_template_kwargs={enable_thinking: false}", "--train.sequences_per_step=2",
+        "--train.epochs=2", "--train.eval_every_steps=0",
+    )  # fmt: skip
+    out = tmp_path / "out"
+    assert main(tiny_run.arguments(out, *flags)) == 0
+    told = capsys.readouterr().out
+    assert "format chat by the field talk" in told and "format alpaca" in told
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    assert "<|im_start|>" in tokenizer.chat_template and tokenizer.pad_token == "<end>"
+    generation = GenerationConfig.from_pretrained(out / "model")
+    assert tokenizer.eos_token_id in np.atleast_1d(generation.eos_token_id)
+    changed = (*flags, "--data.train_on=all", "--resume", "--train.epochs=3")
+    assert main(tiny_run.arguments(out, *changed)) == 2
+    assert "data.train_on = 'all', the run has 'last'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (["--data.fields={foo: bar}"], "data.fields"),
+        (["--data.fields={text: [a]}"], "data.fields"),
+        (["--data.fields={text: a, prompt: a}"], "data.fields"),
+        (["--data.fields={roles: user}"], "data.fields"),
+        (["--data.chat_template_kwargs={tools: 1}"], "data.chat_template_kwargs"),
+        (["--data.chat_template=no-such"], "data.chat_template"),
+        (["--data.eos_token=<no>"], "data.eos_token"),
+        (["--data.format=unpaired"], "data.format"),
+        (["--train.loss=dpo", "--data.train_on=last"], "data.train_on"),
+        (["--train.loss=dpo", "--data.train={path: x, format: chat}"], "data.format"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(
+    tiny_run: TinyRun, tmp_path: Path, capsys: Any, flags: list[str], key: str
+) -> None:
+    assert main(tiny_run.arguments(tmp_path / "out", *flags)) == 2
+    err = capsys.readouterr().err
+    assert key in err and err.startswith("given: ")
+    assert not (tmp_path / "out").exists()
