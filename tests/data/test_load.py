@@ -395,3 +395,19 @@ def test_shares_are_of_the_tokens_of_an_epoch(tmp_path: Path) -> None:
     assert of_settings(tmp_path, train=other)["train"].fingerprint != train.fingerprint
     with pytest.raises(DataError, match=r"no sequence for a share of 0\.2"):
         of_settings(tmp_path, train=named, min_len=5)
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        {"train_on": "last"}, {"train_on": "all"}, {"chat_template_kwargs": {"mood": "glad"}},
+        {"eot_tokens": ("<|im_end|>",)}, {"fields": {"roles": {"x": "user"}}}, {"format": "chat"},
+    ],
+)  # fmt: skip
+def test_what_decides_the_tokens_decides_the_entry(tmp_path: Path, reading: dict[str, Any]) -> None:
+    file = write_lines(tmp_path / "chats.jsonl", {"messages": [*CHAT, *CHAT]})
+    first = load(tmp_path, file, tokenizer=byte_tokenizer())
+    for is_cached in (False, True):
+        again = load(tmp_path, file, tokenizer=byte_tokenizer(), **reading)
+        assert (again.parts[0].tokenized_s is None) == is_cached
+    assert (again.fingerprint == first.fingerprint) == ("train_on" not in reading)
