@@ -411,3 +411,36 @@ def test_what_decides_the_tokens_decides_the_entry(tmp_path: Path, reading: dict
         again = load(tmp_path, file, tokenizer=byte_tokenizer(), **reading)
         assert (again.parts[0].tokenized_s is None) == is_cached
     assert (again.fingerprint == first.fingerprint) == ("train_on" not in reading)
+
+
+def test_texts_are_joined_over_the_tokens_of_the_cache(tmp_path: Path, texts: Path) -> None:
+    (tmp_path / "more.jsonl").write_text('{"text": "b c"}\n{"text": "a"}')
+    data = load(tmp_path, texts, tmp_path / "more.jsonl", join=True, max_seq_len=5)
+    assert [s.input_ids.tolist() for s in data] == [
+        [2, 1, 3, 3, 3], [3, 1, 4, 1, 2], [3, 4, 1], [3, 4, 1, 2, 1],
+    ]  # fmt: skip
+    origins = [s.origin.rpartition("/")[2] for s in data]
+    assert origins == ["texts.jsonl:1", "texts.jsonl:2", "texts.jsonl:4", "more.jsonl:1"]
+    assert data.seq_lens.tolist() == [s.seq_len for s in data] == [5, 5, 3, 5]
+    assert data.valid_tokens.tolist() == [4, 4, 2, 4] and data.num_valid_tokens == 14
+    assert all(s.labels is s.input_ids or (s.labels == s.input_ids).all() for s in data)
+    assert "4 sequences, 18 tokens" in data.summary() and "joined of 6 texts" in data.summary()
+    assert data.mixture.sizes == (3, 1)
+    shorter = load(tmp_path, texts, join=True, max_seq_len=5, min_len=5)
+    assert shorter.seq_lens.tolist() == [5, 5] and shorter.num_short == 1
+    whole = load(tmp_path, texts, join=True, max_seq_len=100)
+    assert len(whole) == 1 and whole.seq_lens.tolist() == [13]
+    fingerprints = {str(one.fingerprint) for one in (data, shorter, whole, load(tmp_path, texts))}
+    assert len(fingerprints) == 4
+    train, held_out = data.split_off(1, seed=0)
+    assert sorted([*train.seq_lens, *held_out.seq_lens]) == [3, 5, 5, 5]
+
+
+def test_what_is_no_text_or_has_no_end_is_not_joined(tmp_path: Path, texts: Path) -> None:
+    chat = write_lines(tmp_path / "chat.jsonl", {"messages": CHAT})
+    with pytest.raises(DataError, match="format chat with data"):
+        load(tmp_path, chat, tokenizer=byte_tokenizer(), join=True, max_seq_len=5)
+    endless = word_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(DataError, match="a tokenizer without EOS with data"):
+        load(tmp_path, texts, tokenizer=endless, join=True, max_seq_len=5)

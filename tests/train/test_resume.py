@@ -33,7 +33,6 @@ PACKED = (
     "--model.quantize=nf4",
     "--model.lora.modules_to_save=embed_tokens",
 )
-TOKENS = ("--train.sequences_per_step=null", "--train.tokens_per_step=150")
 HALF = ("--chunks.sample={rate: 0.5, label_rate: 0.5, check_every_steps: 4}", "--chunks.size=16")
 
 
@@ -66,10 +65,16 @@ DIALS = Design(
         "model": ("llama", "lfm2"),
         "chunks": ((), ("--chunks.keep=kv",), HALF),
         "save": ((), ("--train.async_save=true",)),
-        "data": ((), TOKENS),
+        "size": ((), ("--train.sequences_per_step=null", "--train.tokens_per_step=150")),
+        "stream": ((), ("--data.streaming=true",)),
+        "join": ((), ("--data.join=true",)),
     },
-    {"chunks": lambda row: row["loss"] == "sft"},
-    steering=("loss",),
+    {
+        "chunks": lambda row: row["loss"] == "sft",
+        "stream": lambda row: row["loss"] == "sft",
+        "join": lambda row: row["loss"] == "sft" and row["model"] == "llama",  # of texts
+    },
+    steering=("loss", "model"),
 )
 ROWS = DIALS.cases(2)
 
@@ -146,16 +151,27 @@ def test_a_mix_of_sources_goes_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("end", "loss", "trained", "model", "chunks", "save", "data"),
+    [*DIALS.dials],
     [pytest.param(*row, marks=[pytest.mark.slow] * (i > 1)) for i, row in enumerate(ROWS)],
 )
 def test_a_run_that_ends_early_goes_on_to_the_same_bits(
     tiny_runs: dict[str, TinyRun], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     end: Any, loss: str, trained: tuple[str, ...], model: str, chunks: tuple[str, ...],
-    save: tuple[str, ...], data: tuple[str, ...],
+    save: tuple[str, ...], size: tuple[str, ...], stream: tuple[str, ...], join: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    monkeypatch.setattr("furlong.data.stream.BLOCK_RECORDS", 3)
     tiny, run = tiny_runs[model], tmp_path / "run"
-    flags = (*trained, *chunks, *save, *data, "--train.epochs=null", "--train.steps=7")
+    flags = (
+        *trained,
+        *chunks,
+        *save,
+        *size,
+        *stream,
+        *join,
+        "--train.epochs=null",
+        "--train.steps=7",
+    )
     if loss == "dpo":
         flags += pair_flags(tiny, tmp_path)
     elif chunks != HALF:

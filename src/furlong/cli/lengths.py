@@ -76,18 +76,24 @@ def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     from furlong.train.build import load_splits
     from furlong.train.objective import objective_of
 
-    limit = config.data.max_seq_len
+    given, limit = config.data, config.data.max_seq_len
     # What is too long for the run is what one wants to see here.
-    unlimited = {"max_seq_len": None} if config.data.too_long == "error" else {}
+    is_whole = given.too_long == "error" and not given.streaming and not given.join
+    unlimited = {"max_seq_len": None} if is_whole else {}
     revision = config.model.revision if tokenizer is None else None
-    own = _tokenizer(tokenizer or config.model.name, "model.name", config.data, revision)
-    settings = config.data.model_copy(update={"eval": None, **unlimited})
+    own = _tokenizer(tokenizer or config.model.name, "model.name", given, revision)
+    settings = given.model_copy(update={"eval": None, **unlimited})
     data = load_splits(settings, own, objective_of(config.train).format, config.train.seed)
     train = data["train"]
     if too_long := int((train.seq_lens > limit).sum()):
         longer = count_words(too_long, "sequence")
         print(f"longer than data.max_seq_len = {limit:,}: {longer}")
-    return _count(train.epoch_lens(config.train.seed))
+    lengths = _count(train.epoch_lens(config.train.seed))
+    if given.streaming:
+        number = count_words(len(train.seq_lens), "sequence")
+        print(f"data.streaming: counted are the first ones, {number}")
+        train.close()
+    return lengths
 
 
 def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str]:

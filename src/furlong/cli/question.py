@@ -269,11 +269,22 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
         if tokens is not None and not is_pair:
             count = min(MAX_BATCH, kept.num_sequences)
         batch = _draw(kept, name, 1 if is_pair else count, seed, left_out)
+    if config.data.streaming and own.lengths is None:
+        batch = _of_stream(batch, limit)
     if not is_pair:
         return batch if tokens is None else _closed(batch, tokens)
     longest = batch.lengths.longest
     words = f"a pair of the longest of {name}, the most that is in one call"
     return PlannedBatch((longest, longest), words, batch.lengths, longest)
+
+
+def _of_stream(batch: PlannedBatch, limit: int) -> PlannedBatch:
+    """The batch with the longest sequence that may come in the place of the longest that has."""
+    seq_lens = [*batch.seq_lens]
+    seq_lens[seq_lens.index(max(seq_lens))] = limit
+    words = f"{batch.source}, the first ones that are read; the longest stands for one of"
+    words += f" {count_words(limit, 'token')} (data.max_seq_len), which may come"
+    return replace(batch, seq_lens=tuple(seq_lens), source=words, longest_tokens=limit)
 
 
 def _closed(batch: PlannedBatch, tokens: int) -> PlannedBatch:
@@ -348,7 +359,7 @@ def _counted(flags: RunFlags, config: RunConfig) -> tuple[str, Lengths]:
     """The name and the lengths of a run's data. They are counted where there is no file of them
     beside the run file, or an old one: that loads torch and the tokenizer. A flag that makes other
     data of the run's has them counted without a file."""
-    file, is_cut = flags.own.subject, config.data.too_long != "error"
+    file, is_cut = flags.own.subject, config.data.too_long != "error" or config.data.join
     changed = {flag for flag in flags.names if flag.startswith("--data")} - _NOT_OF_LENGTHS
     changed |= flags.names & {"--train.loss"}
     if config.data.eval_share:

@@ -360,6 +360,12 @@ class DataConfig(BaseModel):
     tokens."""
     min_len: Natural = 0
     """Fewest tokens in a sequence: shorter ones are left out, and so are pairs with such a one."""
+    join: bool = False
+    """Texts of a source are joined, EOS between them, and cut to sequences of max_seq_len; each of
+    these is one attention over all that it holds."""
+    streaming: bool = False
+    """data.train is read and tokenized while the run trains, and kept nowhere: for sources larger
+    than the disk. Needs train.steps; several sources need a share each."""
     cache_dir: Annotated[str | None, AfterValidator(require_plain)] = None
     """Folder of tokenized data; null = furlong in the user's cache directory."""
 
@@ -377,6 +383,13 @@ class DataConfig(BaseModel):
                 keys="data.eval_share",
                 required="a share below 1, or a whole number of records",
                 change="write a share such as 0.05, or a number such as 100",
+            )
+        if self.join and self.too_long in ("truncate", "drop"):
+            raise told(
+                keys="data.join and data.too_long",
+                given=f"data.too_long = {self.too_long!r} with data.join",
+                required="data.join alone: a longer text goes on in the next sequence",
+                change="remove data.too_long, or data.join",
             )
         if self.min_len > self.max_seq_len:
             raise told(
@@ -926,6 +939,8 @@ class RunConfig(BaseModel):
                     change="set data.eval or data.eval_share, train.eval_every_steps, or remove"
                     f" train.{name}",
                 )
+        if self.data.streaming:
+            _check_streaming(self)
         loss = self.train.loss
         if self.data.train_on != "assistant" and loss != "sft":
             raise told(
@@ -969,6 +984,60 @@ class RunConfig(BaseModel):
                 change="set model.init to pretrained, or remove model.lora",
             )
         return self
+
+
+def _check_streaming(run: RunConfig) -> None:
+    """Raises PydanticCustomError for keys that need to know all of the training data."""
+    data, train = run.data, run.train
+    steps = "train.steps: nobody knows how many sequences there will be"
+    for key, is_given, required, change in (
+        ("train.epochs", train.epochs is not None, steps, "set train.steps instead"),
+        (
+            "data.eval_share", bool(data.eval_share),
+            "data.eval: nobody knows how many sequences there will be", "name data.eval instead",
+        ),
+        (
+            "data.train with a slice",
+            any({"[", "+"} & {*(source.split or "")} for source in data.train),
+            "one whole split of each source, or the first records of it",
+            "name one split, with limit for the first records of it",
+        ),
+        (
+            "data.train without shares",
+            len(data.train) > 1 and data.train[0].share is None,
+            "the share of each of several sources: nobody knows how many sequences they have",
+            "write {path: ..., share: 0.5} for each of them",
+        ),
+        (
+            "train.saves_per_epoch", train.saves_per_epoch is not None,
+            "train.save_every_steps: no epoch has a known end", "set train.save_every_steps",
+        ),
+        (
+            "train.evals_per_epoch", train.evals_per_epoch is not None,
+            "train.eval_every_steps: no epoch has a known end", "set train.eval_every_steps",
+        ),
+        (
+            "train.loss", train.loss != "sft",
+            "train.loss: sft, which asks no reference about all of the data first",
+            "remove data.streaming",
+        ),
+        (
+            "train.eval_train_share", train.eval_train_share > 0,
+            "data.eval: there are no training sequences to choose from", "name data.eval instead",
+        ),
+        (
+            "data.train with weight", any(source.weight != 1 for source in data.train),
+            "a share of each source: nobody knows how many sequences it has",
+            "write share in the place of weight",
+        ),
+    ):  # fmt: skip
+        if is_given:
+            raise told(
+                keys=f"{key.partition(' ')[0]} and data.streaming",
+                given=f"{key} with data.streaming",
+                required=required,
+                change=change,
+            )
 
 
 @cache

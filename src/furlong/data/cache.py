@@ -162,9 +162,13 @@ class TokenizedSource:
         """The lines of a file of which it has sequences."""
         return self.index[self.index[:, 1] == file, 2]
 
-    def tokens(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """`input_ids` and `labels` of a sequence, (T,) both: views, read when they are used."""
-        start, stop = int(self.index[row - 1, 0]) if row else 0, int(self.index[row, 0])
+    def tokens(
+        self, row: int, begin: int = 0, length: int | None = None
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """`input_ids` and `labels` of a sequence, (T,) both: views, read when they are used. From
+        its token `begin` on, `length` of them, which may reach into those that follow."""
+        start = begin + (int(self.index[row - 1, 0]) if row else 0)
+        stop = int(self.index[row, 0]) if length is None else start + length
         ids = self.arrays.arrays["input_ids"]
         labels = self.arrays.arrays.get("labels", ids)
         return ids[start:stop], labels[start:stop]

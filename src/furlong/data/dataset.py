@@ -54,10 +54,12 @@ class DataSet:
         max_seq_len: int | None = None,
         too_long: TooLong = "error",
         min_len: int = 0,
+        join: bool = False,
         key: str = "data.train",
     ) -> None:
-        """`max_seq_len` None takes sequences of any length. Raises DataError if one is too long and
-        that is an error, or cannot be split, and if nothing is left to learn from."""
+        """`max_seq_len` None takes sequences of any length. `join`: the texts of a source behind
+        each other, cut to `max_seq_len`. Raises DataError if one is too long and that is an error,
+        or cannot be split, and if nothing is left to learn from."""
         self.parts = parts
         self._references: Mapping[int, ReferenceLogProbs] = {}
         self._key = key
@@ -65,6 +67,12 @@ class DataSet:
         self._offsets = np.cumsum([0, *(len(part.index) for part in parts)])
         lens = np.concatenate([part.seq_lens for part in parts])
         starts = np.concatenate([part.starts + self._offsets[i] for i, part in enumerate(parts)])
+        self._joins, self._min_len = join, min_len
+        self.num_truncated = self.num_dropped = self.num_split = self.num_short = 0
+        if join:
+            assert max_seq_len is not None
+            self._join(max_seq_len)
+            return
         limit = max_seq_len if max_seq_len is not None else int(lens.max(initial=1))
         is_long = lens > limit
         above = np.logical_or.reduceat(is_long, starts) if len(starts) else starts > 0
@@ -105,8 +113,29 @@ class DataSet:
         self.num_split = num_above if too_long == "split" else 0
         dropped = self._any(is_long[self._rows] & (too_long == "drop"))
         short = self._any(self.seq_lens < min_len) & ~dropped
-        self._min_len, self.num_short = min_len, int(short.sum())
+        self.num_short = int(short.sum())
         self._keep(~dropped & ~short)
+
+    def _join(self, limit: int) -> None:
+        """Makes the sequences of texts that follow each other in the cache, file after file: each
+        begins within a text, at the row and the token that it is known by, and goes on behind its
+        end. The last one of a source has the rest."""
+        rows, begins, lens = [], [], []
+        for part, offset in zip(self.parts, self._offsets.tolist(), strict=False):
+            stops = part.index[:, 0]
+            firsts = np.arange(0, int(stops[-1]), limit)
+            own = np.searchsorted(stops, firsts, side="right")
+            rows.append(own + offset)
+            begins.append(firsts - (stops[own] - part.seq_lens[own]))
+            lens.append(np.minimum(limit, stops[-1] - firsts))
+        self._rows, self._begins = np.concatenate(rows), np.concatenate(begins)
+        self.seq_lens = np.concatenate(lens)
+        self.valid_tokens = self.seq_lens - 1  # each token but the first one is learnt
+        numbers = np.arange(len(self._rows))
+        self.units = np.stack([numbers, numbers + 1], axis=1)
+        short = self.seq_lens < self._min_len
+        self.num_short = int(short.sum())
+        self._keep(~short)
 
     def _any(self, of_rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """(U,) whether it is true of any sequence of a unit."""
@@ -199,10 +228,8 @@ class DataSet:
 
     def _tokens(self, seq_id: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         number, row = self.row(seq_id)
-        begin = int(self._begins[seq_id])
-        own = slice(begin, begin + int(self.seq_lens[seq_id]))
-        ids, labels = self.parts[number].tokens(row)
-        return ids[own], labels[own]
+        own = int(self._begins[seq_id]), int(self.seq_lens[seq_id])
+        return self.parts[number].tokens(row, *own)
 
     def with_references(self, references: Mapping[int, ReferenceLogProbs]) -> DataSet:
         """A copy that has log-probabilities of a reference model, by number of the part."""
@@ -267,12 +294,7 @@ class DataSet:
             for row in range(len(part.index)):
                 highest = int(max(map(np.max, part.tokens(row))))
                 if highest >= vocab_size:
-                    raise DataError(
-                        given=f"token id {highest}",
-                        required=f"ids below {vocab_size}, the model's vocab_size",
-                        source=part.origin(row),
-                        change="use the tokenizer that belongs to the model",
-                    )
+                    raise unknown_token(highest, vocab_size, part.origin(row))
 
     def describe(self) -> list[str]:
         """Lines that tell what was found: one per source, one for all."""
@@ -298,6 +320,10 @@ class DataSet:
             line += (
                 f"; above {self.max_seq_len:,}: {self.num_truncated:,} truncated,"
                 f" {self.num_dropped:,} dropped"
+            )
+        if self._joins:
+            line += (
+                f", joined of {count_words(sum(len(part.index) for part in self.parts), 'text')}"
             )
         if self.num_split:
             line += f"; above {self.max_seq_len:,}: {self.num_split:,} split"
@@ -349,17 +375,22 @@ class DataSet:
 
 def _describe(part: TokenizedSource) -> str:
     """One line that says which format `auto` found, and what was left out."""
-    notes = part.notes
     number = count_words(len(part.starts), part.noun)
-    line = f"{_named(part.source)}: {number}, format {notes['format']}"
-    if fields := notes["fields"]:
-        line += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
-    if unused := notes["unused"]:
-        listed = ", ".join(map(printable, unused[:_MAX_LISTED]))
-        line += f" (not used: {listed}{', ...' if len(unused) > _MAX_LISTED else ''})"
     seconds = part.tokenized_s
     how = "cached" if seconds is None else f"tokenized in {format_seconds(seconds)}"
-    return f"{line}{_left_out(part)}, {how}"
+    words = format_in_words(part.notes)
+    return f"{_named(part.source)}: {number}, {words}{_left_out(part)}, {how}"
+
+
+def format_in_words(facts: Mapping[str, Any]) -> str:
+    """The format of a source with the fields of it that are used and those that are not."""
+    words = f"format {facts['format']}"
+    if fields := facts["fields"]:
+        words += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
+    if unused := facts["unused"]:
+        listed = ", ".join(map(printable, unused[:_MAX_LISTED]))
+        words += f" (not used: {listed}{', ...' if len(unused) > _MAX_LISTED else ''})"
+    return words
 
 
 def _named(source: Source) -> str:
@@ -383,6 +414,7 @@ def load_data(
     max_seq_len: int | None = None,
     too_long: TooLong = "error",
     min_len: int = 0,
+    join: bool = False,
     limit: int | None = None,
     cache_dir: str | None = None,
     key: str = "data.train",
@@ -419,13 +451,16 @@ def load_data(
             with writing(folder):
                 arrays = write_tokens(place, encoded, facts)
             tokenized_s = time.perf_counter() - started_s
+        if join:
+            check_joined(arrays.facts["format"], tokenizer, printable(source.path))
         parts.append(TokenizedSource(source, listing, arrays, known, tokenized_s))
     for one, other in combinations(parts, 2):
         if shared := _overlap(one, other):
             raise _repeated(shared[0], key)
     return DataSet(
-        tuple(parts), max_seq_len=max_seq_len, too_long=too_long, min_len=min_len, key=key
-    )
+        tuple(parts), max_seq_len=max_seq_len, too_long=too_long, min_len=min_len, join=join,
+        key=key,
+    )  # fmt: skip
 
 
 def describe_shared(train: DataSet, held_out: DataSet) -> list[str]:
@@ -458,6 +493,28 @@ def _overlap(one: TokenizedSource, other: TokenizedSource) -> list[str]:
             for same in numbers.get(file.path.resolve(), ())
         )
     ]
+
+
+def unknown_token(token: int, vocab_size: int, origin: str) -> DataError:
+    """The message about a token id or label that a model does not know."""
+    return DataError(
+        given=f"token id {token}",
+        required=f"ids below {vocab_size}, the model's vocab_size",
+        source=origin,
+        change="use the tokenizer that belongs to the model",
+    )
+
+
+def check_joined(format: str, tokenizer: Any, origin: str) -> None:
+    """Raises DataError for sequences that data.join cannot put behind each other."""
+    given = f"format {format}" if format != "text" else "a tokenizer without EOS"
+    if format != "text" or tokenizer.eos_token_id is None:
+        raise DataError(
+            given=f"{given} with data.join",
+            required="format text, and a tokenizer with an EOS that is written between texts",
+            source=origin,
+            change="remove data.join: conversations and tokens are sequences of their own",
+        )
 
 
 def _refuse_repeated(listings: Items[Listing], key: str) -> None:

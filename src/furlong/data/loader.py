@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,9 @@ class LoaderState:
 
     epoch: int = 0
     batch: int = 0
+    sources: Items[dict[str, Any]] = ()
+    """Places in sources that are read while training, as plain values; of these epoch and batch
+    stay 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from furlong.api import Engine
 from furlong.config.schema import DataConfig, Format, RunConfig, TrainConfig
 from furlong.data.dataset import DataSet, describe_shared, load_data
 from furlong.data.formats import Reading
-from furlong.data.loader import Epochs, count_steps
+from furlong.data.loader import (
+    Batch,
+    Epochs,
+    LoaderState,
+    count_steps,
+    describe_batches,
+    iterate_batches,
+)
+from furlong.data.stream import StreamSet
 from furlong.errors import CheckpointError, ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.build import build_model
@@ -100,13 +109,19 @@ def fused(config: RunConfig, model: Any) -> Any:
 
 
 def load_splits(
-    settings: DataConfig, tokenizer: Any, format: Format | None, seed: int = 0
-) -> dict[str, DataSet]:
+    settings: DataConfig,
+    tokenizer: Any,
+    format: Format | None,
+    seed: int = 0,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
     """The data sets `train` and, if there is one, `eval`; prints what was found. `format`: that of
-    the loss, None is the settings' own; `seed`: which records are held out."""
-    data = {}
+    the loss, None is the settings' own. `seed`, `say`: see `StreamSet`."""
+    data: dict[str, Any] = {}
+    if settings.streaming:
+        data["train"] = StreamSet(settings, tokenizer, seed=seed, say=say)
     for split, named in (("train", settings.train), ("eval", settings.eval)):
-        if named is not None:
+        if named is not None and split not in data:
             data[split] = load_data(
                 named,
                 tokenizer,
@@ -114,6 +129,7 @@ def load_splits(
                 max_seq_len=settings.max_seq_len,
                 too_long=settings.too_long,
                 min_len=settings.min_len,
+                join=settings.join,
                 limit=settings.limit,
                 cache_dir=settings.cache_dir,
                 key=f"data.{split}",
@@ -125,9 +141,25 @@ def load_splits(
         print(data["eval"].summary())
     elif "eval" in data:
         print(*data["eval"].describe(), sep="\n")
-        for line in describe_shared(data["train"], data["eval"]):
+        for line in () if settings.streaming else describe_shared(data["train"], data["eval"]):
             print(line)
     return data
+
+
+def batches_of(
+    settings: TrainConfig, train: DataSet | StreamSet, state: LoaderState
+) -> Iterator[Batch]:
+    """The global batches of a run from a state on, endless."""
+    if isinstance(train, StreamSet):
+        return train.batches(step_size(settings), state)
+    return iterate_batches(train, epochs_of(settings, train), state=state, units=train.units)
+
+
+def batches_in_words(settings: TrainConfig, train: DataSet | StreamSet) -> str:
+    """The sizes of a run's global batches. Raises ConfigError if there is not one."""
+    if isinstance(train, StreamSet):
+        return train.describe_batches(step_size(settings))
+    return describe_batches(epochs_of(settings, train), train.noun)
 
 
 def epochs_of(settings: TrainConfig, train: DataSet) -> Epochs:
@@ -135,11 +167,11 @@ def epochs_of(settings: TrainConfig, train: DataSet) -> Epochs:
     return Epochs(train.mixture, step_size(settings), settings.seed, train.unit_lens)
 
 
-def steps_of(settings: TrainConfig, train: DataSet) -> int:
+def steps_of(settings: TrainConfig, train: DataSet | StreamSet) -> int:
     """The number of steps of a run, by steps or by epochs."""
     if settings.steps is not None:
         return settings.steps
-    assert settings.epochs is not None  # the schema holds it
+    assert settings.epochs is not None and isinstance(train, DataSet)  # the schema holds it
     return count_steps(settings.epochs, epochs_of(settings, train), train.has_label)
 
 

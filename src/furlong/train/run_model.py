@@ -22,6 +22,7 @@ from furlong.cost.machine import (
 )
 from furlong.cost.model import CostModel
 from furlong.data.dataset import DataSet
+from furlong.data.stream import StreamSet
 from furlong.errors import CheckpointError, ConfigError, difference_words, differing
 from furlong.kv.disk import NamelessFile
 from furlong.kv.pools import Storage
@@ -158,7 +159,7 @@ def check_architecture(
 
 
 def choose_run_plan(
-    config: RunConfig, model: RunModel, train: DataSet, storage: Storage
+    config: RunConfig, model: RunModel, train: DataSet | StreamSet, storage: Storage
 ) -> Decision:
     """The options of a run over `train`, and the layout of its processes; with the bytes that
     planners of single batches may use, where there are any.
@@ -178,7 +179,7 @@ def choose_run_plan(
 
 def _searched(
     config: RunConfig,
-    train: DataSet,
+    train: DataSet | StreamSet,
     given: dict[str, Any],
     model: RunModel,
     cost: CostModel,
@@ -225,7 +226,7 @@ def _in_sequences(size: StepSize, unit_size: int) -> StepSize:
 
 
 def _uncounted(
-    config: RunConfig, train: DataSet, given: dict[str, Any], model: RunModel
+    config: RunConfig, train: DataSet | StreamSet, given: dict[str, Any], model: RunModel
 ) -> Decision:
     """The decision for a model whose work cannot be counted, by fixed rules. Raises ConfigError for
     a method by name, which only a search finds plans of."""
@@ -255,7 +256,7 @@ def _are_all(given: Mapping[str, Any]) -> bool:
     return all(name in given for name in options)
 
 
-def _given(config: RunConfig, train: DataSet, model: RunModel) -> dict[str, Any]:
+def _given(config: RunConfig, train: DataSet | StreamSet, model: RunModel) -> dict[str, Any]:
     """The options of the run file; a sample draws by the run's own seed."""
     given = given_options(config)
     if objective_of(config.train).in_two_phases(model.launch.num_processes):

@@ -23,9 +23,11 @@ import torch
 from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run, load_run
 from furlong.data.cache import cache_folder
-from furlong.data.loader import Batch, describe_batches, in_order, iterate_batches, told_ahead
+from furlong.data.dataset import DataSet
+from furlong.data.loader import Batch, in_order, told_ahead
+from furlong.data.stream import StreamSet
 from furlong.data.tokenize import load_tokenizer
-from furlong.errors import ConfigError, DivergenceError, UserError
+from furlong.errors import ConfigError, DataError, DivergenceError, UserError
 from furlong.files import write_json
 from furlong.models.build import check_model, export_model
 from furlong.planners.options import ChunkOptions
@@ -166,6 +168,7 @@ class Trainer:
                 # what fails without weights and data fails first
                 self._check()
                 self._load_data()
+                stack.callback(getattr(self.train_data, "close", lambda: None))
                 self._choose_plan()
                 self._build_model(stack)
                 self._build_reference()
@@ -214,15 +217,15 @@ class Trainer:
     def _load_data(self) -> None:
         config, processes, run = self.config, self.processes, self.run
         with patience("reading the data", speaks=processes.is_first):
+            # the first process speaks for all
+            say = self.say if processes.is_first else lambda line: None
             read = partial(
-                build.load_splits,
-                config.data,
-                self.tokenizer,
-                self.objective.format,
-                config.train.seed,
-            )
+                build.load_splits, config.data, self.tokenizer, self.objective.format,
+                config.train.seed, say,
+            )  # fmt: skip
             self.data = processes.first_of_each_machine(read)
-        self.train_data, self.eval_data = self.data["train"], self.data.get("eval")
+        self.train_data: DataSet | StreamSet = self.data["train"]
+        self.eval_data: DataSet | None = self.data.get("eval")
         fingerprint = self.train_data.fingerprint
         source = "data.train, and the files of the model's tokenizer"
         require_equal(processes, fingerprint, source)
@@ -231,8 +234,7 @@ class Trainer:
             if run.checkpoint is not None and run.state is not None:
                 checkpoints.check_data(run.checkpoint, run.state, fingerprint)
             train = self.train_data
-            epochs = build.epochs_of(config.train, train)
-            print(f"data.train: {describe_batches(epochs, train.noun)}")
+            print(f"data.train: {build.batches_in_words(config.train, train)}")
             num_steps = build.steps_of(config.train, train)
             if run.checkpoint is not None and run.state is not None:
                 build.check_steps(num_steps, run.checkpoint, run.state, config)
@@ -370,7 +372,13 @@ class Trainer:
             )
             loss, stopped = self._evaluate_if_due()
             while not (stopped or self.cadence.ends(self.progress)):
-                batch, data_s = self._next_batch(batches)
+                try:
+                    batch, data_s = self._next_batch(batches)
+                except DataError:  # of a source that is read while the run trains
+                    if self.cadence.save_every and self.saved_step < self.progress.step:
+                        self.save()
+                        self.checkpoints.finish()
+                    raise
                 self._check_sample(batch)
                 figures = self.step(batch, data_s)
                 self._step_taken(figures)
@@ -395,9 +403,11 @@ class Trainer:
 
     def batches(self) -> Iterator[Batch]:
         """The global batches from where the run is, endless."""
-        train = self.train_data
-        epochs = build.epochs_of(self.config.train, train)
-        return iterate_batches(train, epochs, state=self.progress.data, units=train.units)
+        batches = build.batches_of(self.config.train, self.train_data, self.progress.data)
+        if not self.config.data.streaming:
+            return batches
+        together = self.processes.together  # each reads by itself, and may fail to
+        return iter(lambda: together(lambda: next(batches)), None)
 
     def step(self, batch: Batch, data_s: float = 0.0) -> StepFigures:
         """Gradients of the mean loss of the global batch, clipping, one update; it is counted in
@@ -476,6 +486,7 @@ class Trainer:
         if self.eval_data is not None:
             sets[HELD_OUT] = self.eval_data, self.eval_data.units
         if settings.eval_train_share:
+            assert isinstance(self.train_data, DataSet)  # the schema holds it
             sets[TRAINING] = share_of(self.train_data, settings.eval_train_share, settings.seed)
         found = {}
         for name, (sequences, units) in sets.items():

@@ -1,0 +1,410 @@
+"""Sequences of sources that are read while a run trains, and are nowhere kept on disk.
+
+A source is read in blocks, file after file, in an order of the files that seed and epoch fix; each
+block is shuffled, and a thread reads the next one meanwhile. Where a run is in a source follows
+from the record in front of a block and the number of sequences that it has drawn of it: a run that
+goes on reads that block again, and compares its checksum.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterator
+from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from furlong.config.schema import DataConfig, Source
+from furlong.data.cache import key_of
+from furlong.data.dataset import SEQUENCES, check_joined, format_in_words, unknown_token
+from furlong.data.formats import Reading, encode
+from furlong.data.loader import Batch, LoaderState
+from furlong.data.records import Notes, SourceRecord, read_records
+from furlong.data.sources import list_files, printable
+from furlong.data.tokenize import Encoded, Sequence, fingerprint
+from furlong.errors import DataError
+from furlong.plan.lengths import StepSize
+from furlong.units import count_words
+
+BLOCK_TOKENS = 2**24
+"""Tokens of the blocks of all sources together: 128 MiB with labels, and the same again for those
+that are read ahead."""
+BLOCK_RECORDS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in a source, behind a record."""
+
+    epoch: int = 0
+    file: int = 0
+    """Number in the epoch's order of files."""
+    line: int = -1
+    """-1: before the first record of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where a run is in a source."""
+
+    block: Place = field(default_factory=Place)
+    """Where the block at hand begins."""
+    drawn: int = 0
+    """Sequences of it that were drawn."""
+    checksum: str = ""
+    """The checksum of the block; empty where it is not read yet."""
+    num_tokens: int = 0
+    """Tokens of the source that the run has drawn."""
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Cursor:
+        """The inverse of `asdict`."""
+        return cls(**{**values, "block": Place(**values["block"])})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Sequences that follow each other in a source, shuffled."""
+
+    start: Place
+    end: Place
+    sequences: list[Sequence]
+    checksum: str
+    """The checksum of all tokens and labels, in their order."""
+    highest: tuple[int, str]
+    """The highest token id or label, and where it is."""
+    notes: list[str]
+    """Lines about what was left out here for the first time."""
+
+
+class Reader:
+    """The blocks of a source, read by one thread."""
+
+    def __init__(
+        self, source: Source, number: int, settings: DataConfig, tokenizer: Any, seed: int, key: str
+    ) -> None:
+        """Reads the first record, which decides the format. Raises DataError."""
+        self.source, self._settings, self._key = source, settings, key
+        self._tokenizer, self._seed = tokenizer, (seed, number)
+        self._most_tokens = BLOCK_TOKENS // len(settings.train)
+        self._limit = min(filter(None, (source.limit, settings.limit)), default=None)
+        self.listing = list_files(source, key)
+        reading = Reading.of(settings).of_source(source)
+        first = next(read_records(self.listing, Notes(), reading.columns, key))
+        self.reading = reading.decided(first)
+        self.facts = self.reading.facts(first)
+        if settings.join:
+            check_joined(self.reading.format, tokenizer, first.origin)
+        self.is_closed = False
+        self._notes, self._told = Notes(), set[str]()
+        self._at: Place | None = None
+        self._encoded: Generator[tuple[SourceRecord, list[Encoded]]] | None = None
+
+    def read(self, start: Place) -> Block:
+        """The block that begins behind a record; one that the end of an epoch cuts is smaller.
+        Raises DataError."""
+        if start != self._at:
+            self._encoded = self._encode(start)
+        end, found, num_tokens = Place(start.epoch + 1), list[tuple[str, Encoded]](), 0
+        assert self._encoded is not None
+        for record, sequences in self._encoded:
+            own = [(record.origin, one) for one in self._fitted(record, sequences)]
+            found += own
+            num_tokens += sum(len(one.input_ids) for _, one in own)
+            if num_tokens >= self._most_tokens or len(found) >= BLOCK_RECORDS or self.is_closed:
+                end = Place(start.epoch, record.file, record.line)
+                break
+        self._at = end if end.epoch == start.epoch else None
+        if not found and start == Place(start.epoch) and not self.is_closed:
+            raise self._nothing_to_learn()
+        own_seed = (*self._seed, start.epoch, start.file, start.line + 1, 3)
+        order = np.random.default_rng(own_seed).permutation(len(found))
+        found = [found[i] for i in order.tolist()]
+        if self._settings.join:
+            found = _joined(found, self._settings.max_seq_len)
+        least = self._settings.min_len
+        found = [one for one in found if len(one[1].input_ids) >= least]
+        checksum, highest = xxhash.xxh3_128(), (-1, "")
+        for origin, one in found:
+            checksum.update(one.input_ids.tobytes())
+            checksum.update(one.labels.tobytes())
+            highest = max(highest, (int(max(one.input_ids.max(), one.labels.max())), origin))
+        own_sequences = [
+            Sequence(number, origin, one.input_ids, one.labels)
+            for number, (origin, one) in enumerate(found)
+        ]
+        return Block(start, end, own_sequences, checksum.hexdigest(), highest, self._new_notes())
+
+    def _encode(self, start: Place) -> Generator[tuple[SourceRecord, list[Encoded]]]:
+        """The records behind a place, to the end of its epoch, with their sequences. Files have
+        their numbers in the epoch's order; that of the first records of a source is its own."""
+        files, skipped = self.listing.files, 0
+        if self._limit is None:
+            order = np.random.default_rng((*self._seed, start.epoch, 4)).permutation(len(files))
+            files, skipped = tuple(files[i] for i in order.tolist())[start.file :], start.file
+        listing = replace(self.listing, files=files)
+
+        def records() -> Iterator[SourceRecord]:
+            read = read_records(listing, self._notes, self.reading.columns, self._key, self._limit)
+            for record in read:
+                own = replace(record, file=record.file + skipped)
+                if (own.file, own.line) > (start.file, start.line):
+                    yield own
+
+        yield from encode(records(), self._tokenizer, self.reading, self._notes)
+
+    def close(self) -> None:
+        """End what renders conversations: a process, which has all that was open when it began."""
+        if self._encoded is not None:
+            self._encoded.close()
+
+    def _fitted(self, record: SourceRecord, sequences: list[Encoded]) -> list[Encoded]:
+        """The sequences of a record as data.too_long has them. Raises DataError."""
+        limit, too_long = self._settings.max_seq_len, self._settings.too_long
+        if self._settings.join:
+            return sequences
+        own = []
+        for one in sequences:
+            if (num_tokens := len(one.input_ids)) <= limit:
+                own.append(one)
+                continue
+            if too_long == "split" and self.reading.format not in ("text", "tokens"):
+                raise record.refusal(
+                    f"a sequence of {num_tokens:,} tokens, format {self.reading.format}",
+                    f"texts and tokens, or at most data.max_seq_len = {limit:,}",
+                    "raise data.max_seq_len, or set data.too_long to truncate or drop",
+                )
+            if too_long == "error":
+                raise record.refusal(
+                    f"a sequence of {num_tokens:,} tokens",
+                    f"at most data.max_seq_len = {limit:,}",
+                    "raise data.max_seq_len, or set data.too_long to truncate or drop",
+                )
+            self._notes.add(f"longer than {limit:,} tokens: {too_long}", record.file, record.line)
+            stop = {"truncate": limit, "drop": 0, "split": num_tokens}[too_long]
+            cut = [slice(first, first + limit) for first in range(0, stop, limit)]
+            own += [Encoded(one.input_ids[piece], one.labels[piece]) for piece in cut]
+        return own
+
+    def _new_notes(self) -> list[str]:
+        new = sorted(self._notes.keys() - self._told)
+        self._told.update(new)
+        return [f"{self._key}: {printable(self.source.path)}: {what}, from here on" for what in new]
+
+    def _nothing_to_learn(self) -> DataError:
+        told = ", ".join(f"{number:,} {what}" for what, (number, *_) in self._notes.items())
+        return DataError(
+            given=f"{printable(self.source.path)} without a sequence"
+            + (f": {told}" if told else ""),
+            required="at least one sequence of each source",
+            source=self._key,
+            change="check that the right files are named, or raise data.max_seq_len",
+        )
+
+
+def _joined(found: Items[tuple[str, Encoded]], limit: int) -> list[tuple[str, Encoded]]:
+    """Texts behind each other, cut to sequences of `limit` tokens; the last one has the rest."""
+    ids = np.concatenate([np.zeros(0, np.int32), *(one.input_ids for _, one in found)])
+    ends = np.cumsum([len(one.input_ids) for _, one in found])
+    cut = []
+    for first in range(0, len(ids), limit):
+        own = ids[first : first + limit]
+        cut.append((found[int(np.searchsorted(ends, first, "right"))][0], Encoded(own, own)))
+    return cut
+
+
+class Drawing:
+    """The sequences of a source one after another, from a cursor on; its thread reads ahead."""
+
+    def __init__(
+        self, reader: Reader, cursor: Cursor, thread: ThreadPoolExecutor, check: Check
+    ) -> None:
+        """`check`: what each block goes through before it is drawn from."""
+        self.reader, self.cursor, self._thread, self._check = reader, cursor, thread, check
+        self.block: Block | None = None
+        self._next = thread.submit(reader.read, cursor.block)
+
+    def peek(self) -> Sequence:
+        """The sequence that is drawn next. Raises DataError."""
+        while self.block is None or self.cursor.drawn == len(self.block.sequences):
+            block = self._next.result()
+            self._next = self._thread.submit(self.reader.read, block.end)
+            if self.block is not None:
+                self.cursor = replace(self.cursor, block=block.start, drawn=0, checksum="")
+            elif self.cursor.checksum not in ("", block.checksum):
+                raise self._changed(block)
+            self._check(block)
+            self.block = block
+            self.cursor = replace(self.cursor, checksum=block.checksum)
+        return self.block.sequences[self.cursor.drawn]
+
+    def take(self) -> None:
+        """Go on behind the sequence that `peek` has shown."""
+        cursor, num_tokens = self.cursor, self.peek().seq_len
+        self.cursor = replace(
+            cursor, drawn=cursor.drawn + 1, num_tokens=cursor.num_tokens + num_tokens
+        )
+
+    def _changed(self, block: Block) -> DataError:
+        at = self.cursor.block
+        return DataError(
+            given=f"other sequences in {printable(self.reader.source.path)} than the run has"
+            f" drawn, behind record {at.line} of file {at.file} of pass {at.epoch + 1}",
+            required="the records before the place where the run goes on as they were",
+            source="data.train, and the checkpoint",
+            change="restore the files (of the hub: name the revision), or start anew with another"
+            " out",
+        )
+
+
+Check = Callable[[Block], None]
+
+
+class StreamSet:
+    """Sequences of one or several sources, drawn so that each has its share of the tokens."""
+
+    noun = "sequence"
+
+    def __init__(
+        self, settings: DataConfig, tokenizer: Any, *, seed: int = 0,
+        say: Callable[[str], None] = print, key: str = "data.train",
+    ) -> None:  # fmt: skip
+        """`say`: tells what is left out, when it is read. Raises UserError."""
+        self._settings, self._seed, self.say, self._key = settings, seed, say, key
+        own = copy.deepcopy(tokenizer)  # the thread's
+        self._tokenizer = fingerprint(tokenizer)
+        self._readers = [
+            Reader(source, number, settings, own, seed, key)
+            for number, source in enumerate(settings.train)
+        ]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._drawings: list[Drawing] = []
+        self._vocab_size: int | None = None
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a sequence may have: nobody knows those that are to come."""
+        return self._settings.max_seq_len
+
+    @cached_property
+    def sample(self) -> list[Sequence]:
+        """The sequences of the first block of each source."""
+        self._begin(LoaderState())
+        found = []
+        for drawing in self._drawings:
+            drawing.peek()
+            assert drawing.block is not None
+            found += drawing.block.sequences
+        return found
+
+    @property
+    def seq_lens(self) -> npt.NDArray[np.int64]:
+        """(N,) tokens of the sequences of the first blocks, which stand for all."""
+        return np.array([one.seq_len for one in self.sample])
+
+    @property
+    def valid_tokens(self) -> npt.NDArray[np.int64]:
+        """(N,) tokens of these that are learnt."""
+        return np.array([one.num_valid_tokens for one in self.sample])
+
+    def epoch_lens(self, seed: int) -> npt.NDArray[np.int64]:
+        """Tokens of sequences that are like those of an epoch."""
+        return self.seq_lens
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """Checksums of all that decides the sequences but for what is in the files."""
+        settings = self._settings
+        named = {
+            f"the names of the files of {printable(reader.source.path)}": key_of(
+                [[file.kind, file.path.name] for file in reader.listing.files]
+            )
+            for reader in self._readers
+        }
+        named["the tokenizer (its files, or the versions of transformers and tokenizers)"] = (
+            self._tokenizer
+        )
+        keys = [reader.reading.key for reader in self._readers]
+        own = [settings.max_seq_len, settings.too_long, settings.join, self._seed, BLOCK_TOKENS]
+        return named | {SEQUENCES: key_of([*named.values()], keys, own)}
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises DataError, now or when it is read, for a token id or label that a model of
+        `vocab_size` does not know."""
+        self._vocab_size = vocab_size
+        for drawing in self._drawings:
+            if drawing.block is not None:
+                self._check(drawing.block)
+
+    def describe(self) -> list[str]:
+        """Lines that tell what was found."""
+        lines = []
+        for reader in self._readers:
+            path, files = printable(reader.source.path), reader.listing.files
+            how = f"{count_words(len(files), 'file')}, {format_in_words(reader.facts)}"
+            how += ", read while training"
+            share = f", share {reader.source.share:g}" if len(self._readers) > 1 else ""
+            lines.append(f"{self._key}: {path}: {how}{share}")
+            lines += [f"{self._key}: {path}: {line}" for line in reader.listing.notes]
+        return lines
+
+    def describe_batches(self, size: StepSize) -> str:
+        """The sizes of global batches, for people."""
+        of = f"{size} sequences" if size.tokens is None else str(size)
+        return f"batches of {of}; plans are for {self.longest:,} tokens, which one may have"
+
+    def batches(self, size: StepSize, state: LoaderState) -> Iterator[Batch]:
+        """Endless, from a state on."""
+        self._begin(state)
+        while True:
+            own, num_tokens = list[Sequence](), 0
+            while size.sequences is None or len(own) < size.sequences:
+                drawing = self._due()
+                sequence = drawing.peek()
+                num_tokens += sequence.seq_len
+                if own and size.tokens is not None and num_tokens > size.tokens:
+                    break
+                own.append(sequence)
+                drawing.take()
+            cursors = tuple(asdict(drawing.cursor) for drawing in self._drawings)
+            yield Batch(tuple(own), LoaderState(sources=cursors))
+
+    def close(self) -> None:
+        """No batch is asked for any more."""
+        for reader in self._readers:
+            reader.is_closed = True
+        self._thread.shutdown(cancel_futures=True)
+        for reader in self._readers:
+            reader.close()
+
+    def _begin(self, state: LoaderState) -> None:
+        cursors = [Cursor.of(values) for values in state.sources] or [Cursor()] * len(self._readers)
+        if [(own.cursor.block, own.cursor.drawn) for own in self._drawings] != [
+            (own.block, own.drawn) for own in cursors
+        ]:
+            self._drawings = [
+                Drawing(reader, cursor, self._thread, self._check)
+                for reader, cursor in zip(self._readers, cursors, strict=True)
+            ]
+
+    def _due(self) -> Drawing:
+        """The source that lacks most tokens of its share."""
+        total = sum(drawing.cursor.num_tokens for drawing in self._drawings)
+
+        def lacks(drawing: Drawing) -> float:
+            return (drawing.reader.source.share or 1) * total - drawing.cursor.num_tokens
+
+        return max(self._drawings, key=lacks)
+
+    def _check(self, block: Block) -> None:
+        highest, origin = block.highest
+        if self._vocab_size is not None and highest >= self._vocab_size:
+            raise unknown_token(highest, self._vocab_size, origin)
+        for line in block.notes:
+            self.say(line)

@@ -1,0 +1,171 @@
+"""Sources that are read while a run trains: what is drawn, in which order, how a run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_tokenizers import byte_tokenizer
+
+from furlong.config.schema import DataConfig
+from furlong.data import stream
+from furlong.data.loader import Batch, LoaderState
+from furlong.data.stream import StreamSet
+from furlong.errors import DataError
+from furlong.plan.lengths import StepSize
+
+THREE = StepSize(3)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "BLOCK_RECORDS", 5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three files of records, seven in each."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(3):
+        lines = [json.dumps({"text": f"{number}{line}" * (line + 1)}) for line in range(7)]
+        (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def open_stream(path: Any, said: list[str] | None = None, **settings: Any) -> StreamSet:
+    own: dict[str, Any] = {"train": path if isinstance(path, list) else str(path)}
+    config = DataConfig(**(own | {"max_seq_len": 64, "streaming": True} | settings))
+    say = (lambda line: None) if said is None else said.append
+    return StreamSet(config, byte_tokenizer(), seed=3, say=say)
+
+
+def drawn(batches: Iterator[Batch], count: int) -> list[list[tuple[str, bytes]]]:
+    """Origins and tokens of some batches."""
+    return [
+        [(one.origin, one.input_ids.tobytes()) for one in batch.sequences]
+        for batch in islice(batches, count)
+    ]
+
+
+def states(data: StreamSet, size: StepSize, count: int) -> list[LoaderState]:
+    """The states behind batches, as a checkpoint holds them."""
+    batches = islice(data.batches(size, LoaderState()), count)
+    return [LoaderState(sources=json.loads(json.dumps(b.next_state.sources))) for b in batches]
+
+
+def test_an_epoch_has_every_record_once_in_its_own_order(folder: Path) -> None:
+    data = open_stream(folder)
+    epochs = drawn(data.batches(StepSize(21), LoaderState()), 2)
+    first, second = ([origin for origin, _ in epoch] for epoch in epochs)
+    assert Counter(first) == Counter(second) and len(set(first)) == 21
+    assert first != second and first != sorted(first)
+    data.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (THREE, {}),
+        (StepSize(tokens=50), {"too_long": "truncate", "max_seq_len": 10}),
+        (THREE, {"too_long": "drop", "max_seq_len": 10}),
+        (StepSize(tokens=100), {"join": True, "max_seq_len": 16}),
+    ],
+    ids=["sequences", "tokens", "dropped", "joined"],
+)
+def test_any_position_goes_on_as_if_nothing_had_happened(
+    folder: Path, size: StepSize, settings: dict[str, Any]
+) -> None:
+    whole = drawn(open_stream(folder, **settings).batches(size, LoaderState()), 20)
+    for number, state in enumerate(states(open_stream(folder, **settings), size, 19), start=1):
+        data = open_stream(folder, **settings)
+        assert drawn(data.batches(size, state), 20 - number) == whole[number:]
+        data.close()
+
+
+def test_the_block_at_hand_is_compared_and_what_follows_may_be_mended(tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    original = [json.dumps({"text": f"{number:02}"}) for number in range(12)]
+    file.write_text("\n".join(original))
+    *_, state = states(open_stream(file), THREE, 2)  # one of the second five is drawn
+    for number in range(12):
+        file.write_text("\n".join([*original[:number], '{"text": "ab"}', *original[number + 1 :]]))
+        data = open_stream(file)
+        if 5 <= number < 10:
+            with pytest.raises(DataError, match=r"other sequences in .*texts.jsonl than the run"):
+                next(data.batches(THREE, state))
+        else:
+            next(data.batches(THREE, state))
+        data.close()
+
+
+def test_no_more_than_one_block_is_read_ahead(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, original = [], stream.Reader.read
+    monkeypatch.setattr(
+        stream.Reader, "read", lambda self, start: read.append(start) or original(self, start)
+    )
+    data = open_stream(folder)
+    for number, _ in enumerate(islice(data.batches(StepSize(1), LoaderState()), 20)):
+        assert len(read) <= 2 + number // 5
+    data.close()
+
+
+def test_what_is_left_out_is_told_once_and_nothing_at_all_is_refused(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = tmp_path / "texts.jsonl"
+    texts = ["ab", " ", "abcdef", "", "abcdef"] * 4
+    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    data = open_stream(file, said, max_seq_len=4, too_long="drop")
+    drawn(data.batches(THREE, LoaderState()), 9)
+    assert len(said) == 2 and "blank texts left out" in said[0] and "longer than 4" in said[1]
+    data.close()
+    data = open_stream(file, max_seq_len=2, too_long="drop")
+    with pytest.raises(DataError, match=r"without a sequence: .*8 blank texts"):
+        next(data.batches(THREE, LoaderState()))
+    data.close()
+    data = open_stream(file, max_seq_len=4)
+    with pytest.raises(DataError, match="a sequence of 7 tokens"):
+        next(data.batches(THREE, LoaderState()))
+    data.close()
+
+
+def test_a_token_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ids.jsonl"
+    file.write_text("\n".join(json.dumps({"input_ids": [1, n]}) for n in range(9)))
+    data = open_stream(file)
+    data.check_vocabulary(8)
+    with pytest.raises(DataError, match="token id 8") as caught:
+        drawn(data.batches(THREE, LoaderState()), 3)
+    assert caught.value.source == f"{file}:9"
+    data.close()
+
+
+def test_sequences_for_the_plan_are_those_of_the_first_blocks(folder: Path) -> None:
+    data = open_stream(folder)
+    assert len(data.seq_lens) == 5 and data.longest == 64
+    assert data.seq_lens.tolist() == [len(one.input_ids) for one in data.sample]
+    first = drawn(data.batches(StepSize(5), LoaderState()), 1)[0]
+    assert first == [(one.origin, one.input_ids.tobytes()) for one in data.sample]
+    data.close()
+
+
+def test_texts_are_joined_to_full_sequences(folder: Path) -> None:
+    data = open_stream(folder, join=True, max_seq_len=16)
+    (batch,) = islice(data.batches(StepSize(len(data.sample)), LoaderState()), 1)
+    ids = [one.input_ids.tolist() for one in batch.sequences]
+    assert {len(own) for own in ids[:-1]} == {16} and len(ids[-1]) <= 16
+    end = byte_tokenizer().eos_token_id
+    assert sum(own.count(end) for own in ids) == 5
+    assert all(one.num_valid_tokens == one.seq_len - 1 for one in batch.sequences)
+    data.close()
+    chats = folder.parent / "chats.jsonl"
+    chats.write_text(json.dumps({"input_ids": [1, 2]}))
+    with pytest.raises(DataError, match="format tokens with data"):
+        open_stream(chats, join=True)
