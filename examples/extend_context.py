@@ -4,7 +4,7 @@ python examples/extend_context.py
 
 A model is trained at 256 positions on the standard library's source files. Then its loss on
 held-out pieces of 1,024 tokens is measured: as it is, with YaRN, and after a few steps with YaRN at
-the new length (examples/extend_context.yaml).
+the new length (recipes/extend-context.yaml).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import quickstart
 SHORT, LONG = 256, 1024
 EDGES = (0, SHORT, 2 * SHORT, LONG)
 HOME = Path("runs/extend_context")
-YAML = Path(__file__).with_suffix(".yaml")
+YAML = Path(__file__).parents[1] / "recipes" / "extend-context.yaml"
 YARN = {"rope_type": "yarn", "factor": LONG / SHORT}
 # With few different tokens a small model soon learns to look back: where, its positions say.
 SHAPE = {"hidden_size": 96, "intermediate_size": 288, "max_position_embeddings": SHORT}

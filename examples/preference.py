@@ -4,7 +4,7 @@ python examples/preference.py
 
 A pair is real text of Python's standard library: the module up to a function's head is the prompt,
 the body is the chosen answer, and the body without its docstring the rejected one. `furlong train
-examples/preference.yaml` runs DPO then, and a table shows held-out pairs before and after; exit
+recipes/preference.yaml` runs DPO then, and a table shows held-out pairs before and after; exit
 code 1 unless their margin rose and most of them are the right way round.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 import quickstart
 
 HOME = Path("runs/preference")
-YAML = Path(__file__).with_suffix(".yaml")
+YAML = Path(__file__).parents[1] / "recipes" / "preference.yaml"
 NUM_TRAIN, NUM_EVAL = 64, 16
 PER_FILE = 4
 PROMPT_CHARS, ANSWER_CHARS = 2500, 1500

@@ -1,7 +1,7 @@
 """The quickstart's corpus, and its closing table.
 
 python examples/quickstart.py prepare      data, tokenizer and config.json in runs/quickstart
-furlong train examples/quickstart.yaml     the run itself
+furlong train recipes/quickstart.yaml     the run itself
 python examples/quickstart.py report RUN   the table; exit code 1 unless the loss fell by a nat
 """
 

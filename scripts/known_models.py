@@ -61,6 +61,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _qwen3(1024, 28, 16, 8, 3072, **_TIED),
     "Qwen3-1.7B": _qwen3(2048, 28, 16, 8, 6144, **_TIED),
     "Qwen3-8B": _qwen3(4096, 36, 32, 8, 12288),
+    "Qwen3-30B-A3B-Instruct-2507": _sized(
+        "qwen3_moe",
+        *(2048, 48, 32, 4, 6144, 151936),
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        max_position_embeddings=262144,
+    ),
+    "Olmo-Hybrid-7B": {"model_type": "olmo_hybrid"},  # the defaults of its class
     "Llama-2-7B": _llama(4096, 32, 32, 32, 11008, 32000),
     "Llama-2-13B": _llama(5120, 40, 40, 40, 13824, 32000),
     "Llama-3-8B": _llama(4096, 32, 32, 8, 14336, 128256),

@@ -59,6 +59,8 @@ def site_path(source: str, link: str) -> str | None:
     path = normpath(Path(source).parent / link)
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
+    if path.startswith("recipes/") and path.endswith(".yaml") and (ROOT / path).exists():
+        return f"recipes.md#{Path(path).name.replace('.', '')}"
     return PAGES.get(path)
 
 

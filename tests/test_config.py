@@ -70,7 +70,7 @@ def test_every_key_has_a_help_text_and_the_reference_has_every_key() -> None:
     assert all(f"| `{key}` |" in page["reference"]() for key in LEAVES)
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda f: f.name)
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda f: f.name)
 def test_every_shipped_file_parses(file: Path) -> None:
     assert load_run(file) == parse_run([str(file)])
 

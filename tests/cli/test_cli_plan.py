@@ -66,6 +66,7 @@ def test_refuses_plans_that_were_edited(saved, old, new, given, capsys):
     ("arguments", "given"),
     [
         ([], "no --lengths"),
+        (["--lengths=3000000000", "--model.name=Llama-3-8B", "--hardware=H100"], "tokens of a seq"),
         (["no such.json"], "No such file"),
         (["plan.json", "--picture", "a.gif"], "--picture a.gif"),
         (["plan.json", "--trace", "a.png"], "--trace a.png"),
@@ -87,7 +88,7 @@ def test_refuses_what_it_cannot_read_or_write(arguments, given, capsys):
     ("flags", "enough", "told", "num_tried"),
     [
         (["--hardware=H100"], {"devices": 4}, "4 x H100; no plan for 1 x H100, 2 x H100", 3),
-        ([], {"hardware": "A100-40"}, "1 x A100-40; no plan for 1 x A10G, 1 x L4, ", 5),
+        ([], {"hardware": "A100-40"}, "1 x A100-40; no plan for 1 x RTX4060-Laptop, 1 x A10G, ", 6),
         (["--devices=2"], {"hardware": "A10G"}, "2 x A10G", 1),
         (["--hardware=H100"], {"devices": 3}, "1024 x H100, the last of --smallest: too much", 11),
         (["--hardware=H100", "--parallel.dp=3"], {"devices": 6}, "no plan for 3 x H100", 2),

@@ -58,7 +58,7 @@ from furlong.units import count_words, format_count, format_seconds
 
 _USAGE = """\
 furlong plan RUN.yaml [FLAGS]
-       furlong plan --lengths FILE|PRESET --model.name CONFIG.json|NAME --hardware NAME [FLAGS]
+       furlong plan --lengths FILE|PRESET|N --model.name CONFIG.json|NAME --hardware NAME [FLAGS]
        furlong plan PLAN.json [--model.name M --hardware H]
        furlong plan RUN_FOLDER"""
 _ABOUT = """\
@@ -133,8 +133,8 @@ def parse_flags(arguments: Sequence[str]) -> RunFlags:
 # fmt: off
 def _add_flags(parser: ArgumentParser) -> None:
     flag = parser.add_argument_group("the batch, the devices and the search").add_argument
-    flag("--lengths", metavar="FILE|PRESET",
-         help="lengths that furlong lengths wrote, or a preset (docs/plan.md)")
+    flag("--lengths", metavar="FILE|PRESET|N",
+         help="lengths that furlong lengths wrote, a preset (docs/plan.md), or one of N tokens")
     flag("--sequences", type=int, metavar="N",
          help="sequences of a step: the longest, and others drawn by train.seed"
          " (default: what train says of a run; all of a file; 64 of a preset)")

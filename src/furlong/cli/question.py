@@ -26,6 +26,7 @@ from furlong.cost.shape import ModelShape, cached_shape, is_known_model, known_m
 from furlong.data.sources import walk
 from furlong.errors import UserError, refusal
 from furlong.plan.lengths import (
+    MAX_TOKENS,
     Lengths,
     StepSize,
     count_lengths,
@@ -253,14 +254,19 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
     tokens = None
     if count is None and (is_run or {_PER_STEP, _TOKENS_PER_STEP} & flags.names):
         count, tokens = config.train.sequences_per_step, config.train.tokens_per_step
-    if name is not None and not os.path.exists(name) and not name.endswith(".json"):
+    length = int(name) if name is not None and name.isdecimal() else 0
+    is_file = name is not None and (os.path.exists(name) or name.endswith(".json"))
+    if name is not None and not length and not is_file:
         default = _OF_A_PRESET if tokens is None else MAX_BATCH
         batch = _of_preset(name, default if count is None else count, seed, limit)
     else:
         if name is None:
             name, lengths = _counted(flags, config)
-        else:
+        elif is_file:
             lengths = read_lengths(Path(name))
+        else:
+            _check_at_most(MAX_TOKENS, length, "tokens of a sequence", "--lengths")
+            name, lengths = f"--lengths {name}", count_lengths([length])
         too_long = config.data.too_long
         if too_long == "error" and (not is_run or _LIMIT in flags.names):
             too_long = "drop"

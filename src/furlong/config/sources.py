@@ -83,7 +83,7 @@ def read_run_file(file: str) -> dict[str, Any]:
         kind = "unnamed keys" if isinstance(values, dict) else f"a {type(values).__name__}"
         given = "an empty file" if values is None else kind
         required = f"a run, in sections: {', '.join(RunConfig.model_fields)}"
-        raise refusal(given, required, "see examples/quickstart.yaml", file)
+        raise refusal(given, required, "see recipes/quickstart.yaml", file)
     return values
 
 

@@ -244,7 +244,7 @@ class ModelShape:
         return cls(**own)
 
 
-_PUBLISHERS = {"qwen": "qwen", "llama": "meta-llama"}
+_PUBLISHERS = {"qwen": "qwen", "llama": "meta-llama", "olmo": "allenai"}
 _FIELDS = ModelShape.__dataclass_fields__.keys()
 
 
