@@ -105,6 +105,8 @@ def convert(
             by_target.setdefault(own[0], {})[name] = value
         elif answer is None:
             made.cannot("furlong does not know it", [name])
+        elif name == "resume_from_checkpoint" and isinstance(value, str) and "/" in value:
+            made.cannot("write model.name: the export of the run that it goes on from", [name])
         elif name == "plugins" and all(re.search(_PLAIN_PLUGINS, str(one)) for one in value):
             made.need_not("what they do stands under keys of its own", [name])
         elif name in ("deepspeed", "fsdp", "fsdp_config") and _offloads(value):
@@ -179,7 +181,7 @@ def _offloads(value: Any) -> bool:
     return isinstance(value, str) and "offload" in value
 
 
-_COMPUTED = re.compile(r"\$(\w|\{|\()|^<.*>$")
+_COMPUTED = re.compile(r"\$(\w|\{|\()|^<[^|<>]* [^<>]*>$")
 
 
 def _is_empty(value: Any) -> bool:
@@ -321,7 +323,8 @@ def _rope(made: Conversion, target: str, given: _Given) -> None:
 def _scaled(made: Conversion, kind: str) -> dict[str, Any] | None:
     """RoPE of a kind with the factor that the length asks for, by the model's config; None without
     one."""
-    name, length = str(made.run.get("model.name")), made.run.get("data.max_seq_len")
+    name = str(made.run.get("model.name"))
+    length = made.value("max_model_len", "cutoff_len", "max_length")
     config = _model_config(name, made.run.get("model.revision"))
     if config is None or not isinstance(length, int):
         return None
@@ -892,9 +895,10 @@ def _sources(made: Conversion, target: str, given: _Given) -> None:
     unread = {name: verdict for name, verdict in made.verdicts.items() if name in given}
     made.take(target, plain[0] if len(plain) == 1 else plain, given)
     made.verdicts |= unread
-    for name, format in (("tokenized_mds_train", "MDS shards"), ("dataset_path", "npy files")):
-        if name in given:
-            made.cannot(f"{format} are not read: write input_ids into .parquet files", [name])
+    numpy = ["dataset_path", *(["train_file"] if "batch_method" in made.recipe.keys else [])]
+    for format, names in (("MDS shards", ["tokenized_mds_train"]), ("npy files", numpy)):
+        reason = f"{format} are not read: write input_ids into .parquet files"
+        made.cannot(reason, given.keys() & set(names))
 
 
 _OF_AXOLOTL_SOURCES = (

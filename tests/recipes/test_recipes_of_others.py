@@ -1,0 +1,106 @@
+"""Public recipes of other trainers: what becomes of their keys, and that they train."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data.tiny_tokenizers import byte_tokenizer
+from helpers.hybrids import HYBRIDS
+from helpers.recipes_of_others import converted, recipes_of_others, write_recipe
+from helpers.tiny_families import config_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from furlong.cli.main import main
+from furlong.config.sources import load_run
+
+
+WORDS = [" ".join(f"word{(i * j) % 17}" for j in range(1, 4 + i % 5)) for i in range(1, 121)]
+RECORDS: dict[str, Any] = {
+    "text": lambda text: {"text": text, "chapter": text},
+    "tokens": lambda text: {"input_ids": list(text.encode())},
+    "alpaca": lambda text: {"instruction": "repeat", "input": text[:5], "output": text},
+    "messages": lambda text: {"messages": _turns("role", "content", "user", "assistant", text)},
+    "sharegpt": lambda text: {"conversations": _turns("from", "value", "human", "gpt", text)},
+    "openthoughts": lambda text: {
+        "conversations": _turns("from", "value", "user", "assistant", text)
+    },
+    "pairs": lambda text: {
+        "prompt": [{"role": "user", "content": "repeat"}],
+        "chosen": [{"role": "assistant", "content": text}],
+        "rejected": [{"role": "assistant", "content": text[::-1]}],
+    },
+    "alpaca pairs": lambda text: {"instruction": "say", "chosen": text, "rejected": text[::-1]},
+}
+IN_SMALL = {
+    "model.dtype": "float32", "model.revision": "null", "data.max_seq_len": "512",
+    "data.min_len": "0", "data.too_long": "truncate", "data.cache_dir": "cache",
+    "train.steps": "2", "train.epochs": "null", "train.save_every_steps": "0",
+    "train.saves_per_epoch": "null", "train.eval_every_steps": "0",
+    "train.evals_per_epoch": "null", "parallel.sp": "1", "parallel.pp": "1", "log.wandb": "null",
+    "hub": "null", "out": "trained",
+}  # fmt: skip
+"""Keys of size and place alone."""
+
+
+def _turns(role: str, content: str, asks: str, answers: str, text: str) -> list[dict[str, str]]:
+    return [{role: asks, content: text[:9]}, {role: answers, content: text}]
+
+
+@cache
+def tiny_model(family: str) -> Any:
+    """A tiny random model."""
+    if family in HYBRIDS:
+        settings = {key: value for key, value in HYBRIDS[family].items() if value is not None}
+        config = AutoConfig.for_model(family, **settings)
+    else:
+        config = config_of(family, vocab_size=320, max_position_embeddings=2048)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def lay_out(name: str, folder: Path) -> None:
+    """Puts model and data where the run names them, as a folder of that name in this one."""
+    recipe = recipes_of_others()[name]
+    run = load_run("run.yaml")
+    model = folder / run.model.name
+    tiny_model(recipe["family"]).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    lines = [json.dumps(RECORDS[recipe["records"]](text)) for text in WORDS]
+    for source in run.data.train:
+        place = folder / source.path / (source.name or "")
+        if place.suffix in (".jsonl", ".json"):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text("\n".join(lines))
+            continue
+        place.mkdir(parents=True, exist_ok=True)
+        split = (source.split or "train").partition("[")[0]
+        (place / f"{split}-00000-of-00001.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(recipes_of_others()))
+def test_a_converted_recipe_trains(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = recipes_of_others()[name]
+    whole = converted(name, tmp_path).is_whole
+    flags = [f"--devices={recipe['devices']}"] if "devices" in recipe else []
+    code = main(["convert", str(write_recipe(name, tmp_path)), "--out=run.yaml", *flags])
+    assert code == (0 if whole else 1)
+    text = (tmp_path / "run.yaml").read_text().replace("hf://datasets/", "")
+    (tmp_path / "run.yaml").write_text(text.replace(".jsonl.zst", ".jsonl"))
+    lay_out(name, tmp_path)
+    run = load_run("run.yaml")
+    batch = "sequences" if run.train.tokens_per_step is None else "tokens"
+    small = IN_SMALL | {f"train.{batch}_per_step": {"sequences": "2", "tokens": "600"}[batch]}
+    assert main(["train", "run.yaml", *(f"--{key}={value}" for key, value in small.items())]) == 0
+    lines = (tmp_path / "trained/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+    assert len(losses) == 2 and all(0 < loss < 10 for loss in losses)
