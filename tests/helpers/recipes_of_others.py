@@ -28,6 +28,12 @@ def write_recipe(name: str, folder: Path) -> Path:
     if "dataset_info" in recipe:
         (folder / "data").mkdir(exist_ok=True)
         (folder / "data/dataset_info.json").write_text(json.dumps(recipe["dataset_info"]))
+    if "model_config" in recipe:
+        keys = recipe["keys"]
+        model = folder / keys["model"]
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(recipe["model_config"]))
+        recipe = recipe | {"keys": keys | {"model": str(model)}}
     if "command" not in recipe:
         file = folder / f"{name}.yaml"
         file.write_text(json.dumps(recipe["keys"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from helpers.tiny_families import config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from furlong.cli.main import main
+from furlong.config.schema import all_keys
 from furlong.config.sources import load_run
 
-
+ROOT = Path(__file__).parents[2]
 WORDS = [" ".join(f"word{(i * j) % 17}" for j in range(1, 4 + i % 5)) for i in range(1, 121)]
 RECORDS: dict[str, Any] = {
     "text": lambda text: {"text": text, "chapter": text},
@@ -68,7 +70,7 @@ def lay_out(name: str, folder: Path) -> None:
     """Puts model and data where the run names them, as a folder of that name in this one."""
     recipe = recipes_of_others()[name]
     run = load_run("run.yaml")
-    model = folder / run.model.name
+    model = folder / run.model.name  # which may be a whole path
     tiny_model(recipe["family"]).save_pretrained(model)
     byte_tokenizer().save_pretrained(model)
     lines = [json.dumps(RECORDS[recipe["records"]](text)) for text in WORDS]
@@ -100,7 +102,21 @@ def test_a_converted_recipe_trains(
     run = load_run("run.yaml")
     batch = "sequences" if run.train.tokens_per_step is None else "tokens"
     small = IN_SMALL | {f"train.{batch}_per_step": {"sequences": "2", "tokens": "600"}[batch]}
-    assert main(["train", "run.yaml", *(f"--{key}={value}" for key, value in small.items())]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "run.yaml",
+                *(f"--{key}={value}" for key, value in small.items() if key in all_keys()),
+            ]
+        )
+        == 0
+    )
     lines = (tmp_path / "trained/metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
     assert len(losses) == 2 and all(0 < loss < 10 for loss in losses)
+
+
+def test_the_page_of_converted_recipes_is_fresh() -> None:
+    script = runpy.run_path(str(ROOT / "scripts/converted.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"]()

@@ -158,6 +158,8 @@ def _finish(made: Conversion) -> None:
             )
             if target is None or one["type"] == "missing":
                 continue
+            if target in ("model.name", "data.train"):
+                raise config_error([one], str(made.recipe.file), set())
             value, given_up = made.run.pop(target), True
             names = [name for name, verdict in made.verdicts.items() if verdict.text == target]
             is_none = one["type"] == "extra_forbidden"

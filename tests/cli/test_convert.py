@@ -1,0 +1,190 @@
+"""`furlong convert`: what keys of other trainers become, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from furlong.cli.main import main
+from furlong.config.conversion import Conversion, convert
+from furlong.config.recipes import read_recipe
+from furlong.config.sources import load_run
+from furlong.errors import ConfigError
+
+AXOLOTL = "base_model: M\ndatasets: [{path: a/b, type: completion}]\nlearning_rate: 1e-4\n"
+TRL = "model_name_or_path: M\ndataset_name: a/b\nlearning_rate: 1e-4\n"
+FACTORY = "model_name_or_path: M\nstage: sft\nfinetuning_type: full\ndataset: a/b\ncutoff_len: 99\n"
+SWIFT = "NPROC_PER_NODE=8 \\\nswift sft --model M --tuner_type full --dataset a/b "
+TUNE = (
+    "model: {_component_: torchtune.models.llama3.lora_llama3_8b, lora_rank: 4, lora_alpha: 8,\n"
+    " lora_attn_modules: [q_proj, output_proj]}\nbatch_size: 2\n"
+    "dataset: {_component_: torchtune.datasets.alpaca_dataset}\n"
+    "checkpointer: {_component_: x, checkpoint_dir: M}\noptimizer: {_component_: torch.AdamW, lr: 1e-4}\n"
+)
+
+
+def made(folder: Path, text: str, *, name: str = "", command: int | None = None) -> Conversion:
+    file = folder / (name or ("a.yaml" if ":" in text.split("\n")[0] else "a.sh"))
+    file.write_text(text)
+    return convert(read_recipe(file, command), None if file.suffix == ".sh" else 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        (AXOLOTL + "micro_batch_size: 2\ngradient_accumulation_steps: 4", "train.sequences_per_step", 64),
+        (AXOLOTL + "micro_batch_size: 2\ncontext_parallel_size: 4", "train.sequences_per_step", 4),
+        (AXOLOTL + "sequence_len: 1000\nsample_packing: true", "train.tokens_per_step", 8000),
+        (AXOLOTL + "cosine_min_lr_ratio: 0.1", "train.min_lr", 1e-5),
+        (AXOLOTL + "warmup_steps: 100", "train.warmup_steps", 100),
+        (AXOLOTL, "train.warmup_steps", 0.03),
+        (AXOLOTL, "data.too_long", "drop"),
+        (AXOLOTL + "optimizer: adamw_bnb_8bit", "train.optimizer", "adamw_8bit"),
+        (AXOLOTL + "saves_per_epoch: 4", "train.saves_per_epoch", 4),
+        (AXOLOTL + "adapter: qlora\nload_in_4bit: true\nlora_r: 16", "model.lora.rank", 16),
+        (AXOLOTL + "adapter: qlora\nload_in_4bit: true", "model.quantize", {"type": "nf4", "double": True}),
+        (AXOLOTL + "adapter: lora\nlora_target_linear: true", "model.lora.target_modules", "all-linear"),
+        (AXOLOTL + "adapter: lora\nloraplus_lr_ratio: 16", "train.groups", [{"match": "lora_B", "lr": 1.6e-3}]),
+        (AXOLOTL + "special_tokens: {pad_token: <pad>, eos_token: <end>}", "data.pad_token", "<pad>"),
+        (TRL + "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}", "train.min_lr", 1e-5),
+        (TRL + "save_steps: 0.05\nnum_train_epochs: 5", "train.saves_per_epoch", 4.0),
+        (TRL + "save_steps: 0.1\nmax_steps: 50", "train.save_every_steps", 5),
+        (TRL + "save_strategy: 'no'", "train.save_every_steps", 0),
+        (TRL + "dataset_config: c\ndataset_train_split: s", "data.train", {"path": "a/b", "name": "c", "split": "s"}),
+        (TRL, "data.train_on", "all"),
+        (TRL + "loss_type: [apo_zero]\nbeta: 0.05", "train.loss", "dpo"),
+        (TRL + "push_to_hub: true\nhub_model_id: me/m", "hub.repo", "me/m"),
+        (TRL + "report_to: [wandb]\nrun_name: r", "log.name", "r"),
+        (FACTORY, "train.sequences_per_step", 64),
+        (FACTORY.replace("full", "lora"), "model.lora.alpha", 16),
+        (FACTORY + "train_on_prompt: true", "data.train_on", "all"),
+        (FACTORY + "mask_history: true", "data.train_on", "last"),
+        (SWIFT, "train.sequences_per_step", 16),
+        (SWIFT + "--sequence_parallel_size 8 --per_device_train_batch_size 1", "train.sequences_per_step", 2),
+        (SWIFT, "train.lr", 1e-5),
+        (SWIFT + "--dataset x#500 y:sub", "data.train", [{"path": "x", "limit": 500}, {"path": "y", "name": "sub"}]),
+        (SWIFT.replace("swift", "megatron") + "--lr 1e-5 --min_lr 1e-6", "train.min_lr", 1e-6),
+        ("LR=1e-3\n" + SWIFT + "--learning_rate ${LR}", "train.lr", 1e-3),
+        (SWIFT + "--learning_rate ${LR:-1e-3}", "train.lr", 1e-3),
+        (TUNE, "model.lora.target_modules", ["q_proj", "o_proj"]),
+        (TUNE, "train.sequences_per_step", 16),
+        (TUNE, "model.name", "M"),
+    ],
+)  # fmt: skip
+def test_values_are_those_that_the_recipe_comes_to(
+    tmp_path: Path, text: str, key: str, value: Any
+) -> None:
+    assert made(tmp_path, text).run[key] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "kind"),
+    [
+        (AXOLOTL + "tensor_parallel_size: 2", "tensor_parallel_size", "lost"),
+        (AXOLOTL + "tensor_parallel_size: 1", "tensor_parallel_size", "needless"),
+        (AXOLOTL + "neftune_noise_alpha: 5", "neftune_noise_alpha", "refused"),
+        (AXOLOTL + "wandb_project:", "wandb_project", "needless"),
+        (AXOLOTL + "no_such_key: 5", "no_such_key", "refused"),
+        (AXOLOTL + "plugins: [axolotl.integrations.liger.LigerPlugin]", "plugins", "needless"),
+        (AXOLOTL + "plugins: [some.Plugin]", "plugins", "refused"),
+        (AXOLOTL + "optimizer: lion_8bit", "optimizer", "refused"),
+        (AXOLOTL + "lr_scheduler: rex", "lr_scheduler", "refused"),
+        (AXOLOTL + "adapter: lora\nload_in_8bit: true", "load_in_8bit", "refused"),
+        (TRL + "fp16: true", "fp16", "refused"),
+        (TRL + "weight_decay: -1", "weight_decay", "refused"),
+        (TRL + "output_dir: $(date)", "output_dir", "lost"),
+        (TRL + "deepspeed: zero3_offload.json", "deepspeed", "lost"),
+        (FACTORY + "trust_remote_code: true", "trust_remote_code", "lost"),
+        (FACTORY.replace("stage: sft", "stage: ppo"), "stage", "refused"),
+        (SWIFT + "--rope_scaling yarn", "rope_scaling", "refused"),
+        (SWIFT + "--router_aux_loss_coef 1e-3", "router_aux_loss_coef", "refused"),
+        (SWIFT + "--learning_rate ${NOT_SET}", "learning_rate", "refused"),
+    ],
+)
+def test_what_is_not_taken_says_whether_the_run_is_another(
+    tmp_path: Path, text: str, key: str, kind: str
+) -> None:
+    assert made(tmp_path, text).verdicts[key].kind == kind
+
+
+def test_sources_of_axolotl_and_names_of_llama_factory(tmp_path: Path) -> None:
+    sources = [
+        {"path": "a/b", "type": "completion", "field": "chapter", "data_files": ["x.jsonl.zst"]},
+        {"path": "c/d", "type": "chat_template", "field_messages": "conversations",
+         "message_property_mappings": {"role": "from", "content": "value"}, "split": "train[:5%]"},
+    ]  # fmt: skip
+    axolotl = made(
+        tmp_path,
+        json.dumps({"base_model": "M", "learning_rate": 1, "datasets": sources}),
+        name="x.json",
+    )
+    assert axolotl.run["data.train"] == [
+        {"path": "hf://datasets/a/b/x.jsonl.zst", "format": "text", "fields": {"text": "chapter"}},
+        {"path": "c/d", "split": "train[:5%]", "format": "chat",
+         "fields": {"messages": "conversations", "role": "from", "content": "value"}},
+    ]  # fmt: skip
+    (tmp_path / "data").mkdir()
+    info = {"mine": {"file_name": "m.json", "formatting": "sharegpt", "tags": {"user_tag": "human"}},
+            "hub": {"hf_hub_url": "o/n", "subset": "s", "columns": {"prompt": "q"}}}  # fmt: skip
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    factory = made(tmp_path, FACTORY.replace("a/b", "mine,hub"))
+    assert factory.run["data.train"] == [
+        {"path": str(tmp_path / "data/m.json"), "format": "chat",
+         "fields": {"messages": "conversations", "role": "from", "content": "value", "roles": {"human": "user"}}},
+        {"path": "o/n", "name": "s", "format": "alpaca", "fields": {"instruction": "q"}},
+    ]  # fmt: skip
+    assert made(tmp_path, FACTORY.replace("a/b", "unknown")).verdicts["dataset"].kind == "refused"
+
+
+def test_the_file_loads_and_has_a_line_for_each_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = "flash_attention: true\ntensor_parallel_size: 2\nneftune_noise_alpha: 5\nbf16: auto\n"
+    (tmp_path / "é.yaml").write_text(AXOLOTL + keys + "chat_template_jinja: '{{ é }}'\n")
+    arguments = ["convert", "é.yaml", "--devices=8", "--train.lr=3e-4"]
+    assert main(arguments) == 1 and "neftune_noise_alpha: 5" in capsys.readouterr().out
+    run = load_run("é.furlong.yaml")
+    assert (run.train.lr, run.train.sequences_per_step, run.train.max_grad_norm) == (3e-4, 4, 1.0)
+    text = Path("é.furlong.yaml").read_text()
+    assert all(f"{line.split(':')[0]}:" in text for line in (AXOLOTL + keys).splitlines())
+    assert main(arguments) == 2 and "é.furlong.yaml" in capsys.readouterr().err
+    assert Path("é.furlong.yaml").read_text() == text
+    assert main(["convert", "é.yaml", "--devices=8", "--out=no/such.yaml"]) == 2
+    Path("é.yaml").write_text(AXOLOTL)
+    assert main(["convert", "é.yaml", "--devices=8", "--out=b.yaml"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "given"),
+    [
+        ("a.yaml", "", "no mapping of keys"),
+        ("a.yaml", "- 1", "no mapping of keys"),
+        ("a.yaml", "a: [", "line 1"),
+        ("a.yaml", "model: {name: x}", "keys model"),
+        ("a.yaml", AXOLOTL.replace("base_model: M", "base_model:"), "no model.name"),
+        ("a.yaml", TRL.replace("dataset_name: a/b\n", ""), "no data.train"),
+        ("a.yaml", TRL, "not how many they are"),
+        ("a.py", "lr = 1", "a file that ends in .py"),
+        ("a.sh", "echo 1", "no command with flags"),
+        ("a.sh", SWIFT + "--x 1\n" + SWIFT + "--x 2", "2 commands"),
+        ("a.sh", SWIFT + "\\\n# no\n--x 1", "flags behind a comment"),
+        ("a.sh", SWIFT + "--tensor_parallel_size 3", "8 processes, of which 3"),
+        ("a.sh", "foo --a 1 --b 2", "foo --a 1"),
+    ],
+)
+def test_what_is_no_recipe_is_told(tmp_path: Path, name: str, text: str, given: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        convert(read_recipe(tmp_path / name), None)
+    assert given in caught.value.given
+
+
+def test_one_of_several_commands_is_chosen(tmp_path: Path) -> None:
+    text = SWIFT + "--learning_rate 1\n\n" + SWIFT + "--learning_rate 2\n"
+    assert made(tmp_path, text, command=2).run["train.lr"] == 2
+    with pytest.raises(ConfigError, match="command=3"):
+        made(tmp_path, text, command=3)
