@@ -127,13 +127,14 @@ def test_sources_of_axolotl_and_names_of_llama_factory(tmp_path: Path) -> None:
          "fields": {"messages": "conversations", "role": "from", "content": "value"}},
     ]  # fmt: skip
     (tmp_path / "data").mkdir()
-    info = {"mine": {"file_name": "m.json", "formatting": "sharegpt", "tags": {"user_tag": "human"}},
+    info = {"mine": {"file_name": "m.json", "formatting": "sharegpt", "tags": {"user_tag": "me"}},
             "hub": {"hf_hub_url": "o/n", "subset": "s", "columns": {"prompt": "q"}}}  # fmt: skip
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
     factory = made(tmp_path, FACTORY.replace("a/b", "mine,hub"))
     assert factory.run["data.train"] == [
         {"path": str(tmp_path / "data/m.json"), "format": "chat",
-         "fields": {"messages": "conversations", "role": "from", "content": "value", "roles": {"human": "user"}}},
+         "fields": {"messages": "conversations", "role": "from", "content": "value",
+                    "roles": {"me": "user"}}},
         {"path": "o/n", "name": "s", "format": "alpaca", "fields": {"instruction": "q"}},
     ]  # fmt: skip
     assert made(tmp_path, FACTORY.replace("a/b", "unknown")).verdicts["dataset"].kind == "refused"
@@ -165,7 +166,7 @@ def test_the_file_loads_and_has_a_line_for_each_key(
         ("a.yaml", "- 1", "no mapping of keys"),
         ("a.yaml", "a: [", "line 1"),
         ("a.yaml", "model: {name: x}", "keys model"),
-        ("a.yaml", AXOLOTL.replace("base_model: M", "base_model:"), "no model.name"),
+        ("a.yaml", AXOLOTL.replace("base_model: M", "base_model:"), "no model"),
         ("a.yaml", TRL.replace("dataset_name: a/b\n", ""), "no data.train"),
         ("a.yaml", TRL, "not how many they are"),
         ("a.py", "lr = 1", "a file that ends in .py"),
@@ -179,7 +180,7 @@ def test_the_file_loads_and_has_a_line_for_each_key(
 def test_what_is_no_recipe_is_told(tmp_path: Path, name: str, text: str, given: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError) as caught:
-        convert(read_recipe(tmp_path / name), None)
+        convert(read_recipe(tmp_path / name), None if "how many" in given or name == "a.sh" else 8)
     assert given in caught.value.given
 
 

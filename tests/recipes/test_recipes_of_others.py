@@ -72,7 +72,10 @@ def lay_out(name: str, folder: Path) -> None:
     run = load_run("run.yaml")
     model = folder / run.model.name  # which may be a whole path
     tiny_model(recipe["family"]).save_pretrained(model)
-    byte_tokenizer().save_pretrained(model)
+    tokenizer = byte_tokenizer()
+    named = [run.data.eos_token, run.data.pad_token, *run.data.eot_tokens]
+    tokenizer.add_tokens([token for token in named if token], special_tokens=True)
+    tokenizer.save_pretrained(model)
     lines = [json.dumps(RECORDS[recipe["records"]](text)) for text in WORDS]
     for source in run.data.train:
         place = folder / source.path / (source.name or "")

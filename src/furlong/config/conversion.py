@@ -739,12 +739,7 @@ def _special_tokens(made: Conversion, target: str, given: _Given) -> None:
 def _template(made: Conversion, target: str, given: _Given) -> None:
     value = str(_last(made, given))
     names = {_plain(name): name for name in _templates()}
-    aliases = {
-        "qwen": "qwen25",
-        "qwen2": "qwen25",
-        "llama31": "llama3",
-        "gemma2": "gemma",
-    }
+    aliases = {"qwen": "qwen25", "qwen2": "qwen25", "gemma2": "gemma"}
     plain = _plain(value)
     if value.startswith(("tokenizer_default", "default")):
         made.need_not("the model's own chat template is the default", given)
@@ -768,7 +763,7 @@ def _templates() -> list[str]:
     """Names of the chat templates that furlong has."""
     from importlib.resources import files
 
-    folder = files("furlong.data").joinpath("templates")
+    folder = files("furlong").joinpath("data/templates")
     return [one.name.removesuffix(".jinja") for one in folder.iterdir()] if folder.is_dir() else []
 
 
@@ -839,44 +834,41 @@ def _fields(made: Conversion, target: str, given: _Given) -> None:
             made.take("data.format", format, ["formatting"])
 
 
+_COLUMNS = (
+    "history", "system", "tools", "chosen", "rejected", "messages",
+    ("prompt", "instruction"), ("query", "input"), ("response", "output"), ("kto_tag", "label"),
+)  # fmt: skip
+"""Columns of dataset_info.json, with furlong's field where that has another name."""
+_KNOWN_ROLES = ("human", "gpt", "observation", "function_call", "user", "assistant", "system")
+
+
 def _info_fields(info: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     """`fields` and `format` of an entry of LLaMA-Factory's dataset_info.json."""
     columns, tags = info.get("columns") or {}, info.get("tags") or {}
-    names = {
-        "prompt": "instruction",
-        "query": "input",
-        "response": "output",
-        "history": "history",
-        "system": "system",
-        "tools": "tools",
-        "chosen": "chosen",
-        "rejected": "rejected",
-        "kto_tag": "label",
-        "messages": "messages",
-    }
-    fields: dict[str, Any] = {
-        ours: columns[theirs]
-        for theirs, ours in names.items()
-        if isinstance(columns.get(theirs), str) and columns[theirs] != ours
-    }
-    if info.get("formatting") in ("sharegpt", "openai"):
-        usual = {"role_tag": "from", "content_tag": "value"}
-        usual = (
-            usual
-            if info["formatting"] == "sharegpt"
-            else {"role_tag": "role", "content_tag": "content"}
-        )
-        for tag, ours in (("role_tag", "role"), ("content_tag", "content")):
-            if tags.get(tag, usual[tag]) != ours:
-                fields[ours] = tags.get(tag, usual[tag])
-        roles = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
-        roles |= {"observation_tag": "tool", "function_tag": "assistant"}
-        mapped = {tags[tag]: role for tag, role in roles.items() if tags.get(tag, role) != role}
-        if mapped:
-            fields["roles"] = mapped
-        return fields, "chat"
-    format = "preference" if info.get("ranking") else "alpaca" if columns else None
-    return fields, format if info.get("formatting") in (None, "alpaca") else None
+    kind, is_ranking = info.get("formatting") or "alpaca", bool(info.get("ranking"))
+    if kind == "sharegpt":
+        columns = {"messages": "conversations"} | columns
+        tags = {"role_tag": "from", "content_tag": "value"} | tags
+    pairs = [(one, one) if isinstance(one, str) else one for one in _COLUMNS]
+    fields = {ours: columns[theirs] for theirs, ours in pairs if theirs in columns}
+    for theirs, ours in (("messages", "prompt"), ("instruction", "prompt")):
+        if is_ranking and theirs in fields:  # what is asked, before two answers
+            fields[ours] = fields.pop(theirs)
+    if kind != "alpaca":
+        fields |= {
+            name: tags[f"{name}_tag"] for name in ("role", "content") if f"{name}_tag" in tags
+        }
+        roles = {
+            "user": "user",
+            "assistant": "assistant",
+            "system": "system",
+            "observation": "tool",
+        }
+        named = {tags[f"{tag}_tag"]: role for tag, role in roles.items() if f"{tag}_tag" in tags}
+        fields["roles"] = {name: role for name, role in named.items() if name not in _KNOWN_ROLES}
+    fields = {ours: theirs for ours, theirs in fields.items() if theirs and ours != theirs}
+    plain = "alpaca" if kind == "alpaca" and columns else "chat" if kind != "alpaca" else None
+    return fields, "preference" if is_ranking else plain
 
 
 def _sources(made: Conversion, target: str, given: _Given) -> None:

@@ -174,7 +174,7 @@ def _commands(file: Path, text: str) -> Iterator[list[str]]:
         if line.lstrip().startswith("#"):
             ended_by_comment |= bool(pending)
             if pending:
-                yield shlex.split(pending, comments=True)
+                yield _words(pending)
             pending = ""
             continue
         if ended_by_comment and line.lstrip().startswith("--"):
@@ -189,12 +189,18 @@ def _commands(file: Path, text: str) -> Iterator[list[str]]:
         if line.endswith("\\"):
             continue
         with suppress(ValueError):  # a quotation that goes on in the next line
-            words = shlex.split(pending, comments=True)
+            words = _words(pending)
             pending = ""
             if words:
                 yield words
     with suppress(ValueError):
-        yield shlex.split(pending, comments=True)
+        yield _words(pending)
+
+
+def _words(command: str) -> list[str]:
+    """The words of a command. A # within a word begins no comment."""
+    marked = re.sub(r"(?<=\S)#", "\0", command)
+    return [word.replace("\0", "#") for word in shlex.split(marked, comments=True)]
 
 
 def _expanded(word: str, environment: Mapping[str, str]) -> str:
