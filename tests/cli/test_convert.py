@@ -22,7 +22,8 @@ TUNE = (
     "model: {_component_: torchtune.models.llama3.lora_llama3_8b, lora_rank: 4, lora_alpha: 8,\n"
     " lora_attn_modules: [q_proj, output_proj]}\nbatch_size: 2\n"
     "dataset: {_component_: torchtune.datasets.alpaca_dataset}\n"
-    "checkpointer: {_component_: x, checkpoint_dir: M}\noptimizer: {_component_: torch.AdamW, lr: 1e-4}\n"
+    "checkpointer: {_component_: x, checkpoint_dir: M}\n"
+    "optimizer: {_component_: torch.AdamW, lr: 1e-4}\n"
 )
 
 
@@ -35,7 +36,11 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
 @pytest.mark.parametrize(
     ("text", "key", "value"),
     [
-        (AXOLOTL + "micro_batch_size: 2\ngradient_accumulation_steps: 4", "train.sequences_per_step", 64),
+        (
+            AXOLOTL + "micro_batch_size: 2\ngradient_accumulation_steps: 4",
+            "train.sequences_per_step",
+            64,
+        ),
         (AXOLOTL + "micro_batch_size: 2\ncontext_parallel_size: 4", "train.sequences_per_step", 4),
         (AXOLOTL + "sequence_len: 1000\nsample_packing: true", "train.tokens_per_step", 8000),
         (AXOLOTL + "cosine_min_lr_ratio: 0.1", "train.min_lr", 1e-5),
@@ -45,15 +50,39 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         (AXOLOTL + "optimizer: adamw_bnb_8bit", "train.optimizer", "adamw_8bit"),
         (AXOLOTL + "saves_per_epoch: 4", "train.saves_per_epoch", 4),
         (AXOLOTL + "adapter: qlora\nload_in_4bit: true\nlora_r: 16", "model.lora.rank", 16),
-        (AXOLOTL + "adapter: qlora\nload_in_4bit: true", "model.quantize", {"type": "nf4", "double": True}),
-        (AXOLOTL + "adapter: lora\nlora_target_linear: true", "model.lora.target_modules", "all-linear"),
-        (AXOLOTL + "adapter: lora\nloraplus_lr_ratio: 16", "train.groups", [{"match": "lora_B", "lr": 1.6e-3}]),
-        (AXOLOTL + "special_tokens: {pad_token: <pad>, eos_token: <end>}", "data.pad_token", "<pad>"),
-        (TRL + "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}", "train.min_lr", 1e-5),
+        (
+            AXOLOTL + "adapter: qlora\nload_in_4bit: true",
+            "model.quantize",
+            {"type": "nf4", "double": True},
+        ),
+        (
+            AXOLOTL + "adapter: lora\nlora_target_linear: true",
+            "model.lora.target_modules",
+            "all-linear",
+        ),
+        (
+            AXOLOTL + "adapter: lora\nloraplus_lr_ratio: 16",
+            "train.groups",
+            [{"match": "lora_B", "lr": 1.6e-3}],
+        ),
+        (
+            AXOLOTL + "special_tokens: {pad_token: <pad>, eos_token: <end>}",
+            "data.pad_token",
+            "<pad>",
+        ),
+        (
+            TRL + "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}",
+            "train.min_lr",
+            1e-5,
+        ),
         (TRL + "save_steps: 0.05\nnum_train_epochs: 5", "train.saves_per_epoch", 4.0),
         (TRL + "save_steps: 0.1\nmax_steps: 50", "train.save_every_steps", 5),
         (TRL + "save_strategy: 'no'", "train.save_every_steps", 0),
-        (TRL + "dataset_config: c\ndataset_train_split: s", "data.train", {"path": "a/b", "name": "c", "split": "s"}),
+        (
+            TRL + "dataset_config: c\ndataset_train_split: s",
+            "data.train",
+            {"path": "a/b", "name": "c", "split": "s"},
+        ),
         (TRL, "data.train_on", "all"),
         (TRL + "loss_type: [apo_zero]\nbeta: 0.05", "train.loss", "dpo"),
         (TRL + "push_to_hub: true\nhub_model_id: me/m", "hub.repo", "me/m"),
@@ -63,9 +92,17 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         (FACTORY + "train_on_prompt: true", "data.train_on", "all"),
         (FACTORY + "mask_history: true", "data.train_on", "last"),
         (SWIFT, "train.sequences_per_step", 16),
-        (SWIFT + "--sequence_parallel_size 8 --per_device_train_batch_size 1", "train.sequences_per_step", 2),
+        (
+            SWIFT + "--sequence_parallel_size 8 --per_device_train_batch_size 1",
+            "train.sequences_per_step",
+            2,
+        ),
         (SWIFT, "train.lr", 1e-5),
-        (SWIFT + "--dataset x#500 y:sub", "data.train", [{"path": "x", "limit": 500}, {"path": "y", "name": "sub"}]),
+        (
+            SWIFT + "--dataset x#500 y:sub",
+            "data.train",
+            [{"path": "x", "limit": 500}, {"path": "y", "name": "sub"}],
+        ),
         (SWIFT.replace("swift", "megatron") + "--lr 1e-5 --min_lr 1e-6", "train.min_lr", 1e-6),
         ("LR=1e-3\n" + SWIFT + "--learning_rate ${LR}", "train.lr", 1e-3),
         (SWIFT + "--learning_rate ${LR:-1e-3}", "train.lr", 1e-3),
@@ -73,7 +110,7 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         (TUNE, "train.sequences_per_step", 16),
         (TUNE, "model.name", "M"),
     ],
-)  # fmt: skip
+)
 def test_values_are_those_that_the_recipe_comes_to(
     tmp_path: Path, text: str, key: str, value: Any
 ) -> None:
@@ -113,9 +150,14 @@ def test_what_is_not_taken_says_whether_the_run_is_another(
 def test_sources_of_axolotl_and_names_of_llama_factory(tmp_path: Path) -> None:
     sources = [
         {"path": "a/b", "type": "completion", "field": "chapter", "data_files": ["x.jsonl.zst"]},
-        {"path": "c/d", "type": "chat_template", "field_messages": "conversations",
-         "message_property_mappings": {"role": "from", "content": "value"}, "split": "train[:5%]"},
-    ]  # fmt: skip
+        {
+            "path": "c/d",
+            "type": "chat_template",
+            "field_messages": "conversations",
+            "message_property_mappings": {"role": "from", "content": "value"},
+            "split": "train[:5%]",
+        },
+    ]
     axolotl = made(
         tmp_path,
         json.dumps({"base_model": "M", "learning_rate": 1, "datasets": sources}),
@@ -123,20 +165,33 @@ def test_sources_of_axolotl_and_names_of_llama_factory(tmp_path: Path) -> None:
     )
     assert axolotl.run["data.train"] == [
         {"path": "hf://datasets/a/b/x.jsonl.zst", "format": "text", "fields": {"text": "chapter"}},
-        {"path": "c/d", "split": "train[:5%]", "format": "chat",
-         "fields": {"messages": "conversations", "role": "from", "content": "value"}},
-    ]  # fmt: skip
+        {
+            "path": "c/d",
+            "split": "train[:5%]",
+            "format": "chat",
+            "fields": {"messages": "conversations", "role": "from", "content": "value"},
+        },
+    ]
     (tmp_path / "data").mkdir()
-    info = {"mine": {"file_name": "m.json", "formatting": "sharegpt", "tags": {"user_tag": "me"}},
-            "hub": {"hf_hub_url": "o/n", "subset": "s", "columns": {"prompt": "q"}}}  # fmt: skip
+    info = {
+        "mine": {"file_name": "m.json", "formatting": "sharegpt", "tags": {"user_tag": "me"}},
+        "hub": {"hf_hub_url": "o/n", "subset": "s", "columns": {"prompt": "q"}},
+    }
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
     factory = made(tmp_path, FACTORY.replace("a/b", "mine,hub"))
     assert factory.run["data.train"] == [
-        {"path": str(tmp_path / "data/m.json"), "format": "chat",
-         "fields": {"messages": "conversations", "role": "from", "content": "value",
-                    "roles": {"me": "user"}}},
+        {
+            "path": str(tmp_path / "data/m.json"),
+            "format": "chat",
+            "fields": {
+                "messages": "conversations",
+                "role": "from",
+                "content": "value",
+                "roles": {"me": "user"},
+            },
+        },
         {"path": "o/n", "name": "s", "format": "alpaca", "fields": {"instruction": "q"}},
-    ]  # fmt: skip
+    ]
     assert made(tmp_path, FACTORY.replace("a/b", "unknown")).verdicts["dataset"].kind == "refused"
 
 

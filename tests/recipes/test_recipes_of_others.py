@@ -12,6 +12,7 @@ import pytest
 import torch
 from data.tiny_tokenizers import byte_tokenizer
 from helpers.hybrids import HYBRIDS
+from helpers.mds import mds_shard
 from helpers.recipes_of_others import converted, recipes_of_others, write_recipe
 from helpers.tiny_families import config_of
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -39,13 +40,24 @@ RECORDS: dict[str, Any] = {
     "alpaca pairs": lambda text: {"instruction": "say", "chosen": text, "rejected": text[::-1]},
 }
 IN_SMALL = {
-    "model.dtype": "float32", "model.revision": "null", "data.max_seq_len": "512",
-    "data.min_len": "0", "data.too_long": "truncate", "data.cache_dir": "cache",
-    "train.steps": "2", "train.epochs": "null", "train.save_every_steps": "0",
-    "train.saves_per_epoch": "null", "train.eval_every_steps": "0",
-    "train.evals_per_epoch": "null", "parallel.sp": "1", "parallel.pp": "1", "log.wandb": "null",
-    "hub": "null", "out": "trained",
-}  # fmt: skip
+    "model.dtype": "float32",
+    "model.revision": "null",
+    "data.max_seq_len": "512",
+    "data.min_len": "0",
+    "data.too_long": "truncate",
+    "data.cache_dir": "cache",
+    "train.steps": "2",
+    "train.epochs": "null",
+    "train.save_every_steps": "0",
+    "train.saves_per_epoch": "null",
+    "train.eval_every_steps": "0",
+    "train.evals_per_epoch": "null",
+    "parallel.sp": "1",
+    "parallel.pp": "1",
+    "log.wandb": "null",
+    "hub": "null",
+    "out": "trained",
+}
 """Keys of size and place alone."""
 
 
@@ -82,6 +94,12 @@ def lay_out(name: str, folder: Path) -> None:
         if place.suffix in (".jsonl", ".json"):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text("\n".join(lines))
+            continue
+        if recipe["keys"].get("tokenized_mds_train"):
+            place.mkdir(parents=True, exist_ok=True)
+            rows = [{"input_ids": list(text.encode()), "mask": [1] * len(text)} for text in WORDS]
+            kinds = {"input_ids": "ndarray:uint32", "mask": "ndarray:uint8"}
+            (place / "shard.00000.mds").write_bytes(mds_shard(rows, kinds))
             continue
         place.mkdir(parents=True, exist_ok=True)
         split = (source.split or "train").partition("[")[0]

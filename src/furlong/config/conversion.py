@@ -835,9 +835,17 @@ def _fields(made: Conversion, target: str, given: _Given) -> None:
 
 
 _COLUMNS = (
-    "history", "system", "tools", "chosen", "rejected", "messages",
-    ("prompt", "instruction"), ("query", "input"), ("response", "output"), ("kto_tag", "label"),
-)  # fmt: skip
+    "history",
+    "system",
+    "tools",
+    "chosen",
+    "rejected",
+    "messages",
+    ("prompt", "instruction"),
+    ("query", "input"),
+    ("response", "output"),
+    ("kto_tag", "label"),
+)
 """Columns of dataset_info.json, with furlong's field where that has another name."""
 _KNOWN_ROLES = ("human", "gpt", "observation", "function_call", "user", "assistant", "system")
 
@@ -889,10 +897,11 @@ def _sources(made: Conversion, target: str, given: _Given) -> None:
     unread = {name: verdict for name, verdict in made.verdicts.items() if name in given}
     made.take(target, plain[0] if len(plain) == 1 else plain, given)
     made.verdicts |= unread
-    numpy = ["dataset_path", *(["train_file"] if "batch_method" in made.recipe.keys else [])]
-    for format, names in (("MDS shards", ["tokenized_mds_train"]), ("npy files", numpy)):
-        reason = f"{format} are not read: write input_ids into .parquet files"
-        made.cannot(reason, given.keys() & set(names))
+    if made.recipe.dialect == "open-instruct" or "batch_method" in made.recipe.keys:
+        numpy = {"dataset_path", "train_file"} & given.keys()
+        made.cannot("npy files are not read: write input_ids into .parquet files", numpy)
+    if "tokenized_mds_train" in given and made.value("apply_instruct_masks"):
+        made.run["data.fields"] = {"labels": "mask"}
 
 
 _OF_AXOLOTL_SOURCES = (

@@ -406,8 +406,82 @@ def _decode(content: bytes) -> tuple[str, int]:
         return text, text.count("\ufffd") - content.count("\ufffd".encode())
 
 
+def _read_mds(file: SourceFile, number: int, notes: Notes, fields: Collection[str]) -> Rows:
+    """Documents of tokens in a shard of MosaicML's streaming format, which `indices` of a row cut
+    it into. `mask`, if it is read, marks the tokens that are learnt: it becomes labels."""
+    import numpy as np
+
+    with _open(file) as opened:
+        try:
+            (num_rows,) = np.frombuffer(opened.read(4), "<u4")
+            starts = np.frombuffer(opened.read(4 * (int(num_rows) + 1)), "<u4").astype(int)
+            kinds = json.loads(opened.read(starts[0] - 4 * (len(starts) + 1)))
+            for row, size in enumerate(np.diff(starts), start=1):
+                if not 0 < size <= MAX_LINE_BYTES:
+                    raise ValueError(f"a row of {size} bytes")
+                values = _mds_row(opened.read(size), kinds, ("input_ids", "indices", "mask"))
+                ids = values["input_ids"].astype(np.int64)
+                for start, end in values.get("indices", [(0, len(ids))]):
+                    document = {"input_ids": ids[start:end].tolist()}
+                    if "mask" in fields and "mask" in values:
+                        learnt = values["mask"][start:end] != 0
+                        document["mask"] = np.where(learnt, ids[start:end], -100).tolist()
+                    if end - start > 1:
+                        yield row, document
+        except (ValueError, LookupError, TypeError) as error:
+            raise DataError(
+                given=f"{file.origin(0)}: {error}",
+                required="a shard of MDS with a column input_ids, of type ndarray",
+                source=file.origin(0),
+                change="write it again, or write the tokens into .parquet files",
+            ) from error
+
+
+def _mds_row(data: bytes, kinds: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Arrays of a row: sizes of the columns that have no fixed one, then the columns themselves."""
+    import numpy as np
+
+    sizes, at = [], 0
+    for size in kinds["column_sizes"]:
+        if not size:
+            (size,) = np.frombuffer(data[at : at + 4], "<u4")
+            at += 4
+        sizes.append(int(size))
+    found = {}
+    for name, kind, size in zip(
+        kinds["column_names"], kinds["column_encodings"], sizes, strict=True
+    ):
+        value, at = data[at : at + size], at + size
+        what, _, form = kind.partition(":")
+        if name not in names or what != "ndarray":
+            continue
+        dtype, _, shape = form.partition(":")
+        if not dtype:
+            dtype, value = _MDS_DTYPES[value[0]], value[1:]
+        if shape:
+            axes = [int(one) for one in shape.split(",")]
+        else:  # axes and their width in one byte
+            num_axes, width = value[0] >> 2, 2 ** (value[0] % 4)
+            axes = np.frombuffer(value[1 : 1 + num_axes * width], f"<u{width}").tolist()
+            value = value[1 + num_axes * width :]
+        found[name] = np.frombuffer(value, np.dtype(dtype).newbyteorder("<")).reshape(axes)
+    return found
+
+
+_MDS_DTYPES = {
+    8: "uint8",
+    9: "int8",
+    16: "uint16",
+    17: "int16",
+    32: "uint32",
+    33: "int32",
+    64: "uint64",
+    65: "int64",
+}
+
 _READERS = {
     "text": _read_text,
+    "mds": _read_mds,
     "json lines": _read_json_lines,
     "json": _read_json,
     "csv": _read_csv,

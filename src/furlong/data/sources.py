@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
 from furlong.config.schema import Source
 from furlong.errors import DataError
 
-Kind = Literal["text", "json lines", "json", "csv", "tsv", "parquet", "arrow", "dataset"]
+Kind = Literal["text", "json lines", "json", "csv", "tsv", "parquet", "arrow", "mds", "dataset"]
 Codec = Literal["gzip", "zstd", "bz2"]
 
 _KINDS: dict[str, Kind] = {
@@ -29,10 +29,11 @@ _KINDS: dict[str, Kind] = {
     ".ndjson": "json lines",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".mds": "mds",  # of MosaicML's streaming
 }
 # Of a folder of texts these may be texts too.
 _MAYBE_RECORDS: dict[str, Kind] = {".json": "json", ".csv": "csv", ".tsv": "tsv"}
-_CODECS: dict[str, Codec] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+_CODECS: dict[str, Codec] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2"}
 _HUB = "hf://datasets/"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
