@@ -17,8 +17,10 @@ PAGE = ROOT / "docs/recipes-converted.md"
 _HEAD = """\
 # Recipes converted
 
-What `furlong convert` makes of 37 public recipes for long sequences: {whole} of them convert whole,
-nothing lost that changes what is computed; {all} lose nothing at all. Of their {keys:,} keys
+What `furlong convert` makes of 37 public recipes for long sequences. {whole} of them convert whole:
+nothing is lost that changes what is computed; {all} lose nothing at all. {answered} more do once one key is
+given that the message asks for (`--data.chat_template` where only the recipe's own code has the
+template, `--model.name` where another run comes before). Of their {keys:,} keys
 {taken} are taken, {needless} not needed, {lost} not there while a run computes the same without
 them, {refused} not there so that it computes something else. Each of the 37 trains two steps on a
 tiny model of its family and tiny data of its shape, with what could be taken
@@ -36,7 +38,10 @@ def page() -> str:
     sys.path.append(str(ROOT / "tests"))
     from helpers.recipes_of_others import converted, recipes_of_others
 
-    rows, numbers = [], dict.fromkeys(("ours", "needless", "lost", "refused", "whole", "all"), 0)
+    rows, numbers = (
+        [],
+        dict.fromkeys(("ours", "needless", "lost", "refused", "whole", "all", "answered"), 0),
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name, recipe in recipes_of_others().items():
             made = converted(name, Path(folder))
@@ -45,6 +50,8 @@ def page() -> str:
                 numbers[kind] += kinds.count(kind)
             numbers["whole"] += made.is_whole
             numbers["all"] += "lost" not in kinds and made.is_whole
+            if "answers" in recipe:
+                numbers["answered"] += converted(name, Path(folder), answered=True).is_whole
             missing = {
                 kind: [f"`{key}`" for key, one in made.verdicts.items() if one.kind == kind]
                 for kind in ("refused", "lost")

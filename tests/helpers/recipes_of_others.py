@@ -49,8 +49,8 @@ def write_recipe(name: str, folder: Path) -> Path:
     return file
 
 
-def converted(name: str, folder: Path) -> Conversion:
-    """The recipe as a run."""
-    return convert(
-        read_recipe(write_recipe(name, folder)), recipes_of_others()[name].get("devices")
-    )
+def converted(name: str, folder: Path, *, answered: bool = False) -> Conversion:
+    """The recipe as a run; `answered`: with the key that it asks for."""
+    recipe = recipes_of_others()[name]
+    answers = recipe.get("answers", {}) if answered else {}
+    return convert(read_recipe(write_recipe(name, folder)), recipe.get("devices"), answers)
