@@ -18,12 +18,12 @@ _HEAD = """\
 # Recipes converted
 
 What `furlong convert` makes of 37 public recipes for long sequences. {whole} of them convert whole:
-nothing is lost that changes what is computed; {all} lose nothing at all. {answered} more do once one key is
-given that the message asks for (`--data.chat_template` where only the recipe's own code has the
-template, `--model.name` where another run comes before). Of their {keys:,} keys
-{taken} are taken, {needless} not needed, {lost} not there while a run computes the same without
-them, {refused} not there so that it computes something else. Each of the 37 trains two steps on a
-tiny model of its family and tiny data of its shape, with what could be taken
+nothing is lost that changes what is computed; {all} lose nothing at all. {answered} more do once
+one key is given that the message asks for: `--data.chat_template` where only the recipe's own code
+has the template, `--model.name` where another run comes before. Of their {keys:,} keys {taken} are
+taken, {needless} not needed, {lost} not there while a run computes the same without them,
+{refused} not there so that it computes something else. Each of the 37 trains two steps on a tiny
+model of its family and tiny data of its shape, with what could be taken
 (`tests/recipes/test_recipes_of_others.py`). Paths of models and data are the recipes' own.
 
 The settings are restated in `tests/recipes/others.yaml`. `scripts/converted.py` writes this page.
