@@ -125,8 +125,8 @@ def convert(
         made.run[key] = value
         for name in recipe.keys:
             answer = answer_to(name)
-            target = "model.name" if name == "resume_from_checkpoint" else answer and answer.target
-            if made.verdicts[name].kind == "refused" and target == key:
+            own = "model.name" if name == "resume_from_checkpoint" else answer and answer.target
+            if made.verdicts[name].kind == "refused" and own == key:
                 made.need_not(f"--{key} is given", [name])
     _finish(made)
     return made
