@@ -121,15 +121,21 @@ def convert(
     ):
         _BY_TARGET.get(target, _same)(made, target, by_target[target])
     for key, value in (flags or {}).items():
-        made.run = {own: one for own, one in made.run.items() if not own.startswith(f"{key}.")}
-        made.run[key] = value
-        for name in recipe.keys:
-            answer = answer_to(name)
-            own = "model.name" if name == "resume_from_checkpoint" else answer and answer.target
-            if made.verdicts[name].kind == "refused" and own == key:
-                made.need_not(f"--{key} is given", [name])
+        _put(made, key, value)
     _finish(made)
     return made
+
+
+def _put(made: Conversion, key: str, value: Any) -> None:
+    """Takes a value that somebody gives for a key of ours, in the place of the recipe's."""
+    made.run = {own: one for own, one in made.run.items() if not own.startswith(f"{key}.")}
+    made.run[key] = value
+    for name in made.recipe.keys:
+        answer = answer_to(name)
+        of_key = answer is not None and answer.target == key
+        of_key |= (name, key) == ("resume_from_checkpoint", "model.name")
+        if of_key and made.verdicts[name].kind == "refused":
+            made.need_not(f"--{key} is given", [name])
 
 
 def _finish(made: Conversion) -> None:
