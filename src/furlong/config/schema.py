@@ -849,6 +849,16 @@ def _ascending(steps: tuple[int, int] | None) -> tuple[int, int] | None:
 Name = Annotated[str, Field(min_length=1)]
 
 
+Prompt = Name | tuple[dict[str, Any], ...]
+"""A text, or messages."""
+
+
+def _listed_prompts(value: object) -> object:
+    """A list of prompts; one text, or the messages of one prompt, may stand alone."""
+    is_one = isinstance(value, list | tuple) and all(isinstance(x, Mapping) for x in value)
+    return [value] if isinstance(value, str) or (is_one and value) else value
+
+
 class LogConfig(BaseModel):
     """Where figures go besides the terminal and metrics.jsonl."""
 
@@ -866,20 +876,28 @@ class LogConfig(BaseModel):
     """Project of Trackio; needs furlong[trackio]."""
     mlflow: Name | None = Field(default=None, examples=["furlong"])
     """Experiment of MLflow, on the server that its environment names; needs furlong[mlflow]."""
+    samples: Annotated[tuple[Prompt, ...], BeforeValidator(_listed_prompts)] = Field(
+        default=(), examples=[["Once upon a time"]]
+    )
+    """Prompts, texts or messages, that evaluations let the model go on with; not in a pipeline."""
+    sample_tokens: Positive = 64
+    """Most tokens of such a text."""
     profile_steps: Annotated[tuple[Positive, Positive] | None, AfterValidator(_ascending)] = Field(
         default=None, examples=[[3, 5]]
     )
     """First and last step that torch's profiler traces, into the run's folder profile."""
 
     @model_validator(mode="after")
-    def _entity_of_a_project(self) -> LogConfig:
-        if self.wandb_entity is not None and self.wandb is None:
-            raise told(
-                keys="log.wandb_entity and log.wandb",
-                given=f"log.wandb_entity = {self.wandb_entity} without log.wandb",
-                required="log.wandb, the project of that user or team",
-                change="set log.wandb, or remove log.wandb_entity",
-            )
+    def _options_of_a_key(self) -> LogConfig:
+        for name, key in (("wandb_entity", "wandb"), ("sample_tokens", "samples")):
+            is_default = getattr(self, name) == type(self).model_fields[name].default
+            if not is_default and not getattr(self, key):
+                raise told(
+                    keys=f"log.{name} and log.{key}",
+                    given=f"log.{name} = {getattr(self, name)} without log.{key}",
+                    required=f"log.{key}, whose option it is",
+                    change=f"set log.{key}, or remove log.{name}",
+                )
         return self
 
 

@@ -265,6 +265,12 @@ class MetricsLog:
             )
         self._write(record)
 
+    def samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
+        """Prompts, and what the model has written after each."""
+        self._write({"step": step, "samples": [list(pair) for pair in texts]})
+        for prompt, text in texts:
+            self._say(f"sample after step {step}: {prompt!r:.80} -> {text!r:.400}")
+
     def skipped(self, step: int) -> None:
         self._write({"step": step, "skipped": "no label in the batch"})
         self._say(f"a batch before step {step} has no label: skipped")

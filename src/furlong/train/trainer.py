@@ -97,6 +97,7 @@ from furlong.train.run_model import (
     storage_of,
 )
 from furlong.train.sample_check import check_sample
+from furlong.train.samples import encode_prompts, write_samples
 from furlong.train.start import open_run
 from furlong.train.stop import StopRequest
 
@@ -208,6 +209,7 @@ class Trainer:
             tokenizer = load_tokenizer(
                 config.model.name, revision=config.model.revision, settings=config.data
             )
+            self.prompts = encode_prompts(config, tokenizer) if config.log.samples else []
             if config.hub is not None and self.processes.is_first:
                 open_repository(config.hub)
             return device, storage, model, tokenizer
@@ -723,20 +725,35 @@ class Trainer:
         step, settings = self.progress.step, self.config.train
         is_last = step == self.num_steps
         has_data = self.eval_data is not None or settings.eval_train_share
-        if not has_data or not self.cadence.evaluates(step):
+        if not (has_data or self.prompts) or not self.cadence.evaluates(step):
             return None, not is_last and self.should_stop()
         started_s = time.perf_counter()
         evaluations = self.evaluate()
         if evaluations is None:
             return None, True
-        self.log.evaluation(step, evaluations, time.perf_counter() - started_s)
-        self._call("on_evaluate", evaluations)
+        if evaluations:
+            self.log.evaluation(step, evaluations, time.perf_counter() - started_s)
+            self._call("on_evaluate", evaluations)
+        if self.prompts:
+            self._write_samples()
         loss = evaluations[HELD_OUT].loss if HELD_OUT in evaluations else None
         self.progress = self.progress.evaluated(loss)
         is_best = settings.keep_best and self.progress.held_out.best_step == step > self.saved_step
         if is_best:
             self.save()
         return loss, not is_last and self.should_stop()
+
+    def _write_samples(self) -> None:
+        """Lets the model go on with the prompts; in a pipeline no process has all of it."""
+        if self.decision.layout.pp > 1:
+            if self.progress.step == 0:
+                self.say("samples: left out, for no process of a pipeline has the whole model")
+            return
+        written = write_samples(
+            self.model, self.tokenizer, self.prompts, self.config.log.sample_tokens,
+            device=self.used.device, in_step=self.processes.num_processes > 1,
+        )  # fmt: skip
+        self.log.samples(self.progress.step, written)
 
     def _tell_how_to_go_on(self) -> None:
         step = self.progress.step

@@ -1,0 +1,103 @@
+"""Texts that the model writes at evaluations, greedily, through transformers' own generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from furlong.config.schema import RunConfig
+from furlong.errors import ConfigError
+from furlong.runtime.distributed.fsdp import reshard
+from furlong.runtime.rng import RNGState
+from furlong.train.evaluation import evaluating
+
+
+def encode_prompts(config: RunConfig, tokenizer: Any) -> list[tuple[str, list[int]]]:
+    """Text and tokens of each of `log.samples`. Raises ConfigError for what cannot be one."""
+    most = config.data.max_seq_len - config.log.sample_tokens
+    prompts = []
+    for number, prompt in enumerate(config.log.samples):
+        is_text = isinstance(prompt, str)
+        text = prompt if is_text else _rendered(config, prompt, tokenizer, number)
+        ids = tokenizer(text, add_special_tokens=is_text)["input_ids"]
+        if not 0 < len(ids) <= most:
+            raise _refused(
+                number,
+                given=f"{len(ids)} tokens",
+                required=f"1 to {most}: data.max_seq_len less log.sample_tokens",
+                change="give another text, or change these two",
+            )
+        prompts.append((str(text), [int(each) for each in ids]))
+    return prompts
+
+
+def _rendered(config: RunConfig, messages: Any, tokenizer: Any, number: int) -> str:
+    """The text of messages through the chat template, up to where the model answers."""
+    if not tokenizer.chat_template:
+        raise _refused(
+            number,
+            given="messages, and a tokenizer without a chat template",
+            required="a text, or a tokenizer with a chat template",
+            change="write a text, or set data.chat_template",
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=True,
+            **config.data.chat_template_kwargs,
+        )
+    except Exception as error:  # a template may raise what it likes
+        raise _refused(
+            number,
+            given=f"messages that the chat template refuses: {error}",
+            required="messages such as {role: user, content: ...}",
+            change="mend them, or write a text",
+        ) from error
+    return str(text)
+
+
+def _refused(number: int, **parts: str) -> ConfigError:
+    parts["given"] = f"log.samples[{number}]: {parts['given']}"
+    return ConfigError(source="log.samples", **parts)
+
+
+def write_samples(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[tuple[str, list[int]]],
+    num_tokens: int,
+    *,
+    device: torch.device,
+    in_step: bool,
+) -> list[tuple[str, str]]:
+    """Each prompt, and the at most `num_tokens` that follow, special ones included, as text.
+
+    Modes and generators are afterwards as before. `in_step`: several processes that have divided
+    the weights call it together, and get the same.
+    """
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        use_cache=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    drawn, written = RNGState.read(device), []
+    with evaluating(model), torch.no_grad():
+        for prompt, ids in prompts:
+            given = torch.tensor([ids], device=device)  # (1, T)
+            found = model.generate(
+                input_ids=given,
+                attention_mask=torch.ones_like(given),
+                generation_config=settings,
+                synced_gpus=in_step,
+            )
+            written.append((prompt, str(tokenizer.decode(found[0, len(ids) :]))))
+    reshard(model)
+    drawn.write(device)
+    return written

@@ -1,0 +1,89 @@
+"""Texts that evaluations let the model write: what is written, and that training stays the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_runs import TinyRun, signal_after
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from furlong.cli.main import main
+
+LORA = ("--model.lora.rank=2", "--model.lora.dropout=0.3", "--train.epochs=1", "--train.lr=0.1")
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+
+
+def samples(run: Path) -> dict[int, list[list[str]]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["samples"] for line in lines if "samples" in line}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "adapter_model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_samples_are_the_models_own_and_change_no_step(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Also in a run that was stopped, and without data to evaluate; dropout draws."""
+    plain, whole, halves = (tmp_path / name for name in ("plain", "whole", "halves"))
+    prompts = ["word1 word2", "wörd 文"]
+    flags = [*LORA, f"--log.samples={json.dumps(prompts)}", "--log.sample_tokens=5",
+             "--train.eval_every_steps=1"]  # fmt: skip
+    assert main(tiny_run.arguments(plain, *LORA)) == 0
+    assert main(tiny_run.arguments(whole, *flags)) == 0
+    with signal_after(2):
+        assert main(tiny_run.arguments(halves, *flags)) == 0
+    assert main(tiny_run.arguments(halves, *flags, "--resume")) == 0
+    assert same(weights(whole), weights(plain)) and same(weights(halves), weights(plain))
+    assert samples(halves) == samples(whole) and list(samples(whole)) == [0, 1, 2, 3]
+    assert samples(whole)[3] != samples(whole)[0]
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_run.folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_run.folder / "model")
+    ids = tokenizer(prompts, padding=False)["input_ids"]
+    for given, (_, text) in zip(ids, samples(whole)[0], strict=True):
+        found = torch.tensor([given])
+        for _ in range(5):
+            best = model(found).logits[:, -1].argmax(-1, keepdim=True)
+            found = torch.cat([found, best], 1)
+        assert text == tokenizer.decode(found[0, len(given) :])
+
+
+def test_messages_go_through_the_chat_template(tiny_run: TinyRun, tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "word1"}]
+    flags = [f"--log.samples={json.dumps(prompt)}", "--log.sample_tokens=2", "--train.epochs=null",
+             "--train.steps=1", f"--data.chat_template={TEMPLATE}"]  # fmt: skip
+    assert main(tiny_run.arguments(tmp_path / "run", *flags)) == 0
+    assert samples(tmp_path / "run")[1][0][0] == "<user>word1<answer>"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "more", "said"),
+    [
+        ([[{"role": "user", "content": "x"}]], [], "chat template"),
+        (["word " * 300], [], "log.sample_tokens"),
+        (["word"], ["--log.sample_tokens=256"], "log.sample_tokens"),
+        (["word", ""], [], "log.samples"),
+        ([{"prompt": "x"}, "y"], [], "log.samples"),
+        ([[{"content": "x"}]], [f"--data.chat_template={TEMPLATE}{{{{ raise_exception('no') }}}}"],
+         "refuses"),
+        ([], ["--log.sample_tokens=3"], "log.samples"),
+    ],
+)  # fmt: skip
+def test_prompts_that_cannot_be_are_told_before_the_first_step(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompts: Any,
+    more: list[str], said: str,
+) -> None:  # fmt: skip
+    flags = [f"--log.samples={json.dumps(prompts)}", *more]
+    assert main(tiny_run.arguments(tmp_path / "run", *flags)) == 2
+    told = capsys.readouterr().err
+    assert said in told and "log.sample" in told
+    assert not (tmp_path / "run").exists()
