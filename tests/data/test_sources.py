@@ -35,6 +35,7 @@ def write(folder: Path, *files: str) -> None:
 def test_a_folder_of_texts_is_sorted_and_hidden_files_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, "b/two.txt", "a.md", ".hidden", ".git/config", "code.json")
     assert names(tmp_path) == [("a.md", "text"), ("b/two.txt", "text"), ("code.json", "text")]
+    assert left_out(tmp_path) == ["records read as texts: 1 (code.json)"]
 
 
 @pytest.mark.parametrize(

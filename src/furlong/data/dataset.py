@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from itertools import chain, combinations
+from itertools import chain, combinations, compress
 from pathlib import Path
 from typing import Any
 
@@ -369,7 +369,7 @@ class DataSet:
             required="at least one token that is to be predicted from one before it",
             source=self._key,
             change="check that the right files are named, and what their first records hold; add"
-            " text or answers of the assistant, or raise data.max_seq_len",
+            " text or answers of the assistant, raise data.max_seq_len or lower data.min_len",
         )
 
 
@@ -426,12 +426,10 @@ def load_data(
     """
     listings = [list_files(source, key) for source in sources]
     limits = [min(filter(None, (source.limit, limit)), default=None) for source in sources]
-    whole = [
-        listing
-        for listing, most in zip(listings, limits, strict=True)
-        if most is None and not listing.parts
+    is_whole = [
+        not listing.parts and most is None for listing, most in zip(listings, limits, strict=True)
     ]
-    _refuse_repeated(whole, key)
+    _refuse_repeated(list(compress(listings, is_whole)), key)
     known = fingerprint(tokenizer)
     folder = cache_folder(cache_dir)
     parts: list[TokenizedSource] = []
@@ -454,8 +452,10 @@ def load_data(
         if join:
             check_joined(arrays.facts["format"], tokenizer, printable(source.path))
         parts.append(TokenizedSource(source, listing, arrays, known, tokenized_s))
-    for one, other in combinations(parts, 2):
-        if shared := _overlap(one, other):
+    for one, other in combinations(range(len(parts)), 2):
+        if is_whole[one] and is_whole[other]:
+            continue
+        if shared := _overlap(parts[one], parts[other]):
             raise _repeated(shared[0], key)
     return DataSet(
         tuple(parts), max_seq_len=max_seq_len, too_long=too_long, min_len=min_len, join=join,

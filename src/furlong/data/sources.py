@@ -463,9 +463,9 @@ def _kind_among(
             name for name in described if _kind_of(name) != "text" and name.name not in _CARD_FILES
         ]
         others = [name for name in described if _kind_of(name) == "text"]
-        if others and not is_of_hub:
-            return names, False
-        if not records:
+        if not records or (others and not is_of_hub):
+            if records:
+                notes.append(f"records read as texts: {len(records):,} ({_some(records)})")
             return names, False
     if others and not is_of_hub:
         raise DataError(
