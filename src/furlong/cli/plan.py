@@ -208,7 +208,7 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     decision = choose_plan(
         config, question.model, batch.lengths, question.limits, question.budget_words,
         question.num_devices, size=batch.size, given=question.given,
-        pairs=[(batch.longest_tokens,) * 2] if is_of_pairs else None,
+        pairs=[batch.seq_lens] if is_of_pairs else None,
         longest=batch.longest_tokens if config.data.streaming else None,
         steps=None if question.is_run else batch.seq_lens, method=method, alone=question.is_run,
         tell=tell,

@@ -185,7 +185,7 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     num_devices: int = prod(sizes.values()) if own.devices is None else own.devices
     check_num_devices(num_devices, "--devices")
     if config.train.is_of_pairs:
-        _check_one_pair(flags, num_devices)
+        _check_one_pair(flags, num_devices, config.train.loss)
         sizes = {}
     spec = spec_of(THIS_CPU if own.hardware is None else own.hardware, num_devices)
     options = given_options(config)
@@ -220,13 +220,13 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     )  # fmt: skip
 
 
-def _check_one_pair(flags: RunFlags, num_devices: int) -> None:
+def _check_one_pair(flags: RunFlags, num_devices: int, loss: str) -> None:
     """Raise ConfigError for more than one pair on one device."""
     own = flags.own
     if num_devices > 1 or own.compare or own.sequences is not None:
         raise refusal(
-            "--devices, --sequences or --compare with train.loss: dpo",
-            "one device, and one pair: each call of a step takes a pair in two phases",
+            f"--devices, --sequences or --compare with train.loss: {loss}",
+            "one device, and one call of a step, which takes a pair or an answer in two phases",
             "leave it out, or plan with --train.loss=sft",
         )
 
@@ -280,8 +280,10 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
     if not is_pair:
         return batch if tokens is None else _closed(batch, tokens)
     longest = batch.lengths.longest
-    words = f"a pair of the longest of {name}, the most that is in one call"
-    return PlannedBatch((longest, longest), words, batch.lengths, longest)
+    is_single = config.train.loss == "kto"
+    words = f"{'one' if is_single else 'a pair'} of the longest of {name}, the most that is in one"
+    words += " call"
+    return PlannedBatch((longest,) * (2 - is_single), words, batch.lengths, longest)
 
 
 def _of_stream(batch: PlannedBatch, limit: int) -> PlannedBatch:

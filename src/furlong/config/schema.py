@@ -458,7 +458,8 @@ class TrainConfig(BaseModel):
     epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = Field(default=None, examples=[3])
     """Passes over the training data, instead of steps."""
     sequences_per_step: Positive | None = 32
-    """Sequences in a global batch; with dpo, pairs of them. null leaves it to tokens_per_step."""
+    """Sequences in a global batch; with dpo pairs, with kto answers. null leaves it to
+    tokens_per_step."""
     tokens_per_step: Positive | None = Field(default=None, examples=[524288])
     """Most tokens in a global batch, instead of sequences_per_step: it is closed when the next
     sequence would go over; a longer one is a batch by itself."""
@@ -522,11 +523,16 @@ class TrainConfig(BaseModel):
     max_loss: Annotated[Number, Field(gt=0)] | None = Field(default=None, examples=[20])
     """A step with a higher loss is not taken: the run stops, with a checkpoint of the step before.
     """
-    loss: Literal["sft", "dpo"] = "sft"
+    loss: Literal["sft", "dpo", "kto"] = "sft"
     """sft learns what has labels; dpo learns to prefer the chosen of two answers to the rejected
-    one, beside the model that the run begins with: data.train then holds pairs."""
+    one, kto from answers that are wanted or not, each beside the model that the run begins with:
+    data.train then holds pairs, or answers with a label."""
     beta: Number = Field(default=0.1, gt=0)
-    """With dpo: how strongly the model is held to the one it began with."""
+    """With dpo and kto: how strongly the model is held to the one it began with."""
+    desirable_weight: Number = Field(default=1.0, ge=0)
+    """With kto: weight of the answers that are wanted."""
+    undesirable_weight: Number = Field(default=1.0, ge=0)
+    """With kto: weight of the others."""
     loss_type: Literal["sigmoid", "sigmoid_norm", "robust", "ipo", "apo_zero", "apo_down"] = (
         "sigmoid"
     )
@@ -542,8 +548,9 @@ class TrainConfig(BaseModel):
 
     @property
     def is_of_pairs(self) -> bool:
-        """Whether the loss is of two answers."""
-        return self.loss == "dpo"
+        """Whether a term of the loss is made of two sequences: two answers, or an answer and what
+        it is compared with."""
+        return self.loss != "sft"
 
     @model_validator(mode="before")
     @classmethod
@@ -604,14 +611,17 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _options_of_a_loss(self) -> TrainConfig:
-        for name in ("beta", "loss_type", "label_smoothing", "sft_weight"):
-            value = getattr(self, name)
-            if self.loss == "sft" and value != type(self).model_fields[name].default:
+        known: dict[str, tuple[str, ...]] = {"beta": ("dpo", "kto")}
+        known |= dict.fromkeys(("loss_type", "label_smoothing", "sft_weight"), ("dpo",))
+        known |= dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",))
+        for name, losses in known.items():
+            value, words = getattr(self, name), " or ".join(losses)
+            if self.loss not in losses and value != type(self).model_fields[name].default:
                 raise told(
                     keys=f"train.{name} and train.loss",
-                    given=f"train.{name} = {value} with train.loss: sft",
-                    required="train.loss: dpo, whose option it is",
-                    change=f"set train.loss to dpo, or remove train.{name}",
+                    given=f"train.{name} = {value} with train.loss: {self.loss}",
+                    required=f"train.loss: {words}, whose option it is",
+                    change=f"set train.loss to {words}, or remove train.{name}",
                 )
         if self.loss_type in ("ipo", "apo_zero", "apo_down") and self.label_smoothing:
             raise told(
@@ -990,7 +1000,7 @@ class RunConfig(BaseModel):
             raise told(
                 keys="data.too_long and train.loss",
                 given=f"data.too_long = 'split' with train.loss: {loss}",
-                required="pairs that stay whole: error, truncate or drop",
+                required="answers that stay whole: error, truncate or drop",
                 change="change data.too_long",
             )
         if self.model.lora is not None and self.model.init == "random":

@@ -3,7 +3,8 @@
     <folder>/tokens/<key>/       one source; the key is of its files' names, sizes and times, the
                                  tokenizer and the format
       input_ids.bin, labels.bin  int32, sequence after sequence; no labels.bin if labels are ids;
-                                 of a record of two answers chosen, then rejected
+                                 of a record of two answers chosen, then rejected; an answer that
+                                 is wanted or not has what it is compared with behind it
       index.bin                  (N, 5) int64: stop, file, line, labelled tokens of each sequence,
                                  and 1 or -1 if it is an answer that is wanted or not, else 0
     <folder>/reference/<key>/    log-probabilities of one source by one model
@@ -156,7 +157,7 @@ class TokenizedSource:
     @property
     def noun(self) -> str:
         """The word for what a record makes."""
-        return "pair" if self.notes["format"] == "preference" else "sequence"
+        return {"preference": "pair", "unpaired": "answer"}.get(self.notes["format"], "sequence")
 
     def lines_of(self, file: int) -> npt.NDArray[np.int64]:
         """The lines of a file of which it has sequences."""

@@ -96,12 +96,12 @@ class DataSet:
             for piece in np.flatnonzero(is_long[self._rows]).tolist():
                 labels = self._tokens(piece)[1][1:]
                 self.valid_tokens[piece] = np.count_nonzero(labels != IGNORE_INDEX)
-        if too_long == "truncate" and self.noun == "pair":
+        if too_long == "truncate" and self.noun != "sequence":
             for row in starts[above].tolist():
                 number, own = self._find(row)
                 part = parts[number]
                 pair = [Encoded(*part.tokens(each)) for each in (own, own + 1)]
-                require_answers(pair, limit, part.origin(own))
+                require_answers(pair, limit, part.origin(own), self.noun)
         is_first = self._begins > 0
         is_first[first[starts]] = True
         begins = np.flatnonzero(is_first)
@@ -352,7 +352,7 @@ class DataSet:
         number, row = self._find(int(lens.argmax()))
         others = f", and {num_above - 1:,} more above the limit" if num_above > 1 else ""
         return DataError(
-            given=f"a {'pair with a ' * (self.noun == 'pair')}sequence of {lens.max():,} tokens"
+            given=f"{'a pair with ' * (self.noun == 'pair')}a sequence of {lens.max():,} tokens"
             f"{others}, of {count_words(num_units, self.noun)}",
             required=f"at most data.max_seq_len = {limit:,}",
             source=self.parts[number].origin(row),

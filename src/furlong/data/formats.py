@@ -19,7 +19,7 @@ from furlong.config.schema import FORMAT_OF_LOSS, DataConfig, Format, Source, re
 from furlong.data.chat import MARKS, Turns, answers, may_be_learnt, messages_of
 from furlong.data.fields import columns, read_values, renamed, tools_of
 from furlong.data.instructions import instruction_text, instruction_turns, text_of
-from furlong.data.pairs import EMPTY, check_pair, is_of_texts, read_pair
+from furlong.data.pairs import EMPTY, check_pair, is_of_texts, read_pair, with_mismatches
 from furlong.data.records import BLANK, Notes, SourceRecord
 from furlong.data.rendering import rendering
 from furlong.data.sources import printable
@@ -233,8 +233,15 @@ class Reading:
 def encode(
     records: Iterable[SourceRecord], tokenizer: Any, reading: Reading, notes: Notes
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
-    """Records with their sequences, one or the two answers of a pair; `notes` counts the others.
-    `reading` has a format. Raises UserError."""
+    """Records with their sequences, one, the two answers of a pair, or an answer and what it is
+    compared with; `notes` counts the others. `reading` has a format. Raises UserError."""
+    found = _encoded(records, tokenizer, reading, notes)
+    return with_mismatches(found) if reading.format == "unpaired" else found
+
+
+def _encoded(
+    records: Iterable[SourceRecord], tokenizer: Any, reading: Reading, notes: Notes
+) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
     assert reading.format != "auto"
     shape = FORMATS[reading.format]
     read = shape.read

@@ -15,6 +15,7 @@ such records are left out and counted.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import takewhile
@@ -196,17 +197,45 @@ def _common(chosen: Items[Any], rejected: Items[Any]) -> int:
     return next((number for number, (a, b) in pairs if a != b), shorter)
 
 
-def require_answers(pair: Items[Encoded], limit: int, origin: str) -> None:
-    """Raises DataError for a pair of which the first `limit` tokens hold no answer, or the same
-    twice."""
+def require_answers(pair: Items[Encoded], limit: int, origin: str, noun: str = "pair") -> None:
+    """Raises DataError for a record of which the first `limit` tokens hold no answer, or for a pair
+    the same twice. `noun`: what the record makes."""
     chosen, rejected = pair
     none = any((one.labels[1:limit] == IGNORE_INDEX).all() for one in pair)
-    if none or np.array_equal(chosen.input_ids[:limit], rejected.input_ids[:limit]):
+    same = np.array_equal(chosen.input_ids[:limit], rejected.input_ids[:limit])
+    if none or (same and noun == "pair"):
         longer = max(len(one.input_ids) for one in pair)
         what = "are a prompt and no answer" if none else "are the same in both answers"
         raise DataError(
-            given=f"a pair of {longer:,} tokens, of which the first {limit:,} {what}",
-            required="two answers that differ within data.max_seq_len",
+            given=f"{noun} of {longer:,} tokens, of which the first {limit:,} {what}",
+            required="answers within data.max_seq_len, those of a pair not the same",
             source=origin,
             change="raise data.max_seq_len, set data.too_long to drop, or shorten the prompt",
         )
+
+
+def with_mismatches(
+    answers: Iterable[tuple[SourceRecord, list[Encoded]]],
+) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
+    """Records of one answer each, and behind it its prompt with the next record's answer, of the
+    last record with the first one's: what `train.loss: kto` compares it with."""
+    first: Encoded | None = None
+    before: tuple[SourceRecord, Encoded] | None = None
+    for record, (own,) in answers:
+        if before is not None:
+            yield before[0], [before[1], _mismatch(before[1], own)]
+        first, before = first or own, (record, own)
+    if before is not None and first is not None:
+        yield before[0], [before[1], _mismatch(before[1], first)]
+
+
+def _mismatch(asked: Encoded, said: Encoded) -> Encoded:
+    """The prompt of one record with the answer of another."""
+    prompt, start = asked.input_ids[: _answer_start(asked)], _answer_start(said)
+    labels = np.concatenate([np.full_like(prompt, IGNORE_INDEX), said.labels[start:]])
+    return Encoded(np.concatenate([prompt, said.input_ids[start:]]), labels, asked.desirable)
+
+
+def _answer_start(one: Encoded) -> int:
+    """The place of the first token that is learnt."""
+    return int((one.labels != IGNORE_INDEX).argmax())

@@ -126,7 +126,7 @@ def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:
     keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else KEEPS
     for size, keep in product(sizes(space), keeps):
         plain = ChunkOptions(size=size, keep=keep, num_retained=0)
-        for offload in _offload(space, plain, 2, (num_layers,)):
+        for offload in _offload(space, plain, len(question.pair), (num_layers,)):
             options = replace(plain, offload=offload)
             plan_of = partial(plan_two_phases, options=options, num_layers=num_layers)
             least = needs_of(model.memory().curve(plan_of(question.pair), 0))

@@ -133,7 +133,7 @@ _NEEDS = {
 """The needs of each method, which it cannot do without."""
 
 
-Pair = tuple[int, int]
+Pair = tuple[int, ...]
 """Tokens of both sequences."""
 _NUM_TIMED = 3
 """Pairs whose steps are timed, evenly spread over their lengths."""

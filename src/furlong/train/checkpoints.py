@@ -130,7 +130,7 @@ def checksum(weight: Tensor) -> str:
 
 _WEIGHTS = {
     "base_fingerprint": "frozen weights, which its adapters were trained upon",
-    "reference": "reference model, with which train.loss: dpo compares in every step",
+    "reference": "reference model, with which train.loss compares in every step",
 }
 """Weights that a checkpoint does not hold and depends on, by the key of their checksum."""
 

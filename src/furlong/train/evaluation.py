@@ -78,6 +78,7 @@ def evaluate(
     device = next(model.parameters()).device
     loss_sum, num_terms, num_valid_tokens = 0.0, 0, 0
     by_name: Counter[str] = Counter()
+    num_by_name: Counter[str] = Counter()
     sums = torch.zeros(64, dtype=torch.float64)
     counts = torch.zeros(64, dtype=torch.int64)
     with evaluating(model):
@@ -103,13 +104,15 @@ def evaluate(
             num_terms += own
             num_valid_tokens += result.num_valid_tokens
             for name, mean in result.metrics.items():
-                by_name[name] += mean * own  # type: ignore[assignment]
+                count = objective.num_of(name, batch)
+                by_name[name] += mean * count  # type: ignore[assignment]
+                num_by_name[name] += count
             for number in engine.share(len(batch.sequences)) if objective.unit_size == 1 else ():
                 labels = torch.from_numpy(batch.sequences[number].labels.astype(np.int64))
                 _add_by_position(result.token_losses[number], labels, sums, counts)
     figures = engine.processes.sums([*sums.tolist(), *counts.tolist()])
     sums, counts = torch.tensor(figures, dtype=torch.float64).view(2, -1)
-    metrics = {name: total / num_terms for name, total in by_name.items()}
+    metrics = {name: total / num_by_name[name] for name, total in by_name.items()}
     by_position = _buckets(sums, counts.long())
     return Evaluation(loss_sum / num_terms, num_valid_tokens, by_position, metrics)
 

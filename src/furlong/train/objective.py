@@ -76,6 +76,10 @@ class Objective:
         """Terms of a batch's mean loss."""
         return batch.num_valid_tokens
 
+    def num_of(self, figure: str, batch: Batch) -> int:
+        """Terms of which a figure is the mean."""
+        return self.num_terms(batch)
+
     def learnt(self, batch: Batch) -> Batch:
         """The part of a batch that has a gradient."""
         return replace(batch, sequences=tuple(self._learnt(batch.sequences)))
@@ -94,6 +98,8 @@ class Answer:
     reference: float
     """Log-probability of all its tokens by the reference."""
     num_tokens: int
+    desirable: bool | None = None
+    """Whether it is wanted, where data says so."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -298,10 +304,58 @@ class PairLoss(AnswerLoss):
         return dict(zip(METRICS, (*rewards, accuracy, margin, *log_probs), strict=True))
 
 
+@dataclass(frozen=True)
+class KTOLoss(AnswerLoss):
+    """A loss of single answers, each wanted or not: `train.loss: kto` (Ethayarajh et al., 2024,
+    equation 7).
+
+    In a batch each answer is followed by its prompt with another record's answer. The mean of the
+    log-ratios of these, at least 0 and without a gradient, is the point from which an answer's own
+    log-ratio is measured.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    name = "kto"
+    format = "unpaired"
+
+    def shared(self, batch: Batch, beside: Sequence[Answer]) -> float:
+        """The estimate of the KL divergence from the reference."""
+        return max(0.0, sum(float(one.log_ratio.detach()) for one in beside) / len(beside))
+
+    def term(self, answers: Sequence[Answer], shared: float) -> Tensor:
+        from torch.nn.functional import sigmoid
+
+        (answer,) = answers
+        reward = self.beta * (answer.log_ratio - shared)
+        if answer.desirable:
+            return self.desirable_weight * sigmoid(-reward)
+        return self.undesirable_weight * sigmoid(reward)
+
+    def figures(self, answers: Sequence[Answer], shared: float) -> dict[str, float]:
+        """The figures of an answer, of its own kind alone."""
+        (answer,) = answers
+        log_prob = float(answer.log_prob.detach())
+        kind = "chosen" if answer.desirable else "rejected"
+        reward = self.beta * (log_prob - answer.reference)
+        return {f"rewards/{kind}": reward, f"logps/{kind}": log_prob, "kl": shared}
+
+    def num_of(self, figure: str, batch: Batch) -> int:
+        if figure == "kl":
+            return self.num_terms(batch)
+        is_of_wanted = figure.endswith("chosen")
+        return sum(one.desirable is is_of_wanted for one in self._learnt(batch.sequences))
+
+
 OBJECTIVES: dict[str, Callable[[TrainConfig], Objective]] = {
     "sft": lambda settings: Objective(),
     "dpo": lambda settings: PairLoss(
         settings.loss_type, settings.beta, settings.label_smoothing, settings.sft_weight
+    ),
+    "kto": lambda settings: KTOLoss(
+        settings.beta, settings.desirable_weight, settings.undesirable_weight
     ),
 }
 
@@ -332,8 +386,12 @@ def log_probs(
 
 
 def means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each figure over pairs."""
-    return {name: sum(own[name] for own in found) / len(found) for name in found[0]}
+    """The mean of each figure over those that have it."""
+    listed: dict[str, list[float]] = {}
+    for own in found:
+        for name, value in own.items():
+            listed.setdefault(name, []).append(value)
+    return {name: sum(all_values) / len(all_values) for name, all_values in listed.items()}
 
 
 def _answer(sequence: Tokens, log_prob: Tensor) -> Answer:
@@ -342,7 +400,8 @@ def _answer(sequence: Tokens, log_prob: Tensor) -> Answer:
 
     assert sequence.reference is not None  # attached before the first step
     num_tokens = int((sequence.labels[1:] != IGNORE_INDEX).sum())
-    return Answer(log_prob, float(sequence.reference.sum(dtype="float64")), num_tokens)
+    reference = float(sequence.reference.sum(dtype="float64"))
+    return Answer(log_prob, reference, num_tokens, sequence.desirable)
 
 
 @dataclass

@@ -201,7 +201,8 @@ def _searched(
     objective = objective_of(config.train)
     pairs = None
     if objective.in_two_phases(num_processes):
-        pairs = [(a, b) for a, b in train.seq_lens.reshape(-1, 2).tolist()]
+        learnt = train.seq_lens.reshape(-1, objective.unit_size)[:, : objective.num_learnt]
+        pairs = [tuple(own) for own in learnt.tolist()]
     lens = train.epoch_lens(config.train.seed)
     decision = choose_plan(
         config,

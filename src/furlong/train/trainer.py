@@ -453,7 +453,7 @@ class Trainer:
             backward_s=seconds.get("B", 0.0),
             data_s=data_s,
             step_s=step_s,
-            mfu=None if meter is None else meter.mfu(batch.seq_lens, step_s),
+            mfu=None if meter is None else meter.mfu(self.objective.learnt(batch).seq_lens, step_s),
             cpu_bytes=result.cpu_bytes or None,
             disk_bytes=result.disk_bytes or None,
             plan_s=self.engine.waited_s,
