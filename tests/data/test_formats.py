@@ -141,7 +141,7 @@ def test_an_answer_is_wanted_or_not(fields: dict[str, Any], learnt: str) -> None
     tokenizer = byte_tokenizer()
     reading = Reading("unpaired", fields={"label": "kto_tag"})
     records = [record(**fields, kto_tag=label) for label in (True, False, 1)]
-    found = [own for _, (own,) in encode(records, tokenizer, reading, Notes())]
+    found = [own for _, (own, _) in encode(records, tokenizer, reading, Notes())]
     assert [own.desirable for own in found] == [True, False, True]
     labels = found[0].labels
     assert tokenizer.decode(labels[labels != IGNORE_INDEX]) == learnt
