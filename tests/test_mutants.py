@@ -236,6 +236,19 @@ MUTANTS = {
         "labels = np.where(learnt, ids, np.int32(IGNORE_INDEX))", "labels = ids",
         "data/test_tokenize.py::test_a_completion_and_its_end_are_learnt",
     ),
+    "empty thoughts are learnt": Mutant(
+        "start = empty.end()", "pass",
+        "data/test_training_templates.py::"
+        "test_empty_thoughts_are_learnt_only_where_the_record_has_them",
+    ),
+    "the last round begins with the first question": Mutant(
+        "*asked[-1:]", "*asked[:1]",
+        "data/test_formats.py::test_what_is_learnt_of_a_conversation",
+    ),
+    "an answer that is not wanted counts as wanted": Mutant(
+        "{None: 0, True: 1, False: -1}", "{None: 0, True: 1, False: 1}",
+        "data/test_load.py::test_the_cache_knows_which_answers_are_wanted",
+    ),
     "padding beside token ids is learnt": Mutant(
         "if mask is not None and mask != [1] * num_tokens:", "if False:",
         "data/test_formats.py::test_bad_tokens_are_named",

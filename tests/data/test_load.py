@@ -444,3 +444,12 @@ def test_what_is_no_text_or_has_no_end_is_not_joined(tmp_path: Path, texts: Path
     endless.eos_token = None
     with pytest.raises(DataError, match="a tokenizer without EOS with data"):
         load(tmp_path, texts, tokenizer=endless, join=True, max_seq_len=5)
+
+
+def test_the_cache_knows_which_answers_are_wanted(tmp_path: Path) -> None:
+    records = [{"prompt": "a ", "completion": "b", "label": label} for label in (True, False)]
+    file = write_lines(tmp_path / "answers.jsonl", *records)
+    for _ in range(2):
+        assert [one.desirable for one in load(tmp_path, file, format="unpaired")] == [True, False]
+    texts = load(tmp_path, file, fields={"text": "prompt"})
+    assert {one.desirable for one in texts} == {None}

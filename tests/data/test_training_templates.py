@@ -211,6 +211,18 @@ def test_a_template_that_forgets_thoughts_is_replaced() -> None:
         encoded(own_template("qwen3").replace("</think>\\n\\n", "</think>\\n"), turns)
 
 
+def test_a_known_template_is_not_rendered_for_every_answer() -> None:
+    count: list[int] = []
+    turns = Turns("x", [USER, LAST] * 30)
+    template = ChatTemplate(byte_tokenizer(own_template("llama3")), lambda: count.append(1))
+    found = template.render(turns)
+    count.clear()
+    assert template.render(turns) == found and len(count) < 5
+    unknown = ChatTemplate(byte_tokenizer("x" + own_template("llama3"))).render(turns)
+    shifted = tuple((start + 1, stop + 1) for start, stop in found.ranges or ())
+    assert (unknown.text, unknown.ranges) == ("x" + found.text, shifted)
+
+
 def test_empty_thoughts_are_learnt_only_where_the_record_has_them() -> None:
     _, (said,), _ = encoded(own_template("qwen3"), [USER, ANSWER])
     assert said == "Four.\n\n<|im_end|>\n"

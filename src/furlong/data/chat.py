@@ -36,6 +36,8 @@ _PROBE = "furlong-3f9c"
 _OPEN, _CLOSE = f"{_PROBE}(", f"){_PROBE}"
 _MARK = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
 _EMPTY = re.compile(r"\s*<think>\s*</think>\s*")
+_MANY = 2
+"""Answers above which a known template is masked by furlong's own, where both write the same."""
 _SHOWN_CHARS = 24
 _REASON_CHARS = 200
 
@@ -185,8 +187,16 @@ class ChatTemplate:
             self._takes_parts[template] = "text" in template and self._takes_parts_alone(
                 own, template
             )
-        by = self._by_tags if _TAG.search(template) else self._by_prefixes
-        return by(own, template)
+        if _TAG.search(template):
+            return self._by_tags(own, template)
+        num_answers = sum(turn["role"] == "assistant" for turn in own.turns)
+        if num_answers > _MANY and (known := self._training_template(template, own)):
+            # Prefixes take two renderings for each answer, tags two in all.
+            with suppress(DataError):
+                found = self._by_tags(own, known[1])
+                if found[0] == self._text(own, template)[0]:
+                    return found
+        return self._by_prefixes(own, template)
 
     def _training_template(self, template: str, own: Turns) -> tuple[str, str] | None:
         """The name of furlong's own template that writes the answers of this one, and its text."""
