@@ -5,10 +5,12 @@ import re
 import shutil
 from pathlib import Path
 
+import nbformat
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 BESIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")]
@@ -88,3 +90,20 @@ def test_the_readme_is_short_and_the_words_of_our_own_are_few():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
     words = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8").split("\n## Words\n")[1]
     assert len([row for row in words.splitlines() if row.startswith("| ")]) - 2 <= 25
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_says_the_same_again():
+    notebook = nbformat.read(ROOT / "examples/notebook.ipynb", as_version=4)
+    before = [written(cell) for cell in notebook.cells]
+    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    after = [written(cell) for cell in notebook.cells]
+    assert after[:-1] == before[:-1]  # the last one tells seconds of a search
+    assert "RTX4090" in before[-1] and "RTX4090" in after[-1]
+
+
+def written(cell):
+    """What a cell has printed."""
+    return "".join(
+        output.text for output in cell.get("outputs", ()) if output.get("name") == "stdout"
+    )
