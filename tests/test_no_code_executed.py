@@ -227,6 +227,11 @@ def pages(world: World, name: str) -> tuple[list[str], int | None]:
     return ["plan", "--lengths", str(lengths), *flags, "--picture", str(page)], 0
 
 
+def four_bits(world: World, name: str) -> tuple[list[str], int]:
+    """bitsandbytes asks for a compiled kernel as it is imported."""
+    return world.train(name, world.whole, "--model.quantize=nf4", "--model.lora.rank=2"), 0
+
+
 AUTO_MAP = {
     "AutoConfig": "configuration_x.X",
     "AutoModelForCausalLM": "modeling_x.X",
@@ -258,6 +263,7 @@ PAYLOADS: dict[str, Payload] = {
     "experts of a hub": configured(experts_implementation="sonicmoe"),
     "kernels": configured(use_kernels=True, kernel_config={"RMSNorm": "evil/kernel:RMSNorm"}),
     "quantized": configured(2, quantization_config={"quant_method": "fp8"}),
+    "a base in 4 bits": four_bits,
     "a family with kernels": configured(2, model_type="rwkv"),
     "a template's class": templated("{{ ''.__class__.__mro__[1].__subclasses__() }}"),
     "a template's cycler": templated('{{ cycler.__init__.__globals__.os.system("TOUCH") }}'),
