@@ -39,7 +39,7 @@ def library(key: str) -> Any:
 
 
 def import_safely() -> None:
-    """Import bitsandbytes if it is installed, as peft does beside any adapter, without code of a
+    """Import bitsandbytes if it is installed, as peft does, and what loads peft, without code of a
     hub: see `library`."""
     if "bitsandbytes" in sys.modules or find_spec("bitsandbytes") is None:
         return

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from furlong.config.schema import TrainConfig
 from furlong.errors import ConfigError
-from furlong.models.quantized import library
+from furlong.models.quantized import import_safely, library
 from furlong.train.processes import ALONE, Processes
 
 _HF_NAMES = {
@@ -34,6 +34,7 @@ def build_optimizer(
     plain: dict[str, Any] = {"lr": settings.lr}
     adam: dict[str, Any] = plain | {"betas": settings.betas, "eps": settings.eps}
     if name == "adafactor":
+        import_safely()
         from transformers import Adafactor
 
         return Adafactor(groups, scale_parameter=False, relative_step=False, **plain)
@@ -238,6 +239,7 @@ def build_schedule(
     """The learning rate per step: that of transformers' `get_scheduler` for one step more, without
     its first step, whose rate is zero, and with a warm-up of at least one step. So no step is
     without effect: the rate would reach 0, or `min_lr`, one step after the last."""
+    import_safely()  # it loads peft, which does not
     from transformers import get_scheduler
 
     floors: dict[str, Any] = {
