@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,9 @@ def _cache_of_the_tests(tmp_path_factory):
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    _keep_few_fast(items)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -36,6 +39,20 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def _keep_few_fast(items):
+    """Mark as slow what `few(n)` leaves out: n cases of the test, evenly spread, stay fast."""
+    cases = defaultdict(list)
+    for item in items:
+        few = item.get_closest_marker("few")
+        if few and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0], few.args[0]].append(item)
+    for (_, count), own in cases.items():
+        fast = {len(own) * i // count for i in range(count)}
+        for number, item in enumerate(own):
+            if number not in fast:
+                item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ SECO = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_secos_own_plan_of_16k_tokens_fits_a_24_gb_card_but_for_the_margin(plan: Any) -> None:
     """In chunks of fewer than 1,024 tokens, with K,V on the device."""
     own = ("--chunks.method=seco", "--offload=none")

@@ -69,6 +69,7 @@ def plan(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", WORDS)
+@pytest.mark.few(2)
 def test_a_plan_and_true_words(plan, name):
     code, said = plan(name, *QUICK, "--chunks.size", "128", "--chunks.keep", "kv")
     assert code == 0, said
@@ -91,6 +92,7 @@ def test_a_plan_and_true_words(plan, name):
         ("rwkv", [], "keeps its state outside of transformers' cache", "layers in which"),
     ],
 )  # fmt: skip
+@pytest.mark.few(2)
 def test_what_cannot_be_is_refused_by_name(plan, name, flags, given, required):
     code, said = plan(name, *flags)
     assert code == 2

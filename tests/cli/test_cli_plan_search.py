@@ -444,6 +444,7 @@ def run_of(folder, rope="", **values):
         (", rope: {rope_type: default, rope_theta: 1.0e6}", None, 640),
     ],
 )  # fmt: skip
+@pytest.mark.few(2)
 def test_a_runs_rope_counts_among_the_positions(tmp_path, rope, original, positions):
     scaling = {"original_max_position_embeddings": original} if original else None
     run = run_of(tmp_path, rope, rope_scaling=scaling)

@@ -63,6 +63,7 @@ def perfect(attention_counts=False):
 @pytest.mark.parametrize(
     ("keep", "lora"), [("all", False), ("attention", True), ("kv", False), ("input", True)]
 )
+@pytest.mark.few(2)
 def test_linear_flops_are_those_that_the_executor_runs(keep, lora):
     """Every first-pass saving included; torch counts the matrix products."""
     import torch

@@ -70,6 +70,7 @@ def rows_of_block(num_tokens, block, num_blocks):
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "size", "inner"), CASES)
+@pytest.mark.few(3)
 def test_what_an_exchange_moves_and_what_is_attended(num_heads, num_kv_heads, size, inner):
     """Every process, one by one: the elements that it receives, and its keys times heads."""
     num_tokens, element_bytes = 32 * size, 2

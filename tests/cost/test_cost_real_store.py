@@ -86,6 +86,7 @@ class Driven:
      ((None, 700), 13_739, 1000, "attention", 2), ((3000, 700, None), 11_000, 5000, "kv", 1),
      ((None, 700), 9_100, 700, "input", 2)],
 )  # fmt: skip
+@pytest.mark.few(4)
 def test_the_walk_is_what_the_store_does(target, windows, length, size, keep, num_retained):
     options = ChunkOptions(size=size, keep=keep, num_retained=num_retained)
     plan = plan_chunkflow((length,), options, stages=(len(windows),))
@@ -95,6 +96,7 @@ def test_the_walk_is_what_the_store_does(target, windows, length, size, keep, nu
 @pytest.mark.parametrize("target", ["none", "cpu"])
 @pytest.mark.parametrize("windows", [(None, None), (None, 700)], ids=str)
 @pytest.mark.parametrize("keep", ["kv", "input"])
+@pytest.mark.few(3)
 def test_the_walk_of_branches_is_what_the_store_does(target, windows, keep):
     """Two long branches, the second of which branches again, and short ones."""
     forks = {0: [(8000, 5000), (11_500, 10_000), (12_000, 10_000), (14_500, 5000)]}

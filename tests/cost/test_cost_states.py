@@ -136,6 +136,7 @@ class CountedStore(StateStore):
         ("jamba", "attention", "chunk-first"), ("jamba", "input", "layer-first"),
     ],
 )  # fmt: skip
+@pytest.mark.few(2)
 def test_the_walk_counts_what_the_store_holds(family, keep, order, monkeypatch):
     monkeypatch.setattr("furlong.kv.store.StateStore", CountedStore)
     model = build(family, wide=False).float()

@@ -59,6 +59,7 @@ def encode_all(template: str, *conversations: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "where"), [*((name, "first") for name in BOMBS), ("loops", "later")]
 )
+@pytest.mark.few(2)
 def test_a_template_without_end_is_an_error(
     name: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

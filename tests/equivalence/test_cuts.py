@@ -70,6 +70,7 @@ FEW = [{"name": name, "height": 1, "keep": "input"} for name in CUTS.dials["name
 
 
 @pytest.mark.parametrize("row", FEW, ids=lambda row: row["name"])
+@pytest.mark.few(4)
 def test_cut_between_all_layers(row):
     check(**row)
 

@@ -40,6 +40,7 @@ FEW, PAIRS, TRIPLES = covering_array()
 
 
 @pytest.mark.parametrize("case", sorted(FEW, key=str), ids=str)
+@pytest.mark.few(10)
 def test_every_pair_of_dials(case):
     check(case)
 

@@ -22,6 +22,7 @@ ON_DISK = furlong.ChunkOptions(size=8, keep="attention", order="layer-first", of
 
 @pytest.mark.parametrize("options", [OPTIONS, ON_DISK], ids=["chunk-first", "layer-first on disk"])
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss", "mixtral"])
+@pytest.mark.few(2)
 def test_changing_one_token_moves_no_bit_elsewhere(family, options):
     """Only the long sequence has labels: all gradients are its own, so none may move by one bit."""
     model = build(family, torch.float32)
@@ -48,6 +49,7 @@ def test_changing_one_token_moves_no_bit_elsewhere(family, options):
     ],
     ids=str,
 )
+@pytest.mark.few(2)
 def test_evaluation_gives_the_same_loss_of_every_token_in_either_order(family, dials):
     model = build(family)
     sequences = batch([21, 4, 6, 17])
@@ -75,6 +77,7 @@ def test_a_batch_without_labels_needs_a_divisor():
 
 
 @pytest.mark.parametrize("family", UNLIKE)
+@pytest.mark.few(2)
 def test_float32_is_as_good_as_transformers_own(family):
     sequences = batch([61, 9, 30, 2])
     exact = build(family, torch.float64)
@@ -129,6 +132,7 @@ def test_bfloat16_errs_no_more_than_transformers_own():
 
 
 @pytest.mark.parametrize("keep", ["input", "attention", "all"])
+@pytest.mark.few(1)
 def test_bfloat16_errs_no_more_layer_first(keep):
     """Hidden states between stages, and their gradients, have the dtype that they have anyway."""
     sequences = batch([80])

@@ -69,6 +69,7 @@ def check(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("row", sorted(FEW, key=str), ids=str)
+@pytest.mark.few(6)
 def test_every_pair_of_dials_is_exact(row, monkeypatch) -> None:
     check(row, monkeypatch)
 

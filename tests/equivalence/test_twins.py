@@ -132,6 +132,7 @@ def check_row(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("row", sorted(ONE_EACH, key=str), ids=str)
+@pytest.mark.few(4)
 def test_every_family_is_exact(row, monkeypatch):
     check_row(row, monkeypatch)
 

@@ -69,6 +69,7 @@ def assert_equal_runs(mine: Any, plain: Any) -> None:
         pytest.param(4, False, "left", 20, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(1)
 def test_losses_and_weights_equal_the_plain_trainers(
     tmp_path: Path, accumulation: int, lora: bool, side: str, steps: int
 ) -> None:

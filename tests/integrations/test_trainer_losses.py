@@ -88,6 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
         if not lora or case == "smoothing"
     ],
 )  # fmt: skip
+@pytest.mark.few(2)
 def test_weights_and_losses_equal_the_plain_trainers(tmp_path: Path, case: str, lora: bool) -> None:
     classes = Trainer, transformers.Trainer
     mine, plain = (train(base, tmp_path, lora=lora, **CASES[case]) for base in classes)

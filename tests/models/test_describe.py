@@ -121,6 +121,7 @@ QUICK = (
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS]
 )
+@pytest.mark.few(3)
 def test_counts_windows_kinds_and_saved_bytes_are_those_of_the_model(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config(name))
@@ -293,6 +294,7 @@ FEW = ("Qwen2.5-0.5B", "Qwen3-8B", "Llama-3.2-1B", "GPT-13B")
 @pytest.mark.parametrize(
     "names", [FEW, pytest.param(tuple(known_models()), marks=pytest.mark.slow)], ids=["few", "all"]
 )
+@pytest.mark.slow
 def test_rows_of_known_models_are_what_is_measured(names, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
     import known_models as made

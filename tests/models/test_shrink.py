@@ -98,6 +98,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("all_layers", [False, True])
 @pytest.mark.parametrize("model_type", HYBRIDS)
+@pytest.mark.few(14)
 def test_models_with_recurrent_layers_become_small_and_run(
     model_type: str, all_layers: bool
 ) -> None:

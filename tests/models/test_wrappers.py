@@ -67,6 +67,7 @@ def assert_exact(model: Any, bound: float = 1e-12, **arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("name", EXACT)
+@pytest.mark.few(4)
 def test_verified_adapters_are_exact(name: str) -> None:
     family = "qwen3_moe" if "bare parameters" in name else "llama"
     assert_exact(adapted(EXACT[name], family), 2e-6 if family == "qwen3_moe" else 1e-12)

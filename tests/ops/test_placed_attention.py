@@ -56,6 +56,7 @@ EXCHANGES = Design(
 
 
 @pytest.mark.parametrize(("rule", "heads", "is_saved", "dtype"), EXCHANGES.cases(2))
+@pytest.mark.few(10)
 def test_places_give_the_whole_and_all_its_gradients(rule, heads, is_saved, dtype):
     """In 16 bits copies of heads and gathered keys are added up in float32, and what travels is
     rounded once."""

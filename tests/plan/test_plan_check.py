@@ -502,5 +502,6 @@ def survivors(name, count, seed):
     ],
 )
 @pytest.mark.parametrize("name", BASES)
+@pytest.mark.few(6)
 def test_damage_that_passes_does_no_harm(name, count, seed):
     assert 0 < survivors(name, count, seed) < count / 2

@@ -70,6 +70,7 @@ def test_the_last_percents_of_speed_are_not_bought_with_memory():
         pytest.param(2, (9_000, 700, 300, 20), 70, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(1)
 def test_the_search_loses_nothing_to_brute_force(num_devices, lens, gib):
     """A plain loop over layouts and options, timed and walked as whole replicas run them."""
     model = CPU if num_devices == 1 else H100
@@ -142,6 +143,7 @@ def test_several_small_steps_are_not_packed_into_one():
         assert longest_step(space, 4096) == ([500] if per_step == 1 else [500, 1500])
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_smallest_is_taken_unless_the_budget_is_given():
     decision = choose(budget_bytes=1 * GIB)
     assert decision.answer is None
@@ -253,6 +255,7 @@ LOWER, MORE = {"cpu_bytes": 64 * GIB}, pytest.mark.slow
         pytest.param("Qwen2.5-0.5B", 16_384, 11 * GIB, LOWER, marks=MORE),
     ],
 )
+@pytest.mark.few(1)
 def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_bytes, lower):
     """By counts: actions walked or simulated, of some 30 microseconds each, and candidates with
     closed forms, of some 100 each: about a second together."""

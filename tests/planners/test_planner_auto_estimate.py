@@ -129,6 +129,7 @@ def test_chunk_first_on_the_device_the_bound_is_what_the_walk_finds(name, keep, 
 @pytest.mark.parametrize(("kind", "least"), [("kv", 0.5), ("inputs", 0.65), ("attention", 0.25)])
 @pytest.mark.parametrize("stage_layers", [1, 6])
 @pytest.mark.parametrize("keep", ["input", "kv", "attention"])
+@pytest.mark.few(6)
 def test_a_slow_link_is_in_the_estimate(kind, least, stage_layers, keep):
     """The seconds of its copies, where the kind is written at all: never more than they take."""
     model = MODELS["lora"]

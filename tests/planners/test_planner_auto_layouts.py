@@ -60,6 +60,7 @@ def test_one_long_sequence_is_shared() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"sp": 1}, {"sp": 1, "dp": 2}])
+@pytest.mark.slow
 def test_stages_are_made_where_memory_is_short(sizes: dict[str, int]) -> None:
     ample, short = choose(SHORT, sizes={"sp": 1}, size=StepSize(32)), 5 * GIB
     assert ample.layout.pp == 1
@@ -101,6 +102,7 @@ def test_layer_first_and_a_pipeline_exclude_each_other() -> None:
         choose(dials=given, sizes={"dp": 1, "sp": 1})
 
 
+@pytest.mark.slow
 def test_no_replica_is_idle_unless_nothing_else_is_left() -> None:
     assert choose(SHORT, size=StepSize(2)).layout.dp <= 2
     decision = choose(SHORT, size=StepSize(2), sizes={"sp": 1, "pp": 1})
@@ -153,6 +155,7 @@ def test_dials_beside_a_methods_own_chunks_are_counted_as_candidates() -> None:
     assert answer is not None and answer.best is not answer.chunked[0] and answer.num_pruned >= 0
 
 
+@pytest.mark.slow
 def test_two_decisions_are_equal() -> None:
     first, second = choose(num_devices=2), choose(num_devices=2)
     for name in ("options", "layout", "stages", "words", "layout_words"):
@@ -232,6 +235,7 @@ def test_no_plan_needs_less_than_the_bound(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(("budget_bytes", "times"), [(25 * GIB, 0), (70 * GIB, 1)])
+@pytest.mark.slow
 def test_own_chunks_that_cannot_fit_are_not_planned(budget_bytes, times, monkeypatch):
     """Their finest slices with every layer recomputed are bounded first, and asked once."""
     asked = []

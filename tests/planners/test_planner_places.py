@@ -163,6 +163,7 @@ def excess(draw):
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.slow
 def test_near_the_optimum_of_small_cases(count):
     """Within 5 % of the best of all divisions on average, 20 % at worst."""
     draw = random.Random(count)

@@ -236,6 +236,7 @@ def run_cases(name, seeds):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.few(5)
 def test_random_batches(name):
     run_cases(name, range(10 if name in SEARCHING else 100))
 

@@ -223,6 +223,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", SAID)
+@pytest.mark.few(3)
 def test_a_picture_says_what_a_stranger_needs(name, tmp_path):
     panels, said, unsaid = SAID[name]
     words = words_of(panels(), tmp_path / "a.svg")

@@ -44,6 +44,7 @@ def problem(**changes):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.few(6)
 def test_every_method_has_a_valid_plan_with_its_own_figures_or_says_why_not(name):
     try:
         found = search(problem(offload=("none", "cpu")), {name: PUBLISHED[name]})

@@ -31,6 +31,7 @@ def assert_same_behaviour(before, after):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "stablelm", "gpt_oss"])
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.few(3)
 def test_after_success(family, training):
     model = build(family, torch.float32).train(training)
     model.model.embed_tokens.requires_grad_(False)
@@ -54,6 +55,7 @@ def test_after_success(family, training):
         ("_backward", Backward),
     ],
 )
+@pytest.mark.few(2)
 def test_after_an_error_inside(where, kind, monkeypatch):
     model = build("gemma2", torch.float32)
     before = behaviour(model)

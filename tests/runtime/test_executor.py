@@ -151,6 +151,7 @@ MORE = [  # with them each pair of an action, a keep and a target at least once
     ("kind", "keep", "target"),
     [*FAILING, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
+@pytest.mark.few(2)
 def test_an_error_inside_leaves_nothing_in_any_pool(kind, target, keep, monkeypatch) -> None:
     """In the middle layer of the middle stage, while a lease and a graph are alive."""
     monkeypatch.setattr("furlong.runtime.cell._MIN_BYTES", 1)
@@ -294,6 +295,7 @@ def with_adapters(layers: list[int]):
         ([1, 2], 1, 1, "kv"), ([0, 2], 1, 0, "all"), ([2], 2, 1, "kv"), ([2], 2, 1, "input"),
     ],
 )  # fmt: skip
+@pytest.mark.few(2)
 def test_nothing_runs_backward_below_the_lowest_trained_layer(
     layers, height, frozen, keep, monkeypatch
 ) -> None:
@@ -323,6 +325,7 @@ def test_nothing_runs_backward_below_the_lowest_trained_layer(
 @pytest.mark.parametrize("order", ["chunk-first", "layer-first"])
 @pytest.mark.parametrize("keep", ["kv", "attention", "input"])
 @pytest.mark.parametrize("trained", ["all", "one layer"])
+@pytest.mark.few(4)
 def test_what_a_hook_changes_in_place_is_changed_once(trained, keep, order) -> None:
     """Above frozen layers no gradient goes by a stage's input, so autograd watches none of them;
     elsewhere the input is a leaf, of which it allows no view to be changed."""

@@ -76,6 +76,7 @@ def num_reads(size: int, **dials) -> int:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.few(2)
 def test_a_step_reads_one_number(order, size, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waits for the device"))
     assert num_reads(size, **ORDERS[order]) == 1

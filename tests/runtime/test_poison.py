@@ -41,6 +41,7 @@ def error_with_early_releases(
 
 @pytest.mark.parametrize("keep", ["input", "attention"])
 @pytest.mark.parametrize("target", ["none", "cpu", "disk"])
+@pytest.mark.few(3)
 def test_a_lease_that_ends_too_early_is_seen(target, keep, monkeypatch):
     with pytest.raises(Exception, match=r"inf|modified by an inplace|assert"):
         assert error_with_early_releases(target, POISONED, monkeypatch, keep) <= 1e-12

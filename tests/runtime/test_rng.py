@@ -36,6 +36,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("keep", ["kv", "attention", "input"])
+@pytest.mark.few(4)
 def test_a_recompute_draws_what_the_forward_drew(name: str, keep: str) -> None:
     model = MODELS[name]()
     seen: dict[tuple[int, ...], list[torch.Tensor]] = {}

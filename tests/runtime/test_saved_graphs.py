@@ -25,6 +25,7 @@ from furlong.testing import reference_loss, take_grads, worst_relative_error
         ("gpt_oss", "layer-first", "cpu"), ("llama", "chunk-first", "cpu"),
     ],
 )  # fmt: skip
+@pytest.mark.few(2)
 def test_gradients_are_the_same(family, order, target, monkeypatch):
     monkeypatch.setattr(cell, "_MIN_BYTES", 1)
     model, sequences = build(family), batch([23, 4, 2])

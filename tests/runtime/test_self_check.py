@@ -31,12 +31,14 @@ def check(model: Any) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.few(5)
 def test_the_error_of_a_family_is_rounding_alone(family: str) -> None:
     assert check(build(family)) <= (EXACT if bound(family) == EXACT else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mixtral"])
+@pytest.mark.few(4)
 def test_a_family_passes_in_other_dtypes(family: str, dtype: torch.dtype) -> None:
     assert 0 < check(build(family, dtype)) < 0.3
 

@@ -103,6 +103,7 @@ def check(walk: str, mixture: str, seed: int, folder: Path, monkeypatch) -> None
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.few(1)
 def test_late_copies_change_no_bit(mixture, tmp_path, monkeypatch):
     check("height 1, attention", mixture, 0, tmp_path, monkeypatch)
 
@@ -115,6 +116,7 @@ def test_late_copies_change_no_bit_in_any_walk(walk, mixture, seed, tmp_path, mo
 
 
 @pytest.mark.parametrize("target", ["cpu", "disk"])
+@pytest.mark.few(1)
 def test_a_pool_that_does_not_wait_is_seen(target, tmp_path, monkeypatch):
     monkeypatch.setattr(StagedPool, "_wait", lambda *_: None)
     monkeypatch.setattr(random.Random, "choice", lambda self, values: LONGEST_S)

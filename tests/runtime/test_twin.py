@@ -54,6 +54,7 @@ def passes(family: str, layers: range, tied: bool) -> None:
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.few(2)
 def test_each_stage_of_a_family_passes(family, layers, tied):
     passes(family, layers, tied)
 
@@ -78,6 +79,7 @@ def test_a_twin_has_the_models_class_layers_and_ties():
         assert torch.equal(parameter, again.base.get_parameter(name)), "all processes make the same"
 
 
+@pytest.mark.slow
 def test_the_twin_of_a_deep_model_has_few_layers():
     """Families that scan in float32 are off by 2e-4 in the 48 layers of Qwen3-Next."""
     model = HFDecoder(build("qwen3_next", torch.bfloat16, num_hidden_layers=48, layer_types=None))

@@ -59,6 +59,7 @@ def test_an_edited_config_of_the_run_is_refused(
 
 
 @pytest.mark.parametrize("flags", [(), (LORA,)], ids=["all weights", "adapters"])
+@pytest.mark.few(1)
 def test_another_architecture_is_refused(
     tiny_run: TinyRun,
     own_model: Path,

@@ -106,6 +106,7 @@ def plain_loop(
     ],
     ids=["llama", "lora"],
 )
+@pytest.mark.few(1)
 def test_steps_are_those_of_a_plain_loop(
     tmp_path: Path, family: str, lora: bool, size: int, num_retained: int, max_grad_norm: float,
     schedule: str,

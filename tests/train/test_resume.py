@@ -154,6 +154,7 @@ def test_a_mix_of_sources_goes_on_to_the_same_bits(
     [*DIALS.dials],
     [pytest.param(*row, marks=[pytest.mark.slow] * (i > 1)) for i, row in enumerate(ROWS)],
 )
+@pytest.mark.few(1)
 def test_a_run_that_ends_early_goes_on_to_the_same_bits(
     tiny_runs: dict[str, TinyRun], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     end: Any, loss: str, trained: tuple[str, ...], model: str, chunks: tuple[str, ...],

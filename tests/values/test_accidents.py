@@ -273,6 +273,7 @@ ACCIDENTS: list[Callable[[Subject], None]] = [
 
 
 @pytest.mark.parametrize("accident", ACCIDENTS, ids=lambda accident: accident.__name__)
+@pytest.mark.few(8)
 def test_accidents_leave_nothing_behind(subject: Subject, accident: Any) -> None:
     own = dict(subject.model.named_parameters())
     accident(subject)

@@ -74,6 +74,7 @@ def model(request: pytest.FixtureRequest) -> Any:
         for i, call in enumerate(CALLS)
     ],
 )  # fmt: skip
+@pytest.mark.few(8)
 def test_calls_have_the_models_own_gradients(
     model: Any, call: str, options: furlong.ChunkOptions
 ) -> None:

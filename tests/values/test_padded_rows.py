@@ -52,6 +52,7 @@ def test_attention_blocks_begin_behind_the_padding(call: str) -> None:
         ("jamba", "packed", 2e-6), ("recurrent_gemma", "packed", 2e-6),
     ],
 )  # fmt: skip
+@pytest.mark.few(2)
 def test_sequences_with_positions_of_their_own_are_as_if_each_were_alone(
     family: str, call: str, bound: float
 ) -> None:

@@ -71,6 +71,7 @@ def errors(
         (NESTED, 16, "kv"), (NESTED, 16, "input"), (NESTED, 25, "attention"),
     ],
 )  # fmt: skip
+@pytest.mark.few(3)
 def test_answers_to_one_prompt_are_exact(model: Any, tree: Forked, size: int, keep: str) -> None:
     sequences = [OTHERS[0], *tree.answers(), OTHERS[1]]
     assert max(errors(model, sequences, size=size, keep=keep)) <= 1e-12
@@ -87,6 +88,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.few(2)
 def test_families_are_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixtures of experts, tied embeddings with learned positions, windows in some layers, and
     latents; attention blocks, which begin at positions and not at tokens of a tree.

@@ -36,6 +36,7 @@ def subject() -> tuple[Any, furlong.Engine]:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda own: f"{own.keep}-{own.order}")
 @pytest.mark.parametrize("tree", [FOUR, NESTED], ids=["four", "nested"])
+@pytest.mark.few(3)
 def test_the_cross_entropy_is_exact(
     subject: Any, tree: Forked, options: furlong.ChunkOptions
 ) -> None:

@@ -38,6 +38,7 @@ def taken_bytes(engine: furlong.Engine) -> int:
 
 
 @pytest.mark.parametrize(("loss", "options"), zip(itertools.cycle(LOSSES), OPTIONS))
+@pytest.mark.few(6)
 def test_losses_of_values_have_the_models_own_gradients(
     subject: Any, loss: str, options: furlong.ChunkOptions
 ) -> None:
@@ -54,6 +55,7 @@ def test_losses_of_values_have_the_models_own_gradients(
 
 
 @pytest.mark.parametrize("options", OPTIONS[:3])
+@pytest.mark.few(3)
 def test_a_head_of_ones_own_on_hidden_states(subject: Any, options: furlong.ChunkOptions) -> None:
     """A reward of the last token, chosen against rejected, and its gradient by the new head."""
     model, engine = subject

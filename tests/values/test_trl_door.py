@@ -59,6 +59,7 @@ QUICK: list[dict[str, Any]] = [{}, {"loss_type": ["ipo"], "lora": "new"}]
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.few(1)
 def test_dpo(tmp_path: Path, changes: dict[str, Any]) -> None:
     changes = dict(changes)
     lora, evaluates = changes.pop("lora", None), changes.pop("evaluates", False)

@@ -85,6 +85,7 @@ def test_a_sound_engine_passes(family: str) -> None:
         assert finding.passed, finding
 
 
+@pytest.mark.slow
 def test_adapters_are_proved_too() -> None:
     subject = subject_of("llama", LORA)
     finding = check_gradients(subject)
@@ -100,6 +101,7 @@ def test_gradients_that_are_not_relayed_are_found(
     assert not finding.passed and "model.layers." in finding.figure
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_a_mean_of_means_is_found(
     llama: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_sequences_that_see_each_other_are_found(
     assert not finding.passed and "moves by" in finding.figure
 
 
+@pytest.mark.slow
 def test_a_token_that_nobody_sees_is_found(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Isolation alone would also hold for an engine that ignores its input."""
     plain = batch.chunk_inputs
@@ -139,6 +142,7 @@ def test_a_token_that_nobody_sees_is_found(llama: Subject, monkeypatch: pytest.M
     assert not check_isolation(llama).passed
 
 
+@pytest.mark.slow
 def test_few_layers_with_a_short_window_see_the_other_token() -> None:
     """Two layers with windows of 12 see 22 tokens back; the first sequence's prompt has 35."""
     config = transformers.MistralConfig(num_hidden_layers=2)
@@ -184,6 +188,7 @@ def test_a_config_that_cannot_be_built_is_told_of_the_users_own_folder(tmp_path)
         ({"stage_layers": 13}, "cpu", "order layer-first, stage_layers 1, offload cpu"),
     ],
 )
+@pytest.mark.slow
 def test_the_runs_own_dials_are_proved(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -247,6 +252,7 @@ def test_decays_are_spread_as_vectors_whatever_their_shape() -> None:
     assert decays and all(p.ndim == 4 and float(p.max()) < math.log(16) + 1 for p in decays)
 
 
+@pytest.mark.slow
 def test_layers_that_a_backward_recomputes_are_without_float32_there_too() -> None:
     subject = recurrent("bamba", replace(OPTIONS, recompute_layers=1))
     finding = check_accumulation(subject)

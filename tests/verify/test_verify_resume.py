@@ -85,6 +85,7 @@ def test_a_run_that_fails_is_told() -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_verb_prints_every_proof_and_fails_with_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

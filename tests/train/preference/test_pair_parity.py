@@ -117,6 +117,7 @@ def plain_dpo(
         ("apo_down", 0.0, 0.3, "kv", 32, True),
     ],
 )
+@pytest.mark.few(2)
 def test_two_steps(
     tiny_run: TinyRun, tmp_path: Path, loss_type: str, smoothing: float, sft_weight: float,
     keep: str, size: int, lora: bool,

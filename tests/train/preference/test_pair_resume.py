@@ -81,6 +81,7 @@ def test_a_reference_that_was_cut_short_goes_on(
     assert len(calls) == num_calls + 1  # the one that failed was computed again, no other
 
 
+@pytest.mark.slow
 def test_resumed_in_mid_epoch_without_the_cache(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_second_run_takes_the_reference_of_the_first(
     assert len(numbers(tmp_path / "cache")) == 1
 
 
+@pytest.mark.slow
 def test_the_reference_of_another_model(tmp_path: Path, capsys: Any) -> None:
     """A changed base is refused on resume; a cached file of another model is refused always."""
     from safetensors.numpy import load_file, save_file

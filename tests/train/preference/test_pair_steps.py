@@ -29,6 +29,7 @@ def final(run: Path) -> tuple[dict[str, torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("failing", [1, 6], ids=["first phase", "second phase"])
+@pytest.mark.few(1)
 def test_a_step_that_does_not_fit(
     tiny_run: TinyRun,
     tmp_path: Path,
