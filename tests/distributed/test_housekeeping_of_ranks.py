@@ -55,5 +55,5 @@ def test_a_loss_above_the_most_is_told_once(tiny_run: TinyRun, tmp_path: Path) -
              "--train.max_loss=5.8"]  # fmt: skip
     ended = Launched(tmp_path / "out", run_command, tiny_run.arguments(run, *flags)).ended(200)
     assert [process.code for process in ended] == [2, 2], ended
-    assert ended[0].said.count("train.max_loss: 5.8") == 1 and "given:" not in ended[1].said
+    assert ended[0].said.count("train.max_loss = 5.8") == 1 and "given:" not in ended[1].said
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]

@@ -27,7 +27,7 @@ from furlong.data.dataset import DataSet
 from furlong.data.loader import Batch, in_order, told_ahead
 from furlong.data.stream import StreamSet
 from furlong.data.tokenize import load_tokenizer
-from furlong.errors import ConfigError, DataError, DivergenceError, UserError
+from furlong.errors import ConfigError, DataError, DivergenceError
 from furlong.files import write_json
 from furlong.models.build import check_model, export_model
 from furlong.planners.options import ChunkOptions
@@ -76,6 +76,7 @@ from furlong.train.run_folder import (
     OPTIONS,
     PROFILE,
     REPORT,
+    DamagedCheckpointError,
     RunFolder,
     TrainReport,
     check_checkpoint,
@@ -425,10 +426,7 @@ class Trainer:
         drawn = RNGState.read(self.used.device)
         self.result = result = self.gradients(batch, step)
         norm = self.engine.engine.clip_gradients(self.config.train.max_grad_norm)
-        loss = self._finite_loss(batch, result, norm, step)
-        if loss is not None and loss > (self.config.train.max_loss or math.inf):
-            drawn.write(self.used.device)  # as if the step had not been tried
-            raise self._too_high(batch, loss, step)
+        loss = self._loss_of(batch, result, norm, drawn)
         lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
@@ -644,14 +642,22 @@ class Trainer:
     def _forget_best(self, state: Mapping[str, Any]) -> None:
         """Begins to look for the lowest loss anew where that of the checkpoint is one of other data
         or, with `train.keep_best`, of weights that are not there any more."""
-        config, best_step = self.config, self.progress.held_out.best_step
-        folder = self.run.path / CHECKPOINTS
-        is_lost = config.train.keep_best and not checkpoint_of(folder, best_step).exists()
-        other_data = build_run(state["config"], str(folder)).data.eval != config.data.eval
-        if best_step and (other_data or is_lost):
-            self.progress = replace(self.progress, held_out=HeldOut(self.progress.held_out.step))
-            cause = "data.eval has changed" if other_data else "its checkpoint is gone"
-            print(f"the lowest held-out loss was that of step {best_step}, and is looked for anew:"
+        config, held_out, cause = self.config, self.progress.held_out, ""
+
+        def check() -> str:
+            try:
+                check_checkpoint(checkpoint_of(self.run.path / CHECKPOINTS, held_out.best_step))
+            except DamagedCheckpointError as error:
+                return error.given
+            return ""
+
+        if held_out.best_step and config.train.keep_best:
+            cause = self.processes.from_first(check)
+        if build_run(state["config"], str(self.run.path)).data.eval != config.data.eval:
+            cause = "data.eval has changed"
+        if held_out.best_step and cause:
+            self.progress = replace(self.progress, held_out=HeldOut(held_out.step))
+            print(f"the lowest held-out loss, after step {held_out.best_step}, is looked for anew:"
                   f" {cause}")  # fmt: skip
 
     def _used_memory(self) -> UsedMemory:
@@ -801,54 +807,45 @@ class Trainer:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *values)
 
-    def _finite_loss(
-        self, batch: Batch, result: StepResult, norm: float, step: int
+    def _loss_of(
+        self, batch: Batch, result: StepResult, norm: float, drawn: RNGState
     ) -> float | None:
         """The loss; None where it is estimated from drawn chunks and none of them has a label.
 
         Such a draw leaves gradients of zeros: a loss that is truly not a number leaves others.
         Raises DivergenceError, with no gradients and on all processes, when loss or norm are not
-        finite.
+        finite, or when the loss is above `train.max_loss`: then with generators as `drawn`, and a
+        checkpoint of the step before.
         """
         is_estimated = result.plan is not None and not result.plan.report_loss
         if is_estimated and norm == 0 and math.isnan(result.loss):
             return None
-        if math.isfinite(result.loss) and math.isfinite(norm):
+        most, step = self.config.train.max_loss, self.progress.step + 1
+        is_finite = math.isfinite(result.loss) and math.isfinite(norm)
+        if is_finite and (most is None or result.loss <= most):
             return result.loss
+        self.optimizer.zero_grad()
+        if is_finite and self.cadence.save_every and self.saved_step < step - 1:
+            drawn.write(self.used.device)  # as if the step had not been tried
+            self.save()
+            self.checkpoints.finish()
         kept = "there is no checkpoint (train.save_every_steps says when one is written)"
         if self.saved_step:
             kept = f"the checkpoint of step {self.saved_step} is whole, furlong export makes a"
             kept += " model of it"
-        raise self._diverged(
-            batch, step, f"loss {result.loss}, gradient norm {norm}", "finite figures", kept
-        )
-
-    def _too_high(self, batch: Batch, loss: float, step: int) -> UserError:
-        """The error of a step with a loss above `train.max_loss`, when there is a checkpoint of the
-        step before."""
-        kept = "there is no checkpoint (train.save_every_steps says when one is written)"
-        if self.cadence.save_every and step > 1:
-            if self.saved_step < step - 1:
-                self.save()
-            self.checkpoints.finish()
-            kept = (
-                f"there is a checkpoint of step {step - 1}; a higher train.max_loss takes the step"
-            )
-        most = self.config.train.max_loss
-        return self._diverged(batch, step, f"loss {loss:.4g}", f"train.max_loss: {most:g}", kept)
-
-    def _diverged(self, batch: Batch, step: int, given: str, required: str, kept: str) -> UserError:
-        self.optimizer.zero_grad()
         names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         error = DivergenceError(
-            given=f"{given} in step {step}; the weights are still those of step {step - 1}",
-            required=required,
+            given=f"loss {result.loss}, gradient norm {norm} in step {step}; the weights are still"
+            f" those of step {step - 1}",
+            required=f"a loss of at most train.max_loss = {most:g}"
+            if is_finite
+            else "finite figures",
             source=f"the sequences of step {step}: {', '.join(names[:8])}{more}",
-            change="look at these sequences, or start anew with a lower train.lr or a longer"
-            f" train.warmup_steps; {kept}",
+            change=f"look at these sequences{', raise train.max_loss' * is_finite}, or start anew"
+            f" with a lower train.lr or a longer train.warmup_steps; {kept}",
         )
-        return self.processes.alike(error)
+        raise self.processes.alike(error)
 
 
 def _check_alone() -> None:
