@@ -24,15 +24,15 @@ from furlong.errors import ConfigError, DataError
 
 MODELS = {
     "gemma": "gemma", "gemma3": "gemma3", "gpt-oss": "gptoss", "llama3": "llama3",
-    "llama3.1": "llama3_1", "qwen2.5": "qwen2_5", "qwen3": "qwen3",
+    "llama3.1": "llama3_1", "qwen2.5": "qwen2_5", "qwen3": "qwen3", "qwen3.5": "qwen3_5_think",
 }  # fmt: skip
-THOUGHTFUL = ("gpt-oss", "qwen3")
+THOUGHTFUL = ("gpt-oss", "qwen3", "qwen3.5")
 
 SYSTEM = {"role": "system", "content": " Be brief. "}
 USER = {"role": "user", "content": "2 + 2? <b>é</b>\n"}
 ANSWER = {"role": "assistant", "content": "Four.\n\n"}
 THOUGHT = {"role": "assistant", "content": "4", "reasoning_content": "\nTwo and two."}
-FUNCTION = {"name": "add", "arguments": {"a": 1, "b": "x\n"}}
+FUNCTION = {"name": "add", "arguments": {"a": 1, "b": "x\n", "c": True, "d": [1, {"e": None}]}}
 CALL = {
     "role": "assistant", "content": "", "reasoning_content": "A tool may help.",
     "tool_calls": [{"id": "abcdefghi", "type": "function", "function": FUNCTION}],

@@ -333,7 +333,7 @@ class DataConfig(BaseModel):
         default=None, examples=["qwen3"]
     )
     """Chat template: a file, a text, or a name (alpaca, chatml, gemma, gemma3, gpt-oss, llama3,
-    llama3.1, mistral, qwen2.5, qwen3); null = the tokenizer's."""
+    llama3.1, mistral, qwen2.5, qwen3, qwen3.5); null = the tokenizer's."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_free_kwargs)] = Field(
         default={}, examples=[{"enable_thinking": False}]
     )

@@ -35,7 +35,9 @@ _NUMBER = re.compile("[0-9]")
 _PROBE = "furlong-3f9c"
 _OPEN, _CLOSE = f"{_PROBE}(", f"){_PROBE}"
 _MARK = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
-_EMPTY = re.compile(r"\s*<think>\s*</think>\s*")
+_EMPTY = re.compile(r"<think>\s*</think>")
+# The prompt may hold where they begin.
+_EMPTY_FIRST = re.compile(r"\s*(<think>)?\s*</think>\s*")
 _MANY = 2
 """Answers above which a known template is masked by furlong's own, where both write the same."""
 _SHOWN_CHARS = 24
@@ -226,12 +228,10 @@ class ChatTemplate:
                 others, found = self._masked(probe, other)
             except DataError:
                 return False
-            said = [
-                [own[slice(*one)] for one in each]
-                for own, each in ((text, ranges), (others, found))
-            ]
+            said = self._as_generated(probe, text, ranges)
+            others_said = self._as_generated(probe, others, found)
             is_first = sum(turn["role"] == "assistant" for turn in turns) == 1
-            if said[0] != said[1] or (is_first and text != others):
+            if _parts(text, said) != _parts(others, others_said) or (is_first and text != others):
                 return False
             num_same += 1
         return num_same > len(PROBES) // 2
@@ -244,7 +244,7 @@ class ChatTemplate:
         is_own = any(_EMPTY.search(turn.get("content", "")) for turn in own.turns)
         found = []
         for start, stop in ranges:
-            if not is_own and (empty := _EMPTY.match(text, start, stop)):
+            if not is_own and (empty := _EMPTY_FIRST.match(text, start, stop)):
                 start = empty.end()
             end = self._end and self._end.match(text, stop)
             if end and not text[start:stop].rstrip().endswith(end[1]):
@@ -448,6 +448,10 @@ def _check_marks(record: SourceRecord, turn: Turn, message: str) -> None:
                 "0 or 1 (false or true), and true for what the assistant says alone",
                 f"remove {mark}, or mend it; an answer with 0 or false is not learnt",
             )
+
+
+def _parts(text: str, ranges: list[tuple[int, int]]) -> list[str]:
+    return [text[start:stop] for start, stop in ranges]
 
 
 def _with_mark(tag: re.Match[str]) -> str:

@@ -30,7 +30,11 @@ TOOL: dict[str, Any] = {
 }
 _USER: dict[str, Any] = {"role": "user", "content": "Hello there"}
 _SAID: dict[str, Any] = {"role": "assistant", "content": "Hi, you."}
-_CALL = {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+_CALL = {
+    "id": "123456789",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 1, "b": True}},
+}
 _CALLED: list[dict[str, Any]] = [
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "content": "2", "name": "add", "tool_call_id": "123456789"},
