@@ -39,8 +39,9 @@ def planned_line(recipe: Path) -> str | None:
     if cpu_bytes:
         parts.append(f"{format_bytes(cpu_bytes)} of RAM")
     step = format_seconds(plan["step_s"] + plan["optimizer_s"])
-    what = "pair" if plan["batch"]["source"].startswith("a pair") else "step"
-    parts.append(f"{step} for a {what} of {format_count(plan['batch']['num_tokens'])} tokens")
+    start = plan["batch"]["source"].partition(" of ")[0]
+    what = {"a pair": "a pair", "one": "an answer"}.get(start, "a step")
+    parts.append(f"{step} for {what} of {format_count(plan['batch']['num_tokens'])} tokens")
     return f"# Planned: {', '.join(parts)} (furlong {match[1]})"
 
 

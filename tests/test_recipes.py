@@ -78,6 +78,9 @@ def test_two_steps_in_small(
     }  # fmt: skip
     if config.model.rope is not None and config.model.rope.original_max_position_embeddings:
         flags["model.rope.original_max_position_embeddings"] = 1024
+    if config.train.tokens_per_step is not None:
+        del flags["train.sequences_per_step"]
+        flags["train.tokens_per_step"] = 1500
     if config.data.eval is not None:
         flags["data.eval"] = write_data(config, tmp_path / "held-out.jsonl")
     if config.data.eval_share is not None:
@@ -121,6 +124,8 @@ def record(config: Any, words: str) -> dict[str, Any]:
             ],
             "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
         }
+    if config.train.loss == "kto":
+        return {"prompt": "Why? ", "completion": words, "label": len(words) % 3 == 0}
     if config.data.format == "sharegpt":
         turns = ("user", "Why?"), ("assistant", words)
         return {"conversations": [{"from": role, "value": value} for role, value in turns]}
