@@ -14,6 +14,7 @@ import sys
 from codecs import utf_8_decode
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from typing import Any, BinaryIO
 
@@ -80,9 +81,11 @@ def read_records(
     fields: Collection[str],
     key: str = "data.train",
     limit: int | None = None,
+    skip: int = 0,
 ) -> Iterator[SourceRecord]:
     """The records of a source that its slices mean, file after file, at most `limit` of them.
-    `fields`: those that are read; of a table, no other column is decoded.
+    `fields`: those that are read; of a table, no other column is decoded. Of the first file the
+    lines or rows up to `skip` are left out where that saves their reading.
 
     Binary files (a NUL byte at the start, git's rule, or mostly no UTF-8) are left out and counted,
     so are texts of nothing but white space; single bytes that are no UTF-8 become U+FFFD. Raises
@@ -90,7 +93,7 @@ def read_records(
     record.
     """
     empty = True
-    for record in islice(_read_parts(listing, notes, fields, key), limit):
+    for record in islice(_read_parts(listing, notes, fields, key, skip), limit):
         empty = False
         yield record
     if empty:
@@ -108,13 +111,13 @@ def read_records(
 
 
 def _read_parts(
-    listing: Listing, notes: Notes, fields: Collection[str], key: str
+    listing: Listing, notes: Notes, fields: Collection[str], key: str, skip: int
 ) -> Iterator[SourceRecord]:
     first = 0
     for part in listing.parts or (Part(len(listing.files)),):
         numbers = range(first, first + part.num_files)
         first = numbers.stop
-        records = _read_files(listing, numbers, notes, fields, key)
+        records = _read_files(listing, numbers, notes, fields, key, skip)
         if part.slice:
             most = sys.maxsize
             if part.is_relative:
@@ -132,12 +135,15 @@ def _read_parts(
 
 
 def _read_files(
-    listing: Listing, numbers: range, notes: Notes, fields: Collection[str], key: str
+    listing: Listing, numbers: range, notes: Notes, fields: Collection[str], key: str, skip: int = 0
 ) -> Iterator[SourceRecord]:
     for number in numbers:
         file = listing.files[number]
+        read = _READERS.get(file.kind, _read_table)
+        if number == 0 and read in _SKIPPING:
+            read = partial(read, skip=skip)
         try:
-            for line, values in _READERS.get(file.kind, _read_table)(file, number, notes, fields):
+            for line, values in read(file, number, notes, fields):
                 yield SourceRecord(values, number, line, file.origin(line))
         except OSError as error:
             if file.codec is None or error.errno is not None:
@@ -153,11 +159,11 @@ def _read_files(
 def _open(file: SourceFile) -> BinaryIO:
     """The bytes of a file, decompressed as they are read."""
     if file.codec is None:
-        return file.path.open("rb")
+        return file.open()
     import pyarrow
 
     # typed as no stream of Python, which it is
-    raw: Any = pyarrow.CompressedInputStream(file.path.open("rb"), file.codec)
+    raw: Any = pyarrow.CompressedInputStream(file.open(), file.codec)
     return io.BufferedReader(raw, _BUFFER_BYTES)
 
 
@@ -181,9 +187,11 @@ def _read_text(file: SourceFile, number: int, notes: Notes, fields: Collection[s
         yield 0, {"text": text}
 
 
-def _read_json_lines(file: SourceFile, number: int, notes: Notes, fields: Collection[str]) -> Rows:
+def _read_json_lines(
+    file: SourceFile, number: int, notes: Notes, fields: Collection[str], skip: int = 0
+) -> Rows:
     for at, line in _lines(file, number, notes):
-        if line.strip():
+        if at > skip and line.strip():
             try:
                 yield at, _record(json.loads(line), line)
             except (ValueError, RecursionError) as error:
@@ -328,23 +336,26 @@ def _without_surrogates(value: Any) -> Any:
     return value
 
 
-def _read_table(file: SourceFile, number: int, notes: Notes, fields: Collection[str]) -> Rows:
+def _read_table(
+    file: SourceFile, number: int, notes: Notes, fields: Collection[str], skip: int = 0
+) -> Rows:
     """Rows of a Parquet file, an Arrow file or a folder of `datasets`."""
     import datasets
     import pyarrow
 
+    first = 1
     try:
-        if file.kind == "parquet":
-            columns, rows = _parquet_rows(file, fields)
-        else:
+        if file.kind == "dataset" or (file.kind == "arrow" and file.address is None):
             is_file = file.kind == "arrow"
             load = datasets.Dataset.from_file if is_file else datasets.load_from_disk
             table = load(str(file.path))
             columns = table.column_names
             wanted = table.select_columns([column for column in columns if column in fields])
             rows = iter(wanted) if wanted.column_names else ({} for _ in range(len(table)))
+        else:
+            first, columns, rows = _table_rows(file, fields, skip)
         others = dict.fromkeys(column for column in columns if column not in fields)
-        for at, row in enumerate(rows, start=1):
+        for at, row in enumerate(rows, start=first):
             yield at, {name: _without_null(value) for name, value in row.items()} | others
     except (
         pyarrow.ArrowException,
@@ -355,9 +366,9 @@ def _read_table(file: SourceFile, number: int, notes: Notes, fields: Collection[
         datasets.exceptions.DatasetsError,
     ) as error:
         raise DataError(
-            given=f"{file.path}: {' '.join(str(error).split())[:200]}",
+            given=f"{file.origin(0)}: {' '.join(str(error).split())[:200]}",
             required=f"what datasets or pyarrow reads as {file.kind} (Arrow's stream, not Feather)",
-            source=str(file.path),
+            source=file.origin(0),
             change="write the file again, or remove it",
         ) from error
 
@@ -374,10 +385,11 @@ def _without_null(value: Any) -> Any:
     return value
 
 
-def _parquet_rows(
-    file: SourceFile, fields: Collection[str]
-) -> tuple[list[str], Iterator[dict[str, Any]]]:
-    """The columns of a file, and its rows with those of `fields`.
+def _table_rows(
+    file: SourceFile, fields: Collection[str], skip: int
+) -> tuple[int, list[str], Iterator[dict[str, Any]]]:
+    """The number of the first row that is read, the columns of a file, and its rows with those of
+    `fields`. Row groups that end before `skip` are not read.
 
     pyarrow reads them and `datasets` decodes its own types: its reader would take the path for a
     pattern, lock files in its cache, and fail on a file without rows.
@@ -385,16 +397,33 @@ def _parquet_rows(
     import datasets
     import pyarrow.parquet
 
-    table = pyarrow.parquet.ParquetFile(file.path)
-    schema = table.schema_arrow
+    first, table, opened = 1, None, file.open() if file.address else file.path
+    if file.kind == "parquet":
+        table = pyarrow.parquet.ParquetFile(opened)
+        schema = table.schema_arrow
+    else:
+        stream = pyarrow.ipc.open_stream(opened)
+        schema = stream.schema
     wanted = [column for column in schema.names if column in fields]
     typed = [schema.field(column) for column in wanted]
     # of other columns `datasets` may not know the type
     used = datasets.Features.from_arrow_schema(pyarrow.schema(typed, metadata=schema.metadata))
-    batches = table.iter_batches(batch_size=_ROWS_PER_BATCH, columns=wanted)
-    return schema.names, (
-        used.decode_example(row) for batch in batches for row in batch.to_pylist()
-    )
+    if table is not None:
+        groups = [
+            table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)
+        ]
+        while groups and first + groups[0] <= skip + 1:
+            first += groups.pop(0)
+        numbers = range(table.num_row_groups - len(groups), table.num_row_groups)
+        batches = table.iter_batches(_ROWS_PER_BATCH, row_groups=[*numbers], columns=wanted)
+    else:
+        batches = (
+            batch.select(wanted).slice(start, _ROWS_PER_BATCH)
+            for batch in stream
+            for start in range(0, batch.num_rows, _ROWS_PER_BATCH)
+        )
+    rows = (used.decode_example(row) for batch in batches for row in batch.to_pylist())
+    return first, schema.names, rows
 
 
 def _decode(content: bytes) -> tuple[str, int]:
@@ -487,6 +516,10 @@ _READERS = {
     "csv": _read_csv,
     "tsv": _read_csv,
 }
+
+
+_SKIPPING = (_read_json_lines, _read_table)
+"""Readers that need not read what is skipped."""
 
 
 def too_large(origin: str, given: str) -> DataError:

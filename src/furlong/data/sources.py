@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
+from urllib.parse import quote
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
 
@@ -62,6 +63,8 @@ class SourceFile:
 
     path: Path
     kind: Kind
+    address: str | None = None
+    """That of a file which is not here, whose path is its name there."""
 
     @property
     def parts(self) -> list[Path]:
@@ -75,11 +78,19 @@ class SourceFile:
 
     def origin(self, line: int) -> str:
         """Where a record is, for messages; line 0 is the whole file."""
-        path = printable(self.path)
+        path = printable(self.address or self.path)
         if line == 0:
             return path
         is_of_lines = self.kind in ("json lines", "csv", "tsv")
         return f"{path}:{line}" if is_of_lines else f"{path}, row {line}"
+
+    def open(self) -> BinaryIO:
+        """Its bytes as they are. Raises OSError, and DataError for a file that is not here."""
+        if self.address is None:
+            return self.path.open("rb")
+        from furlong.data.remote import open_remote
+
+        return open_remote(self.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +126,15 @@ class Listing:
     """Parts of the files, one after another; none: all records of all files."""
 
 
-def list_files(source: Source, key: str = "data.train") -> Listing:
+def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -> Listing:
     """The files of a source in a fixed order, folders sorted by path, hidden files left out.
 
-    Links are followed. `key` is where the source was named. Raises DataError, also for a folder
-    that cannot be read.
+    Links are followed. `key` is where the source was named. Without `fetch` files of the hub, and
+    of other addresses, stay where they are. Raises DataError, also for a folder that cannot be
+    read.
     """
     is_of_hub = is_hub_name(source.path)
+    is_elsewhere = not fetch and (_is_online() if is_of_hub else "://" in source.path)
     if source.revision is not None and not is_of_hub:
         raise DataError(
             given=f"revision {source.revision} of {printable(source.path)}, which is here",
@@ -134,6 +147,11 @@ def list_files(source: Source, key: str = "data.train") -> Listing:
     parts = []
     try:
         for split, part in _splits_in(source, key):
+            if is_elsewhere:
+                found = _files_elsewhere(source, split, key, notes)
+                files += found
+                parts.append(Part(len(found), part))
+                continue
             path = _fetched(source, split, key) if is_of_hub else _path(source.path)
             if path.is_dir():
                 found = _files_of(path, source, split, key, notes)
@@ -355,10 +373,61 @@ class _CardConfig(BaseModel):
         }
 
 
+def _is_online() -> bool:
+    from huggingface_hub import constants
+
+    return not constants.HF_HUB_OFFLINE
+
+
+def _files_elsewhere(
+    source: Source, split: str | None, key: str, notes: list[str]
+) -> list[SourceFile]:
+    """The files of an address, none of which is fetched. Raises DataError."""
+    from furlong.data.remote import find, retried
+
+    address = source.path if "://" in source.path else _HUB + source.path
+    if source.revision is not None:
+        owner, name, *inner = address.removeprefix(_HUB).split("/")
+        revision = quote(source.revision, safe="")
+        address = _HUB + "/".join((owner, f"{name}@{revision}", *inner))
+    root, found, system = find(address)
+    if found == [root]:
+        return [SourceFile(Path(root), _kind_of(Path(root)), address)]
+    names = [Path(file).relative_to(root) for file in found]
+    names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    if not names:
+        raise DataError(
+            given=f"{printable(address)}: no file",
+            required="at least one file of texts or records that is not hidden",
+            source=key,
+            change="check the address",
+        )
+    card, configs = f"{root}/README.md", {}
+    if Path("README.md") in names:
+        text = retried(lambda: system.cat_file(card), card).decode(errors="replace")
+        configs = _configs_in(text, card, key)
+    chosen, are_records = _chosen(names, configs, source, split, key, notes)
+    if are_records:
+        _refuse_incomplete(chosen, (), key)
+    return [
+        SourceFile(
+            Path(root, name), _kind_of(name) if are_records else "text",
+            system.unstrip_protocol(f"{root}/{name.as_posix()}"),
+        )
+        for name in chosen
+    ]  # fmt: skip
+
+
 def _configs_of(folder: Path, key: str) -> dict[str, _CardConfig]:
     """The configurations of a data set by name, as its card has them. Raises DataError."""
     card = folder / "README.md"
-    if not card.is_file() or "\nconfigs:" not in (text := card.read_text(errors="replace")):
+    if not card.is_file():
+        return {}
+    return _configs_in(card.read_text(errors="replace"), str(card), key)
+
+
+def _configs_in(text: str, card: str, key: str) -> dict[str, _CardConfig]:
+    if "\nconfigs:" not in text:
         return {}
     import yaml
 

@@ -94,7 +94,7 @@ class Reader:
         self._tokenizer, self._seed = tokenizer, (seed, number)
         self._most_tokens = BLOCK_TOKENS // len(settings.train)
         self._limit = min(filter(None, (source.limit, settings.limit)), default=None)
-        self.listing = list_files(source, key)
+        self.listing = list_files(source, key, fetch=False)
         reading = Reading.of(settings).of_source(source)
         first = next(read_records(self.listing, Notes(), reading.columns, key))
         self.reading = reading.decided(first)
@@ -151,7 +151,10 @@ class Reader:
         listing = replace(self.listing, files=files)
 
         def records() -> Iterator[SourceRecord]:
-            read = read_records(listing, self._notes, self.reading.columns, self._key, self._limit)
+            skip = start.line if self._limit is None else 0
+            read = read_records(
+                listing, self._notes, self.reading.columns, self._key, self._limit, skip
+            )
             for record in read:
                 own = replace(record, file=record.file + skipped)
                 if (own.file, own.line) > (start.file, start.line):

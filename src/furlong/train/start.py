@@ -68,7 +68,8 @@ def _check(config: RunConfig, num_processes: int) -> None:
         for source in named or ():
             # Folders are listed when they are read: that may take its time.
             if not os.path.isdir(os.path.expanduser(source.path)):
-                list_files(source, key)
+                is_streamed = config.data.streaming and key == "data.train"
+                list_files(source, key, fetch=not is_streamed)
             elif key == "data.train":
                 _check_apart(source.path, config)
 
