@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from furlong.api import Engine
 from furlong.cli.main import main
 from furlong.config.schema import TrainConfig
-from furlong.config.sources import parse_run
+from furlong.config.sources import build_run, parse_run
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.errors import ConfigError
+from furlong.models.build import build_model
+from furlong.models.describe import describe
+from furlong.planners.decide import training_of, with_optimizer
 from furlong.planners.options import ChunkOptions
 from furlong.train import start
 from furlong.train.memory import Fitting
@@ -289,3 +292,38 @@ def test_quantised_states_of_divided_weights_are_refused() -> None:
     config = parse_run(["--model.name=m", "--data.train=t", "--train.optimizer=adamw_8bit"])
     with pytest.raises(ConfigError, match="2 processes that divide the weights"):
         start._check(config, 2)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 32}], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "bfloat16", "adafactor", "muon", "adamw_8bit", "adamw_torch_4bit"]
+)
+def test_a_plan_counts_the_bytes_of_the_state(
+    tmp_path: Path, name: str, lora: dict[str, int] | None
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    choice = {"state_dtype": name} if name == "bfloat16" else {"optimizer": name}
+    run = build_run(
+        {
+            "model": {"name": str(tmp_path), "dtype": "float32", "lora": lora},
+            "data": {"train": "t"}, "train": choice,
+        },
+        "a test",
+    )  # fmt: skip
+    model = build_model(
+        str(tmp_path), init="random", dtype=torch.float32,
+        lora=None if run.model.lora is None else run.model.lora.model_dump(),
+    )  # fmt: skip
+    optimizer = build_optimizer(model, run.train)
+    make_state(optimizer)
+    states = [state_tensors(optimizer, p) for p in model.parameters()]
+    # maps of codes, a kilobyte each, are left out
+    measured = sum(x.nbytes for state in states for key, x in state.items() if "qmap" not in key)
+    training = with_optimizer(training_of(run.model), run.train, describe(config))
+    planned = training.state_bytes(describe(config), (2,), frozenset({0}), 1)
+    numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert planned.optimizer == pytest.approx(measured, rel=0.05, abs=0.02 * numbers)

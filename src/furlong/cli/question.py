@@ -34,7 +34,7 @@ from furlong.plan.lengths import (
     read_lengths,
     write_lengths,
 )
-from furlong.planners.decide import FREE_RAM, MAX_CHUNKS, given_options, training_of
+from furlong.planners.decide import FREE_RAM, MAX_CHUNKS, given_options, training_of, with_optimizer
 from furlong.planners.question import MARGIN, SIZES, Limits, offload_budgets
 from furlong.planners.spaco import check_sampling
 from furlong.units import count_words, format_bytes, format_count, plural
@@ -455,9 +455,8 @@ def cost_model_of(
     else:
         shape = _measured_shape(file)
         packed = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
-    training = replace(
-        training_of(config.model, packed), zero_stage=1 if is_shared else 0, gathers=is_shared
-    )
+    training = with_optimizer(training_of(config.model, packed), config.train, shape)
+    training = replace(training, zero_stage=1 if is_shared else 0, gathers=is_shared)
     dtype = config.model.dtype
     measured = spec.calibrated(dtype) if calibrate else spec.computing_in(dtype)
     return CostModel(shape, measured, training)

@@ -3,7 +3,7 @@
     weights     in compute dtype (bf16: 2 bytes) plus the float32 master copy of trained ones (4);
                 frozen linear layers in 4 bits: half a byte and their scales
     gradients   of trained weights, float32 (4)
-    optimizer   AdamW: two float32 moments (8)
+    optimizer   AdamW: two float32 moments (8); others: `planners.decide.with_optimizer`
 
 Under ZeRO the n ranks of a sharding group hold 1/n of: 1 the optimizer state and the master copy;
 2 also the gradients; 3 also the weights in compute dtype, of which some layers are whole at a time.
@@ -86,8 +86,11 @@ class Training:
     master_bytes: int = 4
     """Bytes of the float32 master copy of a trained weight; 0 if compute runs in that dtype."""
     gradient_bytes: int = 4
-    optimizer_bytes: int = 8
+    optimizer_bytes: float = 8
     """Bytes of the optimizer's state per trained parameter: AdamW's two moments in float32."""
+    matrix_bytes: float | None = None
+    """Those per parameter of the layers' matrices, but for experts, where they are others: Muon's
+    momentum."""
     zero_stage: ZeroStage = 0
     lora: Lora | None = None
     packed_bytes: float | None = None
@@ -179,8 +182,19 @@ class Training:
         return StateBytes(
             weights=round(weights + packed * (self.packed_bytes or 0)),
             gradients=round(trained * self.gradient_bytes / shard[1]),
-            optimizer=round(trained * self.optimizer_bytes / shard[0]),
+            optimizer=round(self._optimizer_state_bytes(shape, stages, held) / shard[0]),
         )
+
+    def _optimizer_state_bytes(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
+    ) -> float:
+        trained = self.trained_parameters(shape, stages, held)
+        if self.matrix_bytes is None:
+            return trained * self.optimizer_bytes
+        others = self.beside_parameters(shape, stages, held)
+        if self.lora is None:
+            others += sum(shape.layers[n].expert_parameters for n in _layers(stages, held))
+        return (trained - others) * self.matrix_bytes + others * self.optimizer_bytes
 
     def collective_bytes(
         self,

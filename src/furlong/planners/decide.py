@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from furlong.cost.machine import are_links_measured
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
+from furlong.cost.shape import ModelShape
 from furlong.cost.training import PACKED_BYTES, Lora, Training
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.lengths import Lengths, StepSize, draw_lengths
@@ -45,7 +46,7 @@ from furlong.simulate.predict import Needs, Prediction, needs_of, predict_step
 from furlong.units import count_words, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig
+    from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, TrainConfig
 
 
 MAX_CHUNKS = 2048
@@ -377,6 +378,22 @@ def _adapted_parts(modules: str | Collection[str]) -> tuple[bool, bool]:
     attention = any(fits(f"model.layers.0.self_attn.{name}") for name in _ATTENTION)
     mlp = any(fits(f"model.layers.0.mlp.{name}_proj") for name in ("gate", "up", "down"))
     return (attention, mlp) if attention or mlp else (True, True)
+
+
+def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape) -> Training:
+    """The same training with the bytes of a run's optimizer."""
+    name, wide = settings.optimizer, training.gradient_bytes
+    if name == "muon":
+        return replace(training, optimizer_bytes=2 * wide, matrix_bytes=wide)
+    if name == "adafactor":  # a number for each row and for each column of a matrix
+        narrow = shape.hidden_size if training.lora is None else training.lora.rank
+        return replace(training, optimizer_bytes=wide / narrow + wide / shape.hidden_size)
+    if name == "adamw":
+        each = 2 * wide if settings.state_dtype == "float32" else 4
+        return replace(training, optimizer_bytes=each)
+    bits = {"32bit": 32, "4bit": 4}.get(name.rpartition("_")[2], 8)
+    scales = 4 / 256 if bits < 32 else 0.0  # a float32 for each block
+    return replace(training, optimizer_bytes=2 * (bits / 8 + scales))
 
 
 def given_options(config: RunConfig) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from furlong.planners.decide import (
     Decision,
     given_options,
     training_of,
+    with_optimizer,
 )
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions, fixed_options
@@ -79,8 +80,9 @@ class RunModel:
         machine = one_of(_machine_of(device), launch.num_local)
         known = (config.model.name, whole, launch, device, machine)
         try:
-            packed = getattr(whole, "quantization_config", None)
-            cost = CostModel(describe(whole), machine, training_of(config.model, packed))
+            packed, shape = getattr(whole, "quantization_config", None), describe(whole)
+            training = with_optimizer(training_of(config.model, packed), config.train, shape)
+            cost = CostModel(shape, machine, training)
         except ConfigError as error:
             return cls(*known, None, error.given)
         return cls(*known, cost.calibrated(config.model.dtype))
