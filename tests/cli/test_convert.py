@@ -109,6 +109,8 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         (TUNE, "model.lora.target_modules", ["q_proj", "o_proj"]),
         (TUNE, "train.sequences_per_step", 16),
         (TUNE, "model.name", "M"),
+        (TUNE, "train.max_grad_norm", None),
+        (TUNE, "train.schedule", "constant"),
     ],
 )
 def test_values_are_those_that_the_recipe_comes_to(

@@ -25,9 +25,9 @@ def recipes_of_others() -> dict[str, dict[str, Any]]:
 def write_recipe(name: str, folder: Path) -> Path:
     """Writes the recipe as its trainer reads it: YAML, or a script with flags."""
     recipe = recipes_of_others()[name]
-    if "dataset_info" in recipe:
-        (folder / "data").mkdir(exist_ok=True)
-        (folder / "data/dataset_info.json").write_text(json.dumps(recipe["dataset_info"]))
+    for beside, values in recipe.get("beside", {}).items():
+        (folder / beside).parent.mkdir(exist_ok=True)
+        (folder / beside).write_text(json.dumps(values))
     if "model_config" in recipe:
         keys = recipe["keys"]
         model = folder / keys["model"]

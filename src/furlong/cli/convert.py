@@ -84,7 +84,8 @@ def run_file(made: Conversion) -> str:
             inner = any(one.startswith(f"{key}.") for one in made.run)
             section[name] = commented(value, f"{key}.") if inner else _plain(value)
             if not inner:
-                before = ", ".join(theirs.get(key, [f"default of {made.recipe.dialect}"]))
+                of_default = [f"default of {made.recipe.dialect}"] * (key in made.of_defaults)
+                before = ", ".join(theirs.get(key, of_default)) or None
                 section.yaml_set_comment_before_after_key(name, before, indent=2 * key.count("."))
         return section
 

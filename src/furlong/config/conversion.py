@@ -23,6 +23,10 @@ _Given = dict[str, Any]
 _OFF = (None, False, 0, "", "false", "none", "no", "null", "off")
 
 
+def _section(key: str) -> str:
+    return key.partition(".")[0]
+
+
 class Verdict(NamedTuple):
     """The end of a key: taken, or why not."""
 
@@ -40,13 +44,16 @@ class Conversion:
         """Values by whole keys of ours."""
         self.verdicts: dict[str, Verdict] = {}
         """By their keys, as the recipe writes them."""
+        self.of_defaults: set[str] = set()
+        """Keys of ours whose value is a default of the other trainer."""
         self.num_processes = num_processes or recipe.num_processes
 
     @property
     def values(self) -> dict[str, Any]:
         """The run in sections."""
         nested: dict[str, Any] = {}
-        for key, value in self.run.items():
+        order = list(RunConfig.model_fields)
+        for key, value in sorted(self.run.items(), key=lambda one: order.index(_section(one[0]))):
             *path, name = key.split(".")
             section = nested
             for part in path:
@@ -69,6 +76,8 @@ class Conversion:
 
     def take(self, target: str, value: Any, names: Iterable[str]) -> None:
         self.run[target] = value
+        if not self.recipe.keys.keys() & set(names):
+            self.of_defaults.add(target)
         self._say("ours", target, names)
 
     def need_not(self, reason: str, names: Iterable[str]) -> None:
@@ -138,6 +147,10 @@ def _put(made: Conversion, key: str, value: Any) -> None:
             made.need_not(f"--{key} is given", [name])
 
 
+_ASIDE = ("log.", "hub", "out", "train.save", "train.num_", "data.streaming")
+"""Keys without which the same is computed."""
+
+
 def _finish(made: Conversion) -> None:
     """Adds what no key says, and proves that it is a run. Raises ConfigError where a key lacks.
 
@@ -171,7 +184,8 @@ def _finish(made: Conversion) -> None:
             names = [name for name, verdict in made.verdicts.items() if verdict.text == target]
             is_none = one["type"] == "extra_forbidden"
             reason = f"{target} takes {words_of(one)}, not {value!r}"
-            is_aside = target.startswith(("log.", "hub", "out", "train.save", "train.num_"))
+            reason = f"{target}: {words_of(one)}" if one["type"] == "told" else reason
+            is_aside = target.startswith(_ASIDE)
             reason = f"there is no {key_of(one['loc'])}" if is_none else reason
             made.cannot(reason, names, "lost" if is_aside else "refused")
         if not given_up:
@@ -400,13 +414,15 @@ def _batch(made: Conversion, target: str, given: _Given) -> None:
         micro = micro or next((given[name] for name in names if name in given), 1)
         accumulated = made.value("gradient_accumulation_steps")
         replicas = _replicas(made)
-        if accumulated is None:  # ms-swift fills up to 16 sequences
+        if accumulated is None and made.recipe.dialect != "ms-swift":
+            accumulated = 1
+        elif accumulated is None:  # it fills up to 16 sequences
             accumulated = max(1, math.ceil(16 / micro / (made.num_processes or 1)))
         total = micro * accumulated * replicas
     packs = ("sample_packing", "packing", "neat_packing", "pack_samples", "packed")
     dataset = made.recipe.keys.get("dataset")
     is_packed = any(made.value(name) is True for name in packs)
-    is_packed |= made.value("batch_method") == "pack"
+    is_packed |= made.value("batch_method") == "pack" or "tokenized_mds_train" in own
     is_packed |= isinstance(dataset, Mapping) and dataset.get("packed") is True
     length = made.run.get("data.max_seq_len")
     if is_packed and isinstance(length, int) and made.run.get("train.loss", "sft") == "sft":
@@ -546,6 +562,11 @@ def _betas(made: Conversion, target: str, given: _Given) -> None:
     else:
         pair = [made.value(f"adam_beta{place}") for place in (1, 2)]
         made.take(target, pair, given)
+
+
+def _grad_norm(made: Conversion, target: str, given: _Given) -> None:
+    norm = _last(made, given)
+    made.take(target, norm if _rate(norm) > 0 else None, given)
 
 
 def _groups(made: Conversion, target: str, given: _Given) -> None:
@@ -691,6 +712,10 @@ def _parallel(made: Conversion, target: str, given: _Given) -> None:
         made.take(target, value, given)
 
 
+_PROJECTS = {"open-instruct": "open_instruct_internal", "axolotl": "axolotl"}
+"""Projects of wandb where none is named; transformers says huggingface."""
+
+
 def _trackers(made: Conversion, target: str, given: _Given) -> None:
     reported = given.get("report_to", given.get("log_with"))
     names = reported if isinstance(reported, list) else [reported] if reported else []
@@ -702,7 +727,7 @@ def _trackers(made: Conversion, target: str, given: _Given) -> None:
     if project and not reported:
         names = [*names, "wandb"]
     values = {
-        "wandb": ("log.wandb", project or "huggingface"),
+        "wandb": ("log.wandb", project or _PROJECTS.get(made.recipe.dialect, "huggingface")),
         "tensorboard": ("log.tensorboard", True),
         "mlflow": ("log.mlflow", made.value("mlflow_experiment_name") or "furlong"),
         "trackio": ("log.trackio", made.value("trackio_project_name") or "huggingface"),
@@ -907,8 +932,11 @@ def _sources(made: Conversion, target: str, given: _Given) -> None:
     if made.recipe.dialect == "open-instruct" or "batch_method" in made.recipe.keys:
         numpy = {"dataset_path", "train_file"} & given.keys()
         made.cannot("npy files are not read: write input_ids into .parquet files", numpy)
-    if "tokenized_mds_train" in given and made.value("apply_instruct_masks"):
-        made.run["data.fields"] = {"labels": "mask"}
+    if "tokenized_mds_train" in given:
+        if made.value("apply_instruct_masks"):
+            made.take("data.fields", {"labels": "mask"}, ["apply_instruct_masks"])
+        if isinstance(length := made.value("per_device_max_tokens"), int):
+            made.run["data.max_seq_len"] = length
 
 
 _OF_AXOLOTL_SOURCES = (
@@ -971,6 +999,9 @@ def _axolotl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     return found
 
 
+_OF_INFO = (("subset", "name"), ("split", "split"), ("num_samples", "limit"), ("size", "limit"))
+
+
 def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     """Names of LLaMA-Factory, as dataset_info.json beside the recipe explains them, or as a YAML
     file does in its version 1."""
@@ -1000,12 +1031,15 @@ def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
             continue
         of_hub = entry.get("hf_hub_url") or entry.get("ms_hub_url") or entry.get("path")
         source = {"path": of_hub or str(base / entry["file_name"])}
-        for theirs, ours in (("subset", "name"), ("split", "split"), ("num_samples", "limit")):
+        source |= {"format": entry["converter"]} if entry.get("converter") == "alpaca" else {}
+        for theirs, ours in _OF_INFO:
             if entry.get(theirs) and of_hub:
                 source[ours] = entry[theirs]
         fields, format = _info_fields(entry)
         source |= ({"fields": fields} if fields else {}) | ({"format": format} if format else {})
         found.append(source)
+    if not found:
+        made.cannot(f"there is no {names[0]}: write data.train", given)
     return found or [{"path": name} for name in names]
 
 
@@ -1162,6 +1196,7 @@ _BY_TARGET: dict[str, Callable[[Conversion, str, _Given], None]] = {
     "train.optimizer": _optimizer,
     "train.betas": _betas,
     "train.groups": _groups,
+    "train.max_grad_norm": _grad_norm,
     "train.state_dtype": _state_dtype,
     "train.save_every_steps": _saves,
     "train.eval_every_steps": _saves,

@@ -15,7 +15,14 @@ from furlong.config.sources import read_yaml
 from furlong.errors import ConfigError, refusal
 
 Dialect = Literal[
-    "TRL", "axolotl", "LLaMA-Factory", "ms-swift", "torchtune", "Arctic Training", "open-instruct"
+    "TRL",
+    "transformers",
+    "axolotl",
+    "LLaMA-Factory",
+    "ms-swift",
+    "torchtune",
+    "Arctic Training",
+    "open-instruct",
 ]
 
 
@@ -35,7 +42,8 @@ class Recipe(NamedTuple):
     def defaults(self) -> dict[str, Any]:
         """Values that its trainer takes where the recipe has none."""
         own: dict[str, dict[str, Any]] = foreign_table()["defaults"]
-        return own.get(f"{self.dialect} {self.keys.get('stage', '')}".strip()) or own[self.dialect]
+        kind = "v1" if "model" in self.keys else self.keys.get("stage", "")
+        return own.get(f"{self.dialect} {kind}") or own[self.dialect]
 
 
 def read_recipe(file: Path, command: int | None = None) -> Recipe:
@@ -235,10 +243,13 @@ def _split_call(words: Sequence[str]) -> tuple[Dialect | None, dict[str, Any], d
                 dialect = "LLaMA-Factory"
             elif "open_instruct" in word or name == "OLMo2-7B-sft.py":
                 dialect = "open-instruct"
+            elif not re.search("trl|open_r1|run_sft|run_dpo", word):
+                dialect = "transformers"
             loss = next((one for one in ("dpo", "kto") if one in name), None)
             own = {"stage": loss} if loss else {}
         elif name == "-m" and verb:
             start = place + 2
+            dialect = "TRL" if "trl" in verb else "transformers"
         else:
             continue
         return dialect, _flags(words[:place]), own | _flags(words[start:])
