@@ -17,7 +17,7 @@ import furlong
 from furlong.config.schema import ModelConfig
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.models import quantized
-from furlong.models.build import build_model, export_model
+from furlong.models.build import build_model, check_model, export_model
 from furlong.models.describe import describe
 from furlong.models.quantized import library, packed_linears, scales_of
 from furlong.planners.decide import training_of
@@ -123,6 +123,12 @@ def test_a_model_that_is_in_4_bits_already_is_the_same_model(
     with pytest.raises(ConfigError, match=r"with model\.quantize"):
         built(tmp_path)
     assert not packed_linears(build_model(str(tmp_path), init="random"))
+
+
+def test_weights_the_other_way_round_are_refused(tmp_path: Path) -> None:
+    config_of("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="Conv1D"):
+        check_model(str(tmp_path), quantize="nf4", has_adapters=True, max_seq_len=32)
 
 
 def test_a_linear_layer_without_its_gradient_is_refused(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from furlong.errors import ConfigError, refusal
@@ -71,7 +71,7 @@ def with_keys_of_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
         if not _equal(given[key], own[key]):
             raise refusal(
                 f"model.lora.{key} = {given[key]!r} with an adapter whose {_KEYS[key]} is"
-                f" {own[key]!r}",
+                f" {_last(own[key]) if isinstance(own[key], list) else own[key]!r}",
                 "the adapter's own",
                 f"remove model.lora.{key}, or model.lora.adapter to begin with new adapters",
                 f"model.lora.{key}, and {file}",
@@ -82,13 +82,18 @@ def with_keys_of_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
 def _equal(given: Any, own: Any) -> bool:
     """Whether a key, which may be text as flags are, has the adapter's value."""
     if isinstance(own, list):
-        return sorted([given] if isinstance(given, str) else given or ()) == own
+        return _last([given] if isinstance(given, str) else given or ()) == _last(own)
     if isinstance(own, bool):
         return str(given).lower() == str(own).lower()
     try:
         return given == own or float(given) == float(own)
     except (TypeError, ValueError):
         return False
+
+
+def _last(names: Iterable[str]) -> list[str]:
+    """The last parts of names: peft writes whole ones."""
+    return sorted({str(name).rpartition(".")[2] for name in names})
 
 
 def _told(file: str, given: str, required: str) -> ConfigError:

@@ -46,6 +46,7 @@ from furlong.models.quantized import (
     library,
     packed_linears,
     quantization,
+    require_linear,
     settle,
 )
 from furlong.models.rope import apply_rope, check_length, check_rope
@@ -281,7 +282,7 @@ def _adapted(model: nn.Module, lora: dict[str, Any]) -> Any:
     settings.target_modules = modules if isinstance(modules, str) else set(modules)
     settings.target_parameters = list(lora.get("target_parameters") or ()) or None
     settings.modules_to_save = list(saved) or None
-    settings.exclude_modules = adapted_elsewhere(model) or None
+    settings.exclude_modules = adapted_elsewhere(model) or settings.exclude_modules
     # a copy of one of two tied weights would be trained alone
     is_tied = config is not None and config.get_text_config().tie_word_embeddings
     settings.ensure_weight_tying = bool(is_tied and _names_ends(model, saved))
@@ -664,6 +665,8 @@ def check_model(
         check_weights(source, are_packed=is_packed)
         check_generation(source)
     model = model_of_config(config, source, dtype=torch.float32)
+    if is_packed or quantize is not None:
+        require_linear(model, source)
     HFDecoder(model.train(), max_seq_len=max_seq_len)
     _check_memory(model, source, is_packed or quantize is not None)
 

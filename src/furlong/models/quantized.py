@@ -90,6 +90,18 @@ def check_packed(config: Any, source: str, quantize: object, *, has_adapters: bo
         )
 
 
+def require_linear(model: nn.Module, source: str) -> None:
+    """Raise ConfigError for layers whose weights are the other way round: what they are made of
+    again, merged with adapters, would be no weights of the model."""
+    if any(type(module).__name__ == "Conv1D" for module in model.modules()):
+        raise ConfigError(
+            given=f"model.quantize for {source}, whose layers are transformers' Conv1D",
+            required="linear layers, which have their weights as (out, in)",
+            source="model.quantize",
+            change="remove model.quantize, or use a model of another family than GPT-2",
+        )
+
+
 def packed_linears(model: nn.Module) -> dict[str, Any]:
     """The linear layers in 4 bits, by name; without an import of bitsandbytes."""
     return {

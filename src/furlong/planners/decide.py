@@ -373,7 +373,8 @@ def _adapted_parts(modules: str | Collection[str]) -> tuple[bool, bool]:
     if modules == "all-linear":
         return True, True
     if not isinstance(modules, str):
-        return bool(_ATTENTION.intersection(modules)), bool(set(modules) - _ATTENTION)
+        names = {name.rpartition(".")[2] for name in modules}
+        return bool(names & _ATTENTION), bool(names - _ATTENTION)
     fits = re.compile(modules).fullmatch
     attention = any(fits(f"model.layers.0.self_attn.{name}") for name in _ATTENTION)
     mlp = any(fits(f"model.layers.0.mlp.{name}_proj") for name in ("gate", "up", "down"))
