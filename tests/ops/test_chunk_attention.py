@@ -73,7 +73,6 @@ WALKS = Design(
 
 
 @pytest.mark.parametrize(list(WALKS.dials), WALKS.cases(2))
-@pytest.mark.few(16)
 def test_chunks_give_the_whole_and_all_its_gradients(
     plan, rule, with_sinks, is_saved, backend, heads, dtype, small_cudnn
 ):

@@ -50,7 +50,6 @@ def state(run: Path, step: int) -> dict[str, Any]:
     ],
     ids=["first action", "dropout", "keep all", "disk"],
 )
-@pytest.mark.few(2)
 def test_a_step_that_does_not_fit_is_repeated_in_smaller_chunks(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: Any, capsys: Any, actions: Any, flags: Any
 ) -> None:

@@ -72,7 +72,6 @@ def whole_sum(model: Any, loss: Of, *, weighted: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "options"), zip(LOSSES, OPTIONS, strict=True))
-@pytest.mark.few(4)
 def test_sums_over_tokens_have_the_models_own_gradients(
     subject: Any, name: str, options: furlong.ChunkOptions
 ) -> None:
