@@ -86,8 +86,12 @@ def test_what_leads_nowhere_stops_the_site(build_site, tmp_path, caplog):
         assert any(words in record.getMessage() for record in caplog.records), words
 
 
-def test_the_readme_is_short_and_the_words_of_our_own_are_few():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+def test_the_readme_is_short_and_counts_models_and_the_words_of_our_own_are_few():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 120
+    models = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    right = re.findall(r"^- (\d+) (?:exact|rounded|widened):", models, flags=re.MULTILINE)
+    assert f"{sum(map(int, right))} model types" in readme
     words = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8").split("\n## Words\n")[1]
     assert len([row for row in words.splitlines() if row.startswith("| ")]) - 2 <= 25
 
