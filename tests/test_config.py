@@ -376,6 +376,7 @@ def test_a_foreign_key_has_one_answer_which_names_a_key_of_ours() -> None:
     table = {kind: foreign_table()[kind] for kind in ("ours", "needless", "lost", "refused")}
     names = [name for answers in table.values() for theirs in answers.values() for name in theirs]
     assert len(names) == len(set(names))
+    assert {answer_to(theirs[0]).target for theirs in table["ours"].values()} <= set(all_keys())
     ours = {key.rpartition(".")[2] for key in all_keys()}
     assert all(name in answer_to(name).text for name in names if name in ours)
 

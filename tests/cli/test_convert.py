@@ -141,6 +141,8 @@ def test_values_are_those_that_the_recipe_comes_to(
         (SWIFT + "--rope_scaling yarn", "rope_scaling", "refused"),
         (SWIFT + "--router_aux_loss_coef 1e-3", "router_aux_loss_coef", "refused"),
         (SWIFT + "--learning_rate ${NOT_SET}", "learning_rate", "refused"),
+        (AXOLOTL + "gradient_accumulation_steps: auto", "gradient_accumulation_steps", "refused"),
+        (TRL + "dataset_text_field: [1]", "dataset_text_field", "refused"),
     ],
 )
 def test_what_is_not_taken_says_whether_the_run_is_another(
@@ -212,6 +214,8 @@ def test_the_file_loads_and_has_a_line_for_each_key(
     assert main(arguments) == 2 and "é.furlong.yaml" in capsys.readouterr().err
     assert Path("é.furlong.yaml").read_text() == text
     assert main(["convert", "é.yaml", "--devices=8", "--out=no/such.yaml"]) == 2
+    assert main(["convert", "é.yaml", "--devices=8", "--out=c.yaml", "--train.lr=x"]) == 2
+    assert "--train.lr" in capsys.readouterr().err and not Path("c.yaml").exists()
     Path("é.yaml").write_text(AXOLOTL)
     assert main(["convert", "é.yaml", "--devices=8", "--out=b.yaml"]) == 0
 
@@ -226,6 +230,7 @@ def test_the_file_loads_and_has_a_line_for_each_key(
         ("a.yaml", AXOLOTL.replace("base_model: M", "base_model:"), "no model"),
         ("a.yaml", TRL.replace("dataset_name: a/b\n", ""), "no data.train"),
         ("a.yaml", TRL, "not how many they are"),
+        ("a.yaml", AXOLOTL.replace("{path: a/b, type: completion}", "a/b"), "datasets: its value"),
         ("a.py", "lr = 1", "a file that ends in .py"),
         ("a.sh", "echo 1", "no command with flags"),
         ("a.sh", SWIFT + "--x 1\n" + SWIFT + "--x 2", "2 commands"),

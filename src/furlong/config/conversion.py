@@ -44,6 +44,7 @@ class Conversion:
         """Values by whole keys of ours."""
         self.verdicts: dict[str, Verdict] = {}
         """By their keys, as the recipe writes them."""
+        self.of_flags: set[str] = set()
         self.of_defaults: set[str] = set()
         """Keys of ours whose value is a default of the other trainer."""
         self.num_processes = num_processes or recipe.num_processes
@@ -128,7 +129,10 @@ def convert(
     for target in sorted(
         by_target, key=lambda key: order.index(key) if key in order else len(order)
     ):
-        _BY_TARGET.get(target, _same)(made, target, by_target[target])
+        try:
+            _BY_TARGET.get(target, _same)(made, target, by_target[target])
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            made.cannot(f"its value is not understood ({error})", by_target[target])
     for key, value in (flags or {}).items():
         _put(made, key, value)
     _finish(made)
@@ -139,6 +143,7 @@ def _put(made: Conversion, key: str, value: Any) -> None:
     """Takes a value that somebody gives for a key of ours, in the place of the recipe's."""
     made.run = {own: one for own, one in made.run.items() if not own.startswith(f"{key}.")}
     made.run[key] = value
+    made.of_flags.add(key)
     for name in made.recipe.keys:
         answer = answer_to(name)
         of_key = answer is not None and answer.target == key
@@ -178,8 +183,9 @@ def _finish(made: Conversion) -> None:
             )
             if target is None or one["type"] == "missing":
                 continue
-            if target in ("model.name", "data.train"):
-                raise config_error([one], str(made.recipe.file), set())
+            if target in ("model.name", "data.train") or target in made.of_flags:
+                flags = {f"--{key}" for key in made.of_flags}
+                raise config_error([one], str(made.recipe.file), flags)
             value, given_up = made.run.pop(target), True
             names = [name for name, verdict in made.verdicts.items() if verdict.text == target]
             is_none = one["type"] == "extra_forbidden"
@@ -188,6 +194,13 @@ def _finish(made: Conversion) -> None:
             is_aside = target.startswith(_ASIDE)
             reason = f"there is no {key_of(one['loc'])}" if is_none else reason
             made.cannot(reason, names, "lost" if is_aside else "refused")
+        for name, verdict in made.verdicts.items():
+            answer = answer_to(name)
+            if verdict.kind == "refused" and answer and answer.target == "data.train":
+                change = "mend it, or give the data: --data.train=..."
+                given = f"{name}: {verdict.text}"
+                if "data.train" not in made.run:
+                    raise refusal(given, "sources of data", change, str(made.recipe.file))
         if not given_up:
             raise config_error(errors, str(made.recipe.file), set())
 
@@ -667,6 +680,8 @@ def _loss(made: Conversion, target: str, given: _Given) -> None:
         made.need_not("sft is the default", given)
         if word == "pt":
             made.run["data.format"] = "text"
+            if made.recipe.dialect == "LLaMA-Factory" and made.value("packing") is not False:
+                made.run["data.join"] = True  # it joins documents to fill the length
     elif word in ("dpo", "ipo", "kto"):
         made.take(target, "kto" if word == "kto" else "dpo", given)
         if word == "ipo":
@@ -920,11 +935,7 @@ def _sources(made: Conversion, target: str, given: _Given) -> None:
         "Arctic Training": _arctic_sources,
         "torchtune": _torchtune_sources,
     }
-    try:
-        found = readers.get(made.recipe.dialect, _trl_sources)(made, given)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        made.cannot(f"its sources are not understood ({error})", given)
-        return
+    found = readers.get(made.recipe.dialect, _trl_sources)(made, given)
     plain = [one["path"] if one.keys() == {"path"} else one for one in found]
     unread = {name: verdict for name, verdict in made.verdicts.items() if name in given}
     made.take(target, plain[0] if len(plain) == 1 else plain, given)
