@@ -232,6 +232,24 @@ MUTANTS = {
         "train/test_fitting.py::test_a_step_that_does_not_fit_is_repeated_in_smaller_chunks",
     ),
     # data
+    "a stream goes on in a block that is another one": Mutant(
+        'elif self.cursor.checksum not in ("", block.checksum):', "elif not block:",
+        "data/test_stream.py::test_the_block_at_hand_is_compared_and_what_follows_may_be_mended",
+    ),
+    "a stream that goes on begins its files anew": Mutant(
+        "if (own.file, own.line) > (start.file, start.line):", "if own.line > -1:",
+        "data/test_stream.py::test_any_position_goes_on_as_if_nothing_had_happened",
+    ),
+    "a batch in tokens has one sequence too many": Mutant(
+        "start = max(start + 1, bisect_right(ends, before + self.tokens))",
+        "start = bisect_right(ends, before + self.tokens) + 1",
+        "data/test_loader.py::"
+        "test_a_batch_in_tokens_is_closed_when_the_next_sequence_would_go_over",
+    ),
+    "joined texts begin at the begin of a text": Mutant(
+        "begins.append(firsts - (stops[own] - part.seq_lens[own]))", "begins.append(firsts * 0)",
+        "data/test_load.py::test_texts_are_joined_over_the_tokens_of_the_cache",
+    ),
     "what a prompt says is learnt": Mutant(
         "labels = np.where(learnt, ids, np.int32(IGNORE_INDEX))", "labels = ids",
         "data/test_tokenize.py::test_a_completion_and_its_end_are_learnt",

@@ -72,11 +72,12 @@ def test_an_epoch_has_every_record_once_in_its_own_order(folder: Path) -> None:
     ("size", "settings"),
     [
         (THREE, {}),
+        (THREE, {"limit": 17}),
         (StepSize(tokens=50), {"too_long": "truncate", "max_seq_len": 10}),
         (THREE, {"too_long": "drop", "max_seq_len": 10}),
         (StepSize(tokens=100), {"join": True, "max_seq_len": 16}),
     ],
-    ids=["sequences", "tokens", "dropped", "joined"],
+    ids=["sequences", "limited", "tokens", "dropped", "joined"],
 )
 def test_any_position_goes_on_as_if_nothing_had_happened(
     folder: Path, size: StepSize, settings: dict[str, Any]

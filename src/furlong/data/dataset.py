@@ -429,7 +429,7 @@ def load_data(
     is_whole = [
         not listing.parts and most is None for listing, most in zip(listings, limits, strict=True)
     ]
-    _refuse_repeated(list(compress(listings, is_whole)), key)
+    refuse_repeated(list(compress(listings, is_whole)), key)
     known = fingerprint(tokenizer)
     folder = cache_folder(cache_dir)
     parts: list[TokenizedSource] = []
@@ -517,8 +517,9 @@ def check_joined(format: str, tokenizer: Any, origin: str) -> None:
         )
 
 
-def _refuse_repeated(listings: Items[Listing], key: str) -> None:
-    """A file that two sources hold would be learnt twice as often, and nothing would say so."""
+def refuse_repeated(listings: Items[Listing], key: str) -> None:
+    """Raises DataError for a file of two sources, which would be learnt twice as often, and nothing
+    would say so."""
     named = Counter(
         path for listing in listings for path in {file.path.resolve() for file in listing.files}
     )

@@ -303,7 +303,8 @@ def _no_file(path: Path, source: Source, split: str | None, key: str) -> DataErr
         required="a file of texts or records, or a folder of them",
         source=key,
         change="check the path, which is relative to the folder that furlong is called from;"
-        " patterns (*) and addresses are not read, and a data set of the hub is OWNER/NAME or"
+        " patterns (*) are not read, addresses with data.streaming alone, and a data set of the"
+        " hub is OWNER/NAME or"
         f" {_HUB}OWNER/NAME",
     )
 

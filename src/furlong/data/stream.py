@@ -22,7 +22,13 @@ import xxhash
 
 from furlong.config.schema import DataConfig, Source
 from furlong.data.cache import key_of
-from furlong.data.dataset import SEQUENCES, check_joined, format_in_words, unknown_token
+from furlong.data.dataset import (
+    SEQUENCES,
+    check_joined,
+    format_in_words,
+    refuse_repeated,
+    unknown_token,
+)
 from furlong.data.formats import Reading, encode
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.records import Notes, SourceRecord, read_records
@@ -286,6 +292,7 @@ class StreamSet:
             Reader(source, number, settings, own, seed, key)
             for number, source in enumerate(settings.train)
         ]
+        refuse_repeated([reader.listing for reader in self._readers], key)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._drawings: list[Drawing] = []
         self._vocab_size: int | None = None
