@@ -209,6 +209,18 @@ MUTANTS = {
         'settings.weight_decay if p.ndim > 1 else 0.0', 'settings.weight_decay',
         "train/test_optimizer.py::test_norms_biases_and_frozen_weights_do_not_decay",
     ),
+    "moments in bfloat16 are rounded to the nearest": Mutant(
+        "view(torch.int32) + noise)", "view(torch.int32) + 2**15)",
+        "train/test_optimizers.py::test_moments_in_bfloat16_have_the_right_mean",
+    ),
+    "an answer is measured from its reference alone": Mutant(
+        "self.beta * (answer.log_ratio - shared)", "self.beta * answer.log_ratio",
+        "train/preference/test_kto.py::test_two_steps",
+    ),
+    "the cross-entropy of chosen answers is a sum over pairs": Mutant(
+        "self.sft_weight * self.num_terms(batch) / num_tokens", "self.sft_weight / num_tokens",
+        "train/preference/test_pair_parity.py::test_two_steps",
+    ),
     "progress stays at the batch that was taken": Mutant(
         "            data=batch.next_state,\n", "",
         "train/test_step.py::test_progress_goes_on_behind_the_batch_that_was_taken",

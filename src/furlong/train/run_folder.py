@@ -374,17 +374,20 @@ def check_creatable(path: Path, key: str) -> None:
         )
 
 
-def check_room(path: Path, settings: TrainConfig, *, weight_bytes: int, num_saves: int) -> None:
+def check_room(
+    path: Path, settings: TrainConfig, *, weight_bytes: int, state_bytes: int, num_saves: int
+) -> None:
     """Raises CheckpointError if the disk has no room for what the run in `path` is going to write.
 
-    `weight_bytes`: those of the trained weights. A checkpoint holds them and AdamW's two moments;
-    one more than are kept exists while it is written, and the exported model in the end.
+    `weight_bytes`, `state_bytes`: those of the trained weights and of the optimizer's state, which
+    a checkpoint holds. One more than are kept exists while it is written, and the exported model in
+    the end.
     """
     num_there = len(list_checkpoints(path / CHECKPOINTS))
     most = settings.num_checkpoints + 1 + settings.keep_best
     num_saves += settings.keep_best
     num_checkpoints = max(min(num_saves, 1), min(num_saves + num_there, most) - num_there)
-    each_bytes = weight_bytes * (1 if settings.save_weights_only else 3)
+    each_bytes = weight_bytes + (0 if settings.save_weights_only else state_bytes)
     needed = each_bytes * num_checkpoints + weight_bytes
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free

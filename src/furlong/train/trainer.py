@@ -292,9 +292,12 @@ class Trainer:
         stack.callback(self.engine.close)
         size = checkpoints.model_size(engine, processes)
         build.announce(config, size, decision, self.device, self.storage, self.num_steps)
+        state_bytes: float = 2 * size.trained_bytes
+        if cost is not None:
+            state_bytes = size.num_trained * cost.training.optimizer_bytes
         room = partial(
-            check_room, self.run.path, config.train,
-            weight_bytes=size.trained_bytes, num_saves=self.cadence.num_saves,
+            check_room, self.run.path, config.train, weight_bytes=size.trained_bytes,
+            state_bytes=round(state_bytes), num_saves=self.cadence.num_saves,
         )  # fmt: skip
         processes.together(room)
 
