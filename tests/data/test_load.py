@@ -450,6 +450,7 @@ def test_the_cache_knows_which_answers_are_wanted(tmp_path: Path) -> None:
     records = [{"prompt": "a ", "completion": "b", "label": label} for label in (True, False)]
     file = write_lines(tmp_path / "answers.jsonl", *records)
     for _ in range(2):
-        assert [one.desirable for one in load(tmp_path, file, format="unpaired")] == [True, False]
+        found = [one.desirable for one in load(tmp_path, file, format="unpaired")]
+        assert found == [True, True, False, False]  # each with what it is compared with
     texts = load(tmp_path, file, fields={"text": "prompt"})
     assert {one.desirable for one in texts} == {None}
