@@ -104,7 +104,9 @@ def test_a_folder_of_datasets_is_one_file(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     (file,) = list_files(Source(path=str(tmp_path / "train"))).files
     assert (file.kind, len(file.parts)) == ("dataset", 3)
-    assert list_files(Source(path=str(tmp_path), split="train")).files == (file,)
+    assert list_files(Source(path=str(tmp_path), split="train[:5%]")).files == (file,)
+    with pytest.raises(DataError, match="name en of .*, which holds no configurations"):
+        list_files(Source(path=str(tmp_path), name="en", split="train"))
     with pytest.raises(DataError, match="which holds train, test"):
         list_files(Source(path=str(tmp_path)))
     write(tmp_path / "else", "state.json", "dataset_info.json")
@@ -347,8 +349,9 @@ def test_a_name_is_a_folder_where_no_card_says_more(
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "a/b/here.txt")
     assert [file.path.name for file in list_files(Source(path="a/b")).files] == ["here.txt"]
-    (there,) = list_files(Source(path="hf://datasets/a/b/en")).files
-    assert there.path == home / "en/a.jsonl"
+    for path in ("hf://datasets/a/b/en", "hf://datasets/a/b/en/a.jsonl"):
+        (there,) = list_files(Source(path=path)).files
+        assert there.path == home / "en/a.jsonl"
 
 
 @pytest.mark.parametrize(
