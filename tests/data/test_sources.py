@@ -105,7 +105,7 @@ def test_a_folder_of_datasets_is_one_file(tmp_path: Path) -> None:
     (file,) = list_files(Source(path=str(tmp_path / "train"))).files
     assert (file.kind, len(file.parts)) == ("dataset", 3)
     assert list_files(Source(path=str(tmp_path), split="train[:5%]")).files == (file,)
-    with pytest.raises(DataError, match="name en of .*, which holds no configurations"):
+    with pytest.raises(DataError, match=r"name en of .*, which holds no configurations"):
         list_files(Source(path=str(tmp_path), name="en", split="train"))
     with pytest.raises(DataError, match="which holds train, test"):
         list_files(Source(path=str(tmp_path)))

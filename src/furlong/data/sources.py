@@ -137,7 +137,7 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
     is_elsewhere = not fetch and (_is_online() if is_of_hub else "://" in source.path)
     if source.revision is not None and not is_of_hub:
         raise DataError(
-            given=f"revision {source.revision} of {printable(source.path)}, which is none of the hub",
+            given=f"revision {source.revision} of {printable(source.path)}, none of the hub",
             required="a data set of the hub with revision",
             source=key,
             change=f"remove revision, or write {_HUB}OWNER/NAME",
