@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_runs import TEXTS, TinyRun
+from helpers.launched import Launched
+from helpers.tiny_runs import TEXTS, TinyRun, run_command
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -103,3 +104,24 @@ def test_a_revision_of_the_hub_is_read_wherever_the_model_is(
     assert told.returncode == 0, told.stderr
     adapters = json.loads((run / "model" / "adapter_config.json").read_text())
     assert (adapters["base_model_name_or_path"], adapters["revision"]) == ("acme/tiny", "v2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp", "sp", "pp"])
+def test_two_processes_over_4_bits(tiny_run: TinyRun, tmp_path: Path, layout: str) -> None:
+    """Codes are whole on each process, adapters and a copy of tied embeddings are divided."""
+    flags = (*FLAGS, "--model.lora.modules_to_save=embed_tokens", "--chunks.keep=kv")
+    flags += ("--train.sequences_per_step=4",)
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    assert main(tiny_run.arguments(alone, *flags)) == 0
+    arguments = tiny_run.arguments(together, *flags, f"--parallel.{layout}=2")
+    ended = Launched(tmp_path / "said", run_command, arguments).ended(300)
+    assert [one.code for one in ended] == [0, 0], ended[0].said + ended[1].said
+    ours, truth = (
+        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (together, alone)
+    )
+    for key in ("loss", "grad_norm"):
+        found = [[line[key] for line in lines if key in line] for lines in (ours, truth)]
+        assert found[0] == pytest.approx(found[1], rel=1e-5)
+        assert len(found[0]) == 2
