@@ -17,7 +17,7 @@ import furlong
 from furlong.config.schema import ModelConfig
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.models import quantized
-from furlong.models.build import build_model, check_model, export_model
+from furlong.models.build import build_model, check_model, export_model, merge_adapters
 from furlong.models.describe import describe
 from furlong.models.quantized import library, packed_linears, scales_of
 from furlong.planners.decide import training_of
@@ -118,6 +118,10 @@ def test_a_model_that_is_in_4_bits_already_is_the_same_model(
     model = built(tmp_path, quantize=None)
     assert torch.equal(model(ids).logits, built(folder)(ids).logits)
     assert {p.dtype for p in model.parameters()} == {torch.float32, torch.uint8}
+    whole = merge_adapters(built(tmp_path, quantize=None, unpacked=True))
+    written = export_model(whole, None, tmp_path / "merged", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(written)
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match=r"without model\.lora"):
         build_model(str(tmp_path))
     with pytest.raises(ConfigError, match=r"with model\.quantize"):

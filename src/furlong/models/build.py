@@ -376,6 +376,11 @@ def build_model(
         if unpacked and packed_linears(model):
             with _hushed():
                 model = model.dequantize(loaded_dtype)
+            # what packed the weights of a file as they were read cannot be undone as they are saved
+            model._weight_conversions = [
+                one for one in getattr(model, "_weight_conversions", None) or ()
+                if not any("Bnb4bit" in type(op).__name__ for op in getattr(one, "operations", ()))
+            ]  # fmt: skip
         if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the others know no float64
         if lora is not None:
