@@ -85,7 +85,7 @@ def test_a_tokenizer_that_is_missing_is_told(folder: Path, capsys: Any) -> None:
     [
         ("{folder}/tokenizer.json", "name its folder: {folder}"),
         ("https://huggingface.co/Qwen/Qwen2.5-0.5B/tree/main", "write Qwen/Qwen2.5-0.5B"),
-        ("Qwen/Qwen2.5-0.5B@main", "hf download Qwen/Qwen2.5-0.5B --revision main"),
+        ("Qwen/Qwen2.5-0.5B@main", "write name: Qwen/Qwen2.5-0.5B and revision: main"),
     ],
 )
 def test_a_name_that_is_no_folder_and_no_id(
