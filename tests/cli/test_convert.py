@@ -237,6 +237,7 @@ def test_the_file_loads_and_has_a_line_for_each_key(
         ("a.sh", SWIFT + "\\\n# no\n--x 1", "flags behind a comment"),
         ("a.sh", SWIFT + "--tensor_parallel_size 3", "8 processes, of which 3"),
         ("a.sh", "foo --a 1 --b 2", "foo --a 1"),
+        ("a.sh", "x --a 'b\n# c\n", "no command with flags"),
     ],
 )
 def test_what_is_no_recipe_is_told(tmp_path: Path, name: str, text: str, given: str) -> None:

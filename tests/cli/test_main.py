@@ -145,7 +145,7 @@ def test_help_is_quick_and_light() -> None:
     assert min(ran("train")[1] for _ in range(3)) < 0.5
     said, _ = ran("train", "export", "lengths")
     for words in (
-        "--train.lr NUMBER", "--memory.device {24GiB,auto}", "Peak learning rate of AdamW",
+        "--train.lr NUMBER", "--memory.device {24GiB,auto}", "Peak learning rate",
         "RUN_OR_CHECKPOINT", "--tokenizer T",
     ):  # fmt: skip
         assert words in said

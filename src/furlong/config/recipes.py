@@ -181,7 +181,7 @@ def _commands(file: Path, text: str) -> Iterator[list[str]]:
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("#"):
             ended_by_comment |= bool(pending)
-            if pending:
+            with suppress(ValueError):
                 yield _words(pending)
             pending = ""
             continue
