@@ -361,13 +361,13 @@ def _lacks(
     if formats == ("preference",):
         change = "name the data's fields in data.fields: {prompt: ..., chosen: ..., rejected: ...},"
         change += " or set train.loss to sft"
+    elif {"chosen", "rejected"} <= record.fields.keys():
+        change = "set train.loss to dpo, which learns from pairs of answers; or name the fields in"
+        change += " data.fields"
     elif formats == ("unpaired",):
         required = "label, with prompt + completion, messages, or instruction + output"
         change = "name the data's fields in data.fields: {label: ..., completion: ...}, or set"
         change += " train.loss to sft"
-    elif {"chosen", "rejected"} <= record.fields.keys():
-        change = "set train.loss to dpo, which learns from pairs of answers; or name the fields in"
-        change += " data.fields"
     return record.refusal(
         f"a record with {', '.join(given) or 'no field'}", f"the fields {required}", change
     )
