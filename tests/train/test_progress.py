@@ -61,4 +61,5 @@ def test_the_lowest_loss_is_found_and_a_run_ends_without_one() -> None:
     assert ends == [False] * 6 + [True]
     assert not cadence(100, 1).ends(progress) and cadence(6, 1).ends(progress)
     assert Progress(3).evaluated(None).held_out == HeldOut()
-    assert Progress.from_dict(json.loads(json.dumps(progress.to_dict()))) == progress
+    stored = json.dumps(progress.to_dict())
+    assert json.dumps(Progress.from_dict(json.loads(stored)).to_dict()) == stored
