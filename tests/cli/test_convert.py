@@ -48,6 +48,7 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         (AXOLOTL, "train.warmup_steps", 0.03),
         (AXOLOTL, "data.too_long", "drop"),
         (AXOLOTL + "optimizer: adamw_bnb_8bit", "train.optimizer", "adamw_8bit"),
+        (AXOLOTL + "tokenizer_config: c/d", "model.tokenizer", "c/d"),
         (AXOLOTL + "saves_per_epoch: 4", "train.saves_per_epoch", 4),
         (AXOLOTL + "adapter: qlora\nload_in_4bit: true\nlora_r: 16", "model.lora.rank", 16),
         (

@@ -48,6 +48,22 @@ def test_a_run_on_data_of_others(tiny_run: TinyRun, tmp_path: Path, capsys: Any)
     assert "data.train_on = 'all', the run has 'last'" in capsys.readouterr().err
 
 
+def test_a_run_with_another_tokenizer(tiny_run: TinyRun, tmp_path: Path, capsys: Any) -> None:
+    other = AutoTokenizer.from_pretrained(tiny_run.folder / "model")
+    other.eos_token = "word1"
+    other.save_pretrained(tmp_path / "other")
+    flags = (f"--model.tokenizer={tmp_path / 'other'}", "--train.epochs=1")
+    out = tmp_path / "out"
+    assert main(tiny_run.arguments(out, *flags)) == 0
+    assert AutoTokenizer.from_pretrained(out / "model").eos_token == "word1"
+    again = (*flags, "--model.tokenizer=null", "--train.epochs=2", "--resume")
+    assert main(tiny_run.arguments(out, *again)) == 2
+    assert "model.tokenizer" in capsys.readouterr().err
+    nowhere = ("--model.tokenizer=/no/such/folder", "--train.epochs=1")
+    assert main(tiny_run.arguments(tmp_path / "new", *nowhere)) == 2
+    assert "model.tokenizer" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "key"),
     [

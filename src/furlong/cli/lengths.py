@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from furlong.cli.output import check_output, tell_loading, writing
-from furlong.config.schema import DataConfig, Format, RunConfig
+from furlong.config.schema import Format, RunConfig
 from furlong.config.sources import FlagParser, is_run_file, load_run
 from furlong.errors import refusal
 from furlong.units import count_words
@@ -73,6 +73,7 @@ def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     """Lengths of the draws of a run's first epoch, by its own tokenizer or another; prints what was
     found in the data."""
     tell_loading()
+    from furlong.data.tokenize import tokenizer_of
     from furlong.train.build import load_splits
     from furlong.train.objective import objective_of
 
@@ -80,8 +81,10 @@ def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     # What is too long for the run is what one wants to see here.
     is_whole = given.too_long == "error" and not given.streaming and not given.join
     unlimited = {"max_seq_len": None} if is_whole else {}
-    revision = config.model.revision if tokenizer is None else None
-    own = _tokenizer(tokenizer or config.model.name, "model.name", given, revision)
+    if tokenizer is not None:
+        other = config.model.model_copy(update={"tokenizer": tokenizer})
+        config = config.model_copy(update={"model": other})
+    own = tokenizer_of(config)
     settings = given.model_copy(update={"eval": None, **unlimited})
     data = load_splits(settings, own, objective_of(config.train).format, config.train.seed)
     train = data["train"]
@@ -104,25 +107,18 @@ def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str]:
     from furlong.config.schema import Source
     from furlong.data.dataset import load_data
     from furlong.data.formats import Reading
+    from furlong.data.tokenize import load_tokenizer
+    from furlong.models.folder import check_name
 
     sources = [Source(path=path, name=chosen.name, split=chosen.split) for path in chosen.data]
-    tokenizer = _tokenizer(chosen.tokenizer, "--tokenizer")
+    check_name(chosen.tokenizer, "--tokenizer")
+    tokenizer = load_tokenizer(chosen.tokenizer, "--tokenizer")
     reading = Reading(format=chosen.format or "auto")
     data = load_data(sources, tokenizer, reading=reading, key="data")
     print(*data.describe(), sep="\n")
     num_more = len(chosen.data) - _MAX_NAMED
     title = ", ".join(chosen.data[:_MAX_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
     return _count(data.seq_lens), title
-
-
-def _tokenizer(
-    name: str, source: str, settings: DataConfig | None = None, revision: str | None = None
-) -> Any:
-    from furlong.data.tokenize import load_tokenizer
-    from furlong.models.folder import check_name
-
-    check_name(name, source)
-    return load_tokenizer(name, source, settings=settings, revision=revision)
 
 
 def _count(seq_lens: Any) -> Lengths:

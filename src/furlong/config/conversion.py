@@ -251,9 +251,14 @@ def _model(made: Conversion, target: str, given: _Given) -> None:
     made.take(target, name, given)
     if re.search(r"\bVL\b|VL-|Vision|Omni", str(name)):
         made.cannot("a model with vision: its text model alone is trained", given)
-    for other in ("tokenizer_name", "tokenizer_name_or_path"):
-        if made.recipe.keys.get(other) == name:
-            made.need_not("it is the model's own", [other])
+
+
+def _tokenizer(made: Conversion, target: str, given: _Given) -> None:
+    name = _last(made, given)
+    if name == made.run.get("model.name"):
+        made.need_not("it is the model's own", given)
+    else:
+        made.take(target, name, given)
 
 
 def _dtype(made: Conversion, target: str, given: _Given) -> None:
@@ -1167,6 +1172,7 @@ def _eval_sources(made: Conversion, target: str, given: _Given) -> None:
 
 _BY_TARGET: dict[str, Callable[[Conversion, str, _Given], None]] = {
     "model.name": _model,
+    "model.tokenizer": _tokenizer,
     "model.dtype": _dtype,
     "model.quantize": _quantize,
     "model.lora": _adapters,

@@ -724,6 +724,8 @@ class ModelConfig(BaseModel):
     """pretrained loads the weights; random needs config.json and the tokenizer only."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of the compute and of frozen weights; trained weights are float32 or wider."""
+    tokenizer: PlainPath | None = Field(default=None, min_length=1, examples=["Qwen/Qwen2.5-0.5B"])
+    """Hub id or local folder of another tokenizer with the model's vocabulary; null = its own."""
     quantize: Annotated[
         FourBits | dict[Literal["type", "double"], FourBits | bool] | None, AfterValidator(_plain)
     ] = Field(default=None, examples=["nf4"])

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from furlong.config.schema import DataConfig
+from furlong.config.schema import DataConfig, RunConfig
 from furlong.data.records import MAX_TEXT_BYTES, Notes, SourceRecord, too_large
 from furlong.data.training_templates import template_text
 from furlong.errors import ConfigError
+from furlong.models.folder import check_name
 from furlong.units import format_bytes
 
 IGNORE_INDEX = -100
@@ -115,6 +116,15 @@ def load_tokenizer(
         change="save the model's tokenizer into the folder; of the hub, check the whole id"
         " (Qwen/Qwen2.5-0.5B) and the connection",
     ) from cause
+
+
+def tokenizer_of(config: RunConfig) -> Any:
+    """The tokenizer of a run: the model's own, or that of `model.tokenizer`. Raises ConfigError."""
+    name, source, revision = config.model.name, "model.name", config.model.revision
+    if config.model.tokenizer is not None:
+        name, source, revision = config.model.tokenizer, "model.tokenizer", None
+    check_name(name, source)
+    return load_tokenizer(name, source, revision=revision, settings=config.data)
 
 
 def _as_set(tokenizer: Any, settings: DataConfig) -> Any:

@@ -54,7 +54,7 @@ def export(
     loading()
     import torch
 
-    from furlong.data.tokenize import load_tokenizer
+    from furlong.data.tokenize import tokenizer_of
     from furlong.models.build import export_model, merge_adapters
     from furlong.models.quantized import packed_linears
     from furlong.train.build import build_run_model
@@ -85,11 +85,10 @@ def export(
     if merge:
         model = merge_adapters(model)
     with folder_errors_reported(folder.parent):
-        tokenizer = load_tokenizer(
-            config.model.name, revision=config.model.revision, settings=config.data
-        )
         card = model_card(config, state)
-        export_model(model, tokenizer, folder, dtype=dtype, rope=rope_of(config), card=card)
+        export_model(
+            model, tokenizer_of(config), folder, dtype=dtype, rope=rope_of(config), card=card
+        )
     print(f"exported step {state['step']} to {folder}")
     return folder
 

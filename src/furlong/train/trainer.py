@@ -26,7 +26,7 @@ from furlong.data.cache import cache_folder
 from furlong.data.dataset import DataSet
 from furlong.data.loader import Batch, in_order, told_ahead
 from furlong.data.stream import StreamSet
-from furlong.data.tokenize import load_tokenizer
+from furlong.data.tokenize import tokenizer_of
 from furlong.errors import ConfigError, DataError, DivergenceError
 from furlong.files import write_json
 from furlong.models.build import check_model, export_model
@@ -207,9 +207,7 @@ class Trainer:
             model = RunModel.read(config, device, launch)
             if run.checkpoint is not None and run.state is not None:
                 check_architecture(run.checkpoint, run.state, model.architecture, config.model.name)
-            tokenizer = load_tokenizer(
-                config.model.name, revision=config.model.revision, settings=config.data
-            )
+            tokenizer = tokenizer_of(config)
             self.prompts = encode_prompts(config, tokenizer) if config.log.samples else []
             if config.hub is not None and self.processes.is_first:
                 open_repository(config.hub)
