@@ -13,7 +13,7 @@ import pytest
 
 from furlong.config.schema import Source
 from furlong.data.sources import list_files
-from furlong.errors import DataError
+from furlong.errors import DataError, UserError
 
 
 def names(folder: Path, split: str | None = None) -> list[tuple[str, str]]:
@@ -373,7 +373,7 @@ def test_a_name_is_a_folder_where_no_card_says_more(
 def test_a_card_that_says_nonsense_is_told(tmp_path: Path, card: str) -> None:
     write(tmp_path, "a.jsonl")
     (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
-    with pytest.raises(DataError, match=r"README\.md"):
+    with pytest.raises(UserError, match=r"README\.md"):
         list_files(Source(path=str(tmp_path)))
 
 

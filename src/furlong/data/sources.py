@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 from urllib.parse import quote
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from furlong.config.schema import Source
+from furlong.config.sources import read_yaml
 from furlong.errors import DataError
 
 Kind = Literal["text", "json lines", "json", "csv", "tsv", "parquet", "arrow", "mds", "dataset"]
@@ -55,6 +56,7 @@ _CARD_FILES = frozenset(
     ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 )
 _MAX_NAMED = 3
+_MEND_CARD = "mend the card, or name the files that are meant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,17 +434,21 @@ def _configs_of(folder: Path, key: str) -> dict[str, _CardConfig]:
 def _configs_in(text: str, card: str, key: str) -> dict[str, _CardConfig]:
     if "\nconfigs:" not in text:
         return {}
-    import yaml
-
     try:
         _, block, _ = re.split(r"^---\s*$", text, maxsplit=2, flags=re.MULTILINE)
-        configs = TypeAdapter(list[_CardConfig]).validate_python(yaml.safe_load(block)["configs"])
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
+        values = read_yaml(block, card, _MEND_CARD)
+        configs = TypeAdapter(list[_CardConfig]).validate_python(values["configs"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, ValidationError):  # its own text has all aliases written out
+            first = error.errors(include_input=False, include_url=False)[0]
+            reason = f"configs.{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        else:
+            reason = str(error)
         raise DataError(
-            given=f"{printable(card)}: {' '.join(str(error).split())[:200]}",
+            given=f"{printable(card)}: {' '.join(reason.split())[:200]}",
             required="configs of a data set's card, each with config_name and data_files",
             source=key,
-            change="mend the card, or name the files that are meant",
+            change=_MEND_CARD,
         ) from error
     return {config.config_name: config for config in configs}
 
