@@ -128,13 +128,41 @@ def test_what_is_left_out_is_told_once_and_nothing_at_all_is_refused(tmp_path: P
     assert len(said) == 2 and "blank texts left out" in said[0] and "longer than 4" in said[1]
     data.close()
     data = open_stream(file, max_seq_len=2, too_long="drop")
-    with pytest.raises(DataError, match=r"without a sequence: .*8 blank texts"):
+    with pytest.raises(DataError, match=r"without a label: .*8 blank texts"):
         next(data.batches(THREE, LoaderState()))
     data.close()
     data = open_stream(file, max_seq_len=4)
     with pytest.raises(DataError, match="a sequence of 7 tokens"):
         next(data.batches(THREE, LoaderState()))
     data.close()
+
+
+@pytest.mark.parametrize("settings", [{"min_len": 9}, {"min_len": 40, "join": True}, {}])
+def test_a_pass_in_which_nothing_is_learnt_is_refused(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    file = tmp_path / "records.jsonl"
+    record = {"text": "ab"} if settings else {"input_ids": [1, 2], "labels": [-100, -100]}
+    file.write_text("\n".join([json.dumps(record)] * 12))
+    data = open_stream(file, **settings)
+    with pytest.raises(DataError, match="a whole pass without a label"):
+        drawn(data.batches(THREE, LoaderState()), 9)
+    data.close()
+
+
+def test_what_decides_which_sequences_come_is_in_the_fingerprint(folder: Path) -> None:
+    own = {"path": str(folder / "0.jsonl"), "share": 0.5}
+    other = {"path": str(folder / "1.jsonl"), "share": 0.5}
+    found = [
+        open_stream(sources).fingerprint["the order of the sequences"]
+        for sources in (
+            [own, other],
+            [other, own],
+            [own | {"share": 0.2}, other | {"share": 0.8}],
+            [own | {"limit": 3}, other],
+        )
+    ]
+    assert len(set(found)) == 4
 
 
 def test_a_token_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ class DataSet:
                 weights.append(part.source.share / whole * self.num_tokens / num_tokens)
             else:
                 raise DataError(
-                    given=f"{_named(part.source)}: no sequence for a share of {part.source.share}",
+                    given=f"{named_source(part.source)}: no sequence for a share of"
+                    f" {part.source.share}",
                     required="a sequence of every source that has a share",
                     source=self._key,
                     change="remove the source, or change what leaves its sequences out",
@@ -276,7 +277,9 @@ class DataSet:
     @property
     def fingerprint(self) -> dict[str, str]:
         """Checksums of all that decides which sequence has which number, by what they are of."""
-        named = {f"the sequences of {_named(part.source)}": part.tokens_key for part in self.parts}
+        named = {
+            f"the sequences of {named_source(part.source)}": part.tokens_key for part in self.parts
+        }
         named["the tokenizer (its files, or the versions of transformers and tokenizers)"] = (
             self.parts[0].tokenizer
         )
@@ -379,7 +382,7 @@ def _describe(part: TokenizedSource) -> str:
     seconds = part.tokenized_s
     how = "cached" if seconds is None else f"tokenized in {format_seconds(seconds)}"
     words = format_in_words(part.notes)
-    return f"{_named(part.source)}: {number}, {words}{_left_out(part)}, {how}"
+    return f"{named_source(part.source)}: {number}, {words}{_left_out(part)}, {how}"
 
 
 def format_in_words(facts: Mapping[str, Any]) -> str:
@@ -393,7 +396,7 @@ def format_in_words(facts: Mapping[str, Any]) -> str:
     return words
 
 
-def _named(source: Source) -> str:
+def named_source(source: Source) -> str:
     """A source for people, with what of it is meant."""
     return " ".join(map(printable, filter(None, (source.path, source.name, source.split))))
 

@@ -26,6 +26,7 @@ from furlong.data.dataset import (
     SEQUENCES,
     check_joined,
     format_in_words,
+    named_source,
     refuse_repeated,
     unknown_token,
 )
@@ -33,7 +34,7 @@ from furlong.data.formats import Reading, encode
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.records import Notes, SourceRecord, read_records
 from furlong.data.sources import list_files, printable
-from furlong.data.tokenize import Encoded, Sequence, fingerprint
+from furlong.data.tokenize import IGNORE_INDEX, Encoded, Sequence, fingerprint
 from furlong.errors import DataError
 from furlong.plan.lengths import StepSize
 from furlong.units import count_words
@@ -110,6 +111,8 @@ class Reader:
         self.is_closed = False
         self._notes, self._told = Notes(), set[str]()
         self._at: Place | None = None
+        self._has_learnt = True
+        """Whether the pass at hand had anything to learn; of one that was not begun here: as if."""
         self._encoded: Generator[tuple[SourceRecord, list[Encoded]]] | None = None
 
     def read(self, start: Place) -> Block:
@@ -127,8 +130,6 @@ class Reader:
                 end = Place(start.epoch, record.file, record.line)
                 break
         self._at = end if end.epoch == start.epoch else None
-        if not found and start == Place(start.epoch) and not self.is_closed:
-            raise self._nothing_to_learn()
         own_seed = (*self._seed, start.epoch, start.file, start.line + 1, 3)
         order = np.random.default_rng(own_seed).permutation(len(found))
         found = [found[i] for i in order.tolist()]
@@ -136,6 +137,11 @@ class Reader:
             found = _joined(found, self._settings.max_seq_len)
         least = self._settings.min_len
         found = [one for one in found if len(one[1].input_ids) >= least]
+        if start == Place(start.epoch):
+            self._has_learnt = False
+        self._has_learnt |= any((one.labels[1:] != IGNORE_INDEX).any() for _, one in found)
+        if end.epoch > start.epoch and not self._has_learnt and not self.is_closed:
+            raise self._nothing_to_learn()
         checksum, highest = xxhash.xxh3_128(), (-1, "")
         for origin, one in found:
             checksum.update(one.input_ids.tobytes())
@@ -209,11 +215,12 @@ class Reader:
     def _nothing_to_learn(self) -> DataError:
         told = ", ".join(f"{number:,} {what}" for what, (number, *_) in self._notes.items())
         return DataError(
-            given=f"{printable(self.source.path)} without a sequence"
+            given=f"{printable(self.source.path)}: a whole pass without a label"
             + (f": {told}" if told else ""),
-            required="at least one sequence of each source",
+            required="of each source at least one token that is to be predicted from one before it",
             source=self._key,
-            change="check that the right files are named, or raise data.max_seq_len",
+            change="check that the right files are named, and what their records hold; raise"
+            " data.max_seq_len, or lower data.min_len",
         )
 
 
@@ -332,7 +339,7 @@ class StreamSet:
         """Checksums of all that decides the sequences but for what is in the files."""
         settings = self._settings
         named = {
-            f"the names of the files of {printable(reader.source.path)}": key_of(
+            f"the names of the files of {named_source(reader.source)}": key_of(
                 [[file.kind, file.path.name] for file in reader.listing.files]
             )
             for reader in self._readers
@@ -340,7 +347,10 @@ class StreamSet:
         named["the tokenizer (its files, or the versions of transformers and tokenizers)"] = (
             self._tokenizer
         )
-        keys = [reader.reading.key for reader in self._readers]
+        keys = [
+            [reader.reading.key, reader.source.share, reader.source.limit]
+            for reader in self._readers
+        ]
         own = [settings.max_seq_len, settings.too_long, settings.join, self._seed, BLOCK_TOKENS]
         return named | {SEQUENCES: key_of([*named.values()], keys, own)}
 
@@ -356,7 +366,7 @@ class StreamSet:
         """Lines that tell what was found."""
         lines = []
         for reader in self._readers:
-            path, files = printable(reader.source.path), reader.listing.files
+            path, files = named_source(reader.source), reader.listing.files
             how = f"{count_words(len(files), 'file')}, {format_in_words(reader.facts)}"
             how += ", read while training"
             share = f", share {reader.source.share:g}" if len(self._readers) > 1 else ""
