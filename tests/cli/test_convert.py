@@ -112,6 +112,30 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         (TUNE, "model.name", "M"),
         (TUNE, "train.max_grad_norm", None),
         (TUNE, "train.schedule", "constant"),
+        (AXOLOTL.replace("completion", "alpaca"), "data.chat_template", "alpaca"),
+        (TRL + "packing: true\npacking_strategy: wrapped", "data.join", True),
+        (FACTORY.replace("sft", "pt"), "data.join", True),
+        (TRL + "warmup_steps: 100\nwarmup_ratio: 0.1", "train.warmup_steps", 100),
+        (TRL + "lr_scheduler_kwargs: '{\"min_lr\": 1e-6}'", "train.min_lr", 1e-6),
+        (
+            TRL.replace("dataset_name: a/b", "datasets: [{path: a/b, name: c}]"),
+            "data.train",
+            {"path": "a/b", "name": "c"},
+        ),
+        (
+            TRL.replace("dataset_name: a/b", "dataset_mixture: {datasets: [{id: a/b}],").replace(
+                "learning_rate", " test_split_size: 0.1}\nlearning_rate"
+            ),
+            "data.eval_share",
+            0.1,
+        ),
+        (
+            TRL + "eval_strategy: steps\neval_steps: 9\ndataset_config: c",
+            "data.eval",
+            {"path": "a/b", "split": "test", "name": "c"},
+        ),
+        (TUNE + "tokenizer: {_component_: x, max_seq_len: 99}", "data.max_seq_len", 99),
+        (TUNE, "data.train_on", "all"),
     ],
 )
 def test_values_are_those_that_the_recipe_comes_to(
@@ -144,6 +168,28 @@ def test_values_are_those_that_the_recipe_comes_to(
         (SWIFT + "--learning_rate ${NOT_SET}", "learning_rate", "refused"),
         (AXOLOTL + "gradient_accumulation_steps: auto", "gradient_accumulation_steps", "refused"),
         (TRL + "dataset_text_field: [1]", "dataset_text_field", "refused"),
+        (
+            AXOLOTL.replace("completion", "chat_template, roles_to_train: [tool]"),
+            "datasets[]",
+            "refused",
+        ),
+        (
+            AXOLOTL.replace("[{", "[{path: c/d, type: alpaca}, {").replace(
+                "completion", "sharegpt"
+            ),
+            "datasets",
+            "refused",
+        ),
+        (AXOLOTL + "dataset_exact_deduplication: true", "dataset_exact_deduplication", "refused"),
+        (TRL + "loss_type: dft", "loss_type", "refused"),
+        (TRL + "size: 5", "size", "refused"),
+        (FACTORY + "template: default", "template", "refused"),
+        (
+            TRL.replace("dataset_name: a/b", "datasets: [{path: a/b, fraction: 0.3}]"),
+            "datasets[]",
+            "refused",
+        ),
+        (TUNE.replace("_dataset}", "_dataset, column_map: {input: x}}"), "dataset[]", "refused"),
     ],
 )
 def test_what_is_not_taken_says_whether_the_run_is_another(
@@ -253,3 +299,27 @@ def test_one_of_several_commands_is_chosen(tmp_path: Path) -> None:
     assert made(tmp_path, text, command=2).run["train.lr"] == 2
     with pytest.raises(ConfigError, match="command=3"):
         made(tmp_path, text, command=3)
+
+
+@pytest.mark.parametrize("has_prompt", [True, False])
+def test_of_prompt_and_completion_trl_learns_the_completion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_prompt: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    turns = [{"role": "user", "content": "a"}]
+    record = {"prompt": turns, "completion": turns} if has_prompt else {"messages": turns}
+    Path("d.jsonl").write_text(json.dumps(record))
+    Path("a.yaml").write_text(TRL.replace("a/b", "d.jsonl"))
+    assert main(["convert", "a.yaml", "--devices=1", "--out=b.yaml"]) == 0
+    assert load_run("b.yaml").data.train_on == ("assistant" if has_prompt else "all")
+
+
+def test_a_data_set_elsewhere_is_told_what_trl_learns_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(TRL)
+    assert main(["convert", "a.yaml", "--devices=1", "--out=b.yaml"]) == 0
+    assert all(
+        "remove the key" in text for text in (capsys.readouterr().out, Path("b.yaml").read_text())
+    )

@@ -47,6 +47,8 @@ class Conversion:
         self.of_flags: set[str] = set()
         self.of_defaults: set[str] = set()
         """Keys of ours whose value is a default of the other trainer."""
+        self.remarks: dict[str, str] = {}
+        """Remarks for the reader, by a key of ours."""
         self.num_processes = num_processes or recipe.num_processes
 
     @property
@@ -102,7 +104,11 @@ def convert(
     by_target: dict[str, _Given] = {}
     for name, value in (recipe.defaults | recipe.keys).items():
         answer = answer_to(name)
-        own = [key for key in all_keys() if key.rpartition(".")[2] == name.rpartition(".")[2]]
+        own = [
+            key
+            for key in all_keys()
+            if key.rpartition(".")[2] == name.rpartition(".")[2] and not key.startswith(_OF_PLANS)
+        ]
         if _is_empty(value):
             made.need_not("it has no value", [name])
         elif isinstance(value, str) and _COMPUTED.search(value):
@@ -152,6 +158,8 @@ def _put(made: Conversion, key: str, value: Any) -> None:
             made.need_not(f"--{key} is given", [name])
 
 
+_OF_PLANS = ("chunks.", "offload.", "memory.")
+"""Sections whose names, such as size, mean something else to others."""
 _ASIDE = ("log.", "hub", "out", "train.save", "train.num_", "data.streaming")
 """Keys without which the same is computed."""
 
@@ -161,6 +169,10 @@ def _finish(made: Conversion) -> None:
 
     Values that no run may have are given up, each with its reason.
     """
+    if made.run.get("data.join") is True:
+        made.run["data.too_long"] = "split"
+    elif "data.max_seq_len" not in made.run and "data.too_long" in made.of_defaults:
+        del made.run["data.too_long"]  # there is no limit
     if made.recipe.dialect == "ms-swift" and "train.lr" not in made.run:
         made.run["train.lr"] = 1e-4 if "model.lora.rank" in made.run else 1e-5
     while True:
@@ -402,6 +414,17 @@ def _length(made: Conversion, target: str, given: _Given) -> None:
         made.run["data.too_long"] = "truncate"
 
 
+def _join(made: Conversion, target: str, given: _Given) -> None:
+    word = _last(made, given)
+    is_packed = made.value("packing") is True
+    if word is True or (word == "wrapped" and is_packed):
+        made.take(target, True, given)
+    elif word == "bfd_split" and is_packed:
+        made.take("data.too_long", "split", given)
+    else:
+        made.need_not("sequences are always packed, isolated from each other", given)
+
+
 def _too_long(made: Conversion, target: str, given: _Given) -> None:
     word = str(_last(made, given))
     ours = {"delete": "drop", "raise": "error", "right": "truncate", "keep_start": "truncate"}
@@ -522,7 +545,8 @@ def _warmup(made: Conversion, target: str, given: _Given) -> None:
         return
     own = {name: value for name, value in given.items() if name in made.recipe.keys}
     set_ones = {name: value for name, value in own.items() if value} or own or given
-    made.take(target, list(set_ones.values())[-1], given)
+    in_steps = [value for name, value in set_ones.items() if name.endswith("steps")]
+    made.take(target, (in_steps or list(set_ones.values()))[-1], given)
 
 
 def _schedule(made: Conversion, target: str, given: _Given) -> None:
@@ -702,6 +726,9 @@ def _loss_type(made: Conversion, target: str, given: _Given) -> None:
     word = value[0] if isinstance(value, list) and len(value) == 1 else value
     ours = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm"}.get(str(word), word)
     if made.run.get("train.loss") is None:
+        if ours == "dft":
+            made.cannot("the loss is plain cross-entropy, or of pairs", given)
+            return
         if ours in ("nll", "chunked_nll"):
             made.need_not("the loss is plain cross-entropy", given)
             return
@@ -788,12 +815,20 @@ def _special_tokens(made: Conversion, target: str, given: _Given) -> None:
                 made.cannot("new tokens are written into the model's folder first", [name])
 
 
+_OF_NO_MODEL = ("default", "empty", "fewshot", "alpaca", "vicuna")
+"""Templates of LLaMA-Factory that are its own."""
+
+
 def _template(made: Conversion, target: str, given: _Given) -> None:
     value = str(_last(made, given))
     names = {_plain(name): name for name in _templates()}
     aliases = {"qwen": "qwen25", "qwen2": "qwen25", "gemma2": "gemma"}
     plain = _plain(value)
-    if value.startswith(("tokenizer_default", "default")):
+    if made.run.get(target) == "alpaca":
+        made.need_not("the words of Alpaca take its place", given)
+    elif made.recipe.dialect == "LLaMA-Factory" and value in _OF_NO_MODEL:
+        made.cannot("write data.chat_template: a file with that template", given)
+    elif value.startswith(("tokenizer_default", "default")):
         made.need_not("the model's own chat template is the default", given)
     elif "{%" in value or "{{" in value or Path(value).suffix in (".jinja", ".j2"):
         made.take(target, value, given)
@@ -955,11 +990,17 @@ def _sources(made: Conversion, target: str, given: _Given) -> None:
             made.run["data.max_seq_len"] = length
 
 
+_USUAL_OF_AXOLOTL = {
+    "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
+    "train_on_eos": ("turn",),
+    "chat_template": ("tokenizer_default",),
+}
+"""Values of a source's keys that mean what furlong does."""
+_DATA_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 _OF_AXOLOTL_SOURCES = (
     "path name split revision data_files type field text_column ds_type field_messages"
     " message_property_mappings message_field_role message_field_content roles field_chosen"
-    " field_rejected trust_remote_code preprocess_shards shards roles_to_train train_on_eos"
-    " chat_template conversation"
+    " field_rejected trust_remote_code preprocess_shards"
 )
 """Keys of a source that are read, or that other trainers set by themselves."""
 
@@ -970,7 +1011,7 @@ def _axolotl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
         source: dict[str, Any] = {"path": one["path"]}
         files = one.get("data_files") or []
         files = [files] if isinstance(files, str) else files
-        if one["path"] in ("json", "csv", "parquet", "text") or Path(one["path"]).suffix:
+        if one["path"] in ("json", "csv", "parquet", "text") or one["path"].endswith(_DATA_FILES):
             paths = files or [one["path"]]
         else:
             paths = [f"hf://datasets/{one['path']}/{file}" for file in files] or [one["path"]]
@@ -1007,12 +1048,28 @@ def _axolotl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
                     fields[name] = one[f"field_{name}"]
         elif kind:
             made.cannot(f"datasets.type {kind}.{style}".rstrip(".") + " is not known", ["datasets"])
-        if unknown := one.keys() - set(_OF_AXOLOTL_SOURCES.split()):
-            made.recipe.keys.setdefault("datasets[]", sorted(unknown))
-            made.cannot(f"in a source: {', '.join(sorted(unknown))}", ["datasets[]"])
+        usual = {*_OF_AXOLOTL_SOURCES.split()} | {
+            name
+            for name, values in _USUAL_OF_AXOLOTL.items()
+            if one.get(name) in (None, *values, made.recipe.keys.get(name))
+        }
+        _cannot_in_sources(made, "datasets", {n: v for n, v in one.items() if n not in usual})
         source |= {"fields": fields} if fields else {}
         found += [source | {"path": path} for path in paths]
+    formats = {source.get("format") for source in found}
+    if formats == {"alpaca"} or formats == {"alpaca", "text"}:
+        made.run["data.chat_template"] = "alpaca"
+    elif "alpaca" in formats:
+        made.cannot("Alpaca's words and a chat template: two runs, or one of both", ["datasets"])
     return found
+
+
+def _cannot_in_sources(made: Conversion, name: str, unread: Mapping[str, Any]) -> None:
+    """The verdict on keys within sources."""
+    if unread := {key: value for key, value in unread.items() if value is not None}:
+        others = made.recipe.keys.setdefault(f"{name}[]", {})
+        others |= unread
+        made.cannot(f"in a source: {', '.join(sorted(others))}", [f"{name}[]"])
 
 
 _OF_INFO = (("subset", "name"), ("split", "split"), ("num_samples", "limit"), ("size", "limit"))
@@ -1121,21 +1178,36 @@ def _torchtune_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
         raise ValueError(kind)
     source |= {"format": format} if format else {}
     source |= {"split": values["split"]} if values.get("split") else {}
+    source |= {"name": values["name"]} if values.get("name") else {}
+    if values.get("train_on_input", "alpaca" in kind):
+        made.run["data.train_on"] = "all"
+    if values.get("conversation_column"):
+        source["fields"] = {"messages": values["conversation_column"]}
+    known = (
+        "_component_ source data_files split name column conversation_style conversation_column"
+        " packed split_across_pack train_on_input"
+    )
+    unread = {n: v for n, v in values.items() if n not in known.split()}
+    _cannot_in_sources(made, "dataset", unread)
     if kind == "text_completion_dataset" and values.get("column", "text") != "text":
         source["fields"] = {"text": values["column"]}
     return [source]
 
 
 def _trl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
-    mixture = given.get("dataset_mixture")
+    mixture = given.get("dataset_mixture") or {"datasets": given.get("datasets")}
     found = []
-    for one in mixture["datasets"] if mixture else []:
+    for one in mixture["datasets"] or []:
         source = {"path": one.get("id") or one["path"]}
-        source |= {"name": one["config"]} if one.get("config") else {}
+        weight, config = one.get("weight"), one.get("config") or one.get("name")
+        source |= {"name": config} if config else {}
         source |= {"split": one["split"]} if one.get("split") else {}
-        weight = one.get("weight")
+        known = ("id", "path", "config", "name", "split", "columns", "weight")
+        _cannot_in_sources(made, "datasets", {n: v for n, v in one.items() if n not in known})
         found.append(source | ({"weight": weight} if weight not in (None, 1, 1.0) else {}))
-    if mixture:
+    if mixture.get("test_split_size"):
+        made.run["data.eval_share"] = mixture["test_split_size"]
+    if found:
         return found
     names = ("dataset_name", "train_file", "train_files", "train_file_path", "dataset", "data_path")
     values = next((given[name] for name in (*names, "tokenized_mds_train") if name in given), None)
@@ -1157,7 +1229,9 @@ def _eval_sources(made: Conversion, target: str, given: _Given) -> None:
     if "dataset_test_split" in given:
         path = made.value("dataset_name")
         if path and made.value("eval_strategy") not in (None, "no"):
-            made.take(target, {"path": path, "split": given["dataset_test_split"]}, given)
+            config = made.value("dataset_config", "dataset_config_name")
+            source = {"path": path, "split": given["dataset_test_split"]}
+            made.take(target, source | ({"name": config} if config else {}), given)
         else:
             made.need_not("nothing is evaluated", given)
         return
@@ -1202,6 +1276,7 @@ _BY_TARGET: dict[str, Callable[[Conversion, str, _Given], None]] = {
     "data.eos_token": _special_tokens,
     "data.max_seq_len": _length,
     "data.too_long": _too_long,
+    "data.join": _join,
     "data.cache_dir": _cache_dir,
     "data.streaming": _flag,
     "train.sequences_per_step": _batch,

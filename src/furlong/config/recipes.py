@@ -61,6 +61,10 @@ def read_recipe(file: Path, command: int | None = None) -> Recipe:
     if dialect is None:
         raise _no_recipe(file, f"keys {', '.join(list(values)[:5])}")
     keys = dict(_flat(values)) if dialect in ("torchtune", "Arctic Training") else values
+    keys = {  # mappings may be JSON in a text
+        name: _value(one) if isinstance(one, str) and one[:1] in ("{", "[") else one
+        for name, one in keys.items()
+    }
     return Recipe(dialect, keys, None, {}, file)
 
 
