@@ -134,6 +134,18 @@ def test_gradients_beyond_float16_are_no_fault(family: str) -> None:
     assert 0 < check(build(family, torch.float16, seed=1)) < 0.3
 
 
+def test_what_rounding_moves_far_in_float32_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that have grown large, as a run goes on from; a relay that is lost is seen there."""
+    model = build("llama", torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(200 if parameter.ndim > 1 else 1)
+    assert 1e-3 < check(model) < 0.05
+    monkeypatch.setattr(cell.LayerView, "later_grads", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="other gradients"):
+        check(model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 16])
 def test_scores_that_a_family_rounds_are_no_fault(seed: int) -> None:
