@@ -167,6 +167,8 @@ def test_what_is_learnt_of_a_conversation() -> None:
     own = record(messages=turns)
     ((text, learnt),) = sequences_of(own, "chat", train_on="last")
     assert learnt == "b<|im_end|>\n"
+    ((_, learnt),) = sequences_of(record(messages=turns[1::2]), "chat", train_on="last")
+    assert learnt == "a<|im_end|>\nb<|im_end|>\n"
     assert sequences_of(own, "chat", train_on="all") == [(text, text)]
     completion = record(prompt="a", completion="b")
     assert sequences_of(completion, "auto", train_on="all") == [("ab<end>", "ab<end>")]

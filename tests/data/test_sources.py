@@ -306,9 +306,9 @@ def of_hub(
         ("de", "train", ["de/a/b.jsonl"]),
         ("fr", "validation", ["fr/dev.json"]),
         ("fr", "train+validation", ["fr/train.json", "fr/dev.json"]),
-        ("en", None, "which holds train, test_sft"),
+        ("en", None, "which holds train, test_sft(.|\n)*, name: en, split: train}"),
         ("en", "validation", "split validation of"),
-        ("it", "train", "name it of .*which holds en, de, fr"),
+        ("it", "train", "name it of .*which holds en, de, fr(.|\n)*, name: en, split: train}"),
     ],
 )
 def test_configurations_are_those_of_the_card(

@@ -211,6 +211,13 @@ def test_a_template_that_forgets_thoughts_is_replaced() -> None:
         encoded(own_template("qwen3").replace("</think>\\n\\n", "</think>\\n"), turns)
 
 
+@pytest.mark.parametrize("name", ["llama3.1", "qwen3.5"])
+def test_a_conversation_may_begin_with_an_answer(name: str) -> None:
+    """Although the model's own template writes no prompt without messages."""
+    turns = [ANSWER, USER, ANSWER]
+    assert encoded(own_template(name), turns)[:2] == encoded(training_templates()[name], turns)[:2]
+
+
 def test_a_known_template_is_not_rendered_for_every_answer() -> None:
     count: list[int] = []
     turns = Turns("x", [USER, LAST] * 30)

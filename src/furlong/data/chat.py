@@ -275,7 +275,13 @@ class ChatTemplate:
         for number, turn in enumerate(own.turns):
             if turn["role"] != "assistant" or number < own.first or not may_be_learnt(turn):
                 continue
-            prompt, _ = self._text(own, template, number, prompt=True)
+            try:
+                prompt, _ = self._text(own, template, number, prompt=True)
+            except DataError as error:
+                if number:
+                    raise
+                reason = "it writes no prompt for an answer that no message precedes"
+                raise self._cannot_be_masked(own, reason) from error
             if not text.startswith(prompt):
                 raise self._cannot_be_masked(
                     own,

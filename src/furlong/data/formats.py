@@ -341,7 +341,7 @@ def _last_round(turns: Turns) -> Turns:
     """A conversation of which what the assistant says behind the last message of the user is
     learnt."""
     asked = [n for n, turn in enumerate(turns.turns, start=1) if turn["role"] == "user"]
-    return replace(turns, first=max(turns.first, *asked[-1:]))
+    return replace(turns, first=max([turns.first, *asked[-1:]]))
 
 
 def _lacks(

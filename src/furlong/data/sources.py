@@ -517,7 +517,8 @@ def _no_config(names: Items[str], source: Source, key: str) -> DataError:
     listed = ", ".join(names) or "no configurations"
     change = "remove name"
     if names:
-        mapping = f"write {{path: {source.path}, name: {names[0]}}}"
+        split = f", split: {source.split}" if source.split else ""
+        mapping = f"write {{path: {source.path}, name: {names[0]}{split}}}"
         change = f"add --name {names[0]}" if key == "data" else mapping
     return DataError(
         given=f"{wanted}{printable(source.path)}, which holds {listed}",
@@ -603,7 +604,8 @@ def _no_split(splits: Items[str], source: Source, split: str | None, key: str) -
     likely = sorted(filter(None, splits), key=lambda split: (split == "train") == ("eval" in key))
     change = "remove split, or name the files that are meant"
     if likely:  # the verb that is handed data has a flag for all of them
-        mapping = f"write {{path: {source.path}, split: {likely[0]}}}"
+        name = f", name: {source.name}" if source.name else ""
+        mapping = f"write {{path: {source.path}{name}, split: {likely[0]}}}"
         change = f"add --split {likely[0]}" if key == "data" else mapping
     return DataError(
         given=f"{wanted}{printable(source.path)}, which holds {listed}",
