@@ -46,7 +46,7 @@ def draw() -> Figure:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} GiB"))
     axes.set_xlabel("tokens of one sequence", color=INK)
     axes.set_title(
-        "Memory of a training step beside model and optimizer; the same gradient",
+        "Memory of a training step beside model and optimizer",
         loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=12,
     )  # fmt: skip
     axes.grid(True, axis="y", color="#e4e7eb", linewidth=0.8)

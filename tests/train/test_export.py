@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.tiny_runs import TinyRun
 from peft import PeftModel
+from torch.distributed.checkpoint import HuggingFaceStorageReader, Metadata
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
@@ -49,6 +50,21 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_missed(
     named = run / "checkpoints" / "step-00000008"
     with pytest.raises(CheckpointError):
         export(named, out=tmp_path / "other", loading=lambda: shutil.rmtree(named))
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_not_missed(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, original = tmp_path / "run", HuggingFaceStorageReader.read_metadata
+    tiny_run.leave_run(run)
+
+    def last_read(reader: HuggingFaceStorageReader) -> Metadata:
+        metadata = original(reader)
+        shutil.rmtree(run / "checkpoints" / "step-00000009", ignore_errors=True)
+        return metadata
+
+    monkeypatch.setattr(HuggingFaceStorageReader, "read_metadata", last_read)
+    assert export(run) == run / "model-step-00000008"
 
 
 def test_adapters_are_exported_as_they_are_or_merged(tiny_run: TinyRun, tmp_path: Path) -> None:

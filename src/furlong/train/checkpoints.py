@@ -406,6 +406,8 @@ def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
         load(dict(tensors), storage_reader=reader, no_dist=True)
     except CheckpointException as failure:
         error = _cause(failure)
+        if isinstance(error, AssertionError):  # DCP's, where it cannot read them a second time
+            reader.read_metadata()
         if not isinstance(error, RuntimeError | ValueError):
             raise error from None
         raise CheckpointError(
