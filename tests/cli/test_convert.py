@@ -134,6 +134,19 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
             "data.eval",
             {"path": "a/b", "split": "test", "name": "c"},
         ),
+        (TRL + "per_device_train_batch_size: '2'", "train.sequences_per_step", 16),
+        (
+            "A='--model_name_or_path M --learning_rate 1e-3'\n"
+            "accelerate launch --num_processes 1 trl/sft.py $A --dataset_name a/b; python x.py",
+            "train.lr",
+            1e-3,
+        ),
+        (
+            "torchrun --nproc_per_node 1 train.py --model_name_or_path M --data_path d.json --a 1",
+            "data.train",
+            "d.json",
+        ),
+        (AXOLOTL + "gradient_clipping: auto", "train.max_grad_norm", 1.0),
         (TUNE + "tokenizer: {_component_: x, max_seq_len: 99}", "data.max_seq_len", 99),
         (TUNE, "data.train_on", "all"),
     ],
@@ -184,6 +197,7 @@ def test_values_are_those_that_the_recipe_comes_to(
         (TRL + "loss_type: dft", "loss_type", "refused"),
         (TRL + "size: 5", "size", "refused"),
         (FACTORY + "template: default", "template", "refused"),
+        ("A=(--lr 1)\n" + SWIFT + '"${A[@]}"', "${A[@]}", "refused"),
         (
             TRL.replace("dataset_name: a/b", "datasets: [{path: a/b, fraction: 0.3}]"),
             "datasets[]",
@@ -282,6 +296,7 @@ def test_the_file_loads_and_has_a_line_for_each_key(
         ("a.sh", "echo 1", "no command with flags"),
         ("a.sh", SWIFT + "--x 1\n" + SWIFT + "--x 2", "2 commands"),
         ("a.sh", SWIFT + "\\\n# no\n--x 1", "flags behind a comment"),
+        ("a.sh", SWIFT + "--y 2 \\ \n--x 1", "--x 1, without a command"),
         ("a.sh", SWIFT + "--tensor_parallel_size 3", "8 processes, of which 3"),
         ("a.sh", "foo --a 1 --b 2", "foo --a 1"),
         ("a.sh", "x --a 'b\n# c\n", "no command with flags"),

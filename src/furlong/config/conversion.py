@@ -607,6 +607,7 @@ def _betas(made: Conversion, target: str, given: _Given) -> None:
 
 
 def _grad_norm(made: Conversion, target: str, given: _Given) -> None:
+    given = {name: value for name, value in given.items() if value != "auto"} or given
     norm = _last(made, given)
     made.take(target, norm if _rate(norm) > 0 else None, given)
 

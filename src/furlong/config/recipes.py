@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -61,10 +62,8 @@ def read_recipe(file: Path, command: int | None = None) -> Recipe:
     if dialect is None:
         raise _no_recipe(file, f"keys {', '.join(list(values)[:5])}")
     keys = dict(_flat(values)) if dialect in ("torchtune", "Arctic Training") else values
-    keys = {  # mappings may be JSON in a text
-        name: _value(one) if isinstance(one, str) and one[:1] in ("{", "[") else one
-        for name, one in keys.items()
-    }
+    # Numbers may be in quotation marks, mappings JSON in a text.
+    keys = {name: _value(one) if isinstance(one, str) else one for name, one in keys.items()}
     return Recipe(dialect, keys, None, {}, file)
 
 
@@ -104,11 +103,12 @@ def _dialect_of(keys: Mapping[str, Any]) -> Dialect | None:
         return "Arctic Training"
     if "tuner_type" in keys or "train_type" in keys or "rlhf_type" in keys:
         return "ms-swift"
-    if keys.keys() & {"cutoff_len", "finetuning_type", "stage", "template"}:
+    if not _OF_FACTORY.isdisjoint(keys):
         return "LLaMA-Factory"
     return "TRL" if "model_name_or_path" in keys else None
 
 
+_OF_FACTORY = frozenset(("cutoff_len", "finetuning_type", "stage", "template"))
 _WHOLE = frozenset(("dataset", "peft_config", "role_mapping", "deepspeed"))
 _OF_DEEPSPEED = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 
@@ -129,6 +129,7 @@ def _flat(keys: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]
 
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+_ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
 _PER_NODE = ("nproc_per_node", "gpus", "num_gpus", "launch.num_gpus")
 _NUM_NODES = ("nnodes", "num_nodes", "num_machines")
@@ -143,15 +144,23 @@ _RUNNERS: dict[str, Dialect] = {
 def _of_script(file: Path, text: str, command: int | None) -> Recipe:
     environment: dict[str, str] = {}
     found: list[tuple[list[str], dict[str, str]]] = []
-    for words in _commands(file, text):
+    for words in _single(_commands(file, text)):
         while words and _ASSIGNMENT.match(words[0]):
             name, _, value = words.pop(0).partition("=")
             environment[name.rstrip("+")] = _expanded(value, environment)
         if words[:1] == ["export"]:
             pairs = (word.partition("=") for word in words[1:])
             environment |= {name: _expanded(value, environment) for name, _, value in pairs}
+        elif words[:1] and words[0].startswith("--"):
+            raise refusal(
+                f"{' '.join(words[:2])}, without a command",
+                "flags in the line of their command, or behind a backslash that ends a line",
+                "remove blanks behind backslashes; write the flags of an array into the command",
+                str(file),
+            )
         elif sum(word.startswith("--") for word in words) > 1:
-            found.append(([_expanded(word, environment) for word in words], dict(environment)))
+            expanded = (_expanded_words(word, environment) for word in words)
+            found.append((list(chain.from_iterable(expanded)), dict(environment)))
     if not found:
         raise _no_recipe(file, "no command with flags")
     if len(found) > 1 and command is None:
@@ -209,6 +218,19 @@ def _commands(file: Path, text: str) -> Iterator[list[str]]:
         yield _words(pending)
 
 
+def _single(commands: Iterable[list[str]]) -> Iterator[list[str]]:
+    """Commands that stand in one line, one by one."""
+    for words in commands:
+        own: list[str] = []
+        for word in words:
+            if word.endswith(";") or word in ("&&", "||", "|", "&"):
+                yield [*own, word[:-1]] if word[:-1].strip("&|") else own
+                own = []
+            else:
+                own.append(word)
+        yield own
+
+
 def _words(command: str) -> list[str]:
     """The words of a command. A # within a word begins no comment."""
     marked = re.sub(r"(?<=\S)#", "\0", command)
@@ -223,6 +245,13 @@ def _expanded(word: str, environment: Mapping[str, str]) -> str:
         return found[0] if given is None else given
 
     return _VARIABLE.sub(value, word)
+
+
+def _expanded_words(word: str, environment: Mapping[str, str]) -> list[str]:
+    """A word of a command; several where a variable of the script holds flags."""
+    value = _expanded(word, environment)
+    is_of_flags = _VARIABLE.fullmatch(word) and value.lstrip().startswith("--")
+    return shlex.split(value) if is_of_flags else [value]
 
 
 def _split_call(words: Sequence[str]) -> tuple[Dialect | None, dict[str, Any], dict[str, Any]]:
@@ -243,7 +272,7 @@ def _split_call(words: Sequence[str]) -> tuple[Dialect | None, dict[str, Any], d
             start = place + 2
             own = {"stage": verb}
         elif name.endswith(".py") and name != "mason.py":
-            if name == "train.py":
+            if name == "train.py" and not _OF_FACTORY.isdisjoint(_flags(words[start:])):
                 dialect = "LLaMA-Factory"
             elif "open_instruct" in word or name == "OLMo2-7B-sft.py":
                 dialect = "open-instruct"
@@ -271,7 +300,9 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
             name, has_value, value = word[2:].partition("=")
             name = name.replace("-", "_")
             keys[name] = [value] if has_value else []
-        elif name and word not in ("2>&1", "|", ">", "&&", ";"):
+        elif _ARRAY.search(word) or (not name and _VARIABLE.fullmatch(word)):
+            keys[word] = []  # flags that only a shell knows
+        elif name and word not in ("2>&1", ">"):
             keys[name].append(word)
         else:
             name = ""
