@@ -147,6 +147,13 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
             "d.json",
         ),
         (AXOLOTL + "gradient_clipping: auto", "train.max_grad_norm", 1.0),
+        (TRL.replace("learning_rate: 1e-4", "loss_type: ipo"), "train.lr", 1e-6),
+        (SWIFT.replace("swift", "megatron") + "--max_epochs 2 --save s", "train.epochs", 2),
+        (
+            FACTORY.replace("sft", "pt") + "eval_dataset: c/d",
+            "data.eval",
+            "c/d",
+        ),
         (TUNE + "tokenizer: {_component_: x, max_seq_len: 99}", "data.max_seq_len", 99),
         (TUNE, "data.train_on", "all"),
     ],
@@ -258,6 +265,31 @@ def test_sources_of_axolotl_and_names_of_llama_factory(tmp_path: Path) -> None:
         {"path": "o/n", "name": "s", "format": "alpaca", "fields": {"instruction": "q"}},
     ]
     assert made(tmp_path, FACTORY.replace("a/b", "unknown")).verdicts["dataset"].kind == "refused"
+    info = {
+        "kto": {"file_name": "k.json", "formatting": "sharegpt", "columns": {"kto_tag": "label"}},
+        "pt": {"file_name": "p.json", "columns": {"prompt": "body"}},
+        "code": {"script_url": "x"},
+    }
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    of = FACTORY.replace("a/b", "kto").replace("sft", "kto")
+    assert made(tmp_path, of).is_whole and made(tmp_path, of).run["train.loss"] == "kto"
+    of = made(tmp_path, FACTORY.replace("a/b", "pt").replace("sft", "pt"))
+    assert of.run["data.train"]["fields"] == {"text": "body"}
+    eval_of = made(tmp_path, FACTORY + "dataset_dir: data\neval_dataset: pt")
+    assert eval_of.run["data.eval"]["path"].endswith("data/p.json")
+    of = made(tmp_path, FACTORY + "eval_dataset: code")
+    assert of.verdicts["eval_dataset"].kind == "refused"
+
+
+def test_what_trl_does_without_dropout_is_without(tmp_path: Path) -> None:
+    keys = "use_peft: true\nlora_dropout: 0.1\n"
+    assert made(tmp_path, TRL + keys).run["model.lora.dropout"] == 0.1
+    assert "model.lora.dropout" not in made(tmp_path, TRL + keys + "beta: 0.1").run
+
+
+def test_megatron_trains_every_weight_unless_it_says_so(tmp_path: Path) -> None:
+    of = made(tmp_path, "megatron sft --model M --dataset a/b --num_gpus 1", name="a.sh")
+    assert "model.lora.rank" not in of.run
 
 
 def test_the_file_loads_and_has_a_line_for_each_key(

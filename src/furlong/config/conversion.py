@@ -101,6 +101,8 @@ def convert(
     """The run of a recipe, under `flags`: values of keys of ours. Raises ConfigError for a recipe
     that needs the number of processes and does not have it, and for a run that lacks a key."""
     made = Conversion(recipe, num_processes)
+    if recipe.is_of_pairs:
+        made.run["train.loss"] = "dpo"
     by_target: dict[str, _Given] = {}
     for name, value in (recipe.defaults | recipe.keys).items():
         answer = answer_to(name)
@@ -309,6 +311,9 @@ def _of_adapters(made: Conversion, target: str, given: _Given) -> None:
         made.run.setdefault("model.lora.rank", 8)
     if "model.lora.rank" not in made.run:
         made.need_not("every weight is trained", given)
+        return
+    if target.endswith("dropout") and made.run.get("train.loss", "sft") != "sft":
+        made.need_not("preference losses are computed without dropout, there too", given)
         return
     value = _last(made, given)
     if target.endswith("target_modules"):
@@ -1008,7 +1013,10 @@ _OF_AXOLOTL_SOURCES = (
 
 def _axolotl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     found = []
-    for one in given.get("datasets") or given["pretraining_dataset"]:
+    named = given.get("datasets") or given["pretraining_dataset"]
+    if named == given.get("pretraining_dataset") and isinstance(named, str):
+        named = [{"path": named, "type": "pretrain"}]
+    for one in named:
         source: dict[str, Any] = {"path": one["path"]}
         files = one.get("data_files") or []
         files = [files] if isinstance(files, str) else files
@@ -1110,6 +1118,11 @@ def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
             if entry.get(theirs) and of_hub:
                 source[ours] = entry[theirs]
         fields, format = _info_fields(entry)
+        if made.run.get("data.format") == "text":
+            text = (entry.get("columns") or {}).get("prompt", "instruction")
+            fields, format = {} if text == "text" else {"text": text}, None
+        elif made.run.get("train.loss") == "kto":
+            format = None
         source |= ({"fields": fields} if fields else {}) | ({"format": format} if format else {})
         found.append(source)
     if not found:
@@ -1237,12 +1250,17 @@ def _eval_sources(made: Conversion, target: str, given: _Given) -> None:
             made.need_not("nothing is evaluated", given)
         return
     sources = Conversion(made.recipe, made.num_processes)
+    sources.run |= {key: made.run[key] for key in ("train.loss", "data.format") if key in made.run}
     value = _last(made, given)
-    _sources(sources, "data.eval", {"datasets": value, "dataset": value, "data.sources": value})
+    named = {"datasets": value, "dataset": value, "data.sources": value}
+    if (folder := made.value("dataset_dir")) is not None:
+        named["dataset_dir"] = folder
+    _sources(sources, "data.eval", named)
+    unread = [one.text for one in sources.verdicts.values() if one.kind == "refused"]
     if "data.eval" in sources.run:
         made.take(target, sources.run["data.eval"], given)
-    else:
-        made.cannot("its sources are not understood", given)
+    if unread or "data.eval" not in sources.run:
+        made.cannot("; ".join(unread) or "its sources are not understood", given)
 
 
 _BY_TARGET: dict[str, Callable[[Conversion, str, _Given], None]] = {

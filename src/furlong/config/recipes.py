@@ -40,10 +40,20 @@ class Recipe(NamedTuple):
     file: Path
 
     @property
+    def is_of_pairs(self) -> bool:
+        """Whether it is TRL's for pairs of answers, by keys that no other one has."""
+        if self.dialect != "TRL" or "stage" in self.keys:
+            return False
+        loss = self.keys.get("loss_type", "nll")
+        own = bool(self.keys.keys() & {"beta", "rpo_alpha"})
+        return own or loss not in ("nll", "chunked_nll", "dft")
+
+    @property
     def defaults(self) -> dict[str, Any]:
         """Values that its trainer takes where the recipe has none."""
         own: dict[str, dict[str, Any]] = foreign_table()["defaults"]
-        kind = "v1" if "model" in self.keys else self.keys.get("stage", "")
+        is_v1 = "model" in self.keys and self.dialect == "LLaMA-Factory"
+        kind = "v1" if is_v1 else self.keys.get("stage", "dpo" if self.is_of_pairs else "")
         return own.get(f"{self.dialect} {kind}") or own[self.dialect]
 
 
