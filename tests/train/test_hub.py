@@ -119,6 +119,7 @@ def test_exports_are_pushed_and_training_stays_the_same(
     assert [summary for summary, _ in hub.commits] == ["step 2", "step 3", "step 3"]
     files = hub.commits[-1][1]
     assert {"README.md", "adapter_config.json", "tokenizer.json"} <= files.keys()
+    assert b"what dropout leaves out" in files["README.md"]
     weights = load_file(plain / "model" / "adapter_model.safetensors")
     pushed = load(files["adapter_model.safetensors"])
     assert all(torch.equal(pushed[name], weights[name]) for name in weights)

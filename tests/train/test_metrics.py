@@ -164,8 +164,9 @@ def test_tensorboard_gets_every_figure(tiny_run: TinyRun, tmp_path: Path) -> Non
 class FakeServer:
     """Stands in for the packages of trackers, which are large and want a network."""
 
-    def __init__(self, *, refuses: bool = False) -> None:
-        self.refuses = refuses
+    def __init__(self, *, refuses: bool = False, breaks: bool = False) -> None:
+        """`breaks`: when it is closed."""
+        self.refuses, self.breaks = refuses, breaks
         self.begun: list[dict[str, Any]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.params: dict[str, Any] = {}
@@ -184,6 +185,8 @@ class FakeServer:
 
     def finish(self) -> None:
         self.num_finished += 1
+        if self.breaks:
+            raise ConnectionError("gone at the end")
 
     def package(self, name: str) -> Any:
         if name != "mlflow":
@@ -231,6 +234,17 @@ def test_a_run_that_a_tracker_refuses_can_go_on(
     assert main([*arguments, "--log.wandb=trials", "--log.wandb_entity=team"]) == 2
     assert "given:    log.wandb = trials: No API key configured." in capsys.readouterr().err
     assert main([*arguments, "--resume"]) == 0
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_tracker_that_fails_at_its_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, FakeServer(breaks=True).package(name))
+    settings = LogConfig(**{name: "trials", "name": "first"})  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        metrics.open_trackers(stack, tmp_path, settings, {}, 0)
+    assert f"{name} may lack the last figures" in capsys.readouterr().out
 
 
 def test_a_tracker_that_fails_is_left_out(tmp_path: Path) -> None:

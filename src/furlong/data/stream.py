@@ -199,7 +199,7 @@ class Reader:
                 raise record.refusal(
                     f"a sequence of {num_tokens:,} tokens",
                     f"at most data.max_seq_len = {limit:,}",
-                    "raise data.max_seq_len, or set data.too_long to truncate or drop",
+                    "raise data.max_seq_len, or set data.too_long to truncate, drop or split",
                 )
             self._notes.add(f"longer than {limit:,} tokens: {too_long}", record.file, record.line)
             stop = {"truncate": limit, "drop": 0, "split": num_tokens}[too_long]

@@ -36,7 +36,7 @@ def model_card(config: RunConfig, state: Mapping[str, Any]) -> str:
         tags=["furlong", "long-context", config.train.loss] + ["lora"] * (lora is not None),
     )
     names = [s if is_hub_name(s) else Path(s).name for s in sources]
-    progress = state["progress"]
+    progress, is_streamed = state["progress"], config.data.streaming
     figures = {
         "Base model": f"{base}{f' at {model.revision}' if model.revision else ''}"
         if model.init == "pretrained"
@@ -49,7 +49,8 @@ def model_card(config: RunConfig, state: Mapping[str, Any]) -> str:
         f" {config.train.schedule}",
         "Plan": _plan(state),
         "Gradients": _gradients(config, state),
-        "Data": f"{', '.join(names)}; fingerprint `{state['data_fingerprint'][SEQUENCES]}`",
+        "Data": f"{', '.join(names)}; fingerprint{' of names and settings' * is_streamed}"
+        f" `{state['data_fingerprint'][SEQUENCES]}`",
         "Versions": ", ".join(f"{name} {own}" for name, own in state["written_by"].items()),
     }  # fmt: skip
     title = config.log.name or f"{base}, trained by furlong"
@@ -92,9 +93,12 @@ def _gradients(config: RunConfig, state: Mapping[str, Any]) -> str:
     sampling = decision_of(state["options"]).options.sampling
     if sampling is not None:
         return f"an estimate: {sampling_in_words(sampling)}"
+    lora = config.model.lora
+    draws = lora is not None and lora.dropout > 0
+    decided = "time, memory and what dropout leaves out" if draws else "time and memory alone"
     return (
         "exact: those of whole sequences, each token beside all that it attends to, but for the"
-        f" rounding of {config.model.dtype}; the plan decides time and memory alone"
+        f" rounding of {config.model.dtype}; the plan decides {decided}"
     )
 
 

@@ -381,11 +381,18 @@ def open_trackers(
                 change=f"log in to {name}, set it to be offline, or no log.{name}; then go on with"
                 " --resume",
             ) from error
-        stack.callback(close)
+        stack.callback(_close, name, close)
         tracks.append(track)
     if tracks:
         write_json(file, runs)
     return tracks
+
+
+def _close(name: str, close: Callable[[], None]) -> None:
+    try:
+        close()
+    except Exception as error:  # the run has ended, and how is not the tracker's to say
+        print(f"warning: {name} may lack the last figures, metrics.jsonl has them: {error}")
 
 
 def _tensorboard(asked: _Asked) -> Opened:
