@@ -187,8 +187,10 @@ def test_options_that_fit_a_loss(run_file: Path) -> None:
         (RUN + "Train: {lr: 3}\ntrain: {steps: 5}", "Train, an unknown", "Train", "mean train?"),
         (
             "model: {name: x}\ndata: {train: {path: x, weights: 2}}",
-            "data.train[0].weights, an unknown key", "key data.train", "weight: 2.0}",
+            "data.train[0].weights, an unknown key", "key data.train", "write weight",
         ),
+        ("model: {name: x}\ndata: {train: {path: x, subset: y}}", "[0].subset", "", "write name"),
+        ("model: {name: x}\ndata: {train: [{path: x, zzz: 1}]}", "[0].zzz", "", "weight: 2.0}"),
         ("model: {name: x}\ndata: {train: []}", "data.train = []", "train", "such as books.jsonl"),
         (RUN + "train: {epochs: .nan}", "epochs = nan", "epochs", "set train.epochs, such as 3"),
         (RUN + "log:\n  wandb: a\n   b: c", "in line 5, column 5: b: c", "", "line"),
@@ -362,6 +364,8 @@ def test_words_and_dates_stay_as_they_are_written(run_file: Path) -> None:
         ("train.sequence_parallel_size", "write parallel.sp"),
         ("train.use_dora", "adapters are LoRA here"),
         ("train.plot_loss", "remove it: every step is logged"),
+        ("train.precision", "write model.dtype"),
+        ("train.ep", "experts are not shared out"),
         ("train.tensor_parallel_size", "does not cut single matrices"),
     ],
 )

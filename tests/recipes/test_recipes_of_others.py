@@ -41,6 +41,7 @@ RECORDS: dict[str, Any] = {
 IN_SMALL = {
     "model.dtype": "float32",
     "model.revision": "null",
+    "model.tokenizer": "null",
     "data.max_seq_len": "512",
     "data.min_len": "0",
     "data.too_long": "truncate",
