@@ -45,6 +45,8 @@ class HistogramTrainer(furlong.Trainer):
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     with (
         joined(read_launch()) as processes,
         HistogramTrainer(sys.argv[1], processes=processes) as trainer,

@@ -28,8 +28,8 @@ model of its family and tiny data of its shape, with what could be taken
 
 The settings are restated in `tests/recipes/others.yaml`. `scripts/converted.py` writes this page.
 
-| Recipe | Keys | Taken | Not needed | Computes something else without | Computes the same without |
-| --- | ---: | ---: | ---: | --- | --- |
+| Recipe | Computes something else without | Computes the same without | Keys | Taken | Not needed |
+| --- | --- | --- | ---: | ---: | ---: |
 """
 
 
@@ -59,7 +59,7 @@ def page() -> str:
             place = recipe["from"].replace("@", " @ ", 1)
             counts = f"{len(kinds)} | {kinds.count('ours')} | {kinds.count('needless')}"
             lacks = " | ".join(", ".join(names) or "nothing" for names in missing.values())
-            rows.append(f"| {place} | {counts} | {lacks} |")
+            rows.append(f"| {place} | {lacks} | {counts} |")
     keys = sum(numbers[kind] for kind in ("ours", "needless", "lost", "refused"))
     head = _HEAD.format(**numbers, taken=numbers["ours"], keys=keys)
     return head + "\n".join(rows) + "\n"
