@@ -211,6 +211,22 @@ def test_adapters_that_cannot_be_gone_on_from_are_told(
     assert "model.lora.adapter" in caught.value.source
 
 
+def test_adapters_whose_embeddings_are_apart_from_a_tied_head_are_told(tmp_path: Path) -> None:
+    """As peft itself trains them: one weight for both would lose one of two that it saved."""
+    config_of("qwen2", tie_word_embeddings=True).save_pretrained(tmp_path / "config")
+    saved = tmp_path / "saved"
+    lora = LORA | {"modules_to_save": ["embed_tokens", "lm_head"]}
+    model = build_model(str(tmp_path / "config"), init="random", lora=lora)
+    export_model(model, None, saved, dtype=torch.float32)
+    theirs = json.loads((saved / "adapter_config.json").read_text())
+    theirs["ensure_weight_tying"] = False
+    (saved / "adapter_config.json").write_text(json.dumps(theirs))
+    lora = LoraConfig(adapter=str(saved)).model_dump()
+    with pytest.raises(ConfigError, match="apart from a head") as caught:
+        build_model(str(tmp_path / "config"), init="random", lora=lora)
+    assert caught.value.source == "model.lora.adapter"
+
+
 @pytest.mark.parametrize("key", ["modules_to_save", "target_parameters"])
 def test_names_that_fit_nothing_are_told(config_folder: Path, key: str) -> None:
     lora = LoraConfig(**{key: ["embed_token"]}).model_dump()

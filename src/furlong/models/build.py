@@ -274,24 +274,35 @@ def _adapted(model: nn.Module, lora: dict[str, Any]) -> Any:
     modules, config = lora["target_modules"], getattr(model, "config", None)
     saved = lora.get("modules_to_save") or ()
     settings = peft.LoraConfig(task_type="CAUSAL_LM")
+    # a copy of one of two tied weights would be trained alone
+    is_tied = config is not None and config.get_text_config().tie_word_embeddings
+    is_tied = bool(is_tied and _names_ends(model, saved))
     if adapter := lora.get("adapter"):
         settings = peft.LoraConfig.from_pretrained(os.path.dirname(adapter_file(adapter, ADAPTER)))
         settings.inference_mode = False
+        if is_tied and not settings.ensure_weight_tying:
+            raise model_error(
+                f"{adapter}, with embeddings of its own (modules_to_save: {', '.join(saved)}) apart"
+                " from a head that is tied to them in the model",
+                "adapters with one weight for both (ensure_weight_tying)",
+                "merge them into the model, untied, and name that; or begin with new adapters",
+                "model.lora.adapter",
+            )
     settings.r, settings.lora_alpha = lora["rank"], lora["alpha"]
     settings.lora_dropout, settings.use_rslora = lora["dropout"], lora.get("rslora", False)
     settings.target_modules = modules if isinstance(modules, str) else set(modules)
     settings.target_parameters = list(lora.get("target_parameters") or ()) or None
     settings.modules_to_save = list(saved) or None
     settings.exclude_modules = adapted_elsewhere(model) or settings.exclude_modules
-    # a copy of one of two tied weights would be trained alone
-    is_tied = config is not None and config.get_text_config().tie_word_embeddings
-    settings.ensure_weight_tying = bool(is_tied and _names_ends(model, saved))
+    settings.ensure_weight_tying = is_tied
     try:
         with warnings.catch_warnings():
             # peft asks transformers for it by an older name.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             # merge_adapters unties what is no longer equal
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+            # experts in one weight, whose patterns peft makes and does not look for there
+            warnings.filterwarnings("ignore", "The following .*_pattern keys", RuntimeWarning)
             return peft.get_peft_model(model, settings)
     except Exception as error:  # modules may be of any kind, and names are regular expressions
         is_unknown = "not found in the base model" in str(error)
