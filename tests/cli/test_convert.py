@@ -135,6 +135,8 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
             {"path": "a/b", "split": "test", "name": "c"},
         ),
         (TRL + "per_device_train_batch_size: '2'", "train.sequences_per_step", 16),
+        (TRL + "run_name: '2'", "log.name", "2"),
+        (AXOLOTL + "context_parallel_size: 0", "train.sequences_per_step", 8),
         (
             "A='--model_name_or_path M --learning_rate 1e-3'\n"
             "accelerate launch --num_processes 1 trl/sft.py $A --dataset_name a/b; python x.py",
@@ -203,6 +205,9 @@ def test_values_are_those_that_the_recipe_comes_to(
         (AXOLOTL + "dataset_exact_deduplication: true", "dataset_exact_deduplication", "refused"),
         (TRL + "loss_type: dft", "loss_type", "refused"),
         (TRL + "size: 5", "size", "refused"),
+        (AXOLOTL + "cosine_min_lr_ratio: x", "cosine_min_lr_ratio", "refused"),
+        (AXOLOTL + "max_grad_norm: x", "max_grad_norm", "refused"),
+        (FACTORY.replace("full", "lora") + "lora_rank: .inf", "lora_rank", "refused"),
         (FACTORY + "template: default", "template", "refused"),
         ("A=(--lr 1)\n" + SWIFT + '"${A[@]}"', "${A[@]}", "refused"),
         (

@@ -139,7 +139,7 @@ def convert(
     ):
         try:
             _BY_TARGET.get(target, _same)(made, target, by_target[target])
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             made.cannot(f"its value is not understood ({error})", by_target[target])
     for key, value in (flags or {}).items():
         _put(made, key, value)
@@ -501,7 +501,7 @@ def _replicas(made: Conversion) -> int:
                 and name.endswith(("size", "degree"))
                 and isinstance(value, int)
             ):
-                shared *= value
+                shared *= max(1, value)
     if isinstance(inner := made.recipe.keys.get("parallelism_config"), Mapping):
         for value in (inner.get(f"parallelism_config_{one}_size", 1) for one in ("cp", "sp", "tp")):
             shared *= value
@@ -534,12 +534,12 @@ def _min_lr(made: Conversion, target: str, given: _Given) -> None:
         floor: float | None = None
         if isinstance(value, Mapping):
             known = {"min_lr_rate": rate, "min_lr_ratio": rate, "min_lr": 1.0, "eta_min": 1.0}
-            floor = sum(known[key] * _rate(one) for key, one in value.items() if key in known)
+            floor = sum(known[key] * float(one) for key, one in value.items() if key in known)
             if value.keys() - known.keys():
                 made.cannot("of a schedule's options furlong has the floor alone", [name])
                 continue
         else:
-            floor = _rate(value) * (rate if "ratio" in name else 1.0)
+            floor = float(value) * (rate if "ratio" in name else 1.0)
         made.take(target, float(f"{floor:.12g}"), [name])
 
 
@@ -614,7 +614,7 @@ def _betas(made: Conversion, target: str, given: _Given) -> None:
 def _grad_norm(made: Conversion, target: str, given: _Given) -> None:
     given = {name: value for name, value in given.items() if value != "auto"} or given
     norm = _last(made, given)
-    made.take(target, norm if _rate(norm) > 0 else None, given)
+    made.take(target, norm if float(norm) > 0 else None, given)
 
 
 def _groups(made: Conversion, target: str, given: _Given) -> None:

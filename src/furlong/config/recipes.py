@@ -73,7 +73,10 @@ def read_recipe(file: Path, command: int | None = None) -> Recipe:
         raise _no_recipe(file, f"keys {', '.join(list(values)[:5])}")
     keys = dict(_flat(values)) if dialect in ("torchtune", "Arctic Training") else values
     # Numbers may be in quotation marks, mappings JSON in a text.
-    keys = {name: _value(one) if isinstance(one, str) else one for name, one in keys.items()}
+    keys = {
+        name: _value(one) if isinstance(one, str) and not _OF_WORDS.search(name) else one
+        for name, one in keys.items()
+    }
     return Recipe(dialect, keys, None, {}, file)
 
 
@@ -139,6 +142,7 @@ def _flat(keys: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]
 
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+_OF_WORDS = re.compile("(name|project|entity|path|dir|id|revision|token|template|model)$")
 _ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
 _PER_NODE = ("nproc_per_node", "gpus", "num_gpus", "launch.num_gpus")
