@@ -123,6 +123,8 @@ def test_an_instruction_is_a_conversation_or_alpacas_words() -> None:
     assert "a history" in refused(sequences_of, more, "alpaca", byte_tokenizer(None)).given
     odd = record(instruction="b", output="c", history=["d"])
     assert "a history with d" in refused(sequences_of, odd, "auto").given
+    odd = record(instruction="b", output="c", history=1.5)
+    assert "a history with 1.5" in refused(sequences_of, odd, "auto").given
 
 
 @pytest.mark.parametrize(
@@ -152,6 +154,8 @@ def test_an_answer_is_wanted_or_not(fields: dict[str, Any], learnt: str) -> None
         if name in ("completion", "output") and isinstance(own, str)
     }
     if blank:
+        less = {name: fields[name] for name in fields if name not in ("prompt", "output")}
+        assert "label" in refused(sequences_of, record(**less, label=1), "unpaired").required
         notes = Notes()
         assert not list(encode([record(**fields | blank, kto_tag=1)], tokenizer, reading, notes))
         assert list(notes) == [EMPTY]

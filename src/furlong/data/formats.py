@@ -86,12 +86,13 @@ def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...
             "true or 1 for an answer that is wanted, false or 0 for one that is not",
         )
     found: tuple[Rendered | Turns, ...] | str
-    if record.fields.get("completion") is not None:
+    has = {name for name, value in record.fields.items() if value is not None}
+    if {"prompt", "completion"} <= has:
         found = read_completion(record)
-    elif record.fields.get("messages") is not None:
+    elif "messages" in has:
         found = read_chat(record)
         found = found if found == BLANK else (_last_round(found[0]),)  # type: ignore[arg-type]
-    elif record.fields.get("instruction") is not None:
+    elif {"instruction", "output"} <= has:
         (turns,) = read_instruction(record)
         found = (replace(turns, first=len(turns.turns) - 1),)
     else:

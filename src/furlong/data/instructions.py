@@ -70,7 +70,8 @@ def _optional(record: SourceRecord, field: str) -> str:
 def _history(record: SourceRecord) -> list[tuple[str, str]]:
     """Earlier instructions and outputs, by who said them. Raises DataError."""
     found = []
-    for pair in record.fields.get("history") or ():
+    history = record.fields.get("history") or []
+    for pair in history if isinstance(history, list) else [history]:
         match pair:
             case [str(asked), str(said)]:
                 found += [("user", asked), ("assistant", said)]
