@@ -142,7 +142,9 @@ def _flat(keys: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]
 
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
-_OF_WORDS = re.compile("(name|project|entity|path|dir|id|revision|token|template|model)$")
+_OF_WORDS = re.compile(
+    "(name|project|entity|path|dir|id|revision|token|template|model|dataset_config)$"
+)
 _ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
 _PER_NODE = ("nproc_per_node", "gpus", "num_gpus", "launch.num_gpus")
