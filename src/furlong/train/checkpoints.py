@@ -100,7 +100,8 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], fingerprint: dict[str
         causes = [name for name in found if name != SEQUENCES] or [SEQUENCES]
         raise CheckpointError(
             given=f"{', '.join(causes)}: changed since the checkpoint was written",
-            required="the same files and tokenizer, whose chat template writes no date",
+            required="the same files, weights, shares and limits, and the same tokenizer, whose"
+            " chat template writes no date",
             source=str(checkpoint),
             change="restore what has changed, or start anew with another out",
         )
