@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import furlong
 from furlong.config.schema import ModelConfig
+from furlong.cost.memory import PARTS, PlanMemory
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.models import quantized
 from furlong.models.build import build_model, check_model, export_model, merge_adapters
 from furlong.models.describe import describe
 from furlong.models.quantized import library, packed_linears, scales_of
 from furlong.planners.decide import training_of
+from furlong.planners.orders import plan_on_device
 from furlong.testing import reference_loss, take_grads, total_relative_error
 from furlong.train.checkpoints import base_fingerprint
 
@@ -195,3 +197,8 @@ def test_bytes_of_weights_are_those_that_are_predicted(
     assert given.weights == pytest.approx(held, rel=0.02)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert given.gradients == 4 * trained
+    plan, peaks = plan_on_device([64], furlong.ChunkOptions(size=64), num_layers=1), []
+    for rules in (training_of(asked), training_of(asked.model_copy(update={"quantize": None}))):
+        curve = PlanMemory(describe(config), rules, 0).curve(plan, 0)
+        peaks.append(int(curve.device[0, PARTS.index("buffers")]))  # of its forward
+    assert peaks[0] - peaks[1] == 2 * 512 * 1024  # the largest weight, while it is multiplied with

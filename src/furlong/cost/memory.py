@@ -177,6 +177,8 @@ class StageBytes:
     """Bytes of each layer's attention output and log-sum-exp; 0 without attention."""
     working: float
     """Bytes of the largest set of tensors at work in one layer beside what it saves."""
+    unpacked: float
+    """Bytes of the largest weight in 4 bits, which each product with it makes whole."""
     exchange: float
     """Bytes that a token's way to other processes of a pool and back takes in one layer beside what
     is at work there in any case: of its four ways (q, k, v; the output; its gradient; those of q,
@@ -244,12 +246,17 @@ def stage_bytes(
     at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size, *(n / 2 for n in scans))
     makes_one = is_last and (training.lora is None or training.lora.head)
     logit = 3 * wide + (2 * element if element < _FLOAT32 else 0)
+    unpacked = [
+        min(shape.hidden_size * max(each.width, each.query_size), each.linear_parameters)
+        for each in own
+    ]
     return StageBytes(
         graph_layers=tuple(factor * of_dtype(each.saved, element, adapters) for each in own),
         attention_layers=tuple(
             element * layer.output_size + lse if layer.attends else 0.0 for layer in own
         ),
         working=3 * hidden + element * at_work,
+        unpacked=0.0 if training.packed_bytes is None else element * max(unpacked, default=0),
         exchange=element * (2 * shape.q_size + 2 * shape.kv_size),
         message=hidden,
         kv_layer=shape.stored_size * element,
@@ -593,7 +600,7 @@ class _RankMemory:
         tokens, cell, height = self._tokens[chunk], self._cells[stage], self._plan.stages[stage]
         gathered = self._gathered[chunk] * cell.kv_layer
         exchanged = self._exchanged[chunk] * cell.exchange
-        passing["buffers"] += tokens * cell.working + gathered + exchanged
+        passing["buffers"] += tokens * cell.working + cell.unpacked + gathered + exchanged
         if what.writes_kv:
             for piece, stored in self._pieces(chunk, stage):
                 stored.write(self, piece)
