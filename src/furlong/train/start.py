@@ -91,7 +91,7 @@ def _check_optimizer(config: RunConfig, num_processes: int) -> None:
     if num_processes > 1 and config.parallel.pp != num_processes:
         raise ConfigError(
             given=f"train.optimizer: {name} with {num_processes} processes that divide the weights",
-            required="whole weights: states in blocks of 256 cannot be divided again, as a"
+            required="whole weights: states as that library packs them cannot be divided, as a"
             " checkpoint of divided ones must be",
             source="train.optimizer, parallel and the number of processes that were started",
             change=f"set parallel.pp to {num_processes}, or train.optimizer to adamw or adafactor"
