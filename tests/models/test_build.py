@@ -170,6 +170,10 @@ def test_adapters_of_all_kinds_are_exact_and_are_gone_on_from(
     ends = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
     assert (ends[0] is ends[1]) == (model_type == "qwen2")  # a copy of one is one of both
     saved = export_model(model, None, tmp_path / "saved", dtype=torch.float64)
+    config = saved / "adapter_config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"init_lora_weights": "gaussian"})
+    )
     lora = LoraConfig(adapter=str(saved), rank=2)
     again = build_model(str(folder), dtype=torch.float64, lora=lora.model_dump())
     assert torch.equal(logits(again, torch.float64), logits(model, torch.float64))

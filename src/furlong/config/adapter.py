@@ -59,6 +59,8 @@ def with_keys_of_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
         own = {key: theirs.get(name) for key, name in _KEYS.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _told(file, f"{file}: {error}", "the config of an adapter of peft") from error
+    if theirs.get("init_lora_weights") == "gaussian":  # how it began, which is over
+        theirs["init_lora_weights"] = True
     odd = [name for name, plain in _PLAIN.items() if (theirs.get(name) or plain) != plain]
     if kind != "LORA" or odd:
         what = f"{odd[0]} = {theirs[odd[0]]!r}" if odd else f"adapters of type {kind}"
