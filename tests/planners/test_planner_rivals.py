@@ -154,7 +154,9 @@ def test_dials_beside_own_chunks_keep_kv_on_the_device():
 def test_a_method_that_is_named_is_not_refused_for_dials_that_do_not_fit():
     """A run takes them in its evaluations alone."""
     lens, limits = (60,) * 8, Limits(6100 * 2**20, margin=0.0)
-    question = Question(lens, BASE, limits, 2, 60, 8, {"sp": 2}, "skrull")
+    question = Question(
+        lens, BASE, limits, 2, longest=60, sequences_per_step=8, given={"sp": 2}, method="skrull"
+    )
     answer = search(question)
     model = question.model_of(Layout(sp=2))
     plan_skrull(lens, model, sp_size=2, budget_bytes=limits.limit_bytes)
