@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 Kind = Literal["ours", "needless", "lost", "refused"]
 
 
-class Answer(NamedTuple):
+class ForeignKey(NamedTuple):
     """An entry of the table: the verdict on a key of another trainer."""
 
     kind: Kind
@@ -40,17 +40,17 @@ def foreign_table() -> dict[str, dict[str, Any]]:
 
 
 @cache
-def _answers() -> dict[str, Answer]:
+def _answers() -> dict[str, ForeignKey]:
     kinds: tuple[Kind, ...] = ("ours", "needless", "lost", "refused")
     return {
-        name.replace("_", ""): Answer(kind, text)
+        name.replace("_", ""): ForeignKey(kind, text)
         for kind in kinds
         for text, names in foreign_table()[kind].items()
         for name in names
     }
 
 
-def answer_to(key: str) -> Answer | None:
+def answer_to(key: str) -> ForeignKey | None:
     """The table's answer to a key, whole or by its last part; `learningrate` is learning_rate."""
     parts = key.lower().replace("-", "_").replace("_", "").split(".")
     answers = _answers()

@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
 
     @property
     def is_of_pairs(self) -> bool:
-        """Whether it is TRL's for pairs of answers, by keys that no other one has."""
+        """Whether the recipe is TRL's for pairs, by keys that only such recipes have."""
         if self.dialect != "TRL" or "stage" in self.keys:
             return False
         loss = self.keys.get("loss_type", "nll")

@@ -46,7 +46,7 @@ BLOCK_RECORDS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """A place in a source, behind a record."""
 
     epoch: int = 0
@@ -60,7 +60,7 @@ class Place:
 class Cursor:
     """Where a run is in a source."""
 
-    block: Place = field(default_factory=Place)
+    block: Position = field(default_factory=Position)
     """Where the block at hand begins."""
     drawn: int = 0
     """Sequences of it that were drawn."""
@@ -72,15 +72,15 @@ class Cursor:
     @classmethod
     def of(cls, values: dict[str, Any]) -> Cursor:
         """The inverse of `asdict`."""
-        return cls(**{**values, "block": Place(**values["block"])})
+        return cls(**{**values, "block": Position(**values["block"])})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class StreamBlock:
     """Sequences that follow each other in a source, shuffled."""
 
-    start: Place
-    end: Place
+    start: Position
+    end: Position
     sequences: list[Sequence]
     checksum: str
     """The checksum of all tokens and labels, in their order."""
@@ -110,24 +110,24 @@ class Reader:
             check_joined(self.reading.format, tokenizer, first.origin)
         self.is_closed = False
         self._notes, self._told = Notes(), set[str]()
-        self._at: Place | None = None
+        self._at: Position | None = None
         self._has_learnt = True
         """Whether the pass at hand had anything to learn; of one that was not begun here: as if."""
         self._encoded: Generator[tuple[SourceRecord, list[Encoded]]] | None = None
 
-    def read(self, start: Place) -> Block:
+    def read(self, start: Position) -> StreamBlock:
         """The block that begins behind a record; one that the end of an epoch cuts is smaller.
         Raises DataError."""
         if start != self._at:
             self._encoded = self._encode(start)
-        end, found, num_tokens = Place(start.epoch + 1), list[tuple[str, Encoded]](), 0
+        end, found, num_tokens = Position(start.epoch + 1), list[tuple[str, Encoded]](), 0
         assert self._encoded is not None
         for record, sequences in self._encoded:
             own = [(record.origin, one) for one in self._fitted(record, sequences)]
             found += own
             num_tokens += sum(len(one.input_ids) for _, one in own)
             if num_tokens >= self._most_tokens or len(found) >= BLOCK_RECORDS or self.is_closed:
-                end = Place(start.epoch, record.file, record.line)
+                end = Position(start.epoch, record.file, record.line)
                 break
         self._at = end if end.epoch == start.epoch else None
         own_seed = (*self._seed, start.epoch, start.file, start.line + 1, 3)
@@ -137,7 +137,7 @@ class Reader:
             found = _joined(found, self._settings.max_seq_len)
         least = self._settings.min_len
         found = [one for one in found if len(one[1].input_ids) >= least]
-        if start == Place(start.epoch):
+        if start == Position(start.epoch):
             self._has_learnt = False
         self._has_learnt |= any((one.labels[1:] != IGNORE_INDEX).any() for _, one in found)
         if end.epoch > start.epoch and not self._has_learnt and not self.is_closed:
@@ -151,9 +151,11 @@ class Reader:
             Sequence(number, origin, one.input_ids, one.labels)
             for number, (origin, one) in enumerate(found)
         ]
-        return Block(start, end, own_sequences, checksum.hexdigest(), highest, self._new_notes())
+        return StreamBlock(
+            start, end, own_sequences, checksum.hexdigest(), highest, self._new_notes()
+        )
 
-    def _encode(self, start: Place) -> Generator[tuple[SourceRecord, list[Encoded]]]:
+    def _encode(self, start: Position) -> Generator[tuple[SourceRecord, list[Encoded]]]:
         """The records behind a place, to the end of its epoch, with their sequences. Files have
         their numbers in the epoch's order; that of the first records of a source is its own."""
         files, skipped = self.listing.files, 0
@@ -243,7 +245,7 @@ class Drawing:
     ) -> None:
         """`check`: what each block goes through before it is drawn from."""
         self.reader, self.cursor, self._thread, self._check = reader, cursor, thread, check
-        self.block: Block | None = None
+        self.block: StreamBlock | None = None
         self._next = thread.submit(reader.read, cursor.block)
 
     def peek(self) -> Sequence:
@@ -267,7 +269,7 @@ class Drawing:
             cursor, drawn=cursor.drawn + 1, num_tokens=cursor.num_tokens + num_tokens
         )
 
-    def _changed(self, block: Block) -> DataError:
+    def _changed(self, block: StreamBlock) -> DataError:
         at = self.cursor.block
         return DataError(
             given=f"other sequences in {printable(self.reader.source.path)} than the run has"
@@ -279,7 +281,7 @@ class Drawing:
         )
 
 
-Check = Callable[[Block], None]
+Check = Callable[[StreamBlock], None]
 
 
 class StreamSet:
@@ -422,7 +424,7 @@ class StreamSet:
 
         return max(self._drawings, key=lacks)
 
-    def _check(self, block: Block) -> None:
+    def _check(self, block: StreamBlock) -> None:
         highest, origin = block.highest
         if self._vocab_size is not None and highest >= self._vocab_size:
             raise unknown_token(highest, self._vocab_size, origin)
