@@ -21,6 +21,11 @@ def pytest_collection():
         gc.freeze()
 
 
+def pytest_make_parametrize_id(val):
+    """Name bytes by their number: a .gz holds the time, so workers would name its test apart."""
+    return f"{len(val)}B" if isinstance(val, bytes) else None
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_the_tests(tmp_path_factory):
     """Tokenized data goes into a folder of the session, also in the processes that tests start."""
