@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from furlong.cli.main import main
 from furlong.train.checkpoints import load_tensors, stored_tensors
+from furlong.train.metrics import MetricsLog
 
 NO_SAVES = ("--train.save_every_steps=null", "--train.saves_per_epoch=0.5")
 
@@ -84,6 +85,28 @@ def test_a_run_ends_early_and_exports_its_best_also_when_it_is_resumed(
     assert main(tiny_run.arguments(whole, *flags, *more)) == 0
     assert "is looked for anew: checkpoint step-00000001 is damaged" in capsys.readouterr().out
     assert report_of(whole)["num_steps"] == 9 and report_of(whole)["exported_step"] > 4
+
+
+def test_a_best_checkpoint_that_is_damaged_costs_no_export(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+
+    def damage(log: MetricsLog, step: int, *_: Any) -> None:
+        if step == 4:
+            next((run / "checkpoints" / "step-00000001").glob("shard-*")).unlink()
+
+    flags = [
+        *NO_SAVES, "--train.lr=0.3", f"--data.eval={tiny_run.folder / 'held-out.jsonl'}",
+        "--train.eval_every_steps=1", "--train.keep_best=true", "--train.early_stopping=3",
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(MetricsLog, "evaluation", damage)
+        assert main(tiny_run.arguments(run, *flags)) == 0
+    assert "warning: the weights of step 4 are exported" in capsys.readouterr().out
+    assert report_of(run)["exported_step"] == 4
+    last = stored(run / "checkpoints" / "step-00000004")
+    assert torch.equal(exported(run)["model.norm.weight"], last["model.model.norm.weight"])
 
 
 def test_weights_alone_are_exported_and_not_resumed(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
+from furlong.train.samples import write_samples
 
 LORA = ("--model.lora.rank=2", "--model.lora.dropout=0.3", "--train.epochs=1", "--train.lr=0.1")
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
@@ -55,6 +56,24 @@ def test_samples_are_the_models_own_and_change_no_step(tiny_run: TinyRun, tmp_pa
             best = model(found).logits[:, -1].argmax(-1, keepdim=True)
             found = torch.cat([found, best], 1)
         assert text == tokenizer.decode(found[0, len(given) :])
+
+
+def test_a_prompt_is_read_in_chunks(tiny_run: TinyRun) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_run.folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_run.folder / "model")
+    read: list[int] = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, given, found: read.append(found.shape[1])
+    )
+    ids = tokenizer("word1 word2 word3 " * 4)["input_ids"]
+    written = [
+        write_samples(
+            model, tokenizer, [("", ids)], 3, chunk_size=size, device=model.device, in_step=False
+        )
+        for size in (len(ids), 5)
+    ]
+    assert written[0] == written[1]
+    assert read[0] == len(ids) and max(read[3:]) == 5 and sum(read[3:]) == len(ids) + 2
 
 
 def test_messages_go_through_the_chat_template(tiny_run: TinyRun, tmp_path: Path) -> None:

@@ -218,15 +218,24 @@ def with_mismatches(
     answers: Iterable[tuple[SourceRecord, list[Encoded]]],
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
     """Records of one answer each, and behind it its prompt with the next record's answer, of the
-    last record with the first one's: what `train.loss: kto` compares it with."""
+    last record with the first one's: what `train.loss: kto` compares it with. Raises DataError for
+    a single record."""
     first: Encoded | None = None
     before: tuple[SourceRecord, Encoded] | None = None
     for record, (own,) in answers:
         if before is not None:
             yield before[0], [before[1], _mismatch(before[1], own)]
         first, before = first or own, (record, own)
-    if before is not None and first is not None:
-        yield before[0], [before[1], _mismatch(before[1], first)]
+    if before is None or first is None:
+        return
+    record, last = before
+    if last is first:
+        raise record.refusal(
+            "the only answer of its source",
+            "at least two answers in a source: train.loss: kto compares each with another one's",
+            "add answers to the source, or write its record into another one",
+        )
+    yield record, [last, _mismatch(last, first)]
 
 
 def _mismatch(asked: Encoded, said: Encoded) -> Encoded:

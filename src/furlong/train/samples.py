@@ -70,19 +70,21 @@ def write_samples(
     prompts: Sequence[tuple[str, list[int]]],
     num_tokens: int,
     *,
+    chunk_size: int,
     device: torch.device,
     in_step: bool,
 ) -> list[tuple[str, str]]:
     """Each prompt, and the at most `num_tokens` that follow, special ones included, as text.
 
-    Modes and generators are afterwards as before. `in_step`: several processes that have divided
-    the weights call it together, and get the same.
+    A prompt is read in chunks. Modes and generators are afterwards as before. `in_step`: several
+    processes that have divided the weights call it together, and get the same.
     """
     from transformers import GenerationConfig
 
     settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=num_tokens,
+        prefill_chunk_size=chunk_size,
         use_cache=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,

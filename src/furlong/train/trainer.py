@@ -577,13 +577,25 @@ class Trainer:
         self.processes.from_first(partial(push, self.config.hub, folder, f"step {step}"))
 
     def _best_checkpoint(self) -> Path | None:
-        """The checkpoint to export in the place of the weights of now."""
+        """The checkpoint to export in the place of the weights of now; None where these are the
+        best that there are."""
         step = self.progress.held_out.best_step
         if not self.config.train.keep_best or step in (0, self.progress.step):
             return None
-        checkpoint = checkpoint_of(self.run.path / CHECKPOINTS, step)
-        check_checkpoint(checkpoint)
-        return checkpoint
+        if cause := self._damage_of_best():
+            self.say(f"warning: the weights of step {self.progress.step} are exported in the place"
+                     f" of those with the lowest held-out loss: {cause}")  # fmt: skip
+            return None
+        return checkpoint_of(self.run.path / CHECKPOINTS, step)
+
+    def _damage_of_best(self) -> str:
+        """The damage of the checkpoint with the lowest loss; empty where it is whole."""
+        best_step = self.progress.held_out.best_step
+        try:
+            check_checkpoint(checkpoint_of(self.run.path / CHECKPOINTS, best_step))
+        except DamagedCheckpointError as error:
+            return error.given
+        return ""
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next steps depend on, as far as this process has it: tensors by the names of
@@ -644,16 +656,8 @@ class Trainer:
         """Begins to look for the lowest loss anew where that of the checkpoint is one of other data
         or, with `train.keep_best`, of weights that are not there any more."""
         config, held_out, cause = self.config, self.progress.held_out, ""
-
-        def check() -> str:
-            try:
-                check_checkpoint(checkpoint_of(self.run.path / CHECKPOINTS, held_out.best_step))
-            except DamagedCheckpointError as error:
-                return error.given
-            return ""
-
         if held_out.best_step and config.train.keep_best:
-            cause = self.processes.from_first(check)
+            cause = self.processes.from_first(self._damage_of_best)
         if build_run(state["config"], str(self.run.path)).data.eval != config.data.eval:
             cause = "data.eval has changed"
         if held_out.best_step and cause:
@@ -758,7 +762,8 @@ class Trainer:
             return
         written = write_samples(
             self.model, self.tokenizer, self.prompts, self.config.log.sample_tokens,
-            device=self.used.device, in_step=self.processes.num_processes > 1,
+            chunk_size=self.fitting.options.size, device=self.used.device,
+            in_step=self.processes.num_processes > 1,
         )  # fmt: skip
         self.log.samples(self.progress.step, written)
 

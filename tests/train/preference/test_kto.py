@@ -179,8 +179,11 @@ def test_keys_that_contradict_each_other_are_refused(flags: list[str], key: str)
     assert key in str(caught.value)
 
 
-def test_a_cut_that_leaves_no_answer_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_records", "said"), [(2, "a prompt and no answer"), (1, "only")])
+def test_a_cut_that_leaves_no_answer_and_a_lonely_one_are_refused(
+    tiny_run: TinyRun, tmp_path: Path, num_records: int, said: str
+) -> None:
     record = {"prompt": "word " * 600, "completion": " yes", "label": True}
-    (tmp_path / "answers.jsonl").write_text(json.dumps(record) + "\n")
-    with pytest.raises(DataError, match="a prompt and no answer"):
+    (tmp_path / "answers.jsonl").write_text((json.dumps(record) + "\n") * num_records)
+    with pytest.raises(DataError, match=said):
         answers(tiny_run, tmp_path, too_long="truncate")
