@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -43,6 +44,14 @@ def test_what_the_user_can_mend_ends_with_2_and_four_parts(
 def test_what_a_command_line_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--resume"]) == 2
     assert "name a run file" in capsys.readouterr().err
+
+
+def test_what_torchao_tells_as_it_is_imported_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["--version"]) == 0
+    logging.getLogger("torchao").warning("Failed to load _C_mxfp8.so")
+    logging.getLogger("torch.utils._pytree").warning("%s is an Enum subclass", "<enum 'Kind'>")
+    logging.getLogger("torchao").warning("news")
+    assert caplog.messages == ["news"]
 
 
 def test_our_own_failure_ends_with_1_and_a_traceback(tmp_path: Path) -> None:

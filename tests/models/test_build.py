@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import batch
+from helpers.hybrids import HYBRIDS
 from helpers.tiny_families import config_of
-from transformers import AutoModelForCausalLM, BertConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, Qwen2Config
 
 import furlong
 from furlong.config.schema import LoraConfig
@@ -112,6 +113,15 @@ def test_what_cannot_be_built_is_told(config_folder: Path, tmp_path: Path) -> No
     (tmp_path / "vision" / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(UnsupportedModelError, match="model type vit"):
         build_model(str(tmp_path / "vision"), init="random")
+
+
+def test_all_linear_layers_are_those_that_peft_adapts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AutoConfig.for_model("mamba2", **HYBRIDS["mamba2"]).save_pretrained(tmp_path)
+    model = build_model(str(tmp_path), init="random", lora=LORA)
+    assert all(".in_proj." in name for name in trained_names(model))
+    assert "no adapters in out_proj" in capsys.readouterr().out
 
 
 def test_a_name_that_fits_no_module_is_told_beside_others(config_folder: Path) -> None:

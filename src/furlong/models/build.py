@@ -267,6 +267,10 @@ def merge_adapters(model: Any) -> Any:
     return model.merge_and_unload()
 
 
+_NO_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""Model types in which peft refuses adapters of `out_proj`, which fused kernels read themselves."""
+
+
 def _adapted(model: nn.Module, lora: dict[str, Any]) -> Any:
     import_safely()
     import peft
@@ -293,7 +297,11 @@ def _adapted(model: nn.Module, lora: dict[str, Any]) -> Any:
     settings.target_modules = modules if isinstance(modules, str) else set(modules)
     settings.target_parameters = list(lora.get("target_parameters") or ()) or None
     settings.modules_to_save = list(saved) or None
-    settings.exclude_modules = adapted_elsewhere(model) or settings.exclude_modules
+    excluded = adapted_elsewhere(model)
+    if modules == "all-linear" and getattr(config, "model_type", "") in _NO_OUT_PROJ:
+        excluded.append("out_proj")
+        print(f"model.lora: no adapters in out_proj, which peft adapts in no {config.model_type}")
+    settings.exclude_modules = excluded or settings.exclude_modules
     settings.ensure_weight_tying = is_tied
     try:
         with warnings.catch_warnings():
