@@ -271,16 +271,15 @@ _NO_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 """Model types in which peft refuses adapters of `out_proj`, which fused kernels read themselves."""
 
 
-def _adapted(model: nn.Module, lora: dict[str, Any]) -> Any:
+def _adapted(model: Any, lora: dict[str, Any]) -> Any:
     import_safely()
     import peft
 
-    modules, config = lora["target_modules"], getattr(model, "config", None)
+    modules, config = lora["target_modules"], model.config
     saved = lora.get("modules_to_save") or ()
     settings = peft.LoraConfig(task_type="CAUSAL_LM")
     # a copy of one of two tied weights would be trained alone
-    is_tied = config is not None and config.get_text_config().tie_word_embeddings
-    is_tied = bool(is_tied and _names_ends(model, saved))
+    is_tied = bool(config.get_text_config().tie_word_embeddings and _names_ends(model, saved))
     if adapter := lora.get("adapter"):
         settings = peft.LoraConfig.from_pretrained(os.path.dirname(adapter_file(adapter, ADAPTER)))
         settings.inference_mode = False
@@ -298,7 +297,7 @@ def _adapted(model: nn.Module, lora: dict[str, Any]) -> Any:
     settings.target_parameters = list(lora.get("target_parameters") or ()) or None
     settings.modules_to_save = list(saved) or None
     excluded = adapted_elsewhere(model)
-    if modules == "all-linear" and getattr(config, "model_type", "") in _NO_OUT_PROJ:
+    if modules == "all-linear" and config.model_type in _NO_OUT_PROJ:
         excluded.append("out_proj")
         print(f"model.lora: no adapters in out_proj, which peft adapts in no {config.model_type}")
     settings.exclude_modules = excluded or settings.exclude_modules
