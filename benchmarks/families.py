@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import sys
 import time
@@ -42,25 +43,20 @@ _PRELOADED = ["torch", "transformers.modeling_utils", "furlong.api", "model_grad
 INTRODUCTION = """\
 # Every causal language model of transformers
 
-Written by `python benchmarks/families.py` with transformers {transformers} and torch {torch}: every
-model type of `AutoModelForCausalLM`, from its config class's defaults with small numbers and random
-weights, in train mode and float64 on the CPU; dropout, router noise and router losses are off.
-Three sequences of {lens} tokens go through `furlong.forward_backward` in chunks of {size} with
-`keep` {keeps}. The loss and every parameter's gradient are compared with those of the
-model's own unchunked forward; the largest relative L2 error is shown. For each model sequences that
-are cut with nothing handed on must give other gradients, or its row would prove nothing.
+Which families train exactly, and what becomes of the others. Written by `python
+benchmarks/families.py` with transformers {transformers} and torch {torch}: every model type of
+`AutoModelForCausalLM`, small, with random weights, in train mode and float64 on the CPU; dropout,
+router noise and router losses are off. Three sequences of {lens} tokens go through
+`furlong.forward_backward` in chunks of {size} with `keep` {keeps}. The loss and every parameter's
+gradient are compared with those of the model's own unchunked forward. For each model sequences that
+are cut with nothing handed on must give other gradients.
 
-The column "cut" is the same comparison with `order: layer-first`, each layer a stage of its own,
-and `keep` {cut_keeps}: exact and rounded as above, refused where the decoder cannot be divided
-between its layers. Such a family is trained with `order: chunk-first` only.
+*Layer-first* is the same with `order: layer-first`, each layer a stage of its own, and `keep`
+{cut_keeps}. Where it is refused a family trains with `order: chunk-first` on one stage. *Error* is
+the largest relative L2 error of a gradient in the row.
 
-Families "widened" are held to what they are as shipped, too: with float32 where transformers has
-it, chunks may move a gradient by three times what inner chunks of half the length move it, and move
-it by 0.2 to 0.8 times that in state spaces and MiniMax, by 1.0 to 1.5 in delta rules (measured once
-by `tests/equivalence/test_own_rounding.py`, which checks the bound).
-
-A family that is right here can still be refused in another configuration: the start-up self-check
-looks at the model that it is given.
+A family that is right here can be refused in another configuration: the [start-up
+check](exactness.md#the-start-up-check) looks at the model that it is given.
 """
 
 
@@ -145,24 +141,48 @@ def document(rows: Sequence[Row]) -> str:
         for outcome, meaning in OUTCOMES.items()
         if counts[outcome]
     )
-    cuts = Counter(row.cut for row in rows)
-    text += "\nCut between all layers: "
-    text += ", ".join(f"{cuts[name]} {name}" for name in (*reversed(RIGHT), "refused")) + ".\n"
-    text += "\n| model type | class | outcome | cut | worst error, or why |\n"
-    text += "| --- | --- | --- | --- | --- |\n"
-    return text + "".join(
-        f"| {row.model_type} | {row.class_name} | {row.outcome} | {row.cut} | {row.detail} |\n"
-        for row in rows
-    )
+    text += "\n| outcome | layer-first | error | model types |\n| --- | --- | --- | --- |\n"
+    right = [row for row in rows if row.outcome in RIGHT]
+    for (outcome, cut), group in _grouped(right, lambda row: (row.outcome, row.cut)).items():
+        error = max(map(float, re.findall(r"\d[.\d]*e[+-]\d+", " ".join(r.detail for r in group))))
+        text += f"| {outcome} | {cut} | {error:.1e} | {_names(group)} |\n"
+    others = [row for row in rows if row.outcome not in RIGHT]
+    text += "\n| outcome | why | model types |\n| --- | --- | --- |\n"
+    for (outcome, why), group in _grouped(others, lambda r: (r.outcome, _why(r, r.detail))).items():
+        text += f"| {outcome} | {why} | {_names(group)} |\n"
+    uncut = [row for row in right if row.cut == "refused"]
+    if not uncut:
+        return text
+    text += "\nRefused with `order: layer-first` alone:\n\n| why | model types |\n| --- | --- |\n"
+    whys = _grouped(uncut, lambda row: _why(row, row.detail.split("refused (", 1)[1]))
+    return text + "".join(f"| {why} | {_names(group)} |\n" for why, group in whys.items())
+
+
+def _grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def _names(rows: Sequence[Row]) -> str:
+    return ", ".join(row.model_type for row in rows)
+
+
+def _why(row: Row, reason: str) -> str:
+    """A reason without the class and without figures in brackets, to be shared by families."""
+    words = reason.removesuffix(" layer by layer").removesuffix(")").removeprefix(row.class_name)
+    return re.sub(r" \([^()]*\)?", "", words).lstrip(", ")
 
 
 def outcomes_of(text: str) -> dict[str, tuple[str, str]]:
     """Model type -> outcome and cut of a document that `document` wrote."""
-    cells = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
+    cells = [line.split(" | ") for line in text.splitlines()]
     return {
-        row[1].strip(): (row[3].strip(), row[4].strip())
+        name: (row[0].removeprefix("| "), row[1] if len(row) == 4 else "-")
         for row in cells
-        if len(row) == 7 and row[3].strip() in OUTCOMES
+        if row[0].removeprefix("| ") in OUTCOMES
+        for name in row[-1].removesuffix(" |").split(", ")
     }
 
 

@@ -303,30 +303,21 @@ def complete(results: Results) -> list[Row]:
 _HEAD = """\
 # The same batch under every method
 
-Written by `python research/comparison.py` from `comparison.json`. All seconds are simulated, none
-is measured.
+Written by `python research/comparison.py` from `comparison.json`. All seconds are simulated.
 
-Every method takes the fastest of its own plans on the same devices: any layout of data, sequence
-and pipeline parallelism that it knows, the dials that its paper or its public code has, sequences
-dealt to replicas in turn, by tokens, by FLOPs or by the time of its plans (InfiniPipe: not by
-time), ZeRO-1, and {margin} of the memory left free. All share one cost model, one cut of the
-layers into stages, and a step that begins with gathering the weights. *furlong* is the answer of
-`furlong plan` and `furlong train`.
+Every method takes the fastest of its own plans on the same devices: any layout that it knows, the
+dials that its paper or its public code has, sequences dealt to replicas in turn, by tokens, by
+FLOPs or by the time of its plans (InfiniPipe: not by time), ZeRO-1, and {margin} of the memory left
+free. All share one cost model. *furlong* is the answer of `furlong plan` and `furlong train`.
+Methods that share whole sequences have groups larger than the heads of a model allow, too.
 
-Whoever shares whole sequences has groups larger than the heads of a model allow, too: K,V are then
-gathered. (InfiniPipe's own runs share sequences of a model of 40 heads among 16 and 32 devices.)
-Chunks in such groups are not tried for the published methods.
-*Hybrid CP* is Megatron-Core's hybrid context parallelism, `--hybrid-context-parallel`: the next
-power of two of length / `max_seqlen_per_dp_cp_rank` devices for every sequence, by its commit
-d98e8a6; the number is searched here, its sequences share micro-batches, and places are chosen by
-this cost model's seconds, so it is faster here than there.
+*Hybrid CP* is Megatron-Core's `--hybrid-context-parallel` (commit d98e8a6). Its
+`max_seqlen_per_dp_cp_rank` is searched, and places are chosen by this cost model's seconds, so it
+is faster here than there.
 
-The bound is one of whole sequences on one pool of all devices, in step: all work spread evenly, or
-the longest sequence alone on its best place, and what of ZeRO-1's reduction nothing hides. A
-pipeline or replicas, which wait for each other less often, may undercut it.
-
-Promised, and looked at by every run: the search is never slower than the best published method, and
-no pool is faster than the bound. Gains and distances to the bound are shown, not promised.
+The *bound* is one of whole sequences on one pool of all devices. A pipeline or replicas may
+undercut it. Promised is that the search is never slower than the best published method, and that no
+pool is faster than the bound.
 """
 
 
@@ -379,17 +370,13 @@ def _short_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _words(rows: Sequence[Row]) -> list[str]:
-    """What the search chose, and what came of it."""
+    """What came of the search."""
     gains = [max(0.0, row.gain) for row in rows]
     most = max(rows, key=lambda row: row.gain)
     slower = sum(row.gain < -_EQUAL for row in rows)
     near = sum(row.above_bound <= _NEAR for row in rows)
     taken = sum(abs(row.gain) <= _EQUAL for row in rows)
     return [
-        "What the search chose:",
-        "",
-        *(f"- {row.setting.name}: {row.answers[_OURS]['dials']}" for row in rows),
-        "",
         f"On {slower} of {len(rows)} settings the search is slower than the best published plan "
         f"(promised: 0), on {taken} it has found no faster one. It saves {median(gains):.1%} of "
         f"the time in the median, {max(gains):.1%} at most ({most.setting.name}); on {near} it is "

@@ -30,20 +30,16 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "research" / "paper_numbers.md"
 Tables = Mapping[str, Callable[[], Table]]
 
 INTRODUCTION = """\
-Written by `python research/paper_numbers.py`. *Paper* is what a paper prints; *ours* is what
-furlong's planners, simulator and cost model give. A row says whether it was fitted, what bound it
-promises, and where it misses with which cause. A prediction is a row with a bound that nothing of
-its table was fitted to. Points on a line that was fitted to other points of the same table say that
-it is a line, and no more: they count apart. Rows without a bound are shown only, and cannot be
-missed, since their settings are not printed. What we derived ourselves is in
-[derivations](derivations.md).
+Written by `python research/paper_numbers.py`. *Paper* is what a paper prints, *ours* what furlong's
+planners, simulator and cost model give. A prediction is a row with a bound that nothing of its
+table was fitted to. Points on a line that was fitted to other points of the same table count apart.
+Rows without a bound are shown only: the papers do not print their settings. What we derived
+ourselves is in [derivations](derivations.md).
 
-The largest open contradiction is FlexSP against InfiniPipe. The paper has InfiniPipe ahead in 12 of
-12 settings, by 1.3 to 1.69 times; here FlexSP is the faster one in most of them, with groups that
-may be larger than the heads allow, as the paper's own are. Either its groups are more unequal there
-than any schedule of this cost model, or something that it waits for is missing here. Until that is
-known, no ranking of InfiniPipe against plans on pools, in [the comparison](comparison.md) either,
-is confirmed by the paper.
+**The largest open contradiction is FlexSP against InfiniPipe.** The paper has InfiniPipe ahead in
+12 of 12 settings, by 1.3 to 1.69 times; here FlexSP is the faster one in most of them, in groups
+that may be larger than the heads allow, as the paper's own are. So no ranking of InfiniPipe against
+plans on pools, in [the comparison](comparison.md) either, is confirmed by the paper.
 """
 
 
@@ -89,12 +85,11 @@ def main(words: Sequence[str]) -> int:
             print(table.text(), flush=True)
             document.append(table.markdown() + "\n")
             found.append(table)
-    summary, missed = summarised(found)
+    summary = summarised(found)
     print(f"\n{summary}")
     if not words:
-        known = "".join(f"\n- missed: {case}" for case in missed)
         title = summary.partition(";")[0]
-        front = f"# The papers' numbers: {title}\n\nCounted: {summary}.\n\n{INTRODUCTION}{known}\n"
+        front = f"# The papers' numbers: {title}\n\nCounted: {summary}.\n\n{INTRODUCTION}"
         DOCUMENT.write_text("\n".join([front, *document]), encoding="utf-8")
     wrong = [f"{table.title}: {row.case}" for table in found for row in table.wrong]
     for case in wrong:
@@ -102,12 +97,11 @@ def main(words: Sequence[str]) -> int:
     return 1 if wrong or not found else 0
 
 
-def summarised(tables: Sequence[Table]) -> tuple[str, list[str]]:
-    """The counts in words, and the rows that are missed."""
+def summarised(tables: Sequence[Table]) -> str:
+    """The counts in words."""
     promised = [row for table in tables for row in table.promised]
     on_lines = [row for table in tables for row in table.rows if row.on_line]
     fitted = sum(row.fitted for table in tables for row in table.rows)
-    missed = [f"{table.title}: {row.case}" for table in tables for row in table.missed]
     num_missed, off_lines = (sum(row.missed for row in rows) for rows in (promised, on_lines))
     words = f"{len(promised)} predictions, {len(promised) - num_missed} met, {num_missed} missed"
     lines = f"{len(on_lines)} points on lines fitted to their own tables"
@@ -115,7 +109,7 @@ def summarised(tables: Sequence[Table]) -> tuple[str, list[str]]:
         lines += f", {off_lines} of them off"
     shown = [f"{len(table.shown)} of {table.title}" for table in tables if table.shown]
     more = f"; without a bound: {', '.join(shown)}" if shown else ""
-    return f"{words}; {lines}; {fitted} fitted{more}", missed
+    return f"{words}; {lines}; {fitted} fitted{more}"
 
 
 if __name__ == "__main__":

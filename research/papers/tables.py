@@ -125,17 +125,25 @@ class Table:
         return "\n".join(lines)
 
     def markdown(self) -> str:
-        """For a document."""
-        lines = [
-            f"### {self.title}", "",
-            f"| {self.unit} | paper | ours | error | within bound? |",
-            "| --- | ---: | ---: | ---: | --- |",
-        ]  # fmt: skip
-        for row in self.rows:
-            case, *cells, verdict = row.cells()
+        """For a document: rows that were fitted, or lie on a line that was, are counted only."""
+        lines = [f"### {self.title}", ""]
+        fitted = [row for row in self.rows if (row.fitted or row.on_line) and not row.missed]
+        others = [row for row in self.rows if row not in fitted and row.paper != ""]
+        if others:
+            lines += [
+                f"| {self.unit} | paper | ours | within bound? |",
+                "| --- | ---: | ---: | --- |",
+            ]
+        for row in others:
+            case, paper, ours, _, verdict = row.cells()
             verdict = f"**{verdict}**: {row.cause}" if row.cause else verdict
-            lines.append(f"| {' | '.join([case, *cells, verdict])} |")
-        lines += ["", *(f"- {note}" for note in self.notes)]
+            lines.append(f"| {' | '.join([case, paper, ours, verdict])} |")
+        notes = list(self.notes)
+        if fitted:
+            off = [abs(row.off) for row in fitted if row.on_line]
+            told = f"; {len(off)} on their line, at most {max(off):.1%} off" if off else ""
+            notes.insert(0, f"{len(fitted) - len(off)} rows fitted{told}")
+        lines += [*([""] if others else []), *(f"- {note}" for note in notes)]
         return "\n".join(lines).rstrip()
 
 
