@@ -199,7 +199,7 @@ def test_what_is_no_record_is_named(
         ("train[:20%]", [0, 1]),
         ("train[3:5]", [3, 4]),
         ("train[-1:] + train[:1]", [9, 0]),
-        ("train[8:]+train[90%:]", [8, 9, 9]),
+        ("train[8:9]+train[90%:]", [8, 9]),
         ("train", list(range(10))),
     ],
 )
@@ -213,6 +213,15 @@ def test_slices_are_those_of_datasets(tmp_path: Path, split: str, expected: list
         for limit in (None, 2):
             found = read_records(listing, Notes(), FIELDS, limit=limit)
             assert [int(record.fields["text"]) for record in found] == expected[:limit]
+
+
+@pytest.mark.parametrize("split", ["train[8:]+train[90%:]", "train[:2]+train", "train+train"])
+def test_a_record_that_is_named_twice_is_told(tmp_path: Path, split: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 10)
+    for path in (tmp_path, tmp_path / "a.jsonl"):
+        listing = list_files(Source(path=str(path), split=split))
+        with pytest.raises(DataError, match="names records twice"):
+            next(read_records(listing, Notes(), FIELDS))
 
 
 @pytest.mark.parametrize("split", ["train[5:5]", "train[:1%](pct1_dropremainder)", "train[:1%]"])

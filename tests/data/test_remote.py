@@ -91,7 +91,7 @@ def test_files_of_an_address_are_read_as_those_of_a_folder(memory: Any) -> None:
     (one, *_) = read(Source(path="memory://set/de/0.jsonl"))
     assert one[0] == "x"
     for source, told in (
-        (Source(path="memory://nothing"), "no file"),
+        (Source(path="memory://nothing"), "without files"),
         (Source(path="memory://set", name="fr"), "which holds en"),
         (Source(path="unheard://a"), "unheard"),
     ):
@@ -121,11 +121,11 @@ def test_what_a_connection_loses_is_read_again_then_told(
     whole = read(Source(path="memory://set", name="en"))
     assert "".join(text for text, _, _ in whole) == "abcdefghijk"
     assert capsys.readouterr().out == (
-        "memory:///set/en/0.jsonl: TimeoutError; again in 0 s\n"
-        "memory:///set/en/0.jsonl: reset by peer; again in 0 s\n"
+        "memory:///set/README.md: TimeoutError; again in 0 s\n"
+        "memory:///set/README.md: reset by peer; again in 0 s\n"
     )
     failures += [OSError("reset by peer")] * 3
-    with pytest.raises(DataError, match=r"reset by peer[\s\S]*tried 3 times"):
+    with pytest.raises(DataError, match=r"reset by peer[\s\S]*a connection that holds"):
         read(Source(path="memory://set", name="en"))
 
 
@@ -133,6 +133,7 @@ class Hub(BaseHTTPRequestHandler):
     """The few answers of the hub that listing and reading a data set ask for."""
 
     asked: list[str]
+    is_down = False
 
     def do_GET(self) -> None:
         self.answer()
@@ -143,7 +144,9 @@ class Hub(BaseHTTPRequestHandler):
     def answer(self) -> None:
         path = unquote(urlparse(self.path).path)
         self.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
-        if match := re.fullmatch(r"/datasets/a/b/resolve/[^/]+/(.*)", path):
+        if self.is_down:
+            status, headers, content = 503, {}, b""
+        elif match := re.fullmatch(r"/datasets/a/b/resolve/[^/]+/(.*)", path):
             content = FILES[match[1]]
             status, headers = 200, {"ETag": '"1"', "X-Repo-Commit": "0" * 40}
             if span := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
@@ -223,3 +226,17 @@ def test_a_data_set_of_the_hub_is_read_without_being_fetched(
     data.close()
     with pytest.raises(DataError, match="hf://datasets/a/c"):
         list_files(Source(path="a/c"), fetch=False)
+
+
+def test_a_hub_that_stays_down_is_asked_again_by_its_own_client_alone(
+    hub: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = list_files(Source(path="a/b", name="en"), fetch=False)
+    records = read_records(listing, Notes(), ("text",))
+    assert next(records).fields["text"] == "a"
+    hub.clear()
+    monkeypatch.setattr(Hub, "is_down", True)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(DataError, match=r"503[\s\S]*a connection that holds"):
+        list(records)
+    assert len(hub) == 6

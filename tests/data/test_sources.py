@@ -329,7 +329,7 @@ def test_configurations_are_those_of_the_card(
             listing = list_files(source)
             found = [file.path.relative_to(home) for file in listing.files]
             assert found == [Path(one) for one in expected]
-            assert bool(listing.parts) == ("[" in (split or ""))
+            assert bool(listing.slices) == ("[" in (split or ""))
 
 
 def test_a_name_is_a_folder_where_no_card_says_more(
@@ -404,10 +404,10 @@ def test_only_the_files_of_the_split_are_fetched(
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     list_files(Source(path="a/b", split="train", revision="main"))
-    files = ["README.md", "en/train-1.jsonl", "more/x.jsonl"]
+    files = ["en/train-1.jsonl", "more/x.jsonl"]
     assert asked == [("main", ["README.md"]), ("main", files)]
     list_files(Source(path="hf://datasets/a/b/en", split="test"))
-    assert asked[2:] == [(None, ["en/README.md"]), (None, ["en/README.md", "en/test.jsonl"])]
+    assert asked[2:] == [(None, ["en/README.md"]), (None, ["en/test.jsonl"])]
     with pytest.raises(DataError) as caught:
         list_files(Source(path="hf://datasets/a/gone"), "data.eval")
     assert (caught.value.given, caught.value.source) == (

@@ -165,6 +165,13 @@ def test_what_decides_which_sequences_come_is_in_the_fingerprint(folder: Path) -
     assert len(set(found)) == 4
 
 
+def test_a_file_of_two_sources_is_refused_with_advice_for_streams(folder: Path) -> None:
+    half = {"path": str(folder / "0.jsonl"), "share": 0.5}
+    with pytest.raises(DataError, match="two sources name") as caught:
+        open_stream([half, half])
+    assert "share" in caught.value.change and "weight" not in caught.value.change
+
+
 def test_a_token_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:
     file = tmp_path / "ids.jsonl"
     file.write_text("\n".join(json.dumps({"input_ids": [1, n]}) for n in range(9)))

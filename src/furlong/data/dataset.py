@@ -36,6 +36,10 @@ from furlong.errors import DataError
 from furlong.units import count_words, format_count, format_seconds, plural
 
 _MAX_LISTED = 8
+_NAME_ONCE = (
+    "name it once, or slices that share no record; {path: ..., weight: 2.0} draws from a source"
+    " twice as often"
+)
 SEQUENCES = "the order of the sequences"
 """The name under which a fingerprint has all that decides which sequence has which number."""
 
@@ -430,7 +434,7 @@ def load_data(
     listings = [list_files(source, key) for source in sources]
     limits = [min(filter(None, (source.limit, limit)), default=None) for source in sources]
     is_whole = [
-        not listing.parts and most is None for listing, most in zip(listings, limits, strict=True)
+        not listing.slices and most is None for listing, most in zip(listings, limits, strict=True)
     ]
     refuse_repeated(list(compress(listings, is_whole)), key)
     known = fingerprint(tokenizer)
@@ -438,7 +442,7 @@ def load_data(
     parts: list[TokenizedSource] = []
     for source, listing, most in zip(sources, listings, limits, strict=True):
         own = (reading or Reading()).of_source(source)
-        meant = [[part.num_files, part.slice] for part in listing.parts], most
+        meant = listing.slices, most
         try:
             place = folder / "tokens" / key_of(status_key(listing.files), known, own.key, meant)
         except OSError as error:
@@ -520,7 +524,7 @@ def check_joined(format: str, tokenizer: Any, origin: str) -> None:
         )
 
 
-def refuse_repeated(listings: Items[Listing], key: str) -> None:
+def refuse_repeated(listings: Items[Listing], key: str, change: str = _NAME_ONCE) -> None:
     """Raises DataError for a file of two sources, which would be learnt twice as often, and nothing
     would say so."""
     named = Counter(
@@ -528,16 +532,15 @@ def refuse_repeated(listings: Items[Listing], key: str) -> None:
     )
     twice = [path for path, times in named.items() if times > 1]
     if twice:
-        raise _repeated(printable(twice[0]), key)
+        raise _repeated(printable(twice[0]), key, change)
 
 
-def _repeated(file: str, key: str) -> DataError:
+def _repeated(file: str, key: str, change: str = _NAME_ONCE) -> DataError:
     return DataError(
         given=f"{file}, which two sources name",
         required="every record in one source",
         source=key,
-        change="name it once, or slices that share no record; {path: ..., weight: 2.0} draws from a"
-        " source twice as often",
+        change=change,
     )
 
 

@@ -12,13 +12,14 @@ import json
 import re
 import sys
 from codecs import utf_8_decode
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, BinaryIO
 
-from furlong.data.sources import Listing, Part, SourceFile, printable, unreadable
+from furlong.data.sources import Listing, SourceFile, printable, unreadable
 from furlong.errors import DataError
 from furlong.units import count_words, format_bytes
 
@@ -43,6 +44,8 @@ _REQUIRED = {
 _A_TABLE = "names in the first row and as many cells in each other; those with line ends in quotes"
 _NEXT = re.compile(r"[^\s,]")
 
+Note = Callable[..., None]
+"""`Notes.add` of one file."""
 Rows = Iterator[tuple[int, Mapping[str, Any]]]
 """Fields with their line or row, from 1; 0 = the whole file."""
 
@@ -92,17 +95,22 @@ def read_records(
     DataError, with file and line, for anything that cannot be read, and for a source without any
     record.
     """
+    parts = _slices(listing, key) if listing.parts else [(0, listing.files, 0, sys.maxsize)]
+    records = (
+        islice(_read_files(files, first, notes, fields, key, skip), start, stop)
+        for first, files, start, stop in parts
+    )
     empty = True
-    for record in islice(_read_parts(listing, notes, fields, key, skip), limit):
+    for record in islice(chain.from_iterable(records), limit):
         empty = False
         yield record
     if empty:
         files = listing.files
         sliced = "".join(f", {part.slice}" for part in listing.parts if part.slice)
-        left_out = ", ".join(f"{number:,} {what}" for what, (number, *_) in notes.items())
+        left_out = "".join(f", {number:,} {what}" for what, (number, *_) in notes.items())
         raise DataError(
             given=f"{files[0].origin(0)}{sliced}: {count_words(len(files), 'file')} without a"
-            " record" + (f", {left_out}" if left_out else ""),
+            f" record{left_out}",
             required="UTF-8 text, or records as .jsonl, .json, .csv, .parquet or .arrow, also as"
             " .gz or .zst, and not empty",
             source=key,
@@ -110,40 +118,54 @@ def read_records(
         )
 
 
-def _read_parts(
-    listing: Listing, notes: Notes, fields: Collection[str], key: str, skip: int
-) -> Iterator[SourceRecord]:
+def _slices(listing: Listing, key: str) -> list[tuple[int, Items[SourceFile], int, int]]:
+    """The number of the first file of each part, its files, its first record and the one behind its
+    last. Raises DataError for a slice that cannot be cut, and for records that two parts share."""
+    found: list[tuple[int, Items[SourceFile], int, int]] = []
     first = 0
-    for part in listing.parts or (Part(len(listing.files)),):
-        numbers = range(first, first + part.num_files)
-        first = numbers.stop
-        records = _read_files(listing, numbers, notes, fields, key, skip)
-        if part.slice:
-            most = sys.maxsize
-            if part.is_relative:
-                most = sum(1 for _ in _read_files(listing, numbers, Notes(), (), key))
-            try:
-                records = islice(records, *part.bounds(most))
-            except ValueError as error:
+    for part in listing.parts:
+        files = listing.files[first : first + part.num_files]
+        count = sys.maxsize
+        if part.is_relative:
+            count = sum(1 for _ in _read_files(files, 0, Notes(), (), key))
+        try:
+            start, stop = part.bounds(count)
+        except ValueError as error:
+            raise DataError(
+                given=f"{part.slice} of {count_words(count, 'record')}",
+                required="a slice that can be cut",
+                source=key,
+                change=str(error),
+            ) from error
+        for _, others, begin, end in found:
+            if others == files and max(start, begin) < min(stop, end):
                 raise DataError(
-                    given=f"{part.slice} of {count_words(most, 'record')}",
-                    required="a slice that can be cut",
+                    given=f"{files[0].origin(0)}: {part.slice or 'a split'}, of which the source"
+                    " names records twice",
+                    required="slices that share no record",
                     source=key,
-                    change=str(error),
-                ) from error
-        yield from records
+                    change="name each record once; {path: ..., weight: 2.0} draws from a source"
+                    " twice as often",
+                )
+        found.append((first, files, start, stop))
+        first += part.num_files
+    return found
 
 
 def _read_files(
-    listing: Listing, numbers: range, notes: Notes, fields: Collection[str], key: str, skip: int = 0
+    files: Items[SourceFile],
+    first: int,
+    notes: Notes,
+    fields: Collection[str],
+    key: str,
+    skip: int = 0,
 ) -> Iterator[SourceRecord]:
-    for number in numbers:
-        file = listing.files[number]
+    """The records of files, the first of which has the number `first` in its source."""
+    for number, file in enumerate(files, start=first):
         read = _READERS.get(file.kind, _read_table)
-        if number == 0 and read in _SKIPPING:
-            read = partial(read, skip=skip)
+        note = partial(notes.add, file=number)
         try:
-            for line, values in read(file, number, notes, fields):
+            for line, values in read(file, note, fields, 0 if number else skip):
                 yield SourceRecord(values, number, line, file.origin(line))
         except OSError as error:
             if file.codec is None or error.errno is not None:
@@ -167,11 +189,11 @@ def _open(file: SourceFile) -> BinaryIO:
     return io.BufferedReader(raw, _BUFFER_BYTES)
 
 
-def _read_text(file: SourceFile, number: int, notes: Notes, fields: Collection[str]) -> Rows:
+def _read_text(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
     with _open(file) as opened:
         content = opened.read(_BYTES_LOOKED_AT)
         if b"\0" in content:
-            notes.add(BINARY, number, 0)
+            note(BINARY, line=0)
             return
         content += opened.read(max(0, MAX_TEXT_BYTES + 1 - len(content)))
     if len(content) > MAX_TEXT_BYTES:
@@ -179,18 +201,16 @@ def _read_text(file: SourceFile, number: int, notes: Notes, fields: Collection[s
         raise too_large(file.origin(0), more)
     text, num_replaced = _decode(content.removeprefix(_MARK))
     if num_replaced > _MAX_REPLACED_SHARE * len(text):
-        notes.add(BINARY, number, 0)
+        note(BINARY, line=0)
     elif not text.strip():
-        notes.add(BLANK, number, 0)
+        note(BLANK, line=0)
     else:
-        notes.add(REPLACED, number, 0, num_replaced)
+        note(REPLACED, line=0, number=num_replaced)
         yield 0, {"text": text}
 
 
-def _read_json_lines(
-    file: SourceFile, number: int, notes: Notes, fields: Collection[str], skip: int = 0
-) -> Rows:
-    for at, line in _lines(file, number, notes):
+def _read_json_lines(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
+    for at, line in _lines(file, note):
         if at > skip and line.strip():
             try:
                 yield at, _record(json.loads(line), line)
@@ -198,12 +218,12 @@ def _read_json_lines(
                 raise _broken(file, at, line, error) from error
 
 
-def _read_csv(file: SourceFile, number: int, notes: Notes, fields: Collection[str]) -> Rows:
+def _read_csv(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
     """Rows of cells, each of which is a text; the first row names the columns."""
     import csv
 
     csv.field_size_limit(MAX_LINE_BYTES)  # of the process; 128 KiB where nobody says so
-    lines = (line for _, line in _lines(file, number, notes))
+    lines = (line for _, line in _lines(file, note))
     rows = csv.reader(lines, delimiter="\t" if file.kind == "tsv" else ",", strict=True)
     columns: list[str] = []
     try:
@@ -229,7 +249,7 @@ def _read_csv(file: SourceFile, number: int, notes: Notes, fields: Collection[st
         raise _broken(file, rows.line_num, ", ".join(row), error) from error
 
 
-def _lines(file: SourceFile, number: int, notes: Notes) -> Iterator[tuple[int, str]]:
+def _lines(file: SourceFile, note: Note) -> Iterator[tuple[int, str]]:
     """The lines of a file of records, from 1."""
     with _open(file) as opened:
         for at in count(1):
@@ -242,15 +262,15 @@ def _lines(file: SourceFile, number: int, notes: Notes) -> Iterator[tuple[int, s
             text, num_replaced = _decode(line.removeprefix(_MARK) if at == 1 else line)
             if b"\0" in line or num_replaced > _MAX_REPLACED_SHARE * len(text):
                 raise _broken(file, at, text, ValueError(_NO_TEXT))
-            notes.add(REPLACED, number, at, num_replaced)
+            note(REPLACED, line=at, number=num_replaced)
             yield at, text
 
 
-def _read_json(file: SourceFile, number: int, notes: Notes, fields: Collection[str]) -> Rows:
+def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
     """Objects one after another, or the list that holds them; only the one at hand is held."""
     decode = json.JSONDecoder().raw_decode
     with _open(file) as opened:
-        pieces = _texts(opened, file, number, notes)
+        pieces = _texts(opened, file, note)
         text, begin, at = next(pieces, "").removeprefix("\ufeff"), 0, 0
         is_list = is_closed = False
         while True:
@@ -287,7 +307,7 @@ def _read_json(file: SourceFile, number: int, notes: Notes, fields: Collection[s
             raise _broken(file, at, "", ValueError("the file ends within the list"))
 
 
-def _texts(opened: BinaryIO, file: SourceFile, number: int, notes: Notes) -> Iterator[str]:
+def _texts(opened: BinaryIO, file: SourceFile, note: Note) -> Iterator[str]:
     """The text of a file in pieces."""
     rest = b""
     while True:
@@ -297,7 +317,7 @@ def _texts(opened: BinaryIO, file: SourceFile, number: int, notes: Notes) -> Ite
         num_replaced = text.count("\ufffd") - content[:used].count("\ufffd".encode())
         if "\0" in text or num_replaced > _MAX_REPLACED_SHARE * len(text):
             raise _broken(file, 0, text, ValueError(_NO_TEXT))
-        notes.add(REPLACED, number, 0, num_replaced)
+        note(REPLACED, line=0, number=num_replaced)
         if text:
             yield text
         rest = content[used:]
@@ -336,20 +356,15 @@ def _without_surrogates(value: Any) -> Any:
     return value
 
 
-def _read_table(
-    file: SourceFile, number: int, notes: Notes, fields: Collection[str], skip: int = 0
-) -> Rows:
+def _read_table(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
     """Rows of a Parquet file, an Arrow file or a folder of `datasets`."""
     import datasets
     import pyarrow
 
-    first = 1
     try:
-        if file.kind == "dataset" or (file.kind == "arrow" and file.address is None):
-            is_file = file.kind == "arrow"
-            load = datasets.Dataset.from_file if is_file else datasets.load_from_disk
-            table = load(str(file.path))
-            columns = table.column_names
+        if file.kind == "dataset":
+            table = datasets.load_from_disk(str(file.path))
+            first, columns = 1, table.column_names
             wanted = table.select_columns([column for column in columns if column in fields])
             rows = iter(wanted) if wanted.column_names else ({} for _ in range(len(table)))
         else:
@@ -397,12 +412,12 @@ def _table_rows(
     import datasets
     import pyarrow.parquet
 
-    first, table, opened = 1, None, file.open() if file.address else file.path
+    first, table = 1, None
     if file.kind == "parquet":
-        table = pyarrow.parquet.ParquetFile(opened)
+        table = pyarrow.parquet.ParquetFile(file.open() if file.address else file.path)
         schema = table.schema_arrow
     else:
-        stream = pyarrow.ipc.open_stream(opened)
+        stream = pyarrow.ipc.open_stream(file.open())
         schema = stream.schema
     wanted = [column for column in schema.names if column in fields]
     typed = [schema.field(column) for column in wanted]
@@ -435,7 +450,7 @@ def _decode(content: bytes) -> tuple[str, int]:
         return text, text.count("\ufffd") - content.count("\ufffd".encode())
 
 
-def _read_mds(file: SourceFile, number: int, notes: Notes, fields: Collection[str]) -> Rows:
+def _read_mds(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
     """Documents of tokens in a shard of MosaicML's streaming format, which `indices` of a row cut
     it into. `mask`, if it is read, marks the tokens that are learnt: it becomes labels."""
     import numpy as np
@@ -486,7 +501,8 @@ def _mds_row(data: bytes, kinds: Mapping[str, Any], names: Collection[str]) -> d
             continue
         dtype, _, shape = form.partition(":")
         if not dtype:
-            dtype, value = _MDS_DTYPES[value[0]], value[1:]
+            # its bits, and 1 more if it has a sign
+            dtype, value = f"{'' if value[0] % 8 else 'u'}int{value[0] // 8 * 8}", value[1:]
         if shape:
             axes = [int(one) for one in shape.split(",")]
         else:  # axes and their width in one byte
@@ -497,17 +513,6 @@ def _mds_row(data: bytes, kinds: Mapping[str, Any], names: Collection[str]) -> d
     return found
 
 
-_MDS_DTYPES = {
-    8: "uint8",
-    9: "int8",
-    16: "uint16",
-    17: "int16",
-    32: "uint32",
-    33: "int32",
-    64: "uint64",
-    65: "int64",
-}
-
 _READERS = {
     "text": _read_text,
     "mds": _read_mds,
@@ -516,10 +521,6 @@ _READERS = {
     "csv": _read_csv,
     "tsv": _read_csv,
 }
-
-
-_SKIPPING = (_read_json_lines, _read_table)
-"""Readers that need not read what is skipped."""
 
 
 def too_large(origin: str, given: str) -> DataError:

@@ -17,7 +17,7 @@ from huggingface_hub import errors as hub
 from furlong.errors import DataError
 
 WAITS_S = (1, 4, 16)
-"""Seconds before each new try; the hub's file system has tries of its own within each."""
+"""Seconds before each new try, but of the hub."""
 
 _BUFFER_BYTES = 2**20
 _T = TypeVar("_T")
@@ -26,24 +26,27 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
 
 
 def retried(work: Callable[[], _T], what: str) -> _T:
-    """The outcome of `work`, which asks a server; tried again where a connection fails, and told.
-    Raises DataError where it does not come back, and at once for what is not there."""
-    for wait_s in (*WAITS_S, None):
+    """The outcome of `work`, which asks a server for `what`; tried again where a connection fails,
+    and told. Raises DataError where it does not come back, and at once for what is not there."""
+    # huggingface_hub has tried six times by then, and said so each time.
+    for wait_s in (*(() if what.startswith("hf://") else WAITS_S), None):
         try:
             return work()
         except (OSError, _CLIENT_ERROR) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            is_final = isinstance(error, _FINAL) or _is_refusal(error)
-            if is_final or wait_s is None:
+            if isinstance(error, _FINAL) or _is_refusal(error):
                 raise DataError(
                     given=f"{what}: {reason}",
-                    required="files that can be read"
-                    if is_final
-                    else f"a connection that holds (tried {len(WAITS_S) + 1} times)",
+                    required="files that can be read",
                     source=what,
-                    change="check the name, and log in (hf auth login) if it is closed"
-                    if is_final
-                    else "go on with --resume when it is back",
+                    change="check the name, and log in (hf auth login) if it is closed",
+                ) from error
+            if wait_s is None:
+                raise DataError(
+                    given=f"{what}: {reason}",
+                    required="a connection that holds",
+                    source=what,
+                    change="go on with --resume when it is back",
                 ) from error
             print(f"{what}: {reason}; again in {wait_s} s")
             time.sleep(wait_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +107,8 @@ class Part:
         """The first record that is meant and the one behind the last. Raises ValueError."""
         from datasets import ReadInstruction
 
+        if not self.slice:
+            return 0, num_records
         split = self.slice.partition("[")[0]
         (found,) = ReadInstruction.from_spec(self.slice).to_absolute({split: num_records})
         return found.from_, found.to
@@ -125,7 +127,57 @@ class Listing:
     notes: list[str]
     """Lines about what is in the folder and not read, or read as one source."""
     parts: tuple[Part, ...] = ()
-    """Parts of the files, one after another; none: all records of all files."""
+    """Parts of the files, one after another, where several splits or slices are meant."""
+
+    @property
+    def slices(self) -> list[Items[int | str]]:
+        """Plain values that say which records are meant; none: all of them."""
+        is_sliced = any(part.slice for part in self.parts)
+        return [[part.num_files, part.slice] for part in self.parts if is_sliced]
+
+
+@dataclass(frozen=True, slots=True)
+class _Meant:
+    """One split of a source, as `key` names it."""
+
+    source: Source
+    split: str | None
+    key: str
+    notes: list[str]
+    """Those of the listing."""
+
+    def refusal(self, given: str, required: str, change: str) -> DataError:
+        """The message about what a source holds."""
+        return DataError(given=given, required=required, source=self.key, change=change)
+
+    def no_file(self, path: Path, what: str) -> DataError:
+        """The message about a path where nothing can be read."""
+        return self.refusal(
+            f"{printable(path)}: {what}",
+            "a file of texts or records, or a folder of them",
+            "check the path, which is relative to the folder that furlong is called from;"
+            " patterns (*) are not read, addresses with data.streaming alone, and a data set of"
+            f" the hub is OWNER/NAME or {_HUB}OWNER/NAME",
+        )
+
+    def not_one_of(self, kind: Literal["name", "split"], known: Items[str]) -> DataError:
+        """The message about a source that holds other configurations or splits, or several."""
+        noun = {"name": "configuration", "split": "split"}[kind]
+        wanted = self.source.name if kind == "name" else self.split
+        listed = ", ".join(one or "files without a split" for one in known) or f"no {noun}s"
+        # What is trained on is called train, what is held out is called something else.
+        is_held_out = "eval" in self.key
+        likely = sorted(filter(None, known), key=lambda one: (one == "train") == is_held_out)
+        change = f"remove {kind}, or name the files that are meant"
+        if likely and self.key == "data":  # the verb that is handed data has flags
+            change = f"add --{kind} {likely[0]}"
+        elif likely:
+            own = {"name": self.source.name, "split": self.source.split, kind: likely[0]}
+            named = "".join(f", {key}: {value}" for key, value in own.items() if value)
+            change = f"write {{path: {self.source.path}{named}}}"
+        of = "" if wanted is None else f"{kind} {wanted} of "
+        given = f"{of}{printable(self.source.path)}, which holds {listed}"
+        return self.refusal(given, f"one {noun} of a data set that has several", change)
 
 
 def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -> Listing:
@@ -135,8 +187,13 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
     of other addresses, stay where they are. Raises DataError, also for a folder that cannot be
     read.
     """
+    from huggingface_hub import constants
+
     is_of_hub = is_hub_name(source.path)
-    is_elsewhere = not fetch and (_is_online() if is_of_hub else "://" in source.path)
+    is_online = not constants.HF_HUB_OFFLINE if is_of_hub else "://" in source.path
+    find: Callable[[_Meant], list[SourceFile]] = _fetched if is_of_hub else _found_here
+    if is_online and not fetch:
+        find = _found_elsewhere
     if source.revision is not None and not is_of_hub:
         raise DataError(
             given=f"revision {source.revision} of {printable(source.path)}, none of the hub",
@@ -149,24 +206,13 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
     parts = []
     try:
         for split, part in _splits_in(source, key):
-            if is_elsewhere:
-                found = _files_elsewhere(source, split, key, notes)
-                files += found
-                parts.append(Part(len(found), part))
-                continue
-            path = _fetched(source, split, key) if is_of_hub else _path(source.path)
-            if path.is_dir():
-                found = _files_of(path, source, split, key, notes)
-            elif path.is_file() and source.name is None and split in (None, "train"):
-                found = [SourceFile(path, _kind_of(path))]
-            else:
-                raise _no_file(path, source, split, key)
+            found = find(_Meant(source, split, key, notes))
             files += found
             parts.append(Part(len(found), part))
     except OSError as error:
         raise unreadable(source.path, key, error) from error
-    is_sliced = any(part.slice for part in parts)
-    return Listing(tuple(files), notes, tuple(parts) if is_sliced else ())
+    is_whole = len(parts) == 1 and not parts[0].slice
+    return Listing(tuple(files), notes, () if is_whole else tuple(parts))
 
 
 def is_hub_name(path: str) -> bool:
@@ -247,9 +293,33 @@ def _splits_in(source: Source, key: str) -> list[tuple[str | None, str]]:
     return [(re.split(r"[\[(]", one)[0], one if "[" in one else "") for one in named]
 
 
-def _fetched(source: Source, split: str | None, key: str) -> Path:
-    """The folder of a data set of the hub, with the files that are meant, fetched unless they are
-    there. Raises DataError."""
+def _found_here(meant: _Meant, copy: Path | None = None) -> list[SourceFile]:
+    """The files of a path of this machine, or of the `copy` of another. Raises OSError and
+    DataError."""
+    folder = copy or _path(meant.source.path)
+    if folder.is_file():
+        return _chosen(folder, [Path()], meant)
+    if not folder.is_dir():
+        what = "neither a file nor a folder" if folder.exists() else "no such file or folder"
+        raise meant.no_file(folder, what)
+    if (folder / "dataset_dict.json").is_file():
+        splits = _splits_on_disk(folder)
+        if meant.split not in splits and (meant.split is not None or len(splits) != 1):
+            raise meant.not_one_of("split", splits)
+        folder = folder / (meant.split or splits[0])
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        if meant.source.name is not None:
+            raise meant.not_one_of("name", [])
+        return [SourceFile(folder, "dataset")]
+    found, dangling = walk(folder)
+    if dangling:
+        named = _some(dangling)
+        meant.notes.append(f"links that lead nowhere: {len(dangling):,} left out ({named})")
+    return _chosen(folder, [file.relative_to(folder) for file in found], meant, dangling)
+
+
+def _fetched(meant: _Meant) -> list[SourceFile]:
+    """The files of a data set of the hub, fetched unless they are there. Raises DataError."""
     import glob
 
     from huggingface_hub import HfApi, snapshot_download
@@ -257,10 +327,12 @@ def _fetched(source: Source, split: str | None, key: str) -> Path:
 
     client_error: Any = hub.HTTPError  # type: ignore[attr-defined]  # whichever client it has
 
+    source = meant.source
     owner, name, *inner = [*source.path.removeprefix(_HUB).split("/"), ""]
     folder = Path(*inner)
 
-    def fetch(patterns: list[str] | None, **options: Any) -> Path:
+    def fetch(*names: str | Path, **options: Any) -> Path:
+        patterns = [glob.escape(str(folder / name)) for name in names] or None
         fetched = snapshot_download(
             f"{owner}/{name}", repo_type="dataset", revision=source.revision,
             allow_patterns=patterns, **options,
@@ -273,75 +345,46 @@ def _fetched(source: Source, split: str | None, key: str) -> Path:
         except hub.HfHubHTTPError:
             raise
         except (ConnectionError, client_error):  # what is there is taken
-            return fetch(None, local_files_only=True)
+            return _found_here(meant, fetch(local_files_only=True))
         listed = [Path(file.rfilename) for file in found.siblings or ()]
-        names = [file.relative_to(folder) for file in listed if file.is_relative_to(folder)]
-        names = [file for file in names if not any(part.startswith(".") for part in file.parts)]
+        names = _visible(file.relative_to(folder) for file in listed if file.is_relative_to(folder))
         if Path("state.json") in names or Path("dataset_dict.json") in names:
-            return fetch([f"{glob.escape(str(folder))}/*"] if inner[:-1] else None)
-        there = fetch([glob.escape(str(folder / "README.md"))])
-        chosen, _ = _chosen(names, _configs_of(there, key), source, split, key, [])
-        return fetch([glob.escape(str(folder / one)) for one in (Path("README.md"), *chosen)])
+            return _found_here(meant, fetch(*names))
+        files = _chosen(home := fetch("README.md"), names, meant)
+        fetch(*(file.path.relative_to(home) for file in files))
+        return files
     except (OSError, client_error, hub.HFValidationError) as error:
         here = "" if source.path.startswith(_HUB) else "nothing of that name is here, and the hub: "
-        raise DataError(
-            given=f"{printable(source.path)}: {here}{str(error).strip().splitlines()[0]}",
-            required=f"a file, a folder, or a data set of the hub: OWNER/NAME, {_HUB}OWNER/NAME"
+        raise meant.refusal(
+            f"{printable(source.path)}: {here}{str(error).strip().splitlines()[0]}",
+            f"a file, a folder, or a data set of the hub: OWNER/NAME, {_HUB}OWNER/NAME"
             " or the same with /FOLDER behind it",
-            source=key,
-            change="check the name and the connection, log in (hf auth login) if it is closed, or"
+            "check the name and the connection, log in (hf auth login) if it is closed, or"
             " name a folder with its files",
         ) from error
 
 
-def _no_file(path: Path, source: Source, split: str | None, key: str) -> DataError:
-    what = "no such file or folder"
-    if path.is_file():
-        what = "a file, without " + (f"split {split}" if split else f"the name {source.name}")
-    elif path.exists():
-        what = "neither a file nor a folder"
-    return DataError(
-        given=f"{printable(path)}: {what}",
-        required="a file of texts or records, or a folder of them",
-        source=key,
-        change="check the path, which is relative to the folder that furlong is called from;"
-        " patterns (*) are not read, addresses with data.streaming alone, and a data set of the"
-        " hub is OWNER/NAME or"
-        f" {_HUB}OWNER/NAME",
-    )
+def _found_elsewhere(meant: _Meant) -> list[SourceFile]:
+    """The files of an address, none of which is fetched. Raises DataError."""
+    from furlong.data.remote import find
+
+    source = meant.source
+    address = source.path if "://" in source.path else _HUB + source.path
+    if source.revision is not None:
+        owner, name, *inner = address.removeprefix(_HUB).split("/")
+        revision = quote(source.revision, safe="")
+        address = _HUB + "/".join((owner, f"{name}@{revision}", *inner))
+    root, found, system = find(address)
+
+    def address_of(name: Path) -> str:
+        return str(system.unstrip_protocol(f"{root}/{name.as_posix()}" if name.parts else root))
+
+    names = _visible(Path(file).relative_to(root) for file in found)
+    return _chosen(Path(root), names, meant, address_of=address_of)
 
 
-def _files_of(
-    folder: Path, source: Source, split: str | None, key: str, notes: list[str]
-) -> list[SourceFile]:
-    if (folder / "dataset_dict.json").is_file():
-        splits = _splits_on_disk(folder)
-        if split not in splits and (split is not None or len(splits) != 1):
-            raise _no_split(splits, source, split, key)
-        folder = folder / (split or splits[0])
-    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        if source.name is not None:
-            raise _no_config([], source, key)
-        return [SourceFile(folder, "dataset")]
-    found, dangling = walk(folder)
-    if dangling:
-        notes.append(f"links that lead nowhere: {len(dangling):,} left out ({_some(dangling)})")
-    if not found:
-        raise DataError(
-            given="; ".join((f"{printable(folder)}: a folder without files", *notes)),
-            required="at least one file of texts or records that is not hidden",
-            source=key,
-            change="name the files themselves, or another folder",
-        )
-    names = [file.relative_to(folder) for file in found]
-    chosen, are_records = _chosen(names, _configs_of(folder, key), source, split, key, notes)
-    files = [folder / name for name in chosen]
-    if not are_records:
-        return [SourceFile(file, "text") for file in files]
-    _refuse_incomplete(files, dangling, key)
-    if len(parents := sorted({file.parent for file in files})) > 1:
-        notes.append(f"records of {len(parents):,} folders as one source ({_some(parents)})")
-    return [SourceFile(file, _kind_of(file)) for file in files]
+def _visible(names: Iterable[Path]) -> list[Path]:
+    return [name for name in names if not any(part.startswith(".") for part in name.parts)]
 
 
 def _listed(value: object) -> object:
@@ -378,65 +421,13 @@ class _CardConfig(BaseModel):
         }
 
 
-def _is_online() -> bool:
-    from huggingface_hub import constants
-
-    return not constants.HF_HUB_OFFLINE
-
-
-def _files_elsewhere(
-    source: Source, split: str | None, key: str, notes: list[str]
-) -> list[SourceFile]:
-    """The files of an address, none of which is fetched. Raises DataError."""
-    from furlong.data.remote import find, retried
-
-    address = source.path if "://" in source.path else _HUB + source.path
-    if source.revision is not None:
-        owner, name, *inner = address.removeprefix(_HUB).split("/")
-        revision = quote(source.revision, safe="")
-        address = _HUB + "/".join((owner, f"{name}@{revision}", *inner))
-    root, found, system = find(address)
-    if found == [root]:
-        return [SourceFile(Path(root), _kind_of(Path(root)), address)]
-    names = [Path(file).relative_to(root) for file in found]
-    names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    if not names:
-        raise DataError(
-            given=f"{printable(address)}: no file",
-            required="at least one file of texts or records that is not hidden",
-            source=key,
-            change="check the address",
-        )
-    card, configs = f"{root}/README.md", {}
-    if Path("README.md") in names:
-        text = retried(lambda: system.cat_file(card), card).decode(errors="replace")
-        configs = _configs_in(text, card, key)
-    chosen, are_records = _chosen(names, configs, source, split, key, notes)
-    if are_records:
-        _refuse_incomplete(chosen, (), key)
-    return [
-        SourceFile(
-            Path(root, name), _kind_of(name) if are_records else "text",
-            system.unstrip_protocol(f"{root}/{name.as_posix()}"),
-        )
-        for name in chosen
-    ]  # fmt: skip
-
-
-def _configs_of(folder: Path, key: str) -> dict[str, _CardConfig]:
+def _configs_in(text: str, card: Path, meant: _Meant) -> dict[str, _CardConfig]:
     """The configurations of a data set by name, as its card has them. Raises DataError."""
-    card = folder / "README.md"
-    if not card.is_file():
-        return {}
-    return _configs_in(card.read_text(errors="replace"), str(card), key)
-
-
-def _configs_in(text: str, card: str, key: str) -> dict[str, _CardConfig]:
     if "\nconfigs:" not in text:
         return {}
     try:
         _, block, _ = re.split(r"^---\s*$", text, maxsplit=2, flags=re.MULTILINE)
-        values = read_yaml(block, card, _MEND_CARD)
+        values = read_yaml(block, str(card), _MEND_CARD)
         configs = TypeAdapter(list[_CardConfig]).validate_python(values["configs"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, ValidationError):  # its own text has all aliases written out
@@ -444,60 +435,70 @@ def _configs_in(text: str, card: str, key: str) -> dict[str, _CardConfig]:
             reason = f"configs.{'.'.join(map(str, first['loc']))}: {first['msg']}"
         else:
             reason = str(error)
-        raise DataError(
-            given=f"{printable(card)}: {' '.join(reason.split())[:200]}",
-            required="configs of a data set's card, each with config_name and data_files",
-            source=key,
-            change=_MEND_CARD,
+        raise meant.refusal(
+            f"{printable(card)}: {' '.join(reason.split())[:200]}",
+            "configs of a data set's card, each with config_name and data_files",
+            _MEND_CARD,
         ) from error
     return {config.config_name: config for config in configs}
 
 
 def _chosen(
-    names: Items[Path],
-    configs: Mapping[str, _CardConfig],
-    source: Source,
-    split: str | None,
-    key: str,
-    notes: list[str],
-) -> tuple[Items[Path], bool]:
-    """The files of a folder that are meant, by configuration and split; whether they are records.
-    Raises DataError."""
-    config = _config_among(configs, source, key)
+    root: Path,
+    names: list[Path],
+    meant: _Meant,
+    dangling: Items[Path] = (),
+    address_of: Callable[[Path], str] | None = None,
+) -> list[SourceFile]:
+    """Of the files below `root`, or of the one that it is itself, those that are meant.
+
+    dangling: links beside them that lead nowhere. address_of: where they are, if not here. Raises
+    DataError.
+    """
+
+    def file_of(name: Path, kind: Kind) -> SourceFile:
+        return SourceFile(root / name, kind, address_of and address_of(name))
+
+    source, split = meant.source, meant.split
+    if names == [Path()]:
+        if source.name is not None or split not in (None, "train"):
+            lacking = f"split {split}" if split else f"the name {source.name}"
+            raise meant.no_file(root, f"a file, without {lacking}")
+        return [file_of(Path(), _kind_of(root))]
+    if not names:
+        raise meant.refusal(
+            "; ".join((f"{printable(root)}: a folder without files", *meant.notes)),
+            "at least one file of texts or records that is not hidden",
+            "name the files themselves, or another folder",
+        )
+    config = None
+    if (card := Path("README.md")) in names:
+        with file_of(card, "text").open() as opened:
+            text = opened.read().decode(errors="replace")
+        config = _config_among(_configs_in(text, root / card, meant), meant)
     if config is not None:
         names = [name for name in names if name.is_relative_to(config.data_dir)]
     elif source.name is not None:
         below = [name for name in names if source.name in name.parts[:-1][:2]]
         if not below:
             folders = sorted({name.parts[0] for name in names if len(name.parts) > 1})
-            raise _no_config(folders, source, key)
+            raise meant.not_one_of("name", folders)
         names = below
     by_split = {} if config is None else config.patterns()
-    if not by_split:
-        named, are_records = _kind_among(names, source, key, notes)
-        return _of_split(named, are_records, source, split, key, notes), are_records
-    from fsspec.utils import glob_translate  # type: ignore[import-untyped]
-
-    if split is None and len(by_split) == 1:
-        (split,) = by_split
-    if split not in by_split:
-        raise _no_split(list(by_split), source, split, key)
-    patterns = [re.compile(glob_translate(one)) for one in by_split[split]]
-    found = [name for name in names if any(one.match(str(name)) for one in patterns)]
-    if not found:
-        raise DataError(
-            given=f"{printable(source.path)}: no file of {', '.join(by_split[split])}, which the"
-            f" card names as split {split}",
-            required="the files of the split",
-            source=key,
-            change="fetch the files that are missing, or name those that are meant",
-        )
-    return _kind_among(found, source, key, notes)
+    if by_split:
+        names, are_records = _kind_among(_named_by_card(names, by_split, meant), meant)
+    else:
+        names, are_records = _kind_among(names, meant)
+        names = _of_split(names, are_records, meant)
+    if not are_records:
+        return [file_of(name, "text") for name in names]
+    _refuse_incomplete([root / name for name in names], dangling, meant)
+    if len(parents := sorted({root / name.parent for name in names})) > 1:
+        meant.notes.append(f"records of {len(parents):,} folders as one source ({_some(parents)})")
+    return [file_of(name, _kind_of(name)) for name in names]
 
 
-def _config_among(
-    configs: Mapping[str, _CardConfig], source: Source, key: str
-) -> _CardConfig | None:
+def _config_among(configs: Mapping[str, _CardConfig], meant: _Meant) -> _CardConfig | None:
     """The configuration that is meant, None where a card has none. Raises DataError."""
     if not configs:
         return None
@@ -506,34 +507,37 @@ def _config_among(
         for name, config in configs.items()
         if config.default or name == "default" or len(configs) == 1
     ]
-    name = source.name or (unnamed[0] if len(unnamed) == 1 else "")
+    name = meant.source.name or (unnamed[0] if len(unnamed) == 1 else "")
     if name not in configs:
-        raise _no_config(list(configs), source, key)
+        raise meant.not_one_of("name", list(configs))
     return configs[name]
 
 
-def _no_config(names: Items[str], source: Source, key: str) -> DataError:
-    wanted = "" if source.name is None else f"name {source.name} of "
-    listed = ", ".join(names) or "no configurations"
-    change = "remove name"
-    if names:
-        split = f", split: {source.split}" if source.split else ""
-        mapping = f"write {{path: {source.path}, name: {names[0]}{split}}}"
-        change = f"add --name {names[0]}" if key == "data" else mapping
-    return DataError(
-        given=f"{wanted}{printable(source.path)}, which holds {listed}",
-        required="the name of one configuration of a data set that has several",
-        source=key,
-        change=change,
-    )
+def _named_by_card(
+    names: list[Path], by_split: Mapping[str, list[str]], meant: _Meant
+) -> list[Path]:
+    """The files of the split that is meant, by the patterns of a card. Raises DataError."""
+    from fsspec.utils import glob_translate  # type: ignore[import-untyped]
+
+    split = meant.split or (next(iter(by_split)) if len(by_split) == 1 else "")
+    if split not in by_split:
+        raise meant.not_one_of("split", list(by_split))
+    patterns = [re.compile(glob_translate(one)) for one in by_split[split]]
+    found = [name for name in names if any(one.match(str(name)) for one in patterns)]
+    if not found:
+        raise meant.refusal(
+            f"{printable(meant.source.path)}: no file of {', '.join(by_split[split])}, which the"
+            f" card names as split {split}",
+            "the files of the split",
+            "fetch the files that are missing, or name those that are meant",
+        )
+    return found
 
 
-def _kind_among(
-    names: Items[Path], source: Source, key: str, notes: list[str]
-) -> tuple[Items[Path], bool]:
+def _kind_among(names: list[Path], meant: _Meant) -> tuple[list[Path], bool]:
     """The files of records, or all where these are texts, and whether they are records. Raises
     DataError for a mixture, but of the hub, where others are left out and told."""
-    is_of_hub = is_hub_name(source.path)
+    is_of_hub = is_hub_name(meant.source.path)
     records = [name for name in names if _kind_of(name) in _KINDS.values()]
     described = [name for name in names if not _is_named_card(name)]
     others = [name for name in described if name not in records and not _is_card(name)]
@@ -544,46 +548,39 @@ def _kind_among(
         others = [name for name in described if _kind_of(name) == "text"]
         if not records or (others and not is_of_hub):
             if records:
-                notes.append(f"records read as texts: {len(records):,} ({_some(records)})")
+                told = f"records read as texts: {len(records):,} ({_some(records)})"
+                meant.notes.append(told)
             return names, False
     if others and not is_of_hub:
-        raise DataError(
-            given=f"{printable(source.path)}: files of records and others, {records[0].name} and"
+        raise meant.refusal(
+            f"{printable(meant.source.path)}: files of records and others, {records[0].name} and"
             f" {others[0].name} among them",
-            required="a folder of text files, or one of .jsonl, .parquet and other records",
-            source=key,
-            change="name the files themselves, or folders of one kind",
+            "a folder of text files, or one of .jsonl, .parquet and other records",
+            "name the files themselves, or folders of one kind",
         )
     if others:
-        notes.append(f"files beside the records: {len(others):,} left out ({_some(others)})")
+        meant.notes.append(f"files beside the records: {len(others):,} left out ({_some(others)})")
     return records, True
 
 
-def _of_split(
-    names: Items[Path],
-    are_records: bool,
-    source: Source,
-    split: str | None,
-    key: str,
-    notes: list[str],
-) -> Items[Path]:
-    """The files of the split that the source names; all of them where they are of one split. Of
-    texts some may say none: a program may be called test. Raises DataError."""
+def _of_split(names: list[Path], are_records: bool, meant: _Meant) -> list[Path]:
+    """The files of the split that is meant; all of them where they are of one split. Of texts some
+    may say none: a program may be called test. Raises DataError."""
+    split = meant.split
     described = [name for name in names if are_records or not _is_named_card(name)]
     by_split = {name: _split_of(name) for name in described}
     splits = sorted(set(by_split.values()))
     if split is not None:
         # `datasets` calls dev and val validation, and all train where nothing says a split.
         same = [one for one in splits if _SPLITS.get(one, one or "train") == split]
-        meant = [split] if split in splits else same if splits == [""] or "" not in same else []
-        if meant:
-            return [name for name in described if by_split[name] in meant]
-    several = len(set(splits) - {""}) > 1
+        named = [split] if split in splits else same if splits == [""] or "" not in same else []
+        if named:
+            return [name for name in described if by_split[name] in named]
+    several = [one for one in splits if one] if len({*splits} - {""}) > 1 else []
     if split is not None or (several and (are_records or "" not in splits)):
-        raise _no_split(splits, source, split, key)
+        raise meant.not_one_of("split", splits)
     if several:
-        named = ", ".join(filter(None, splits))
-        notes.append(f"texts of several splits as one source ({named})")
+        meant.notes.append(f"texts of several splits as one source ({', '.join(several)})")
     return names
 
 
@@ -597,24 +594,6 @@ def _split_of(file: Path) -> str:
     return next((word for word in re.split("[^a-z]+", names) if word in _SPLITS), "")
 
 
-def _no_split(splits: Items[str], source: Source, split: str | None, key: str) -> DataError:
-    listed = ", ".join(split or "files without a split" for split in splits) or "no splits"
-    wanted = "" if split is None else f"split {split} of "
-    # What is trained on is called train, what is held out is called something else.
-    likely = sorted(filter(None, splits), key=lambda split: (split == "train") == ("eval" in key))
-    change = "remove split, or name the files that are meant"
-    if likely:  # the verb that is handed data has a flag for all of them
-        name = f", name: {source.name}" if source.name else ""
-        mapping = f"write {{path: {source.path}{name}, split: {likely[0]}}}"
-        change = f"add --split {likely[0]}" if key == "data" else mapping
-    return DataError(
-        given=f"{wanted}{printable(source.path)}, which holds {listed}",
-        required="one split of a folder that holds several",
-        source=key,
-        change=change,
-    )
-
-
 def _splits_on_disk(folder: Path) -> list[str]:
     """The splits that datasets' save_to_disk has written into a folder; none if it is damaged."""
     try:
@@ -626,7 +605,7 @@ def _splits_on_disk(folder: Path) -> list[str]:
     return [name for name in names if (folder / name).is_dir()]
 
 
-def _refuse_incomplete(records: Iterable[Path], dangling: Iterable[Path], key: str) -> None:
+def _refuse_incomplete(records: Iterable[Path], dangling: Iterable[Path], meant: _Meant) -> None:
     """Raise DataError where a link among records leads nowhere, or `train-00000-of-00002` is there
     and not all of its like are, as an interrupted download leaves them."""
     missing = [
@@ -645,11 +624,10 @@ def _refuse_incomplete(records: Iterable[Path], dangling: Iterable[Path], key: s
                 f" {name}-{min(lost):05}-of-{total:05}"
             )
     if missing:
-        raise DataError(
-            given="; ".join(missing[:_MAX_NAMED]),
-            required="records that are complete",
-            source=key,
-            change="fetch the files that are missing, or name those that are meant one by one",
+        raise meant.refusal(
+            "; ".join(missing[:_MAX_NAMED]),
+            "records that are complete",
+            "fetch the files that are missing, or name those that are meant one by one",
         )
 
 

@@ -301,7 +301,8 @@ class StreamSet:
             Reader(source, number, settings, own, seed, key)
             for number, source in enumerate(settings.train)
         ]
-        refuse_repeated([reader.listing for reader in self._readers], key)
+        once = "name it once; a larger share draws from it more often"
+        refuse_repeated([reader.listing for reader in self._readers], key, once)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._drawings: list[Drawing] = []
         self._vocab_size: int | None = None
