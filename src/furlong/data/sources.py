@@ -450,7 +450,7 @@ def _chosen(
     dangling: Items[Path] = (),
     address_of: Callable[[Path], str] | None = None,
 ) -> list[SourceFile]:
-    """Of the files below `root`, or of the one that it is itself, those that are meant.
+    """The files that are meant, of those below `root` or the one that it is itself.
 
     dangling: links beside them that lead nowhere. address_of: where they are, if not here. Raises
     DataError.
