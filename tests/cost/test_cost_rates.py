@@ -78,6 +78,21 @@ def test_kernels_pass_what_graphs_save_and_logits():
     assert 40 * 2 * layer < found[TO_KV] < 40 * 3 * layer
 
 
+def test_weights_in_4_bits_are_made_whole_for_each_pass():
+    """Codes are read, floats written and read again, once in a pass, however many its tokens."""
+
+    def on(packed_bytes):
+        training = replace(Training.in_dtype("float32"), lora=Lora(4), packed_bytes=packed_bytes)
+        costs = CostModel(SHAPE, replace(NOTHING, unpacking_bytes_per_s=1.0), training).costs(PLAN)
+        return [costs.compute_s(action, 0) for action in PLAN.actions[0]]
+
+    layer = SHAPE.layers[0]
+    whole = 3 * layer.linear_parameters * (0.5 + 2 * 4)
+    behind_kv = (layer.linear_parameters - layer.before_kv) * (0.5 + 2 * 4)
+    assert on(0.5) == pytest.approx([whole - behind_kv, whole, whole, whole, whole])
+    assert on(None) == [0] * 5
+
+
 def test_tiles_that_the_diagonal_cuts_are_computed_whole():
     plain, tiled = (chunk_table(CHUNKS, SHAPE, 1, tile) for tile in (0, 16))
     own = [

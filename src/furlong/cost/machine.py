@@ -92,6 +92,9 @@ class Machine:
     activation_bytes_per_s: float = inf
     """Bytes of saved tensors and of logits that pass per second through the
     kernels beside products and attention; a layer's backward passes them twice."""
+    unpacking_bytes_per_s: float = inf
+    """Bytes per second where a product makes its weight of codes in 4 bits, which are read, written
+    as floats, and read again. Of a card its memory's data sheet, a guess: none has been measured."""
     tile_tokens: int = 0
     """Keys in a tile of attention: what the causal mask hides of one is computed all the same."""
     optimizer_parameters_per_s: float = inf
@@ -261,6 +264,7 @@ def this_cpu() -> Machine:
         pass_launch_s=8e-4,
         slice_launch_s=6e-4,
         activation_bytes_per_s=2e9,
+        unpacking_bytes_per_s=5e9,  # of 18,944 by 3,584 weights; 13e9 where they fit the cache
         hides_launches=False,
         tile_tokens=CPU_TILE_TOKENS,
         host_bytes=memory - memory // 8,
@@ -458,6 +462,7 @@ def _machine(
         attention_backward=backward,
         layer_launch_s=1.5e-4,
         optimizer_parameters_per_s=memory_tb_per_s * 1e12 / OPTIMIZER_STEP_BYTES,
+        unpacking_bytes_per_s=memory_tb_per_s * 1e12,
         links=ClusterLinks(
             devices_per_node=8,
             within_node=Link(2e-5, of_node["within_node_bytes_per_s"]),

@@ -10,7 +10,7 @@ gathers with every pass, and gradients that it scatters.
 
     matrices    (tokens + half_tokens) * FLOPs per token / rate + saved bytes that pass / bandwidth;
                 half_tokens are those of reading the matrices, of experts those that some token of
-                the process visits
+                the process visits; those in 4 bits are made whole first, whatever the tokens
     attention   attended keys * (1 + half_tokens / tokens) * FLOPs per key / rate
 
 The all-to-alls of slices on several processes, one for every size of places, hide behind the
@@ -216,7 +216,7 @@ class StageSeconds:
         linear, passed = self._per_token(part)
         layers, attending = self._num_layers(part), self._attending(part)
         token_s = linear / self._rate + passed / hardware.activation_bytes_per_s
-        process_s = linear * hardware.linear.half_tokens / self._rate
+        process_s = linear * hardware.linear.half_tokens / self._rate + self._unpacking_s(part)
         matrices = [token_s, process_s]
         frozen = self._training.lora is not None
         passed_whole = self._layers[: layers - (part.work == "to last kv")]
@@ -321,6 +321,17 @@ class StageSeconds:
                 return linear + self._lora - tail, passed
             case _:
                 return linear + self._lora, sum(self._saved)
+
+    def _unpacking_s(self, part: PassPart) -> float:
+        """Seconds in which the products of a part make their weights of codes in 4 bits."""
+        training = self._training
+        if training.packed_bytes is None:
+            return 0.0
+        weights = [layer.linear_parameters for layer in self._layers[: self._num_layers(part)]]
+        if part.work == "to last kv":
+            weights[-1] = min(weights[-1], self._layers[-1].before_kv)
+        each_bytes = training.packed_bytes + 2 * training.compute_bytes
+        return sum(weights) * each_bytes / self._hardware.unpacking_bytes_per_s
 
     def _num_layers(self, part: PassPart) -> int:
         """Layers that the part passes; none behind the last."""
