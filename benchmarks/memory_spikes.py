@@ -97,7 +97,7 @@ def _simulated(config: Any, plan: Any) -> Timeline:
         plan, costs, copies=costs,
         device_bytes=[memory.peak_bytes_of_actions(plan, 0)], offloaded_bytes=[host],
     )  # fmt: skip
-    state = cost.training.state_bytes(shape, plan.stages, frozenset(range(len(plan.stages))), 1)
+    state = cost.training.weights(shape, plan.stages, frozenset(range(len(plan.stages)))).state
     return _above(timeline, state.total)
 
 

@@ -115,8 +115,8 @@ def memory() -> Table:
 def parts_of(shape: ModelShape, s: Strategy) -> tuple[float, float, float]:
     """(exact bytes, bytes of graphs, logits) of one device at the loss; kept inputs are exact."""
     training = Training(gradient_bytes=2, zero_stage=s.zero_stage)
-    state = training.state_bytes(shape, (shape.num_layers,), WHOLE, 8)
-    gathered = training.gathered_bytes(shape, (shape.num_layers,), WHOLE, 8)
+    weights = training.weights(shape, (shape.num_layers,), WHOLE, 8)
+    state, gathered = weights.state, weights.gathered_bytes
     static = (state.weights + state.optimizer) / s.tp_size + gathered
     local = s.context * K / 8
     cell = whole_cell(shape, Training(), fused(shape))

@@ -95,7 +95,7 @@ def buckets() -> Table:
 def bucket_k(shape: ModelShape, activations: Counted) -> float:
     training = Training(gradient_bytes=2, zero_stage=2)
     stages = (shape.num_layers,)
-    state = training.state_bytes(shape, stages, WHOLE, 32)
+    state = training.weights(shape, stages, WHOLE, 32).state
     buckets = 2 * 2 * 5e8  # DeepSpeed's default of 5e8 elements: one to reduce, one to gather
     cell = whole_cell(shape, training, activations)
     token = cell.graph() + cell.logit * shape.vocab_size

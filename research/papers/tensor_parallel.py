@@ -15,7 +15,7 @@ from furlong.cost.machine import ClusterLinks, Efficiency, Link, Machine
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import Hidden, PassPart, StageSeconds
 from furlong.cost.shape import ModelShape
-from furlong.cost.training import Training
+from furlong.cost.training import RankWeights, Training
 from furlong.plan.plan import Layout, OffloadTarget
 from papers.fused import OtherMemory
 
@@ -31,13 +31,16 @@ class SharedTraining(Training):
         given = {field.name: getattr(training, field.name) for field in fields(Training)}
         return cls(**given, tp_size=tp_size)
 
-    def held_parameters(self, *whose: Any) -> Any:
-        return Training.held_parameters(self, *whose) / self.tp_size
+    def weights(self, *whose: Any) -> RankWeights:
+        return _Share(self, *whose)
 
-    def trained_parameters(self, *whose: Any) -> Any:
-        if self.lora is None:
-            return self.held_parameters(*whose)
-        return Training.trained_parameters(self, *whose) / self.tp_size
+
+class _Share(RankWeights):
+    """One GPU's share of its group's weights."""
+
+    @property
+    def all(self) -> Any:
+        return super().all / self.training.tp_size  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -34,24 +34,24 @@ SHAPE = describe(TINY)
 
 
 def test_states_of_bf16_training_take_18_bytes_per_parameter():
-    state = Training().state_bytes(LLAMA8, (32,), WHOLE, 1)
+    state = Training().weights(LLAMA8, (32,), WHOLE, 1).state
     n = LLAMA8.num_parameters
     assert (state.weights, state.gradients, state.optimizer) == (6 * n, 4 * n, 8 * n)
-    assert Training.in_dtype("float32").state_bytes(LLAMA8, (32,), WHOLE, 1).total == 16 * n
-    assert Training(optimizer_bytes=0).state_bytes(LLAMA8, (32,), WHOLE, 1).total == 10 * n
+    assert Training.in_dtype("float32").weights(LLAMA8, (32,), WHOLE, 1).state.total == 16 * n
+    assert Training(optimizer_bytes=0).weights(LLAMA8, (32,), WHOLE, 1).state.total == 10 * n
     assert Training.in_dtype("float64").gradient_bytes == 8
 
 
 def test_zero_stages_shard_one_thing_after_another():
     n = LLAMA8.num_parameters
-    states = [Training(zero_stage=z).state_bytes(LLAMA8, (32,), WHOLE, 8) for z in (0, 1, 2, 3)]
+    states = [Training(zero_stage=z).weights(LLAMA8, (32,), WHOLE, 8).state for z in (0, 1, 2, 3)]
     assert [s.optimizer for s in states] == [8 * n, n, n, n]
     assert [s.gradients for s in states] == pytest.approx([4 * n, 4 * n, n / 2, n / 2], abs=1)
     weights = [6 * n, 2.5 * n, 2.5 * n, 0.75 * n]
     assert [s.weights for s in states] == pytest.approx(weights, abs=1)
-    assert Training(zero_stage=2).gathered_bytes(LLAMA8, (32,), WHOLE, 8) == 0
-    gathered = Training(zero_stage=3).gathered_bytes(LLAMA8, (32,), WHOLE, 8)
-    assert gathered == 2 * max(LLAMA8.embedding_parameters, 2 * LLAMA8.layer_parameters(0))
+    assert Training(zero_stage=2).weights(LLAMA8, (32,), WHOLE, 8).gathered_bytes == 0
+    gathered = Training(zero_stage=3).weights(LLAMA8, (32,), WHOLE, 8).gathered_bytes
+    assert gathered == 2 * max(LLAMA8.embedding_parameters, 2 * LLAMA8.layers[0].parameters)
 
 
 def test_gradients_are_whole_until_they_are_reduced():
@@ -86,31 +86,32 @@ def test_shards_lie_beside_what_is_whole(dtype, group):
     """Fully sharded weights: float32 shards, whole weights in the compute dtype, whole gradients in
     float32, which become shards one after the other, two moments for each shard."""
     training = replace(Training.in_dtype(dtype), zero_stage=1, gathers=True)
-    count = training.held_parameters(QWEN, (24,), WHOLE)
-    state = training.state_bytes(QWEN, (24,), WHOLE, group)
+    count = training.weights(QWEN, (24,), WHOLE).all
+    state = training.weights(QWEN, (24,), WHOLE, group).state
     element = 2 if dtype == "bfloat16" else 4
     assert state.weights == pytest.approx(count * (element + 4 / group))
     assert state.gradients == pytest.approx(count * 4)
     assert state.optimizer == pytest.approx(count * 8 / group)
-    assert training.collective_bytes(QWEN, (24,), WHOLE, group) == QWEN.layer_parameters(0) * 4
-    alone = training.state_bytes(QWEN, (24,), WHOLE, 1)
-    assert alone == replace(training, gathers=False).state_bytes(QWEN, (24,), WHOLE, 1)
-    assert not training.collective_bytes(QWEN, (24,), WHOLE, 1)
+    buffers = training.weights(QWEN, (24,), WHOLE, group).collective_bytes()
+    assert buffers == QWEN.layers[0].parameters * 4
+    alone = training.weights(QWEN, (24,), WHOLE, 1).state
+    assert alone == replace(training, gathers=False).weights(QWEN, (24,), WHOLE, 1).state
+    assert not training.weights(QWEN, (24,), WHOLE, 1).collective_bytes()
 
 
 def test_a_frozen_base_has_shards_too():
     training = replace(Training(), lora=Lora(8), zero_stage=1, gathers=True)
-    base = training.held_parameters(QWEN, (24,), WHOLE)
-    adapters = training.trained_parameters(QWEN, (24,), WHOLE)
-    state = training.state_bytes(QWEN, (24,), WHOLE, 4)
+    base = training.weights(QWEN, (24,), WHOLE).all
+    adapters = training.weights(QWEN, (24,), WHOLE).trained
+    state = training.weights(QWEN, (24,), WHOLE, 4).state
     assert state.weights == pytest.approx(2 * (base + adapters) + 2 * base / 4 + adapters)
 
 
 def test_lora_trains_its_adapters_only():
     training = Training(lora=Lora(rank=8))
     adapters = 32 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
-    state = training.state_bytes(LLAMA8, (32,), WHOLE, 1)
-    assert training.trained_parameters(LLAMA8, (32,), WHOLE) == adapters
+    state = training.weights(LLAMA8, (32,), WHOLE, 1).state
+    assert training.weights(LLAMA8, (32,), WHOLE).trained == adapters
     assert state.weights == 2 * LLAMA8.num_parameters + 6 * adapters
     assert state.gradients + state.optimizer == 12 * adapters
     with_mlp = Lora(rank=8, mlp=True).layer_parameters(LLAMA8, 0)
@@ -129,10 +130,12 @@ def test_lora_counts_what_peft_adds():
 
 def test_a_rank_with_both_ends_holds_a_tied_head_once():
     tied = describe(TINY | {"tie_word_embeddings": True})
-    held = Training().held_parameters
-    assert held(tied, (2, 1, 1), frozenset((0, 1, 2))) == tied.num_parameters
-    both = held(tied, (2, 1, 1), frozenset((0,))) + held(tied, (2, 1, 1), frozenset((1, 2)))
-    assert both == tied.num_parameters + tied.embedding_parameters
+
+    def count(*held):
+        return Training().weights(tied, (2, 1, 1), frozenset(held)).all
+
+    assert count(0, 1, 2) == tied.num_parameters
+    assert count(0) + count(1, 2) == tied.num_parameters + tied.embedding_parameters
 
 
 def curve(plan, rank=0, **fields):
@@ -154,7 +157,7 @@ def test_an_unsharded_stage_is_whole_from_then_on():
     plan = ChunkPlan((16,), (piece,), (4,), (cells,), sp_size=1)
     weights = curve(plan, training=training).device[:, PARTS.index("weights")]
     whole = 2 * SHAPE.num_parameters
-    sharded = training.state_bytes(SHAPE, (4,), WHOLE, 1).weights
+    sharded = training.weights(SHAPE, (4,), WHOLE, 1).state.weights
     assert weights.tolist() == [sharded + whole] * 4
 
 
@@ -188,11 +191,11 @@ def test_a_pool_on_cpus_counts_what_gloo_copies_and_what_the_heap_does_not_give_
 
     held = shape, (4,), WHOLE, 2
     added_up = 2 * shape.embedding_parameters * 4  # head and embedding, the largest that is
-    shards = training.state_bytes(*held).gradients // 2
+    shards = training.weights(*held).state.gradients // 2
     expected = on_cpu.heap_bytes(plan, 0) + 3 * added_up + shards
-    plain = buffers(replace(on_cpu, heap_blocks=0.0)) - training.collective_bytes(*held)
+    plain = buffers(replace(on_cpu, heap_blocks=0.0)) - training.weights(*held).collective_bytes()
     assert buffers(on_cpu) - plain == expected
-    assert training.collective_bytes(*held) < added_up  # layers are shards by then
+    assert training.weights(*held).collective_bytes() < added_up  # layers are shards by then
 
 
 def test_a_cpus_kernels_for_bfloat16_are_counted():

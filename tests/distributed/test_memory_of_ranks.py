@@ -50,10 +50,11 @@ def measured(
         model.zero_grad()
         curve = memory.curve(plan, ranks.plan_rank)
         held = plan.stages, frozenset({ranks.stage})
-        state = training.under(regathers).state_bytes(shape, *held, ranks.sp)
+        weights = training.under(regathers).weights(shape, *held, ranks.sp)
+        state = weights.state
         # weights that a pool shares are gathered within the step, from shards that are there
         is_kept = ranks.sp > 1 and not regathers
-        whole_bytes = 4 * training.held_parameters(shape, *held) if is_kept else 0
+        whole_bytes = 4 * weights.all if is_kept else 0
         before_bytes = state.optimizer + state.weights - whole_bytes
         found.append((live.peak, max(curve.device_bytes) - before_bytes))
     return found

@@ -193,7 +193,7 @@ def test_bytes_of_weights_are_those_that_are_predicted(
     )
     held = sum(p.nbytes + sum(x.nbytes for x in scales_of(p)) for p in model.parameters())
     held += sum(2 * p.numel() for p in model.parameters() if p.requires_grad)  # in a step
-    given = training_of(asked).state_bytes(describe(config), (1,), frozenset((0,)), 1)
+    given = training_of(asked).weights(describe(config), (1,), frozenset((0,))).state
     assert given.weights == pytest.approx(held, rel=0.02)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert given.gradients == 4 * trained

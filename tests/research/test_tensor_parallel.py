@@ -58,7 +58,7 @@ def test_a_gpu_holds_its_share():
     assert memory.cell(stages, 1).kv_layer == whole.kv_layer / 2
     held = frozenset((1,))
     own, alone = (
-        training.state_bytes(SHAPE, stages, held, 4).total
+        training.weights(SHAPE, stages, held, 4).state.total
         for training in (memory.training, model.training)
     )
     assert own == pytest.approx(alone / 2, abs=2)

@@ -324,6 +324,6 @@ def test_a_plan_counts_the_bytes_of_the_state(
     # maps of codes, a kilobyte each, are left out
     measured = sum(x.nbytes for state in states for key, x in state.items() if "qmap" not in key)
     training = with_optimizer(training_of(run.model), run.train, describe(config))
-    planned = training.state_bytes(describe(config), (2,), frozenset({0}), 1)
+    planned = training.weights(describe(config), (2,), frozenset({0})).state
     numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert planned.optimizer == pytest.approx(measured, rel=0.05, abs=0.02 * numbers)

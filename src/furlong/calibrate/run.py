@@ -296,7 +296,8 @@ def calibrate(
     models: dict[TrialModel, CostModel] = {}
     for name in get_args(TrialModel):
         if name == "own":
-            cut = own_config(config, 1 if shape.layer_parameters(0) > _LARGE_LAYER else _NUM_LAYERS)
+            is_large = shape.layers[0].parameters > _LARGE_LAYER
+            cut = own_config(config, 1 if is_large else _NUM_LAYERS)
         else:
             cut = narrow_config(shape, _NUM_LAYERS)
         model, cut_shape = build(cut, compute_dtype, device)

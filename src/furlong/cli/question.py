@@ -160,7 +160,7 @@ def _kinds(model: CostModel) -> str:
     """The layers of a model that are not attention with keys and values of its own."""
     shape, kinds = model.shape, []
     if count := sum(layer.is_recurrent for layer in shape.layers):
-        num_bytes = shape.state_bytes(range(shape.num_layers), model.training.compute_bytes)
+        num_bytes = sum(n.state_bytes(model.training.compute_bytes) for n in shape.layers)
         kinds.append(f"{count} recurrent, {format_bytes(num_bytes)} of states after each chunk")
     if shape.has_latents:
         count = sum(layer.attends for layer in shape.layers)

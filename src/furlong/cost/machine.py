@@ -94,7 +94,7 @@ class Machine:
     kernels beside products and attention; a layer's backward passes them twice."""
     unpacking_bytes_per_s: float = inf
     """Bytes per second where a product makes its weight of codes in 4 bits, which are read, written
-    as floats, and read again. Of a card its memory's data sheet, a guess: none has been measured."""
+    as floats, and read again. Of a card it is a guess, its memory's: none has been measured."""
     tile_tokens: int = 0
     """Keys in a tile of attention: what the causal mask hides of one is computed all the same."""
     optimizer_parameters_per_s: float = inf

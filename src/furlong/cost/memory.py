@@ -235,14 +235,14 @@ def stage_bytes(
     element = training.compute_bytes
     adapters = 0 if training.lora is None else training.lora.attention + 2 * training.lora.mlp
     first = sum(stages[:stage])
-    layers = range(first, first + stages[stage])
+    own = shape.layers[first : first + stages[stage]]
     is_last = stage == len(stages) - 1
     hidden = element * shape.hidden_size
     wide = max(element, _FLOAT32)
     lse = wide * shape.num_heads
-    own = [shape.layers[layer] for layer in layers]
     widest = max((layer.width for layer in own), default=0)
     scans = [layer.scan_saved[element > 2] * max(1, element // 4) / element for layer in own]
+    states = [layer.state_bytes(element) for layer in own]
     at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size, *(n / 2 for n in scans))
     makes_one = is_last and (training.lora is None or training.lora.head)
     logit = 3 * wide + (2 * element if element < _FLOAT32 else 0)
@@ -261,8 +261,8 @@ def stage_bytes(
         message=hidden,
         kv_layer=shape.stored_size * element,
         kv_gradient_layer=shape.stored_size * training.kv_gradient_bytes,
-        state=shape.state_bytes(layers, element),
-        largest_state=max(shape.state_bytes(range(i, i + 1), element) for i in layers),
+        state=sum(states),
+        largest_state=max(states),
         widest_saved=max(element * max(widest, shape.q_size), wide * shape.hidden_size),
         ends=factor * of_dtype(shape.final_saved, element, adapters) if is_last else 0.0,
         logit=logit if is_last else 0.0,
@@ -526,22 +526,22 @@ class _RankMemory:
         firsts = (next((a for a in acts if isinstance(a, Forward)), None) for acts in plan.actions)
         alike = sum(first is not None and first.stage in self._stages for first in firsts)
         group = max(1, alike) * plan.sp_size * training.replicas
-        whose = shape, plan.stages, self._stages, group
-        state = training.state_bytes(*whose)
+        own = training.weights(shape, plan.stages, self._stages, group)
         trained = frozenset(a.stage for a in self._actions if isinstance(a, Backward))
-        unreduced = training.unreduced_bytes(shape, plan.stages, trained, group)
+        reduced = training.weights(shape, plan.stages, trained, group)
+        state = own.state
         self.add("weights", state.weights)
-        self.add("gradients", state.gradients + unreduced)
+        self.add("gradients", state.gradients + reduced.unreduced_bytes)
         self.add("optimizer", state.optimizer)
         heap = memory.heap_bytes(plan, self._rank)
-        collective = training.collective_bytes(*whose, reuses=not heap)
+        collective = own.collective_bytes(reuses=not heap)
         if heap and collective and not training.regathers:
             # gloo takes two copies of what it adds up, and the heap still holds the whole
             # gradients when their shards come into being
             heap += 2 * collective + state.gradients // group
         self.add("buffers", memory.overhead_bytes + heap + collective + self._under_way())
         if not any(isinstance(action, Unshard) for action in self._actions):
-            self.add("buffers", training.gathered_bytes(*whose))
+            self.add("buffers", own.gathered_bytes)
 
     def _under_way(self) -> float:
         """Bytes of messages beside those that an action reads or makes: from each neighbour one
@@ -575,9 +575,8 @@ class _RankMemory:
                 self._hold("inputs", chunk, stage + arrives, message, part)
             case Unshard(stage) if self._memory.training.regathers:
                 training, shape = self._memory.training, self._memory.shape
-                where = shape, self._plan.stages, frozenset((stage,))
-                own = training.held_parameters(*where) - training.packed_parameters(*where)
-                self.add("weights", own * training.compute_bytes)
+                own = training.weights(shape, self._plan.stages, frozenset((stage,)))
+                self.add("weights", own.floats * training.compute_bytes)
 
     def _deliver(self, chunk: int, stage: int) -> None:
         """The cell's own input, if it comes from nowhere else, and its output."""

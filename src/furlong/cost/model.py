@@ -343,7 +343,8 @@ def update_s(model: CostModel, plan: ChunkPlan) -> float:
         return 0.0
     training = model.training
     held = [frozenset(a.stage for a in own if isinstance(a, Forward)) for own in plan.actions]
-    trained = max(training.trained_parameters(model.shape, plan.stages, own) for own in set(held))
+    weights = [training.weights(model.shape, plan.stages, own) for own in set(held)]
+    trained = max(own.trained for own in weights)
     shards = 1
     if training.zero_stage:
         shards = sum(0 in own for own in held) * plan.sp_size * training.replicas

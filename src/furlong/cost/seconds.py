@@ -136,7 +136,6 @@ class StageSeconds:
         unsharded: bool = False,
     ) -> None:
         self._shape, self._hardware, self._training = shape, hardware, training
-        self._stages, self._stage = stages, stage
         first, self._height = sum(stages[:stage]), stages[stage]
         self._layers = shape.layers[first : first + self._height]
         self._linear_flops = sum(layer.flops for layer in self._layers)
@@ -153,8 +152,9 @@ class StageSeconds:
         self._stream = None if kv == "none" or "streams" in free else links.to(kv)
         kv_token_bytes = shape.stored_size * element / layout.sp
         self._segment_tokens = segment_tokens(kv_token_bytes, hardware.device_type)
-        lora, numbers = training.lora, range(first, first + self._height)
-        self._lora = 2 * sum(lora.layer_parameters(shape, i) for i in numbers) if lora else 0
+        self._weights = training.weights(shape, stages, frozenset((stage,)))
+        adapters = self._weights.trained - self._weights.beside_trained
+        self._lora = 2 * adapters if training.lora else 0
         """Forward FLOPs per token of the stage's adapters."""
         cell = stage_bytes(shape, stages, stage, training)
         self._saved = cell.graph_layers
@@ -267,24 +267,16 @@ class StageSeconds:
     @cached_property
     def late_share(self) -> float:
         """Share of the gradients that are of the embedding and the head."""
-        held = frozenset((self._stage,))
-        trained = self._training.trained_parameters(self._shape, self._stages, held)
-        beside = self._training.beside_parameters(self._shape, self._stages, held)
-        return beside / max(1, trained)
+        return self._weights.beside_trained / max(1, self._weights.trained)
 
     def collective_s(
         self, kind: Collective, element_bytes: int, *, trained_only: bool = True
     ) -> float:
         """Seconds of a collective of the stage's weights over all devices that hold it."""
-        training, links = self._training, self._hardware.links
+        links, own = self._hardware.links, self._weights
         devices = [device for group in self._groups for device in group]
-        where = self._shape, self._stages, frozenset((self._stage,))
-        parameters = training.trained_parameters(*where)
-        if not trained_only:
-            parameters = training.held_parameters(*where) - training.packed_parameters(*where)
-        return links.collective_s(
-            kind, parameters * element_bytes, len(devices), links.num_nodes(devices)
-        )  # fmt: skip
+        num_bytes = (own.trained if trained_only else own.floats) * element_bytes
+        return links.collective_s(kind, num_bytes, len(devices), links.num_nodes(devices))
 
     def _gathered_s(self, *, backward: bool) -> float:
         """Seconds of the weights that come with a pass, and of gradients that go with it."""

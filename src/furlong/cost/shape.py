@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
@@ -185,18 +185,10 @@ class ModelShape:
         """Whether the store holds narrower vectors than the keys and values made of them."""
         return any(0 < layer.stored < layer.kv_width for layer in self.layers)
 
-    def layer_parameters(self, layer: int) -> int:
-        """All parameters of a layer."""
-        return self.layers[layer].parameters
-
     @cached_property
     def token_flops(self) -> int:
         """FLOPs of a token's forward through the whole model, attention apart, head included."""
         return sum(layer.flops for layer in self.layers) + 2 * self.embedding_parameters
-
-    def state_bytes(self, layers: Iterable[int], element_bytes: int) -> int:
-        """Bytes of the states that leave one chunk of a sequence in these layers."""
-        return sum(self.layers[layer].state_bytes(element_bytes) for layer in layers)
 
     @property
     def embedding_parameters(self) -> int:
@@ -204,24 +196,14 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        return self.stage_parameters((self.num_layers,), 0)
+        beside = self.entrance_parameters + self.final_parameters
+        beside += self.embedding_parameters * (1 if self.tied_head else 2)
+        return beside + sum(layer.parameters for layer in self.layers)
 
     @property
     def num_active_parameters(self) -> int:
         """`num_parameters` without the experts that a token does not visit."""
         return self.num_parameters - sum(layer.idle_parameters for layer in self.layers)
-
-    def stage_parameters(self, stages: tuple[int, ...], stage: int) -> int:
-        """Parameters that a rank needs for one stage: its layers, and at the ends the embedding,
-        the final norm and the head. A tied head of its own stage is a copy of the embedding."""
-        first = sum(stages[:stage])
-        count = sum(layer.parameters for layer in self.layers[first : first + stages[stage]])
-        if stage == 0:
-            count += self.embedding_parameters + self.entrance_parameters
-        if stage == len(stages) - 1:
-            is_tied_here = self.tied_head and stage == 0
-            count += self.final_parameters + (0 if is_tied_here else self.embedding_parameters)
-        return count
 
     def to_values(self) -> dict[str, Any]:
         """Plain values; layers that are alike are written once."""

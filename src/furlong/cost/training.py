@@ -17,6 +17,7 @@ those of its layers so; what is beside the layers is gathered and summed whole a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from furlong.cost.shape import ModelShape
@@ -53,15 +54,6 @@ class Lora:
         )
         experts *= self.experts and own.expert_parameters > 0
         return self.rank * (self.attention * attention + self.mlp * mlp + experts)
-
-    def beside_parameters(
-        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
-    ) -> int:
-        """Trained parameters of a rank's embedding and head; tied ones are one."""
-        if shape.tied_head and (self.embedding or self.head):
-            return _beside(shape, stages, held)
-        ends = self.embedding * (0 in held) + self.head * (len(stages) - 1 in held)
-        return shape.embedding_parameters * ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,136 +119,149 @@ class Training:
         """The training under a plan that says so much of its weights (`ChunkPlan.regathers`)."""
         return replace(self, zero_stage=3) if self.gathers and regathers else self
 
-    def trained_parameters(
-        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
-    ) -> int:
-        """Number of trained parameters of a rank that holds the stages `held`."""
-        if self.lora is None:
-            return self.held_parameters(shape, stages, held)
-        own = sum(self.lora.layer_parameters(shape, layer) for layer in _layers(stages, held))
-        return own + self.beside_parameters(shape, stages, held)
+    def weights(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int = 1
+    ) -> RankWeights:
+        """The weights of a rank that holds the stages `held`; `group_size` devices share them."""
+        return RankWeights(self, shape, stages, held, group_size)
 
-    def layer_parameters(self, shape: ModelShape, layer: int) -> int:
-        """Parameters of a layer in floats, without adapters."""
-        own = shape.layers[layer]
-        return own.parameters - (0 if self.packed_bytes is None else own.linear_parameters)
 
-    def packed_parameters(
-        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
-    ) -> int:
-        """Number of parameters in 4 bits of a rank that holds the stages `held`."""
-        own = _layers(stages, held)
-        return sum(shape.layer_parameters(n) - self.layer_parameters(shape, n) for n in own)
+@dataclass(frozen=True)
+class RankWeights:
+    """The weights of a rank: numbers of parameters, and bytes of what a step holds of them."""
 
-    def held_parameters(
-        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
-    ) -> int:
-        """Number of parameters of a rank that holds the stages `held`, without adapters. A rank
-        with both ends shares a tied head with the embedding."""
-        count = sum(shape.stage_parameters(stages, stage) for stage in held)
-        both_ends = len(stages) > 1 and {0, len(stages) - 1} <= held
-        return count - (shape.embedding_parameters if both_ends and shape.tied_head else 0)
+    training: Training
+    shape: ModelShape
+    stages: tuple[int, ...]
+    held: frozenset[int]
+    """Stages that the rank holds."""
+    group_size: int
+    """Devices that share its state."""
 
-    def beside_parameters(
-        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
-    ) -> int:
-        """Trained parameters of a rank's embedding and head."""
-        beside = self.lora.beside_parameters if self.lora else _beside
-        return beside(shape, stages, held)
+    @cached_property
+    def layers(self) -> list[int]:
+        stages = self.stages
+        return [sum(stages[:stage]) + i for stage in self.held for i in range(stages[stage])]
 
-    def state_bytes(
-        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
-    ) -> StateBytes:
-        """State of a device that holds the stages `held`; `group_size` devices share it."""
-        packed = self.packed_parameters(shape, stages, held)
-        base = self.held_parameters(shape, stages, held) - packed
-        trained = self.trained_parameters(shape, stages, held)
-        in_use = base + (trained if self.lora is not None else 0)
-        shard = [1 if self.zero_stage < stage else group_size for stage in (1, 2, 3)]
-        weights = in_use * self.compute_bytes / shard[2] + trained * self.master_bytes / shard[0]
-        if self.gathers and group_size > 1 and self.zero_stage < 3:
+    @cached_property
+    def _ends(self) -> tuple[bool, bool]:
+        """Whether the rank holds the first stage, with the embedding, and the last, with the
+        head."""
+        return 0 in self.held, len(self.stages) - 1 in self.held
+
+    @cached_property
+    def beside(self) -> int:
+        """Parameters of embedding and head; tied ones on one rank are one."""
+        count = sum(self._ends)
+        return self.shape.embedding_parameters * (min(1, count) if self.shape.tied_head else count)
+
+    @cached_property
+    def beside_trained(self) -> int:
+        """Trained parameters of embedding and head."""
+        lora = self.training.lora
+        if lora is None:
+            return self.beside
+        if self.shape.tied_head:
+            return self.beside * (lora.embedding or lora.head)
+        first, last = self._ends
+        return self.shape.embedding_parameters * (lora.embedding * first + lora.head * last)
+
+    @cached_property
+    def all(self) -> int:
+        """Parameters without adapters."""
+        shape, (first, last) = self.shape, self._ends
+        own = sum(shape.layers[n].parameters for n in self.layers)
+        return own + self.beside + first * shape.entrance_parameters + last * shape.final_parameters
+
+    @cached_property
+    def packed(self) -> int:
+        """Parameters in 4 bits."""
+        if self.training.packed_bytes is None:
+            return 0
+        return sum(self.shape.layers[n].linear_parameters for n in self.layers)
+
+    @property
+    def floats(self) -> int:
+        return self.all - self.packed
+
+    @cached_property
+    def trained(self) -> int:
+        lora = self.training.lora
+        if lora is None:
+            return self.all
+        adapters = sum(lora.layer_parameters(self.shape, n) for n in self.layers)
+        return adapters + self.beside_trained
+
+    def _float_layers(self) -> list[int]:
+        """Parameters of each layer in floats, without adapters."""
+        is_packed = self.training.packed_bytes is not None
+        own = (self.shape.layers[n] for n in self.layers)
+        return [n.parameters - (n.linear_parameters if is_packed else 0) for n in own]
+
+    @cached_property
+    def state(self) -> StateBytes:
+        """Bytes of one device's share."""
+        training, trained = self.training, self.trained
+        in_use = self.floats + (trained if training.lora is not None else 0)
+        shard = [1 if training.zero_stage < stage else self.group_size for stage in (1, 2, 3)]
+        weights = in_use * training.compute_bytes / shard[2]
+        weights += trained * training.master_bytes / shard[0]
+        if training.gathers and self.group_size > 1 and training.zero_stage < 3:
             frozen = in_use - trained
-            weights += (frozen + (0 if self.master_bytes else trained)) * (
-                self.compute_bytes / group_size
+            weights += (frozen + (0 if training.master_bytes else trained)) * (
+                training.compute_bytes / self.group_size
             )
         return StateBytes(
-            weights=round(weights + packed * (self.packed_bytes or 0)),
-            gradients=round(trained * self.gradient_bytes / shard[1]),
-            optimizer=round(self._optimizer_state_bytes(shape, stages, held) / shard[0]),
+            weights=round(weights + self.packed * (training.packed_bytes or 0)),
+            gradients=round(trained * training.gradient_bytes / shard[1]),
+            optimizer=round(self._optimizer_bytes() / shard[0]),
         )
 
-    def _optimizer_state_bytes(
-        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
-    ) -> float:
-        trained = self.trained_parameters(shape, stages, held)
-        if self.matrix_bytes is None:
-            return trained * self.optimizer_bytes
-        others = self.beside_parameters(shape, stages, held)
-        if self.lora is None:
-            others += sum(shape.layers[n].expert_parameters for n in _layers(stages, held))
-        return (trained - others) * self.matrix_bytes + others * self.optimizer_bytes
+    def _optimizer_bytes(self) -> float:
+        """Bytes of the optimizer's state on all devices that share it."""
+        training, others = self.training, self.beside_trained
+        if training.matrix_bytes is None:
+            return self.trained * training.optimizer_bytes
+        if training.lora is None:
+            others += sum(self.shape.layers[n].expert_parameters for n in self.layers)
+        matrices = self.trained - others
+        return matrices * training.matrix_bytes + others * training.optimizer_bytes
 
-    def collective_bytes(
-        self,
-        shape: ModelShape,
-        stages: tuple[int, ...],
-        held: frozenset[int],
-        group_size: int,
-        *,
-        reuses: bool = True,
-    ) -> int:
+    def collective_bytes(self, *, reuses: bool = True) -> int:
         """Bytes beside whole gradients where they are added up by a group: the largest layer passes
         through a buffer; so does what is beside the layers, which by then are shards. Under ZeRO-3
         that layer's gradient is whole in compute dtype, too. `reuses`: whether the memory of whole
         gradients is there again when they are shards; a C library's heap does not give it back."""
-        if not self.gathers or group_size <= 1:
+        training = self.training
+        if not training.gathers or self.group_size <= 1:
             return 0
-        layers = [self.layer_parameters(shape, n) for n in _layers(stages, held)]
-        is_freed = reuses and self.zero_stage < 3
-        freed = sum(layers) * (1 - 1 / group_size) if is_freed else 0.0
-        added = self.gradient_bytes if self.lora is None else 0
-        element_bytes = max(self.compute_bytes, added)
-        widest = max(*layers, _beside(shape, stages, held) - freed) * element_bytes
-        if self.zero_stage == 3 and self.lora is None:
-            widest = max(widest, max(layers) * (element_bytes + self.compute_bytes))
+        layers = self._float_layers()
+        is_freed = reuses and training.zero_stage < 3
+        freed = sum(layers) * (1 - 1 / self.group_size) if is_freed else 0.0
+        added = training.gradient_bytes if training.lora is None else 0
+        element_bytes = max(training.compute_bytes, added)
+        widest = max(*layers, self.beside - freed) * element_bytes
+        if training.zero_stage == 3 and training.lora is None:
+            widest = max(widest, max(layers) * (element_bytes + training.compute_bytes))
         return round(widest)
 
-    def unreduced_bytes(
-        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
-    ) -> int:
+    @property
+    def unreduced_bytes(self) -> int:
         """Bytes of gradients beyond their shard that wait for a Reduce: all under ZeRO-2; under
         this runtime's ZeRO-3 those beside the layers."""
-        if self.zero_stage == 2:
-            trained = self.trained_parameters(shape, stages, held)
-        elif self.zero_stage == 3 and self.gathers:
-            trained = self.beside_parameters(shape, stages, held)
-        else:
-            return 0
-        return round(trained * self.gradient_bytes * (1 - 1 / group_size))
+        waiting = {2: self.trained, 3: self.beside_trained * self.training.gathers}
+        whole = waiting.get(self.training.zero_stage, 0) * self.training.gradient_bytes
+        return round(whole * (1 - 1 / self.group_size))
 
-    def gathered_bytes(
-        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
-    ) -> int:
+    @property
+    def gathered_bytes(self) -> int:
         """Weights in compute dtype that are whole at a time under ZeRO-3 without an Unshard: the
         largest layers, or the head; in this runtime both, and the embedding."""
-        if self.zero_stage < 3 or group_size <= 1:
+        training = self.training
+        if training.zero_stage < 3 or self.group_size <= 1:
             return 0
-        own = (self.layer_parameters(shape, n) for n in _layers(stages, held))
-        layers = sorted(own, reverse=True)
-        largest = sum(layers[:_GATHERED_LAYERS])
-        ends = {0, len(stages) - 1} & held
-        widest = max(largest, shape.embedding_parameters if ends else 0)
-        if self.gathers:
-            widest = largest + _beside(shape, stages, held)
-        return round(widest * self.compute_bytes)
-
-
-def _layers(stages: tuple[int, ...], held: frozenset[int]) -> list[int]:
-    """The layers of the stages `held`."""
-    return [sum(stages[:stage]) + i for stage in held for i in range(stages[stage])]
-
-
-def _beside(shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]) -> int:
-    """Parameters beside the layers: of the embedding and the head, on a rank with those stages."""
-    ends = (0 in held) + (len(stages) - 1 in held)
-    return shape.embedding_parameters * (min(1, ends) if shape.tied_head else ends)
+        largest = sum(sorted(self._float_layers(), reverse=True)[:_GATHERED_LAYERS])
+        widest = max(largest, self.shape.embedding_parameters * any(self._ends))
+        if training.gathers:
+            widest = largest + self.beside
+        return round(widest * training.compute_bytes)

@@ -483,8 +483,8 @@ class ByteBound:
         self._attends = tuple(layer.attends for layer in shape.layers[first:][: self._num_layers])
         """Whether each layer has attention."""
         group_size = layout.dp * layout.sp
-        state = model.training.state_bytes(shape, own, frozenset((stage,)), group_size)
-        self._static_bytes = state.total + memory.overhead_bytes
+        held = model.training.weights(shape, own, frozenset((stage,)), group_size)
+        self._static_bytes = held.state.total + memory.overhead_bytes
         self._segment = segment_tokens(self._cell((self._num_layers,)).kv_layer, memory.device_type)
 
     def _cell(self, stages: tuple[int, ...]) -> StageBytes:

@@ -269,9 +269,9 @@ class Question:
         """Bytes of weights, gradients and optimizer on the device that has most of them."""
         model = self.model_of(layout)
         stages = self.stages_of(layout) or (model.shape.num_layers,)
-        state = model.training.state_bytes
+        weights = model.training.weights
         return max(
-            state(model.shape, stages, frozenset((stage,)), layout.dp * layout.sp).total
+            weights(model.shape, stages, frozenset((stage,)), layout.dp * layout.sp).state.total
             for stage in range(len(stages))
         )
 
