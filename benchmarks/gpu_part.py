@@ -25,6 +25,7 @@ from furlong.cost.machine import known_card
 from furlong.cost.shape import known_models
 from furlong.models.describe import describe
 from furlong.runtime.profile import peak_memory_bytes, reset_peak_memory
+from furlong.testing import Gradients, take_grads, total_relative_error
 from furlong.train.metrics import MfuMeter
 from furlong.train.run_folder import CHECKPOINTS, list_checkpoints
 
@@ -223,11 +224,11 @@ def errors(settings: Settings) -> Results:
             chunks = furlong.ChunkOptions(size=size, **options)
             batch = [{"input_ids": ids, "labels": ids}]
             furlong.forward_backward(model, batch, chunks, compute_dtype=torch.bfloat16)
-            ours = _error(_taken(model), truth)
+            ours = total_relative_error(take_grads(model), truth)
             narrow = build(config, torch.device(settings.device), is_lora=False)
             for own, wide in zip(narrow.parameters(), model.parameters(), strict=True):
                 own.data = wide.data.bfloat16()  # the rotary frequencies stay float32
-            theirs = _error(_unchunked_gradients(narrow, ids), truth)
+            theirs = total_relative_error(_unchunked_gradients(narrow, ids), truth)
             text = name if window is None else f"{name}, window {window}"
             yield f"error, {text}", {"ratio": ours / theirs, "own": ours, "transformers": theirs}
 
@@ -437,21 +438,9 @@ def _device_spans(
     return copies, kernels
 
 
-def _unchunked_gradients(model: Any, ids: Tensor) -> list[Tensor]:
+def _unchunked_gradients(model: Any, ids: Tensor) -> Gradients:
     model(input_ids=ids[None], labels=ids[None], use_cache=False).loss.backward()
-    return _taken(model)
-
-
-def _taken(model: Any) -> list[Tensor]:
-    grads = [p.grad.float() for p in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    return grads
-
-
-def _error(given: list[Tensor], truth: list[Tensor]) -> float:
-    """Relative L2 error over all parameters."""
-    off = sum(float((g - t).norm()) ** 2 for g, t in zip(given, truth, strict=True))
-    return math.sqrt(off / sum(float(t.norm()) ** 2 for t in truth))
+    return take_grads(model)
 
 
 def _write_run(folder: Path) -> None:

@@ -20,10 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
 import torch
+from helpers.ranks import run_ranks
 from parallel_plans import Contender, long_tailed, pools, slow_device
 from parallel_steps import Ran, Trial, run_trials
-from processes import run_together
 
 from furlong.calibrate.measure import collective_links
 from furlong.cost.machine import Link
@@ -126,7 +128,7 @@ def links_of(process: int) -> dict[str, Link]:
 
 
 def _answer(asked: Asked) -> Answered:
-    links = run_together(links_of, world=NUM_PROCESSES, limit_s=_LIMIT_S, enter=enter)[0]
+    links = run_ranks(links_of, num_ranks=NUM_PROCESSES, limit_s=_LIMIT_S, enter=enter)[0]
     link = links["all_to_all"]
     spec = slow_device().measured(links)
     lens = long_tailed(asked.num_sequences, asked.longest_tokens)
@@ -139,7 +141,7 @@ def _answer(asked: Asked) -> Answered:
         Trial(one.name, one.plan, one.layout, values, one.model, asked.rounds, has_links=True)
         for one in contenders
     ]
-    answers = run_together(run_trials, trials, world=NUM_PROCESSES, limit_s=_LIMIT_S, enter=enter)
+    answers = run_ranks(run_trials, trials, num_ranks=NUM_PROCESSES, limit_s=_LIMIT_S, enter=enter)
     words = (
         f"links limited to {RATE_MBIT} Mbit/s; an all-to-all of {NUM_PROCESSES} processes has "
         f"{link.bytes_per_s / 1e6:.1f} MB/s each and {link.latency_s * 1e3:.2f} ms"

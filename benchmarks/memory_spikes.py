@@ -101,19 +101,6 @@ def _simulated(config: Any, plan: Any) -> Timeline:
     return _above(timeline, state.total)
 
 
-class _Lower:
-    """The bytes of a memory model that lie below the device."""
-
-    def __init__(self, memory: Any) -> None:
-        self._memory = memory
-
-    def budget_bytes(self, rank: int) -> int:
-        return 2**62
-
-    def peak_bytes_of_actions(self, plan: Any, rank: int) -> list[int]:
-        return self._memory.curve(plan, rank).lower_bytes  # type: ignore[no-any-return]
-
-
 def _above(timeline: Timeline, floor_bytes: int) -> Timeline:
     """The timeline with only the device memory above a floor."""
     records = (

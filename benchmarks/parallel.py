@@ -31,7 +31,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
 from harness import Promise, console, machine, print_promises, write_json
+from helpers.ranks import run_ranks
 from limited import Asked, run_limited, why_not
 from parallel_plans import (
     CONFIG,
@@ -45,7 +48,6 @@ from parallel_plans import (
     slow_device,
 )
 from parallel_steps import Trial, calibrated, joined, run_trials
-from processes import run_together
 from rich.table import Table
 
 from furlong.report.picture import save_picture
@@ -154,7 +156,7 @@ def _two(sizes: Sizes, rounds: int) -> list[Row]:
     """Two processes that compute."""
     config = CONFIG | {"num_hidden_layers": 4}
     values = {name: value for name, value in config.items() if name != "model_type"}
-    first, _ = run_together(calibrated, values, str(Path.cwd()), world=2, limit_s=_LIMIT_S)
+    first, _ = run_ranks(calibrated, values, str(Path.cwd()), num_ranks=2, limit_s=_LIMIT_S)
     console.print(f"calibrated: {first.measurements()}", style="dim")
     model = cost_model(first, config)
     own = of_two_processes(sizes.lens_of_two, model, sizes.chunk_tokens)
@@ -180,7 +182,7 @@ def _asleep(part: str, sizes: Sizes, rounds: int) -> list[Row]:
 
 def _run(part: str, contenders: Sequence[Contender], trials: list[Trial]) -> list[Row]:
     dp, sp, pp = trials[0].layout
-    answers = run_together(run_trials, trials, world=dp * sp * pp, limit_s=_LIMIT_S)
+    answers = run_ranks(run_trials, trials, num_ranks=dp * sp * pp, limit_s=_LIMIT_S)
     return _rows(part, contenders, answers)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from furlong.units import count_words
+
 Value = float | str
 
 
@@ -142,7 +144,7 @@ class Table:
         if fitted:
             off = [abs(row.off) for row in fitted if row.on_line]
             told = f"; {len(off)} on their line, at most {max(off):.1%} off" if off else ""
-            notes.insert(0, f"{len(fitted) - len(off)} rows fitted{told}")
+            notes.insert(0, f"{count_words(len(fitted) - len(off), 'row')} fitted{told}")
         lines += [*([""] if others else []), *(f"- {note}" for note in notes)]
         return "\n".join(lines).rstrip()
 

@@ -40,12 +40,17 @@ def server() -> ForkServerContext:
 
 
 def run_ranks(
-    function: Callable[..., Any], *args: Any, num_ranks: int, limit_s: float = 60
+    function: Callable[..., Any],
+    *args: Any,
+    num_ranks: int,
+    limit_s: float = 60,
+    enter: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """The outcomes of `function(rank, *args)`, by rank, inside a gloo group of `num_ranks`.
 
     `function` stands in a module, its arguments and its outcome can be pickled. The first rank that
-    raises ends all others; RankError carries its traceback. `limit_s`: see `slowed`.
+    raises ends all others; RankError carries its traceback. `limit_s`: see `slowed`. `enter` is
+    called with the rank before the group is made.
     """
     context = server()
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +58,7 @@ def run_ranks(
         children: list[BaseProcess] = []
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
-            call = pickle.dumps((function, args))
+            call = pickle.dumps((function, args, enter))
             child = context.Process(
                 target=_of_rank, args=(sender, folder, rank, num_ranks, limit_s, call), daemon=True
             )
@@ -106,12 +111,14 @@ def _of_rank(
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
+        function, args, enter = pickle.loads(call)
+        if enter is not None:
+            enter(rank)
         store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks,
             timeout=timedelta(seconds=slowed(limit_s)),
         )  # fmt: skip
-        function, args = pickle.loads(call)
         answer: tuple[bool, Any] = False, function(rank, *args)
     except BaseException:
         answer = True, traceback.format_exc()

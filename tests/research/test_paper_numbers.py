@@ -48,7 +48,7 @@ def test_the_first_line_counts_promises_alone(monkeypatch, tmp_path):
     assert written.startswith(f"# The papers' numbers: {words}\n")
     assert f"Counted: {words}; 2 points on lines fitted to their own tables; 1 fitted" in written
     assert "; without a bound: 1 of t." in written
-    assert "- 1 rows fitted; 2 on their line, at most 0.0% off" in written
+    assert "- 1 row fitted; 2 on their line, at most 0.0% off" in written
 
 
 def test_a_point_off_its_line_is_missed(monkeypatch, tmp_path):

@@ -11,15 +11,14 @@ done with it earliest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.model import CostModel
 from furlong.cost.seconds import Array
-from furlong.plan.plan import ChunkPlan
 from furlong.planners.places import Division, Setting, Spot
 from papers.published.fastest import plan_fastest
 
@@ -30,26 +29,6 @@ _MOST_PARTITIONS = 256
 the least bounds."""
 _MOST_GROUPS = 64
 """Groups side by side; beyond as many devices the smallest group is larger than one."""
-
-
-def plan_flexsp(
-    seq_lens: Sequence[int],
-    model: CostModel,
-    *,
-    pool_size: int,
-    budget_bytes: int | None = None,
-    recompute_layers: int | None = None,
-) -> ChunkPlan:
-    """The checked plan of the fastest division found: one rank, a pool of `pool_size` devices.
-
-    `model`: as `ulysses.with_zero_3` for FlexSP's way. `budget_bytes` of a device: None takes the
-    hardware's. `recompute_layers`: checkpointed layers of every sequence; None tries a few numbers.
-    Raises ConfigError where the longest sequence does not fit on the largest group.
-    """
-    return plan_fastest(
-        seq_lens, model, flexsp_divisions,
-        pool_size=pool_size, budget_bytes=budget_bytes, recompute_layers=recompute_layers,
-    )  # fmt: skip
 
 
 def flexsp_divisions(setting: Setting, count: int) -> Iterator[Division]:
@@ -70,6 +49,10 @@ def flexsp_divisions(setting: Setting, count: int) -> Iterator[Division]:
             spots |= _divide(own, number, setting, partitions)
         if len(spots) == len(seq_lens):
             yield Division(setting, count, spots)
+
+
+plan_flexsp = partial(plan_fastest, divide=flexsp_divisions)
+"""`model`: with ZeRO-3 for FlexSP's own way."""
 
 
 def _runs(order: Sequence[int], seq_lens: Sequence[int], count: int) -> list[list[int]]:

@@ -10,32 +10,16 @@ each other; and N is searched, which Megatron leaves to the user.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
-from furlong.cost.model import CostModel
-from furlong.plan.plan import ChunkPlan
 from furlong.planners.places import Division, Setting, earliest_first, smallest
 from papers.published.fastest import plan_fastest
 
 _STEPS_PER_DOUBLING = 4
 """Numbers of tokens per device that are tried between one and twice as many."""
-
-
-def plan_hybrid_cp(
-    seq_lens: Sequence[int],
-    model: CostModel,
-    *,
-    pool_size: int,
-    budget_bytes: int | None = None,
-    recompute_layers: int | None = None,
-) -> ChunkPlan:
-    """The checked plan with the best number of tokens per device; the rest as in `plan_fastest`."""
-    return plan_fastest(
-        seq_lens, model, _by_length,
-        pool_size=pool_size, budget_bytes=budget_bytes, recompute_layers=recompute_layers,
-    )  # fmt: skip
 
 
 def _by_length(setting: Setting, num_micro_batches: int) -> Iterator[Division]:
@@ -46,3 +30,6 @@ def _by_length(setting: Setting, num_micro_batches: int) -> Iterator[Division]:
     for kinds in dict.fromkeys(smallest(setting, tokens <= n) for n in most):
         if (division := earliest_first(setting, num_micro_batches, kinds)) is not None:
             yield division
+
+
+plan_hybrid_cp = partial(plan_fastest, divide=_by_length)
