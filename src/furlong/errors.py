@@ -6,7 +6,10 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _MAX_NAMED = 5
 
@@ -115,6 +118,12 @@ class NoMemoryElsewhereError(ElsewhereError, MemoryError):
 
 
 _T = TypeVar("_T")
+
+
+def first_error(error: ValidationError) -> str:
+    """The first value that pydantic refuses: its place, the value, and why."""
+    odd = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, odd['loc'])) or 'text'} = {odd['input']!r:.80}: {odd['msg']}"
 
 
 def look_up(name: str, known: Mapping[str, _T], *, kind: str, source: str) -> _T:

@@ -64,14 +64,14 @@ def test_a_file_may_be_written_by_hand(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         (None, "No such file"),
-        ("{", "Expecting"),
-        ("[1, 2]", "not version 1"),
-        ('{"version": 2, "lengths": [1]}', "not version 1"),
-        ('{"version": 1, "lengths": []}', "no lengths"),
-        ('{"version": 1, "lengths": [1.5]}', "1.5 among"),
-        ('{"version": 1, "lengths": ["1"]}', '"1" among'),
-        ('{"version": 1, "lengths": [true]}', "true among"),
-        ('{"version": 1, "lengths": [[5, 0]]}', "[5, 0] among"),
+        ("{", "Invalid JSON"),
+        ("[1, 2]", "[1, 2]"),
+        ('{"version": 2, "lengths": [1]}', "version = 2"),
+        ('{"version": 1, "lengths": []}', "lengths = []"),
+        ('{"version": 1, "lengths": [1.5]}', "= 1.5"),
+        ('{"version": 1, "lengths": ["1"]}', "= '1'"),
+        ('{"version": 1, "lengths": [true]}', "= True"),
+        ('{"version": 1, "lengths": [[5, 0]]}', "[5, 0]"),
     ],
 )
 def test_a_file_of_something_else_is_told(tmp_path: Path, text: str | None, reason: str) -> None:

@@ -14,8 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Annotated, Literal
 
-from furlong.errors import ConfigError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
+
+from furlong.errors import ConfigError, first_error
 from furlong.files import os_errors_told, write_text
 
 VERSION = 1
@@ -25,6 +28,8 @@ MAX_SEQUENCES = 10**8
 """Most sequences of a file: a draw shuffles them all in memory."""
 
 FIRST_BUCKET_TOKENS = 64
+
+_Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,27 +141,25 @@ def write_lengths(file: Path, lengths: Lengths) -> None:
         write_text(file, text + "\n")
 
 
+class _File(BaseModel, strict=True):
+    """The JSON of a file of lengths."""
+
+    version: Literal[1]
+    lengths: list[_Tokens | tuple[_Tokens, PositiveInt]] = Field(min_length=1)
+
+
 def read_lengths(file: Path) -> Lengths:
     """The lengths of a file in either form. Raises ConfigError."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _unreadable(file, error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(file, str(error)) from error
-    if not isinstance(values, dict) or values.get("version") != VERSION:
-        raise _unreadable(file, f"not version {VERSION} of a file of lengths")
+        saved = _File.model_validate_json(file.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        raise _unreadable(file, first_error(error)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(file, getattr(error, "strerror", None) or str(error)) from error
     counted: Counter[int] = Counter()
-    listed = values.get("lengths")
-    for entry in listed if isinstance(listed, list) else ():
-        seq_len, count = entry if isinstance(entry, list) and len(entry) == 2 else (entry, 1)
-        if any(type(value) is not int or value < 1 for value in (seq_len, count)):
-            raise _unreadable(file, f"{json.dumps(entry)[:60]} among its lengths")
-        if seq_len > MAX_TOKENS:
-            raise _unreadable(file, f"a sequence of {seq_len:.4g} tokens, more than {MAX_TOKENS:,}")
+    for entry in saved.lengths:
+        seq_len, count = (entry, 1) if isinstance(entry, int) else entry
         counted[seq_len] += count
-    if not counted:
-        raise _unreadable(file, "no lengths")
     if counted.total() > MAX_SEQUENCES:
         most = f"more than {MAX_SEQUENCES:,}: a sample of them does as well"
         raise _unreadable(file, f"{counted.total():.4g} sequences, {most}")

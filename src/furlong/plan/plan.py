@@ -27,6 +27,7 @@ attention output with its log-sum-exp; or its whole graph."""
 
 OffloadTarget = Literal["none", "cpu", "disk"]
 """Where tensors wait between the actions that use them; none: on the device."""
+OffloadKind = Literal["kv", "inputs", "attention", "graphs"]
 Order = Literal["chunk-first", "layer-first"]
 ChunkKind = Literal["packed", "split", "hybrid", "dummy"]
 Payload = Literal["activation", "gradient"]

@@ -22,10 +22,12 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields
-from typing import Any, TypeVar, get_args
+from dataclasses import asdict
+from typing import Any, Literal, get_args
 
-from furlong.errors import UserError
+from pydantic import BaseModel, ValidationError
+
+from furlong.errors import UserError, first_error
 from furlong.plan.plan import (
     FIRST_PROCESS,
     Action,
@@ -35,6 +37,7 @@ from furlong.plan.plan import (
     Forward,
     Keep,
     Offload,
+    OffloadKind,
     OffloadTarget,
     Payload,
     Place,
@@ -204,24 +207,39 @@ def format_plan(plan: ChunkPlan) -> str:
 VERSION = 6
 """The version of the JSON form. Other versions are refused: a plan is cheap to make again."""
 
-_MADE_FOR = "made_for"
-_NUMBERS = ("sp_size", "frozen_stages")
-_SWITCHES = ("sampled", "report_loss", "two_phases", "regathers")
+
+class _Saved(BaseModel, extra="forbid", strict=True):
+    """The JSON form of a plan; chunks and actions are texts."""
+
+    made_for: Any = None
+    version: Literal[6]
+    offload: dict[OffloadKind, OffloadTarget]
+    sp_size: int
+    frozen_stages: int
+    sampled: bool
+    report_loss: bool
+    two_phases: bool
+    regathers: bool
+    seq_lens: tuple[int, ...]
+    stages: tuple[int, ...]
+    chunks: list[str]
+    actions: list[list[str]]
 
 
 def save_plan(plan: ChunkPlan, made_for: Mapping[str, Any] | None = None) -> str:
     """JSON that a person can read: one chunk and one action per line. `made_for`: plain values that
     `load_plan` passes over, such as the model and the devices."""
-    plain = {
-        name: json.dumps(getattr(plan, name))
-        for name in (*_NUMBERS, *_SWITCHES, "seq_lens", "stages")
-    }
-    values = ({} if made_for is None else {_MADE_FOR: json.dumps(made_for)}) | {
+    texts = {
+        "made_for": json.dumps(made_for),
         "version": str(VERSION),
         "offload": json.dumps(asdict(plan.offload)),
-        **plain,
         "chunks": _lines([format_chunk(chunk, plan.sp_size) for chunk in plan.chunks]),
         "actions": "[" + ", ".join(_lines(map(format_action, a)) for a in plan.actions) + "]",
+    }
+    values = {
+        name: texts[name] if name in texts else json.dumps(getattr(plan, name))
+        for name in _Saved.model_fields
+        if name != "made_for" or made_for is not None
     }
     return "{\n" + ",\n".join(f'"{name}": {value}' for name, value in values.items()) + "\n}\n"
 
@@ -233,64 +251,28 @@ def _lines(texts: Iterable[str]) -> str:
 def load_plan(text: str) -> ChunkPlan:
     """The plan that `save_plan` wrote. Says nothing about legality: that is `plan.check`."""
     try:
-        saved = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(f"text that is no JSON ({error})", "a saved plan") from None
-    if not isinstance(saved, dict) or saved.get("version") != VERSION:
-        version = saved.get("version") if isinstance(saved, dict) else None
-        raise _unreadable(f"version {version!r}", f"version {VERSION}")
-    saved.pop(_MADE_FOR, None)
-    _require_fields(saved, {"version", *(field.name for field in fields(ChunkPlan))}, "fields")
-    plain: dict[str, Any] = {name: _all(bool, [saved[name]], name)[0] for name in _SWITCHES}
-    plain |= {name: _all(int, [saved[name]], name)[0] for name in _NUMBERS}
+        saved = _Saved.model_validate_json(text)
+    except ValidationError as error:
+        raise _unreadable(first_error(error), f"a saved plan of version {VERSION}") from None
+    plain = saved.model_dump(exclude={"made_for", "version", "offload", "chunks", "actions"})
     return ChunkPlan(
-        seq_lens=_all(int, saved["seq_lens"], "seq_lens"),
+        **plain,
+        offload=Offload(**saved.offload),
         chunks=tuple(
-            parse_chunk(chunk, sp_size=plain["sp_size"], source=f"chunk {index} of a saved plan")
-            for index, chunk in enumerate(_all(str, saved["chunks"], "chunks"))
+            parse_chunk(chunk, sp_size=saved.sp_size, source=f"chunk {index} of a saved plan")
+            for index, chunk in enumerate(saved.chunks)
         ),
-        stages=_all(int, saved["stages"], "stages"),
         actions=tuple(
             tuple(
                 parse_action(action, source=f"rank {rank}, action {index} of a saved plan")
-                for index, action in enumerate(_all(str, actions, f"actions of rank {rank}"))
+                for index, action in enumerate(own)
             )
-            for rank, actions in enumerate(_all(list, saved["actions"], "actions"))
+            for rank, own in enumerate(saved.actions)
         ),
-        offload=_offload(saved["offload"]),
-        **plain,
     )
 
 
 def read_made_for(text: str) -> Any:
     """The `made_for` that `save_plan` was given, if nobody edited it; empty where it was given
     none."""
-    return json.loads(text).get(_MADE_FOR, {})
-
-
-def _offload(values: Any) -> Offload:
-    _require_fields(values, {field.name for field in fields(Offload)}, "offload")
-    for kind, target in values.items():
-        if target not in get_args(OffloadTarget):
-            words = f"one of {', '.join(get_args(OffloadTarget))}"
-            raise _unreadable(f"offload.{kind} = {target!r:.80}", words)
-    return Offload(**values)
-
-
-def _require_fields(values: Any, expected: set[str], name: str) -> None:
-    required = ", ".join(sorted(expected))
-    if not isinstance(values, dict):
-        raise _unreadable(f"{name} = {values!r:.80}", required)
-    if odd := values.keys() ^ expected:
-        raise _unreadable(f"{name} missing or unknown: {', '.join(sorted(odd))}", required)
-
-
-_T = TypeVar("_T")
-
-
-def _all(kind: type[_T], values: Any, name: str) -> tuple[_T, ...]:
-    """The values of a list, all of one kind."""
-    # bool is an int to Python, and true no length to us
-    if not isinstance(values, list) or any(type(value) is not kind for value in values):
-        raise _unreadable(f"{name} = {values!r:.80}", f"values of type {kind.__name__}")
-    return tuple(values)
+    return json.loads(text).get("made_for", {})
