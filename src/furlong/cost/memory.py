@@ -418,10 +418,8 @@ class _RankMemory:
         self._actions = plan.actions[rank]
         self._kv_frees, self._input_frees = kv_frees(plan, rank), input_frees(plan, rank)
         self._cells = [memory.cell(plan.stages, stage) for stage in range(len(plan.stages))]
-        computed = [a for a in self._actions if isinstance(a, (Forward, Backward))]
-        self._stages = frozenset(action.stage for action in computed)
-        """Stages that the rank holds."""
-        trained = {a.chunk for a in computed if isinstance(a, Backward) and a.stage == 0}
+        self._held_stages = plan.held[rank]
+        trained = {a.chunk for a in self._actions if isinstance(a, Backward) and a.stage == 0}
         self._last_use = {
             action.chunk: index
             for index, action in enumerate(self._actions)
@@ -522,11 +520,10 @@ class _RankMemory:
         """Bytes that are there before the first action, and stay."""
         plan, memory = self._plan, self._memory
         shape, training = memory.shape, memory.training.under(plan.regathers)
-        # ranks that share one stage share all of theirs, so the first one tells
-        firsts = (next((a for a in acts if isinstance(a, Forward)), None) for acts in plan.actions)
-        alike = sum(first is not None and first.stage in self._stages for first in firsts)
-        group = max(1, alike) * plan.sp_size * training.replicas
-        own = training.weights(shape, plan.stages, self._stages, group)
+        held = self._held_stages
+        alike = len(plan.holders[held[0]]) if held else 1  # share all of their stages
+        group = alike * plan.sp_size * training.replicas
+        own = training.weights(shape, plan.stages, frozenset(held), group)
         trained = frozenset(a.stage for a in self._actions if isinstance(a, Backward))
         reduced = training.weights(shape, plan.stages, trained, group)
         state = own.state
@@ -588,7 +585,7 @@ class _RankMemory:
             self._hold("inputs", chunk, stage, message)
         if stage < len(self._plan.stages) - 1:
             # what another rank takes waits in a buffer
-            part: Part = "activations" if stage + 1 in self._stages else "buffers"
+            part: Part = "activations" if stage + 1 in self._held_stages else "buffers"
             self._hold("inputs", chunk, stage + 1, message, part)
             self.write("inputs", message)
             if self._offload["inputs"] != "none":

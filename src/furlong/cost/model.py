@@ -186,21 +186,18 @@ class PlanCosts:
         self._lasts: dict[tuple[int, int], Computing] = {}
         """(stage, rank) -> the last Backward."""
         self._unsharded: set[int] = set()
-        members: dict[int, set[int]] = {}
         for rank, actions in enumerate(plan.actions):
             for action, what in zip(actions, passes(plan, rank), strict=True):
                 if isinstance(action, COMPUTING):
                     found = parts_of(what, plan.stages[action.stage])
                     self._parts[type(action), action.chunk, action.stage] = found
                 if isinstance(action, Forward):
-                    members.setdefault(action.stage, set()).add(rank)
                     self._firsts.setdefault((action.stage, rank), action)
                 elif isinstance(action, Backward):
                     self._lasts[action.stage, rank] = action
                 elif isinstance(action, Unshard):
                     self._unsharded.add(action.stage)
-        self._members = {stage: tuple(sorted(ranks)) for stage, ranks in members.items()}
-        dp = max(1, len(members.get(0, ())))  # the first stage of each replica is on one rank
+        dp = max(1, len(plan.holders[0]))  # the first stage of each replica is on one rank
         pp = len(plan.actions) // dp
         layout = Layout(dp, plan.sp_size, pp)
         self._layout = replace(layout, dp=dp * training.replicas)
@@ -209,7 +206,7 @@ class PlanCosts:
         self.table = chunk_table(plan.chunks, shape, plan.sp_size, tile_tokens, plan.position)
         self._stages = [
             model.stage_seconds(
-                plan.stages, stage, layout=layout, ranks=self._members.get(stage, (0,)),
+                plan.stages, stage, layout=layout, ranks=plan.holders[stage] or (0,),
                 kv=plan.offload.kv, free=free, unsharded=stage in self._unsharded,
             )
             for stage in range(len(plan.stages))
@@ -217,8 +214,8 @@ class PlanCosts:
         firsts: dict[tuple[Any, ...], int] = {}
         self._alike = [firsts.setdefault(own.kind, i) for i, own in enumerate(self._stages)]
         """The first stage of each one's kind."""
-        shared = [stage for stage, ranks in members.items() if len(ranks) > 1]
-        if not plan.regathers and any(self._stages[stage].passes_gather for stage in shared):
+        each = zip(plan.holders, self._stages, strict=True)
+        if not plan.regathers and any(len(own) > 1 and s.passes_gather for own, s in each):
             raise ConfigError(
                 given="a plan whose replicas pass their chunks independently of each other",
                 required="replicas in lockstep: weights are gathered with every pass, from all",
@@ -313,7 +310,7 @@ class PlanCosts:
                     for part in self.parts(action)
                     if part.work not in ("head", "head and back")
                 )
-                for rank in self._members.get(stage, ())
+                for rank in self._plan.holders[stage]
                 if (action := passes.get((stage, rank))) is not None
             ),
             default=0.0,
@@ -342,10 +339,9 @@ def update_s(model: CostModel, plan: ChunkPlan) -> float:
     if not plan.trained:
         return 0.0
     training = model.training
-    held = [frozenset(a.stage for a in own if isinstance(a, Forward)) for own in plan.actions]
-    weights = [training.weights(model.shape, plan.stages, own) for own in set(held)]
+    weights = [training.weights(model.shape, plan.stages, frozenset(own)) for own in plan.held]
     trained = max(own.trained for own in weights)
     shards = 1
     if training.zero_stage:
-        shards = sum(0 in own for own in held) * plan.sp_size * training.replicas
+        shards = len(plan.holders[0]) * plan.sp_size * training.replicas
     return trained / (shards * model.hardware.optimizer_parameters_per_s)

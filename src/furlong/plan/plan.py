@@ -266,6 +266,20 @@ class ChunkPlan:
         return tuple(sorted({p.place.size for chunk in self.chunks for p in chunk.slices})) or (1,)
 
     @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank, the stages of which it has a Forward, rising."""
+        stages = ({a.stage for a in own if isinstance(a, Forward)} for own in self.actions)
+        return tuple(tuple(sorted(own)) for own in stages)
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the ranks that hold it, rising."""
+        return tuple(
+            tuple(rank for rank, held in enumerate(self.held) if stage in held)
+            for stage in range(len(self.stages))
+        )
+
+    @cached_property
     def groups(self) -> dict[int, tuple[int, ...]]:
         """For each sequence that is cut, its chunks in the order of its tokens."""
         pieces: dict[int, list[tuple[int, int]]] = {}

@@ -514,11 +514,8 @@ def join_kept(
 
 def gathered_first(plan: ChunkPlan) -> ChunkPlan:
     """The plan in which each rank first gathers the weights of its stages."""
-    lists = []
-    for actions in plan.actions:
-        stages = {action.stage for action in actions if isinstance(action, Forward)}
-        lists.append((*map(Unshard, sorted(stages)), *actions))
-    return replace(plan, actions=tuple(lists))
+    lists = zip(plan.held, plan.actions, strict=True)
+    return replace(plan, actions=tuple((*map(Unshard, held), *own) for held, own in lists))
 
 
 def idle_plan(like: ChunkPlan) -> ChunkPlan:

@@ -95,17 +95,8 @@ def choose_ranks(
 
 def ranks_per_replica(plan: ChunkPlan) -> int:
     """The number of consecutive ranks that hold the whole model."""
-    stages = held_stages(plan)
-    again = (rank for rank in range(1, len(stages)) if stages[rank] == stages[0])
-    return next(again, len(stages))
-
-
-def held_stages(plan: ChunkPlan) -> list[tuple[int, ...]]:
-    """The stages of each rank, in their order."""
-    return [
-        tuple(sorted({action.stage for action in actions if isinstance(action, Forward)}))
-        for actions in plan.actions
-    ]
+    again = (rank for rank, held in enumerate(plan.held) if rank and held == plan.held[0])
+    return next(again, len(plan.held))
 
 
 SEQUENCE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

@@ -20,7 +20,6 @@ from furlong.report.scene import (
     PART_WORDS,
     choose_ranks,
     figure_words,
-    held_stages,
     is_alone,
     share_words,
 )
@@ -44,7 +43,7 @@ def format_report(report: PlanReport) -> str:
     whose = "" if alone else "ranks' "
     update = report.update_s
     order = "1F1B over chunks" if len(plan.stages) > 1 else "chunk-first"
-    if max(map(len, held_stages(plan))) > 1:
+    if max(map(len, plan.held)) > 1:
         order = "layer-first, each stage for all chunks before the next"
     is_uneven = report.pool_idle_ratio >= 5e-4
     slowest = ": the slowest of a pool holds the others up" if is_uneven else ""
@@ -157,7 +156,7 @@ def _memory_table(report: PlanReport) -> list[str]:
     names = [PART_WORDS.get(part, part) for part in parts]
     head = ["rank", "stages", *names, "device", *lower]
     ranks: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for rank, held in enumerate(held_stages(report.plan)):
+    for rank, held in enumerate(report.plan.held):
         values = [*(peaks[rank][part] for part in parts), report.memory[rank].peak_bytes]
         values += [of_ranks[rank] for of_ranks in lower.values()]
         span = f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) if held else "-"

@@ -35,7 +35,7 @@ from furlong.runtime.batch import (
     shift_labels,
     whole_number,
 )
-from furlong.runtime.distributed.comms import require_layout, stages_of
+from furlong.runtime.distributed.comms import require_layout
 from furlong.runtime.distributed.consensus import (
     Planned,
     checksum_of,
@@ -380,5 +380,5 @@ def _require_stage(session: Session, plan: ChunkPlan) -> None:
 
 def layers_of(plan: ChunkPlan, rank: int) -> range:
     """The layers that a list of a plan runs."""
-    stages = stages_of(plan, rank)
+    stages = plan.held[rank]
     return range(sum(plan.stages[: stages[0]]), sum(plan.stages[: stages[-1] + 1]))

@@ -29,7 +29,7 @@ ratio).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from typing import Any, Literal, Protocol
@@ -54,16 +54,7 @@ Collective = tuple[type[Action] | Literal["pass", "gathering", "reducing"], int]
 """The kind of a collective, and its stage."""
 
 
-def _shared_stages(plan: ChunkPlan) -> frozenset[int]:
-    """The stages that several ranks hold."""
-    if len(plan.actions) == 1:
-        return frozenset()
-    held = [{a.stage for a in own if isinstance(a, Forward)} for own in plan.actions]
-    counts = Counter(stage for stages in held for stage in stages)
-    return frozenset(stage for stage, count in counts.items() if count > 1)
-
-
-def _joins(plan: ChunkPlan, rank: int, shared: frozenset[int]) -> list[Collective | None]:
+def _joins(plan: ChunkPlan, rank: int, shared: Collection[int]) -> list[Collective | None]:
     actions = plan.actions[rank]
     joins: list[Collective | None] = [None] * len(actions)
     gathered = {action.stage for action in actions if isinstance(action, Unshard)}
@@ -171,7 +162,8 @@ class Clock:
         self, plan: ChunkPlan, costs: ActionCosts, copies: CopyCosts | None = None
     ) -> None:
         self._plan, self._costs, self._copies = plan, costs, copies
-        ranks, shared = range(len(plan.actions)), _shared_stages(plan)
+        ranks = range(len(plan.actions))
+        shared = {stage for stage, holders in enumerate(plan.holders) if len(holders) > 1}
         self._start_s = [[-1.0] * len(actions) for actions in plan.actions]
         self._stop_s = [[-1.0] * len(actions) for actions in plan.actions]
         self._copy_stop_s: dict[tuple[int, int], float] = {}

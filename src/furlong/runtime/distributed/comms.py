@@ -304,8 +304,3 @@ def require_layout(plan: ChunkPlan, ranks: Ranks | None) -> None:
         raise PlanError(f"the plan has {len(plan.stages)} stages, this run has pp {ranks.pp}")
     if plan.regathers and ranks.pp > 1:
         raise PlanError("a pipeline keeps its weights: the plan gathers them with every pass")
-
-
-def stages_of(plan: ChunkPlan, rank: int) -> list[int]:
-    """The stages of which a list of a plan has forwards."""
-    return sorted({a.stage for a in plan.actions[rank] if isinstance(a, Forward)})
