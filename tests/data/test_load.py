@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_tokenizers import byte_tokenizer, word_tokenizer
 
-from furlong.config.schema import DataConfig, Source
+from furlong.config.schema import DataConfig
 from furlong.data.dataset import SEQUENCES, DataSet, load_data
-from furlong.data.formats import Reading
 from furlong.errors import DataError
 from furlong.train.build import load_splits
 
@@ -29,11 +27,9 @@ def write_lines(file: Path, *records: dict[str, Any]) -> Path:
 
 
 def load(tmp_path: Path, *paths: Path, tokenizer: Any = None, **options: Any) -> DataSet:
-    sources = [Source(path=str(path)) for path in paths]
-    own = {name: options.pop(name) for name in Reading.__slots__ if name in options}
-    cache = str(tmp_path / "cache")
-    tokenizer = tokenizer or word_tokenizer()
-    return load_data(sources, tokenizer, reading=Reading(**own), cache_dir=cache, **options)
+    named = [str(path) for path in paths]
+    settings = DataConfig(train=named, cache_dir=str(tmp_path / "cache"), **options)
+    return load_data(settings.train, tokenizer or word_tokenizer(), settings)
 
 
 @pytest.fixture
@@ -128,11 +124,11 @@ def test_too_long_is_an_error_or_counted(tmp_path: Path, texts: Path) -> None:
     assert caught.value.source == f"{texts}:2"
     truncated = load(tmp_path, texts, max_seq_len=3, too_long="truncate")
     assert [s.input_ids.tolist() for s in truncated] == [[2, 1], [3, 3, 3], [4, 1], [2, 3, 4]]
-    assert (truncated.num_truncated, truncated.num_dropped) == (2, 0)
+    assert truncated.above == {"truncate": 2}
     assert truncated.num_valid_tokens == sum(s.num_valid_tokens for s in truncated) == 6
     dropped = load(tmp_path, texts, max_seq_len=3, too_long="drop")
     assert [(s.seq_id, s.input_ids.tolist()) for s in dropped] == [(0, [2, 1]), (1, [4, 1])]
-    assert (dropped.num_truncated, dropped.num_dropped) == (0, 2)
+    assert dropped.above == {"drop": 2}
     assert dropped.seq_lens.tolist() == [2, 2] and dropped.num_valid_tokens == 2
     assert dropped.describe()[-1].endswith("above 3: 0 truncated, 2 dropped")
     assert Path(dropped[1].origin).name == "texts.jsonl:3"
@@ -162,17 +158,17 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path, texts: Path) ->
 def test_the_fingerprint_is_that_of_the_sequences(tmp_path: Path, texts: Path) -> None:
     other = write_lines(tmp_path / "other.jsonl", {"text": "c"})
 
-    def fingerprint(*sources: Source, **options: Any) -> tuple[tuple[str, str], ...]:
-        data = load_data(sources, word_tokenizer(), cache_dir=str(tmp_path / "cache"), **options)
+    def fingerprint(*sources: Any, **options: Any) -> tuple[tuple[str, str], ...]:
+        data = of_settings(tmp_path, train=sources, **options)["train"]
         return tuple(data.fingerprint.items())
 
-    one, two = Source(path=str(texts)), Source(path=str(other))
+    one, two = str(texts), str(other)
     first = fingerprint(one, two)
     assert fingerprint(one, two) == first == fingerprint(one, two, max_seq_len=9)
     others = {
         fingerprint(two, one),
         fingerprint(one),
-        fingerprint(one, Source(path=str(other), weight=2.0)),
+        fingerprint(one, {"path": two, "weight": 2.0}),
         fingerprint(one, two, max_seq_len=3, too_long="drop"),
         fingerprint(one, two, max_seq_len=3, too_long="truncate"),
         fingerprint(one, two, max_seq_len=4, too_long="truncate"),
@@ -196,11 +192,8 @@ def test_a_template_that_writes_the_time_makes_other_data(tmp_path: Path) -> Non
 
 def test_weights_make_the_mixture(tmp_path: Path, texts: Path) -> None:
     other = write_lines(tmp_path / "other.jsonl", {"text": "c"})
-    sources: Items[Source] = (
-        Source(path=str(texts), weight=0.5),
-        Source(path=str(other), weight=3.0),
-    )
-    data = load_data(sources, word_tokenizer(), cache_dir=str(tmp_path / "cache"))
+    named = [{"path": str(texts), "weight": 0.5}, {"path": str(other), "weight": 3.0}]
+    data = of_settings(tmp_path, train=named)["train"]
     assert data.mixture.sizes == (4, 1) and data.mixture.draws == (2, 3)
     lines = data.describe()
     assert lines[0].endswith("weight 0.5: 2 an epoch") and lines[1].endswith("weight 3: 3 an epoch")
@@ -346,7 +339,7 @@ def test_short_sequences_are_left_out_and_counted(tmp_path: Path, texts: Path) -
     assert [s.seq_len for s in data] == [5, 4] and data.num_short == 2
     assert data.describe()[-1].endswith("below 4: 2 left out")
     both = load(tmp_path, texts, min_len=3, max_seq_len=4, too_long="drop")
-    assert [s.seq_len for s in both] == [4] and (both.num_short, both.num_dropped) == (2, 1)
+    assert [s.seq_len for s in both] == [4] and (both.num_short, both.above["drop"]) == (2, 1)
     with pytest.raises(DataError, match="0 sequences without a label, 4 too short"):
         load(tmp_path, texts, min_len=6)
 

@@ -244,9 +244,9 @@ def test_too_long_is_of_the_pair(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a pair with a sequence of 9 tokens, of 2 pairs"):
         pairs_of(tmp_path, *LONG, tokenizer=tokenizer, max_seq_len=5)
     data = pairs_of(tmp_path, *LONG, tokenizer=tokenizer, max_seq_len=5, too_long="drop")
-    assert (len(data), data.num_dropped) == (2, 1)
+    assert (len(data), data.above["drop"]) == (2, 1)
     data = pairs_of(tmp_path, *LONG, tokenizer=tokenizer, max_seq_len=5, too_long="truncate")
-    assert (len(data), data.num_truncated, data.seq_lens.tolist()) == (4, 1, [3, 3, 5, 4])
+    assert (len(data), data.above["truncate"], data.seq_lens.tolist()) == (4, 1, [3, 3, 5, 4])
     assert data.valid_tokens.tolist() == [2, 2, 3, 2]
 
 

@@ -104,17 +104,17 @@ def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str]:
         required = "--tokenizer, the hub id or folder of a model"
         raise refusal("data without a tokenizer", required, "add --tokenizer T, or name a run file")
     tell_loading()
-    from furlong.config.schema import Source
+    from furlong.config.schema import DataConfig, Source
     from furlong.data.dataset import load_data
-    from furlong.data.formats import Reading
     from furlong.data.tokenize import load_tokenizer
     from furlong.models.folder import check_name
 
     sources = [Source(path=path, name=chosen.name, split=chosen.split) for path in chosen.data]
     check_name(chosen.tokenizer, "--tokenizer")
     tokenizer = load_tokenizer(chosen.tokenizer, "--tokenizer")
-    reading = Reading(format=chosen.format or "auto")
-    data = load_data(sources, tokenizer, reading=reading, key="data")
+    settings = DataConfig(train=tuple(sources), format=chosen.format or "auto")
+    settings = settings.model_copy(update={"max_seq_len": None})
+    data = load_data(sources, tokenizer, settings, key="data")
     print(*data.describe(), sep="\n")
     num_more = len(chosen.data) - _MAX_NAMED
     title = ", ".join(chosen.data[:_MAX_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")

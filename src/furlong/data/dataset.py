@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from itertools import chain, combinations, compress
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from furlong.config.schema import Source, TooLong
+from furlong.config.schema import DataConfig, Format, Source, TooLong
 from furlong.data.cache import (
     ReferenceLogProbs,
     TokenizedSource,
@@ -27,7 +27,7 @@ from furlong.data.cache import (
     writing,
 )
 from furlong.data.formats import Reading, encode
-from furlong.data.loader import Mixture, Units, rows_of
+from furlong.data.loader import Mixture, Units, each_alone, rows_of
 from furlong.data.pairs import require_answers
 from furlong.data.records import Notes, SourceRecord, read_records
 from furlong.data.sources import Listing, list_files, printable, unreadable
@@ -52,32 +52,28 @@ class DataSet:
     """
 
     def __init__(
-        self,
-        parts: tuple[TokenizedSource, ...],
-        *,
-        max_seq_len: int | None = None,
-        too_long: TooLong = "error",
-        min_len: int = 0,
-        join: bool = False,
-        key: str = "data.train",
+        self, parts: tuple[TokenizedSource, ...], settings: DataConfig, key: str = "data.train"
     ) -> None:
-        """`max_seq_len` None takes sequences of any length. `join`: the texts of a source behind
-        each other, cut to `max_seq_len`. Raises DataError if one is too long and that is an error,
-        or cannot be split, and if nothing is left to learn from."""
-        self.parts = parts
+        """Raises DataError if a sequence is too long and that is an error, or cannot be split, and
+        if nothing is left to learn from."""
+        self.parts, self.settings, self._key = parts, settings, key
         self._references: Mapping[int, ReferenceLogProbs] = {}
-        self._key = key
-        self.max_seq_len = max_seq_len
         self._offsets = np.cumsum([0, *(len(part.index) for part in parts)])
+        self.above: Counter[TooLong] = Counter()
+        """How many records were above `data.max_seq_len`, by what became of them."""
+        kept = self._joined() if settings.join else self._fitted()
+        short = self._any(self.seq_lens < settings.min_len) & kept
+        self.num_short = int(short.sum())
+        self._keep(kept & ~short)
+
+    def _fitted(self) -> npt.NDArray[np.bool_]:
+        """Makes the sequences of the rows of all parts, each in one piece or in several, as
+        `data.too_long` has it; (U,) which records stay."""
+        parts, too_long = self.parts, self.settings.too_long
         lens = np.concatenate([part.seq_lens for part in parts])
         starts = np.concatenate([part.starts + self._offsets[i] for i, part in enumerate(parts)])
-        self._joins, self._min_len = join, min_len
-        self.num_truncated = self.num_dropped = self.num_split = self.num_short = 0
-        if join:
-            assert max_seq_len is not None
-            self._join(max_seq_len)
-            return
-        limit = max_seq_len if max_seq_len is not None else int(lens.max(initial=1))
+        # None, of `furlong lengths`: of any length
+        limit = self.settings.max_seq_len or int(lens.max(initial=1))
         is_long = lens > limit
         above = np.logical_or.reduceat(is_long, starts) if len(starts) else starts > 0
         num_above = int(above.sum())
@@ -85,17 +81,15 @@ class DataSet:
             raise self._too_long(lens, num_above, limit, len(starts))
         if too_long == "split":
             self._require_splittable(lens, limit)
-        # The rows as they are learnt, each in one piece or in several: (N,) for each of these.
+        self.above[too_long] = num_above
         pieces = -(-lens // limit) if too_long == "split" else np.ones_like(lens)
         first = np.cumsum(pieces) - pieces
+        # (N,) the row of each sequence, its first token there, and its tokens; then those learnt
         self._rows = np.repeat(np.arange(len(lens)), pieces)
         self._begins = (np.arange(len(self._rows)) - np.repeat(first, pieces)) * limit
         self.seq_lens: npt.NDArray[np.int64] = np.minimum(lens[self._rows] - self._begins, limit)
-        """(N,) tokens of every sequence."""
-        self.valid_tokens: npt.NDArray[np.int64] = np.concatenate(
-            [part.index[:, 3] for part in parts]
-        )[self._rows]
-        """(N,) tokens of every sequence that are learnt."""
+        valid = np.concatenate([part.index[:, 3] for part in parts])
+        self.valid_tokens: npt.NDArray[np.int64] = valid[self._rows]
         if too_long in ("truncate", "split"):
             for piece in np.flatnonzero(is_long[self._rows]).tolist():
                 labels = self._tokens(piece)[1][1:]
@@ -112,19 +106,14 @@ class DataSet:
         self.units: Units = np.stack([begins, np.append(begins, len(self._rows))[1:]], axis=1)
         """(U, 2) the sequences of each record, or of a piece of one: they are drawn, and left out,
         as one."""
-        self.num_truncated = num_above if too_long == "truncate" else 0
-        self.num_dropped = num_above if too_long == "drop" else 0
-        self.num_split = num_above if too_long == "split" else 0
-        dropped = self._any(is_long[self._rows] & (too_long == "drop"))
-        short = self._any(self.seq_lens < min_len) & ~dropped
-        self.num_short = int(short.sum())
-        self._keep(~dropped & ~short)
+        return ~self._any(is_long[self._rows] & (too_long == "drop"))
 
-    def _join(self, limit: int) -> None:
+    def _joined(self) -> npt.NDArray[np.bool_]:
         """Makes the sequences of texts that follow each other in the cache, file after file: each
         begins within a text, at the row and the token that it is known by, and goes on behind its
-        end. The last one of a source has the rest."""
+        end. The last one of a source has the rest. (U,) all stay."""
         rows, begins, lens = [], [], []
+        limit = self.settings.max_seq_len
         for part, offset in zip(self.parts, self._offsets.tolist(), strict=False):
             stops = part.index[:, 0]
             firsts = np.arange(0, int(stops[-1]), limit)
@@ -135,11 +124,8 @@ class DataSet:
         self._rows, self._begins = np.concatenate(rows), np.concatenate(begins)
         self.seq_lens = np.concatenate(lens)
         self.valid_tokens = self.seq_lens - 1  # each token but the first one is learnt
-        numbers = np.arange(len(self._rows))
-        self.units = np.stack([numbers, numbers + 1], axis=1)
-        short = self.seq_lens < self._min_len
-        self.num_short = int(short.sum())
-        self._keep(~short)
+        self.units = each_alone(len(self._rows))
+        return np.ones(len(self._rows), bool)
 
     def _any(self, of_rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """(U,) whether it is true of any sequence of a unit."""
@@ -210,7 +196,7 @@ class DataSet:
         is_held = np.isin(of_units, np.concatenate(held))
         rest, held_out = copy.copy(self), copy.copy(self)
         held_out._key = "data.eval_share"
-        held_out.num_truncated = held_out.num_dropped = held_out.num_split = held_out.num_short = 0
+        held_out.above, held_out.num_short = Counter(), 0
         rest._keep(~is_held)
         held_out._keep(is_held)
         return rest, held_out
@@ -323,19 +309,16 @@ class DataSet:
             f" {format_count(self.num_tokens)} {plural(self.num_tokens, 'token')},"
             f" {format_count(self.num_valid_tokens)} of them learnt, longest {self.longest:,}"
         )
-        if self.num_truncated or self.num_dropped:
-            line += (
-                f"; above {self.max_seq_len:,}: {self.num_truncated:,} truncated,"
-                f" {self.num_dropped:,} dropped"
-            )
-        if self._joins:
-            line += (
-                f", joined of {count_words(sum(len(part.index) for part in self.parts), 'text')}"
-            )
-        if self.num_split:
-            line += f"; above {self.max_seq_len:,}: {self.num_split:,} split"
+        above, limit = self.above, self.settings.max_seq_len
+        if above["truncate"] or above["drop"]:
+            line += f"; above {limit:,}: {above['truncate']:,} truncated, {above['drop']:,} dropped"
+        if self.settings.join:
+            num_texts = sum(len(part.index) for part in self.parts)
+            line += f", joined of {count_words(num_texts, 'text')}"
+        if above["split"]:
+            line += f"; above {limit:,}: {above['split']:,} split"
         if self.num_short:
-            line += f"; below {self._min_len:,}: {self.num_short:,} left out"
+            line += f"; below {self.settings.min_len:,}: {self.num_short:,} left out"
         return line
 
     def _require_splittable(self, lens: npt.NDArray[np.int64], limit: int) -> None:
@@ -370,7 +353,7 @@ class DataSet:
         left_out = [_left_out(part) for part in self.parts]
         return DataError(
             given=f"{count_words(len(self), 'sequence')} without a label"
-            + (f", {self.num_dropped:,} dropped" if self.num_dropped else "")
+            + (f", {self.above['drop']:,} dropped" if self.above["drop"] else "")
             + (f", {self.num_short:,} too short" if self.num_short else "")
             + "".join(left_out),
             required="at least one token that is to be predicted from one before it",
@@ -416,32 +399,21 @@ def _left_out(part: TokenizedSource) -> str:
 def load_data(
     sources: Items[Source],
     tokenizer: Any,
+    settings: DataConfig,
     *,
-    reading: Reading | None = None,
-    max_seq_len: int | None = None,
-    too_long: TooLong = "error",
-    min_len: int = 0,
-    join: bool = False,
-    limit: int | None = None,
-    cache_dir: str | None = None,
+    format: Format | None = None,
     key: str = "data.train",
 ) -> DataSet:
-    """The data set of `sources`, tokenized or taken from the cache.
-
-    limit: records of each source at most. key: where the sources were named, for messages. Raises
-    DataError and ConfigError.
-    """
+    """The data set of `sources`, tokenized or taken from the cache. `format`: what the loss asks
+    for; `key`: where the sources were named. Raises DataError and ConfigError."""
     listings = [list_files(source, key) for source in sources]
-    limits = [min(filter(None, (source.limit, limit)), default=None) for source in sources]
-    is_whole = [
-        not listing.slices and most is None for listing, most in zip(listings, limits, strict=True)
-    ]
-    refuse_repeated(list(compress(listings, is_whole)), key)
-    known = fingerprint(tokenizer)
-    folder = cache_folder(cache_dir)
+    limits = [min(filter(None, (source.limit, settings.limit)), default=None) for source in sources]
+    whole = [one for one, most in zip(listings, limits, strict=True) if not (one.slices or most)]
+    refuse_repeated(whole, key)
+    known, folder = fingerprint(tokenizer), cache_folder(settings.cache_dir)
     parts: list[TokenizedSource] = []
     for source, listing, most in zip(sources, listings, limits, strict=True):
-        own = (reading or Reading()).of_source(source)
+        own = Reading.of(settings, format).of_source(source)
         meant = listing.slices, most
         try:
             place = folder / "tokens" / key_of(status_key(listing.files), known, own.key, meant)
@@ -456,18 +428,13 @@ def load_data(
             with writing(folder):
                 arrays = write_tokens(place, encoded, facts)
             tokenized_s = time.perf_counter() - started_s
-        if join:
+        if settings.join:
             check_joined(arrays.facts["format"], tokenizer, printable(source.path))
         parts.append(TokenizedSource(source, listing, arrays, known, tokenized_s))
-    for one, other in combinations(range(len(parts)), 2):
-        if is_whole[one] and is_whole[other]:
-            continue
-        if shared := _overlap(parts[one], parts[other]):
-            raise _repeated(shared[0], key)
-    return DataSet(
-        tuple(parts), max_seq_len=max_seq_len, too_long=too_long, min_len=min_len, join=join,
-        key=key,
-    )  # fmt: skip
+    for one, other in combinations(parts, 2):
+        if shared := _overlap(one, other):
+            raise _repeated(shared[0], key, _NAME_ONCE)
+    return DataSet(tuple(parts), settings, key)
 
 
 def describe_shared(train: DataSet, held_out: DataSet) -> list[str]:
@@ -535,7 +502,7 @@ def refuse_repeated(listings: Items[Listing], key: str, change: str = _NAME_ONCE
         raise _repeated(printable(twice[0]), key, change)
 
 
-def _repeated(file: str, key: str, change: str = _NAME_ONCE) -> DataError:
+def _repeated(file: str, key: str, change: str) -> DataError:
     return DataError(
         given=f"{file}, which two sources name",
         required="every record in one source",

@@ -198,7 +198,7 @@ def iterate_batches(
     `units` are drawn and counted, by default each sequence by itself. `state` is where to begin:
     the sequences before it are not read.
     """
-    units = _each(len(sequences)) if units is None else units
+    units = each_alone(len(sequences)) if units is None else units
     epoch, first = state.epoch, state.batch
     while True:
         batches = epochs.batches(epoch)
@@ -215,7 +215,7 @@ def in_order(
     sequences: Sequences, size: StepSize, *, units: Units | None = None
 ) -> Iterator[Batch]:
     """One pass without shuffling: the batches of an evaluation."""
-    units = _each(len(sequences)) if units is None else units
+    units = each_alone(len(sequences)) if units is None else units
     lens: Items[int] = range(len(units))
     if size.tokens is not None:
         lens = [sum(own.seq_len for own in _drawn(sequences, units[i : i + 1])) for i in lens]
@@ -225,7 +225,7 @@ def in_order(
         start = stop
 
 
-def _each(num_sequences: int) -> Units:
+def each_alone(num_sequences: int) -> Units:
     """Each sequence by itself."""
     numbers = np.arange(num_sequences)
     return np.stack([numbers, numbers + 1], axis=1)

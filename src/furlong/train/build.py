@@ -13,7 +13,6 @@ import torch
 from furlong.api import Engine
 from furlong.config.schema import DataConfig, Format, RunConfig, TrainConfig
 from furlong.data.dataset import DataSet, describe_shared, load_data
-from furlong.data.formats import Reading
 from furlong.data.loader import (
     Batch,
     Epochs,
@@ -122,18 +121,8 @@ def load_splits(
         data["train"] = StreamSet(settings, tokenizer, seed=seed, say=say)
     for split, named in (("train", settings.train), ("eval", settings.eval)):
         if named is not None and split not in data:
-            data[split] = load_data(
-                named,
-                tokenizer,
-                reading=Reading.of(settings, format),
-                max_seq_len=settings.max_seq_len,
-                too_long=settings.too_long,
-                min_len=settings.min_len,
-                join=settings.join,
-                limit=settings.limit,
-                cache_dir=settings.cache_dir,
-                key=f"data.{split}",
-            )
+            key = f"data.{split}"
+            data[split] = load_data(named, tokenizer, settings, format=format, key=key)
     if settings.eval_share:
         data["train"], data["eval"] = data["train"].split_off(settings.eval_share, seed)
     print(*data["train"].describe(), sep="\n")

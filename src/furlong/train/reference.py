@@ -70,8 +70,8 @@ def referenced(
     processes, model = engine.processes, engine.engine.model.model
     device = engine.engine.model.device
     facts: dict[str, Any] = {"model": fingerprint}
-    if data.num_truncated:
-        facts["max_seq_len"] = data.max_seq_len
+    if data.above["truncate"]:
+        facts["max_seq_len"] = data.settings.max_seq_len
     is_wide = next(model.parameters()).dtype == torch.float64
     references: dict[int, ReferenceLogProbs] = {}
     num_computed = 0

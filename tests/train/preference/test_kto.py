@@ -17,10 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
-from furlong.config.schema import Source, TrainConfig
+from furlong.config.schema import DataConfig, TrainConfig
 from furlong.config.sources import parse_run
 from furlong.data.dataset import load_data
-from furlong.data.formats import Reading
 from furlong.data.loader import Epochs, iterate_batches
 from furlong.data.tokenize import IGNORE_INDEX
 from furlong.errors import ConfigError, DataError
@@ -53,11 +52,12 @@ def flags_of(folder: Path) -> tuple[str, ...]:
 
 
 def answers(tiny: TinyRun, folder: Path, **changes: Any) -> Any:
-    return load_data(
-        [Source(path=str(folder / "answers.jsonl"))],
-        AutoTokenizer.from_pretrained(tiny.folder / "model"), reading=Reading(format="unpaired"),
-        max_seq_len=512, cache_dir=str(folder / "plain-cache"), **changes,
+    settings = DataConfig(
+        train=str(folder / "answers.jsonl"), format="unpaired", max_seq_len=512,
+        cache_dir=str(folder / "plain-cache"), **changes,
     )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(tiny.folder / "model")
+    return load_data(settings.train, tokenizer, settings)
 
 
 def trained_weights(run: Path) -> dict[str, Tensor]:

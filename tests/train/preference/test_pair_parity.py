@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
-from furlong.config.schema import Source, TrainConfig
+from furlong.config.schema import DataConfig, TrainConfig
 from furlong.data.dataset import load_data
-from furlong.data.formats import Reading
 from furlong.data.loader import Epochs, iterate_batches, sequence_tensors
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model
@@ -72,10 +71,8 @@ def plain_dpo(
     name = str(tiny.folder / "model")
     model = build_model(name, dtype=torch.float64, lora=LORA if lora else None)
     reference = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64)
-    data = load_data(
-        [Source(path=str(pairs))], AutoTokenizer.from_pretrained(name),
-        reading=Reading("preference"),        max_seq_len=512, cache_dir=str(cache),
-    )  # fmt: skip
+    own = DataConfig(train=str(pairs), format="preference", max_seq_len=512, cache_dir=str(cache))
+    data = load_data(own.train, AutoTokenizer.from_pretrained(name), own)
     settings = TrainConfig(lr=1e-2)
     optimizer = build_optimizer(model, settings)
     schedule = build_schedule(optimizer, settings, 2)
