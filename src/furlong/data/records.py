@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain, count, islice
 from typing import Any, BinaryIO
 
-from furlong.data.sources import Listing, SourceFile, printable, unreadable
+from furlong.data.sources import Listing, SourceFile, client_error, printable, unreadable
 from furlong.errors import DataError
 from furlong.units import count_words, format_bytes
 
@@ -167,9 +167,9 @@ def _read_files(
         try:
             for line, values in read(file, note, fields, 0 if number else skip):
                 yield SourceRecord(values, number, line, file.origin(line))
-        except OSError as error:
-            if file.codec is None or error.errno is not None:
-                raise unreadable(file.path, key, error) from error
+        except (OSError, client_error()) as error:
+            if file.codec is None or getattr(error, "errno", 0) is not None:
+                raise unreadable(file.address or file.path, key, error) from error
             raise DataError(
                 given=f"{printable(file.path)}: {error}",
                 required=f"a whole file compressed by {file.codec}",
@@ -380,6 +380,8 @@ def _read_table(file: SourceFile, note: Note, fields: Collection[str], skip: int
         TypeError,
         datasets.exceptions.DatasetsError,
     ) as error:
+        if file.address and isinstance(error, OSError):  # a connection
+            raise
         raise DataError(
             given=f"{file.origin(0)}: {' '.join(str(error).split())[:200]}",
             required=f"what datasets or pyarrow reads as {file.kind} (Arrow's stream, not Feather)",

@@ -7,6 +7,7 @@ script and no remote code.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -56,6 +57,7 @@ _CARD_FILES = frozenset(
     ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 )
 _MAX_NAMED = 3
+_BUFFER_BYTES = 2**20
 _MEND_CARD = "mend the card, or name the files that are meant"
 
 
@@ -87,12 +89,12 @@ class SourceFile:
         return f"{path}:{line}" if is_of_lines else f"{path}, row {line}"
 
     def open(self) -> BinaryIO:
-        """Its bytes as they are. Raises OSError, and DataError for a file that is not here."""
+        """Its bytes as they are. Raises OSError, or what `client_error` is."""
         if self.address is None:
             return self.path.open("rb")
-        from furlong.data.remote import open_remote
+        import fsspec  # type: ignore[import-untyped]
 
-        return open_remote(self.address)
+        return io.BufferedReader(fsspec.open(self.address, "rb").open(), _BUFFER_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +211,9 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
             found = find(_Meant(source, split, key, notes))
             files += found
             parts.append(Part(len(found), part))
-    except OSError as error:
-        raise unreadable(source.path, key, error) from error
+    except (OSError, client_error()) as error:
+        address = _address_of(source) if find is _found_elsewhere else source.path
+        raise unreadable(address, key, error) from error
     is_whole = len(parts) == 1 and not parts[0].slice
     return Listing(tuple(files), notes, () if is_whole else tuple(parts))
 
@@ -253,13 +256,26 @@ def walk(folder: Path) -> tuple[list[Path], list[Path]]:
     return sorted(files), sorted(dangling)
 
 
-def unreadable(path: object, key: str, error: OSError) -> DataError:
-    """The message about a file or folder that the system does not let us read."""
+def client_error() -> type[Exception]:
+    """What the hub's client raises besides OSError, when it has tried six times."""
+    from huggingface_hub import errors
+
+    found: Any = errors.HTTPError  # type: ignore[attr-defined]  # whichever client it has
+    return found  # type: ignore[no-any-return]
+
+
+def unreadable(path: object, key: str, error: Exception) -> DataError:
+    """The message about a file or folder, here or elsewhere, that cannot be read."""
+    reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    change = "check the path and its permissions, or name only the parts that can be read"
+    if "://" in str(path):
+        change = "check the name, log in (hf auth login) if it is closed, and go on with --resume"
+        change += " when a connection that was lost is back"
     return DataError(
-        given=f"{printable(error.filename or path)}: {error.strerror or error}",
+        given=f"{printable(getattr(error, 'filename', None) or path)}: {reason.splitlines()[0]}",
         required="files and folders that exist and can be read",
         source=key,
-        change="check the path and its permissions, or name only the parts that can be read",
+        change=change,
     )
 
 
@@ -325,8 +341,6 @@ def _fetched(meant: _Meant) -> list[SourceFile]:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub import errors as hub
 
-    client_error: Any = hub.HTTPError  # type: ignore[attr-defined]  # whichever client it has
-
     source = meant.source
     owner, name, *inner = [*source.path.removeprefix(_HUB).split("/"), ""]
     folder = Path(*inner)
@@ -344,7 +358,7 @@ def _fetched(meant: _Meant) -> list[SourceFile]:
             found = HfApi().dataset_info(f"{owner}/{name}", revision=source.revision)
         except hub.HfHubHTTPError:
             raise
-        except (ConnectionError, client_error):  # what is there is taken
+        except (ConnectionError, client_error()):  # what is there is taken
             return _found_here(meant, fetch(local_files_only=True))
         listed = [Path(file.rfilename) for file in found.siblings or ()]
         names = _visible(file.relative_to(folder) for file in listed if file.is_relative_to(folder))
@@ -353,7 +367,7 @@ def _fetched(meant: _Meant) -> list[SourceFile]:
         files = _chosen(home := fetch("README.md"), names, meant)
         fetch(*(file.path.relative_to(home) for file in files))
         return files
-    except (OSError, client_error, hub.HFValidationError) as error:
+    except (OSError, client_error(), hub.HFValidationError) as error:
         here = "" if source.path.startswith(_HUB) else "nothing of that name is here, and the hub: "
         raise meant.refusal(
             f"{printable(source.path)}: {here}{str(error).strip().splitlines()[0]}",
@@ -364,22 +378,34 @@ def _fetched(meant: _Meant) -> list[SourceFile]:
         ) from error
 
 
-def _found_elsewhere(meant: _Meant) -> list[SourceFile]:
-    """The files of an address, none of which is fetched. Raises DataError."""
-    from furlong.data.remote import find
-
-    source = meant.source
+def _address_of(source: Source) -> str:
+    """The address of a source that is not fetched."""
     address = source.path if "://" in source.path else _HUB + source.path
-    if source.revision is not None:
-        owner, name, *inner = address.removeprefix(_HUB).split("/")
-        revision = quote(source.revision, safe="")
-        address = _HUB + "/".join((owner, f"{name}@{revision}", *inner))
-    root, found, system = find(address)
+    if source.revision is None:
+        return address
+    owner, name, *inner = address.removeprefix(_HUB).split("/")
+    return _HUB + "/".join((owner, f"{name}@{quote(source.revision, safe='')}", *inner))
+
+
+def _found_elsewhere(meant: _Meant) -> list[SourceFile]:
+    """The files of an address, none of which is fetched. Raises DataError, and what asking its
+    file system raises."""
+    import fsspec
+
+    address = _address_of(meant.source)
+    try:
+        system, root = fsspec.url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise meant.refusal(
+            f"{address}: {str(error).splitlines()[0]}",
+            "an address that fsspec reads, such as hf://datasets/OWNER/NAME or s3://...",
+            "install the package that fsspec names, or write another address",
+        ) from error
 
     def address_of(name: Path) -> str:
         return str(system.unstrip_protocol(f"{root}/{name.as_posix()}" if name.parts else root))
 
-    names = _visible(Path(file).relative_to(root) for file in found)
+    names = _visible(Path(file).relative_to(root) for file in sorted(system.find(root)))
     return _chosen(Path(root), names, meant, address_of=address_of)
 
 
