@@ -70,7 +70,7 @@ def _look_at_records(made: Conversion) -> None:
     settings = RunConfig.model_validate(made.values).data
     formats: set[str | None] = set()
     for source in settings.train:
-        reading = Reading.of(settings).of_source(source)
+        reading = Reading.of(settings, source)
         if not Path(source.path).expanduser().exists():
             formats.add(None)
             continue

@@ -413,7 +413,7 @@ def load_data(
     known, folder = fingerprint(tokenizer), cache_folder(settings.cache_dir)
     parts: list[TokenizedSource] = []
     for source, listing, most in zip(sources, listings, limits, strict=True):
-        own = Reading.of(settings, format).of_source(source)
+        own = Reading.of(settings, source, format)
         meant = listing.slices, most
         try:
             place = folder / "tokens" / key_of(status_key(listing.files), known, own.key, meant)

@@ -169,19 +169,13 @@ class Reading:
     eot_tokens: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, settings: DataConfig, format: Format | None = None) -> Reading:
-        """That of a run. `format`: what its loss asks for, None is the settings' own."""
+    def of(cls, settings: DataConfig, source: Source, format: Format | None = None) -> Reading:
+        """That of a source of a run. `format`: what the loss asks for, of each source."""
         return cls(
-            format or settings.format, settings.fields, settings.chat_template_kwargs,
+            format or source.format or settings.format,
+            {**settings.fields, **(source.fields or {})}, settings.chat_template_kwargs,
             settings.train_on, settings.eot_tokens,
         )  # fmt: skip
-
-    def of_source(self, source: Source) -> Reading:
-        """That of one source. A loss that asks for a format asks it of each."""
-        format = (
-            self.format if self.format in FORMAT_OF_LOSS.values() else source.format or self.format
-        )
-        return replace(self, format=format, fields={**self.fields, **(source.fields or {})})
 
     @property
     def columns(self) -> frozenset[str]:

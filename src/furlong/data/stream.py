@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -34,7 +34,7 @@ from furlong.data.formats import Reading, encode
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.records import Notes, SourceRecord, read_records
 from furlong.data.sources import list_files, printable
-from furlong.data.tokenize import IGNORE_INDEX, Encoded, Sequence, fingerprint
+from furlong.data.tokenize import Encoded, Sequence, fingerprint
 from furlong.errors import DataError
 from furlong.plan.lengths import StepSize
 from furlong.units import count_words
@@ -84,36 +84,74 @@ class StreamBlock:
     sequences: list[Sequence]
     checksum: str
     """The checksum of all tokens and labels, in their order."""
-    highest: tuple[int, str]
-    """The highest token id or label, and where it is."""
     notes: list[str]
     """Lines about what was left out here for the first time."""
 
 
 class Reader:
-    """The blocks of a source, read by one thread."""
+    """The sequences of a source one after another; a thread reads the next block meanwhile."""
 
     def __init__(
-        self, source: Source, number: int, settings: DataConfig, tokenizer: Any, seed: int, key: str
-    ) -> None:
-        """Reads the first record, which decides the format. Raises DataError."""
+        self, source: Source, number: int, settings: DataConfig, tokenizer: Any, seed: int,
+        key: str, thread: ThreadPoolExecutor, check: Callable[[StreamBlock], None],
+    ) -> None:  # fmt: skip
+        """Reads the first record, which decides the format. `check`: what each block goes through
+        before it is drawn from. Raises DataError."""
         self.source, self._settings, self._key = source, settings, key
         self._tokenizer, self._seed = tokenizer, (seed, number)
+        self._thread, self._check = thread, check
         self._most_tokens = BLOCK_TOKENS // len(settings.train)
         self._limit = min(filter(None, (source.limit, settings.limit)), default=None)
         self.listing = list_files(source, key, fetch=False)
-        reading = Reading.of(settings).of_source(source)
+        reading = Reading.of(settings, source)
         first = next(read_records(self.listing, Notes(), reading.columns, key))
         self.reading = reading.decided(first)
         self.facts = self.reading.facts(first)
         if settings.join:
             check_joined(self.reading.format, tokenizer, first.origin)
+        self.go_to(Cursor())
         self.is_closed = False
         self._notes, self._told = Notes(), set[str]()
         self._at: Position | None = None
         self._has_learnt = True
         """Whether the pass at hand had anything to learn; of one that was not begun here: as if."""
         self._encoded: Generator[tuple[SourceRecord, list[Encoded]]] | None = None
+
+    def go_to(self, cursor: Cursor) -> None:
+        """Draw from a cursor on."""
+        self.cursor = cursor
+        self.block: StreamBlock | None = None
+        self._next: Future[StreamBlock] | None = None
+
+    def peek(self) -> Sequence:
+        """The sequence that is drawn next. Raises DataError."""
+        while self.block is None or self.cursor.drawn == len(self.block.sequences):
+            coming = self._next or self._thread.submit(self.read, self.cursor.block)
+            block = coming.result()
+            self._next = self._thread.submit(self.read, block.end)
+            if self.block is not None:
+                self.cursor = replace(self.cursor, block=block.start, drawn=0, checksum="")
+            elif self.cursor.checksum not in ("", block.checksum):
+                at = block.start
+                raise DataError(
+                    given=f"other sequences in {printable(self.source.path)} than the run has"
+                    f" drawn, behind record {at.line} of file {at.file} of pass {at.epoch + 1}",
+                    required="the records before the place where the run goes on as they were",
+                    source="data.train, and the checkpoint",
+                    change="restore the files (of the hub: name the revision), or start anew with"
+                    " another out",
+                )
+            self._check(block)
+            self.block = block
+            self.cursor = replace(self.cursor, checksum=block.checksum)
+        return self.block.sequences[self.cursor.drawn]
+
+    def take(self) -> Sequence:
+        """Go on behind the sequence that `peek` has shown."""
+        sequence, own = self.peek(), self.cursor
+        num_tokens = own.num_tokens + sequence.seq_len
+        self.cursor = replace(own, drawn=own.drawn + 1, num_tokens=num_tokens)
+        return sequence
 
     def read(self, start: Position) -> StreamBlock:
         """The block that begins behind a record; one that the end of an epoch cuts is smaller.
@@ -136,24 +174,21 @@ class Reader:
         if self._settings.join:
             found = _joined(found, self._settings.max_seq_len)
         least = self._settings.min_len
-        found = [one for one in found if len(one[1].input_ids) >= least]
-        if start == Position(start.epoch):
-            self._has_learnt = False
-        self._has_learnt |= any((one.labels[1:] != IGNORE_INDEX).any() for _, one in found)
-        if end.epoch > start.epoch and not self._has_learnt and not self.is_closed:
-            raise self._nothing_to_learn()
-        checksum, highest = xxhash.xxh3_128(), (-1, "")
-        for origin, one in found:
-            checksum.update(one.input_ids.tobytes())
-            checksum.update(one.labels.tobytes())
-            highest = max(highest, (int(max(one.input_ids.max(), one.labels.max())), origin))
-        own_sequences = [
+        found = [pair for pair in found if len(pair[1].input_ids) >= least]
+        drawn = [
             Sequence(number, origin, one.input_ids, one.labels)
             for number, (origin, one) in enumerate(found)
         ]
-        return StreamBlock(
-            start, end, own_sequences, checksum.hexdigest(), highest, self._new_notes()
-        )
+        if start == Position(start.epoch):
+            self._has_learnt = False
+        self._has_learnt |= any(one.num_valid_tokens for one in drawn)
+        if end.epoch > start.epoch and not self._has_learnt and not self.is_closed:
+            raise self._nothing_to_learn()
+        checksum = xxhash.xxh3_128()
+        for one in drawn:
+            checksum.update(one.input_ids.tobytes())
+            checksum.update(one.labels.tobytes())
+        return StreamBlock(start, end, drawn, checksum.hexdigest(), self._new_notes())
 
     def _encode(self, start: Position) -> Generator[tuple[SourceRecord, list[Encoded]]]:
         """The records behind a place, to the end of its epoch, with their sequences. Files have
@@ -237,53 +272,6 @@ def _joined(found: Items[tuple[str, Encoded]], limit: int) -> list[tuple[str, En
     return cut
 
 
-class Drawing:
-    """The sequences of a source one after another, from a cursor on; its thread reads ahead."""
-
-    def __init__(
-        self, reader: Reader, cursor: Cursor, thread: ThreadPoolExecutor, check: Check
-    ) -> None:
-        """`check`: what each block goes through before it is drawn from."""
-        self.reader, self.cursor, self._thread, self._check = reader, cursor, thread, check
-        self.block: StreamBlock | None = None
-        self._next = thread.submit(reader.read, cursor.block)
-
-    def peek(self) -> Sequence:
-        """The sequence that is drawn next. Raises DataError."""
-        while self.block is None or self.cursor.drawn == len(self.block.sequences):
-            block = self._next.result()
-            self._next = self._thread.submit(self.reader.read, block.end)
-            if self.block is not None:
-                self.cursor = replace(self.cursor, block=block.start, drawn=0, checksum="")
-            elif self.cursor.checksum not in ("", block.checksum):
-                raise self._changed(block)
-            self._check(block)
-            self.block = block
-            self.cursor = replace(self.cursor, checksum=block.checksum)
-        return self.block.sequences[self.cursor.drawn]
-
-    def take(self) -> None:
-        """Go on behind the sequence that `peek` has shown."""
-        cursor, num_tokens = self.cursor, self.peek().seq_len
-        self.cursor = replace(
-            cursor, drawn=cursor.drawn + 1, num_tokens=cursor.num_tokens + num_tokens
-        )
-
-    def _changed(self, block: StreamBlock) -> DataError:
-        at = self.cursor.block
-        return DataError(
-            given=f"other sequences in {printable(self.reader.source.path)} than the run has"
-            f" drawn, behind record {at.line} of file {at.file} of pass {at.epoch + 1}",
-            required="the records before the place where the run goes on as they were",
-            source="data.train, and the checkpoint",
-            change="restore the files (of the hub: name the revision), or start anew with another"
-            " out",
-        )
-
-
-Check = Callable[[StreamBlock], None]
-
-
 class StreamSet:
     """Sequences of one or several sources, drawn so that each has its share of the tokens."""
 
@@ -297,15 +285,14 @@ class StreamSet:
         self._settings, self._seed, self.say, self._key = settings, seed, say, key
         own = copy.deepcopy(tokenizer)  # the thread's
         self._tokenizer = fingerprint(tokenizer)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._vocab_size: int | None = None
         self._readers = [
-            Reader(source, number, settings, own, seed, key)
+            Reader(source, number, settings, own, seed, key, self._thread, self._check)
             for number, source in enumerate(settings.train)
         ]
         once = "name it once; a larger share draws from it more often"
         refuse_repeated([reader.listing for reader in self._readers], key, once)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
-        self._drawings: list[Drawing] = []
-        self._vocab_size: int | None = None
 
     @property
     def longest(self) -> int:
@@ -317,10 +304,10 @@ class StreamSet:
         """The sequences of the first block of each source."""
         self._begin(LoaderState())
         found = []
-        for drawing in self._drawings:
-            drawing.peek()
-            assert drawing.block is not None
-            found += drawing.block.sequences
+        for reader in self._readers:
+            reader.peek()
+            assert reader.block is not None
+            found += reader.block.sequences
         return found
 
     @property
@@ -361,9 +348,9 @@ class StreamSet:
         """Raises DataError, now or when it is read, for a token id or label that a model of
         `vocab_size` does not know."""
         self._vocab_size = vocab_size
-        for drawing in self._drawings:
-            if drawing.block is not None:
-                self._check(drawing.block)
+        for reader in self._readers:
+            if reader.block is not None:
+                self._check(reader.block)
 
     def describe(self) -> list[str]:
         """Lines that tell what was found."""
@@ -388,14 +375,12 @@ class StreamSet:
         while True:
             own, num_tokens = list[Sequence](), 0
             while size.sequences is None or len(own) < size.sequences:
-                drawing = self._due()
-                sequence = drawing.peek()
-                num_tokens += sequence.seq_len
+                reader = self._due()
+                num_tokens += reader.peek().seq_len
                 if own and size.tokens is not None and num_tokens > size.tokens:
                     break
-                own.append(sequence)
-                drawing.take()
-            cursors = tuple(asdict(drawing.cursor) for drawing in self._drawings)
+                own.append(reader.take())
+            cursors = tuple(asdict(reader.cursor) for reader in self._readers)
             yield Batch(tuple(own), LoaderState(sources=cursors))
 
     def close(self) -> None:
@@ -408,26 +393,25 @@ class StreamSet:
 
     def _begin(self, state: LoaderState) -> None:
         cursors = [Cursor.of(values) for values in state.sources] or [Cursor()] * len(self._readers)
-        if [(own.cursor.block, own.cursor.drawn) for own in self._drawings] != [
-            (own.block, own.drawn) for own in cursors
-        ]:
-            self._drawings = [
-                Drawing(reader, cursor, self._thread, self._check)
-                for reader, cursor in zip(self._readers, cursors, strict=True)
-            ]
+        places = [(own.cursor.block, own.cursor.drawn) for own in self._readers]
+        if places != [(own.block, own.drawn) for own in cursors]:
+            for reader, cursor in zip(self._readers, cursors, strict=True):
+                reader.go_to(cursor)
 
-    def _due(self) -> Drawing:
+    def _due(self) -> Reader:
         """The source that lacks most tokens of its share."""
-        total = sum(drawing.cursor.num_tokens for drawing in self._drawings)
+        total = sum(reader.cursor.num_tokens for reader in self._readers)
 
-        def lacks(drawing: Drawing) -> float:
-            return (drawing.reader.source.share or 1) * total - drawing.cursor.num_tokens
+        def lacks(reader: Reader) -> float:
+            return (reader.source.share or 1) * total - reader.cursor.num_tokens
 
-        return max(self._drawings, key=lacks)
+        return max(self._readers, key=lacks)
 
     def _check(self, block: StreamBlock) -> None:
-        highest, origin = block.highest
-        if self._vocab_size is not None and highest >= self._vocab_size:
-            raise unknown_token(highest, self._vocab_size, origin)
+        if (vocab_size := self._vocab_size) is not None:
+            for one in block.sequences:
+                highest = int(max(one.input_ids.max(), one.labels.max()))
+                if highest >= vocab_size:
+                    raise unknown_token(highest, vocab_size, one.origin)
         for line in block.notes:
             self.say(line)
