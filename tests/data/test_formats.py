@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_tokenizers import CHATML, CHATML_WITH_TAGS, byte_tokenizer
 
-from furlong.data.chat import messages_of
+from furlong.data.fields import messages_of, text_of
 from furlong.data.formats import (
     FORMATS,
     Reading,
@@ -18,7 +18,6 @@ from furlong.data.formats import (
     encode,
     unused_fields,
 )
-from furlong.data.instructions import text_of
 from furlong.data.pairs import EMPTY
 from furlong.data.records import Notes, SourceRecord
 from furlong.data.tokenize import IGNORE_INDEX, Encoded

@@ -18,6 +18,7 @@ from furlong.data.loader import (
     Mixture,
     count_steps,
     describe_batches,
+    each_alone,
     in_order,
     iterate_batches,
     told_ahead,
@@ -30,6 +31,7 @@ SEQUENCES = [
     Sequence(i, f"file:{i}", np.full(i + 1, i, np.int32), np.full(i + 1, i, np.int32))
     for i in range(10)
 ]
+EACH = each_alone(10)
 LENS = np.arange(1, 11)
 PLAIN = Mixture((10,), (1.0,))
 WEIGHTED = Mixture((6, 3, 1), (0.5, 2.0, 1.5))
@@ -50,7 +52,7 @@ def ids(
     size: StepSize = FOUR,
 ) -> list[list[int]]:
     order = epochs(seed, size, mixture)
-    batches = iterate_batches(SEQUENCES, order, state=state or LoaderState())
+    batches = iterate_batches(SEQUENCES, EACH, order, state=state or LoaderState())
     return [[s.seq_id for s in batch.sequences] for batch in islice(batches, num_batches)]
 
 
@@ -80,7 +82,7 @@ WEIGHTED_ORDER = [7, 6, 7, 0, 2, 6, 8, 9, 9, 8, 4]
 )
 def test_any_position_goes_on_as_if_nothing_had_happened(mixture: Mixture, size: StepSize) -> None:
     whole = ids(3, 8, None, mixture, size)
-    batches = iterate_batches(SEQUENCES, epochs(3, size, mixture))
+    batches = iterate_batches(SEQUENCES, EACH, epochs(3, size, mixture))
     for number, batch in enumerate(islice(batches, 7), start=1):
         state = batch.next_state
         assert ids(3, 8 - number, state, mixture, size) == whole[number:]
@@ -96,7 +98,7 @@ def test_going_on_reads_nothing_of_what_lies_before() -> None:
 
     sequences = Counted(SEQUENCES)
     state = LoaderState(epoch=1000, batch=1)
-    next(iterate_batches(sequences, epochs(0), state=state))
+    next(iterate_batches(sequences, EACH, epochs(0), state=state))
     assert sequences.read == 4
 
 
@@ -165,7 +167,7 @@ def test_passes_over_a_part_have_orders_of_their_own() -> None:
 
 
 def test_a_batch_counts_its_labels_and_makes_tensors() -> None:
-    (batch, *_) = in_order(SEQUENCES[:2], StepSize(4))
+    (batch, *_) = in_order(SEQUENCES, EACH[:2], StepSize(4))
     assert (batch.num_tokens, batch.num_valid_tokens) == (3, 1)
     tensors = batch.tensors(torch.device("cpu"))
     assert [t["input_ids"].tolist() for t in tensors] == [[0], [1, 1]]
@@ -177,7 +179,7 @@ def test_in_order_is_one_pass() -> None:
         (StepSize(4), [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]),
         (StepSize(tokens=10), [[0, 1, 2, 3], [4], [5], [6], [7], [8], [9]]),
     ):
-        batches = in_order(SEQUENCES, size)
+        batches = in_order(SEQUENCES, EACH, size)
         assert [[s.seq_id for s in b.sequences] for b in batches] == expected
 
 
@@ -211,7 +213,7 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 def test_a_part_of_a_batch_reads_nothing_else() -> None:
     unread: Any = None
     sequences = [SEQUENCES[2], Sequence(3, "x", np.zeros(4, np.int32), unread, counted=3)]
-    (batch,) = in_order(sequences, StepSize(2))
+    (batch,) = in_order(sequences, EACH[:2], StepSize(2))
     assert batch.seq_lens == (3, 4) and batch.num_valid_tokens == 2 + 3
     part = batch.part([0], torch.device("cpu"))
     assert part.keys() == {0} and part[0]["input_ids"].tolist() == [2, 2, 2]
@@ -219,7 +221,7 @@ def test_a_part_of_a_batch_reads_nothing_else() -> None:
 
 @pytest.mark.parametrize("num_batches", [1, 2, 5])
 def test_batches_are_told_before_the_one_in_front_is_handed_out(num_batches: int) -> None:
-    batches = list(in_order(SEQUENCES[: 2 * num_batches], StepSize(2)))
+    batches = list(in_order(SEQUENCES, EACH[: 2 * num_batches], StepSize(2)))
     told: list[Any] = []
     seen = 0
     for batch in told_ahead(iter(batches), told.append):

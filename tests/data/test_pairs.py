@@ -270,7 +270,7 @@ def test_batches_of_pairs_go_on_where_they_were(tmp_path: Path) -> None:
     records = [{"prompt": "a " * n, "chosen": "b", "rejected": "c"} for n in range(1, 8)]
     data = pairs_of(tmp_path, *records, tokenizer=word_tokenizer())
     epochs = Epochs(data.mixture, StepSize(3), 4, data.unit_lens)
-    endless = iterate_batches(data, epochs, units=data.units)
+    endless = iterate_batches(data, data.units, epochs)
     batches = [next(endless) for _ in range(5)]
     for batch in batches:
         ids = [sequence.seq_id for sequence in batch.sequences]
@@ -278,7 +278,7 @@ def test_batches_of_pairs_go_on_where_they_were(tmp_path: Path) -> None:
     assert [len(batch.sequences) for batch in batches] == [6, 6, 2, 6, 6]
     first_epoch = sorted(s.seq_id for batch in batches[:3] for s in batch.sequences)
     assert first_epoch == list(range(14))
-    again = iterate_batches(data, epochs, state=batches[1].next_state, units=data.units)
+    again = iterate_batches(data, data.units, epochs, state=batches[1].next_state)
     assert [s.seq_id for s in next(again).sequences] == [s.seq_id for s in batches[2].sequences]
     assert sorted(data.epoch_lens(4).tolist()) == sorted(data.seq_lens.tolist())
 

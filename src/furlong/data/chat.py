@@ -16,17 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from furlong.data.fields import Turn
-from furlong.data.records import SourceRecord
+from furlong.data.fields import MARKS, Turn, answers, may_be_learnt
 from furlong.data.tokenize import Rendered
 from furlong.data.training_templates import PROBES, TOOL, training_templates
 from furlong.errors import ConfigError, DataError
 
-MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
-"""Fields of a message by which other trainers choose what is learnt."""
-
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
-_MEDIA = ("image", "image_url", "audio", "input_audio", "video", "video_url", "file")
 _READ = frozenset(("role", "content", *MARKS))
 _TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 # A template may write the time.
@@ -57,47 +52,6 @@ class Turns:
     """Other names that the template is given."""
     is_learnt_whole: bool = False
     """Whether all of its text is learnt."""
-
-
-def messages_of(record: SourceRecord, field: str) -> list[Turn]:
-    """The turns of the conversation in `field`, without keys that have no value. Raises
-    DataError."""
-    messages = record.fields[field]
-    required = f'{field}: [{{"role": "user", "content": "..."}}, ...]'
-    if not isinstance(messages, list):
-        raise record.refusal(f"{field} of type {type(messages).__name__}", required)
-    turns = []
-    for number, given in enumerate(messages, start=1):
-        message = f"message {number} of {field}"
-        if not isinstance(given, dict):
-            raise record.refusal(f"{message} of type {type(given).__name__}", required)
-        turn = {name: value for name, value in given.items() if value is not None}
-        if not isinstance(turn.get("role"), str):
-            raise record.refusal(
-                f"{message} without a role: it has {', '.join(turn) or 'no field'}",
-                required,
-                "mend the record, or name the fields of its messages: data.fields: {role: ...,"
-                " content: ...}",
-            )
-        if not turn.get("tool_calls", True):
-            del turn["tool_calls"]
-        content = turn.get("content", "" if turn.get("tool_calls") else None)
-        if isinstance(content, list):
-            turn["content"] = "".join(_text_of_part(record, part, message) for part in content)
-        elif not isinstance(content, str):
-            kind = type(content).__name__
-            raise record.refusal(f"{message} whose content is of type {kind}", required)
-        _check_marks(record, turn, message)
-        turns.append(turn)
-    return turns
-
-
-def answers(turns: list[Turn]) -> bool:
-    """Whether the assistant says or calls anything."""
-    return any(
-        turn["role"] == "assistant" and (turn.get("content", "").strip() or turn.get("tool_calls"))
-        for turn in turns
-    )
 
 
 class CannotBeMaskedError(DataError):
@@ -408,11 +362,6 @@ class ChatTemplate:
         )
 
 
-def may_be_learnt(turn: Mapping[str, Any]) -> bool:
-    """Whether no mark of a message says that it is not learnt."""
-    return all(turn.get(mark, True) for mark in MARKS)
-
-
 def _as_openai_has_it(turn: Turn) -> Turn:
     """A turn with calls as they come from OpenAI, which some templates count on: arguments are a
     text, and there is a content, if only null."""
@@ -426,34 +375,6 @@ def _as_openai_has_it(turn: Turn) -> Turn:
 def _json(function: Mapping[str, Any]) -> str:
     arguments = function["arguments"]
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:
-    """The text of a part of a content. Raises DataError for what is no text."""
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type") in ("text", None):
-        text = part.get("text")
-        if isinstance(text, str) and not any(part.get(key) for key in _MEDIA):
-            return text
-    raise record.refusal(
-        f"{message}: a part {str(part)[:40]}",
-        'content as a string, or parts such as {"type": "text", "text": "..."}',
-        "remove the record, or the part: images and sound are not trained on",
-    )
-
-
-def _check_marks(record: SourceRecord, turn: Turn, message: str) -> None:
-    """Raises DataError for a mark that asks for more than learning an answer or not."""
-    for mark in MARKS:
-        value = turn.get(mark, True)
-        others = mark != "weight" and value and mark in turn and turn["role"] != "assistant"
-        if others or value not in (0, 1):
-            raise record.refusal(
-                f"{message}, of role {turn['role']}: {mark} = {value!r}",
-                "0 or 1 (false or true), and true for what the assistant says alone",
-                f"remove {mark}, or mend it; an answer with 0 or false is not learnt",
-            )
 
 
 def _parts(text: str, ranges: list[tuple[int, int]]) -> list[str]:

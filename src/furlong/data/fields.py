@@ -1,5 +1,5 @@
-"""Fields of a record under furlong's names, whoever wrote it: fields that a run renames, turns of
-`from` and `value`, other names of roles, and what lies there as JSON in a text."""
+"""Fields of a record under furlong's names, whoever wrote it, and the turns and texts in them:
+fields that a run renames, turns of `from` and `value`, other names of roles, JSON in a text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ Turn = dict[str, Any]
 CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Fields that may hold turns."""
 
+MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+"""Fields of a message by which other trainers choose what is learnt."""
+
+
 _MESSAGES = ("conversations", "conversation")  # where there are no messages
 _JSON = ("messages", "tools", "chat_template_kwargs")  # tables and .csv hold them as texts
+_MEDIA = ("image", "image_url", "audio", "input_audio", "video", "video_url", "file")
 _CALL = "a call"
 _ROLES = {
     **dict.fromkeys(("human",), "user"),
@@ -118,6 +123,76 @@ def tools_of(record: SourceRecord) -> list[Any] | None:
     return found
 
 
+def messages_of(record: SourceRecord, field: str) -> list[Turn]:
+    """The turns of the conversation in `field`, without keys that have no value. Raises
+    DataError."""
+    messages = record.fields[field]
+    required = f'{field}: [{{"role": "user", "content": "..."}}, ...]'
+    if not isinstance(messages, list):
+        raise record.refusal(f"{field} of type {type(messages).__name__}", required)
+    turns = []
+    for number, given in enumerate(messages, start=1):
+        message = f"message {number} of {field}"
+        if not isinstance(given, dict):
+            raise record.refusal(f"{message} of type {type(given).__name__}", required)
+        turn = {name: value for name, value in given.items() if value is not None}
+        if not isinstance(turn.get("role"), str):
+            raise record.refusal(
+                f"{message} without a role: it has {', '.join(turn) or 'no field'}",
+                required,
+                "mend the record, or name the fields of its messages: data.fields: {role: ...,"
+                " content: ...}",
+            )
+        if not turn.get("tool_calls", True):
+            del turn["tool_calls"]
+        content = turn.get("content", "" if turn.get("tool_calls") else None)
+        if isinstance(content, list):
+            turn["content"] = "".join(_text_of_part(record, part, message) for part in content)
+        elif not isinstance(content, str):
+            kind = type(content).__name__
+            raise record.refusal(f"{message} whose content is of type {kind}", required)
+        _check_marks(record, turn, message)
+        turns.append(turn)
+    return turns
+
+
+def answers(turns: list[Turn]) -> bool:
+    """Whether the assistant says or calls anything."""
+    return any(
+        turn["role"] == "assistant" and (turn.get("content", "").strip() or turn.get("tool_calls"))
+        for turn in turns
+    )
+
+
+def may_be_learnt(turn: Mapping[str, Any]) -> bool:
+    """Whether no mark of a message says that it is not learnt."""
+    return all(turn.get(mark, True) for mark in MARKS)
+
+
+def text_of(record: SourceRecord, field: str) -> str:
+    """A field that must be a text. Raises DataError."""
+    text = record.fields[field]
+    if not isinstance(text, str):
+        raise record.refusal(
+            f"{field} of type {type(text).__name__}",
+            f"a string in the field {field}",
+            f"write {field} as a string; conversations go into messages",
+        )
+    return text
+
+
+def instruction_turns(record: SourceRecord, answer: str | None = None) -> list[Turn]:
+    """The turns of a record: its system message, its history, instruction and input as one message
+    of the user, and the answer in the field of that name. Raises DataError."""
+    system = optional_text(record, "system")
+    asked = (text_of(record, "instruction"), optional_text(record, "input"))
+    said = [("system", system)] * bool(system) + _history(record)
+    said.append(("user", "\n".join(filter(None, asked))))
+    if answer is not None:
+        said.append(("assistant", text_of(record, answer)))
+    return [{"role": role, "content": content} for role, content in said]
+
+
 def _turns(
     record: SourceRecord, field: str, turns: list[Any], fields: Mapping[str, Any]
 ) -> Iterator[Any]:
@@ -192,3 +267,51 @@ def _of_json(record: SourceRecord, what: str, text: str) -> Any:
             f"{what}: a text {text.strip()[:40]!r} that is no JSON",
             "a list or an object, or its JSON as a text",
         ) from error
+
+
+def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:
+    """The text of a part of a content. Raises DataError for what is no text."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type") in ("text", None):
+        text = part.get("text")
+        if isinstance(text, str) and not any(part.get(key) for key in _MEDIA):
+            return text
+    raise record.refusal(
+        f"{message}: a part {str(part)[:40]}",
+        'content as a string, or parts such as {"type": "text", "text": "..."}',
+        "remove the record, or the part: images and sound are not trained on",
+    )
+
+
+def _check_marks(record: SourceRecord, turn: Turn, message: str) -> None:
+    """Raises DataError for a mark that asks for more than learning an answer or not."""
+    for mark in MARKS:
+        value = turn.get(mark, True)
+        others = mark != "weight" and value and mark in turn and turn["role"] != "assistant"
+        if others or value not in (0, 1):
+            raise record.refusal(
+                f"{message}, of role {turn['role']}: {mark} = {value!r}",
+                "0 or 1 (false or true), and true for what the assistant says alone",
+                f"remove {mark}, or mend it; an answer with 0 or false is not learnt",
+            )
+
+
+def optional_text(record: SourceRecord, field: str) -> str:
+    return "" if record.fields.get(field) is None else text_of(record, field)
+
+
+def _history(record: SourceRecord) -> list[tuple[str, str]]:
+    """Earlier instructions and outputs, by who said them. Raises DataError."""
+    found = []
+    history = record.fields.get("history") or []
+    for pair in history if isinstance(history, list) else [history]:
+        match pair:
+            case [str(asked), str(said)]:
+                found += [("user", asked), ("assistant", said)]
+            case _:
+                raise record.refusal(
+                    f"a history with {str(pair)[:40]}",
+                    'history: [["an instruction", "its output"], ...]',
+                )
+    return found

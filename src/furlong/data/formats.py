@@ -16,9 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from furlong.config.schema import FORMAT_OF_LOSS, DataConfig, Format, Source, refused_kwargs
-from furlong.data.chat import MARKS, Turns, answers, may_be_learnt, messages_of
-from furlong.data.fields import columns, read_values, renamed, tools_of
-from furlong.data.instructions import instruction_text, instruction_turns, text_of
+from furlong.data.chat import Turns
+from furlong.data.fields import (
+    MARKS,
+    answers,
+    columns,
+    instruction_turns,
+    may_be_learnt,
+    messages_of,
+    optional_text,
+    read_values,
+    renamed,
+    text_of,
+    tools_of,
+)
 from furlong.data.pairs import EMPTY, check_pair, is_of_texts, read_pair, with_mismatches
 from furlong.data.records import BLANK, Notes, SourceRecord
 from furlong.data.rendering import rendering
@@ -28,6 +39,15 @@ from furlong.errors import DataError
 
 _INT32 = np.iinfo(np.int32)
 _INTO_PROMPT = {"system": "into prompt", "history": "into prompt"}
+
+_ALONE = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes"
+    " the request."
+)
+_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further"
+    " context. Write a response that appropriately completes the request."
+)
 
 Read = Callable[[SourceRecord], tuple[Rendered | Turns | Encoded, ...] | str]
 """Reads what becomes the sequences of a record, or why it is left out. Raises DataError."""
@@ -57,6 +77,22 @@ def read_chat(record: SourceRecord) -> tuple[Turns] | str:
 def read_instruction(record: SourceRecord) -> tuple[Turns]:
     """An instruction and its output as a conversation, with those of its history."""
     return (Turns(record.origin, instruction_turns(record, "output"), tools_of(record)),)
+
+
+def instruction_text(record: SourceRecord) -> tuple[Rendered]:
+    """The record in Alpaca's words, of which the output is learnt. Raises DataError."""
+    if record.fields.get("history"):
+        raise record.refusal(
+            "a history, with a tokenizer that has no chat template",
+            "a chat template for several instructions and outputs",
+            "set data.chat_template, such as chatml",
+        )
+    own, output = optional_text(record, "input"), text_of(record, "output")
+    system = optional_text(record, "system") or (_WITH_INPUT if own else _ALONE)
+    prompt = f"{system}\n\n### Instruction:\n{text_of(record, 'instruction')}\n\n"
+    prompt += f"### Input:\n{own}\n\n" if own else ""
+    prompt += "### Response:\n"
+    return (Rendered(prompt + output, ((len(prompt), len(prompt) + len(output)),)),)
 
 
 def read_completion(record: SourceRecord) -> tuple[Rendered | Turns] | str:

@@ -187,18 +187,10 @@ def describe_batches(epochs: Epochs, noun: str = "sequence") -> str:
 
 
 def iterate_batches(
-    sequences: Sequences,
-    epochs: Epochs,
-    *,
-    state: LoaderState = LoaderState(),
-    units: Units | None = None,
+    sequences: Sequences, units: Units, epochs: Epochs, *, state: LoaderState = LoaderState()
 ) -> Iterator[Batch]:
-    """Endless; every epoch has an order of its own.
-
-    `units` are drawn and counted, by default each sequence by itself. `state` is where to begin:
-    the sequences before it are not read.
-    """
-    units = each_alone(len(sequences)) if units is None else units
+    """Endless batches of `units`; every epoch has an order of its own. `state` is where to begin:
+    the sequences before it are not read."""
     epoch, first = state.epoch, state.batch
     while True:
         batches = epochs.batches(epoch)
@@ -211,11 +203,8 @@ def iterate_batches(
         epoch, first = epoch + 1, 0
 
 
-def in_order(
-    sequences: Sequences, size: StepSize, *, units: Units | None = None
-) -> Iterator[Batch]:
+def in_order(sequences: Sequences, units: Units, size: StepSize) -> Iterator[Batch]:
     """One pass without shuffling: the batches of an evaluation."""
-    units = each_alone(len(sequences)) if units is None else units
     lens: Items[int] = range(len(units))
     if size.tokens is not None:
         lens = [sum(own.seq_len for own in _drawn(sequences, units[i : i + 1])) for i in lens]

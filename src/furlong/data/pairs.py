@@ -23,9 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from furlong.data.chat import Turns, answers, messages_of
-from furlong.data.fields import Turn, tools_of
-from furlong.data.instructions import instruction_turns
+from furlong.data.chat import Turns
+from furlong.data.fields import Turn, answers, instruction_turns, messages_of, tools_of
 from furlong.data.records import SourceRecord
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Rendered
 from furlong.errors import DataError

@@ -106,7 +106,7 @@ def read_records(
         yield record
     if empty:
         files = listing.files
-        sliced = "".join(f", {part.slice}" for part in listing.parts if part.slice)
+        sliced = "".join(f", {slice}" for _, slice in listing.slices)
         left_out = "".join(f", {number:,} {what}" for what, (number, *_) in notes.items())
         raise DataError(
             given=f"{files[0].origin(0)}{sliced}: {count_words(len(files), 'file')} without a"
@@ -121,18 +121,23 @@ def read_records(
 def _slices(listing: Listing, key: str) -> list[tuple[int, Items[SourceFile], int, int]]:
     """The number of the first file of each part, its files, its first record and the one behind its
     last. Raises DataError for a slice that cannot be cut, and for records that two parts share."""
+    from datasets import ReadInstruction
+
     found: list[tuple[int, Items[SourceFile], int, int]] = []
     first = 0
-    for part in listing.parts:
-        files = listing.files[first : first + part.num_files]
-        count = sys.maxsize
-        if part.is_relative:
-            count = sum(1 for _ in _read_files(files, 0, Notes(), (), key))
+    for num_files, slice in listing.parts:
+        files = listing.files[first : first + num_files]
+        split, _, bounds = slice.partition("[")
+        start, stop = 0, sys.maxsize
+        if "%" in bounds or "-" in bounds:
+            stop = sum(1 for _ in _read_files(files, 0, Notes(), (), key))
         try:
-            start, stop = part.bounds(count)
+            if slice:
+                (own,) = ReadInstruction.from_spec(slice).to_absolute({split: stop})
+                start, stop = own.from_, own.to
         except ValueError as error:
             raise DataError(
-                given=f"{part.slice} of {count_words(count, 'record')}",
+                given=f"{slice} of {count_words(stop, 'record')}",
                 required="a slice that can be cut",
                 source=key,
                 change=str(error),
@@ -140,7 +145,7 @@ def _slices(listing: Listing, key: str) -> list[tuple[int, Items[SourceFile], in
         for _, others, begin, end in found:
             if others == files and max(start, begin) < min(stop, end):
                 raise DataError(
-                    given=f"{files[0].origin(0)}: {part.slice or 'a split'}, of which the source"
+                    given=f"{files[0].origin(0)}: {slice or 'a split'}, of which the source"
                     " names records twice",
                     required="slices that share no record",
                     source=key,
@@ -148,7 +153,7 @@ def _slices(listing: Listing, key: str) -> list[tuple[int, Items[SourceFile], in
                     " twice as often",
                 )
         found.append((first, files, start, stop))
-        first += part.num_files
+        first += num_files
     return found
 
 

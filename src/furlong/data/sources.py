@@ -98,44 +98,20 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Files that follow each other in a source, and which of their records are meant."""
-
-    num_files: int
-    slice: str = ""
-    """As `datasets` writes it, `train[:5%]`; empty: all of them."""
-
-    def bounds(self, num_records: int) -> tuple[int, int]:
-        """The first record that is meant and the one behind the last. Raises ValueError."""
-        from datasets import ReadInstruction
-
-        if not self.slice:
-            return 0, num_records
-        split = self.slice.partition("[")[0]
-        (found,) = ReadInstruction.from_spec(self.slice).to_absolute({split: num_records})
-        return found.from_, found.to
-
-    @property
-    def is_relative(self) -> bool:
-        """Whether its bounds go by the number of records."""
-        return "%" in self.slice or "-" in self.slice.partition("[")[2]
-
-
-@dataclass(frozen=True, slots=True)
 class Listing:
     """Files of a source."""
 
     files: tuple[SourceFile, ...]
     notes: list[str]
     """Lines about what is in the folder and not read, or read as one source."""
-    parts: tuple[Part, ...] = ()
-    """Parts of the files, one after another, where several splits or slices are meant."""
+    parts: tuple[tuple[int, str], ...] = ()
+    """Where several splits or slices are meant the number of files of each, one behind another, and
+    its slice as `datasets` writes it, `train[:5%]`; empty: all of them."""
 
     @property
-    def slices(self) -> list[Items[int | str]]:
-        """Plain values that say which records are meant; none: all of them."""
-        is_sliced = any(part.slice for part in self.parts)
-        return [[part.num_files, part.slice] for part in self.parts if is_sliced]
+    def slices(self) -> tuple[tuple[int, str], ...]:
+        """Parts that decide which records are meant; none: all of them."""
+        return self.parts if any(slice for _, slice in self.parts) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +186,11 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
         for split, part in _splits_in(source, key):
             found = find(_Meant(source, split, key, notes))
             files += found
-            parts.append(Part(len(found), part))
+            parts.append((len(found), part))
     except (OSError, client_error()) as error:
         address = _address_of(source) if find is _found_elsewhere else source.path
         raise unreadable(address, key, error) from error
-    is_whole = len(parts) == 1 and not parts[0].slice
+    is_whole = len(parts) == 1 and not parts[0][1]
     return Listing(tuple(files), notes, () if is_whole else tuple(parts))
 
 

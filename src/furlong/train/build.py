@@ -141,7 +141,7 @@ def batches_of(
     """The global batches of a run from a state on, endless."""
     if isinstance(train, StreamSet):
         return train.batches(step_size(settings), state)
-    return iterate_batches(train, epochs_of(settings, train), state=state, units=train.units)
+    return iterate_batches(train, train.units, epochs_of(settings, train), state=state)
 
 
 def batches_in_words(settings: TrainConfig, train: DataSet | StreamSet) -> str:

@@ -491,7 +491,7 @@ class Trainer:
             sets[TRAINING] = share_of(self.train_data, settings.eval_train_share, settings.seed)
         found = {}
         for name, (sequences, units) in sets.items():
-            batches = in_order(sequences, step_size(settings), units=units)
+            batches = in_order(sequences, units, step_size(settings))
             evaluation = evaluate(
                 self.engine, self.model, batches, self.fitting, objective=self.objective,
                 used=self.used, should_stop=self.should_stop,

@@ -103,7 +103,7 @@ def test_two_steps(tiny_run: TinyRun, tmp_path: Path, keep: str, size: int) -> N
     optimizer = build_optimizer(model, settings)
     schedule = build_schedule(optimizer, settings, 2)
     epochs = Epochs(data.mixture, StepSize(3), 0, data.unit_lens)
-    batches = iterate_batches(data, epochs, units=data.units)
+    batches = iterate_batches(data, data.units, epochs)
     expected = []
     for _ in range(2):
         optimizer.zero_grad()

@@ -77,7 +77,7 @@ def plain_dpo(
     optimizer = build_optimizer(model, settings)
     schedule = build_schedule(optimizer, settings, 2)
     epochs = Epochs(data.mixture, StepSize(3), 0, data.unit_lens)
-    batches = iterate_batches(data, epochs, units=data.units)
+    batches = iterate_batches(data, data.units, epochs)
     losses, margins = [], []
     for _ in range(2):
         optimizer.zero_grad()
