@@ -233,7 +233,7 @@ def walk(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def client_error() -> type[Exception]:
-    """What the hub's client raises besides OSError, when it has tried six times."""
+    """The error that the hub's client raises besides OSError, when it has tried six times."""
     from huggingface_hub import errors
 
     found: Any = errors.HTTPError  # type: ignore[attr-defined]  # whichever client it has
