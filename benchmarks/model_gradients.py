@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import furlong
 from furlong.errors import UserError
 from furlong.testing import Batch, reference_loss, take_grads
-from furlong.verify.checks import EXACT, spread_weights
+from furlong.verify import EXACT, spread_weights
 
 LENS = (61, 20, 9)
 CHUNK_SIZE = 13

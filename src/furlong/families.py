@@ -9,34 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Keys by their meaning: families spell them differently. MLP widths are ends of keys.
+# Keys by their meaning: families spell them differently.
 ATTENTION_DROPOUTS = (
     "attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob",
 )  # fmt: skip
-MLP_WIDTHS = ("intermediate_size", "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner")
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-NUM_ACTIVE_EXPERTS = "num_experts_per_tok"
-NUM_SHARED_EXPERTS = "n_shared_experts"
-STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
-STATE_HEAD_DIMS = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
-STATE_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
-STATE_SIZES = ("mamba_d_state", "ssm_state_size", "state_size")
-STATE_EXPANSIONS = ("mamba_expand", "expand")
-STATE_RANKS = ("mamba_dt_rank", "time_step_rank")
 INNER_CHUNKS = ("mamba_chunk_size", "chunk_size", "block_size")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id")
-WINDOWS = ("sliding_window", "window_size")
 ATTENTION_BLOCK = "attention_chunk_size"
-TEMPERATURE_STEP = "floor_scale"
-"""Tokens after which queries grow by one more step (Llama 4's temperature)."""
-LATENT_WIDTHS = (
-    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-)  # fmt: skip
-"""Widths of latent attention: of its latents, and of one head behind them."""
-PER_LAYER_VOCAB_SIZE, PER_LAYER_WIDTH = "vocab_size_per_layer_input", "hidden_size_per_layer_input"
-"""Sizes of the embeddings that each layer of Gemma 3n and 4 adds."""
-ROUTER_GROUPS = ("n_group", "topk_group")
-NUM_DENSE_LAYERS = "first_k_dense_replace"
 CHUNKED = "chunked_attention"
 """The value of `layer_types` for layers in which a token sees its own attention block only, of
 `attention_chunk_size` (ATTENTION_BLOCK) tokens."""
@@ -117,11 +96,6 @@ FAMILIES: dict[str, Family] = {
 def family_of(model_type: str) -> Family:
     """The row of a `model_type`; a plain one where it has none."""
     return FAMILIES.get(model_type, Family())
-
-
-def own_key(config: Any, name: str) -> str:
-    """The key under which a transformers config saves a standard attribute."""
-    return str((getattr(config, "attribute_map", None) or {}).get(name, name))
 
 
 def for_all_layers(config: Any, name: str, default: Any = None) -> Any:

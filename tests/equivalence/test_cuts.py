@@ -23,7 +23,7 @@ from furlong.errors import UnsupportedModelError
 from furlong.plan.plan import Recompute
 from furlong.runtime.cell import Cell
 from furlong.testing import Batch, reference_loss, take_grads, worst_relative_error
-from furlong.verify.checks import spread_weights
+from furlong.verify import spread_weights
 
 LENS = [21, 4, 17]
 

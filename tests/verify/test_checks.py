@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import furlong
+from furlong import verify as verify_run
 from furlong.api import Engine
 from furlong.config.schema import DataConfig, ModelConfig, RunConfig
 from furlong.errors import ConfigError
@@ -24,8 +25,7 @@ from furlong.plan.rows import ChunkRows, rows_of
 from furlong.runtime import batch, executor
 from furlong.runtime.cell import Cell
 from furlong.testing import take_grads
-from furlong.verify import run as verify_run
-from furlong.verify.checks import (
+from furlong.verify import (
     EXACT,
     RECURRENT,
     Finding,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
+from furlong import verify as verify_run
 from furlong.cli.main import main
 from furlong.config.schema import (
     ChunksConfig,
@@ -20,9 +21,7 @@ from furlong.config.schema import (
 )
 from furlong.config.sources import build_run, read_yaml
 from furlong.models.shrink import shrink_config
-from furlong.verify import run as verify_run
-from furlong.verify.checks import Finding
-from furlong.verify.resume import FURLONG, check_resume
+from furlong.verify import FURLONG, Finding, check_resume
 
 FORGETS_THE_MOMENTS = """
 import sys

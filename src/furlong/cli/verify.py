@@ -18,7 +18,7 @@ def run(arguments: Sequence[str]) -> int:
     # torch and transformers are loaded when the command line has been found sound.
     tell_loading()
     from furlong.report.patience import patience
-    from furlong.verify.run import verify
+    from furlong.verify import verify
 
     with patience("proving"):
         failed = [finding.name for finding in verify(config) if not finding.passed]

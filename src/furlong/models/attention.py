@@ -15,14 +15,7 @@ cache of ours while a cell computes.
 from __future__ import annotations
 
 import threading
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.errors import ConfigError
 from furlong.families import ATTENTION_BLOCK, CHUNKED
-from furlong.models.support import COMPILED_CALL, OTHER_FAMILY, refusal, rope_types
+from furlong.models.support import COMPILED_CALL, refusal, rope_types
 from furlong.ops.attention import AttentionRule
 from furlong.ops.latent import Expansion
 from furlong.plan.passes import Pass
@@ -174,22 +167,16 @@ def attention(
     pass_of = BoundCell.to(module)
     if pass_of is None:
         raise called_within(module)
-    if dropout:
-        raise _refusal(
-            module,
-            f"attention dropout {dropout}",
-            "no attention dropout: a chunk cannot draw what the whole sequence would have drawn",
-            "set the attention dropout of its config to 0 before building it",
-        )
-    if attention_mask is not None:
-        raise _refusal(module, "a mask of its own", "causal attention, whole or with a window")
-    if is_causal is False:
-        raise _refusal(module, "is_causal=False", "causal attention")
     unknown = [name for name, x in others.items() if x is not None and name not in _HARMLESS]
-    if unknown:
-        raise _refusal(
-            module, f"the keyword {', '.join(sorted(unknown))}", "keywords that furlong knows"
-        )
+    for is_given, what, required in (
+        (dropout, f"attention dropout {dropout}", "no attention dropout: set its config's to 0"),
+        (attention_mask is not None, "a mask of its own", "causal attention, also with a window"),
+        (is_causal is False, "is_causal=False", "causal attention"),
+        (unknown, f"the keyword {', '.join(sorted(unknown))}", "keywords that furlong knows"),
+    ):
+        if is_given:
+            what = f"passes {what} to its attention"
+            raise refusal(module, what, required, source="the model's attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer = pass_of.layer_of(module)
     block = attention_block(module, layer)
@@ -254,13 +241,6 @@ def _autocast(x: Tensor) -> Tensor:
 def _widened(x: Tensor, width: int) -> Tensor:
     """x (..., H) with zeros behind its last columns: they change no score and no other column."""
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
-
-
-def _refusal(
-    module: nn.Module, what: str, required: str, change: str = OTHER_FAMILY
-) -> UnsupportedModelError:
-    what = f"passes {what} to its attention"
-    return refusal(module, what, required, change, "the model's attention")
 
 
 class LayerCache:

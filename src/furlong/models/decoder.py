@@ -433,20 +433,20 @@ class HFDecoder:
             return Probed()
         placeholders = [m for m in self.decoder.modules() if isinstance(m, PlaceholderLayer)]
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), chunked_attention(self.base, self.max_seq_len):
-            try:
-                for placeholder in placeholders:
-                    placeholder.learn_from(self.layers[self.local_layers.start])
-                with watching(self.decoder, self.attention_modules, self.device) as (watch, cache):
-                    self._pass_tokens(cache, NUM_TOKENS)
-            finally:
-                for placeholder in placeholders:
-                    placeholder.learn_from(None)
+        first = self.layers[self.local_layers.start]
+        with (
+            torch.random.fork_rng(devices),
+            chunked_attention(self.base, self.max_seq_len),
+            patched((vars(placeholder), "like", first) for placeholder in placeholders),
+            watching(self.decoder, self.attention_modules, self.device) as watch,
+        ):
+            self._pass_tokens(watch, NUM_TOKENS)
+        for placeholder in placeholders:
+            placeholder.num_returned = watch.num_returned[first]
         if not placeholders and not watch.mixers:
             return Probed()
         mixers = tuple(Mixer(module, layer) for module, layer in watch.mixers.items())
-        num_returned = watch.num_returned[self.layers[self.local_layers.start]]
-        return Probed(mixers, tuple(dict.fromkeys(watch.events)), num_returned)
+        return Probed(mixers, tuple(dict.fromkeys(watch.events)), watch.num_returned[first])
 
     def calls_of(self, mixers: Sequence[Mixer], num_tokens: int) -> list[Called]:
         """The calls of some mixers in a forward of that many tokens."""

@@ -72,10 +72,8 @@ def _described(config_class: type, text: str, source: str) -> ModelShape:
 
 
 def describe(config: Any, source: str = "the model's config") -> ModelShape:
-    """The shape of a transformers config, or of the values of a config.json. Raises
-    ConfigError for what is no decoder, or none that chunks can train."""
-    if isinstance(config, Mapping):
-        config = _config_of(config, source)
+    """The shape of a transformers config. Raises ConfigError for what is no decoder, or none that
+    chunks can train."""
     text = config.get_text_config()
     values = json.dumps(text.to_dict(), sort_keys=True, default=str)
     return _described(type(text), values, source)  # type: ignore[arg-type]
@@ -84,20 +82,6 @@ def describe(config: Any, source: str = "the model's config") -> ModelShape:
 def describe_file(file: str | Path) -> ModelShape:
     """The shape of a config.json, or of the folder that holds one. Raises UserError."""
     return describe(read_config(str(file)), str(file))
-
-
-def _config_of(values: Mapping[str, Any], source: str) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.for_model(**values)
-    except Exception as error:  # transformers' own checks, of whatever is in the values
-        raise ConfigError(
-            given=f"model type {values.get('model_type')}: {reason(error, values)}",
-            required="the config of a decoder that transformers knows",
-            source=source,
-            change="give the config.json that transformers saves with the model",
-        ) from error
 
 
 @dataclass

@@ -35,9 +35,10 @@ backward of the cell, so that checkpoints and retained graphs need nothing of th
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Literal
@@ -149,10 +150,13 @@ def is_rg_lru(module: nn.Module) -> bool:
     return type(module).__name__ == "RecurrentGemmaRecurrentBlock"
 
 
-def rg_lru(block: Any, x: Tensor, position_ids: Tensor, cache: SliceCache) -> tuple[Tensor, None]:
-    """x (1, T, D) -> (1, T, D), from the states of a cache; positions tell where a sequence begins,
+def rg_lru(
+    block: Any, current: Current, x: Tensor, position_ids: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """x (1, T, D) -> (1, T, D), from the states of a slice; positions tell where a sequence begins,
     and nothing enters there."""
-    num_tokens = x.shape[1]
+    cache, num_tokens = current.cache, x.shape[1]
+    assert cache is not None, "a block outside of a slice"
     gate = block.act_fn(block.linear_y(x))
     branch = block.linear_x(x).transpose(1, 2)  # (1, W, T)
     full = cache.update_conv_state(branch, 0, conv_kernel_size=block.conv1d_width)
@@ -220,7 +224,7 @@ def own_forward(module: nn.Module, current: Current) -> Callable[..., Any]:
             change="pass the model without wrappers (accelerate's hooks, compiled layers)",
         )
     if is_rg_lru(module):
-        return partial(_of_cache, module, current)
+        return partial(rg_lru, module, current)
     plain = inspect.unwrap(type(module).forward)
     scans = {
         name: scan
@@ -235,18 +239,9 @@ def own_forward(module: nn.Module, current: Current) -> Callable[..., Any]:
     return MethodType(opened, module)
 
 
-def _of_cache(
-    module: nn.Module, current: Current, x: Tensor, position_ids: Tensor, **_: Any
-) -> tuple[Tensor, None]:
-    assert current.cache is not None, "a block outside of a slice"
-    return rg_lru(module, x, position_ids, current.cache)
-
-
 def _continued(name: str, function: Any, current: Current) -> Callable[..., Any] | None:
     """The call that takes the place of a scan of the mixer's module; None: the function stays."""
-    if not callable(function) or isinstance(function, type):
-        return None
-    if "recurrent" in name or "update" in name:
+    if not callable(function) or isinstance(function, type) or re.search("recurrent|update", name):
         return None
     try:
         takes = inspect.signature(function).parameters
@@ -305,16 +300,18 @@ def cache_argument(decoder: nn.Module) -> str | None:
     return next((name for name in ("past_key_values", "cache_params") if name in takes), None)
 
 
-@dataclass
-class Probe:
-    """A cell and the modules of a decoder while it is watched."""
+class Probe(SliceCache):
+    """The cell and the cache of a decoder that is watched, of a whole sequence: it notes which
+    modules touch states, and what layers do."""
 
-    modules: list[nn.Module] = field(default_factory=list)
-    """Modules that run now, the innermost one last."""
-    mixers: dict[nn.Module, int] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-    num_returned: dict[nn.Module, int] = field(default_factory=dict)
-    """Elements of the tuple that a module has returned; 0: no tuple."""
+    def __init__(self) -> None:
+        super().__init__({}, NUM_TOKENS)
+        self.modules: list[nn.Module] = []
+        """Modules that run now, the innermost one last."""
+        self.mixers: dict[nn.Module, int] = {}
+        self.events: list[Event] = []
+        self.num_returned: dict[nn.Module, int] = {}
+        """Elements of the tuple that a module has returned; 0: no tuple."""
 
     def attend(
         self, what: Pass, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule,
@@ -333,25 +330,14 @@ class Probe:
             self.events.append(("states", layer))
 
 
-class WatchedCache(SliceCache):
-    """A cache of a whole sequence that tells a probe which module touches its states."""
-
-    def __init__(self, watch: Probe, num_tokens: int = NUM_TOKENS) -> None:
-        super().__init__({}, num_tokens)
-        self._watch = watch
-
-    def touch(self, layer: int) -> None:
-        self._watch.touch(layer)
-
-
 @contextmanager
 def watching(
     decoder: nn.Module, attending: Sequence[nn.Module], device: torch.device
-) -> Iterator[tuple[Probe, WatchedCache]]:
-    """Within it a forward of the decoder with the cache is watched; `attending`: modules that may
+) -> Iterator[Probe]:
+    """Within it a forward of the decoder with that cache is watched; `attending`: modules that may
     reach `AttentionInterface`; `device`: where it computes."""
     watch, blocks = Probe(), rg_lru_blocks(decoder)
-    cache, positions = WatchedCache(watch), torch.arange(NUM_TOKENS, device=device)
+    positions = torch.arange(NUM_TOKENS, device=device)
 
     def begin(module: nn.Module, _: object) -> None:
         watch.modules.append(module)
@@ -366,9 +352,9 @@ def watching(
         for module in decoder.modules():
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end).remove)
-        stack.enter_context(bound(attending, watch, Pass("values"), positions, cache))
+        stack.enter_context(bound(attending, watch, Pass("values"), positions, watch))
         stack.enter_context(torch.no_grad())
-        yield watch, cache
+        yield watch
 
 
 _BUCKET_TOKENS = 64

@@ -22,18 +22,12 @@ class PlaceholderLayer(nn.Module):
 
     num_returned = 0
     """Elements of the tuple that a layer returns; 0: hidden states alone."""
-    _like: nn.Module | None = None
-
-    def learn_from(self, layer: nn.Module | None) -> None:
-        """Return what a layer returns, and learn from it how many elements; None: from now on
-        return hidden states as it does."""
-        self.__dict__["_like"] = layer  # no child
+    like: nn.Module | None = None
+    """A layer that is called in its place, where what layers return is yet to be seen."""
 
     def forward(self, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
-        if self._like is not None:
-            output = self._like(hidden_states, *others, **named)
-            self.num_returned = num_returned(output)
-            return output
+        if self.like is not None:
+            return self.like(hidden_states, *others, **named)
         return returned(hidden_states, self.num_returned)
 
 

@@ -20,37 +20,44 @@ from furlong.families import (
     ATTENTION_BLOCK,
     ATTENTION_DROPOUTS,
     INNER_CHUNKS,
-    LATENT_WIDTHS,
-    MLP_WIDTHS,
-    NUM_ACTIVE_EXPERTS,
-    NUM_DENSE_LAYERS,
-    NUM_EXPERTS,
-    NUM_SHARED_EXPERTS,
-    PER_LAYER_VOCAB_SIZE,
-    PER_LAYER_WIDTH,
-    ROUTER_GROUPS,
     SPECIAL_TOKENS,
-    STATE_EXPANSIONS,
-    STATE_GROUPS,
-    STATE_HEAD_DIMS,
-    STATE_HEADS,
-    STATE_RANKS,
-    STATE_SIZES,
-    TEMPERATURE_STEP,
-    WINDOWS,
     Family,
     family_of,
-    own_key,
 )
 
-_SIZE = 8
-"""Entries of a state and of a head of linear attention, tokens of an inner chunk."""
-_KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+VOCAB_SIZE = 260
+WINDOW = 12
+HEAD_DIM = 8
+LONGEST_TOKENS = 61
+SHORTEST_TOKENS = 9
+MAX_LAYERS = 8
+
+# Keys of all families with the most that is left of each. Lengths are in tokens, shorter than the
+# sequences of the self-check and of the proof.
+_LENGTHS = {"sliding_window": WINDOW, "window_size": WINDOW, ATTENTION_BLOCK: 8, "floor_scale": 4}
+_SMALL = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4) | {
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1, "kv_lora_rank": HEAD_DIM, "q_lora_rank": HEAD_DIM, "v_head_dim": HEAD_DIM,
+    "qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": HEAD_DIM,
+    "hidden_size_per_layer_input": HEAD_DIM,
+}  # fmt: skip
 _SMALL_STATES = dict.fromkeys(
-    (*STATE_SIZES, *INNER_CHUNKS, "linear_key_head_dim", "linear_value_head_dim",
-     "linear_head_dim", "adapter_rank"), _SIZE,
+    (*INNER_CHUNKS, "mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim",
+     "linear_value_head_dim", "linear_head_dim", "adapter_rank"), 8,
 ) | {"linear_num_heads": 2}  # fmt: skip
+# Widths by the ends of their keys; heads and groups of a state space.
+_MLP_WIDTHS = (
+    "intermediate_size", "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner",
+)  # fmt: skip
 _OF_HIDDEN = ("lru_width", "attention_hidden_size")
+_STATE_RANKS = ("mamba_dt_rank", "time_step_rank")
+_STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+_STATE_HEAD_DIMS = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+_STATE_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+_KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+# Lists with an entry for each layer, and with the numbers of layers.
+_KINDS = ("layer_types", "mlp_layer_types")
+_NUMBERS = ("attn_layer_indices", "hybrid_layer_ids")
 
 
 def shrink_states(family: Family, values: dict[str, Any], hidden: int) -> None:
@@ -66,7 +73,7 @@ def shrink_states(family: Family, values: dict[str, Any], hidden: int) -> None:
     for key in _OF_HIDDEN:
         if values.get(key):
             values[key] = values[key] * narrow // hidden
-    for key in STATE_RANKS:
+    for key in _STATE_RANKS:
         if isinstance(values.get(key), int):
             values[key] = math.ceil(narrow / 16)
     if values.get(_KEY_HEADS):
@@ -79,32 +86,26 @@ def shrink_states(family: Family, values: dict[str, Any], hidden: int) -> None:
 
 def _shrink_state_heads(family: Family, values: dict[str, Any], hidden: int) -> None:
     """Few heads in few groups, as wide as makes up the inner width."""
-    heads_key = _first(values, STATE_HEADS)
+    heads_key = _first(values, _STATE_HEADS)
     if heads_key is None:
         return
-    inner = int(values["hidden_size"] * values[_first(values, STATE_EXPANSIONS) or ""])
+    inner = int(values["hidden_size"] * values[_first(values, ("mamba_expand", "expand")) or ""])
     if values.get("mamba_d_ssm"):
         inner = values["mamba_d_ssm"] = max(1, round(values["mamba_d_ssm"] / hidden * 4)) * (
             values["hidden_size"] // 4
         )
     num_groups = 1
-    if groups_key := _first(values, STATE_GROUPS):
+    if groups_key := _first(values, _STATE_GROUPS):
         num_groups = values[groups_key] = min(values[groups_key], 2)
     num_heads = values[heads_key] = min(values[heads_key], 2 * num_groups)
     own_dim = None if family.attends else "head_dim"
-    if dim_key := _first(values, (*STATE_HEAD_DIMS, *filter(None, [own_dim]))):
+    if dim_key := _first(values, (*_STATE_HEAD_DIMS, *filter(None, [own_dim]))):
         values[dim_key] = inner // num_heads
 
 
 def _first(values: dict[str, Any], keys: Iterable[str]) -> str | None:
     """The key that a config has."""
     return next((key for key in keys if values.get(key)), None)
-
-
-MAX_LAYERS = 8
-_KINDS = ("layer_types", "mlp_layer_types")
-_NUMBERS = ("attn_layer_indices", "hybrid_layer_ids")
-"""Keys of lists with the numbers of layers."""
 
 
 def shown_layers(config: Any) -> Sequence[int]:
@@ -142,19 +143,9 @@ def _lists_layers(config: Any) -> bool:
     return any(config.to_dict().get(key) is not None for key in keys)
 
 
-VOCAB_SIZE = 260
-WINDOW = 12
-HEAD_DIM = 8
-_LENGTHS = dict.fromkeys(WINDOWS, WINDOW) | {ATTENTION_BLOCK: 8, TEMPERATURE_STEP: 4}
-"""Lengths in tokens, longest: shorter than the sequences of the self-check and of the proof."""
-LONGEST_TOKENS = 61
-SHORTEST_TOKENS = 9
-_SMALL = (
-    dict.fromkeys(NUM_EXPERTS, 4)
-    | {NUM_ACTIVE_EXPERTS: 2, NUM_SHARED_EXPERTS: 1, NUM_DENSE_LAYERS: 1}
-    | dict.fromkeys(ROUTER_GROUPS, 1)
-    | dict.fromkeys((*LATENT_WIDTHS, PER_LAYER_WIDTH), HEAD_DIM)
-)
+def own_key(config: Any, name: str) -> str:
+    """The key under which a transformers config saves a standard attribute."""
+    return str((getattr(config, "attribute_map", None) or {}).get(name, name))
 
 
 def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) -> Any:
@@ -199,12 +190,11 @@ def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
     """Few heads in the same groups, narrow layers in nearly the same proportions."""
     family, hidden_name = family_of(config.model_type), own_key(config, "hidden_size")
     hidden = values[hidden_name]
-    has_heads = family.attends
-    narrow = _shrink_heads(config, values, hidden) if has_heads else 4 * HEAD_DIM
+    narrow = _shrink_heads(config, values, hidden) if family.attends else 4 * HEAD_DIM
     values[hidden_name] = narrow
     small = {own_key(config, name): most for name, most in _SMALL.items()}
     for key, value in values.items():
-        if key.endswith(MLP_WIDTHS) and isinstance(value, int | list):
+        if key.endswith(_MLP_WIDTHS) and isinstance(value, int | list):
             widths = value if isinstance(value, list) else [value]  # Gemma 3n has one per layer
             few = [8 * max(1, round(width / hidden * narrow / 8)) for width in widths]
             values[key] = few if isinstance(value, list) else few[0]
@@ -234,8 +224,8 @@ def _shrink_heads(config: Any, values: dict[str, Any], hidden: int) -> int:
 
 def _shrink_tokens(values: dict[str, Any]) -> None:
     values["vocab_size"] = VOCAB_SIZE
-    if values.get(PER_LAYER_VOCAB_SIZE):
-        values[PER_LAYER_VOCAB_SIZE] = VOCAB_SIZE
+    if values.get("vocab_size_per_layer_input"):
+        values["vocab_size_per_layer_input"] = VOCAB_SIZE
     for token_id, key in enumerate(SPECIAL_TOKENS):
         if values.get(key) is not None:
             values[key] = token_id

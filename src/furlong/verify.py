@@ -1,0 +1,480 @@
+"""`furlong verify`: the proofs on a run's own model, shrunk.
+
+Gradients, isolation and accumulation have as truth the model's unchunked forward over one sequence
+at a time, in float64, with transformers' SDPA attention where the family has it. The proof of
+resume trains: kill -9, `--resume`, the weights of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from furlong.api import Engine
+from furlong.config.schema import DataConfig, ModelConfig, RunConfig, Source, TrainConfig
+from furlong.families import family_of
+from furlong.kv.pools import Storage
+from furlong.models.build import build_model, export_model, model_of_config, read_config
+from furlong.models.folder import check_folder
+from furlong.models.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, VOCAB_SIZE, shrink_config
+from furlong.ops.loss import IGNORE_INDEX
+from furlong.planners.decide import given_options
+from furlong.planners.options import ChunkOptions, fixed_options, options_in_words
+from furlong.testing import (
+    Batch,
+    Gradients,
+    num_labels,
+    reference_loss,
+    take_grads,
+    worst_error,
+)
+from furlong.train.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT
+from furlong.units import format_seconds
+
+EXACT = 1e-12
+RECURRENT = 1e-9
+"""Recurrent layers sum over inner chunks of tokens, and their gradients partly cancel."""
+CHUNK_SIZE = 16
+LENS = (LONGEST_TOKENS, SHORTEST_TOKENS, 23, 30)
+# Two prompts without labels; the first one fills more than a chunk.
+_NUM_PROMPT_TOKENS = (2 * CHUNK_SIZE + 3, 4)
+# Freshly drawn weights give attention that looks at all tokens alike, which would prove little.
+_SPREAD = 5.0
+_SIZES = (CHUNK_SIZE, CHUNK_SIZE // 2 - 1, 2 * LENS[0])
+"""One chunk per sequence or less, an odd one, and everything in a chunk."""
+
+
+class Float64(TorchDispatchMode):  # type: ignore[misc]
+    """Within it every kernel that is asked for float32 gives float64, also in a backward, and so
+    does one that is asked for nothing: tables of decays are made so.
+
+    Families of transformers compute softmaxes, norms and scans in float32 in whatever dtype the
+    weights are. Such sums round otherwise in other chunks: no bound tells that from an error.
+    """
+
+    def __enter__(self) -> Self:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._default)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        named = {n: torch.float64 if x is torch.float32 else x for n, x in (kwargs or {}).items()}
+        return func(*args, **named)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A float64 model in train mode and how the user wants it cut."""
+
+    model: Any
+    options: ChunkOptions
+    """The user's options, with a chunk size that cuts these sequences."""
+    bound: float
+    """How far two computations of the same gradients may lie apart, relative to their norm."""
+    storage: Storage | None = None
+    """Where offloaded tensors live."""
+
+    def engine(self) -> Engine:
+        return Engine(self.model, max_seq_len=LONGEST_TOKENS, storage=self.storage)
+
+    def chunked(self, batch: Batch, size: int = CHUNK_SIZE) -> tuple[float, Gradients]:
+        """Mean loss and gradients in chunks."""
+        with Float64():
+            loss = self.engine().forward_backward(batch, replace(self.options, size=size)).loss
+        return loss, take_grads(self.model)
+
+    def whole(self, batch: Batch) -> tuple[float, Gradients]:
+        """Mean loss and gradients by the model's own forward."""
+        with Float64():
+            loss = reference_loss(self.model, batch)
+        return loss, take_grads(self.model)
+
+
+def build_subject(
+    config: Any,
+    options: ChunkOptions,
+    lora: Mapping[str, Any] | None,
+    *,
+    storage: Storage | None = None,
+) -> Subject:
+    """A random model of a shrunk transformers config, with adapters that do something."""
+    with TemporaryDirectory() as folder, Float64():  # tables made once are float64, too
+        config.save_pretrained(folder)
+        own = None if lora is None else {**lora, "dropout": 0.0}
+        model = build_model(folder, init="random", dtype=torch.float64, lora=own)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if getattr(base.config, "attn_logit_softcapping", None):
+        base.set_attn_implementation("eager")  # SDPA has no softcap
+    spread_weights(model, seed=0)
+    is_recurrent = family_of(config.model_type).recurrent != "none"
+    return Subject(model, options, RECURRENT if is_recurrent else EXACT, storage)
+
+
+def spread_weights(model: nn.Module, *, seed: int) -> None:
+    """Weights five times as large, vectors and adapters away from their neutral start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if sum(size > 1 for size in parameter.shape) < 2:  # Kimi's decays are (1, 1, heads, 1)
+                parameter.add_(0.1 * noise)
+            elif "lora_B" in name:
+                parameter.copy_(0.1 * noise)
+            else:
+                parameter.mul_(_SPREAD)
+
+
+def sequences() -> Batch:
+    """Random sequences of `LENS` tokens, the first ones with a prompt."""
+    generator = torch.Generator().manual_seed(0)
+    batch = []
+    for index, num_tokens in enumerate(LENS):
+        input_ids = torch.randint(4, VOCAB_SIZE, (num_tokens,), generator=generator)
+        labels = input_ids.clone()
+        if index < len(_NUM_PROMPT_TOKENS):
+            labels[: _NUM_PROMPT_TOKENS[index]] = IGNORE_INDEX
+        batch.append({"input_ids": input_ids, "labels": labels})
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Outcome of one proof."""
+
+    name: str
+    figure: str
+    """The figure in words, with its bound."""
+    passed: bool
+
+
+def check_gradients(subject: Subject) -> Finding:
+    """Every parameter's gradient and the loss against the model's own, for several chunk sizes."""
+    batch = sequences()
+    loss, truth = subject.whole(batch)
+    found = []
+    for size in _SIZES:
+        given_loss, given = subject.chunked(batch, size)
+        errors = worst_error(given, truth), (_gap(given_loss, loss) / abs(loss), "the loss")
+        found += [(error, f"{told}, chunks of {size}") for error, told in errors]
+    worst, where = max(found, key=lambda one: one[0])
+    figure = f"worst relative error {worst:.1e} of {len(truth)} ({where})"
+    return _within("gradients", figure, worst, subject)
+
+
+def check_isolation(subject: Subject) -> Finding:
+    """Other tokens in one sequence move no bit of what the others contribute.
+
+    Where experts gather tokens of all sequences into one matrix product, a product of another
+    height may round otherwise: there the bound of the gradients holds.
+    """
+    moved, own_moves = 0.0, []
+    whole = sequences()
+    whole_loss, _ = subject.chunked(whole)
+    for changed in range(len(whole)):
+        others = _without_labels(whole, changed)
+        loss, gradients = subject.chunked(others)
+        given_loss, given = subject.chunked(_with_another_token(others, changed))
+        moved = max(moved, worst_error(given, gradients)[0], _gap(given_loss, loss))
+        own_moves.append(_gap(whole_loss, subject.chunked(_with_another_token(whole, changed))[0]))
+    has_experts = any("experts" in name for name, _ in subject.model.named_parameters())
+    allowed = subject.bound if has_experts else 0.0
+    told = "no bit moves" if moved == 0 else f"moves by {moved:.1e}"
+    figure = f"outside the changed sequence {told}, inside the loss by {min(own_moves):.1e}"
+    if allowed:
+        figure += f" (bound {allowed:.0e}: experts see all sequences in one product)"
+    return Finding("isolation", figure, moved <= allowed and 0 < min(own_moves) < math.inf)
+
+
+def check_accumulation(subject: Subject) -> Finding:
+    """One call, or one call per sequence with the global count: the same sum."""
+    batch = sequences()
+    _, truth = subject.chunked(batch)
+    engine = subject.engine()
+    with Float64():
+        for sequence in batch:
+            engine.forward_backward([sequence], subject.options, num_labels(batch))
+    error, name = worst_error(take_grads(subject.model), truth)
+    figure = f"one call or {len(batch)}: relative error {error:.1e} ({name})"
+    return _within("accumulation", figure, error, subject)
+
+
+def _within(name: str, figure: str, error: float, subject: Subject) -> Finding:
+    return Finding(name, f"{figure}; bound {subject.bound:.0e}", error <= subject.bound)
+
+
+def _gap(one: float, other: float) -> float:
+    """The distance of two losses; inf for NaN, which no comparison would find."""
+    gap = abs(one - other)
+    return math.inf if math.isnan(gap) else gap
+
+
+def _without_labels(batch: Batch, changed: int) -> Batch:
+    batch = [dict(sequence) for sequence in batch]
+    batch[changed]["labels"] = torch.full_like(batch[changed]["labels"], IGNORE_INDEX)
+    return batch
+
+
+def _with_another_token(batch: Batch, changed: int) -> Batch:
+    """Another early token, and another late one: a window may hide the early one from all labels
+    and from the next sequence."""
+    batch = [dict(sequence) for sequence in batch]
+    input_ids = batch[changed]["input_ids"].clone()
+    for place in (2, -3):
+        # the next one that is not special
+        input_ids[place] = 3 + (input_ids[place] - 2) % (VOCAB_SIZE - 3)
+    batch[changed]["input_ids"] = input_ids
+    return batch
+
+
+NUM_STEPS = 24
+SAVE_EVERY_STEPS = 5
+TIME_LIMIT_S = 300
+FURLONG = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def check_resume(config: RunConfig, shrunk: Any, *, program: str = FURLONG) -> Finding:
+    """Trains the shrunk model twice with the user's settings, once killed at a random step and
+    resumed; the exported weights must be equal bit for bit.
+
+    `program` is the Python text that takes the command line of furlong.
+    """
+    with TemporaryDirectory() as name:
+        home = Path(name)
+        file = _write_run(config, shrunk, home)
+        whole, killed = home / "whole", home / "killed"
+        kill_after = random.randint(SAVE_EVERY_STEPS, NUM_STEPS - SAVE_EVERY_STEPS)
+        processes = {out: _start(program, file, out) for out in (whole, killed)}
+        try:
+            died_at = _kill(processes[killed], killed, kill_after)
+            told = _failure(processes[whole], whole)
+            if told is None:
+                told = _failure(_start(program, file, killed, "--resume"), killed)
+        finally:
+            for process in processes.values():
+                process.kill()
+                process.wait()
+        if told is not None:
+            return Finding("resume", told, False)
+        if died_at is None:
+            return Finding("resume", f"all {NUM_STEPS} steps were over before the kill", False)
+        return _compare(whole / EXPORT, killed / EXPORT, died_at)
+
+
+def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
+    """A run file with the user's settings over the shrunk model and random tokens."""
+    shrunk.save_pretrained(home / "config")
+    model = build_model(str(home / "config"), init="random", dtype=torch.float32)
+    export_model(model, _any_tokenizer(), home / "model", dtype=torch.float32)
+    draw = random.Random(0)
+    lines = (
+        json.dumps({"input_ids": draw.choices(range(4, VOCAB_SIZE), k=draw.randint(2, length))})
+        for length in (LONGEST_TOKENS, 20) * 16
+    )
+    (home / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    values = config.model_dump(mode="json")
+    values["model"] |= {
+        "name": str(home / "model"), "revision": None, "init": "pretrained", "dtype": "float32",
+        "rope": None,
+    }  # fmt: skip
+    if config.model.lora is not None:
+        values["model"]["lora"]["adapter"] = None
+    values["data"] |= {
+        "train": [str(home / "data.jsonl")], "eval": None, "format": "tokens",
+        "max_seq_len": LONGEST_TOKENS, "cache_dir": str(home / "cache"),
+    }  # fmt: skip
+    values["chunks"] |= {"size": CHUNK_SIZE, "sample": _half_drawn(values["chunks"]["sample"])}
+    # on a CPU its RAM is the device's, and the budgets are those of the whole model
+    values["offload"] = _without_cpu(values["offload"])
+    values["memory"] |= {"device": "auto", "cpu": "auto"}
+    values["train"] |= {
+        "steps": NUM_STEPS, "epochs": None, "sequences_per_step": 4, "tokens_per_step": None,
+        "save_every_steps": SAVE_EVERY_STEPS, "eval_every_steps": 0, "eval_train_share": 0,
+    }  # fmt: skip
+    if config.train.loss != "sft":  # its data are pairs of texts, of which tokens make none
+        own = TrainConfig().model_dump(mode="json")
+        values["train"] |= {n: own[n] for n in ("loss", "beta", "loss_type", "label_smoothing")}
+    values["log"] = {}
+    file = home / "run.json"
+    file.write_text(json.dumps(values), encoding="utf-8")
+    return file
+
+
+def _half_drawn(sample: Any) -> Any:
+    """A sample of the same rule, of sequences with few chunks and labels in all of them."""
+    if sample is None:
+        return None
+    label_rate = 0.5 if sample["rule"] == "unbiased" else None
+    return sample | {"rate": 0.5, "chunks": None, "label_rate": label_rate}
+
+
+def _without_cpu(offload: Any) -> Any:
+    if isinstance(offload, Mapping):
+        return {kind: _without_cpu(target) for kind, target in offload.items()}
+    return "none" if offload == "cpu" else offload
+
+
+def _any_tokenizer() -> Any:
+    """A run loads one, though its data are token ids."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<end>": 2, "word": 3}, unk_token="<end>"))
+    )
+
+
+def _start(program: str, file: Path, out: Path, *flags: str) -> subprocess.Popen[bytes]:
+    # One thread each: the two runs share the machine, and sums keep their order.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with out.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", program, "train", str(file), f"--out={out}", *flags],
+            stdout=log,
+            stderr=log,
+            env=environment,
+        )
+
+
+def _kill(process: subprocess.Popen[bytes], out: Path, step: int) -> int | None:
+    """SIGKILL as soon as there are a checkpoint and a record of `step`; the step it died at.
+
+    None if the run was over before.
+    """
+    limit_s = time.monotonic() + TIME_LIMIT_S
+    while process.poll() is None and time.monotonic() < limit_s:
+        # one that is being written is named .tmp
+        if _last_step(out) >= step and any((out / CHECKPOINTS).glob("step-*[0-9]")):
+            process.kill()
+            break
+        time.sleep(0.002)
+    process.wait()
+    return None if (out / REPORT).exists() else _last_step(out)
+
+
+def _last_step(out: Path) -> int:
+    """The last step of which a whole record is written."""
+    file = out / METRICS
+    if not file.exists():
+        return 0
+    lines = file.read_bytes().split(b"\n")[:-1]
+    return max((json.loads(line)["step"] for line in lines), default=0)
+
+
+def _failure(process: subprocess.Popen[bytes], out: Path) -> str | None:
+    """The last words of a run that did not end well, else None."""
+    try:
+        code = process.wait(TIME_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"a run of {NUM_STEPS} steps took more than {TIME_LIMIT_S} s"
+    if code == 0:
+        return None
+    said = out.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip()
+    return f"a run ended with exit code {code}: {' '.join(said.splitlines()[-4:])}"
+
+
+def _compare(whole: Path, resumed: Path, died_at: int) -> Finding:
+    expected, given = (
+        {n: x for f in sorted(folder.glob("*.safetensors")) for n, x in load_file(f).items()}
+        for folder in (whole, resumed)
+    )
+    differing = sorted(expected.keys() ^ given.keys()) or [
+        name for name, x in expected.items() if not torch.equal(x, given[name])
+    ]
+    told = f"{len(differing)} differ, {differing[0]} first" if differing else "equal bit for bit"
+    figure = f"killed after step {died_at} of {NUM_STEPS} and resumed: {len(expected)} weights"
+    return Finding("resume", f"{figure} {told}", bool(expected) and not differing)
+
+
+def verify(config: RunConfig | None = None) -> list[Finding]:
+    """Proves on a run's configuration, shrunk, what furlong promises; a small Qwen2 without one.
+
+    Prints as it goes. Raises UserError for a model that cannot be trained.
+    """
+    run = config or RunConfig(
+        model=ModelConfig(name="Qwen2"),
+        data=DataConfig(train=(Source(path="none"),), max_seq_len=LONGEST_TOKENS),
+    )
+    whole = _default_model() if config is None else _model_config(run)
+    shrunk = shrink_config(whole, max_seq_len=run.data.max_seq_len)
+    lora = None if run.model.lora is None else run.model.lora.model_dump() | {"adapter": None}
+    options = _options(run, whole, shrunk)
+    # the budgets are those of the whole model
+    storage = Storage(disk_dir=run.memory.disk_dir)
+    subject = build_subject(shrunk, options, lora, storage=storage)
+    print(_describe(subject, run.model.name))
+    if run.model.quantize is not None:
+        print("these weights are in floats: those in 4 bits are checked at the start of each run")
+    own = (check_gradients, check_isolation, check_accumulation)
+    checks = [*(partial(check, subject) for check in own), partial(check_resume, run, shrunk)]
+    findings = []
+    for check in checks:
+        started_s = time.perf_counter()
+        finding = check()
+        verdict, took = "ok  " if finding.passed else "FAIL", time.perf_counter() - started_s
+        told = f"{finding.name:<12}  {finding.figure}  ({format_seconds(took)})"
+        print(f"{verdict}  {told}", flush=True)
+        findings.append(finding)
+    return findings
+
+
+def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
+    """The run's own options, with chunks and stages that cut the small sequences and model; without
+    sampling, for an exact step."""
+    given = given_options(run) | {"size": CHUNK_SIZE, "sample": None}
+    if given.get("stage_layers", whole.num_hidden_layers) < whole.num_hidden_layers:
+        most = max(1, shrunk.num_hidden_layers // 2)
+        given["stage_layers"] = min(given["stage_layers"], most)
+    return fixed_options(run.data.max_seq_len, given)
+
+
+def _model_config(run: RunConfig) -> Any:
+    rope = None if run.model.rope is None else run.model.rope.model_dump(mode="json")
+    source, revision = check_folder(run.model.name, run.model.revision), run.model.revision
+    config = read_config(source, revision=revision, rope=rope, max_seq_len=run.data.max_seq_len)
+    # what cannot be built is told of this model, not of its shrunk copy
+    model_of_config(config, source, dtype=torch.float32)
+    return config
+
+
+def _default_model() -> Any:
+    """The shape of Qwen2.5-0.5B."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def _describe(subject: Subject, name: str) -> str:
+    model = subject.model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kinds = dict.fromkeys(getattr(base.config, "layer_types", None) or ["full_attention"])
+    adapters = ", adapters" if base is not model else ""
+    return (
+        f"{name} in small: {type(base).__name__}, {base.config.num_hidden_layers} layers"
+        f" ({', '.join(kinds)}), hidden {base.config.hidden_size}{adapters};"
+        f" chunks: {options_in_words(subject.options)}; float64 on the CPU"
+    )

@@ -1,1 +1,0 @@
-"""Proof on the user's own configuration, shrunk: gradients, isolation, accumulation, resume."""
