@@ -454,16 +454,14 @@ def export_model(
 
 def _end_by(model: Any, tokenizer: Any) -> None:
     """Let the model's generation end by the tokenizer's EOS too, which a run may have set."""
-    config, eos = (
-        getattr(model, "generation_config", None),
-        getattr(tokenizer, "eos_token_id", None),
-    )
+    config = getattr(model, "generation_config", None)
+    eos = getattr(tokenizer, "eos_token_id", None)
     if config is None or eos is None:
         return
     known = config.eos_token_id
-    ends = [] if known is None else known if isinstance(known, list) else [known]
+    ends = known if isinstance(known, list) else [known]
     if eos not in ends:
-        config.eos_token_id = [*ends, eos] if ends else eos
+        config.eos_token_id = eos if known is None else [*ends, eos]
 
 
 def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
@@ -634,12 +632,10 @@ def _require_tied(model: Any, source: str) -> None:
 def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The weights in `dtype`; tied weights stay one tensor, so that they are written once."""
     casts: dict[int, torch.Tensor] = {}
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        weights[name] = tensor
-        if tensor.is_floating_point():
-            weights[name] = casts.setdefault(tensor.data_ptr(), tensor.to(dtype))
-    return weights
+    return {
+        name: casts.setdefault(x.data_ptr(), x.to(dtype)) if x.is_floating_point() else x
+        for name, x in model.state_dict().items()
+    }
 
 
 @contextmanager
@@ -658,10 +654,6 @@ def _hushed(*, is_reading: bool = True) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if has_bar:
             logging.enable_progress_bar()
-
-
-_LEAST_BYTES = 2
-"""Bytes of a weight in the smallest dtype in which a model is loaded."""
 
 
 def check_model(
@@ -697,7 +689,7 @@ def check_model(
 def _check_memory(model: torch.nn.Module, source: str, is_packed: bool) -> None:
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     machine_bytes = psutil.virtual_memory().total + psutil.swap_memory().total
-    least_bytes = num_weights * (0.5 if is_packed else _LEAST_BYTES)
+    least_bytes = num_weights * (0.5 if is_packed else 2)  # in the smallest dtype
     if least_bytes > machine_bytes:
         dtype = "4 bits" if is_packed else "bfloat16"
         raise model_error(
