@@ -19,16 +19,6 @@ ATTENTION_BLOCK = "attention_chunk_size"
 CHUNKED = "chunked_attention"
 """The value of `layer_types` for layers in which a token sees its own attention block only, of
 `attention_chunk_size` (ATTENTION_BLOCK) tokens."""
-KNOWN_LAYER_TYPES = {
-    "linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding",  # some meet in a state
-    "full_attention", "sliding_attention", "attention", CHUNKED,  # tokens meet in attention only
-    "mlp", "moe",  # tokens do not meet
-}  # fmt: skip
-"""Values of `layer_types` for layers that are trained in chunks."""
-
-INDEXERS = ("index_", "indexer_")
-"""Beginnings of the keys of a learned indexer, which picks the keys that a token sees."""
-
 Recurrent = Literal[
     "none", "gated delta", "key delta", "low-rank key delta", "mamba", "mamba2", "conv",
     "lightning", "rg-lru",
@@ -53,16 +43,9 @@ class Family:
     """Whether some layers share the weights of a block of attention and MLP (Zamba)."""
 
 
-PICKS_KEYS = "picks the keys of each token with a learned indexer"
-_INDEXED = (
-    "axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm5_next",
-    "glm5_next_text", "glm_moe_dsa", "hy_v4", "mistral_large4", "mistral_large4_text",
-    "qwen4_exp_text",
-)  # fmt: skip
 _OWN_ATTENTION = "computes attention outside of transformers' AttentionInterface"
 _EMBEDS = "adds the original embeddings again in later layers"
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(_INDEXED, Family(not_in_chunks=PICKS_KEYS)),
     "bailing_hybrid": Family(recurrent="key delta"),
     "bloom": Family(not_in_chunks=_OWN_ATTENTION),
     "falcon": Family(not_in_chunks=_OWN_ATTENTION),

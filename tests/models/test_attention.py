@@ -56,15 +56,6 @@ def test_what_says_nothing_of_attention_passes(given: dict[str, Any]) -> None:
         call(**given)
 
 
-def test_attention_dropout_is_refused_when_the_engine_was_made_in_evaluation_mode() -> None:
-    model = build("llama", attention_dropout=0.5).eval()
-    engine = furlong.Engine(model)
-    assert engine.forward_backward(batch([21]), OPTIONS, backward=False).loss > 0
-    model.train()
-    with pytest.raises(UnsupportedModelError, match=r"attention dropout 0\.5"):
-        engine.forward_backward(batch([21]), OPTIONS)
-
-
 def test_attention_dropout_of_a_module_alone_is_refused() -> None:
     """No config names it: the call has it."""
     model = build("llama")

@@ -169,8 +169,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rwkv": ({}, "outside of transformers' cache"),
 }  # fmt: skip
-"""One by its type and its keys, two by their keys, one by its type; all types of the table of
-families are in test_describe."""
+"""Three by their keys, one by its type; all types of the table of families are in test_describe."""
 
 
 @pytest.mark.parametrize("model_type", FOLDERS)

@@ -8,7 +8,6 @@ import pickle
 import weakref
 from typing import Any
 
-import peft
 import pytest
 import torch
 from helpers import hybrids
@@ -155,31 +154,6 @@ def test_copies_have_no_door(chunked: Any, tmp_path: Any) -> None:
     assert "furlong" not in " ".join(chunked.state_dict())
 
 
-@pytest.mark.slow
-def test_adapters_before_and_after() -> None:
-    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    for before in (False, True):
-        torch.manual_seed(0)
-        model = build("llama")
-        if before:
-            model = furlong.chunked(model, furlong.ChunkOptions(size=8))
-        model = peft.get_peft_model(model, config).double()
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
-        if not before:
-            furlong.chunked(model, furlong.ChunkOptions(size=8))
-        loss_of(model, CALLS["padded in front"]).backward()
-        found = take_grads(model)
-        with torch.no_grad(), model.disable_adapter():
-            reference = model(input_ids=IDS, use_cache=False).logits
-        furlong.unchunked(model)
-        loss_of(model, CALLS["padded in front"]).backward()
-        assert worst_relative_error(found, take_grads(model)) <= BOUND
-        with torch.no_grad(), model.disable_adapter():
-            torch.testing.assert_close(reference, model(input_ids=IDS).logits)
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a cache with gradients": ({"use_cache": True}, "a cache together with gradients"),
     "embeddings": (
@@ -248,13 +222,6 @@ def test_another_head_than_a_language_models() -> None:
     assert worst_relative_error(grads[1], grads[0]) <= BOUND
     with pytest.raises(UnsupportedModelError, match="no causal language-model head"):
         furlong.Engine(model)
-
-
-def test_a_router_loss_that_is_asked_for_later_is_refused() -> None:
-    model = furlong.chunked(build("mixtral"), furlong.ChunkOptions(size=8))
-    model.config.output_router_logits = True
-    with pytest.raises(UserError, match="router"):
-        model(input_ids=IDS)
 
 
 def test_a_forgotten_model_is_freed() -> None:

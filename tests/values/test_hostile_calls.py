@@ -103,15 +103,6 @@ def test_any_calls_under_one_loss(
     assert engine._session.state.opened.arena.taken_bytes == 0
 
 
-def test_a_pair_of_equal_answers_has_no_gradient() -> None:
-    model, engine = shared()
-    one = sequence(0, 40, 0, 20, "answer")
-    values = engine.token_values([one, one], furlong.ChunkOptions(size=16, keep="kv"))
-    assert torch.equal(*values)
-    (-logsigmoid(0.1 * (values[0].sum() - values[1].sum()))).backward()
-    assert max(float(x.abs().max()) for x in take_grads(model).values()) <= 1e-15
-
-
 def test_packed_rows_that_repeat_a_prompt() -> None:
     """Behind the door, as sequences of one row: positions tell them apart."""
     model, _ = shared()

@@ -17,15 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from furlong.errors import UnsupportedModelError
-from furlong.families import (
-    ATTENTION_BLOCK,
-    ATTENTION_DROPOUTS,
-    CHUNKED,
-    INDEXERS,
-    KNOWN_LAYER_TYPES,
-    PICKS_KEYS,
-    family_of,
-)
+from furlong.families import ATTENTION_BLOCK, ATTENTION_DROPOUTS, CHUNKED, family_of
 from furlong.models.quantized import is_repacked, packed_linears
 
 FSDP_METHOD = "furlong_pass"
@@ -270,6 +262,16 @@ _TRAINED: tuple[Row, ...] = (
 )  # fmt: skip
 
 
+_KNOWN_LAYER_TYPES = {
+    "linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding",  # some meet in a state
+    "full_attention", "sliding_attention", "attention", CHUNKED,  # tokens meet in attention only
+    "mlp", "moe",  # tokens do not meet
+}  # fmt: skip
+"""Values of `layer_types` for layers that are trained in chunks."""
+_INDEXERS = ("index_", "indexer_")
+"""Beginnings of the keys of a learned indexer, which picks the keys that a token sees."""
+
+
 def _ends(model: Any) -> list[tuple[str, Any]]:
     """The input embeddings and the head, as far as there is one."""
     ends = (("input embeddings", model.get_input_embeddings()),
@@ -297,7 +299,7 @@ _KINDS: tuple[Row, ...] = (
 _CONFIGS: tuple[Row, ...] = (
     (_of_text(lambda text: not isinstance(getattr(text, "num_hidden_layers", None), int)),
      "names no num_hidden_layers", "one stack of decoder layers", OTHER_FAMILY),
-    (_of_text(lambda text: ", ".join(sorted(_layer_types(text) - KNOWN_LAYER_TYPES))),
+    (_of_text(lambda text: ", ".join(sorted(_layer_types(text) - _KNOWN_LAYER_TYPES))),
      "has layers of type {}", "layers in which tokens meet in causal attention, whole or with a "
      "sliding window, or in a state", OTHER_FAMILY),
     (_of_text(
@@ -322,11 +324,10 @@ def refuse_config(config: Any, given: str, source: str) -> None:
     `given` and `source`: the model's name in the error, and where it is from.
     """
     text = config.get_text_config()
-    keys = [key for key, x in text.to_dict().items() if key.startswith(INDEXERS) and x is not None]
+    keys = [key for key, x in text.to_dict().items() if key.startswith(_INDEXERS) and x is not None]
+    what = family_of(text.model_type).not_in_chunks
     if keys:
-        what = f"{PICKS_KEYS} ({', '.join(sorted(keys))})"
-    else:
-        what = family_of(text.model_type).not_in_chunks
+        what = f"picks the keys of each token with a learned indexer ({', '.join(sorted(keys))})"
     if not what:
         return
     raise UnsupportedModelError(
