@@ -19,13 +19,9 @@ ATTENTION_BLOCK = "attention_chunk_size"
 CHUNKED = "chunked_attention"
 """The value of `layer_types` for layers in which a token sees its own attention block only, of
 `attention_chunk_size` (ATTENTION_BLOCK) tokens."""
-Recurrent = Literal[
-    "none", "gated delta", "key delta", "low-rank key delta", "mamba", "mamba2", "conv",
-    "lightning", "rg-lru",
-]  # fmt: skip
-"""The ways in which a state goes from token to token: a delta rule with a gate per head (Gated
-DeltaNet) or per key (Kimi Delta Attention), a state space, a short convolution alone, linear
-attention with a fixed decay (MiniMax), a gated recurrence (Griffin)."""
+Recurrent = Literal["none", "in chunks", "token by token"]
+"""How transformers' own code hands states on: by inner chunks of tokens (delta rules, Mamba 2,
+linear attention; short convolutions at once), or token by token (Mamba, Griffin)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,34 +40,39 @@ class Family:
 
 
 _OWN_ATTENTION = "computes attention outside of transformers' AttentionInterface"
+_OWN_CACHE = "keeps its state outside of transformers' cache"
 _EMBEDS = "adds the original embeddings again in later layers"
 FAMILIES: dict[str, Family] = {
-    "bailing_hybrid": Family(recurrent="key delta"),
-    "bloom": Family(not_in_chunks=_OWN_ATTENTION),
-    "falcon": Family(not_in_chunks=_OWN_ATTENTION),
-    "bamba": Family(recurrent="mamba2"),
-    "falcon_h1": Family(recurrent="mamba2"),
-    "falcon_mamba": Family(recurrent="mamba", attends=False),
+    **dict.fromkeys(
+        (
+            "bailing_hybrid",
+            "bamba",
+            "falcon_h1",
+            "granitemoehybrid",
+            "kimi_linear",
+            "lfm2",
+            "lfm2_moe",
+            "lfm3",
+            "minimax",
+            "nemotron_h",
+            "olmo_hybrid",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_next",
+        ),
+        Family(recurrent="in chunks"),
+    ),
+    **dict.fromkeys(("bloom", "falcon"), Family(not_in_chunks=_OWN_ATTENTION)),
+    **dict.fromkeys(("rwkv", "xlstm"), Family(not_in_chunks=_OWN_CACHE)),
+    **dict.fromkeys(("falcon_mamba", "mamba"), Family(recurrent="token by token", attends=False)),
     "gemma4_text": Family(whole="feeds token ids and shared keys and values to later layers"),
-    "granitemoehybrid": Family(recurrent="mamba2"),
-    "jamba": Family(recurrent="mamba"),
-    "kimi_linear": Family(recurrent="low-rank key delta"),
-    "lfm2": Family(recurrent="conv"),
-    "lfm2_moe": Family(recurrent="conv"),
-    "lfm3": Family(recurrent="conv"),
-    "mamba": Family(recurrent="mamba", attends=False),
-    "mamba2": Family(recurrent="mamba2", attends=False),
-    "minimax": Family(recurrent="lightning"),
-    "nemotron_h": Family(recurrent="mamba2"),
-    "olmo_hybrid": Family(recurrent="gated delta"),
-    "qwen3_5_moe_text": Family(recurrent="gated delta"),
-    "qwen3_5_text": Family(recurrent="gated delta"),
-    "qwen3_next": Family(recurrent="gated delta"),
-    "recurrent_gemma": Family(whole="scales whatever enters its first layer", recurrent="rg-lru"),
-    "rwkv": Family(not_in_chunks="keeps its state outside of transformers' cache"),
-    "xlstm": Family(not_in_chunks="keeps its state outside of transformers' cache"),
-    "zamba": Family(whole=_EMBEDS, recurrent="mamba", shares_block=True),
-    "zamba2": Family(whole=_EMBEDS, recurrent="mamba2", shares_block=True),
+    "jamba": Family(recurrent="token by token"),
+    "mamba2": Family(recurrent="in chunks", attends=False),
+    "recurrent_gemma": Family(
+        whole="scales whatever enters its first layer", recurrent="token by token"
+    ),
+    "zamba": Family(whole=_EMBEDS, recurrent="token by token", shares_block=True),
+    "zamba2": Family(whole=_EMBEDS, recurrent="in chunks", shares_block=True),
 }
 """The families with something special."""
 

@@ -259,7 +259,7 @@ def test_deepseek_stores_latents():
 @pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f.not_in_chunks])
 def test_what_no_chunks_can_train_is_refused_with_the_reason(name):
     with pytest.raises(ConfigError, match=name):
-        shape_of_values({**BASE, "model_type": name})
+        describe(AutoConfig.for_model(name))
 
 
 def test_text_config_and_unknown_models(tmp_path: Path):

@@ -316,7 +316,7 @@ def _chunks(model: HFDecoder) -> list[_Chunk]:
 
 
 def _num_tokens(config: Any) -> int:
-    if family_of(config.model_type).recurrent in ("mamba", "rg-lru"):
+    if family_of(config.model_type).recurrent == "token by token":
         return _FEW_TOKENS
     sizes = (getattr(config, name, None) for name in INNER_CHUNKS)
     return max(_TOKENS, *(2 * size for size in sizes if isinstance(size, int)), 0)

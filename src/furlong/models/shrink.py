@@ -80,8 +80,7 @@ def shrink_states(family: Family, values: dict[str, Any], hidden: int) -> None:
         shared = values[_VALUE_HEADS] // values[_KEY_HEADS]
         values[_KEY_HEADS] = min(values[_KEY_HEADS], 2)
         values[_VALUE_HEADS] = values[_KEY_HEADS] * shared
-    if family.recurrent in ("mamba", "mamba2"):
-        _shrink_state_heads(family, values, hidden)
+    _shrink_state_heads(family, values, hidden)
 
 
 def _shrink_state_heads(family: Family, values: dict[str, Any], hidden: int) -> None:
