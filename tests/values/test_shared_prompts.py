@@ -163,21 +163,6 @@ def test_branches_that_nobody_uses_do_not_run(model: Any, used: int, keep: str) 
     assert sum(seen) < sum(NESTED.lens), "other branches ran too"
 
 
-def test_extras_stay_with_their_sequence(model: Any) -> None:
-    sequences = with_labelled_prompts()
-    for number, sequence in enumerate(sequences):
-        sequence["weight"] = torch.arange(len(sequence["input_ids"])) / 10.0 + number
-    log_prob = furlong.values.log_prob()
-    values = furlong.Engine(model).token_values(
-        sequences, furlong.ChunkOptions(size=16, keep="kv"),
-        lambda logits, labels, extras: extras["weight"] * log_prob(logits, labels, extras),
-    )  # fmt: skip
-    for found, truth, sequence in zip(
-        values, whole_values(model, sequences), sequences, strict=True
-    ):
-        torch.testing.assert_close(found, truth * sequence["weight"], rtol=1e-11, atol=1e-12)
-
-
 def test_a_caller_s_autocast_is_no_further_from_the_truth_than_without_sharing() -> None:
     """Scaled to 16 bits, over several models: that of one moves by a fifth either way."""
     sequences = PAIR.answers()

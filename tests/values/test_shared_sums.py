@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import furlong
-from furlong.errors import ConfigError, DataError
+from furlong.errors import DataError
 from furlong.testing import num_labels, reference_loss, take_grads, worst_relative_error
 
 BOUND = 1e-12
@@ -104,12 +104,3 @@ def test_what_draws_or_carries_states_shares_nothing(subject: Any) -> None:
     hybrid = furlong.Engine(hybrids.build("jamba"))
     result = hybrid.forward_backward(FOUR.answers(), OPTIONS[0], share_prompts=True)
     assert list(result.plan.seq_lens) == lens
-
-
-def test_extras_without_a_loss_are_refused(subject: Any) -> None:
-    _, engine = subject
-    sequences = [{**s, "old": torch.zeros(len(s["labels"]))} for s in FOUR.answers()]
-    with pytest.raises(DataError, match="old"):
-        engine.forward_backward(sequences, OPTIONS[0], share_prompts=True)
-    with pytest.raises(ConfigError, match="ChunkOptions"):
-        engine.forward_backward(FOUR.answers(), {"size": 16}, share_prompts=True)  # type: ignore[arg-type]
