@@ -46,6 +46,10 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         (AXOLOTL + "cosine_min_lr_ratio: 0.1", "train.min_lr", 1e-5),
         (AXOLOTL + "warmup_steps: 100", "train.warmup_steps", 100),
         (AXOLOTL, "train.warmup_steps", 0.03),
+        (AXOLOTL + "max_steps: 5000", "train.warmup_steps", 100),
+        (AXOLOTL + "max_steps: 1000", "train.warmup_steps", 30),
+        (TRL + "accumulate_grad_batches: 4", "train.sequences_per_step", 256),
+        (AXOLOTL + "optimizer: adafactor", "train.optimizer", "adafactor"),
         (AXOLOTL, "data.too_long", "drop"),
         (AXOLOTL + "optimizer: adamw_bnb_8bit", "train.optimizer", "adamw_8bit"),
         (AXOLOTL + "tokenizer_config: c/d", "model.tokenizer", "c/d"),
@@ -84,7 +88,8 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
             "data.train",
             {"path": "a/b", "name": "c", "split": "s"},
         ),
-        (TRL, "data.train_on", "all"),
+        (TRL, "data.train_on", "conversations"),
+        (TRL + "completion_only_loss: false", "data.train_on", "all"),
         (TRL + "loss_type: [apo_zero]\nbeta: 0.05", "train.loss", "dpo"),
         (TRL + "push_to_hub: true\nhub_model_id: me/m", "hub.repo", "me/m"),
         (TRL + "report_to: [wandb]\nrun_name: r", "log.name", "r"),
@@ -184,7 +189,7 @@ def test_values_are_those_that_the_recipe_comes_to(
         (TRL + "output_dir: $(date)", "output_dir", "lost"),
         (TRL + "deepspeed: zero3_offload.json", "deepspeed", "lost"),
         (FACTORY + "trust_remote_code: true", "trust_remote_code", "lost"),
-        (FACTORY.replace("stage: sft", "stage: ppo"), "stage", "refused"),
+        (FACTORY + "pref_beta: 0.2", "pref_beta", "refused"),
         (SWIFT + "--rope_scaling yarn", "rope_scaling", "refused"),
         (SWIFT + "--router_aux_loss_coef 1e-3", "router_aux_loss_coef", "refused"),
         (SWIFT + "--learning_rate ${NOT_SET}", "learning_rate", "refused"),
@@ -336,6 +341,10 @@ def test_the_file_loads_and_has_a_line_for_each_key(
         ("a.sh", SWIFT + "--y 2 \\ \n--x 1", "--x 1, without a command"),
         ("a.sh", SWIFT + "--tensor_parallel_size 3", "8 processes, of which 3"),
         ("a.sh", "foo --a 1 --b 2", "foo --a 1"),
+        ("a.yaml", TRL + "loss_type: dr_grpo\nreward_funcs: [a]\nbeta: 0.04", "a recipe of grpo"),
+        ("a.yaml", FACTORY.replace("sft", "ppo"), "a recipe of ppo"),
+        ("a.sh", "accelerate launch --num_processes 1 trl grpo --model M --x 1", "of grpo"),
+        ("a.sh", SWIFT.replace("sft", "rlhf") + "--rlhf_type gkd", "a recipe of gkd"),
         ("a.sh", "x --a 'b\n# c\n", "no command with flags"),
     ],
 )
@@ -353,25 +362,21 @@ def test_one_of_several_commands_is_chosen(tmp_path: Path) -> None:
         made(tmp_path, text, command=3)
 
 
-@pytest.mark.parametrize("has_prompt", [True, False])
-def test_of_prompt_and_completion_trl_learns_the_completion(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_prompt: bool
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [(AXOLOTL, "train.warmup_steps"), (SWIFT.replace("a/b", "a/b#500"), "data.train")],
+)
+def test_what_only_the_data_decide_is_remarked(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    key: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    turns = [{"role": "user", "content": "a"}]
-    record = {"prompt": turns, "completion": turns} if has_prompt else {"messages": turns}
-    Path("d.jsonl").write_text(json.dumps(record))
-    Path("a.yaml").write_text(TRL.replace("a/b", "d.jsonl"))
-    assert main(["convert", "a.yaml", "--devices=1", "--out=b.yaml"]) == 0
-    assert load_run("b.yaml").data.train_on == ("assistant" if has_prompt else "all")
-
-
-def test_a_data_set_elsewhere_is_told_what_trl_learns_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.yaml").write_text(TRL)
-    assert main(["convert", "a.yaml", "--devices=1", "--out=b.yaml"]) == 0
-    assert all(
-        "remove the key" in text for text in (capsys.readouterr().out, Path("b.yaml").read_text())
-    )
+    of = made(tmp_path, text)
+    name = of.recipe.file.name
+    assert of.remarks.keys() == {key} and of.is_whole
+    assert main(["convert", name, "--out=b.yaml", *["--devices=8"] * name.endswith("l")]) == 0
+    said = of.remarks[key]
+    assert said in capsys.readouterr().out and said in Path("b.yaml").read_text()

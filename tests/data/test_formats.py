@@ -175,6 +175,8 @@ def test_what_is_learnt_of_a_conversation() -> None:
     assert sequences_of(own, "chat", train_on="all") == [(text, text)]
     completion = record(prompt="a", completion="b")
     assert sequences_of(completion, "auto", train_on="all") == [("ab<end>", "ab<end>")]
+    assert sequences_of(own, "chat", train_on="conversations") == [(text, text)]
+    assert sequences_of(completion, "auto", train_on="conversations") == [("ab<end>", "b<end>")]
     agent = record(messages=AS_OPENAI)
     ((_, learnt),) = sequences_of(agent, "chat", byte_tokenizer(SAYS_CALLS), train_on="last")
     assert learnt == f"{[CALL]}<|im_end|>\ntwo<|im_end|>\n"

@@ -9,9 +9,8 @@ from typing import Any
 
 from furlong.config.conversion import Conversion, convert
 from furlong.config.recipes import read_recipe
-from furlong.config.schema import RunConfig
 from furlong.config.sources import FlagParser, read_flags
-from furlong.errors import UserError, refusal
+from furlong.errors import refusal
 
 _DESCRIPTION = (
     "Write a run file from a recipe of axolotl, LLaMA-Factory, TRL, ms-swift, torchtune or Arctic"
@@ -51,40 +50,9 @@ def run(arguments: Sequence[str]) -> int:
     if given.devices is not None and given.devices < 1:
         raise refusal(f"--devices={given.devices}", "a number above 0", "name the processes")
     made = convert(read_recipe(file, given.command), given.devices, flags.values)
-    _look_at_records(made)
     _write(out, run_file(made))
     print(_summary(made, out))
     return 0 if made.is_whole else 1
-
-
-def _look_at_records(made: Conversion) -> None:
-    """Decide by the first records what TRL learns where a recipe does not say: all of a
-    conversation, but of prompt and completion the completion alone."""
-    key = "data.train_on"
-    if key not in made.of_defaults:
-        return
-    from furlong.data.formats import Reading
-    from furlong.data.records import Notes, read_records
-    from furlong.data.sources import list_files
-
-    settings = RunConfig.model_validate(made.values).data
-    formats: set[str | None] = set()
-    for source in settings.train:
-        reading = Reading.of(settings, source)
-        if not Path(source.path).expanduser().exists():
-            formats.add(None)
-            continue
-        try:
-            first = next(read_records(list_files(source), Notes(), reading.columns))
-            formats.add(reading.decided(first).format)
-        except UserError:  # the run will say it
-            formats.add(None)
-    if formats == {"completion"}:
-        del made.run[key]
-    elif formats & {"completion", None}:
-        made.remarks[key] = (
-            "of records with prompt and completion TRL learns the completion alone: remove the key"
-        )
 
 
 def _write(out: Path, text: str) -> None:

@@ -1,4 +1,7 @@
-"""A recipe of another trainer becomes a run's values, and each of its keys gets a verdict."""
+"""A recipe of another trainer becomes a run's values, and each of its keys gets a verdict.
+
+Words that differ alone, and names within sources, are data: foreign.yaml has them.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from furlong.config.foreign import Kind, answer_to, foreign_table
-from furlong.config.messages import config_error, key_of
+from furlong.config.foreign import Kind, Verdict, answer_to, foreign_table
+from furlong.config.messages import config_error, key_of, meet
 from furlong.config.recipes import Recipe
 from furlong.config.schema import RunConfig, all_keys, words_of
 from furlong.config.sources import check_sections, read_yaml
@@ -20,54 +26,52 @@ from furlong.errors import refusal
 
 _Given = dict[str, Any]
 """Values of a recipe's keys, all of which go into one key of ours."""
-_OFF = (None, False, 0, "", "false", "none", "no", "null", "off")
-
-
-def _section(key: str) -> str:
-    return key.partition(".")[0]
-
-
-class Verdict(NamedTuple):
-    """The end of a key: taken, or why not."""
-
-    kind: Kind
-    text: str
-    """The key of ours, or the reason."""
+_needless = partial(Verdict, "needless")
+_lost = partial(Verdict, "lost")
+_refused = partial(Verdict, "refused")
 
 
 class Conversion:
     """A recipe on its way to a run."""
 
-    def __init__(self, recipe: Recipe, num_processes: int | None) -> None:
+    def __init__(
+        self, recipe: Recipe, num_processes: int | None, of_flags: Iterable[str] = ()
+    ) -> None:
         self.recipe = recipe
+        self.num_processes = num_processes or recipe.num_processes
         self.run: dict[str, Any] = {}
         """Values by whole keys of ours."""
         self.verdicts: dict[str, Verdict] = {}
         """By their keys, as the recipe writes them."""
-        self.of_flags: set[str] = set()
+        self.of_flags = set(of_flags)
+        """Keys of ours that somebody gives."""
         self.of_defaults: set[str] = set()
         """Keys of ours whose value is a default of the other trainer."""
         self.remarks: dict[str, str] = {}
         """Remarks for the reader, by a key of ours."""
-        self.num_processes = num_processes or recipe.num_processes
 
     @property
     def values(self) -> dict[str, Any]:
         """The run in sections."""
         nested: dict[str, Any] = {}
         order = list(RunConfig.model_fields)
-        for key, value in sorted(self.run.items(), key=lambda one: order.index(_section(one[0]))):
+        for key in sorted(self.run, key=lambda key: order.index(key.partition(".")[0])):
             *path, name = key.split(".")
             section = nested
             for part in path:
                 section = section.setdefault(part, {})
-            section[name] = value
+            section[name] = self.run[key]
         return nested
 
     @property
     def is_whole(self) -> bool:
         """Whether the run computes what the recipe does."""
         return all(verdict.kind != "refused" for verdict in self.verdicts.values())
+
+    @property
+    def is_sft(self) -> bool:
+        """Whether the run learns what has labels."""
+        return self.run.get("train.loss") in (None, "sft")
 
     def value(self, *names: str) -> Any:
         """The recipe's value of the first of these keys that it has, else its trainer's default."""
@@ -77,91 +81,124 @@ class Conversion:
                     return value
         return None
 
-    def take(self, target: str, value: Any, names: Iterable[str]) -> None:
+    def own(self, given: _Given) -> _Given:
+        """Those of `given` that the recipe says itself."""
+        return {name: value for name, value in given.items() if name in self.recipe.keys}
+
+    def last(self, given: _Given) -> Any:
+        """The value of a recipe's own key, else the default."""
+        own = self.own(given)
+        return [*own.values()][-1] if own else next(iter(given.values()))
+
+    def say(self, verdict: Verdict, names: Iterable[str]) -> None:
+        self.verdicts |= {name: verdict for name in names if name in self.recipe.keys}
+
+    def take(self, target: str, value: Any) -> Verdict:
         self.run[target] = value
-        if not self.recipe.keys.keys() & set(names):
-            self.of_defaults.add(target)
-        self._say("ours", target, names)
-
-    def need_not(self, reason: str, names: Iterable[str]) -> None:
-        self._say("needless", reason, names)
-
-    def cannot(self, reason: str, names: Iterable[str], kind: Kind = "refused") -> None:
-        self._say(kind, reason, names)
-
-    def _say(self, kind: Kind, text: str, names: Iterable[str]) -> None:
-        for name in names:
-            if name in self.recipe.keys:
-                self.verdicts[name] = Verdict(kind, text)
+        return Verdict("ours", target)
 
 
 def convert(
     recipe: Recipe, num_processes: int | None, flags: Mapping[str, Any] | None = None
 ) -> Conversion:
     """The run of a recipe, under `flags`: values of keys of ours. Raises ConfigError for a recipe
-    that needs the number of processes and does not have it, and for a run that lacks a key."""
-    made = Conversion(recipe, num_processes)
-    if recipe.is_of_pairs:
-        made.run["train.loss"] = "dpo"
+    that needs the number of processes and does not have it, for one of a loss that no run has, and
+    for a run that lacks a key."""
+    made = Conversion(recipe, num_processes, flags or ())
     by_target: dict[str, _Given] = {}
     for name, value in (recipe.defaults | recipe.keys).items():
-        answer = answer_to(name)
-        own = [
-            key
-            for key in all_keys()
-            if key.rpartition(".")[2] == name.rpartition(".")[2] and not key.startswith(_OF_PLANS)
-        ]
-        if _is_empty(value):
-            made.need_not("it has no value", [name])
-        elif isinstance(value, str) and _COMPUTED.search(value):
-            of_place = answer is not None and answer.target in ("out", "log.name")
-            reason = "its script computes it: set the key of ours"
-            made.cannot(reason, [name], "lost" if of_place else "refused")
-        elif answer is not None and answer.kind == "ours":
-            by_target.setdefault(answer.target, {})[name] = value
-        elif answer is None and len(own) == 1:
-            by_target.setdefault(own[0], {})[name] = value
-        elif answer is None:
-            made.cannot("furlong does not know it", [name])
-        elif name == "resume_from_checkpoint" and isinstance(value, str) and "/" in value:
-            made.cannot("write model.name: the export of the run that it goes on from", [name])
-        elif name == "plugins" and all(re.search(_PLAIN_PLUGINS, str(one)) for one in value):
-            made.need_not("what they do stands under keys of its own", [name])
-        elif name in ("deepspeed", "fsdp", "fsdp_config") and _offloads(value):
-            made.cannot(_STAYS, [name], "lost")
-        elif answer.kind == "needless" or _is_off(name, value):
-            made.need_not(answer.text, [name])
+        verdict = _verdict(name, value)
+        if verdict.kind == "ours":
+            by_target.setdefault(verdict.text, {})[name] = value
         else:
-            made.cannot(answer.text, [name], answer.kind)
+            made.say(verdict, [name])
+    if recipe.loss_by_keys and "train.loss" not in made.of_flags:
+        made.run["train.loss"] = _loss(made, "train.loss", {"": recipe.loss_by_keys})
     order = [text.partition(",")[0] for text in foreign_table()["ours"]]
     for target in sorted(
         by_target, key=lambda key: order.index(key) if key in order else len(order)
     ):
-        try:
-            _BY_TARGET.get(target, _same)(made, target, by_target[target])
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            made.cannot(f"its value is not understood ({error})", by_target[target])
+        _read(made, target, by_target[target])
     for key, value in (flags or {}).items():
         _put(made, key, value)
     _finish(made)
     return made
 
 
+_OF_PLANS = ("chunks.", "offload.", "memory.")
+"""Sections whose names, such as size, mean something else to others."""
+_PLAIN_PLUGINS = r"cut_cross_entropy|\.liger\.|\.kernels\."
+_COMPUTED = re.compile(r"\$(\w|\{|\()|^<[^|<>]* [^<>]*>$")
+_OFF = (None, False, 0, "", "false", "none", "no", "null", "off")
+
+
+def _verdict(name: str, value: Any) -> Verdict:
+    """The table's verdict on a key with that value; of one that is taken, the key of ours."""
+    answer = answer_to(name)
+    if value is None or value in ("", [], {}):
+        return _needless("it has no value")
+    if isinstance(value, str) and _COMPUTED.search(value):
+        is_place = answer is not None and answer.target in ("out", "log.name")
+        kind: Kind = "lost" if is_place else "refused"
+        return Verdict(kind, "its script computes it: set the key of ours")
+    if answer is None:
+        last = f".{name}".rpartition(".")[2]
+        own = [
+            key
+            for key in all_keys()
+            if key.rpartition(".")[2] == last and not key.startswith(_OF_PLANS)
+        ]
+        return Verdict("ours", own[0]) if len(own) == 1 else _refused("furlong does not know it")
+    if answer.kind == "ours":
+        return Verdict("ours", answer.target)
+    if name == "resume_from_checkpoint" and isinstance(value, str) and "/" in value:
+        return _refused("write model.name: the export of the run that it goes on from")
+    plugins = value if name == "plugins" and isinstance(value, list) else []
+    if plugins and all(re.search(_PLAIN_PLUGINS, str(one)) for one in plugins):
+        return _needless("what they do stands under keys of its own")
+    if name in ("deepspeed", "fsdp", "fsdp_config") and _offloads(value):
+        return _lost("weights and optimizer states stay on the device, divided over all processes")
+    text = value.lower() if isinstance(value, str) else value
+    is_off = text in _OFF or (text == 1 and name.endswith(("size", "degree", "tp")))
+    return _needless(answer.text) if is_off else answer
+
+
+def _offloads(value: Any) -> bool:
+    """Whether a setting of DeepSpeed or FSDP keeps weights or states on the CPU."""
+    if isinstance(value, Mapping):
+        found = (_offloads(one) or ("offload" in str(key) and one) for key, one in value.items())
+        return any(found)
+    return isinstance(value, str) and "offload" in value
+
+
+def _read(made: Conversion, target: str, given: _Given) -> None:
+    """Takes the keys that go into one of ours, or says why not."""
+    try:
+        if target.startswith("model.lora.") and (why := _lora_needless(made, target, given)):
+            found: Any = _needless(why)
+        else:
+            found = _BY_TARGET.get(target, _same)(made, target, given)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        found = _refused(f"its value is not understood ({error})")
+    if found is None:
+        return
+    verdict = found if isinstance(found, Verdict) else made.take(target, found)
+    if verdict.kind == "ours" and not made.own(given):
+        made.of_defaults.add(verdict.text)
+    made.say(verdict, [name for name in given if name not in made.verdicts])
+
+
 def _put(made: Conversion, key: str, value: Any) -> None:
     """Takes a value that somebody gives for a key of ours, in the place of the recipe's."""
     made.run = {own: one for own, one in made.run.items() if not own.startswith(f"{key}.")}
     made.run[key] = value
-    made.of_flags.add(key)
-    for name in made.recipe.keys:
+    for name, verdict in made.verdicts.items():
         answer = answer_to(name)
-        of_key = answer is not None and answer.target == key
-        of_key |= (name, key) == ("resume_from_checkpoint", "model.name")
-        if of_key and made.verdicts[name].kind == "refused":
-            made.need_not(f"--{key} is given", [name])
+        is_of_key = (answer is not None and answer.target == key) or f"write {key}" in verdict.text
+        if is_of_key and verdict.kind == "refused":
+            made.say(_needless(f"--{key} is given"), [name])
 
 
-_OF_PLANS = ("chunks.", "offload.", "memory.")
-"""Sections whose names, such as size, mean something else to others."""
 _ASIDE = ("log.", "hub", "out", "train.save", "train.num_", "data.streaming")
 """Keys without which the same is computed."""
 
@@ -177,266 +214,208 @@ def _finish(made: Conversion) -> None:
         del made.run["data.too_long"]  # there is no limit
     if made.recipe.dialect == "ms-swift" and "train.lr" not in made.run:
         made.run["train.lr"] = 1e-4 if "model.lora.rank" in made.run else 1e-5
+    source = str(made.recipe.file)
     while True:
         try:
-            RunConfig.model_validate(check_sections(made.values, str(made.recipe.file)))
+            RunConfig.model_validate(check_sections(made.values, source))
             return
         except ValidationError as error:
             errors = error.errors()
-        given_up = False
-        for one in errors:
-            keys = one.get("ctx", {}).get("keys", key_of(one["loc"])).split(" and ")
-            target = next(
-                (
-                    key
-                    for key in made.run
-                    for own in keys
-                    if key == own or key.startswith(f"{own}.") or own.startswith(f"{key}.")
-                ),
-                None,
-            )
-            if target is None or one["type"] == "missing":
-                continue
-            if target in ("model.name", "data.train") or target in made.of_flags:
-                flags = {f"--{key}" for key in made.of_flags}
-                raise config_error([one], str(made.recipe.file), flags)
-            value, given_up = made.run.pop(target), True
-            names = [name for name, verdict in made.verdicts.items() if verdict.text == target]
-            is_none = one["type"] == "extra_forbidden"
-            reason = f"{target} takes {words_of(one)}, not {value!r}"
-            reason = f"{target}: {words_of(one)}" if one["type"] == "told" else reason
-            is_aside = target.startswith(_ASIDE)
-            reason = f"there is no {key_of(one['loc'])}" if is_none else reason
-            made.cannot(reason, names, "lost" if is_aside else "refused")
+        given_up = [_give_up(made, one) for one in errors]
         for name, verdict in made.verdicts.items():
             answer = answer_to(name)
-            if verdict.kind == "refused" and answer and answer.target == "data.train":
+            is_data = answer is not None and answer.target == "data.train"
+            if is_data and verdict.kind == "refused" and "data.train" not in made.run:
                 change = "mend it, or give the data: --data.train=..."
-                given = f"{name}: {verdict.text}"
-                if "data.train" not in made.run:
-                    raise refusal(given, "sources of data", change, str(made.recipe.file))
-        if not given_up:
-            raise config_error(errors, str(made.recipe.file), set())
+                raise refusal(f"{name}: {verdict.text}", "sources of data", change, source)
+        if not any(given_up):
+            raise config_error(errors, source, set())
 
 
-_PLAIN_PLUGINS = r"cut_cross_entropy|\.liger\.|\.kernels\."
-_STAYS = "weights and optimizer states stay on the device, divided over all processes"
+def _give_up(made: Conversion, error: ErrorDetails) -> bool:
+    """Takes a value that no run may have out of the run, a default before others; whether there is
+    one. Raises ConfigError for what nobody but the user can mend."""
+    keys = error.get("ctx", {}).get("keys", key_of(error["loc"])).split(" and ")
+    found = [key for own in keys for key in made.run if meet(key, own)]
+    if not found or error["type"] == "missing":
+        return False
+    target = min(found, key=lambda key: key not in made.of_defaults)
+    if target in ("model.name", "data.train") or target in made.of_flags:
+        raise config_error([error], str(made.recipe.file), {f"--{key}" for key in made.of_flags})
+    value, words = made.run.pop(target), words_of(error)
+    reason = foreign_table()["otherwise"].get(target, f"{target} takes {words}, not {value!r}")
+    if error["type"] == "extra_forbidden":
+        reason = f"there is no {key_of(error['loc'])}"
+    elif error["type"] == "told":
+        reason = f"{target}: {words}"
+    kind: Kind = "lost" if target.startswith(_ASIDE) else "refused"
+    made.say(Verdict(kind, reason), [n for n, one in made.verdicts.items() if one.text == target])
+    return True
 
 
-def _offloads(value: Any) -> bool:
-    """Whether a setting of DeepSpeed or FSDP keeps weights or states on the CPU."""
-    if isinstance(value, Mapping):
-        found = (_offloads(one) or ("offload" in str(key) and one) for key, one in value.items())
-        return any(found)
-    return isinstance(value, str) and "offload" in value
+def _word(target: str, value: Any) -> str:
+    """A value as ours, for which others have words of their own."""
+    word = str(value).lower().rpartition(".")[2]
+    words: dict[str, list[str]] = foreign_table()["values"][target]
+    return next((ours for ours, theirs in words.items() if word in theirs), word)
 
 
-_COMPUTED = re.compile(r"\$(\w|\{|\()|^<[^|<>]* [^<>]*>$")
+def _same(made: Conversion, target: str, given: _Given) -> Any:
+    if len({repr(value) for value in made.own(given).values()}) > 1:
+        return _refused("two values for one key of ours")
+    value = made.last(given)
+    return _word(target, value) if target in foreign_table()["values"] else value
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or value in ("", [], {})
-
-
-def _is_off(name: str, value: Any) -> bool:
-    text = value.lower() if isinstance(value, str) else value
-    return text in _OFF or (text == 1 and name.endswith(("size", "degree", "tp")))
-
-
-def _last(made: Conversion, given: _Given) -> Any:
-    """The value of a recipe's own key, else the default."""
-    own = [value for name, value in given.items() if name in made.recipe.keys]
-    return own[-1] if own else next(iter(given.values()))
-
-
-def _same(made: Conversion, target: str, given: _Given) -> None:
-    own = [value for name, value in given.items() if name in made.recipe.keys]
-    if len({repr(value) for value in own}) > 1:
-        made.cannot("two values for one key of ours", given)
-    else:
-        made.take(target, _last(made, given), given)
-
-
-def _model(made: Conversion, target: str, given: _Given) -> None:
+def _model(made: Conversion, target: str, given: _Given) -> Any:
     if "model_name" in given and len(given) > 1:  # a persona, in ms-swift
-        made.cannot("a persona belongs into the records", ["model_name"])
+        made.say(_refused("a persona belongs into the records"), ["model_name"])
         del given["model_name"]
-    name = _last(made, given)
-    made.take(target, name, given)
+    name = made.last(given)
     if re.search(r"\bVL\b|VL-|Vision|Omni", str(name)):
-        made.cannot("a model with vision: its text model alone is trained", given)
+        made.say(_refused("a model with vision: its text model alone is trained"), given)
+    return name
 
 
-def _tokenizer(made: Conversion, target: str, given: _Given) -> None:
-    name = _last(made, given)
-    if name == made.run.get("model.name"):
-        made.need_not("it is the model's own", given)
-    else:
-        made.take(target, name, given)
+def _tokenizer(made: Conversion, target: str, given: _Given) -> Any:
+    name = made.last(given)
+    return _needless("it is the model's own") if name == made.run.get("model.name") else name
 
 
-def _dtype(made: Conversion, target: str, given: _Given) -> None:
-    names = {"float": "float32", "fp32": "float32", "bf16": "bfloat16", "auto": "bfloat16"}
-    texts = [
-        str(given[name]) for name in ("torch_dtype", "dtype", "mixed_precision") if name in given
-    ]
-    dtype = next((names.get(one, one).rpartition(".")[2] for one in texts), "bfloat16")
+def _dtype(made: Conversion, target: str, given: _Given) -> Any:
+    named = [given[name] for name in ("torch_dtype", "dtype", "mixed_precision") if name in given]
+    dtype = _word(target, named[0]) if named else "bfloat16"
     if given.get("fp16") is True or dtype in ("float16", "fp16"):
-        made.cannot("float16 needs a scaled loss: bfloat16 does not", given)
-    elif not texts and given.get("bf16", given.get("pure_bf16")) is False and "fp16" not in given:
-        made.take(target, "float32", given)
-    elif dtype in ("bfloat16", "no"):
-        made.need_not("bfloat16 is the default; trained weights stay float32", given)
-    else:
-        made.take(target, dtype, given)
+        return _refused("float16 needs a scaled loss: bfloat16 does not")
+    if not named and given.get("bf16", given.get("pure_bf16")) is False and "fp16" not in given:
+        return "float32"
+    default = _needless("bfloat16 is the default; trained weights stay float32")
+    return default if dtype == "bfloat16" else dtype
 
 
-def _adapters(made: Conversion, target: str, given: _Given) -> None:
-    kind = _last(made, given)
-    if str(kind).lower() in ("lora", "qlora", "true") or isinstance(kind, Mapping):
-        made.take("model.lora.rank", 8, given)
-        for name, value in kind.items() if isinstance(kind, Mapping) else ():
-            ours = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}.get(name, name)
-            if f"model.lora.{ours}" in all_keys():
-                made.run[f"model.lora.{ours}"] = value
-    elif str(kind).lower() in ("full", "none", "false", "no"):
-        made.need_not("every weight is trained without model.lora", given)
-    else:
-        made.cannot("adapters are LoRA here, and no part of the weights is frozen", given)
+def _adapters(made: Conversion, target: str, given: _Given) -> Any:
+    kind = made.last(given)
+    options = kind if isinstance(kind, Mapping) else {}
+    word = "lora" if options else str(kind).lower()
+    if word in ("full", "none", "false", "no"):
+        return _needless("every weight is trained without model.lora")
+    if word not in ("lora", "qlora", "true"):
+        return _refused("adapters are LoRA here, and no part of the weights is frozen")
+    taken = made.take("model.lora.rank", 8)
+    for name, value in options.items():
+        ours = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}.get(name, name)
+        if f"model.lora.{ours}" in all_keys():
+            made.run[f"model.lora.{ours}"] = value
+    return taken
 
 
-def _of_adapters(made: Conversion, target: str, given: _Given) -> None:
-    """Options of adapters, which some trainers write although every weight is trained."""
-    if made.recipe.dialect == "torchtune" and given.keys() & made.recipe.keys.keys():
+def _lora_needless(made: Conversion, target: str, given: _Given) -> str:
+    """Why an option of adapters is not needed, which some trainers write although every weight is
+    trained; empty where it is."""
+    if made.recipe.dialect == "torchtune" and made.own(given):
         made.run.setdefault("model.lora.rank", 8)
     if "model.lora.rank" not in made.run:
-        made.need_not("every weight is trained", given)
-        return
-    if target.endswith("dropout") and made.run.get("train.loss", "sft") != "sft":
-        made.need_not("preference losses are computed without dropout, there too", given)
-        return
-    value = _last(made, given)
-    if target.endswith("target_modules"):
-        if given.get("lora_target_linear") is True or value in (
-            "all",
-            "all-linear",
-            ["all-linear"],
-        ):
-            value = "all-linear"
-        elif made.recipe.dialect == "torchtune":
-            value = [
-                {"output_proj": "o_proj"}.get(name, name)
-                for name in made.value("lora_attn_modules") or []
-            ]
-            value += ["gate_proj", "up_proj", "down_proj"] * bool(made.value("apply_lora_to_mlp"))
-        elif isinstance(value, str) and "," in value:
-            value = [name.strip() for name in value.split(",")]
-    made.take(target, value, given)
-    if target.endswith("rank") and made.recipe.dialect == "LLaMA-Factory":
-        made.run.setdefault("model.lora.alpha", 2 * int(value))
+        return "every weight is trained"
+    is_of_pairs = target.endswith("dropout") and not made.is_sft
+    return "preference losses are computed without dropout, there too" * is_of_pairs
 
 
-def _quantize(made: Conversion, target: str, given: _Given) -> None:
-    bits = next((given[name] for name in ("quantization_bit", "quant_bits") if name in given), None)
+def _rank(made: Conversion, target: str, given: _Given) -> Any:
+    rank = made.last(given)
+    if made.recipe.dialect == "LLaMA-Factory":
+        made.run.setdefault("model.lora.alpha", 2 * int(rank))
+    return rank
+
+
+def _target_modules(made: Conversion, target: str, given: _Given) -> Any:
+    value = made.last(given)
+    all_of_them = ("all", "all-linear", ["all-linear"])
+    if given.get("lora_target_linear") is True or value in all_of_them:
+        return "all-linear"
+    if made.recipe.dialect == "torchtune":
+        names = [
+            {"output_proj": "o_proj"}.get(name, name)
+            for name in made.value("lora_attn_modules") or []
+        ]
+        of_mlp = ["gate_proj", "up_proj", "down_proj"]
+        return names + of_mlp * bool(made.value("apply_lora_to_mlp"))
+    return re.split(r"\s*,\s*", value) if isinstance(value, str) and "," in value else value
+
+
+def _quantize(made: Conversion, target: str, given: _Given) -> Any:
+    bits = given.get("quantization_bit", given.get("quant_bits"))
     method = str(made.value("quant_method", "quantization_method") or "bnb").lower()
     is_four = given.get("load_in_4bit") is True or given.get("use_qlora") is True or bits == 4
     if not is_four and bits is None:
-        made.need_not("nothing is quantized", given)
-    elif bits not in (None, 4) or method not in ("bnb", "bitsandbytes"):
-        made.cannot("model.quantize has nf4 and fp4 of bitsandbytes", given)
-    else:
-        kind = made.value("bnb_4bit_quant_type", "quantization_type") or "nf4"
-        double = made.value(
-            "bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quantization"
-        )
-        made.take(target, {"type": kind, "double": bool(double)}, given)
+        return _needless("nothing is quantized")
+    if bits not in (None, 4) or method not in ("bnb", "bitsandbytes"):
+        return _refused("model.quantize has nf4 and fp4 of bitsandbytes")
+    kind = made.value("bnb_4bit_quant_type", "quantization_type") or "nf4"
+    double = made.value("bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quantization")
+    return {"type": kind, "double": bool(double)}
 
 
-def _rope(made: Conversion, target: str, given: _Given) -> None:
-    names = [name for name in given if name != "max_model_len"]
-    if "max_model_len" in given:
-        made.need_not("data.max_seq_len is the length; RoPE's factor goes by it", ["max_model_len"])
+def _rope(made: Conversion, target: str, given: _Given) -> Any:
+    if given.pop("max_model_len", None) is not None:
+        reason = "data.max_seq_len is the length; RoPE's factor goes by it"
+        made.say(_needless(reason), ["max_model_len"])
     rope: dict[str, Any] = {}
-    for name in names:
-        value = given[name]
+    for name, value in given.items():
         if name == "model_init_kwargs" and isinstance(value, Mapping):
             value = value.get("rope_parameters") or value.get("rope_scaling") or {}
-        if isinstance(value, str) and "=" in value:
-            pairs = (pair.partition("=") for pair in value.split(","))
-            value = {key.strip(): json.loads(text) for key, _, text in pairs}
-        if name == "rope_scaling_factor":
+        elif name == "rope_scaling_factor":
             value = {"rope_type": "yarn", "factor": value}
         elif name == "rope_theta":
-            value = {"rope_type": "default", "rope_theta": value}
+            value = {"rope_theta": value}
+        elif isinstance(value, str) and "=" in value:
+            pairs = (pair.partition("=") for pair in value.split(","))
+            value = {key.strip(): json.loads(text) for key, _, text in pairs}
         elif isinstance(value, str):
             value = _scaled(made, value)
         if isinstance(value, Mapping):
             rope |= {"rope_type" if key == "type" else key: one for key, one in value.items()}
-    if not rope and names:
-        made.cannot("its factor goes by the model's config: write model.rope with factor", names)
-    elif names:
-        made.take(target, {"rope_type": "default"} | rope, names)
+    if not given:
+        return None
+    if not rope:
+        return _refused("its factor goes by the model's config: write model.rope with factor")
+    return made.take("model.rope", {"rope_type": "default"} | rope)
 
 
 def _scaled(made: Conversion, kind: str) -> dict[str, Any] | None:
     """RoPE of a kind with the factor that the length asks for, by the model's config; None without
     one."""
-    name = str(made.run.get("model.name"))
+    from transformers import PretrainedConfig
+
     length = made.value("max_model_len", "cutoff_len", "max_length")
-    config = _model_config(name, made.run.get("model.revision"))
-    if config is None or not isinstance(length, int):
+    name = str(Path(str(made.run.get("model.name"))).expanduser())
+    try:
+        revision = made.run.get("model.revision")
+        config, _ = PretrainedConfig.get_config_dict(name, revision=revision)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(length, int):
         return None
     own = config.get("max_position_embeddings", length)
     return {"rope_type": kind, "factor": float(max(1, math.ceil(length / own)))}
 
 
-def _model_config(name: str, revision: str | None) -> dict[str, Any] | None:
-    """The config of a model in a folder or on the hub; None where it is not to be had."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    file = Path(name).expanduser() / "config.json"
-    try:
-        if not file.is_file():
-            file = Path(hf_hub_download(name, "config.json", revision=revision))
-        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError):
-        return None
-    return values
+def _share(made: Conversion, target: str, given: _Given) -> Any:
+    return made.last(given) or _needless("nothing is held out")
 
 
-def _share(made: Conversion, target: str, given: _Given) -> None:
-    value = _last(made, given)
-    if not value:
-        made.need_not("nothing is held out", given)
-    else:
-        made.take(target, value, given)
-
-
-def _length(made: Conversion, target: str, given: _Given) -> None:
-    made.take(target, _last(made, given), given)
+def _length(made: Conversion, target: str, given: _Given) -> Any:
     if "data.too_long" not in made.run and made.value("truncation_strategy") is None:
         made.run["data.too_long"] = "truncate"
+    return made.last(given)
 
 
-def _join(made: Conversion, target: str, given: _Given) -> None:
-    word = _last(made, given)
-    is_packed = made.value("packing") is True
+def _join(made: Conversion, target: str, given: _Given) -> Any:
+    word, is_packed = made.last(given), made.value("packing") is True
     if word is True or (word == "wrapped" and is_packed):
-        made.take(target, True, given)
-    elif word == "bfd_split" and is_packed:
-        made.take("data.too_long", "split", given)
-    else:
-        made.need_not("sequences are always packed, isolated from each other", given)
-
-
-def _too_long(made: Conversion, target: str, given: _Given) -> None:
-    word = str(_last(made, given))
-    ours = {"delete": "drop", "raise": "error", "right": "truncate", "keep_start": "truncate"}
-    if word in ("left", "keep_end"):
-        made.cannot("sequences are cut off at their end", given)
-    else:
-        made.take(target, ours.get(word, word), given)
+        return True
+    if word == "bfd_split" and is_packed:
+        return made.take("data.too_long", "split")
+    return _needless("sequences are always packed, isolated from each other")
 
 
 def _rate(value: Any) -> float:
@@ -446,35 +425,39 @@ def _rate(value: Any) -> float:
         return 0.0
 
 
-def _batch(made: Conversion, target: str, given: _Given) -> None:
+_MICRO = ("per_device_train_batch_size", "micro_batch_size", "batch_size", "train_batch_size")
+
+
+def _batch(made: Conversion, target: str, given: _Given) -> Any:
     own = made.recipe.keys
-    total = next((own[name] for name in ("global_batch_size",) if name in own), None)
-    if total is None and made.recipe.dialect == "ms-swift" and "global_batch_size" in given:
-        total = given["global_batch_size"]
+    total = given.get("global_batch_size")
     if isinstance(total, int) and total > 10_000:  # in tokens
-        made.take("train.tokens_per_step", total, given)
-        return
-    names = ("per_device_train_batch_size", "micro_batch_size", "batch_size", "train_batch_size")
+        return made.take("train.tokens_per_step", total)
     if total is None:
-        micro = next((own[name] for name in names if name in own), None)
-        micro = micro or next((given[name] for name in names if name in given), 1)
-        accumulated = made.value("gradient_accumulation_steps")
-        replicas = _replicas(made)
-        if accumulated is None and made.recipe.dialect != "ms-swift":
-            accumulated = 1
-        elif accumulated is None:  # it fills up to 16 sequences
+        said = (values.get(name) for values in (own, given) for name in _MICRO)
+        micro = next(filter(None, said), 1)
+        accumulated = made.value("gradient_accumulation_steps", "accumulate_grad_batches")
+        if accumulated is None and made.recipe.dialect == "ms-swift":  # up to 16 sequences
             accumulated = max(1, math.ceil(16 / micro / (made.num_processes or 1)))
-        total = micro * accumulated * replicas
+        total = micro * (1 if accumulated is None else accumulated) * _replicas(made)
     packs = ("sample_packing", "packing", "neat_packing", "pack_samples", "packed")
-    dataset = made.recipe.keys.get("dataset")
-    is_packed = any(made.value(name) is True for name in packs)
-    is_packed |= made.value("batch_method") == "pack" or "tokenized_mds_train" in own
-    is_packed |= isinstance(dataset, Mapping) and dataset.get("packed") is True
-    length = made.run.get("data.max_seq_len")
-    if is_packed and isinstance(length, int) and made.run.get("train.loss", "sft") == "sft":
-        made.take("train.tokens_per_step", total * length, given)
-    else:
-        made.take(target, total, given)
+    dataset, length = own.get("dataset"), made.run.get("data.max_seq_len")
+    is_packed = (
+        any(made.value(name) is True for name in packs)
+        or made.value("batch_method") == "pack"
+        or "tokenized_mds_train" in own
+        or (isinstance(dataset, Mapping) and dataset.get("packed") is True)
+    )
+    if is_packed and isinstance(length, int) and made.is_sft:
+        return made.take("train.tokens_per_step", total * length)
+    return total
+
+
+_SHARING = re.compile(
+    r"((sequence_parallel|context_parallel|seq_parallel|cp_|tensor_|pipeline_).*(size|degree)"
+    r"|parallelism_config_(cp|sp|tp)_size)$"
+)
+"""Numbers of processes that share a sequence or a layer."""
 
 
 def _replicas(made: Conversion) -> int:
@@ -485,26 +468,12 @@ def _replicas(made: Conversion) -> int:
             "the number of processes that the recipe is started with",
             "add --devices=N",
         )
+    keys = made.recipe.keys
+    inner = keys.get("parallelism_config")
     shared = 1
-    for word in (
-        "sequence_parallel",
-        "context_parallel",
-        "seq_parallel",
-        "cp_",
-        "tensor_",
-        "pipeline_",
-    ):
-        for key, value in made.recipe.keys.items():
-            name = key.rpartition(".")[2]
-            if (
-                name.startswith(word)
-                and name.endswith(("size", "degree"))
-                and isinstance(value, int)
-            ):
-                shared *= max(1, value)
-    if isinstance(inner := made.recipe.keys.get("parallelism_config"), Mapping):
-        for value in (inner.get(f"parallelism_config_{one}_size", 1) for one in ("cp", "sp", "tp")):
-            shared *= value
+    for key, value in chain(keys.items(), inner.items() if isinstance(inner, Mapping) else ()):
+        if _SHARING.match(key.rpartition(".")[2]) and isinstance(value, int):
+            shared *= max(1, value)
     if made.num_processes % shared:
         raise refusal(
             f"{made.num_processes} processes, of which {shared} share a sequence or a layer",
@@ -514,270 +483,175 @@ def _replicas(made: Conversion) -> int:
     return made.num_processes // shared
 
 
-def _max_tokens(made: Conversion, target: str, given: _Given) -> None:
-    made.need_not("the batch is measured as a whole", given)
+def _steps(made: Conversion, target: str, given: _Given) -> Any:
+    number = made.last(given)
+    if not isinstance(number, int) or number <= 0:
+        return _needless("epochs decide")
+    if made.run.pop("train.epochs", None) is not None:
+        of_epochs = [n for n, one in made.verdicts.items() if one.text == "train.epochs"]
+        made.say(_needless("the steps are given"), of_epochs)
+    return number
 
 
-def _steps(made: Conversion, target: str, given: _Given) -> None:
-    number = _last(made, given)
-    if isinstance(number, int) and number > 0:
-        made.take(target, number, given)
-        if made.run.pop("train.epochs", None) is not None:
-            made.need_not("the steps are given", ["num_train_epochs", "num_epochs", "epochs"])
-    else:
-        made.need_not("epochs decide", given)
-
-
-def _min_lr(made: Conversion, target: str, given: _Given) -> None:
+def _min_lr(made: Conversion, target: str, given: _Given) -> Any:
     rate = _rate(made.run.get("train.lr"))
+    known = {"min_lr_rate": rate, "min_lr_ratio": rate, "min_lr": 1.0, "eta_min": 1.0}
+    floor = 0.0
     for name, value in given.items():
-        floor: float | None = None
-        if isinstance(value, Mapping):
-            known = {"min_lr_rate": rate, "min_lr_ratio": rate, "min_lr": 1.0, "eta_min": 1.0}
-            floor = sum(known[key] * float(one) for key, one in value.items() if key in known)
-            if value.keys() - known.keys():
-                made.cannot("of a schedule's options furlong has the floor alone", [name])
-                continue
-        else:
+        if not isinstance(value, Mapping):
             floor = float(value) * (rate if "ratio" in name else 1.0)
-        made.take(target, float(f"{floor:.12g}"), [name])
+        elif value.keys() <= known.keys():
+            floor = sum(known[key] * float(one) for key, one in value.items())
+        else:
+            return _refused("of a schedule's options furlong has the floor alone")
+    return float(f"{floor:.12g}")
 
 
-def _warmup(made: Conversion, target: str, given: _Given) -> None:
+def _warmup(made: Conversion, target: str, given: _Given) -> Any:
     if made.value("lr_scheduler_type", "lr_scheduler") == "constant":
         made.run[target] = 0.0
-        made.need_not("constant has no warm-up", given)
-        return
-    own = {name: value for name, value in given.items() if name in made.recipe.keys}
+        return _needless("constant has no warm-up")
+    own = made.own(given)
+    if made.recipe.dialect == "axolotl" and not own:  # 3 % of the steps, but no more than 100
+        if isinstance(steps := made.run.get("train.steps"), int):
+            return min(int(0.03 * steps), 100)
+        made.remarks[target] = "axolotl's is at most 100 steps: write 100 for a run above 3,333"
     set_ones = {name: value for name, value in own.items() if value} or own or given
     in_steps = [value for name, value in set_ones.items() if name.endswith("steps")]
-    made.take(target, (in_steps or list(set_ones.values()))[-1], given)
+    return (in_steps or list(set_ones.values()))[-1]
 
 
-def _schedule(made: Conversion, target: str, given: _Given) -> None:
-    word = str(_last(made, given)).lower().rpartition(".")[2]
-    ours = {
-        "cosine_with_min_lr": "cosine",
-        "cosinelr": "cosine",
-        "get_cosine_schedule_with_warmup": "cosine",
-        "constant_with_warmup": "constant",
-        "linear_with_warmup": "linear",
-    }
-    schedule = ours.get(word, word)
-    if schedule in ("cosine", "linear", "constant"):
-        made.take(target, schedule, given)
-    else:
-        made.cannot("learning rates fall by cosine or linearly, or stay", given)
+def _optimizer(made: Conversion, target: str, given: _Given) -> Any:
+    if given.get("use_muon") is True:
+        return "muon"
+    named = {name: value for name, value in given.items() if name != "use_muon"}
+    return _word(target, made.last(named)) if named else _needless("adamw is the default")
 
 
-_OPTIMIZERS = {
-    "adamw": (
-        "adam adamw adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused cpu_adam fused_adam"
-        " cpuadam fusedadam"
-    ),
-    "adamw_8bit": "adamw_8bit adamw_bnb_8bit adamw8bit",
-    "paged_adamw_8bit": "paged_adamw_8bit pagedadamw8bit",
-    "paged_adamw_32bit": "paged_adamw paged_adamw_32bit pagedadamw",
-    "adamw_torch_8bit": "adamw_torch_8bit ao_adamw_8bit",
-    "adamw_torch_4bit": "adamw_torch_4bit ao_adamw_4bit",
-    "adamw_torch_fp8": "ao_adamw_fp8",
-    "adafactor": "adafactor",
-    "muon": "muon",
-}
-"""Their names for an optimizer, by ours."""
+def _betas(made: Conversion, target: str, given: _Given) -> Any:
+    value = made.last(given)
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [made.value(f"adam_beta{place}") for place in (1, 2)]
 
 
-def _optimizer(made: Conversion, target: str, given: _Given) -> None:
-    if given.pop("use_muon", False) is True:
-        made.take(target, "muon", ["use_muon"])
-        return
-    word = str(_last(made, given)).lower().rpartition(".")[2]
-    ours = next((own for own, theirs in _OPTIMIZERS.items() if word in theirs.split()), None)
-    if ours is None:
-        made.cannot(
-            "furlong.integrations.Trainer, or any trainer over furlong.chunked, takes it", given
-        )
-    else:
-        made.take(target, ours, given)
-        if ours == "adafactor":
-            made.run.pop("train.betas", None)
+def _grad_norm(made: Conversion, target: str, given: _Given) -> Any:
+    norm = made.last({name: one for name, one in given.items() if one != "auto"} or given)
+    return made.take(target, norm if float(norm) > 0 else None)
 
 
-def _betas(made: Conversion, target: str, given: _Given) -> None:
-    if isinstance(value := _last(made, given), list | tuple):
-        made.take(target, list(value), given)
-    else:
-        pair = [made.value(f"adam_beta{place}") for place in (1, 2)]
-        made.take(target, pair, given)
+def _groups(made: Conversion, target: str, given: _Given) -> Any:
+    rate = _rate(made.run.get("train.lr"))
+    return [
+        {
+            "match": "lora_B" if name == "loraplus_lr_ratio" else "embed_tokens|lm_head",
+            "lr": rate * value if "ratio" in name else value,
+        }
+        for name, value in given.items()
+    ]
 
 
-def _grad_norm(made: Conversion, target: str, given: _Given) -> None:
-    given = {name: value for name, value in given.items() if value != "auto"} or given
-    norm = _last(made, given)
-    made.take(target, norm if float(norm) > 0 else None, given)
-
-
-def _groups(made: Conversion, target: str, given: _Given) -> None:
-    groups = []
-    for name, value in given.items():
-        match = "lora_B" if name == "loraplus_lr_ratio" else "embed_tokens|lm_head"
-        rate = _rate(made.run.get("train.lr")) * value if "ratio" in name else value
-        groups.append({"match": match, "lr": rate})
-    made.take(target, groups, given)
-
-
-def _state_dtype(made: Conversion, target: str, given: _Given) -> None:
-    value = _last(made, given)
-    dtype = (
-        "bfloat16"
-        if value is True
-        else str(value).replace("bf16", "bfloat16").replace("fp32", "float32")
-    )
-    made.take(target, dtype, given)
-
-
-def _saves(made: Conversion, target: str, given: _Given) -> None:
+def _saves(made: Conversion, target: str, given: _Given) -> Any:
+    """The distance of checkpoints, and that of evaluations."""
     what = "save" if "save" in target else "eval"
-    strategy = made.value(f"{what}_strategy", "evaluation_strategy" if what == "eval" else "") or ""
-    number = next(
-        (
-            given[name]
-            for name in given
-            if name.endswith(("steps", "interval")) and name in made.recipe.keys
-        ),
-        None,
-    )
-    number = (
-        number
-        if number is not None
-        else next((given[n] for n in given if n.endswith(("steps", "interval"))), None)
-    )
+    per_epoch = f"train.{what}s_per_epoch"
     if what == "eval" and not {"data.eval", "data.eval_share"} & made.run.keys():
-        made.need_not("nothing is held out", given)
-    elif (
-        strategy in ("no", False)
-        or number == 0
-        or (what == "eval" and made.value("do_eval") is False)
-    ):
-        made.take(target, 0, given)
-    elif strategy == "epoch":
-        made.take(f"train.{what}s_per_epoch", 1, given)
-    elif (
-        number is None
-        or f"train.{what}s_per_epoch" in made.run
-        or f"{what}s_per_epoch" in made.recipe.keys
-    ):
-        made.need_not(f"{what}s_per_epoch decides", given)
-    elif isinstance(number, float) and number < 1:  # a share of all steps
+        return _needless("nothing is held out")
+    if target == per_epoch:
+        is_set = any(name in made.recipe.keys for name in (f"{what}_steps", f"{what}_strategy"))
+        number = made.last(given)
+        if not number:
+            return made.take(f"train.{what}_every_steps", 0)
+        return number if made.own(given) or not is_set else None
+    strategy = made.value(f"{what}_strategy") or given.get("evaluation_strategy")
+    numbers = {n: one for n, one in given.items() if n.endswith(("steps", "interval"))}
+    number = made.last(numbers) if numbers else None
+    if strategy in ("no", False) or number == 0 or given.get("do_eval") is False:
+        return 0
+    if strategy == "epoch":
+        return made.take(per_epoch, 1)
+    if number is None or per_epoch in made.run or f"{what}s_per_epoch" in made.recipe.keys:
+        return _needless(f"{what}s_per_epoch decides")
+    if isinstance(number, float) and number < 1:  # a share of all steps
         if isinstance(steps := made.run.get("train.steps"), int):
-            made.take(target, max(1, round(number * steps)), given)
-        else:
-            epochs = _rate(made.run.get("train.epochs", 1))
-            made.take(f"train.{what}s_per_epoch", float(f"{1 / (number * epochs):.6g}"), given)
-    elif isinstance(number, str):
-        made.take(f"train.{what}s_per_epoch", 1, given)
-    else:
-        made.take(target, number, given)
+            return max(1, round(number * steps))
+        epochs = _rate(made.run.get("train.epochs", 1))
+        return made.take(per_epoch, float(f"{1 / (number * epochs):.6g}"))
+    return made.take(per_epoch, 1) if isinstance(number, str) else number
 
 
-def _per_epoch(made: Conversion, target: str, given: _Given) -> None:
-    what = "save" if "save" in target else "eval"
-    is_set = any(name in made.recipe.keys for name in (f"{what}_steps", f"{what}_strategy"))
-    if what == "eval" and not {"data.eval", "data.eval_share"} & made.run.keys():
-        made.need_not("nothing is held out", given)
-    elif not _last(made, given):
-        made.take(f"train.{what}_every_steps", 0, given)
-    elif not is_set or target.rpartition(".")[2] in made.recipe.keys:
-        made.take(target, _last(made, given), given)
+def _num_checkpoints(made: Conversion, target: str, given: _Given) -> Any:
+    number = made.last(given)
+    return number if isinstance(number, int) and number > 0 else 1000
 
 
-def _num_checkpoints(made: Conversion, target: str, given: _Given) -> None:
-    number = _last(made, given)
-    if isinstance(number, int) and number > 0:
-        made.take(target, number, given)
-    else:
-        made.take(target, 1000, given)
-
-
-def _flag(made: Conversion, target: str, given: _Given) -> None:
-    own = [value for name, value in given.items() if name in made.recipe.keys]
+def _flag(made: Conversion, target: str, given: _Given) -> Any:
+    own = made.own(given).values()
     if any(value is True for value in own):
-        made.take(target, True, given)
-    elif all(value is False for value in own):
-        made.need_not("false is the default", given)
-    else:
-        made.need_not("the held-out loss is the measure", given)
+        return True
+    is_off = all(value is False for value in own)
+    return _needless("false is the default" if is_off else "the held-out loss is the measure")
 
 
-def _loss(made: Conversion, target: str, given: _Given) -> None:
-    word = str(_last(made, given)).lower()
-    if word in ("sft", "pt", "megatron", "none"):
-        made.need_not("sft is the default", given)
-        if word == "pt":
-            made.run["data.format"] = "text"
-            if made.recipe.dialect == "LLaMA-Factory" and made.value("packing") is not False:
-                made.run["data.join"] = True  # it joins documents to fill the length
-    elif word in ("dpo", "ipo", "kto"):
-        made.take(target, "kto" if word == "kto" else "dpo", given)
-        if word == "ipo":
-            made.run["train.loss_type"] = "ipo"
-    else:
-        made.cannot(
-            "furlong train has sft, dpo and kto; furlong.chunked runs others behind TRL", given
-        )
+def _loss(made: Conversion, target: str, given: _Given) -> Any:
+    word = str(made.last(given)).lower()
+    ours = _word(target, word)
+    if word == "pt":
+        made.run["data.format"] = "text"
+        if made.recipe.dialect == "LLaMA-Factory" and made.value("packing") is not False:
+            made.run["data.join"] = True  # it joins documents to fill the length
+    elif word == "ipo":
+        made.run["train.loss_type"] = "ipo"
+    if ours == "sft":
+        return _needless("sft is the default")
+    if ours in ("dpo", "kto"):
+        return ours
+    if target in made.of_flags:
+        return _refused("furlong train has sft, dpo and kto")
+    raise refusal(
+        f"a recipe of {word}",
+        "supervised fine-tuning, pretraining, DPO or KTO: furlong train samples no answers and has"
+        " no other losses",
+        "wrap the model of its own trainer in furlong.chunked, which runs long sequences there",
+        str(made.recipe.file),
+    )
 
 
-def _loss_type(made: Conversion, target: str, given: _Given) -> None:
-    value = _last(made, given)
-    word = value[0] if isinstance(value, list) and len(value) == 1 else value
-    ours = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm"}.get(str(word), word)
-    if made.run.get("train.loss") is None:
-        if ours == "dft":
-            made.cannot("the loss is plain cross-entropy, or of pairs", given)
-            return
-        if ours in ("nll", "chunked_nll"):
-            made.need_not("the loss is plain cross-entropy", given)
-            return
-        made.run["train.loss"] = "dpo"  # TRL's own recipes do not say it elsewhere
-    made.take(target, ours, given)
+def _loss_type(made: Conversion, target: str, given: _Given) -> Any:
+    value = made.last(given)
+    ours = _word(target, value[0] if isinstance(value, list) and len(value) == 1 else value)
+    if not made.is_sft:
+        return ours
+    is_plain = ours in ("nll", "chunked_nll")
+    reason = "the loss is plain cross-entropy" + ", or of pairs" * (not is_plain)
+    return Verdict("needless" if is_plain else "refused", reason)
 
 
-def _of_pairs(made: Conversion, target: str, given: _Given) -> None:
-    value = _last(made, given)
-    if made.run.get("train.loss") in (None, "sft") and not any(
-        n in made.recipe.keys for n in given
-    ):
-        return
+def _of_pairs(made: Conversion, target: str, given: _Given) -> Any:
+    value = made.last(given)
     if not value and target != "train.beta":
-        made.need_not("0 is the default", given)
-        return
-    made.run.setdefault("train.loss", "dpo")
-    made.take(target, value, given)
+        return _needless("0 is the default")
+    if made.is_sft:
+        return _refused("an option of preference losses") if made.own(given) else None
+    return value
 
 
-def _parallel(made: Conversion, target: str, given: _Given) -> None:
-    value = _last(made, given)
+def _parallel(made: Conversion, target: str, given: _Given) -> Any:
+    value = made.last(given)
     if isinstance(value, Mapping):
         value = next((n for key, n in value.items() if "cp_size" in key or "sp_size" in key), 1)
-    if value == 1:
-        made.need_not("1 is the default", given)
-    else:
-        made.take(target, value, given)
+    return _needless("1 is the default") if value == 1 else value
 
 
 _PROJECTS = {"open-instruct": "open_instruct_internal", "axolotl": "axolotl"}
 """Projects of wandb where none is named; transformers says huggingface."""
 
 
-def _trackers(made: Conversion, target: str, given: _Given) -> None:
+def _trackers(made: Conversion, target: str, given: _Given) -> Any:
     reported = given.get("report_to", given.get("log_with"))
     names = reported if isinstance(reported, list) else [reported] if reported else []
-    if isinstance(made.value("use_wandb", "with_tracking"), bool) and made.value(
-        "use_wandb", "with_tracking"
-    ):
-        names = [*names, "wandb"]
     project = made.value("wandb_project") or made.recipe.environment.get("WANDB_PROJECT")
-    if project and not reported:
+    if made.value("use_wandb", "with_tracking") is True or (project and not reported):
         names = [*names, "wandb"]
     values = {
         "wandb": ("log.wandb", project or _PROJECTS.get(made.recipe.dialect, "huggingface")),
@@ -785,161 +659,104 @@ def _trackers(made: Conversion, target: str, given: _Given) -> None:
         "mlflow": ("log.mlflow", made.value("mlflow_experiment_name") or "furlong"),
         "trackio": ("log.trackio", made.value("trackio_project_name") or "huggingface"),
     }
-    made.need_not("no tracker", given)
+    verdict = _needless("no tracker")
     for name in names:
         if name in values:
-            made.take(*values[name], given)
+            verdict = made.take(*values[name])
         elif name != "none":
-            made.cannot("trackers are wandb, TensorBoard, MLflow and trackio", given, "lost")
+            verdict = _lost("trackers are wandb, TensorBoard, MLflow and trackio")
+    return verdict
 
 
-def _hub(made: Conversion, target: str, given: _Given) -> None:
+def _hub(made: Conversion, target: str, given: _Given) -> Any:
     if made.value("push_to_hub") is not True:
-        made.need_not("nothing is pushed", given)
-        return
+        return _needless("nothing is pushed")
     repo = str(made.value("hub_model_id") or made.value("output_dir") or "")
     if repo.count("/") != 1 or repo.startswith((".", "data/", "output")):
-        made.cannot("write hub.repo: OWNER/NAME, for the recipe names no owner", given, "lost")
-        return
-    made.take("hub.repo", repo, given)
+        return _lost("write hub.repo: OWNER/NAME, for the recipe names no owner")
     if made.value("hub_strategy") == "every_save":
         made.run["hub.every_save"] = True
     if (private := made.value("hub_private_repo")) is not None:
         made.run["hub.private"] = private
+    return made.take("hub.repo", repo)
 
 
-def _special_tokens(made: Conversion, target: str, given: _Given) -> None:
-    for name, value in given.items():
-        tokens = value if isinstance(value, Mapping) else {"eos_token": value}
-        known = {"eos_token": "data.eos_token", "pad_token": "data.pad_token"}
-        for token, text in tokens.items():
-            if token in known and text:
-                made.take(known[token], text, [name])
-            elif token == "bos_token" or not text:
-                made.need_not("the tokenizer's own", [name])
-            else:
-                made.cannot("new tokens are written into the model's folder first", [name])
+def _special_tokens(made: Conversion, target: str, given: _Given) -> Any:
+    tokens: dict[str, Any] = {}
+    for value in given.values():
+        tokens |= value if isinstance(value, Mapping) else {"eos_token": value}
+    tokens = {token: text for token, text in tokens.items() if text and token != "bos_token"}
+    verdict = _needless("the tokenizer's own")
+    for token in ("eos_token", "pad_token"):
+        if token in tokens:
+            verdict = made.take(f"data.{token}", tokens.pop(token))
+    return _refused("new tokens are written into the model's folder first") if tokens else verdict
 
 
 _OF_NO_MODEL = ("default", "empty", "fewshot", "alpaca", "vicuna")
 """Templates of LLaMA-Factory that are its own."""
 
 
-def _template(made: Conversion, target: str, given: _Given) -> None:
-    value = str(_last(made, given))
-    names = {_plain(name): name for name in _templates()}
-    aliases = {"qwen": "qwen25", "qwen2": "qwen25", "gemma2": "gemma"}
-    plain = _plain(value)
-    if made.run.get(target) == "alpaca":
-        made.need_not("the words of Alpaca take its place", given)
-    elif made.recipe.dialect == "LLaMA-Factory" and value in _OF_NO_MODEL:
-        made.cannot("write data.chat_template: a file with that template", given)
-    elif value.startswith(("tokenizer_default", "default")):
-        made.need_not("the model's own chat template is the default", given)
-    elif "{%" in value or "{{" in value or Path(value).suffix in (".jinja", ".j2"):
-        made.take(target, value, given)
-    elif found := names.get(plain) or names.get(aliases.get(plain, "")):
-        made.take(target, found, given)
-    elif "/" in value:
-        made.cannot("write data.chat_template: the file chat_template.jinja of that model", given)
-    elif made.recipe.dialect in ("LLaMA-Factory", "ms-swift"):
-        made.need_not("the model's own chat template is taken: compare it with theirs", given)
-    else:
-        made.cannot("write data.chat_template: a file with that template", given)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def _templates() -> list[str]:
-    """Names of the chat templates that furlong has."""
+def _template(made: Conversion, target: str, given: _Given) -> Any:
     from importlib.resources import files
 
+    value, dialect = str(made.last(given)), made.recipe.dialect
+    plain = re.sub(r"[^a-z0-9]", "", value.lower())
+    plain = {"qwen": "qwen25", "qwen2": "qwen25", "gemma2": "gemma"}.get(plain, plain)
     folder = files("furlong").joinpath("data/templates")
-    return [one.name.removesuffix(".jinja") for one in folder.iterdir()] if folder.is_dir() else []
+    names = [file.name.removesuffix(".jinja") for file in folder.iterdir()]
+    known = {re.sub(r"[^a-z0-9]", "", name): name for name in names}
+    if made.run.get(target) == "alpaca":
+        return _needless("the words of Alpaca take its place")
+    if dialect == "LLaMA-Factory" and value in _OF_NO_MODEL:
+        return _refused("write data.chat_template: a file with that template")
+    if value.startswith(("tokenizer_default", "default")):
+        return _needless("the model's own chat template is the default")
+    if "{%" in value or "{{" in value or Path(value).suffix in (".jinja", ".j2"):
+        return value
+    if plain in known:
+        return known[plain]
+    if "/" in value:
+        return _refused("write data.chat_template: the file chat_template.jinja of that model")
+    if dialect in ("LLaMA-Factory", "ms-swift"):
+        return _needless("the model's own chat template is taken: compare it with theirs")
+    return _refused("write data.chat_template: a file with that template")
 
 
-def _thinking(made: Conversion, target: str, given: _Given) -> None:
-    made.take(target, {"enable_thinking": _last(made, given)}, given)
+def _thinking(made: Conversion, target: str, given: _Given) -> Any:
+    return {"enable_thinking": made.last(given)}
 
 
-def _train_on(made: Conversion, target: str, given: _Given) -> None:
-    if made.run.get("train.loss", "sft") != "sft":
-        made.need_not("answers are compared, questions never learnt", given)
-        return
-    own = {name: value for name, value in given.items() if name in made.recipe.keys} or given
-    is_all = False
-    for name, value in own.items():
-        word = ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
-        is_on = word == "true"
-        if (name == "mask_history" and is_on) or word == "last_round":
-            made.take(target, "last", [name])
-        elif (
-            (name == "mask_inputs" and not is_on)
-            or (name == "loss_scale" and word == "all")
-            or (name in ("train_on_inputs", "train_on_prompt", "train_on_input") and is_on)
-            or (name in ("assistant_only_loss", "completion_only_loss") and not is_on)
-        ):
-            is_all = True
-        elif name == "roles_to_train" and word != "assistant":
-            made.cannot("assistant, all, or last: no other choice of roles", [name])
-            continue
-        elif name == "loss_scale" and word not in ("default", "all", "last_round"):
-            made.cannot("tokens weigh the same: a record's turns may have a weight", [name])
-            continue
+def _train_on(made: Conversion, target: str, given: _Given) -> Any:
+    if not made.is_sft:
+        return _needless("answers are compared, questions never learnt")
+    said: dict[str, str | None] = {}
+    for name, value in (made.own(given) or given).items():
         if name not in made.verdicts:
-            made.need_not("answers alone are learnt by default", [name])
-    if is_all:
-        made.take(target, "all", own)
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+            said[name] = foreign_table()["train_on"].get(name, {}).get(text)
+    reason = "assistant, all, or last: no other choice, and no other weight of tokens"
+    made.say(_refused(reason), [name for name, word in said.items() if word is None])
+    first = next((one for one in ("all", "conversations", "last") if one in said.values()), None)
+    return first or _needless("answers alone are learnt by default")
 
 
-def _out(made: Conversion, target: str, given: _Given) -> None:
-    made.take(target, str(_last(made, given)), given)
-
-
-def _cache_dir(made: Conversion, target: str, given: _Given) -> None:
-    made.need_not("tokens lie in data.cache_dir, by default in the user's cache", given)
-
-
-def _fields(made: Conversion, target: str, given: _Given) -> None:
+def _fields(made: Conversion, target: str, given: _Given) -> Any:
     """Fields and roles of all sources; LLaMA-Factory's column names of its dataset_info.json, which
     some write into the recipe."""
-    if "dataset_text_field" in given:
-        value = given["dataset_text_field"]
-        if value == "text":
-            made.need_not("text is the field's name", ["dataset_text_field"])
-        else:
-            made.take(target, {"text": value}, ["dataset_text_field"])
-    rest = {name: value for name, value in given.items() if name != "dataset_text_field"}
-    if "columns" in rest:
-        columns = rest["columns"]
-        ours = {"query": "instruction", "response": "output", "images": ""}
-        if isinstance(columns, Mapping):
-            made.take(target, {ours.get(o, o): t for t, o in columns.items()}, ["columns"])
-    if rest.keys() - {"columns", "role_mapping"}:
-        fields, format = _info_fields(
-            {"columns": rest, "tags": rest, "formatting": rest.get("formatting")}
-        )
-        if fields:
-            made.take(target, fields, rest)
+    text, columns = given.get("dataset_text_field", "text"), given.get("columns") or {}
+    fields: dict[str, Any] = {} if text == "text" else {"text": text}
+    ours = {"query": "instruction", "response": "output", "images": ""}
+    fields |= {ours.get(name, name): theirs for theirs, name in columns.items()}
+    if given.keys() - {"dataset_text_field", "columns", "role_mapping"}:
+        info = {"columns": given, "tags": given, "formatting": given.get("formatting")}
+        of_info, format = _info_fields(info)
+        fields |= of_info
         if format:
-            made.take("data.format", format, ["formatting"])
+            made.say(made.take("data.format", format), ["formatting"])
+    return fields or _needless("fields have the names that furlong reads")
 
 
-_COLUMNS = (
-    "history",
-    "system",
-    "tools",
-    "chosen",
-    "rejected",
-    "messages",
-    ("prompt", "instruction"),
-    ("query", "input"),
-    ("response", "output"),
-    ("kto_tag", "label"),
-)
-"""Columns of dataset_info.json, with furlong's field where that has another name."""
 _KNOWN_ROLES = ("human", "gpt", "observation", "function_call", "user", "assistant", "system")
 
 
@@ -950,50 +767,52 @@ def _info_fields(info: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     if kind == "sharegpt":
         columns = {"messages": "conversations"} | columns
         tags = {"role_tag": "from", "content_tag": "value"} | tags
-    pairs = [(one, one) if isinstance(one, str) else one for one in _COLUMNS]
-    fields = {ours: columns[theirs] for theirs, ours in pairs if theirs in columns}
-    for theirs, ours in (("messages", "prompt"), ("instruction", "prompt")):
-        if is_ranking and theirs in fields:  # what is asked, before two answers
-            fields[ours] = fields.pop(theirs)
+    table = foreign_table()["columns"]
+    fields = {ours: columns[theirs] for theirs, ours in table.items() if theirs in columns}
+    if is_ranking:  # what is asked, before two answers
+        asked = [fields.pop(name) for name in ("messages", "instruction") if name in fields]
+        fields |= {"prompt": asked[0]} if asked else {}
     if kind != "alpaca":
-        fields |= {
-            name: tags[f"{name}_tag"] for name in ("role", "content") if f"{name}_tag" in tags
-        }
-        roles = {
-            "user": "user",
-            "assistant": "assistant",
-            "system": "system",
-            "observation": "tool",
-        }
+        fields |= {one: tags[f"{one}_tag"] for one in ("role", "content") if f"{one}_tag" in tags}
+        roles = {one: one for one in ("user", "assistant", "system")} | {"observation": "tool"}
         named = {tags[f"{tag}_tag"]: role for tag, role in roles.items() if f"{tag}_tag" in tags}
         fields["roles"] = {name: role for name, role in named.items() if name not in _KNOWN_ROLES}
     fields = {ours: theirs for ours, theirs in fields.items() if theirs and ours != theirs}
-    plain = "alpaca" if kind == "alpaca" and columns else "chat" if kind != "alpaca" else None
-    return fields, "preference" if is_ranking else plain
+    if is_ranking:
+        return fields, "preference"
+    return fields, "chat" if kind != "alpaca" else "alpaca" if columns else None
 
 
-def _sources(made: Conversion, target: str, given: _Given) -> None:
-    readers: dict[str, Callable[[Conversion, _Given], list[dict[str, Any]]]] = {
-        "axolotl": _axolotl_sources,
-        "LLaMA-Factory": _named_sources,
-        "ms-swift": _swift_sources,
-        "open-instruct": _mixed_sources,
-        "Arctic Training": _arctic_sources,
-        "torchtune": _torchtune_sources,
-    }
-    found = readers.get(made.recipe.dialect, _trl_sources)(made, given)
-    plain = [one["path"] if one.keys() == {"path"} else one for one in found]
-    unread = {name: verdict for name, verdict in made.verdicts.items() if name in given}
-    made.take(target, plain[0] if len(plain) == 1 else plain, given)
-    made.verdicts |= unread
+def _sources(made: Conversion, target: str, given: _Given) -> Any:
+    found = _SOURCES.get(made.recipe.dialect, _trl_sources)(made, given)
     if made.recipe.dialect == "open-instruct" or "batch_method" in made.recipe.keys:
-        numpy = {"dataset_path", "train_file"} & given.keys()
-        made.cannot("npy files are not read: write input_ids into .parquet files", numpy)
+        reason = "npy files are not read: write input_ids into .parquet files"
+        made.say(_refused(reason), {"dataset_path", "train_file"} & given.keys())
     if "tokenized_mds_train" in given:
         if made.value("apply_instruct_masks"):
-            made.take("data.fields", {"labels": "mask"}, ["apply_instruct_masks"])
+            made.say(made.take("data.fields", {"labels": "mask"}), ["apply_instruct_masks"])
         if isinstance(length := made.value("per_device_max_tokens"), int):
             made.run["data.max_seq_len"] = length
+    plain = [one["path"] if one.keys() == {"path"} else one for one in found]
+    return plain[0] if len(plain) == 1 else plain
+
+
+def _source(
+    made: Conversion, key: str, keys: Mapping[str, Any], dialect: str = ""
+) -> dict[str, Any]:
+    """A source by its keys in the recipe's list `key`; those that nobody reads are refused."""
+    table: dict[str, list[str]] = foreign_table()["sources"][dialect or made.recipe.dialect]
+    source = {}
+    for ours, theirs in table.items():
+        value = next((keys[name] for name in theirs if keys.get(name)), None)
+        if value is not None and ours != "read" and (ours, value) != ("weight", 1):
+            source[ours] = value
+    known = {*chain.from_iterable(table.values())}
+    if unread := {n: one for n, one in keys.items() if n not in known and one is not None}:
+        others = made.recipe.keys.setdefault(f"{key}[]", {})
+        others |= unread
+        made.say(_refused(f"in a source: {', '.join(sorted(others))}"), [f"{key}[]"])
+    return source
 
 
 _USUAL_OF_AXOLOTL = {
@@ -1003,85 +822,58 @@ _USUAL_OF_AXOLOTL = {
 }
 """Values of a source's keys that mean what furlong does."""
 _DATA_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
-_OF_AXOLOTL_SOURCES = (
-    "path name split revision data_files type field text_column ds_type field_messages"
-    " message_property_mappings message_field_role message_field_content roles field_chosen"
-    " field_rejected trust_remote_code preprocess_shards"
-)
-"""Keys of a source that are read, or that other trainers set by themselves."""
 
 
 def _axolotl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
-    found = []
     named = given.get("datasets") or given["pretraining_dataset"]
     if named == given.get("pretraining_dataset") and isinstance(named, str):
         named = [{"path": named, "type": "pretrain"}]
-    for one in named:
-        source: dict[str, Any] = {"path": one["path"]}
-        files = one.get("data_files") or []
-        files = [files] if isinstance(files, str) else files
-        if one["path"] in ("json", "csv", "parquet", "text") or one["path"].endswith(_DATA_FILES):
-            paths = files or [one["path"]]
-        else:
-            paths = [f"hf://datasets/{one['path']}/{file}" for file in files] or [one["path"]]
-        for name in ("name", "split", "revision"):
-            if one.get(name) and not (files and name == "split"):
-                source[name] = one[name]
-        kind, _, style = str(one.get("type") or "").partition(".")
-        fields: dict[str, Any] = {}
-        if kind in ("completion", "pretrain", "pretraining_dataset"):
-            source["format"] = "text"
-            text = one.get("field") or one.get("text_column") or "text"
-            fields = {} if text == "text" else {"text": text}
-        elif kind in ("alpaca", "sharegpt"):
-            source["format"] = kind
-        elif kind == "chat_template" or (made.value("rl") in ("dpo", "kto") and kind):
-            source["format"] = (
-                "chat" if kind == "chat_template" and not made.value("rl") else "auto"
-            )
-            if one.get("field_messages", "messages") != "messages":
-                fields["messages"] = one["field_messages"]
-            inner = dict(one.get("message_property_mappings") or {})
-            inner |= {
-                k: one[f"message_field_{k}"]
-                for k in ("role", "content")
-                if one.get(f"message_field_{k}")
-            }
-            fields |= {ours: theirs for ours, theirs in inner.items() if ours != theirs}
-            for role, theirs in (one.get("roles") or {}).items():
-                fields.setdefault("roles", {}).update(
-                    {name: role for name in theirs if name != role}
-                )
-            for name in ("chosen", "rejected"):
-                if one.get(f"field_{name}", name) != name:
-                    fields[name] = one[f"field_{name}"]
-        elif kind:
-            made.cannot(f"datasets.type {kind}.{style}".rstrip(".") + " is not known", ["datasets"])
-        usual = {*_OF_AXOLOTL_SOURCES.split()} | {
-            name
-            for name, values in _USUAL_OF_AXOLOTL.items()
-            if one.get(name) in (None, *values, made.recipe.keys.get(name))
-        }
-        _cannot_in_sources(made, "datasets", {n: v for n, v in one.items() if n not in usual})
-        source |= {"fields": fields} if fields else {}
-        found += [source | {"path": path} for path in paths]
+    found = [source for one in named for source in _axolotl_source(made, one)]
     formats = {source.get("format") for source in found}
-    if formats == {"alpaca"} or formats == {"alpaca", "text"}:
+    if "alpaca" in formats and formats <= {"alpaca", "text"}:
         made.run["data.chat_template"] = "alpaca"
     elif "alpaca" in formats:
-        made.cannot("Alpaca's words and a chat template: two runs, or one of both", ["datasets"])
+        reason = "Alpaca's words and a chat template: two runs, or one of both"
+        made.say(_refused(reason), ["datasets"])
     return found
 
 
-def _cannot_in_sources(made: Conversion, name: str, unread: Mapping[str, Any]) -> None:
-    """The verdict on keys within sources."""
-    if unread := {key: value for key, value in unread.items() if value is not None}:
-        others = made.recipe.keys.setdefault(f"{name}[]", {})
-        others |= unread
-        made.cannot(f"in a source: {', '.join(sorted(others))}", [f"{name}[]"])
-
-
-_OF_INFO = (("subset", "name"), ("split", "split"), ("num_samples", "limit"), ("size", "limit"))
+def _axolotl_source(made: Conversion, one: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The sources of an entry: one for each of its files."""
+    unusual = {
+        name: value
+        for name, value in one.items()
+        if name not in _USUAL_OF_AXOLOTL
+        or value not in (*_USUAL_OF_AXOLOTL[name], made.recipe.keys.get(name))
+    }
+    source = _source(made, "datasets", unusual)
+    path, files = one["path"], one.get("data_files") or []
+    files = [files] if isinstance(files, str) else files
+    is_local = path in ("json", "csv", "parquet", "text") or path.endswith(_DATA_FILES)
+    paths = files if is_local else [f"hf://datasets/{path}/{file}" for file in files]
+    if files:
+        source.pop("split", None)
+    kind = str(one.get("type") or "").partition(".")[0]
+    names: dict[str, Any] = {}
+    if kind in ("completion", "pretrain", "pretraining_dataset"):
+        source["format"] = "text"
+        names = {"text": one.get("field") or one.get("text_column")}
+    elif kind in ("alpaca", "sharegpt"):
+        source["format"] = kind
+    elif kind == "chat_template" or (made.value("rl") in ("dpo", "kto") and kind):
+        is_chat = kind == "chat_template" and not made.value("rl")
+        source["format"] = "chat" if is_chat else "auto"
+        names = {name: one.get(f"field_{name}") for name in ("messages", "chosen", "rejected")}
+        names |= one.get("message_property_mappings") or {}
+        of_turns = {name: one.get(f"message_field_{name}") for name in ("role", "content")}
+        names |= {name: theirs for name, theirs in of_turns.items() if theirs}
+        roles = (one.get("roles") or {}).items()
+        names["roles"] = {name: ours for ours, theirs in roles for name in theirs if name != ours}
+    elif kind:
+        made.say(_refused(f"datasets.type {one['type']} is not known"), ["datasets"])
+    if fields := {ours: name for ours, name in names.items() if name and name != ours}:
+        source["fields"] = fields
+    return [source | {"path": file} for file in paths or [path]]
 
 
 def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
@@ -1089,85 +881,82 @@ def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     file does in its version 1."""
     names = given.get("dataset") or given["train_dataset"]
     names = names if isinstance(names, list) else [name.strip() for name in str(names).split(",")]
-    folder = str(given.get("dataset_dir", "data"))
-    above: list[str | Path] = ["", *made.recipe.file.resolve().parents]
-    entries: dict[str, Any] = {}
-    base = Path()
     is_list = str(names[0]).endswith((".yaml", ".yml"))
-    for file in (
-        Path(one, names[0] if is_list else f"{folder}/dataset_info.json") for one in above
-    ):
-        if file.is_file():
-            entries = read_yaml(file.read_text(encoding="utf-8"), str(file), "mend the line")
-            base = file.parent
-            break
+    place = names[0] if is_list else f"{given.get('dataset_dir', 'data')}/dataset_info.json"
+    above: list[str | Path] = ["", *made.recipe.file.resolve().parents]
+    file = next((one for folder in above if (one := Path(folder, place)).is_file()), Path())
+    entries: dict[str, Any] = {}
+    if file.is_file():
+        entries = read_yaml(file.read_text(encoding="utf-8"), str(file), "mend the line")
+    elif is_list:
+        made.say(_refused(f"there is no {place}: write data.train"), given)
+        return [{"path": place}]
     found = []
     for name in entries if is_list else names:
-        entry = entries.get(name)
-        if entry is None:
+        if (entry := entries.get(name)) is None:
             if "/" not in name and not Path(name).exists():
-                made.cannot(
-                    "no dataset_info.json is near that explains it: write data.train", given
-                )
+                reason = "no dataset_info.json is near that explains it: write data.train"
+                made.say(_refused(reason), given)
             found.append({"path": name})
             continue
-        of_hub = entry.get("hf_hub_url") or entry.get("ms_hub_url") or entry.get("path")
-        source = {"path": of_hub or str(base / entry["file_name"])}
-        source |= {"format": entry["converter"]} if entry.get("converter") == "alpaca" else {}
-        for theirs, ours in _OF_INFO:
-            if entry.get(theirs) and of_hub:
-                source[ours] = entry[theirs]
+        source = _source(made, "dataset", entry)
+        if "path" not in source:  # a file beside the list
+            limit = {"limit": source["limit"]} if "limit" in source else {}
+            source = {"path": str(file.parent / entry["file_name"])} | limit
+        if "num_samples" in entry:
+            made.remarks["data.train"] = _DRAWN
         fields, format = _info_fields(entry)
         if made.run.get("data.format") == "text":
             text = (entry.get("columns") or {}).get("prompt", "instruction")
             fields, format = {} if text == "text" else {"text": text}, None
         elif made.run.get("train.loss") == "kto":
             format = None
-        source |= ({"fields": fields} if fields else {}) | ({"format": format} if format else {})
-        found.append(source)
-    if not found:
-        made.cannot(f"there is no {names[0]}: write data.train", given)
-    return found or [{"path": name} for name in names]
+        elif entry.get("converter") == "alpaca":
+            format = "alpaca"
+        source |= {"fields": fields} if fields else {}
+        found.append(source | ({"format": format} if format else {}))
+    return found
+
+
+_DRAWN = "there the records of a limit are drawn at random, here they are the first ones"
 
 
 def _swift_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     """`id`, `id:subset#1000`, files and folders."""
-    names = given.get("dataset")
+    names = given["dataset"]
     found = []
     for name in names if isinstance(names, list) else [names]:
-        path, _, limit = str(name).partition("#")
-        path = re.sub(r"^(HF|MS)::", "", path)
+        path, _, limit = re.sub(r"^(HF|MS)::", "", str(name)).partition("#")
         path, _, subset = path.partition(":")
         source: dict[str, Any] = {"path": path}
         source |= {"name": subset} if subset and subset != "default" else {}
-        found.append(source | ({"limit": int(limit)} if limit else {}))
+        source |= {"limit": int(limit)} if limit else {}
+        if limit and made.value("dataset_shuffle") is not False:
+            made.remarks["data.train"] = _DRAWN
+        found.append(source)
     return found
 
 
 def _mixed_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     """open-instruct's list of ids, each with its weight, or with its number of records."""
-    words = next((given[n] for n in ("mixer_list", "dataset_mixer_list") if n in given), None)
+    words = given.get("mixer_list") or given.get("dataset_mixer_list")
     if words is None:
         return [{"path": str(next(iter(given.values())))}]
     found = []
     for path, amount in zip(words[::2], words[1::2], strict=True):
-        is_share = isinstance(amount, float)
-        measure = {"weight": amount} if is_share else {"limit": amount}
-        found.append({"path": path} | ({} if amount == 1.0 and is_share else measure))
+        measure = {"weight" if isinstance(amount, float) else "limit": amount}
+        found.append({"path": path} | (measure if measure != {"weight": 1.0} else {}))
     return found
 
 
 def _arctic_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     found = []
-    for one in next(value for name, value in given.items() if name.endswith("sources")):
-        source = {"path": one["name_or_path"]}
-        source |= {"split": one["split"]} if one.get("split") else {}
-        source |= {"weight": one["sample_ratio"]} if one.get("sample_ratio") else {}
-        source |= {"limit": one["sample_count"]} if one.get("sample_count") else {}
+    for one in given["data.sources"]:
         mapping = one.get("role_mapping") or {}
         if any(not str(where).startswith("messages.role.") for where in mapping.values()):
-            made.cannot("a role that is no message's", given)
-        found.append(source | ({"format": "chat"} if "instruct" in str(one.get("type")) else {}))
+            made.say(_refused("a role that is no message's"), given)
+        format = {"format": "chat"} if "instruct" in str(one.get("type")) else {}
+        found.append(_source(made, "data.sources", one) | format)
     return found
 
 
@@ -1176,115 +965,81 @@ def _torchtune_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     if not isinstance(values, Mapping):
         raise ValueError("no mapping")
     kind = str(values.get("_component_", "")).rpartition(".")[2]
-    usual = {
-        "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"),
-        "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca"),
-        "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt"),
-        "text_completion_dataset": ("", "text"),
-        "chat_dataset": (
-            "",
-            "sharegpt" if values.get("conversation_style") == "sharegpt" else "chat",
-        ),
-    }
-    path, format = usual.get(kind, ("", ""))
-    source: dict[str, Any] = {"path": values.get("data_files") or values.get("source") or path}
+    path, format = foreign_table()["datasets of torchtune"].get(kind, ("", ""))
+    source = {"path": path} | _source(made, "dataset", values)
     if not source["path"] or source["path"] in ("json", "csv"):
         raise ValueError(kind)
-    source |= {"format": format} if format else {}
-    source |= {"split": values["split"]} if values.get("split") else {}
-    source |= {"name": values["name"]} if values.get("name") else {}
+    if format:
+        is_sharegpt = values.get("conversation_style") == "sharegpt"
+        source["format"] = "sharegpt" if format == "chat" and is_sharegpt else format
     if values.get("train_on_input", "alpaca" in kind):
         made.run["data.train_on"] = "all"
     if values.get("conversation_column"):
         source["fields"] = {"messages": values["conversation_column"]}
-    known = (
-        "_component_ source data_files split name column conversation_style conversation_column"
-        " packed split_across_pack train_on_input"
-    )
-    unread = {n: v for n, v in values.items() if n not in known.split()}
-    _cannot_in_sources(made, "dataset", unread)
-    if kind == "text_completion_dataset" and values.get("column", "text") != "text":
+    elif format == "text" and values.get("column", "text") != "text":
         source["fields"] = {"text": values["column"]}
     return [source]
 
 
 def _trl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     mixture = given.get("dataset_mixture") or {"datasets": given.get("datasets")}
-    found = []
-    for one in mixture["datasets"] or []:
-        source = {"path": one.get("id") or one["path"]}
-        weight, config = one.get("weight"), one.get("config") or one.get("name")
-        source |= {"name": config} if config else {}
-        source |= {"split": one["split"]} if one.get("split") else {}
-        known = ("id", "path", "config", "name", "split", "columns", "weight")
-        _cannot_in_sources(made, "datasets", {n: v for n, v in one.items() if n not in known})
-        found.append(source | ({"weight": weight} if weight not in (None, 1, 1.0) else {}))
     if mixture.get("test_split_size"):
         made.run["data.eval_share"] = mixture["test_split_size"]
-    if found:
-        return found
-    names = ("dataset_name", "train_file", "train_files", "train_file_path", "dataset", "data_path")
-    values = next((given[name] for name in (*names, "tokenized_mds_train") if name in given), None)
-    if values is None:
-        raise ValueError("no name of a data set")
+    if mixture["datasets"]:
+        return [_source(made, "datasets", one, "TRL") for one in mixture["datasets"]]
+    names = (
+        "dataset_name", "train_file", "train_files", "train_file_path", "dataset", "data_path",
+        "tokenized_mds_train",
+    )  # fmt: skip
+    values = next(given[name] for name in names if name in given)
+    config = given.get("dataset_config") or given.get("dataset_config_name")
+    split = given.get("dataset_train_split", "train")
+    beside = ({"name": config} if config else {}) | ({"split": split} if split != "train" else {})
+    found = []
     for value in values if isinstance(values, list) else [values]:
         path, _, share = str(value).partition("@")  # ProLong: folder@share of the tokens
-        source = {"path": path}
-        if share and float(share) < 1:
-            source["share"] = float(share)
-        config = given.get("dataset_config") or given.get("dataset_config_name")
-        source |= {"name": config} if config else {}
-        split = given.get("dataset_train_split")
-        found.append(source | ({"split": split} if split and split != "train" else {}))
+        is_part = bool(share) and float(share) < 1
+        found.append({"path": path} | ({"share": float(share)} if is_part else {}) | beside)
     return found
 
 
-def _eval_sources(made: Conversion, target: str, given: _Given) -> None:
+def _eval_sources(made: Conversion, target: str, given: _Given) -> Any:
     if "dataset_test_split" in given:
         path = made.value("dataset_name")
+        config = made.value("dataset_config", "dataset_config_name")
         if path and made.value("eval_strategy") not in (None, "no"):
-            config = made.value("dataset_config", "dataset_config_name")
             source = {"path": path, "split": given["dataset_test_split"]}
-            made.take(target, source | ({"name": config} if config else {}), given)
-        else:
-            made.need_not("nothing is evaluated", given)
-        return
-    sources = Conversion(made.recipe, made.num_processes)
-    sources.run |= {key: made.run[key] for key in ("train.loss", "data.format") if key in made.run}
-    value = _last(made, given)
-    named = {"datasets": value, "dataset": value, "data.sources": value}
+            return source | ({"name": config} if config else {})
+        return _needless("nothing is evaluated")
+    aside = Conversion(made.recipe, made.num_processes)
+    aside.run = {key: made.run[key] for key in ("train.loss", "data.format") if key in made.run}
+    named = dict.fromkeys(("datasets", "dataset", "data.sources"), made.last(given))
     if (folder := made.value("dataset_dir")) is not None:
         named["dataset_dir"] = folder
-    _sources(sources, "data.eval", named)
-    unread = [one.text for one in sources.verdicts.values() if one.kind == "refused"]
-    if "data.eval" in sources.run:
-        made.take(target, sources.run["data.eval"], given)
-    if unread or "data.eval" not in sources.run:
-        made.cannot("; ".join(unread) or "its sources are not understood", given)
+    value = _sources(aside, target, named)
+    if unread := [one.text for one in aside.verdicts.values() if one.kind == "refused"]:
+        made.say(_refused("; ".join(unread)), given)
+    return value
 
 
-_BY_TARGET: dict[str, Callable[[Conversion, str, _Given], None]] = {
+_SOURCES: dict[str, Callable[[Conversion, _Given], list[dict[str, Any]]]] = {
+    "axolotl": _axolotl_sources,
+    "LLaMA-Factory": _named_sources,
+    "ms-swift": _swift_sources,
+    "open-instruct": _mixed_sources,
+    "Arctic Training": _arctic_sources,
+    "torchtune": _torchtune_sources,
+}
+_BY_TARGET: dict[str, Callable[[Conversion, str, _Given], Any]] = {
     "model.name": _model,
     "model.tokenizer": _tokenizer,
     "model.dtype": _dtype,
     "model.quantize": _quantize,
     "model.lora": _adapters,
-    **{
-        f"model.lora.{name}": _of_adapters
-        for name in (
-            "rank",
-            "alpha",
-            "dropout",
-            "target_modules",
-            "rslora",
-            "modules_to_save",
-            "target_parameters",
-            "adapter",
-        )
-    },
+    "model.lora.rank": _rank,
+    "model.lora.target_modules": _target_modules,
     "model.rope": _rope,
-    "model.rope.rope_theta": lambda made, _, given: _rope(made, "model.rope", given),
-    "memory.device": lambda made, _, given: made.need_not("devices are found", given),
+    "model.rope.rope_theta": _rope,
     "data.train": _sources,
     "data.eval": _eval_sources,
     "data.eval_share": _share,
@@ -1294,25 +1049,20 @@ _BY_TARGET: dict[str, Callable[[Conversion, str, _Given], None]] = {
     "data.train_on": _train_on,
     "data.eos_token": _special_tokens,
     "data.max_seq_len": _length,
-    "data.too_long": _too_long,
     "data.join": _join,
-    "data.cache_dir": _cache_dir,
     "data.streaming": _flag,
     "train.sequences_per_step": _batch,
-    "train.tokens_per_step": _max_tokens,
     "train.steps": _steps,
     "train.min_lr": _min_lr,
     "train.warmup_steps": _warmup,
-    "train.schedule": _schedule,
     "train.optimizer": _optimizer,
     "train.betas": _betas,
     "train.groups": _groups,
     "train.max_grad_norm": _grad_norm,
-    "train.state_dtype": _state_dtype,
     "train.save_every_steps": _saves,
     "train.eval_every_steps": _saves,
-    "train.saves_per_epoch": _per_epoch,
-    "train.evals_per_epoch": _per_epoch,
+    "train.saves_per_epoch": _saves,
+    "train.evals_per_epoch": _saves,
     "train.num_checkpoints": _num_checkpoints,
     "train.save_weights_only": _flag,
     "train.keep_best": _flag,
@@ -1325,6 +1075,7 @@ _BY_TARGET: dict[str, Callable[[Conversion, str, _Given], None]] = {
     "parallel.pp": _parallel,
     "log.wandb": _trackers,
     "hub": _hub,
-    "out": _out,
+    "out": lambda made, _, given: str(made.last(given)),
 }
-"""By a key of ours, what reads the keys of theirs that go into it; else their value is ours."""
+"""By a key of ours, what reads the keys of theirs that go into it: it gives the value of ours, or a
+verdict, or None where it has told each of them; else their value is ours."""

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 Kind = Literal["ours", "needless", "lost", "refused"]
 
 
-class ForeignKey(NamedTuple):
-    """An entry of the table: the verdict on a key of another trainer."""
+class Verdict(NamedTuple):
+    """The verdict on a key of another trainer."""
 
     kind: Kind
     text: str
@@ -40,17 +40,17 @@ def foreign_table() -> dict[str, dict[str, Any]]:
 
 
 @cache
-def _answers() -> dict[str, ForeignKey]:
+def _answers() -> dict[str, Verdict]:
     kinds: tuple[Kind, ...] = ("ours", "needless", "lost", "refused")
     return {
-        name.replace("_", ""): ForeignKey(kind, text)
+        name.replace("_", ""): Verdict(kind, text)
         for kind in kinds
         for text, names in foreign_table()[kind].items()
         for name in names
     }
 
 
-def answer_to(key: str) -> ForeignKey | None:
+def answer_to(key: str) -> Verdict | None:
     """The table's answer to a key, whole or by its last part; `learningrate` is learning_rate."""
     parts = key.lower().replace("-", "_").replace("_", "").split(".")
     answers = _answers()

@@ -133,7 +133,7 @@ def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str])
     kind, value, location = errors[0]["type"], errors[0]["input"], errors[0]["loc"]
     context = errors[0].get("ctx", {})
     keys = context.get("keys", key) if kind == "told" else key
-    named = [f for f in sorted(flags) if any(_meets(f[2:], one) for one in keys.split(" and "))]
+    named = [f for f in sorted(flags) if any(meet(f[2:], one) for one in keys.split(" and "))]
     source = " and ".join(f"the flag {flag}" for flag in named) or f"{file}, key {keys}"
     required = " or ".join(dict.fromkeys(map(words_of, errors)))
     example = example_of(key)
@@ -186,9 +186,9 @@ def _in_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _meets(flag: str, key: str) -> bool:
-    """Whether one of the two keys is the other one or a section around it."""
-    return f"{flag}.".startswith(f"{key}.") or f"{key}.".startswith(f"{flag}.")
+def meet(one: str, other: str) -> bool:
+    """Whether one of two keys is the other one or a section around it."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def key_of(location: tuple[int | str, ...]) -> str:

@@ -40,20 +40,22 @@ class Recipe(NamedTuple):
     file: Path
 
     @property
-    def is_of_pairs(self) -> bool:
-        """Whether the recipe is TRL's for pairs, by keys that only such recipes have."""
+    def loss_by_keys(self) -> str | None:
+        """The loss of a recipe of TRL by keys that only such recipes have; None: sft, or the recipe
+        says so."""
         if self.dialect != "TRL" or "stage" in self.keys:
-            return False
-        loss = self.keys.get("loss_type", "nll")
-        own = bool(self.keys.keys() & {"beta", "rpo_alpha"})
-        return own or loss not in ("nll", "chunked_nll", "dft")
+            return None
+        if not _OF_ROLLOUTS.isdisjoint(self.keys):
+            return "grpo"
+        is_plain = self.keys.get("loss_type", "nll") in ("nll", "chunked_nll", "dft")
+        return None if is_plain and not self.keys.keys() & {"beta", "rpo_alpha"} else "dpo"
 
     @property
     def defaults(self) -> dict[str, Any]:
         """Values that its trainer takes where the recipe has none."""
         own: dict[str, dict[str, Any]] = foreign_table()["defaults"]
         is_v1 = "model" in self.keys and self.dialect == "LLaMA-Factory"
-        kind = "v1" if is_v1 else self.keys.get("stage", "dpo" if self.is_of_pairs else "")
+        kind = "v1" if is_v1 else self.keys.get("stage", self.loss_by_keys)
         return own.get(f"{self.dialect} {kind}") or own[self.dialect]
 
 
@@ -121,6 +123,7 @@ def _dialect_of(keys: Mapping[str, Any]) -> Dialect | None:
     return "TRL" if "model_name_or_path" in keys else None
 
 
+_OF_ROLLOUTS = frozenset(("reward_funcs", "num_generations", "steps_per_generation"))
 _OF_FACTORY = frozenset(("cutoff_len", "finetuning_type", "stage", "template"))
 _WHOLE = frozenset(("dataset", "peft_config", "role_mapping", "deepspeed"))
 _OF_DEEPSPEED = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
@@ -149,7 +152,8 @@ _ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
 _PER_NODE = ("nproc_per_node", "gpus", "num_gpus", "launch.num_gpus")
 _NUM_NODES = ("nnodes", "num_nodes", "num_machines")
-_LOSSES = ("sft", "dpo", "kto")
+_LOSS = re.compile("dpo|kto|grpo|orpo|cpo|rloo|gkd|reward|(?<![a-z])ppo")
+"""The loss of a script, by its name."""
 _RUNNERS: dict[str, Dialect] = {
     "swift": "ms-swift",
     "megatron": "ms-swift",
@@ -274,30 +278,27 @@ def _split_call(words: Sequence[str]) -> tuple[Dialect | None, dict[str, Any], d
     """Whose call it is, the launcher's flags, and the training's own."""
     for place, word in enumerate(words):
         name, verb = word.rpartition("/")[2], [*words, ""][place + 1]
-        own: dict[str, Any] = {}
         dialect: Dialect = "TRL"
-        start = place + 1
+        own: dict[str, Any] = {}
+        start = place + 2
         if name in _RUNNERS and verb in ("sft", "pt", "rlhf", "train"):
-            dialect, start = _RUNNERS[name], place + 2
-            own = (
-                {"stage": "megatron"}
-                if name == "megatron"
-                else ({"stage": "pt"} if verb == "pt" else {})
-            )
-        elif name == "trl" and verb in _LOSSES:
-            start = place + 2
+            dialect = _RUNNERS[name]
+            own = {"rlhf_type": "dpo"} if verb == "rlhf" else {}
+            if name == "megatron" or verb == "pt":
+                own["stage"] = "megatron" if name == "megatron" else verb
+        elif name == "trl" and verb.isalpha():
             own = {"stage": verb}
         elif name.endswith(".py") and name != "mason.py":
+            start = place + 1
             if name == "train.py" and not _OF_FACTORY.isdisjoint(_flags(words[start:])):
                 dialect = "LLaMA-Factory"
             elif "open_instruct" in word or name == "OLMo2-7B-sft.py":
                 dialect = "open-instruct"
             elif not re.search("trl|open_r1|run_sft|run_dpo", word):
                 dialect = "transformers"
-            loss = next((one for one in ("dpo", "kto") if one in name), None)
-            own = {"stage": loss} if loss else {}
+            if found := _LOSS.search(name):
+                own = {"stage": found[0]}
         elif name == "-m" and verb:
-            start = place + 2
             dialect = "TRL" if "trl" in verb else "transformers"
         else:
             continue

@@ -338,9 +338,10 @@ class DataConfig(BaseModel):
         default={}, examples=[{"enable_thinking": False}]
     )
     """Names that the chat template is given; a record's own chat_template_kwargs come before it."""
-    train_on: Literal["assistant", "all", "last"] = "assistant"
-    """Part of conversations and completions that is learnt: answers, all of the text, or the
-    answers behind the last message of the user."""
+    train_on: Literal["assistant", "all", "last", "conversations"] = "assistant"
+    """Part of conversations and completions that is learnt: answers, all of the text, the answers
+    behind the last message of the user, or, as TRL does, whole conversations but of prompt and
+    completion the completion alone."""
     eos_token: Annotated[str, Field(min_length=1)] | None = Field(
         default=None, examples=["<|im_end|>"]
     )

@@ -201,8 +201,14 @@ class Reading:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Names of fields in the data, by furlong's; see `data.fields`."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    train_on: Literal["assistant", "all", "last"] = "assistant"
+    train_on: Literal["assistant", "all", "last", "conversations"] = "assistant"
     eot_tokens: tuple[str, ...] = ()
+
+    @property
+    def is_learnt_whole(self) -> bool:
+        """Whether all of the text is learnt."""
+        is_answer = self.train_on == "conversations" and self.format == "completion"
+        return self.train_on in ("all", "conversations") and not is_answer
 
     @classmethod
     def of(cls, settings: DataConfig, source: Source, format: Format | None = None) -> Reading:
@@ -250,15 +256,15 @@ class Reading:
                 "an object with names that the chat template reads, and the rendering does not set",
             )
         turns = replace(turns, kwargs={**self.chat_template_kwargs, **own})
-        if self.train_on == "all" and not all(map(may_be_learnt, turns.turns)):
+        if self.is_learnt_whole and not all(map(may_be_learnt, turns.turns)):
             raise record.refusal(
-                "a message that is marked as not learnt, with data.train_on: all",
+                f"a message that is marked as not learnt, with data.train_on: {self.train_on}",
                 "no such mark where all of the text is learnt",
                 f"remove the marks ({', '.join(MARKS)}), or set data.train_on to assistant",
             )
         if self.train_on == "last":
             return _last_round(turns)
-        return replace(turns, is_learnt_whole=self.train_on == "all")
+        return replace(turns, is_learnt_whole=self.is_learnt_whole)
 
 
 def encode(
@@ -278,7 +284,6 @@ def _encoded(
     read = shape.read
     if reading.format == "alpaca" and tokenizer.chat_template is None:
         read = instruction_text
-    is_whole = reading.train_on == "all"
 
     def items(stack: ExitStack) -> Iterator[Item]:
         render = None
@@ -296,7 +301,7 @@ def _encoded(
                     own.append(text := render(reading.turns(one, record)))
                     for what in text.notes:
                         notes.add(what, record.file, record.line)
-                elif is_whole and isinstance(one, Rendered):
+                elif reading.is_learnt_whole and isinstance(one, Rendered):
                     own.append(Rendered(one.text))
                 else:
                     own.append(one)
