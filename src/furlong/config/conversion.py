@@ -233,13 +233,13 @@ def _finish(made: Conversion) -> None:
 
 
 def _give_up(made: Conversion, error: ErrorDetails) -> bool:
-    """Takes a value that no run may have out of the run, a default before others; whether there is
-    one. Raises ConfigError for what nobody but the user can mend."""
+    """Takes a value that no run may have out of the run, that of the first key of several; whether
+    there is one. Raises ConfigError for what nobody but the user can mend."""
     keys = error.get("ctx", {}).get("keys", key_of(error["loc"])).split(" and ")
     found = [key for own in keys for key in made.run if meet(key, own)]
     if not found or error["type"] == "missing":
         return False
-    target = min(found, key=lambda key: key not in made.of_defaults)
+    target = found[0]
     if target in ("model.name", "data.train") or target in made.of_flags:
         raise config_error([error], str(made.recipe.file), {f"--{key}" for key in made.of_flags})
     value, words = made.run.pop(target), words_of(error)

@@ -8,9 +8,9 @@ is expanded. Keys of `model.rope` are transformers' own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, partial, reduce
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError, to_json
 
 from furlong.config.adapter import with_keys_of_adapter
 from furlong.units import parse_bytes
@@ -83,6 +83,24 @@ Number = Annotated[float, BeforeValidator(_refuse_odd), Field(allow_inf_nan=Fals
 Whole = Annotated[int, BeforeValidator(_read_whole), Field(le=MAX_WHOLE)]
 Natural = Annotated[Whole, Field(ge=0)]
 Positive = Annotated[Whole, Field(gt=0)]
+
+
+def _share_or_whole(number: float) -> float:
+    if number > 1 and number % 1:
+        raise PydanticCustomError("share", "a share below 1, or a whole number")
+    return number
+
+
+def _null(example: Any) -> Any:
+    """The default null of a key, with a value that it may have."""
+    return Field(default=None, examples=[example])
+
+
+Share = Annotated[Number, Field(gt=0, le=1)]
+AboveZero = Annotated[Number, Field(gt=0)]
+ShareOrWhole = Annotated[Number, AfterValidator(_share_or_whole)]
+PerEpoch = Annotated[Number, Field(gt=0, le=1e6)]
+Name = Annotated[str, Field(min_length=1)]
 AmountBytes = Annotated[int, BeforeValidator(_read_amount), Field(ge=0, le=MAX_BYTES)]
 """Bytes, also written as `512MiB`, `24GiB` or `80GB`."""
 
@@ -127,9 +145,9 @@ class RopeConfig(BaseModel):
 
     rope_type: Literal["default", "linear", "yarn", "llama3", "longrope"] = Field(examples=["yarn"])
     """default changes rope_theta only; which keys a type needs, transformers says."""
-    rope_theta: Annotated[Number, Field(gt=0)] | None = Field(default=None, examples=[1e6])
+    rope_theta: AboveZero | None = _null(1e6)
     """Base; null keeps the model's."""
-    factor: Annotated[Number, Field(ge=1)] | None = Field(default=None, examples=[4])
+    factor: Annotated[Number, Field(ge=1)] | None = _null(4)
     """How many times as many positions."""
     original_max_position_embeddings: Positive | None = None
     """Positions before any scaling; null takes the model's."""
@@ -213,16 +231,16 @@ class Source(BaseModel):
     path: PlainPath = Field(min_length=1)
     """File, folder, or data set of the hub: OWNER/NAME, which a local path of that name comes
     before, or hf://datasets/OWNER/NAME."""
-    name: Annotated[str, Field(min_length=1)] | None = None
+    name: Name | None = None
     """Configuration (subset) of a data set, as its card or its folders name it."""
-    split: Annotated[str, Field(min_length=1)] | None = None
+    split: Name | None = None
     """Which split of a folder that holds several, also train[:5%], train[100:200] or
     train+validation."""
-    revision: Annotated[str, Field(min_length=1)] | None = None
+    revision: Name | None = None
     """Branch, tag or commit of a data set of the hub."""
     weight: Number = Field(default=1.0, gt=0, le=1000)
     """Sequences that an epoch draws from it, relative to those that it has."""
-    share: Annotated[Number, Field(gt=0, le=1)] | None = None
+    share: Share | None = None
     """Its share of an epoch's tokens, instead of weight; those of all sources are 1 together."""
     limit: Positive | None = None
     """The first records alone, so many."""
@@ -311,16 +329,12 @@ class DataConfig(BaseModel):
     train: Annotated[Sources, AfterValidator(_shared)]
     """Files of texts or records, folders, OWNER/NAME of the hub, or {path, name, split, revision,
     weight, share, limit} for each of them."""
-    eval: Annotated[Sources, AfterValidator(_once)] | None = Field(
-        default=None, examples=["held-out.jsonl"]
-    )
+    eval: Annotated[Sources, AfterValidator(_once)] | None = _null("held-out.jsonl")
     """Held-out data, named in the same way."""
-    eval_share: Annotated[Number, Field(ge=0, le=MAX_WHOLE)] | None = Field(
-        default=None, examples=[0.05]
-    )
+    eval_share: Annotated[ShareOrWhole, Field(ge=0, le=MAX_WHOLE)] | None = _null(0.05)
     """Held-out records split off data.train, the same share of each source; from 1 on how many of
     all. Instead of eval."""
-    limit: Positive | None = Field(default=None, examples=[1000])
+    limit: Positive | None = _null(1000)
     """The first records of each source alone, so many at most."""
     format: Literal["auto"] | Format = "auto"
     """auto goes by the fields of each source's first record: text, messages (also as sharegpt has
@@ -329,9 +343,7 @@ class DataConfig(BaseModel):
     fields: Fields = Field(default={}, examples=[{"text": "chapter"}])
     """Names that fields have in the data, by furlong's: {text: chapter}, also those of messages,
     {role: from, content: value}, and of roles, {roles: {human: user}}."""
-    chat_template: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, examples=["qwen3"]
-    )
+    chat_template: Name | None = _null("qwen3")
     """Chat template: a file, a text, or a name (alpaca, chatml, gemma, gemma3, gpt-oss, llama3,
     llama3.1, mistral, qwen2.5, qwen3, qwen3.5); null = the tokenizer's."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_free_kwargs)] = Field(
@@ -342,13 +354,9 @@ class DataConfig(BaseModel):
     """Part of conversations and completions that is learnt: answers, all of the text, the answers
     behind the last message of the user, or, as TRL does, whole conversations but of prompt and
     completion the completion alone."""
-    eos_token: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, examples=["<|im_end|>"]
-    )
+    eos_token: Name | None = _null("<|im_end|>")
     """Token of the vocabulary that ends texts and completions; null = the tokenizer's."""
-    pad_token: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, examples=["<|endoftext|>"]
-    )
+    pad_token: Name | None = _null("<|endoftext|>")
     """Token of the vocabulary that the exported tokenizer pads with; furlong itself never pads."""
     eot_tokens: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed_texts)
@@ -369,43 +377,6 @@ class DataConfig(BaseModel):
     than the disk. Needs train.steps; several sources need a share each."""
     cache_dir: Annotated[str | None, AfterValidator(require_plain)] = None
     """Folder of tokenized data; null = furlong in the user's cache directory."""
-
-    @model_validator(mode="after")
-    def _keys_fit(self) -> DataConfig:
-        if self.eval is not None and self.eval_share:
-            raise told(
-                keys="data.eval and data.eval_share",
-                given=f"data.eval_share = {self.eval_share:g} beside data.eval",
-                required="held-out data of its own, or a share of data.train",
-                change="remove one of them",
-            )
-        if (self.eval_share or 0) >= 1 and self.eval_share != int(self.eval_share or 0):
-            raise told(
-                keys="data.eval_share",
-                required="a share below 1, or a whole number of records",
-                change="write a share such as 0.05, or a number such as 100",
-            )
-        if self.join and self.too_long in ("truncate", "drop"):
-            raise told(
-                keys="data.join and data.too_long",
-                given=f"data.too_long = {self.too_long!r} with data.join",
-                required="data.join alone: a longer text goes on in the next sequence",
-                change="remove data.too_long, or data.join",
-            )
-        if self.min_len > self.max_seq_len:
-            raise told(
-                keys="data.min_len and data.max_seq_len",
-                given=f"data.min_len = {self.min_len:,}, data.max_seq_len = {self.max_seq_len:,}",
-                required="data.min_len of at most data.max_seq_len",
-                change="change one of them",
-            )
-        return self
-
-
-def _share_or_whole(steps: float) -> float:
-    if steps > 1 and steps % 1:
-        raise PydanticCustomError("warmup", "a share below 1, or a whole number of steps")
-    return steps
 
 
 _EITHER_OR = (
@@ -443,7 +414,7 @@ class ParameterGroup(BaseModel):
         min_length=1, examples=["embed_tokens|lm_head"]
     )
     """Regular expression that their names contain; the first group that fits a name has it."""
-    lr: Annotated[Number, Field(gt=0)] | None = Field(default=None, examples=[1e-5])
+    lr: AboveZero | None = _null(1e-5)
     """Their peak learning rate; null is that of the run."""
     weight_decay: Annotated[Number, Field(ge=0)] | None = None
     """Their decay, of norms and biases too; null is that of the run."""
@@ -456,12 +427,12 @@ class TrainConfig(BaseModel):
 
     steps: Positive | None = 100
     """Optimizer steps; null leaves it to epochs."""
-    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = Field(default=None, examples=[3])
+    epochs: PerEpoch | None = _null(3)
     """Passes over the training data, instead of steps."""
     sequences_per_step: Positive | None = 32
     """Sequences in a global batch; with dpo pairs, with kto answers. null leaves it to
     tokens_per_step."""
-    tokens_per_step: Positive | None = Field(default=None, examples=[524288])
+    tokens_per_step: Positive | None = _null(524288)
     """Most tokens in a global batch, instead of sequences_per_step: it is closed when the next
     sequence would go over; a longer one is a batch by itself."""
     lr: Number = Field(default=2.0e-5, gt=0)
@@ -490,17 +461,15 @@ class TrainConfig(BaseModel):
     """Course of the learning rate after warm-up."""
     min_lr: Number = Field(default=0.0, ge=0)
     """Learning rate towards which cosine and linear fall."""
-    warmup_steps: Annotated[Number, AfterValidator(_share_or_whole)] = Field(default=0.03, ge=0)
+    warmup_steps: Annotated[ShareOrWhole, Field(ge=0)] = 0.03
     """Steps in which the learning rate rises to lr; below 1 a share of all steps."""
-    max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
+    max_grad_norm: AboveZero | None = 1.0
     """Gradients are scaled down to this norm; null leaves them."""
     seed: Whole = Field(default=0, ge=0, lt=2**32)
     """Seed of the data's order, of random weights and of dropout."""
     save_every_steps: Natural | None = 50
     """Steps between checkpoints, also one after the last step; 0 = none at all."""
-    saves_per_epoch: Annotated[Number, Field(gt=0, le=1e6)] | None = Field(
-        default=None, examples=[1]
-    )
+    saves_per_epoch: PerEpoch | None = _null(1)
     """Checkpoints in an epoch, also 0.5 and 4, instead of save_every_steps."""
     num_checkpoints: Positive = 3
     """How many of the newest checkpoints stay."""
@@ -515,13 +484,11 @@ class TrainConfig(BaseModel):
     An error shows at the next checkpoint, or at the end."""
     eval_every_steps: Natural | None = 50
     """Steps between evaluations; 0 = before the first and after the last step only."""
-    evals_per_epoch: Annotated[Number, Field(gt=0, le=1e6)] | None = Field(
-        default=None, examples=[2]
-    )
+    evals_per_epoch: PerEpoch | None = _null(2)
     """Evaluations in an epoch, instead of eval_every_steps."""
-    early_stopping: Positive | None = Field(default=None, examples=[3])
+    early_stopping: Positive | None = _null(3)
     """Evaluations in a row without a lower held-out loss with which the run ends; null = never."""
-    max_loss: Annotated[Number, Field(gt=0)] | None = Field(default=None, examples=[20])
+    max_loss: AboveZero | None = _null(20)
     """A step with a higher loss is not taken: the run stops, with a checkpoint of the step before.
     """
     loss: Literal["sft", "dpo", "kto"] = "sft"
@@ -561,78 +528,6 @@ class TrainConfig(BaseModel):
                 if values.get(other) is not None:
                     values = {default: None, **values}
         return values
-
-    @model_validator(mode="after")
-    def _one_of_two(self) -> TrainConfig:
-        for first, second in _EITHER_OR:
-            given = [getattr(self, name) is not None for name in (first, second)]
-            if sum(given) != 1:
-                which, change = "none", "set one of them"
-                if all(given):
-                    which = "both"
-                    change = f"remove one of them; --train.{first}=null removes a file's"
-                keys = f"train.{first} and train.{second}"
-                raise told(
-                    keys=keys,
-                    given=f"{which} of {keys}",
-                    required=f"one of {keys}, not both",
-                    change=change,
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _floor_below_peak(self) -> TrainConfig:
-        if self.min_lr and (self.schedule == "constant" or self.min_lr >= self.lr):
-            raise told(
-                keys="train.min_lr and train.lr",
-                given=f"train.min_lr = {self.min_lr:g} with train.lr = {self.lr:g} and"
-                f" train.schedule: {self.schedule}",
-                required="a rate below train.lr, of a schedule that falls: cosine or linear",
-                change="lower train.min_lr, or remove it",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _options_of_an_optimizer(self) -> TrainConfig:
-        has = {
-            "betas": self.optimizer != "adafactor",
-            "eps": self.optimizer != "adafactor",
-            "state_dtype": self.optimizer == "adamw",
-        }
-        for name, is_known in has.items():
-            value = getattr(self, name)
-            if not is_known and value != type(self).model_fields[name].default:
-                raise told(
-                    keys=f"train.{name} and train.optimizer",
-                    given=f"train.{name} = {value} with train.optimizer: {self.optimizer}",
-                    required="train.optimizer: adamw, whose option it is",
-                    change=f"remove train.{name}, or set train.optimizer to adamw",
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _options_of_a_loss(self) -> TrainConfig:
-        known: dict[str, tuple[str, ...]] = {"beta": ("dpo", "kto")}
-        known |= dict.fromkeys(("loss_type", "label_smoothing", "sft_weight"), ("dpo",))
-        known |= dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",))
-        for name, losses in known.items():
-            value, words = getattr(self, name), " or ".join(losses)
-            if self.loss not in losses and value != type(self).model_fields[name].default:
-                raise told(
-                    keys=f"train.{name} and train.loss",
-                    given=f"train.{name} = {value} with train.loss: {self.loss}",
-                    required=f"train.loss: {words}, whose option it is",
-                    change=f"set train.loss to {words}, or remove train.{name}",
-                )
-        if self.loss_type in ("ipo", "apo_zero", "apo_down") and self.label_smoothing:
-            raise told(
-                keys="train.label_smoothing and train.loss_type",
-                given=f"train.label_smoothing = {self.label_smoothing} with train.loss_type:"
-                f" {self.loss_type}",
-                required="train.label_smoothing: 0, for a loss that has none",
-                change="remove train.label_smoothing, or set train.loss_type to robust",
-            )
-        return self
 
 
 Amount = AmountBytes | Literal["auto"]
@@ -677,7 +572,7 @@ class LoraConfig(BaseModel):
     have adapters too."""
     modules_to_save: OfNames = Field(default=(), examples=[["embed_tokens", "lm_head"]])
     """Names of modules that are trained whole and saved with the adapters."""
-    adapter: PlainPath | None = Field(default=None, examples=["runs/first/model"])
+    adapter: PlainPath | None = _null("runs/first/model")
     """Folder or hub id of LoRA adapters to go on from; keys beside it must be theirs."""
 
     @model_validator(mode="before")
@@ -719,7 +614,7 @@ class ModelConfig(BaseModel):
 
     name: PlainPath = Field(min_length=1, examples=["Qwen/Qwen2.5-0.5B"])
     """Hub id or local folder of a Hugging Face model with its tokenizer."""
-    revision: Annotated[str, Field(min_length=1)] | None = Field(default=None, examples=["main"])
+    revision: Name | None = _null("main")
     """Branch, tag or commit of a hub id; null is its main branch."""
     init: Literal["pretrained", "random"] = "pretrained"
     """pretrained loads the weights; random needs config.json and the tokenizer only."""
@@ -729,7 +624,7 @@ class ModelConfig(BaseModel):
     """Hub id or local folder of another tokenizer with the model's vocabulary; null = its own."""
     quantize: Annotated[
         FourBits | dict[Literal["type", "double"], FourBits | bool] | None, AfterValidator(_plain)
-    ] = Field(default=None, examples=["nf4"])
+    ] = _null("nf4")
     """Linear layers under the adapters in 4 bits (QLoRA), or {type: nf4, double: false} for scales
     that are not quantized themselves; needs furlong[bitsandbytes]."""
     lora: LoraConfig | None = None
@@ -742,25 +637,6 @@ class ModelConfig(BaseModel):
     """Norms and activations of liger-kernel, or of the Hub: transformers' use_kernels, which loads
     compiled code from there."""
 
-    @model_validator(mode="after")
-    def _quantized_fits(self) -> ModelConfig:
-        if self.quantize is not None and self.lora is None:
-            raise told(
-                keys="model.quantize and model.lora",
-                given=f"model.quantize = {self.quantize!r} without model.lora",
-                required="model.lora: weights in 4 bits are frozen, adapters over them train",
-                change="add model.lora, such as lora: {rank: 16, alpha: 32}, or remove"
-                " model.quantize",
-            )
-        if self.quantize is not None and self.dtype == "float64":
-            raise told(
-                keys="model.quantize and model.dtype",
-                given=f"model.quantize = {self.quantize!r} with model.dtype: float64",
-                required="bfloat16 or float32, which bitsandbytes multiplies 4 bits in",
-                change="set model.dtype to float32, or remove model.quantize",
-            )
-        return self
-
 
 class SampleConfig(BaseModel):
     """Which chunks get a backward. The forward stays exact, the gradient becomes an estimate: for
@@ -768,17 +644,17 @@ class SampleConfig(BaseModel):
 
     model_config = _SECTION
 
-    rate: Annotated[Number, Field(gt=0, le=1)] | None = Field(default=None, examples=[0.25])
+    rate: Share | None = _null(0.25)
     """Share of a sequence's chunks that are drawn; give this or chunks."""
-    chunks: Positive | None = Field(default=None, examples=[8])
+    chunks: Positive | None = _null(8)
     """Chunks of a sequence that are drawn, with rule unbiased on average; a sequence that has no
     more of them is computed exactly."""
     rule: Literal["unbiased", "fixed", "paper"] = "unbiased"
     """unbiased draws each chunk by itself; fixed draws exactly so many, exact on average but for
     gradients that pass through two or more earlier chunks; paper is SpaCO as printed."""
-    label_rate: Annotated[Number, Field(gt=0, le=1)] | None = Field(default=None, examples=[0.5])
+    label_rate: Share | None = _null(0.5)
     """Probability of drawing a chunk that has labels, with rule unbiased only; null = 1."""
-    cap: Annotated[Number, Field(ge=1)] | None = Field(default=None, examples=[2.0])
+    cap: Annotated[Number, Field(ge=1)] | None = _null(2.0)
     """Most that gradients from later chunks are multiplied by, with rules fixed and paper only:
     less variance, more bias; null = no limit."""
     report_loss: bool = False
@@ -816,25 +692,6 @@ class ChunksConfig(BaseModel):
     sample: SampleConfig | None = None
     """Backward for drawn chunks only, such as {rate: 0.25}; null = for all, exactly."""
 
-    @model_validator(mode="after")
-    def _keys_fit(self) -> ChunksConfig:
-        if self.order == "chunk-first" and self.stage_layers != "auto":
-            raise told(
-                keys="chunks.stage_layers and chunks.order",
-                given=f"chunks.stage_layers = {self.stage_layers} with chunks.order: chunk-first",
-                required="chunks.order: layer-first with chunks.stage_layers",
-                change="set chunks.order to layer-first, or remove chunks.stage_layers",
-            )
-        if self.sample is not None and self.size == "auto":
-            raise told(
-                keys="chunks.size and chunks.sample",
-                given="chunks.size = 'auto' with chunks.sample",
-                required="a number: which gradient is estimated does not depend on the size of"
-                " chunks, but its error does, so no search may choose it",
-                change="set chunks.size, such as 1024, or remove chunks.sample",
-            )
-        return self
-
 
 class MemoryConfig(BaseModel):
     """Budgets."""
@@ -853,13 +710,10 @@ class MemoryConfig(BaseModel):
     """Folder of what lives on disk, on a local drive; null = the run's folder."""
 
 
-def _ascending(steps: tuple[int, int] | None) -> tuple[int, int] | None:
-    if steps is not None and steps[0] > steps[1]:
+def _ascending(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] > steps[1]:
         raise PydanticCustomError("steps", "two numbers of steps, the smaller one first")
     return steps
-
-
-Name = Annotated[str, Field(min_length=1)]
 
 
 Prompt = Name | tuple[dict[str, Any], ...]
@@ -879,15 +733,15 @@ class LogConfig(BaseModel):
 
     tensorboard: bool = False
     """Write TensorBoard files into the run folder; needs furlong[tensorboard]."""
-    name: Name | None = Field(default=None, examples=["qwen-128k"])
+    name: Name | None = _null("qwen-128k")
     """Name of the run, for trackers and the model card; null leaves it to them."""
-    wandb: Name | None = Field(default=None, examples=["furlong"])
+    wandb: Name | None = _null("furlong")
     """Project on Weights & Biases; needs furlong[wandb]."""
-    wandb_entity: Name | None = Field(default=None, examples=["my-team"])
+    wandb_entity: Name | None = _null("my-team")
     """User or team that the project is of; null = the user's own default."""
-    trackio: Name | None = Field(default=None, examples=["furlong"])
+    trackio: Name | None = _null("furlong")
     """Project of Trackio; needs furlong[trackio]."""
-    mlflow: Name | None = Field(default=None, examples=["furlong"])
+    mlflow: Name | None = _null("furlong")
     """Experiment of MLflow, on the server that its environment names; needs furlong[mlflow]."""
     samples: Annotated[tuple[Prompt, ...], BeforeValidator(_listed_prompts)] = Field(
         default=(), examples=[["Once upon a time"]]
@@ -895,23 +749,10 @@ class LogConfig(BaseModel):
     """Prompts, texts or messages, that evaluations let the model go on with; not in a pipeline."""
     sample_tokens: Positive = 64
     """Most tokens of such a text."""
-    profile_steps: Annotated[tuple[Positive, Positive] | None, AfterValidator(_ascending)] = Field(
-        default=None, examples=[[3, 5]]
+    profile_steps: Annotated[tuple[Positive, Positive], AfterValidator(_ascending)] | None = _null(
+        [3, 5]
     )
     """First and last step that torch's profiler traces, into the run's folder profile."""
-
-    @model_validator(mode="after")
-    def _options_of_a_key(self) -> LogConfig:
-        for name, key in (("wandb_entity", "wandb"), ("sample_tokens", "samples")):
-            is_default = getattr(self, name) == type(self).model_fields[name].default
-            if not is_default and not getattr(self, key):
-                raise told(
-                    keys=f"log.{name} and log.{key}",
-                    given=f"log.{name} = {getattr(self, name)} without log.{key}",
-                    required=f"log.{key}, whose option it is",
-                    change=f"set log.{key}, or remove log.{name}",
-                )
-        return self
 
 
 class HubConfig(BaseModel):
@@ -948,127 +789,162 @@ class RunConfig(BaseModel):
     """Folder of the run: must not exist or be empty, unless --resume continues it."""
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> RunConfig:
-        for target, budget in (("disk", self.memory.disk), ("cpu", self.memory.cpu)):
-            if budget == 0 and offloads_to(self.offload, target):
-                name = f"memory.{target}"
-                raise told(
-                    keys=f"offload and {name}",
-                    given=f"offload = {self.offload!r} with {name} = 0",
-                    required=f"{name} above 0, for what is to live there",
-                    change=f"add {name}, such as {name}: 64GiB, or change offload",
-                )
-        for name in ("keep_best", "early_stopping"):
-            if not getattr(self.train, name):
-                continue
-            has_held_out = self.data.eval is not None or self.data.eval_share
-            if not has_held_out or self.train.eval_every_steps == 0:
-                raise told(
-                    keys=f"train.{name} and data.eval",
-                    given=f"train.{name} without evaluations between the steps",
-                    required="held-out data, and evaluations of them while the run goes on",
-                    change="set data.eval or data.eval_share, train.eval_every_steps, or remove"
-                    f" train.{name}",
-                )
-        if self.data.streaming:
-            _check_streaming(self)
-        loss = self.train.loss
-        if self.data.train_on != "assistant" and loss != "sft":
-            raise told(
-                keys="data.train_on and train.loss",
-                given=f"data.train_on = {self.data.train_on!r} with train.loss: {loss}",
-                required="train.loss: sft, since others are of whole answers to a prompt",
-                change="remove data.train_on, or set train.loss to sft",
-            )
-        own = FORMAT_OF_LOSS.get(loss)
-        sources = (*self.data.train, *(self.data.eval or ()))
-        for shape in (self.data.format, *(source.format for source in sources)):
-            is_of_loss = shape in FORMAT_OF_LOSS.values() if own is None else shape != own
-            if shape not in (None, "auto") and is_of_loss:
-                raise told(
-                    keys="data.format and train.loss",
-                    given=f"data.format, or a source's, is {shape!r} with train.loss: {loss}",
-                    required="preference (chosen + rejected) with dpo, unpaired (an answer and its"
-                    " label) with kto, and another shape with sft",
-                    change="remove the format, or change train.loss",
-                )
-        if self.model.dtype == "float64" and self.train.optimizer.endswith(("bit", "fp8")):
-            raise told(
-                keys="train.optimizer and model.dtype",
-                given=f"train.optimizer = {self.train.optimizer} with model.dtype: float64",
-                required="float32 or bfloat16: its updates are computed in float32",
-                change="set train.optimizer to adamw, or model.dtype to float32",
-            )
-        if self.data.too_long == "split" and self.train.is_of_pairs:
-            raise told(
-                keys="data.too_long and train.loss",
-                given=f"data.too_long = 'split' with train.loss: {loss}",
-                required="answers that stay whole: error, truncate or drop",
-                change="change data.too_long",
-            )
-        if self.model.lora is not None and self.model.init == "random":
-            raise told(
-                keys="model.lora and model.init",
-                given="model.lora with model.init: random",
-                required="model.init: pretrained with model.lora: an adapter is saved without its"
-                " base, so random base weights would be lost",
-                change="set model.init to pretrained, or remove model.lora",
-            )
+    def _keys_fit(self) -> RunConfig:
+        _check_options(self)
+        for is_so, keys, required, change in _misfits(self):
+            if is_so:
+                raise told(keys=keys, given=_given(self, keys), required=required, change=change)
         return self
 
 
-def _check_streaming(run: RunConfig) -> None:
-    """Raises PydanticCustomError for keys that need to know all of the training data."""
-    data, train = run.data, run.train
-    steps = "train.steps: nobody knows how many sequences there will be"
-    for key, is_given, required, change in (
-        ("train.epochs", train.epochs is not None, steps, "set train.steps instead"),
-        (
-            "data.eval_share", bool(data.eval_share),
-            "data.eval: nobody knows how many sequences there will be", "name data.eval instead",
+_WITH_BETAS = tuple(name for name in get_args(Optimizer) if name != "adafactor")
+_KNOWN_LENGTH = "nobody knows how many sequences a stream has"
+_OPTIONS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
+    ("train.betas", "train.optimizer", _WITH_BETAS, ""),
+    ("train.eps", "train.optimizer", _WITH_BETAS, ""),
+    ("train.state_dtype", "train.optimizer", ("adamw",), ""),
+    ("train.beta", "train.loss", ("dpo", "kto"), ""),
+    ("train.loss_type", "train.loss", ("dpo",), ""),
+    ("train.label_smoothing", "train.loss", ("dpo",), ""),
+    ("train.sft_weight", "train.loss", ("dpo",), ""),
+    ("train.desirable_weight", "train.loss", ("kto",), ""),
+    ("train.undesirable_weight", "train.loss", ("kto",), ""),
+    ("train.label_smoothing", "train.loss_type", ("sigmoid", "sigmoid_norm", "robust"), ""),
+    ("train.min_lr", "train.schedule", ("cosine", "linear"), ""),
+    ("log.wandb_entity", "log.wandb", (), ""),
+    ("log.sample_tokens", "log.samples", (), ""),
+    ("chunks.stage_layers", "chunks.order", ("layer-first", "auto"), ""),
+    ("model.quantize", "model.lora", (), "weights in 4 bits are frozen, adapters over them train"),
+    ("model.quantize", "model.dtype", ("bfloat16", "float32"), "bitsandbytes multiplies in these"),
+    ("model.lora", "model.init", ("pretrained",), "random weights below would not be saved"),
+    ("data.train_on", "train.loss", ("sft",), "others are of whole answers to a prompt"),
+    ("data.eval_share", "data.eval", (None,), ""),
+    ("data.join", "data.too_long", ("split", "error"), "a longer text goes on in the next one"),
+    ("data.streaming", "train.loss", ("sft",), "the reference is asked about all data first"),
+    ("train.epochs", "data.streaming", (False,), _KNOWN_LENGTH),
+    ("train.saves_per_epoch", "data.streaming", (False,), _KNOWN_LENGTH),
+    ("train.evals_per_epoch", "data.streaming", (False,), _KNOWN_LENGTH),
+    ("train.eval_train_share", "data.streaming", (False,), _KNOWN_LENGTH),
+    ("data.eval_share", "data.streaming", (False,), _KNOWN_LENGTH),
+)
+"""Keys that may be set with some values of another key only, where none is named with any; and why.
+"""
+
+
+def _check_options(run: RunConfig) -> None:
+    """Raises PydanticCustomError for a key without the one whose option it is."""
+    for key, of, values, why in _OPTIONS:
+        value, default, other = _value_of(run, key), all_keys()[key].default, _value_of(run, of)
+        is_set = value != default and (default is not None or bool(value))
+        if is_set and not (other in values if values else other):
+            needed = of if not values else f"{of}: {' or '.join(map(_shown, values))}"
+            to = f" to {_shown(values[0])}" if values else ""
+            raise told(
+                keys=f"{key} and {of}",
+                given=_given(run, f"{key} and {of}"),
+                required=f"{needed}, with {key}" + (f": {why}" if why else ""),
+                change=f"remove {key}, or set {of}{to}",
+            )
+
+
+def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
+    """Rows of values that do not fit each other: whether they are there, their keys, what is
+    required, and what to change."""
+    data, train, loss = run.data, run.train, run.train.loss
+    for first, second in _EITHER_OR:
+        yield (
+            (getattr(train, first) is None) == (getattr(train, second) is None),
+            f"train.{first} and train.{second}",
+            "one of the two, not both and not none",
+            f"set or remove one of them; --train.{first}=null removes a file's",
+        )
+    yield (
+        bool(train.min_lr) and train.min_lr >= train.lr,
+        "train.min_lr and train.lr",
+        "a rate below train.lr",
+        "lower train.min_lr, or remove it",
+    )
+    yield (
+        data.min_len > data.max_seq_len,
+        "data.min_len and data.max_seq_len",
+        "data.min_len of at most data.max_seq_len",
+        "change one of them",
+    )
+    yield (
+        run.chunks.sample is not None and run.chunks.size == "auto",
+        "chunks.size and chunks.sample",
+        "a number: which gradient is estimated does not depend on the size of chunks, but its error"
+        " does, so no search may choose it",
+        "set chunks.size, such as 1024, or remove chunks.sample",
+    )
+    for target, budget in (("disk", run.memory.disk), ("cpu", run.memory.cpu)):
+        yield (
+            budget == 0 and offloads_to(run.offload, target),
+            f"offload and memory.{target}",
+            f"memory.{target} above 0, for what is to live there",
+            f"add memory.{target}, such as memory.{target}: 64GiB, or change offload",
+        )
+    for name in ("keep_best", "early_stopping"):
+        is_evaluated = (data.eval is not None or data.eval_share) and train.eval_every_steps != 0
+        yield (
+            bool(getattr(train, name)) and not is_evaluated,
+            f"train.{name} and data.eval",
+            "held-out data, and evaluations of them while the run goes on",
+            f"set data.eval or data.eval_share, train.eval_every_steps, or remove train.{name}",
+        )
+    formats = (data.format, *(source.format for source in (*data.train, *(data.eval or ()))))
+    formats_of_losses = {*FORMAT_OF_LOSS.values()} if loss == "sft" else set()
+    yield (
+        any(
+            shape in formats_of_losses if loss == "sft" else shape != FORMAT_OF_LOSS[loss]
+            for shape in formats
+            if shape not in (None, "auto")
         ),
+        "data.format and train.loss",
+        "preference (chosen + rejected) with dpo, unpaired (an answer and its label) with kto, and"
+        " another shape with sft, of a source too",
+        "remove the format, or change train.loss",
+    )
+    yield (
+        run.model.dtype == "float64" and train.optimizer.endswith(("bit", "fp8")),
+        "train.optimizer and model.dtype",
+        "float32 or bfloat16: its updates are computed in float32",
+        "set train.optimizer to adamw, or model.dtype to float32",
+    )
+    yield (
+        data.too_long == "split" and train.is_of_pairs,
+        "data.too_long and train.loss",
+        "answers that stay whole: error, truncate or drop",
+        "change data.too_long",
+    )
+    for is_so, required, change in (
         (
-            "data.train with a slice",
             any({"[", "+"} & {*(source.split or "")} for source in data.train),
             "one whole split of each source, or the first records of it",
             "name one split, with limit for the first records of it",
         ),
         (
-            "data.train without shares",
-            len(data.train) > 1 and data.train[0].share is None,
-            "the share of each of several sources: nobody knows how many sequences they have",
+            any(source.weight != 1 for source in data.train)
+            or (len(data.train) > 1 and data.train[0].share is None),
+            f"the share of each of several sources, no weight: {_KNOWN_LENGTH}",
             "write {path: ..., share: 0.5} for each of them",
         ),
-        (
-            "train.saves_per_epoch", train.saves_per_epoch is not None,
-            "train.save_every_steps: no epoch has a known end", "set train.save_every_steps",
-        ),
-        (
-            "train.evals_per_epoch", train.evals_per_epoch is not None,
-            "train.eval_every_steps: no epoch has a known end", "set train.eval_every_steps",
-        ),
-        (
-            "train.loss", train.loss != "sft",
-            "train.loss: sft, which asks no reference about all of the data first",
-            "remove data.streaming",
-        ),
-        (
-            "train.eval_train_share", train.eval_train_share > 0,
-            "data.eval: there are no training sequences to choose from", "name data.eval instead",
-        ),
-        (
-            "data.train with weight", any(source.weight != 1 for source in data.train),
-            "a share of each source: nobody knows how many sequences it has",
-            "write share in the place of weight",
-        ),
-    ):  # fmt: skip
-        if is_given:
-            raise told(
-                keys=f"{key.partition(' ')[0]} and data.streaming",
-                given=f"{key} with data.streaming",
-                required=required,
-                change=change,
-            )
+    ):
+        yield data.streaming and is_so, "data.train and data.streaming", required, change
+
+
+def _value_of(run: RunConfig, key: str) -> Any:
+    return reduce(getattr, key.split("."), run)
+
+
+def _given(run: RunConfig, keys: str) -> str:
+    return " with ".join(f"{key} = {_shown(_value_of(run, key))}" for key in keys.split(" and "))
+
+
+def _shown(value: Any) -> str:
+    """A value of a run as a run file has it, in short."""
+    text = value if isinstance(value, str) else to_json(value).decode()
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 @cache
