@@ -172,7 +172,7 @@ def _names(rows: Sequence[Row]) -> str:
 def _why(row: Row, reason: str) -> str:
     """A reason without the class and without figures in brackets, to be shared by families."""
     words = reason.removesuffix(" layer by layer").removesuffix(")").removeprefix(row.class_name)
-    return re.sub(r" \([^()]*\)?", "", words).lstrip(", ")
+    return re.sub(r" \([^()]*\)?", "", words).lstrip(", ").removeprefix("which ")
 
 
 def outcomes_of(text: str) -> dict[str, tuple[str, str]]:

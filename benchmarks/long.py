@@ -11,7 +11,7 @@ StreamBP needs an older transformers, so an environment of its own, named by `--
     python -m venv V
     V/bin/pip install torch==2.13.0 transformers==4.51.3 psutil
     V/bin/pip install --no-deps streambp==1.0
-    python benchmarks/long.py --streambp V/bin/python --plot long.png
+    python benchmarks/long.py --streambp V/bin/python
 
 Without it StreamBP is left out, and nothing is promised. `--tokens 512,1024` tries the command out.
 On a GPU (`--device cuda --dtype bfloat16`) it is the same script: time by events, memory as the
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -38,7 +37,6 @@ from harness import (
     console,
     run_rounds,
 )
-from length_plot import Curve, plot_lengths
 from measuring import Measurement
 
 _LENGTHS = "2048,4096,8192,16384,32768"
@@ -133,11 +131,6 @@ def main() -> int:
         if contender not in taking_part:
             longest = max(measured[contender.name], default=0)
             report.notes.append(f"{contender.name} was left out above {longest:,} tokens.")
-    if arguments.plot:
-        curves = [Curve(c.name, c.system, measured[c.name]) for c in everyone if measured[c.name]]
-        title = f"{arguments.shape} model, {arguments.dtype}, {arguments.device}"
-        plot_lengths(curves, title, Path(arguments.plot))
-        console.print(f"written: {arguments.plot}")
     return report.finish(arguments.json)
 
 
@@ -206,7 +199,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--disk-dir", default=None, help="folder of furlong's disk target")
-    parser.add_argument("--plot", default=None, metavar="PNG", help="draw the curves there")
     return parser.parse_args()
 
 

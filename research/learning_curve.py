@@ -8,7 +8,6 @@ the machine.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -47,15 +46,13 @@ class Curve:
     seed: int
     """Of the weights, the order of the windows and the draws."""
     num_updates: int
-    num_points: int = 1
-    """Evaluations, at equal distances; the last one is behind the last update."""
     chunk_tokens: int = CHUNK_TOKENS
 
     @property
     def file_name(self) -> str:
         parts = (
             self.rule, f"rate{self.rate:g}", f"lr{self.lr:g}", f"seed{self.seed}",
-            f"{self.num_updates}updates", f"{self.num_points}points", f"chunk{self.chunk_tokens}",
+            f"{self.num_updates}updates", f"chunk{self.chunk_tokens}",
         )  # fmt: skip
         return "-".join(parts) + ".json"
 
@@ -69,24 +66,16 @@ class Curve:
             sampling = Sampling(rate=self.rate, rule=self.rule, label_rate=label_rate, seed=seed)
         return ChunkOptions(size=self.chunk_tokens, sample=sampling)
 
-    @property
-    def evaluated(self) -> list[int]:
-        """Numbers of updates behind which the held-out loss is taken."""
-        shares = (i / self.num_points for i in range(1, self.num_points + 1))
-        return sorted({math.ceil(self.num_updates * share) for share in shares})
-
 
 @dataclass(frozen=True, slots=True)
 class Learned:
     """A finished curve."""
 
     curve: Curve
-    updates: list[int]
-    """Updates done at each point."""
-    seconds: list[float]
-    """CPU seconds of training until there, evaluations left out."""
-    losses: list[float]
-    """Held-out loss, in nats per token."""
+    seconds: float
+    """CPU seconds of training."""
+    loss: float
+    """Held out, behind the last update, in nats per token."""
     drawn_share: float
     """Share of chunks that got a backward."""
     taken_s: float
@@ -95,7 +84,7 @@ class Learned:
     @property
     def update_s(self) -> float:
         """CPU seconds of one update."""
-        return self.seconds[-1] / self.curve.num_updates
+        return self.seconds / self.curve.num_updates
 
     def write(self, folder: Path) -> None:
         """All or nothing: a curve that was cut short leaves no file."""
@@ -125,14 +114,11 @@ def learn(
     model = _model(curve.seed)
     engine = furlong.Engine(model)
     settings = TrainConfig(lr=curve.lr, weight_decay=_WEIGHT_DECAY)
-    optimizer = build_optimizer(model.parameters(), settings)
+    optimizer = build_optimizer(model, settings)
     order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(curve.seed))
     warmup_updates = max(1, round(_WARMUP_RATIO * curve.num_updates))
     schedule = get_scheduler("cosine", optimizer, warmup_updates, curve.num_updates + 1)
-    update_s: list[float] = []
     shares: list[float] = []
-    seconds: list[float] = []
-    losses: list[float] = []
 
     def update(number: int) -> None:
         schedule.step()  # the first rate, of no step, is zero
@@ -143,13 +129,9 @@ def learn(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    for number in range(curve.num_updates):
-        update_s.append(_cpu_seconds(lambda number=number: update(number)))
-        if number + 1 in curve.evaluated:
-            seconds.append(sum(update_s))
-            losses.append(_evaluate(engine, held_out))
+    seconds = _cpu_seconds(lambda: [update(number) for number in range(curve.num_updates)])
     return Learned(
-        curve, curve.evaluated, seconds, losses, statistics.fmean(shares),
+        curve, seconds, _evaluate(engine, held_out), statistics.fmean(shares),
         time.process_time() - started_s,
     )  # fmt: skip
 
@@ -187,7 +169,7 @@ def _drawn_share(plan: Any) -> float:
     return len(drawn) / len(plan.chunks)
 
 
-def _cpu_seconds(step: Callable[[], None]) -> float:
+def _cpu_seconds(step: Callable[[], object]) -> float:
     before_s = time.process_time()
     step()
     return time.process_time() - before_s

@@ -15,7 +15,6 @@ NUM_PROCESSES = 2
 SEEDS = (0, 1, 2)
 LRS = (1e-3, 3e-3, 1e-2)
 
-_NUM_POINTS = 6
 _SHORTER = (0.3, 0.6)
 _SHORTEST = _SHORTER[0]
 _ALLOWED_S = 30 * 60
@@ -56,7 +55,7 @@ def best_lrs(short: Iterable[Learned]) -> dict[Config, float]:
     """For each rule and rate, the learning rate that ends lowest; a loss that is nan loses."""
     best: dict[Config, tuple[float, float]] = {}
     for learned in short:
-        loss = learned.losses[-1]
+        loss = learned.loss
         reached = (loss if math.isfinite(loss) else math.inf, learned.curve.lr)
         config = config_of(learned)
         best[config] = min(reached, best.get(config, reached))
@@ -65,11 +64,7 @@ def best_lrs(short: Iterable[Learned]) -> dict[Config, float]:
 
 def finals(num_updates: int, lrs: Mapping[Config, float]) -> list[Curve]:
     """The curves that are compared, and the ends of exact training with fewer updates."""
-    full = [
-        Curve(*config, lrs[config], seed, num_updates, _NUM_POINTS)
-        for config in CONFIGS
-        for seed in SEEDS
-    ]
+    full = [Curve(*config, lrs[config], seed, num_updates) for config in CONFIGS for seed in SEEDS]
     shorter = [
         Curve(*EXACT, lrs[EXACT], seed, math.ceil(share * num_updates))
         for share in _SHORTER
@@ -96,7 +91,7 @@ def summarize(
     """One row per rule and rate."""
     ends = {
         seed: sorted(
-            (learned.curve.num_updates * seconds[EXACT], learned.losses[-1])
+            (learned.curve.num_updates * seconds[EXACT], learned.loss)
             for learned in runs
             if config_of(learned) == EXACT and learned.curve.seed == seed
         )
@@ -111,7 +106,7 @@ def summarize(
                 config,
                 own[SEEDS[0]].curve.lr,
                 seconds[config] / seconds[EXACT],
-                tuple(own[seed].losses[-1] for seed in SEEDS),
+                tuple(own[seed].loss for seed in SEEDS),
                 tuple(ends[seed][-1][1] for seed in SEEDS),
                 tuple(loss_at(num_updates * seconds[config], ends[seed]) for seed in SEEDS),
             )

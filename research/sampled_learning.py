@@ -5,7 +5,7 @@ chunks of 64, one window per update: exact, `unbiased` and `fixed` at rates 1/2,
 seeds each. Each of the seven takes the best of three learning rates, found with one seed and a
 schedule of 0.3 times the updates. Two processes with one thread each.
 
-    python research/sampled_learning.py runs/learning --plot learning.png
+    python research/sampled_learning.py runs/learning
 
 Every finished curve is a JSON file in the folder; run again, it is not computed again.
 
@@ -44,9 +44,7 @@ from learning_curve import (
     Learned,
     learn,
 )
-from learning_plot import Line, plot_learning
 from learning_runs import (
-    CONFIGS,
     EXACT,
     NUM_PROCESSES,
     SEEDS,
@@ -54,7 +52,6 @@ from learning_runs import (
     Row,
     best_lrs,
     candidates,
-    config_of,
     finals,
     name_of,
     promises,
@@ -90,8 +87,6 @@ def main() -> int:
     found = promises(rows, everything)
     print_promises(found)
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    if arguments.plot:
-        _plot(runs, seconds, arguments.updates, arguments.plot)
     return int(any(promise.verdict == "MISSED" for promise in found))
 
 
@@ -114,7 +109,7 @@ def _compute(curve: Curve, folder: Path) -> str:
     learned = learn(curve, trained, held_out)
     learned.write(folder)
     return (
-        f"{curve.file_name}: held-out loss {learned.losses[-1]:.3f}, {learned.update_s:.3g} s "
+        f"{curve.file_name}: held-out loss {learned.loss:.3f}, {learned.update_s:.3g} s "
         f"per update, {format_seconds(learned.taken_s)} in all"
     )
 
@@ -147,33 +142,6 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _plot(
-    runs: Sequence[Learned], seconds: Mapping[Config, float], num_updates: int, path: Path
-) -> None:
-    lines = []
-    for config in CONFIGS:
-        own = [
-            learned
-            for learned in runs
-            if config_of(learned) == config and learned.curve.num_updates == num_updates
-        ]
-        updates = own[0].updates
-        losses = list(zip(*(learned.losses for learned in own), strict=True))
-        taken = [n * seconds[config] for n in updates]
-        lines.append(Line(name_of(config), *config, updates, taken, losses))
-    shorter = [
-        (learned.curve.num_updates * seconds[EXACT], learned.losses[-1])
-        for learned in runs
-        if learned.curve.num_updates < num_updates
-    ]
-    title = (
-        f"3 layers on {WINDOW_TOKENS:,}-token windows of the Python standard library, chunks of "
-        f"{CHUNK_TOKENS}; medians and ranges of {len(SEEDS)} seeds"
-    )
-    plot_learning(lines, shorter, title, path)
-    console.print(f"written: {path}")
-
-
 def _write_windows(folder: Path) -> None:
     """Once: the curves that are there have learned these."""
     if (folder / "held_out.npy").exists():
@@ -191,7 +159,6 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path, help="where the curves are and come to be")
     parser.add_argument("--updates", type=int, default=_NUM_UPDATES, help="of each run")
-    parser.add_argument("--plot", type=Path, default=None, metavar="PATH", help="draw them there")
     arguments = parser.parse_args()
     if arguments.updates < _LEAST_UPDATES:
         parser.error(f"--updates {arguments.updates}: at least {_LEAST_UPDATES}")

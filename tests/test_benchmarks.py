@@ -172,13 +172,12 @@ def test_kinds_of_work_of_a_profile():
 
 @pytest.mark.nightly
 def test_long_runs(tmp_path):
-    picture, values = tmp_path / "long.png", tmp_path / "long.json"
+    values = tmp_path / "long.json"
     ended = benchmark(
         "long.py", "--tokens", "128,256", "--rounds", "1", "--chunk-tokens", "64", "--shape",
-        "tiny", "--plot", str(picture), "--json", str(values), "--disk-dir", str(tmp_path),
+        "tiny", "--json", str(values), "--disk-dir", str(tmp_path),
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
     parts = json.loads(values.read_text())["measurements"]
     assert [len(results) for results in parts.values()] == [4, 4]
 
@@ -218,11 +217,3 @@ def test_gpu_runs_with_tiny_shapes_on_a_cpu(parts, tmp_path):
     else:
         for name in ("one process of FSDP2", "train, kill, resume"):
             assert found["results"][name]["off"] < 1e-5
-
-
-@pytest.mark.nightly
-def test_memory_spikes_draws(tmp_path):
-    picture = tmp_path / "spikes.png"
-    ended = benchmark("memory_spikes.py", str(picture), "--tokens", "512", "--shape", "tiny")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG") and "16 chunks, simulated" in ended.stdout

@@ -12,9 +12,16 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 from nbclient import NotebookClient
 
+from furlong.config.schema import all_keys
+from furlong.config.sources import build_run, read_yaml
+from furlong.errors import UserError
+
 ROOT = Path(__file__).parents[1]
 BESIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")]
 PAGES = [*BESIDE, *sorted((ROOT / "docs").rglob("*.md"))]
+_VERBS = '"--help"' + "".join(
+    file.read_text(encoding="utf-8") for file in (ROOT / "src/furlong/cli").glob("*.py")
+)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -48,6 +55,36 @@ def test_a_broken_link_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("[a](other.md#some-words-here) [b](other.md#no) [c](gone.md) [d](https://x.y)")
     assert broken_links(page) == ["other.md#no", "gone.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_run_files_keys_and_flags_of_pages_are_there(page):
+    assert unknown_names(page.read_text(encoding="utf-8")) == []
+
+
+def unknown_names(text):
+    """Keys and flags of a page that no schema and no verb has; its run files are read, too."""
+    for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL):
+        values = {"model": {"name": "x"}, "out": "x"} | read_yaml(block, "", "")
+        values["data"] = {"train": "x"} | (values.get("data") or {})
+        build_run(values, "run.yaml")
+    keys = all_keys()
+    sections = "data|train|chunks|memory|log|hub|model.(?:lora|rope)"
+    named = re.findall(rf"`((?:{sections})\.[a-z]\w*(?:\.[a-z]\w*)*)(?!\.)\b", text)
+    flags = [
+        flag
+        for command in re.findall(r"furlong (?:train|plan|convert|lengths|export) [^`\n#]*", text)
+        for flag in re.findall(r"--([a-z][\w.-]*)", command)
+    ]
+    unknown = {name for name in named if name not in keys and not name.endswith(".py")}
+    return sorted(unknown | {f for f in flags if f not in keys and f'"--{f}"' not in _VERBS})
+
+
+def test_a_name_that_is_nowhere_is_found():
+    text = "`train.stepps: 3`, `train.steps`, `furlong plan run.yaml --smallesst --devices 8`"
+    assert unknown_names(text) == ["smallesst", "train.stepps"]
+    with pytest.raises(UserError, match="sequences_per_stp"):
+        unknown_names("```yaml\ntrain: {sequences_per_stp: 3}\n```")
 
 
 @pytest.fixture
