@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.machine import Efficiency, Machine
+from furlong.cost.machine import EFFICIENCIES, Efficiency, Machine
 from furlong.cost.model import CostModel
-from furlong.plan.passes import Pass, passes
+from furlong.plan.passes import passes
 from furlong.plan.plan import ChunkPlan
 
-_EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
 _LAUNCHES = ("pass_launch_s", "layer_launch_s", "slice_launch_s")
 _BYTES = "activation_bytes_per_s"
 _NO_COST = Efficiency(best=inf, half_tokens=0.0)
@@ -47,8 +46,8 @@ def fit_rates(samples: Sequence[Sample], spec: Machine) -> dict[str, Any]:
     Raises ValueError where the samples hold too little to tell the terms apart.
     """
     # a kernel that works in tiles does as well with few tokens, but for what the tiles waste
-    saturating = _EFFICIENCIES[:1] if spec.tile_tokens else _EFFICIENCIES
-    names = [*_EFFICIENCIES, *(f"{name} half" for name in saturating), *_LAUNCHES, _BYTES]
+    saturating = EFFICIENCIES[:1] if spec.tile_tokens else EFFICIENCIES
+    names = [*EFFICIENCIES, *(f"{name} half" for name in saturating), *_LAUNCHES, _BYTES]
     table, measured = _table(samples, spec, names)
     found = relative_fit(table, measured)
     if spec.hides_launches:
@@ -76,10 +75,6 @@ def _fit_hidden(
     return found
 
 
-def _counts(what: Pass, seconds: float) -> bool:
-    return what.computes != "nothing" and seconds >= _SHORTEST_S
-
-
 def _table(samples: Sequence[Sample], spec: Machine, names: Sequence[str]) -> tuple[Array, Array]:
     """(actions, names) columns and (actions,) measured seconds, of all actions that compute."""
     rows, measured = [], []
@@ -89,12 +84,12 @@ def _table(samples: Sequence[Sample], spec: Machine, names: Sequence[str]) -> tu
             for name in names
             if not name.endswith(" half")
         }
-        for name in _EFFICIENCIES:
+        for name in EFFICIENCIES:
             columns[f"{name} half"] = _seconds(sample, _only(spec, name, half=1.0)) - columns[name]
         for what, seconds, *row in zip(
             passes(sample.plan, 0), sample.seconds, *(columns[n] for n in names), strict=True
         ):
-            if _counts(what, seconds):
+            if what.computes != "nothing" and seconds >= _SHORTEST_S:
                 rows.append(row)
                 measured.append(seconds)
     if len(rows) < len(names):
@@ -104,10 +99,10 @@ def _table(samples: Sequence[Sample], spec: Machine, names: Sequence[str]) -> tu
 
 def _only(spec: Machine, name: str, half: float) -> Machine:
     """Hardware on which all but one term is free, and that one has the rate one."""
-    free: dict[str, Any] = dict.fromkeys(_EFFICIENCIES, _NO_COST)
+    free: dict[str, Any] = dict.fromkeys(EFFICIENCIES, _NO_COST)
     free |= dict.fromkeys(_LAUNCHES, 0.0) | {_BYTES: inf, "peak_flops_per_s": 1.0}
-    free[name] = Efficiency(best=1.0, half_tokens=half) if name in _EFFICIENCIES else 1.0
-    if name in _EFFICIENCIES:
+    free[name] = Efficiency(best=1.0, half_tokens=half) if name in EFFICIENCIES else 1.0
+    if name in EFFICIENCIES:
         free["peak_flops_per_s"] = spec.peak_flops_per_s
     return replace(spec, **free)
 
@@ -122,7 +117,7 @@ def _fields(found: Mapping[str, float]) -> dict[str, Any]:
     fields: dict[str, Any] = {name: found[name] for name in _LAUNCHES}
     # where they cost nothing, what the spec assumed would come on top of all that was fitted
     fields[_BYTES] = 1 / found[_BYTES] if found[_BYTES] > 0 else inf
-    for name in _EFFICIENCIES:
+    for name in EFFICIENCIES:
         each, half = found[name], found.get(f"{name} half", 0.0)
         if each == 0:
             raise ValueError(f"the measured actions do not tell the rate of {name} from a cost"

@@ -64,6 +64,10 @@ class Efficiency:
     """Tokens at which half of `best` is reached."""
 
 
+EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
+"""The fields of Machine that are one."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """One device of a cluster, and what joins it to the others."""
@@ -162,7 +166,7 @@ class Machine:
         longer = peak / self.peak_flops_per_s * {"float32": 2, "float64": 4}[dtype]
         changed = {
             name: replace(of, half_tokens=of.half_tokens * longer)
-            for name in ("linear", "attention_forward", "attention_backward")
+            for name in EFFICIENCIES
             if (of := getattr(self, name))
         }
         return replace(self, peak_flops_per_s=peak, **changed)
@@ -213,7 +217,6 @@ class Machine:
         write_text(Path(file), json.dumps(values, indent=2, default=asdict) + "\n")
 
 
-_EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
 _NUMBERS = (
     "peak_flops_per_s", "pass_launch_s", "layer_launch_s", "slice_launch_s",
     "activation_bytes_per_s", "optimizer_parameters_per_s", "activation_factor", "heap_blocks",
@@ -233,8 +236,8 @@ def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
         made_for = {name: str(values.pop(name)) for name in ("hardware", "machine", "dtype")}
         figures: dict[str, Any] = {n: Link(**of) for n, of in values.pop("links").items()}
         for name, value in values.items():
-            of_calls = name in _EFFICIENCIES
-            if name not in (*_EFFICIENCIES, *_NUMBERS) or not (of_calls or value >= 0):
+            of_calls = name in EFFICIENCIES
+            if name not in (*EFFICIENCIES, *_NUMBERS) or not (of_calls or value >= 0):
                 raise ValueError(f"{name} = {value!r}")
             figures[name] = Efficiency(**value) if of_calls else value
         return made_for, figures

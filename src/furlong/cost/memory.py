@@ -36,7 +36,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
@@ -137,8 +137,9 @@ class MemoryCurve:
     """(actions,) bytes on disk."""
     traffic: PlanTraffic
 
-    @property
+    @cached_property
     def device_bytes(self) -> list[int]:
+        """Bytes on the device by action, all parts together."""
         totals: list[int] = self.device.sum(axis=1).tolist()
         return totals
 
@@ -151,15 +152,23 @@ class MemoryCurve:
     @property
     def peak(self) -> dict[Part, int]:
         """Bytes of the parts at the action whose sum is highest."""
-        if not len(self.device):
+        if not self.device_bytes:
             return dict.fromkeys(PARTS, 0)
-        at = int(self.device.sum(axis=1).argmax())
-        return {part: int(self.device[at, i]) for i, part in enumerate(PARTS)}
+        at = self.device_bytes.index(self.peak_bytes)
+        return dict(zip(PARTS, self.device[at].tolist(), strict=True))
 
     @property
     def peak_bytes(self) -> int:
         """Bytes on the device at their highest."""
-        return int(self.device.sum(axis=1).max(initial=0))
+        return max(self.device_bytes, default=0)
+
+    @property
+    def peak_cpu_bytes(self) -> int:
+        return int(self.cpu.max(initial=0))
+
+    @property
+    def peak_disk_bytes(self) -> int:
+        return int(self.disk.max(initial=0))
 
 
 TOKEN_BYTES = 24
@@ -909,7 +918,7 @@ class StoredLayers:
         self._hot = self._hot.difference(rest).union(newest)
         self._sent.update(sent_to)
         # its own, which later pieces have sent
-        own = [i for i in self._touched(piece) if self._is_cold(i)]
+        own = [i for i in self._touched(piece) if i in self._sent and i not in self._hot]
         rank.read("kv_gradients", self._sum(own), self._num_layers * len(own))
 
     def free(self, rank: _RankMemory, piece: int) -> None:
@@ -941,10 +950,6 @@ class StoredLayers:
         if len(parts) == 1:
             return self._tokens.segments(parts[0])
         return sorted({index for part in parts for index in self._tokens.segments(part)})
-
-    def _is_cold(self, index: int) -> bool:
-        """Whether the gradients of a segment are off the device."""
-        return index in self._sent and index not in self._hot
 
     def _sum(self, indices: Iterable[int]) -> float:
         """Bytes of the gradients of some segments."""

@@ -3,16 +3,6 @@
 A group is all pieces of one sequence in order, branches included, or one packed chunk. Groups run
 in the order in which they are listed; these functions list the one with most tokens first, since a
 short sequence before a long one interrupts the steady phase of a pipeline (InfiniPipe, III-C).
-
-    group_chunks         pieces of equal tokens, and packed sequences (ChunkFlow, Algorithm 1)
-    split_equal_work     pieces of equal work (InfiniPipe, Seq1F1B)
-    pack                 whole sequences in as few chunks as best-fit-decreasing finds
-    branch_chunks        sequences that branch, such as one prompt with several answers
-    by_cost              the sequences of a global batch dealt to data-parallel replicas
-    place_by_load        each sequence on one process or on all (Skrull, Algorithm 1)
-    shard, shard_long    slices on all processes of a pool, or whole sequences on one
-    chunk_by_chunk       a plan in which every chunk runs forward and backward before the next
-    fitting_tokens       tokens that a device can hold at a time then
 """
 
 from __future__ import annotations

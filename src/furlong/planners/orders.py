@@ -1,15 +1,5 @@
 """Orders of actions, and the plans that they make of groups of chunks.
 
-    schedule_group       one group at one stage, chunk-first (ChunkFlow, Algorithm 2, corrected)
-    walk_group           one group on one rank, in the order that `ChunkOptions` say
-    state_aware_lists    a pipeline in state-aware 1F1B (ChunkFlow, Figures 6 and 7)
-    seq1f1b_cells        a stage of a pipeline in token-level 1F1B (Seq1F1B, InfiniPipe)
-    plan_on_device       one device, or one sp group
-    plan_1f1b            a pipeline
-    plan_replica         one replica of a run, which is either
-    plan_two_phases      every forward, then, for a loss that the caller makes, the rest
-    join_replicas        one plan of a global batch from those of its data-parallel replicas
-
 Chunk-first is ChunkFlow's Algorithm 2 (planners/chunkflow.py) for one group after another, each
 through all stages and back. The other order, every stage over all groups, would hold the hidden
 states of the whole batch at every stage at once; it would only gather sharded parameters less

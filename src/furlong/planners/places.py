@@ -36,7 +36,6 @@ from furlong.cost.seconds import (
     cell_parts,
     chunk_table,
 )
-from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.plan import Chunk, ChunkPlan, Layout, Place, Slice, place_sizes
 from furlong.planners.chunks import (
@@ -97,7 +96,11 @@ def plan_places(
     num_layers = model.shape.num_layers
     starts = _starts(settings(batch, budget_bytes, range(num_layers + 1)))[:_NUM_IMPROVED]
     if not starts:
-        raise nothing_fits(batch, num_layers, budget_bytes)
+        budget = model.hardware.budget_bytes if budget_bytes is None else budget_bytes
+        raise does_not_fit(
+            batch.seq_lens, model, budget, dp_size=1, sp_size=pool_size,
+            recompute_layers=num_layers,
+        )  # fmt: skip
     for start in starts:
         improve(start, min(_FEW_CHANGES, num_changes))
     best = min(starts, key=Division.step_s)
@@ -520,13 +523,3 @@ def plan_of(
     )  # fmt: skip
     check(plan, batch.model.memory(budget_bytes))
     return plan
-
-
-def nothing_fits(batch: PoolBatch, recompute_layers: int, budget_bytes: int | None) -> ConfigError:
-    """The error for a longest sequence that no place holds."""
-    model, largest = batch.model, batch.sizes[-1]
-    budget = model.hardware.budget_bytes if budget_bytes is None else budget_bytes
-    return does_not_fit(
-        batch.seq_lens, model, budget, dp_size=batch.pool_size // largest, sp_size=largest,
-        recompute_layers=recompute_layers,
-    )  # fmt: skip

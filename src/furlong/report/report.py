@@ -71,7 +71,7 @@ class PlanReport:
     @property
     def lacks(self) -> list[str]:
         """The words for each memory of which a rank needs more than there is."""
-        cpu_bytes = max(int(rank.cpu.max(initial=0)) for rank in self.memory)
+        cpu_bytes = max(rank.peak_cpu_bytes for rank in self.memory)
         return [
             f"{format_bytes(needed)} on a {memory} that has {format_bytes(budget)}"
             for memory, needed, budget in (
@@ -115,8 +115,8 @@ class PlanReport:
                     "rank": rank,
                     "device_bytes": own.peak_bytes,
                     "parts": own.peak,
-                    "cpu_bytes": int(own.cpu.max(initial=0)),
-                    "disk_bytes": int(own.disk.max(initial=0)),
+                    "cpu_bytes": own.peak_cpu_bytes,
+                    "disk_bytes": own.peak_disk_bytes,
                     "moved": own.traffic.to_json(),
                 }
                 for rank, own in enumerate(self.memory)

@@ -46,10 +46,7 @@ def predict_step(model: CostModel, plan: ChunkPlan) -> Prediction:
 
 def needs_of(curve: MemoryCurve) -> Needs:
     """The peak of each memory."""
-    if not len(curve.device):
-        return Needs(0)
-    device = curve.device.sum(axis=1)
-    return Needs(int(device.max()), int(curve.cpu.max()), int(curve.disk.max()))
+    return Needs(curve.peak_bytes, curve.peak_cpu_bytes, curve.peak_disk_bytes)
 
 
 def step_s(model: CostModel, plan: ChunkPlan) -> float:
