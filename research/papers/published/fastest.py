@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from furlong.cost.model import CostModel
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import recompute_choices, refuse_unusable
+from furlong.planners.chunks import does_not_fit, recompute_choices, refuse_unusable
 from furlong.planners.places import (
     Division,
     PoolBatch,
     Setting,
-    nothing_fits,
     plan_of,
     settings,
 )
@@ -49,7 +48,9 @@ def plan_fastest(
         ):
             break  # half of the room is free, which more recomputation only adds to
     if best is None:
-        raise nothing_fits(batch, tried[-1], budget_bytes)
+        raise does_not_fit(
+            seq_lens, model, budget_bytes, sp_size=pool_size, recompute_layers=tried[-1]
+        )
     return plan_of(batch, best.spots, best.setting.recompute_layers, budget_bytes)
 
 

@@ -363,15 +363,16 @@ def recompute_choices(num_layers: int) -> list[int]:
 def does_not_fit(
     seq_lens: Sequence[int],
     model: CostModel,
-    budget_bytes: int,
+    budget_bytes: int | None,
     *,
-    dp_size: int,
     sp_size: int,
     recompute_layers: int,
+    dp_size: int = 1,
 ) -> ConfigError:
-    """The error for a longest sequence that is too much."""
+    """The error for a longest sequence that is too much. `budget_bytes`: None, the hardware's."""
     sizes = {"dp_size": dp_size, "sp_size": sp_size, "recompute_layers": recompute_layers}
-    fitting = fitting_tokens(model.memory(budget_bytes), **sizes)
+    memory = model.memory(budget_bytes)
+    fitting = fitting_tokens(memory, **sizes)
     seq_id = max(range(len(seq_lens)), key=seq_lens.__getitem__)
     needed = -(-seq_lens[seq_id] // sp_size)
     each = f", {needed:,} on each of {sp_size} devices" if sp_size > 1 else " on one device"
@@ -380,6 +381,6 @@ def does_not_fit(
         given=f"sequence {seq_id} of {count_words(seq_lens[seq_id], 'token')}{each}",
         required=f"at most {count_words(fitting, 'token')} on a device, with {recompute_layers} of "
         f"{count_words(model.shape.num_layers, 'layer')} recomputed",
-        source=f"a budget of {format_bytes(budget_bytes)} per device",
+        source=f"a budget of {format_bytes(memory.device_budget_bytes)} per device",
         change=f"give each device {wanted}, use more devices, or cut the sequence",
     )

@@ -96,11 +96,9 @@ def plan_places(
     num_layers = model.shape.num_layers
     starts = _starts(settings(batch, budget_bytes, range(num_layers + 1)))[:_NUM_IMPROVED]
     if not starts:
-        budget = model.hardware.budget_bytes if budget_bytes is None else budget_bytes
         raise does_not_fit(
-            batch.seq_lens, model, budget, dp_size=1, sp_size=pool_size,
-            recompute_layers=num_layers,
-        )  # fmt: skip
+            seq_lens, model, budget_bytes, sp_size=pool_size, recompute_layers=num_layers
+        )
     for start in starts:
         improve(start, min(_FEW_CHANGES, num_changes))
     best = min(starts, key=Division.step_s)

@@ -62,9 +62,8 @@ def plan_skrull(
     """A checked plan of one replica, a pool, with as few recomputed layers as fit. Raises
     ConfigError where it does not fit with all of them."""
     memory, num_layers = model.memory(budget_bytes), model.shape.num_layers
-    sizes = {"dp_size": 1, "sp_size": sp_size}
     for layers in recompute_choices(num_layers):
-        tokens = fitting_tokens(memory, recompute_layers=layers, **sizes)
+        tokens = fitting_tokens(memory, dp_size=1, sp_size=sp_size, recompute_layers=layers)
         if tokens * sp_size < max(seq_lens):
             continue
         batches = micro_batches(
@@ -76,7 +75,7 @@ def plan_skrull(
         if max(memory.peak_bytes_of_actions(plan, 0)) <= budget_bytes:
             check(plan, memory)
             return plan
-    raise does_not_fit(seq_lens, model, budget_bytes, recompute_layers=num_layers, **sizes)
+    raise does_not_fit(seq_lens, model, budget_bytes, sp_size=sp_size, recompute_layers=num_layers)
 
 
 def micro_batches(
