@@ -42,15 +42,6 @@ def test_a_step_is_six_parameters_and_causal_attention():
     assert attention == 32 * 3.5 * 4 * 4096 * seq_len * (seq_len + 1) / 2
 
 
-def test_layers_with_and_without_window_are_told_apart():
-    shape = describe(
-        TINY | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 5}
-    )
-    assert sorted(map(str, shape.windows)) == ["4", "4", "4", "None", "None"]
-    _, found = sequence_flops(shape, 6)
-    assert found == 4 * 32 * (3 * (1 + 2 + 3 + 4 + 4 + 4) + 2 * 6 * 7 / 2)
-
-
 def perfect(attention_counts=False):
     """A device whose seconds are FLOPs."""
     spec = Machine.named("A100-80")

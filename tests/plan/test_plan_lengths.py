@@ -44,7 +44,7 @@ def test_buckets_end_with_a_power_of_two() -> None:
     assert shown == [(0, 64, 2), (64, 128, 2), (128, 256, 1), (256, 512, 0), (512, 1024, 1)]
 
 
-@settings(deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(lists)
 def test_a_file_gives_back_what_was_written(seq_lens: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:

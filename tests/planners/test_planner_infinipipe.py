@@ -132,7 +132,7 @@ def one_pipeline(lens, groups, own, stages, sp_size=1):
     return in_a_row(lens, groups, [pipeline], stages, sp_size=sp_size, checked=False)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths, st.integers(1, 5), stage_heights, st.sampled_from([1, 2]),
     st.sampled_from([SMALL, WINDOWED]), st.randoms(use_true_random=False),
@@ -168,7 +168,7 @@ def budget_between(lens, stages, num_slices, share, sp_size=1):
     return int(low + share * (high - low))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(lengths, stage_heights, st.floats(0, 1.1), st.sampled_from([1, 2]))
 def test_random_batches_and_budgets(lens, stages, share, sp_size):
     budget = budget_between(lens, stages, 3, share)

@@ -64,7 +64,7 @@ def plan(seq_lens, num_layers=2, **dials):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=9),
     options(),

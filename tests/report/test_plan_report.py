@@ -58,7 +58,7 @@ def model(**training):
         ({}, {}, {"idle_and_p2p"}),
         ({"sp": 2}, {"zero_stage": 1}, {"idle_and_p2p", "all_to_all", "collectives"}),
         ({"sp": 2}, {"zero_stage": 3}, {"idle_and_p2p", "all_to_all", "collectives"}),
-        ({"offload": "cpu", "size": 16}, {}, {"idle_and_p2p", "copies"}),
+        ({"offload": "cpu", "size": 16, "lens": (900, 200)}, {}, {"idle_and_p2p", "copies"}),
     ],
 )
 def test_the_breakdown_names_every_wait_and_adds_up(dials, training, waits):

@@ -35,6 +35,7 @@ def test_the_table_has_a_row_per_bucket_and_their_sum():
         (count_lengths([1]), "one", None, ["≤ 64", "100%"], "limit"),
     ],
 )  # fmt: skip
+@pytest.mark.few(2)
 def test_the_picture_shows_every_bucket(lengths, title, limit, said, unsaid, tmp_path):
     file = tmp_path / "lengths.svg"
     save_lengths_picture(lengths, file, title, max_seq_len=limit)
