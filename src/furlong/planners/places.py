@@ -338,18 +338,19 @@ class Division:
         self.setting = setting
         num_sums, pool_size = setting.batch.added.shape[2], setting.batch.pool_size
         self.loads = np.zeros((num_sums, num_micro_batches, pool_size))
+        self._seconds: Array | None = None
         self.reset(spots)
 
     def reset(self, spots: Spots) -> None:
         """To other spots of all sequences."""
-        self.spots: dict[int, Spot] = {}
+        self.spots, self._seconds = dict(spots), None
         self.loads[:] = 0.0
         for seq_id, spot in spots.items():
-            self.put(seq_id, spot)
+            self._change(self.loads, seq_id, spot)
 
     def put(self, seq_id: int, spot: Spot) -> None:
         """Move a sequence, or place an absent one."""
-        self._seconds: Array | None = None
+        self._seconds = None
         if seq_id in self.spots:
             self._change(self.loads, seq_id, self.spots[seq_id], -1)
         self.spots[seq_id] = spot
@@ -379,8 +380,11 @@ class Division:
             if seq_id in self.spots:
                 self._change(before[:, i], seq_id, self.spots[seq_id], -1)
         added = batch.added[seq_ids].transpose(2, 0, 1)  # (F, N, Z)
-        after = before[:, :, None] + added[..., None, None]  # (F, N, Z, M, W)
-        after_s, before_s = self.setting.seconds(after), self.setting.seconds(before)
+        nothing = np.zeros((*added.shape[:2], 1))
+        # (F, N, 1 + Z, M, W): without the sequence, and with it on a place of each size
+        loads = before[:, :, None] + np.concatenate([nothing, added], axis=2)[..., None, None]
+        seconds, after = self.setting.seconds(loads), loads[:, :, 1:]
+        before_s, after_s = seconds[:, :, 0], seconds[:, :, 1:]
         scale = after_s.max(axis=(2, 3, 4))[..., None, None]  # (P, N, 1, 1)
         powers = (before_s / scale) ** _POWER  # (P, N, M, W)
         grown = (after_s / scale[..., None]) ** _POWER - powers[:, :, None]  # (P, N, Z, M, W)
@@ -454,22 +458,28 @@ def earliest_first(setting: Setting, num_micro_batches: int, kinds: Kinds) -> Di
     """Sequences on places of given sizes, or larger ones where those have no room, the largest
     places first and of those the longest work, each to where it ends earliest: aligned places of
     falling sizes leave no holes. None where one finds no room."""
-    batch = setting.batch
-    held = setting.held(batch.added.transpose(2, 0, 1))
+    batch, num_kinds = setting.batch, len(setting.batch.sizes)
+    held = setting.held(batch.added.transpose(2, 0, 1)).tolist()
+    alone_s = setting.alone_s.tolist()
     busy_s, tokens = np.zeros((2, num_micro_batches, batch.pool_size))
-    work_s = setting.alone_s[range(len(kinds)), kinds]
+    work_s = [own[kind] for own, kind in zip(alone_s, kinds, strict=True)]
     spots: dict[int, Spot] = {}
+    size = 0
     for seq_id in sorted(range(len(kinds)), key=lambda i: (-kinds[i], -work_s[i])):
-        for kind in range(kinds[seq_id], len(batch.sizes)):
-            size = batch.sizes[kind]
-            until = _by_place(busy_s, size).max(axis=2)
-            full = _by_place(tokens, size).max(axis=2) + held[seq_id, kind]
-            until[full > setting.device_tokens] = inf
-            number, place = divmod(int(until.argmin()), until.shape[1])
-            if until[number, place] < inf:
+        for kind in range(kinds[seq_id], num_kinds):
+            if size != batch.sizes[kind]:
+                size = batch.sizes[kind]
+                until, full = (_by_place(n, size).max(axis=2).ravel() for n in (busy_s, tokens))
+            more_s, more_tokens = alone_s[seq_id][kind], held[seq_id][kind]
+            free = np.where(full + more_tokens > setting.device_tokens, inf, until)
+            place = int(free.argmin())
+            if free[place] < inf:
+                until[place] += more_s
+                full[place] += more_tokens
+                number, place = divmod(place, batch.pool_size // size)
                 slots = slice(place * size, (place + 1) * size)
-                busy_s[number, slots] += setting.alone_s[seq_id, kind]
-                tokens[number, slots] += held[seq_id, kind]
+                busy_s[number, slots] += more_s
+                tokens[number, slots] += more_tokens
                 spots[seq_id] = Spot(number, kind, place * size)
                 break
         else:
