@@ -118,7 +118,7 @@ def _search() -> None:
     found = search(Question(lens, model, limits, num_devices=1024))
     best = found.best
     console.print(
-        f"search: {best.candidate.method}, {best.candidate.layout}, {best.step_s:.3g} s per step; "
+        f"search: {best.method}, {best.layout}, {best.step_s:.3g} s per step; "
         f"{len(found.tried)} tried, {found.num_pruned} left out by their bounds"
     )
 

@@ -169,7 +169,7 @@ def _ours(problem: Problem) -> Answer:
     limits = Limits(model.hardware.budget_bytes, int(model.hardware.host_bytes))
     found = one_search(Question(problem.seq_lens, model, limits, problem.num_devices))
     method, plan = best_plan(problem.seq_lens, found)
-    layout = found.best.candidate.layout
+    layout = found.best.layout
     step = step_s(whole_model(found.question.model_of(layout)), plan)
     return {"s": step, "method": method, "is_pool": method == "places" and layout.dp == 1,
             "dials": f"{layout}, {options_in_words(found.options)}"}  # fmt: skip

@@ -303,23 +303,21 @@ def test_the_seconds_of_a_sample_are_those_of_a_draw_and_its_memory_is_that_of_a
     dials = {"size": 1024}
     exact = choose(given=dials).answer
     sampled = choose(given=dials | {"sample": Sampling(chunks=5, rule="fixed")}).answer
-    exactly = {tried.candidate.options: tried for tried in exact.tried}
+    exactly = {tried.options: tried for tried in exact.tried}
     pairs = [
-        (tried, exactly[replace(tried.candidate.options, sample=None)])
+        (tried, exactly[replace(tried.options, sample=None)])
         for tried in sampled.tried
-        if replace(tried.candidate.options, sample=None) in exactly
+        if replace(tried.options, sample=None) in exactly
     ]
-    assert len(pairs) > 1 and all(
-        tried.candidate.options.sampling is not None for tried, _ in pairs
-    )
+    assert len(pairs) > 1 and all(tried.options.sampling is not None for tried, _ in pairs)
     for tried, whole in pairs:
         assert tried.needs == whole.needs
         assert tried.step_s < 0.8 * whole.step_s
     best = sampled.best
     assert best.step_s <= (1 + SLACK) * min(tried.step_s for tried in sampled.tried)
     again = choose(given=dials | {"sample": Sampling(chunks=5, rule="fixed", seed=9)}).answer
-    assert (again.best.candidate.options.keep, again.best.step_s) == (
-        best.candidate.options.keep,
+    assert (again.best.options.keep, again.best.step_s) == (
+        best.options.keep,
         best.step_s,
     )
 
@@ -339,7 +337,7 @@ def test_a_search_with_a_sample_tries_what_exact_estimates_would_leave_out():
     """They are of whole backwards, far above the seconds of a draw."""
     dials = {"size": 4096, "sample": Sampling(chunks=2, rule="fixed")}
     searched = choose(given=dials).answer
-    assert {tried.candidate.options.keep for tried in searched.tried} == {
+    assert {tried.options.keep for tried in searched.tried} == {
         "input",
         "kv",
         "attention",

@@ -160,7 +160,7 @@ def test_a_method_that_is_named_is_not_refused_for_dials_that_do_not_fit():
     answer = search(question)
     model = question.model_of(Layout(sp=2))
     plan_skrull(lens, model, sp_size=2, budget_bytes=limits.limit_bytes)
-    assert answer.best.candidate.method == "skrull" and not limits.hold(answer.chunked[0].needs)
+    assert answer.best.method == "skrull" and not limits.hold(answer.chunked[0].needs)
     assert "in evaluations: no options are predicted to fit" in why(answer, "memory.device")
     dials = search(replace(question, method="chunkflow"))
     assert not dials.tried and "chunks." not in nothing_fits(dials, alone=True).change

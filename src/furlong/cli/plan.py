@@ -32,6 +32,7 @@ from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
 from furlong.planners.decide import (
     Decision,
     check_pair_options,
+    decide,
     division_in_words,
     longest_sequence,
 )
@@ -53,7 +54,6 @@ from furlong.report.text import (
 )
 from furlong.simulate.clock import measure
 from furlong.timeline import MEASURED, read_measured
-from furlong.train.choose_plan import choose_plan
 from furlong.units import count_words, format_count, format_seconds
 
 _USAGE = """\
@@ -205,13 +205,13 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     is_of_pairs = config.train.is_of_pairs
     if is_of_pairs:
         check_pair_options(config.chunks, config.train.loss)
-    decision = choose_plan(
-        config, question.model, batch.lengths, question.limits, question.budget_words,
-        question.num_devices, size=batch.size, given=question.given,
-        pairs=[batch.seq_lens] if is_of_pairs else None,
-        longest=batch.longest_tokens if config.data.streaming else None,
-        steps=None if question.is_run else batch.seq_lens, method=method, alone=question.is_run,
-        tell=tell,
+    decision = decide(
+        batch.lengths, size=batch.size, model=question.model, limits=question.limits,
+        budget_words=question.budget_words, num_devices=question.num_devices,
+        seed=config.train.seed, longest=batch.longest_tokens if config.data.streaming else None,
+        steps=None if question.is_run else batch.seq_lens,
+        pairs=[batch.seq_lens] if is_of_pairs else None, given=question.given,
+        method=method or config.chunks.method, must_fit=True, alone=question.is_run, tell=tell,
     )  # fmt: skip
     assert decision.answer is not None and decision.model is not None
     name, plan = best_plan(batch.seq_lens, decision.answer)
@@ -269,12 +269,12 @@ def _show_found(
 def _search_values(answer: Answer) -> dict[str, Any]:
     next_best: dict[str, Any] | None = None
     if len(answer.tried) > 1:
-        one, step_s = answer.tried[1].candidate, answer.tried[1].step_s
+        one = answer.tried[1]
         # a method's own chunks have none of these options
         options = option_values(one.options) if one.longest else {}
         next_best = {
             "method": one.method, "layout": asdict(one.layout), "options": options,
-            "step_s": step_s,
+            "step_s": one.step_s,
         }  # fmt: skip
     search = {
         "num_tried": len(answer.tried), "num_refused": len(answer.refused),

@@ -5,7 +5,7 @@
 
 The search is that of `planners.search`; what is given holds. Times are those of a run's first
 steps, or of some sequences of them; the longest sequence of the data must fit. `longest_sequence`
-finds the longest one that a decision could still train, `decide_pairs` decides for a run on pairs.
+finds the longest one that a decision could still train.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from furlong.planners.candidates import KEEPS
 from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions, fixed_options, options_in_words
 from furlong.planners.orders import plan_two_phases
 from furlong.planners.question import (
+    SIZES,
     SLACK,
     STATE,
     Answer,
+    Candidate,
     DoesNotFitError,
     Limits,
     Question,
-    Trial,
     advice,
     key_of,
     whole_model,
@@ -76,7 +77,7 @@ def longest_sequence(
     `start`: a length to try first; `num_positions`: the most that the model has, None where that is
     unknown. The other replicas share the state and hold less.
     """
-    question, best, chunked = answer.question, answer.best.candidate, answer.chunked[0].candidate
+    question, best, chunked = answer.question, answer.best, answer.chunked[0]
     memory, plans = question.model_of(best.layout).memory(), [chunked.plan_of]
     if best.method == question.method and not best.longest:
         plans += [own.plan_of for own in METHODS[best.method](question, best.layout)]
@@ -184,6 +185,7 @@ def decide(
     seed: int = 0,
     longest: int | None = None,
     steps: Sequence[int] | None = None,
+    pairs: Sequence[Pair] | None = None,
     given: Mapping[str, Any] | None = None,
     method: str = "auto",
     must_fit: bool = False,
@@ -192,76 +194,62 @@ def decide(
 ) -> Decision:
     """The options of a run over sequences of these lengths, and its layout.
 
-    `size`: of a step. `longest`: tokens of the data's longest sequence, if it is not among
-    `lengths`. `steps`: the sequences of the steps that are timed; None: drawn as a run draws them.
-    `given`: options, and sizes of the layout, that the user has given. Where no plan is predicted
-    to fit, small chunks that keep K,V are taken, and the words say so; with `must_fit` that is a
-    ConfigError, whose advice is that for a run, or without `alone` that for who may take more
-    devices.
+    `model`: of one device. `size`: of a step. `longest`: tokens of the data's longest sequence, if
+    it is not among `lengths`. `steps`: the sequences of the steps that are timed; None: drawn as a
+    run draws them. `pairs`: those of a loss that stands between two phases, one in each call: the
+    largest must fit, and a few of them are timed, on one device. `given`: options, and sizes of the
+    layout, that the user has given. Where no plan is predicted to fit, small chunks that keep K,V
+    are taken, and the words say so; with `must_fit` that is a ConfigError, whose advice is that for
+    a run, or without `alone` that for who may take more devices.
     """
-    if steps is None:
-        steps, size = sample_steps(lengths, size, seed, num_devices)
-    question = Question(
-        steps, model, limits, num_devices, longest=max(longest or 0, lengths.longest),
-        sequences_per_step=size.sequences or 0, tokens_per_step=size.tokens, given=given or {},
-        method=method, mean_keys=lengths.num_pairs / lengths.num_tokens,
-    )  # fmt: skip
-    if question.longest > MAX_CHUNKS * question.given.get("size", inf):
+    if pairs is not None:
+        question = _question_of_pairs(pairs, model, limits, given or {})
+    else:
+        if steps is None:
+            steps, size = sample_steps(lengths, size, seed, num_devices)
+        question = Question(
+            steps, model, limits, num_devices, longest=max(longest or 0, lengths.longest),
+            sequences_per_step=size.sequences or 0, tokens_per_step=size.tokens, given=given or {},
+            method=method, mean_keys=lengths.num_pairs / lengths.num_tokens,
+        )  # fmt: skip
+
+    def unsearched(options: ChunkOptions, words: str, layout: Layout) -> Decision:
+        whole, stages = whole_model(question.model_of(layout)), question.stages_of(layout)
+        return Decision(options, words, model=whole, layout=layout, stages=stages)
+
+    if pairs is None and question.longest > MAX_CHUNKS * question.given.get("size", inf):
         words = f"more than {MAX_CHUNKS:,} chunks are not searched: by the fixed rule"
         options = fixed_options(question.longest, question.options)
-        return _unsearched(options, words, question, walkable(question)[0])
-    return _decided(question, budget_words, must_fit, alone, tell)
-
-
-def decide_pairs(
-    pairs: Sequence[Pair],
-    *,
-    model: CostModel,
-    limits: Limits,
-    budget_words: str,
-    given: Mapping[str, Any] | None = None,
-    must_fit: bool = True,
-) -> Decision:
-    """The options of a run whose loss stands between two phases, of a pair of sequences in each
-    call: the largest pair must fit, and a few of them are timed. All else as for `decide`."""
-    ordered = sorted(pairs, key=sum)
-    timed = [ordered[(2 * i + 1) * len(ordered) // (2 * _NUM_TIMED)] for i in range(_NUM_TIMED)]
-    question = Question(
-        [n for pair in timed for n in pair], model, limits, longest=max(map(max, pairs)),
-        sequences_per_step=2, given=given or {},
-        pair=max(pairs, key=lambda pair: (sum(pair), max(pair))),
-    )  # fmt: skip
-    return _decided(question, budget_words, must_fit)
-
-
-def _decided(
-    question: Question,
-    budget_words: str,
-    must_fit: bool,
-    alone: bool = True,
-    tell: Callable[[str], None] | None = None,
-) -> Decision:
+        return unsearched(options, words, walkable(question)[0])
     answer = search(question, tell)
     if not answer.tried:
-        error = nothing_fits(answer, alone=alone)
+        error = nothing_fits(answer, alone=alone or pairs is not None)
         if must_fit:
             raise error
-        budget = f"{format_bytes(question.limits.device_bytes)} ({budget_words})"
+        budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
         words = f"small chunks, for no plan is predicted to fit {budget}: {error.given}"
-        options = smallest(question.longest, question.options)
-        return _unsearched(options, words, question, nearest(answer)[1])
-    is_one, layout = question.num_devices == 1, answer.best.candidate.layout
+        small = {"num_retained": 0, "keep": "kv"} | question.options
+        options = fixed_options(min(1024, question.longest), small)
+        return unsearched(options, words, nearest(answer)[1])
+    is_one, layout = question.num_devices == 1, answer.best.layout
     return Decision(
         answer.options, why(answer, budget_words), answer,
-        question.model if is_one else whole_model(question.model_of(layout)),
+        model if is_one else whole_model(question.model_of(layout)),
         layout=layout, stages=question.stages_of(layout),
         layout_words="" if is_one else layouts_in_words(answer),
     )  # fmt: skip
 
 
-def _unsearched(options: ChunkOptions, words: str, question: Question, layout: Layout) -> Decision:
-    model = whole_model(question.model_of(layout))
-    return Decision(options, words, model=model, layout=layout, stages=question.stages_of(layout))
+def _question_of_pairs(
+    pairs: Sequence[Pair], model: CostModel, limits: Limits, given: Mapping[str, Any]
+) -> Question:
+    ordered = sorted(pairs, key=sum)
+    timed = [ordered[(2 * i + 1) * len(ordered) // (2 * _NUM_TIMED)] for i in range(_NUM_TIMED)]
+    return Question(
+        [n for pair in timed for n in pair], model, limits, longest=max(map(max, pairs)),
+        sequences_per_step=2, pair=max(pairs, key=lambda pair: (sum(pair), max(pair))),
+        given={name: value for name, value in given.items() if name not in SIZES},
+    )  # fmt: skip
 
 
 def sample_steps(
@@ -293,13 +281,6 @@ def sample_steps(
     if size.tokens is not None:
         size = StepSize(max(count, size.tokens * count // sum(some)))
     return some, size
-
-
-def smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:
-    """Options that need little, with those that are given."""
-    size = min(1024, fixed_options(longest).size)
-    small: dict[str, Any] = {"size": size, "num_retained": 0, "keep": "kv"}
-    return ChunkOptions(**(small | dict(given)))
 
 
 def check_pair_options(chunks: ChunksConfig, loss: str) -> None:
@@ -411,7 +392,7 @@ def given_options(config: RunConfig) -> dict[str, Any]:
     return given
 
 
-def nearest(answer: Answer) -> tuple[Trial | None, Layout]:
+def nearest(answer: Answer) -> tuple[Candidate | None, Layout]:
     """The plan that lacks least, or None where the state of a layout lacks less; and its layout."""
     question, limits, refused = answer.question, answer.question.limits, answer.refused
     too_large = sorted(answer.too_large, key=lambda pair: pair[1])
@@ -420,7 +401,7 @@ def nearest(answer: Answer) -> tuple[Trial | None, Layout]:
         if lacking_bytes < least and question.state_bytes(layout) > limits.limit_bytes:
             return None, layout
     if refused:
-        return refused[0], refused[0].candidate.layout
+        return refused[0], refused[0].layout
     return None, too_large[0][0] if too_large else question.layouts()[0]
 
 
@@ -432,14 +413,14 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
     state_bytes = question.state_bytes(layout)
     margin = f" ({format_bytes(limits.device_bytes)} less a margin of {limits.margin:.0%})"
     if answer.error is None and trial is not None:
-        options, enough = trial.candidate.options, limits.exceeded(trial.needs)
+        options, enough = trial.options, limits.exceeded(trial.needs)
         memory, used = next(iter(enough.items()))
         plans = count_words(len(answer.refused) + answer.num_pruned, "plan")
         part, needs = memory, f"which needs {format_bytes(used)} of memory.{memory}"
         required = f"at most {format_bytes(limits.by_memory[memory] or 0)} (memory.{memory})"
         source = f"the search over {plans}"
         if memory == "device":
-            error = DoesNotFitError(0, trial.curve.peak, limits.limit_bytes, training)
+            error = DoesNotFitError(0, trial.peak, limits.limit_bytes, training)
             part, needs, required = error.part, f"whose {error.given}", error.required + margin
             enough["device"] = ceil(used / (1 - limits.margin))
         given = f"of {plans} none fits; nearest is {options_in_words(options)}, {needs}"
@@ -457,7 +438,7 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
         return _nothing_offered(question, answer.error)
     if num_devices > 1:
         layouts = {one for one, _ in answer.too_large}
-        layouts |= {refused.candidate.layout for refused in answer.refused}
+        layouts |= {refused.layout for refused in answer.refused}
         if len(layouts) > 1:
             given = f"in none of {len(layouts)} layouts a plan fits; nearest is {layout}: {given}"
         fixed = [name for name in ("sp", "pp") if question.given.get(name) == 1]
@@ -494,15 +475,15 @@ def why(answer: Answer, budget_words: str) -> str:
     if answer.alike > 1 and answer.question.num_devices == 1:
         why = f"needs least memory of {answer.alike} plans within {SLACK:.0%} of {why}"
     chosen = answer.best
-    own = f"{chosen.candidate.method} batch by batch, else " if chosen is not best else ""
+    own = f"{chosen.method} batch by batch, else " if chosen is not best else ""
     if not limits.hold(best.needs):  # only a method by name goes on without options that fit
         return (
-            f"{own}{options_in_words(best.candidate.options)}, in evaluations: no options"
+            f"{own}{options_in_words(best.options)}, in evaluations: no options"
             f" are predicted to fit {budget}; {needs_in_words(best.needs)} predicted for a step of"
             " theirs"
         )
     words = (
-        f"{own}{options_in_words(best.candidate.options)}: {why}; {needs_in_words(best.needs)}"
+        f"{own}{options_in_words(best.options)}: {why}; {needs_in_words(best.needs)}"
         f" predicted; next best of {1 + len(others)} that were tried and fit: "
     )
     if not others:
@@ -510,7 +491,7 @@ def why(answer: Answer, budget_words: str) -> str:
     other = others[0]
     change = compared(other.step_s / best.step_s)
     needs = needs_in_words(other.needs)
-    return f"{words}{options_in_words(other.candidate.options)}: {change}, {needs}"
+    return f"{words}{options_in_words(other.options)}: {change}, {needs}"
 
 
 def needs_in_words(needs: Needs) -> str:
@@ -532,11 +513,11 @@ def compared(ratio: float) -> str:
 def layouts_in_words(answer: Answer) -> str:
     """The chosen layout with the seconds of its step, the next best, and what does not fit."""
     best, question = answer.best, answer.question
-    layout = best.candidate.layout
-    fastest: dict[Layout, Trial] = {}
+    layout = best.layout
+    fastest: dict[Layout, Candidate] = {}
     for trial in answer.tried:
-        fastest.setdefault(trial.candidate.layout, trial)
-    lacking = {t.candidate.layout: question.limits.lacking(t.needs) for t in answer.refused[::-1]}
+        fastest.setdefault(trial.layout, trial)
+    lacking = {t.layout: question.limits.lacking(t.needs) for t in answer.refused[::-1]}
     lacking = dict(sorted((dict(answer.too_large) | lacking).items(), key=lambda pair: pair[1]))
     refused = [
         f"{one} does not fit: it lacks {format_bytes(num_bytes)}"

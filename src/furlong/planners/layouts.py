@@ -28,17 +28,25 @@ def layouts(
 ) -> list[Layout]:
     """All layouts of `num_devices` that the model can take, with the sizes that are given.
 
-    An sp group divides the query heads (Ulysses), unless the given sizes leave no such one, or
-    with `gathers`: then it may be larger, and gathers K,V; recurrent layers are on one device. A
-    pipeline has no more stages than layers, and one where layers need more than what the one before
-    them gives.
-    Raises ConfigError that shows the arithmetic where nothing is left.
+    An sp group divides the query heads (Ulysses). Larger ones, which gather K,V, come last, and
+    without `gathers` only where the given sizes leave no other; recurrent layers are on one device.
+    A pipeline has no more stages than layers, and one where layers need more than what the one
+    before them gives. Raises ConfigError that shows the arithmetic where nothing is left.
     """
-    for larger in (True,) if gathers else (False, True):
-        found = _layouts(num_devices, shape, dp, sp, pp, gathers=larger)
-        if found:
-            return found
-    raise _no_layout(num_devices, shape, {"dp": dp, "sp": sp, "pp": pp})
+    found = [
+        Layout(num_devices // (s * p), s, p)
+        for s in divisors(num_devices)
+        if sp in (None, s) and (s == 1 or not shape.is_recurrent)
+        for p in divisors(num_devices // s)
+        if pp in (None, p) and p <= (1 if shape.whole else shape.num_layers)
+        if dp in (None, num_devices // (s * p))
+    ]
+    if not found:
+        raise _no_layout(num_devices, shape, {"dp": dp, "sp": sp, "pp": pp})
+    dividing = [one for one in found if shape.num_heads % one.sp == 0]
+    if dividing and not gathers:
+        return dividing
+    return dividing + [one for one in found if one not in dividing]
 
 
 def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]) -> ConfigError:
@@ -68,26 +76,6 @@ def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]
         if product < num_devices:
             change += "; auto lets a size follow the others"
     return ConfigError(given=given, required=required, source=source, change=change)
-
-
-def _layouts(
-    num_devices: int,
-    shape: ModelShape,
-    dp: int | None,
-    sp: int | None,
-    pp: int | None,
-    *,
-    gathers: bool,
-) -> list[Layout]:
-    found = [
-        Layout(num_devices // (s * p), s, p)
-        for s in divisors(num_devices)
-        if (sp is None or s == sp) and (gathers or shape.num_heads % s == 0)
-        if s == 1 or not shape.is_recurrent
-        for p in divisors(num_devices // s)
-        if (pp is None or p == pp) and p <= (1 if shape.whole else shape.num_layers)
-    ]
-    return [layout for layout in found if dp is None or layout.dp == dp]
 
 
 def cut_layers(shape: ModelShape, num_stages: int, mean_keys: float = 0.0) -> tuple[int, ...]:

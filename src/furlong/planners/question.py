@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, Literal
 
-from furlong.cost.memory import MemoryCurve, Part
+from furlong.cost.memory import Part
 from furlong.cost.model import CostModel, update_s
 from furlong.cost.training import Training, ZeroStage
 from furlong.errors import ConfigError
@@ -250,12 +250,9 @@ class Question:
         return self.sequences_per_step / len(self.seq_lens)
 
     def layouts(self) -> list[Layout]:
-        """The layouts with the given sizes, among them pools without a pipeline that do not divide
-        the heads, which gather K,V. Raises ConfigError where there is none."""
-        dp, sp, pp = (self.given.get(name) for name in SIZES)
-        find = partial(layouts, self.num_devices, self.model.shape, dp=dp, sp=sp, pp=pp)
-        found = find()
-        return found + [one for one in find(gathers=True) if one not in found]
+        """The layouts with the given sizes. Raises ConfigError where there is none."""
+        sizes = {name: self.given.get(name) for name in SIZES}
+        return layouts(self.num_devices, self.model.shape, gathers=True, **sizes)
 
     def stages_of(self, layout: Layout) -> tuple[int, ...]:
         """Layers of each stage of a pipeline; empty without one."""
@@ -376,17 +373,23 @@ class Candidate:
     by themselves."""
     clock_s: Callable[[], float] | None = None
     """On one device the seconds of a step by the clock; None: `estimate_s` are these."""
+    step_s: float = 0.0
+    """Once it was timed: seconds of a step on average, of the plans of all replicas joined."""
+    needs: Needs = field(default_factory=partial(Needs, 0))
+    """Once its plans were walked: the bytes of a device and below, of the longest sequence."""
+    peak: Mapping[Part, int] = field(default_factory=dict)
+    """The parts of these, of the device that lacks most."""
 
     def stands_in_for(self, chosen: Candidate) -> bool:
         """Whether one replica may take the plan of these options while another takes the chosen
-        one: in one layout, and with the same stages, as all replicas of a step have."""
+        one: in one layout, and with the same stages and offload, as all replicas of a step have."""
         if self.layout != chosen.layout or not self.longest:
             return False
-        if not chosen.longest and self.options.offloading.kv != "none":
-            return (
-                False  # a method's own chunks have their K,V there, and replicas offload the same
-            )
-        return bool(chosen.longest) or self.layout.dp == 1 or self.options.order == "chunk-first"
+        if chosen.longest:
+            return True
+        # a method's own chunks have their K,V on the device
+        is_alike = self.layout.dp == 1 or self.options.order == "chunk-first"
+        return is_alike and self.options.offloading.kv == "none"
 
 
 Candidates = Callable[[Question, Layout], Iterable[Candidate]]
@@ -394,25 +397,13 @@ Candidates = Callable[[Question, Layout], Iterable[Candidate]]
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A candidate whose plans were made, walked and timed."""
-
-    candidate: Candidate
-    step_s: float
-    """Seconds of a step on average, of the plans of all replicas joined; 0 of those refused."""
-    needs: Needs
-    curve: MemoryCurve
-    """Bytes over the step of the longest sequence, of the device that lacks most."""
-
-
-@dataclass(frozen=True)
 class Answer:
     """The outcome of a search."""
 
     question: Question
-    tried: tuple[Trial, ...]
+    tried: tuple[Candidate, ...]
     """The plans that fit, the chosen one first, then by their seconds; empty where none does."""
-    refused: tuple[Trial, ...]
+    refused: tuple[Candidate, ...]
     """The plans that do not fit after all, the one that lacks least first."""
     too_large: tuple[tuple[Layout, int], ...] = ()
     """Layouts of which nothing fits, and was not walked, with the bytes that a device lacks at
@@ -429,17 +420,16 @@ class Answer:
     """Seconds that the search took."""
 
     @property
-    def best(self) -> Trial:
+    def best(self) -> Candidate:
         return self.tried[0]
 
     @property
-    def chunked(self) -> list[Trial]:
+    def chunked(self) -> list[Candidate]:
         """The plans of options that stand in for the chosen one, which a run needs beside a
         method's own chunks: the chosen one itself, or the fastest, first."""
-        chosen = self.best.candidate
-        return [trial for trial in self.tried if trial.candidate.stands_in_for(chosen)]
+        return [one for one in self.tried if one.stands_in_for(self.best)]
 
     @property
     def options(self) -> ChunkOptions:
         """Those of a run."""
-        return self.chunked[0].candidate.options
+        return self.chunked[0].options

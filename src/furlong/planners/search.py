@@ -36,7 +36,6 @@ from furlong.planners.question import (
     PlanOf,
     Question,
     Space,
-    Trial,
     key_of,
 )
 from furlong.simulate.predict import Needs, needs_of, step_s
@@ -119,13 +118,13 @@ class _Search:
         self._question, self._limits, self._tell = question, question.limits, tell
         self._spaces = {layout: Space(question, layout) for layout in walkable(question)}
         self._is_one = list(self._spaces) == [ONE_DEVICE]
-        self.fitting: list[Trial] = []
-        self._refused: list[Trial] = []
-        self._too_large: dict[Layout, int] = {}
-        self._waiting: set[int] = set()
-        """Chunk sizes of the layout at hand with which replicas wait for each other: no estimate
-        knows, so others may be faster."""
         self._found: list[Candidate] = []
+        self.fitting: list[Candidate] = []
+        self._refused: list[Candidate] = []
+        self._too_large: dict[Layout, int] = {}
+        self._waiting: set[tuple[Layout, int]] = set()
+        """Chunk sizes of a layout with which replicas wait for each other: no estimate knows, so
+        others may be faster."""
         self._num_actions = 0
         self.error: Exception | None = None
         """Why a method that fits its plans itself has none."""
@@ -145,35 +144,38 @@ class _Search:
             methods.insert(0, pairs if question.pair else METHODS.get(question.method, chunks))
         for method in methods:
             for layout in sorted(bounds_s, key=bounds_s.__getitem__):
-                self._walk(layout, bounds_s[layout], method)
+                if bounds_s[layout] < self._best_s:
+                    self._walk(layout, method)
         self._find_options()
 
     @property
     def _best_s(self) -> float:
-        return min((trial.step_s for trial in self.fitting), default=inf)
+        return min((one.step_s for one in self.fitting), default=inf)
 
-    def _walk(self, layout: Layout, bound_s: float, method: Candidates) -> None:
+    def _walk(self, layout: Layout, method: Candidates) -> None:
         """Try the candidates of a method in a layout until no further one can be faster."""
-        best_s = self._best_s
-        if bound_s >= best_s:
-            return
-        self._waiting = set()
-        beat_s = best_s if len(self._spaces[layout].dealt) == 1 else inf
+        beat_s = self._best_s if len(self._spaces[layout].dealt) == 1 else inf
         seconds: dict[int, set[float]] = defaultdict(set)
         """Estimates of the plans that fit, of sizes with which replicas wait by themselves (others:
         0): options that do not act make the same plan again."""
         fitting: set[ChunkOptions] = set()
         """Their options with all on the device: what is offloaded for no need gains nothing."""
+
+        def alike(size: int) -> set[float]:
+            return seconds[size if (layout, size) in self._waiting else 0]
+
         for candidate in method(replace(self._question, beat_s=beat_s), layout):
             self._found.append(candidate)
             best = f"best {format_seconds(self._best_s)}" if self.fitting else "none fits so far"
             self._tell(f"{count_words(len(self._found), 'candidate')}, {best}")
             on_device, size = replace(candidate.options, offload="none"), candidate.options.size
-            num_fitting = len(seconds[size if size in self._waiting else 0])
-            if on_device in fitting or not self._may_fit(candidate):
-                continue
-            if not self._is_done(candidate, num_fitting) and self._try(candidate, self._best_s):
-                seconds[size if size in self._waiting else 0].add(candidate.estimate_s)
+            if (
+                on_device not in fitting
+                and self._may_fit(candidate)
+                and not self._is_done(candidate, len(alike(size)))
+                and self._try(candidate, self._best_s)
+            ):
+                alike(size).add(candidate.estimate_s)
                 fitting.add(on_device)
 
     def _is_done(self, candidate: Candidate, num_fitting: int) -> bool:
@@ -196,53 +198,54 @@ class _Search:
         plan_of: PlanOf = cache(candidate.plan_of)
         if candidate.longest:
             plan = plan_of(tuple(candidate.longest))
-            trial = self._walked(candidate, [plan])
-            if not self._limits.hold(trial.needs):
-                self._refused.append(trial)
+            candidate = self._walked(candidate, [plan])
+            if not self._limits.hold(candidate.needs):
+                self._refused.append(candidate)
                 return False
             if self._is_one:
                 seconds = candidate.estimate_s
                 if candidate.clock_s:
                     seconds = candidate.clock_s()
                     self._num_actions += sum(map(len, plan.actions))
-                self.fitting.append(replace(trial, step_s=seconds))
+                self.fitting.append(replace(candidate, step_s=seconds))
                 return True
         try:
             alone_s = inf if layout.dp == 1 else space.busiest_s(plan_of)
             if layout.dp > 1 and alone_s >= beat_s:
-                step_s = inf
-            else:  # the plans of planners with chunks of their own take long
-                step_s = space.step_s(plan_of, inf if candidate.longest else beat_s)
+                return bool(candidate.longest)
+            # the plans of planners with chunks of their own take long
+            step_s = space.step_s(plan_of, inf if candidate.longest else beat_s)
         except (UserError, PlanError) as error:
             if candidate.longest:
                 raise
             self.error = error  # none of its plans fits, or none is faster
             return False
         if step_s == inf:
-            return bool(candidate.longest)
+            return False
         if step_s > alone_s * (1 + _WAITING):
-            self._waiting.add(candidate.options.size)
+            self._waiting.add((layout, candidate.options.size))
         if not candidate.longest:
             busiest = {space.lens(step[0]) for step in space.dealt}
-            trial = self._walked(candidate, [plan_of(lens) for lens in sorted(busiest)])
-        self.fitting.append(replace(trial, step_s=step_s))
+            candidate = self._walked(candidate, [plan_of(lens) for lens in sorted(busiest)])
+        self.fitting.append(replace(candidate, step_s=step_s))
         return True
 
-    def _walked(self, candidate: Candidate, plans: Sequence[ChunkPlan]) -> Trial:
+    def _walked(self, candidate: Candidate, plans: Sequence[ChunkPlan]) -> Candidate:
+        """The candidate with the bytes of these plans."""
         memory = self._spaces[candidate.layout].model.memory()
         curves = [memory.curve(p, rank) for p in plans for rank in range(len(p.actions))]
         curve = max(curves, key=lambda curve: self._limits.lacking(needs_of(curve)))
         needs = Needs(*map(max, zip(*map(needs_of, curves), strict=True)))
         self._num_actions += sum(len(own) for plan in plans for own in plan.actions)
-        return Trial(candidate, 0.0, needs, curve)
+        return replace(candidate, needs=needs, peak=curve.peak)
 
     def _find_options(self) -> None:
         """Find options that stand in for the chosen plan, which a run needs beside a method's own
         chunks. Where none fits, the plans of such methods in that layout are given up, unless the
         method is named and plans the longest sequence itself: then options that lack least do."""
         while self.fitting:
-            chosen = self._ranked()[0].candidate
-            if any(trial.candidate.stands_in_for(chosen) for trial in self.fitting):
+            chosen = self._ranked()[0]
+            if any(one.stands_in_for(chosen) for one in self.fitting):
                 return
             offered = [c for c in chunks(self._question, chosen.layout) if c.stands_in_for(chosen)]
             self._found += offered
@@ -250,13 +253,10 @@ class _Search:
                 return
             if offered and chosen.method == self._question.method and self._plans_longest(chosen):
                 spare = min(offered, key=lambda c: self._limits.lacking(c.least or Needs(0)))
-                trial = self._walked(spare, [spare.plan_of(spare.longest)])
-                self.fitting.append(replace(trial, step_s=spare.estimate_s))
+                spare = self._walked(spare, [spare.plan_of(spare.longest)])
+                self.fitting.append(replace(spare, step_s=spare.estimate_s))
                 return
-            self.fitting = [
-                trial for trial in self.fitting
-                if trial.candidate.layout != chosen.layout or trial.candidate.longest
-            ]  # fmt: skip
+            self.fitting = [c for c in self.fitting if c.layout != chosen.layout or c.longest]
 
     def _plans_longest(self, candidate: Candidate) -> bool:
         """Whether a planner that fits its plans itself has one of the longest sequence."""
@@ -270,13 +270,13 @@ class _Search:
     def try_least(self) -> None:
         """Find what lacks least, for the message that no plan fits."""
         lacking = self._limits.lacking
-        known = {(trial.candidate.layout, trial.candidate.options) for trial in self._refused}
+        known = {(one.layout, one.options) for one in self._refused}
         most = self._num_actions + 2 * _MAX_ACTIONS
         bounded = [(c.least, c) for c in self._found if c.least is not None]
         for least, candidate in sorted(
             bounded, key=lambda pair: (lacking(pair[0]), sum(pair[0]), pair[1].estimate_s)
         ):
-            nearest = min((lacking(t.needs) for t in self._refused), default=inf)
+            nearest = min((lacking(one.needs) for one in self._refused), default=inf)
             short = lacking(least)
             near = _NEAR * sum(least) if short else 0  # what may fit is tried
             if self.fitting or nearest <= short + near:
@@ -286,34 +286,37 @@ class _Search:
             if (candidate.layout, candidate.options) not in known:
                 self._try(candidate, inf)
 
-    def _ranked(self) -> list[Trial]:
+    def _ranked(self) -> list[Candidate]:
         """The plans that fit, the chosen one first, then by their seconds."""
-        if not self.fitting:
-            return []
-        alike = self._alike()
-        best = min(alike, key=lambda t: (t.needs, t.step_s))
-        if not self._is_one:  # the simplest layout
-            best = min(
-                alike, key=lambda t: (t.candidate.layout.pp, t.candidate.layout.sp, t.step_s)
-            )
-        others = (trial for trial in self.fitting if trial is not best)
-        return [best, *sorted(others, key=lambda trial: trial.step_s)]
 
-    def _alike(self) -> list[Trial]:
+        def simplest(one: Candidate) -> tuple[object, ...]:
+            return (
+                (one.needs, one.step_s)
+                if self._is_one
+                else (one.layout.pp, one.layout.sp, one.step_s)
+            )
+
+        best = min(self._alike(), key=simplest, default=None)
+        return sorted(self.fitting, key=lambda one: (one is not best, one.step_s))
+
+    def _alike(self) -> list[Candidate]:
         """The plans within the slack of the fastest one; on one device those of its order, its
         stages and its offload."""
         method = self._question.method
-        wanted = [t for t in self.fitting if t.candidate.method == method] or self.fitting
-        fastest_s = min(trial.step_s for trial in wanted)
-        equal = [t for t in wanted if t.step_s <= fastest_s * (1 + _EQUAL)]
-        fastest = min(equal, key=lambda t: (len(t.candidate.options.offloading.targets), t.needs))
+        wanted = [one for one in self.fitting if one.method == method] or self.fitting
+        fastest_s = min((one.step_s for one in wanted), default=inf)
         slack = SLACK if self._is_one else LAYOUT_SLACK
-        near = [t for t in wanted if t.step_s <= fastest_s * (1 + slack)]
-        return [t for t in near if not self._is_one or _order_of(t) == _order_of(fastest)]
+        near = [one for one in wanted if one.step_s <= fastest_s * (1 + slack)]
+        if not self._is_one or not near:
+            return near
+        equal = [one for one in near if one.step_s <= fastest_s * (1 + _EQUAL)]
+        fastest = min(equal, key=lambda c: (len(c.options.offloading.targets), c.needs))
+        return [one for one in near if _order_of(one) == _order_of(fastest)]
 
     def answer(self, started_s: float) -> Answer:
+        """What was found, and what of it was not tried."""
         tried, limits = self._ranked(), self._limits
-        opened = {trial.candidate.layout for trial in (*self.fitting, *self._refused)}
+        opened = {one.layout for one in (*self.fitting, *self._refused)}
         too_large, slower = dict(self._too_large), dict[Layout, float]()
         for candidate in self._found:
             layout, least = candidate.layout, candidate.least
@@ -325,11 +328,11 @@ class _Search:
         return Answer(
             question=self._question,
             tried=tuple(tried),
-            refused=tuple(sorted(self._refused, key=lambda t: limits.lacking(t.needs))),
+            refused=tuple(sorted(self._refused, key=lambda one: limits.lacking(one.needs))),
             too_large=tuple((layout, n) for layout, n in too_large.items() if n),
             slower=tuple(sorted(slower.items(), key=lambda pair: pair[1])),
             error=self.error if self._question.method != "auto" and not tried else None,
-            alike=len(self._alike()) if tried else 0,
+            alike=len(self._alike()),
             num_pruned=len(self._found) - len(tried) - len(self._refused),
             seconds=time.monotonic() - started_s,
         )
@@ -352,8 +355,8 @@ def walkable(question: Question) -> list[Layout]:
     return [one for one in found if one.dp <= question.sequences_per_step] or found
 
 
-def _order_of(trial: Trial) -> tuple[object, ...]:
-    options = trial.candidate.options
+def _order_of(candidate: Candidate) -> tuple[object, ...]:
+    options = candidate.options
     return options.order, options.stage_layers, options.offloading
 
 
@@ -443,7 +446,7 @@ def best_plan(
 ) -> tuple[str, ChunkPlan]:
     """The plan of a step over these sequences as a run makes it of an answer, and the names of the
     planners of its replicas. `options`: others than the answer's."""
-    question, chosen = answer.question, answer.best.candidate
+    question, chosen = answer.question, answer.best
     if chosen.layout == ONE_DEVICE:
         return chosen.method, chosen.plan_of(seq_lens)
     space, options = Space(question, chosen.layout), options or answer.options

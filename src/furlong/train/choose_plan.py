@@ -1,64 +1,21 @@
-"""The one choice of a plan, for `furlong train` and `furlong plan`, and it as plain values.
-
-Loads no torch.
-"""
+"""The chosen plan of a run as plain values, and the size of its steps. Loads no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from furlong.config.schema import RunConfig, TrainConfig
-from furlong.cost.model import CostModel
-from furlong.plan.lengths import Lengths, StepSize
+from furlong.config.schema import TrainConfig
+from furlong.plan.lengths import StepSize
 from furlong.plan.plan import Layout
-from furlong.planners.decide import Decision, Pair, decide, decide_pairs
+from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
-from furlong.planners.question import SIZES, Limits
 
 
 def step_size(settings: TrainConfig) -> StepSize:
     """The size of a run's global batches, in what is drawn or in tokens."""
     return StepSize(settings.sequences_per_step, settings.tokens_per_step)
-
-
-def choose_plan(
-    config: RunConfig,
-    model: CostModel,
-    lengths: Lengths,
-    limits: Limits,
-    budget_words: str,
-    num_devices: int,
-    *,
-    size: StepSize,
-    given: Mapping[str, Any],
-    pairs: Sequence[Pair] | None = None,
-    longest: int | None = None,
-    steps: Sequence[int] | None = None,
-    method: str | None = None,
-    must_fit: bool = True,
-    alone: bool = True,
-    tell: Callable[[str], None] | None = None,
-) -> Decision:
-    """The options and the layout of a run over sequences of these lengths.
-
-    `model`: of one device. `given`: options, and sizes of the layout, that hold. `pairs`: of a loss
-    that takes two sequences in one call. `method`: None is the run's own. The others: see `decide`.
-    Raises ConfigError.
-    """
-    if pairs is not None:
-        options = {name: value for name, value in given.items() if name not in SIZES}
-        return decide_pairs(
-            pairs, model=model, limits=limits, budget_words=budget_words, given=options,
-            must_fit=must_fit,
-        )  # fmt: skip
-    return decide(
-        lengths, size=size, model=model, limits=limits,
-        budget_words=budget_words, num_devices=num_devices, seed=config.train.seed,
-        longest=longest, steps=steps, given=given, method=method or config.chunks.method,
-        must_fit=must_fit, alone=alone, tell=tell,
-    )  # fmt: skip
 
 
 def values_of(decision: Decision) -> dict[str, Any]:

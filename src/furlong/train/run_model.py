@@ -35,6 +35,7 @@ from furlong.planners.decide import (
     FREE_RAM,
     SEARCHED_OPTIONS,
     Decision,
+    decide,
     given_options,
     training_of,
     with_optimizer,
@@ -45,7 +46,7 @@ from furlong.planners.orders import stage_heights
 from furlong.planners.question import MARGIN, Limits, Question, offload_budgets
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import check_sampling
-from furlong.train.choose_plan import choose_plan, step_size
+from furlong.train.choose_plan import step_size
 from furlong.train.objective import objective_of
 from furlong.train.processes import Launch, layout_of, sizes_of
 
@@ -206,17 +207,19 @@ def _searched(
         learnt = train.seq_lens.reshape(-1, objective.unit_size)[:, : objective.num_learnt]
         pairs = [tuple(own) for own in learnt.tolist()]
     lens = train.epoch_lens(config.train.seed)
-    decision = choose_plan(
-        config,
-        cost,
+    margin = cost.hardware.margin(MARGIN)
+    decision = decide(
         count_lengths(lens),
-        Limits(budget_bytes, storage.cpu_bytes, storage.disk_bytes, cost.hardware.margin(MARGIN)),
-        budget_words,
-        num_processes,
         size=_in_sequences(step_size(config.train), objective.unit_size),
-        given=given | {name: size for name, size in sizes.items() if size is not None},
-        pairs=pairs,
+        model=cost,
+        limits=Limits(budget_bytes, storage.cpu_bytes, storage.disk_bytes, margin),
+        budget_words=budget_words,
+        num_devices=num_processes,
+        seed=config.train.seed,
         longest=train.longest,
+        pairs=pairs,
+        given=given | {name: size for name, size in sizes.items() if size is not None},
+        method=config.chunks.method,
         must_fit=offloads or has_budget or not is_free,
     )
     words = "" if all_given else decision.words
