@@ -94,7 +94,7 @@ def plan_places(
     refuse_unusable(seq_lens)
     batch = PoolBatch.of(seq_lens, model, pool_size)
     num_layers = model.shape.num_layers
-    starts = _starts(settings(batch, budget_bytes, range(num_layers + 1)))[:_NUM_IMPROVED]
+    starts = _starts(settings(batch, budget_bytes, range(num_layers + 1)))
     if not starts:
         raise does_not_fit(
             seq_lens, model, budget_bytes, sp_size=pool_size, recompute_layers=num_layers
@@ -110,19 +110,18 @@ def _starts(found: Iterable[Setting]) -> list[Division]:
     """The starts of every setting whose bound is below the best of all, fastest first, each with
     the fewest micro-batches that have one."""
     starts: list[Division] = []
-    best_s = inf
     for setting in sorted(found, key=lambda setting: setting.least_s(setting.fewest)):
         for count in range(setting.fewest, len(setting.batch.seq_lens) + 1):
-            if setting.least_s(count) >= best_s:
+            if starts and setting.least_s(count) >= starts[0].step_s():
                 break
-            if own := starts_of(setting, count):
-                starts += own
-                best_s = min(best_s, *map(Division.step_s, own))
+            enough_s = starts[-1].step_s() if len(starts) == _NUM_IMPROVED else inf
+            if own := starts_of(setting, count, enough_s):
+                starts = sorted(starts + own, key=Division.step_s)[:_NUM_IMPROVED]
                 break
-    return sorted(starts, key=Division.step_s)
+    return starts
 
 
-def starts_of(setting: Setting, num_micro_batches: int) -> list[Division]:
+def starts_of(setting: Setting, num_micro_batches: int, enough_s: float = inf) -> list[Division]:
     """The best starts that every way to start has in a setting; improvement ends elsewhere from
     each: one size for all, as static sequence parallelism has them; by dual approximation (Turek,
     Ludwig, Tiwari 1994), for if no process may take longer than a target, or no place hold more
@@ -142,7 +141,7 @@ def starts_of(setting: Setting, num_micro_batches: int) -> list[Division]:
         found += sorted(own, key=Division.step_s)[:2]
     num_spots = len(lens) * batch.pool_size * num_micro_batches
     if not found or num_spots <= _MOST_SPOTS:
-        found += greedy(setting, num_micro_batches)
+        found += greedy(setting, num_micro_batches, enough_s if found else inf)
     return found
 
 
@@ -400,8 +399,11 @@ class Division:
                 own = self.spots.get(seq_id)
                 if own is not None and own.kind == kind:
                     more_s[i, own.micro_batch, own.first // size] = inf
-                number, place = divmod(int(more_s[i].argmin()), more_s.shape[2])
-                least_s = float(more_s[i, number, place])
+            num_places = more_s.shape[2]
+            flat_s = more_s.reshape(len(seq_ids), -1)
+            at = flat_s.argmin(axis=1)
+            for i, least_s in enumerate(flat_s[range(len(at)), at].tolist()):
+                number, place = divmod(int(at[i]), num_places)
                 best[i] = min(best[i], (least_s, Spot(number, kind, place * size)))
         norms_s = now_s.sum(axis=(0, 2, 3)).tolist()
         # by what they add: of most it is less than the last digit of the norm
@@ -435,11 +437,14 @@ _TARGETS = tuple(1 + 0.02 * step for step in range(8))
 """Multiples of the mean seconds of a slot that are tried as a target."""
 
 
-def greedy(setting: Setting, num_micro_batches: int) -> list[Division]:
+def greedy(setting: Setting, num_micro_batches: int, enough_s: float = inf) -> list[Division]:
     """Every sequence, the longest first, where the step's norm grows least; nothing where one
-    finds no room."""
+    finds no room, or the step takes more than `enough_s`."""
     division = Division(setting, num_micro_batches, {})
-    for seq_id in np.argsort(-np.array(setting.batch.seq_lens), kind="stable").tolist():
+    longest_first = np.argsort(-np.array(setting.batch.seq_lens), kind="stable").tolist()
+    for number, seq_id in enumerate(longest_first):
+        if number % 4 == 0 and division.step_s() > enough_s:
+            return []
         ((norm_s, spot),) = division.moves([seq_id])
         if norm_s == inf:
             return []
@@ -470,12 +475,15 @@ def earliest_first(setting: Setting, num_micro_batches: int, kinds: Kinds) -> Di
             if size != batch.sizes[kind]:
                 size = batch.sizes[kind]
                 until, full = (_by_place(n, size).max(axis=2).ravel() for n in (busy_s, tokens))
-            more_s, more_tokens = alone_s[seq_id][kind], held[seq_id][kind]
-            free = np.where(full + more_tokens > setting.device_tokens, inf, until)
+                fullest = full.max()
+            more_s, more_tokens, free = alone_s[seq_id][kind], held[seq_id][kind], until
+            if fullest + more_tokens > setting.device_tokens:
+                free = np.where(full + more_tokens > setting.device_tokens, inf, until)
             place = int(free.argmin())
             if free[place] < inf:
                 until[place] += more_s
                 full[place] += more_tokens
+                fullest = max(fullest, full[place])
                 number, place = divmod(place, batch.pool_size // size)
                 slots = slice(place * size, (place + 1) * size)
                 busy_s[number, slots] += more_s
