@@ -14,7 +14,7 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Layout, Offload
-from furlong.planners.candidates import ByteBound, chunks, longest_step
+from furlong.planners.candidates import ByteBound, longest_step
 from furlong.planners.decide import Decision, decide, sample_steps
 from furlong.planners.options import ChunkOptions, fixed_options, option_values
 from furlong.planners.orders import plan_on_device
@@ -326,11 +326,11 @@ def test_the_seconds_of_a_sample_are_those_of_a_draw_and_its_memory_is_that_of_a
 def test_the_seconds_of_a_sample_are_those_of_its_plan(order):
     dials = {"size": 1024, "sample": Sampling(rate=0.3)} | order
     question = Question([9_000, 3_000, 500], CPU, Limits(2**40), given=dials)
-    candidate = next(chunks(question, Layout()))
-    exact = candidate.plan_of(question.seq_lens)
-    drawn = one_draw(exact, candidate.options.sampling)
+    best = search(question).best
+    exact = best.plan_of(question.seq_lens)
+    drawn = one_draw(exact, best.options.sampling)
     assert drawn.sampled and drawn != one_draw(exact, None) == exact
-    assert candidate.clock_s() == pytest.approx(predict(CPU, drawn).step_s, rel=1e-12)
+    assert best.step_s == pytest.approx(predict(CPU, drawn).step_s, rel=1e-12)
 
 
 def test_a_search_with_a_sample_tries_what_exact_estimates_would_leave_out():

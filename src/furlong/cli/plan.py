@@ -174,6 +174,7 @@ class Found(NamedTuple):
     """An answer to a question of the command line."""
 
     decision: Decision
+    answer: Answer
     method: str
     """Names of the planners of the batch's replicas."""
     report: PlanReport
@@ -181,11 +182,9 @@ class Found(NamedTuple):
     @property
     def options(self) -> str:
         """The words for the options; empty where all chunks are a method's own."""
-        answer = self.decision.answer
-        own = own_methods(answer.question) if answer else []
-        if set(own).issuperset(self.method.split(", ")):
-            return ""
-        return options_in_words(self.decision.options)
+        own = own_methods(self.answer.question)
+        is_own = set(own).issuperset(self.method.split(", "))
+        return "" if is_own else options_in_words(self.decision.options)
 
     @property
     def words(self) -> str:
@@ -213,48 +212,59 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
         pairs=[batch.seq_lens] if is_of_pairs else None, given=question.given,
         method=method or config.chunks.method, must_fit=True, alone=question.is_run, tell=tell,
     )  # fmt: skip
-    assert decision.answer is not None and decision.model is not None
-    name, plan = best_plan(batch.seq_lens, decision.answer)
+    answer, model = decision.answer, decision.model
+    assert answer is not None and model is not None
+    name, plan = best_plan(batch.seq_lens, answer)
     plan = one_draw(plan, decision.options.sampling)
     tell("a plan is found, it is measured")
-    report = report_plan(
-        plan, decision.model, question.limits.device_bytes, num_processes=question.num_devices
+    budget, num_devices = question.limits.device_bytes, question.num_devices
+    return Found(
+        decision, answer, name, report_plan(plan, model, budget, num_processes=num_devices)
     )
-    return Found(decision, name, report)
 
 
 def _show_found(
     found: Found, question: PlanQuestion, chosen: Namespace, tell: Tell, smallest: str = ""
 ) -> None:
-    decision, method, report = found
-    plan, answer = report.plan, decision.answer
-    assert answer is not None
+    decision, answer, method, report = found
+    plan, num_tried, num_refused = report.plan, len(answer.tried), len(answer.refused)
     above = question.lines() | {"plan": found.words}
     values = question.to_json() | {
         "method": method, "options": option_values(decision.options),
         "auto": decision.words, "parallel": decision.layout_words,
     } | report.to_json()  # fmt: skip
     if (sampling := decision.options.sampling) is not None:
+        drawn, chunks = num_drawn(plan), len(plan.chunks)
         above["sample"] = (
-            f"{sampling_in_words(sampling)}: {num_drawn(plan):,} of"
-            f" {count_words(len(plan.chunks), 'chunk')} drawn in this step, another draw every step"
+            f"{sampling_in_words(sampling)}: {drawn:,} of {count_words(chunks, 'chunk')} drawn in"
+            " this step, another draw every step"
             "\nstep and memory are those of this draw; the options fit with every chunk drawn"
         )
-        drawn = {"num_drawn": num_drawn(plan), "num_chunks": len(plan.chunks)}
-        values["sample"] = asdict(sampling) | drawn
+        values["sample"] = asdict(sampling) | {"num_drawn": drawn, "num_chunks": chunks}
     tell("looking for the longest sequence that would fit")
     longest_words, longest = _longest(question, answer)
-    values |= longest | _search_values(answer)
+    # a method's own chunks have none of these options
+    next_best = [
+        {"method": one.method, "layout": asdict(one.layout),
+         "options": option_values(one.options) if one.longest else {}, "step_s": one.step_s}
+        for one in answer.tried[1:2]
+    ]  # fmt: skip
+    values |= longest | {
+        "next_best": next_best[0] if next_best else None,
+        "search": {
+            "num_tried": num_tried, "num_refused": num_refused,
+            "num_pruned": answer.num_pruned, "seconds": answer.seconds,
+        },
+    }  # fmt: skip
     below = {
         "longest": longest_words,
         "runs here": runs_words(report, question.model.hardware.name),
         "auto": decision.words,
         "parallel": decision.layout_words,
         "smallest": smallest,
-        "search": f"{count_words(len(answer.tried), 'candidate')} fit and"
-        f" {'was' if len(answer.tried) == 1 else 'were'} timed;"
-        f" {len(answer.refused)} did not fit, {answer.num_pruned} were left out by their"
-        f" bounds ({format_seconds(answer.seconds)})",
+        "search": f"{count_words(num_tried, 'candidate')} fit and"
+        f" {'was' if num_tried == 1 else 'were'} timed; {num_refused} did not fit,"
+        f" {answer.num_pruned} were left out by their bounds ({format_seconds(answer.seconds)})",
     }
     tell("drawing it")
     _show_page(report, chosen, above, below, values)
@@ -266,43 +276,26 @@ def _show_found(
     _draw([report.panel(method, found.words)], chosen)
 
 
-def _search_values(answer: Answer) -> dict[str, Any]:
-    next_best: dict[str, Any] | None = None
-    if len(answer.tried) > 1:
-        one = answer.tried[1]
-        # a method's own chunks have none of these options
-        options = option_values(one.options) if one.longest else {}
-        next_best = {
-            "method": one.method, "layout": asdict(one.layout), "options": options,
-            "step_s": one.step_s,
-        }  # fmt: skip
-    search = {
-        "num_tried": len(answer.tried), "num_refused": len(answer.refused),
-        "num_pruned": answer.num_pruned, "seconds": answer.seconds,
-    }  # fmt: skip
-    return {"next_best": next_best, "search": search}
-
-
 def _longest(question: PlanQuestion, answer: Answer) -> tuple[str, dict[str, Any]]:
     """Whether the data's longest sequence fits, and the longest that would: words and values."""
     tokens, own = question.batch.longest_tokens, max(question.batch.seq_lens)
     positions = question.num_positions
     most = None if positions is None or positions < own else positions
     longest = longest_sequence(answer, start=own, num_positions=most)
-    fits = tokens <= max(longest.num_tokens, own)
+    fits, count = tokens <= max(longest.num_tokens, own), format_count(longest.num_tokens)
     values = {
         "longest_of_data_fits": fits,
         "longest_sequence_tokens": longest.num_tokens,
         "longest_sequence_limit": longest.limit,
     }
-    where = "in the batch" if tokens == own else f"the batch has {own:,}"
     would = {
         "positions": f"{longest.num_tokens:,} would: the model's positions",
-        "memory": f"{format_count(longest.num_tokens)} would",
-        "trials": f"at least {format_count(longest.num_tokens)} would",
+        "memory": f"{count} would",
+        "trials": f"at least {count} would",
     }
     words = (
-        f"{count_words(tokens, 'token')} in the data ({where}):"
+        f"{count_words(tokens, 'token')} in the data"
+        f" ({'in the batch' if tokens == own else f'the batch has {own:,}'}):"
         f" {'fits' if fits else 'does not fit'}\n"
         f"{'two of one length' if answer.question.pair else 'alone'}, planned in the same way,"
         f" {would[longest.limit]}"
@@ -330,7 +323,7 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
     else:
         trials = [(own.hardware, least * 2**n) for n in range(11) if least * 2**n <= MAX_DEVICES]
     tried: list[str] = []
-    last: UserError | None = None
+    last = ""
     for card, count in trials:
         changed = _with(flags, hardware=card, devices=count)
         question = question_of(changed, asked.batch)
@@ -339,15 +332,16 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
         try:
             found = find(question, _telling(words + without, tell))
         except UserError as error:
-            if str(error) == str(last):  # it is not about the card
+            if str(error) == last:  # it is not about the card
                 raise
-            last = error
+            if (card, count) == trials[-1]:
+                given = f"{words}, the last of --smallest: {error.given}"
+                raise refusal(given, error.required, error.change) from error
+            last = str(error)
             tried.append(words)
         else:
             _show_found(found, question, changed.own, tell, words + without)
             return
-    assert last is not None
-    raise refusal(f"{words}, the last of --smallest: {last.given}", last.required, last.change)
 
 
 def _with(flags: RunFlags, **changed: Any) -> RunFlags:

@@ -185,19 +185,32 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     num_devices: int = prod(sizes.values()) if own.devices is None else own.devices
     check_num_devices(num_devices, "--devices")
     if config.train.is_of_pairs:
-        _check_one_pair(flags, num_devices, config.train.loss)
+        if num_devices > 1 or own.compare or own.sequences is not None:
+            raise refusal(
+                f"--devices, --sequences or --compare with train.loss: {config.train.loss}",
+                "one device, and one call of a step, which takes a pair or an answer in two phases",
+                "leave it out, or plan with --train.loss=sft",
+            )
         sizes = {}
     spec = spec_of(THIS_CPU if own.hardware is None else own.hardware, num_devices)
     options = given_options(config)
-    _check_options(options, batch)
-    if "sample" in options and (num_devices != 1 or own.compare):
-        given = f"{num_devices} devices" if num_devices != 1 else "--compare"
+    longest, size = max(batch.seq_lens), options.get("size", sys.maxsize)
+    if longest > size * MAX_CHUNKS:
         raise refusal(
-            f"{given}, and a run with chunks.sample",
-            "one device and the search of furlong train: others are among exact plans",
-            "plan the run as it is, or a copy of it without chunks.sample",
-            "the command line and the run file's key chunks.sample",
+            f"chunks.size = {size:,} with a sequence of {longest:,} tokens",
+            f"at most {MAX_CHUNKS:,} chunks of one sequence",
+            f"raise chunks.size to {-(-longest // MAX_CHUNKS):,}, or use shorter sequences",
         )
+    if "sample" in options:
+        check_sampling(options["sample"], size=size, longest=batch.lengths.longest)
+        if num_devices != 1 or own.compare:
+            given = f"{num_devices} devices" if num_devices != 1 else "--compare"
+            raise refusal(
+                f"{given}, and a run with chunks.sample",
+                "one device and the search of furlong train: others are among exact plans",
+                "plan the run as it is, or a copy of it without chunks.sample",
+                "the command line and the run file's key chunks.sample",
+            )
     cpu_bytes, disk_bytes = offload_budgets(
         options.get("offload"), config.memory.cpu, config.memory.disk,
         on_cpu=spec.name == THIS_CPU, free_cpu_bytes=int(spec.host_bytes),
@@ -218,30 +231,6 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
         limits=Limits(budget, cpu_bytes, disk_bytes, model.hardware.margin(MARGIN)),
         budget_words=budget_words, num_devices=num_devices, given=options | sizes,
     )  # fmt: skip
-
-
-def _check_one_pair(flags: RunFlags, num_devices: int, loss: str) -> None:
-    """Raise ConfigError for more than one pair on one device."""
-    own = flags.own
-    if num_devices > 1 or own.compare or own.sequences is not None:
-        raise refusal(
-            f"--devices, --sequences or --compare with train.loss: {loss}",
-            "one device, and one call of a step, which takes a pair or an answer in two phases",
-            "leave it out, or plan with --train.loss=sft",
-        )
-
-
-def _check_options(given: Mapping[str, Any], batch: PlannedBatch) -> None:
-    """Raise ConfigError for more chunks than can be planned for, and for a meaningless sample."""
-    longest, size = max(batch.seq_lens), given.get("size", sys.maxsize)
-    if longest > size * MAX_CHUNKS:
-        raise refusal(
-            f"chunks.size = {size:,} with a sequence of {longest:,} tokens",
-            f"at most {MAX_CHUNKS:,} chunks of one sequence",
-            f"raise chunks.size to {-(-longest // MAX_CHUNKS):,}, or use shorter sequences",
-        )
-    if "sample" in given:
-        check_sampling(given["sample"], size=given["size"], longest=batch.lengths.longest)
 
 
 def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
@@ -271,39 +260,29 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
         if too_long == "error" and (not is_run or _LIMIT in flags.names):
             too_long = "drop"
         kept = _limited(lengths, name, limit, too_long)
-        left_out = lengths.num_sequences - kept.num_sequences
-        if tokens is not None and not is_pair:
+        if is_pair:
+            count = 1
+        elif tokens is not None:
             count = min(MAX_BATCH, kept.num_sequences)
-        batch = _draw(kept, name, 1 if is_pair else count, seed, left_out)
+        batch = _draw(kept, name, count, seed, lengths.num_sequences - kept.num_sequences)
+    seq_lens, source, longest = [*batch.seq_lens], batch.source, batch.longest_tokens
     if config.data.streaming and own.lengths is None:
-        batch = _of_stream(batch, limit)
-    if not is_pair:
-        return batch if tokens is None else _closed(batch, tokens)
-    longest = batch.lengths.longest
-    is_single = config.train.loss == "kto"
-    words = f"{'one' if is_single else 'a pair'} of the longest of {name}, the most that is in one"
-    words += " call"
-    return PlannedBatch((longest,) * (2 - is_single), words, batch.lengths, longest)
-
-
-def _of_stream(batch: PlannedBatch, limit: int) -> PlannedBatch:
-    """The batch with the longest sequence that may come in the place of the longest that has."""
-    seq_lens = [*batch.seq_lens]
-    seq_lens[seq_lens.index(max(seq_lens))] = limit
-    words = f"{batch.source}, the first ones that are read; the longest stands for one of"
-    words += f" {count_words(limit, 'token')} (data.max_seq_len), which may come"
-    return replace(batch, seq_lens=tuple(seq_lens), source=words, longest_tokens=limit)
-
-
-def _closed(batch: PlannedBatch, tokens: int) -> PlannedBatch:
-    """The longest sequence and those behind it, as far as a step of so many tokens takes them."""
-    seq_lens = batch.seq_lens
-    if batch.longest_tokens in seq_lens:
-        first = seq_lens.index(batch.longest_tokens)
-        seq_lens = (seq_lens[first], *seq_lens[:first], *seq_lens[first + 1 :])
-    stop = StepSize(tokens=tokens).stops(seq_lens)[0]
-    words = f"as many as have at most {count_words(tokens, 'token')} of {batch.source}"
-    return replace(batch, seq_lens=seq_lens[:stop], source=words, tokens_per_step=tokens)
+        seq_lens[seq_lens.index(max(seq_lens))] = longest = limit
+        source += ", the first ones that are read; the longest stands for one of"
+        source += f" {count_words(limit, 'token')} (data.max_seq_len), which may come"
+    if is_pair:
+        longest, is_single = batch.lengths.longest, config.train.loss == "kto"
+        seq_lens = [longest] * (2 - is_single)
+        source = f"{'one' if is_single else 'a pair'} of the longest of {name}, the most that is in"
+        source += " one call"
+    elif tokens is not None:
+        if longest in seq_lens:  # and those behind it, as far as a step takes them
+            seq_lens.insert(0, seq_lens.pop(seq_lens.index(longest)))
+        seq_lens = seq_lens[: StepSize(tokens=tokens).stops(seq_lens)[0]]
+        source = f"as many as have at most {count_words(tokens, 'token')} of {source}"
+    return PlannedBatch(
+        tuple(seq_lens), source, batch.lengths, longest, None if is_pair else tokens
+    )
 
 
 def _limited(lengths: Lengths, name: str, limit: int, too_long: str) -> Lengths:
@@ -448,16 +427,21 @@ def cost_model_of(
     config: RunConfig, spec: Machine, num_devices: int, *, calibrate: bool
 ) -> CostModel:
     """The cost model of a run on a device, as it was calibrated if it was. Raises ConfigError."""
-    is_shared = num_devices > 1
-    file = _config_file(config.model.name, config.model.revision)
+
+    def measure(file: Path) -> ModelShape:
+        from furlong.models.describe import describe_file  # transformers takes seconds
+
+        return describe_file(file)
+
+    file, packed = _config_file(config.model.name, config.model.revision), None
     if file is None:
-        shape, packed = model_shape(config.model.name.rpartition("/")[2]), None
+        shape = model_shape(config.model.name.rpartition("/")[2])
     else:
-        shape = _measured_shape(file)
+        shape = cached_shape(file, measure)
         packed = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
+    is_shared, dtype = num_devices > 1, config.model.dtype
     training = with_optimizer(training_of(config.model, packed), config.train, shape)
     training = replace(training, zero_stage=1 if is_shared else 0, gathers=is_shared)
-    dtype = config.model.dtype
     measured = spec.calibrated(dtype) if calibrate else spec.computing_in(dtype)
     return CostModel(shape, measured, training)
 
@@ -484,15 +468,3 @@ def _config_file(name: str, revision: str | None) -> Path | None:
             "check the name or the network, or give the path of a config.json",
             "the model's name",
         ) from error
-
-
-def _measured_shape(path: Path) -> ModelShape:
-    """The shape of a config.json: as it was measured before, else measured with transformers, which
-    takes seconds. Raises UserError."""
-
-    def measure(file: Path) -> ModelShape:
-        from furlong.models.describe import describe_file
-
-        return describe_file(file)
-
-    return cached_shape(path, measure)

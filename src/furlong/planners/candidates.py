@@ -31,7 +31,6 @@ from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
 from furlong.plan.passes import passes
 from furlong.plan.plan import (
-    ON_DEVICE,
     ONE_DEVICE,
     TARGETS,
     Action,
@@ -53,7 +52,6 @@ from furlong.planners.layouts import first_alike
 from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions
 from furlong.planners.orders import plan_two_phases, schedule_group, stages_of, walk_group
 from furlong.planners.question import Candidate, Question, Space
-from furlong.planners.spaco import one_draw
 from furlong.simulate.predict import Needs, needs_of
 from furlong.units import count_words
 
@@ -98,20 +96,10 @@ def chunks(
             least, about_s = Needs(*map(max, each)), fastest_s
             if fastest_s < question.beat_s:
                 about_s = question.share * estimate.seconds(options)
-            is_plain = options.offloading == ON_DEVICE and options.sampling is None
-            clock = None if is_plain else partial(_clock_s, space, options)
-            found.append(
-                Candidate(
-                    method, layout, options, about_s, space.plan_of(options), least, longest, clock
-                )
-            )
+            plan_of = space.plan_of(options)
+            found.append(Candidate(method, layout, options, about_s, plan_of, least, longest))
     found.sort(key=lambda c: (c.estimate_s, len(c.options.offloading.targets), c.least))
     yield from found
-
-
-def _clock_s(space: Space, options: ChunkOptions) -> float:
-    plan_of = space.plan_of(options)
-    return space.busiest_s(lambda lens: one_draw(plan_of(lens), options.sampling))
 
 
 def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:

@@ -471,27 +471,26 @@ def why(answer: Answer, budget_words: str) -> str:
     """The chosen options of a layout, their reason, and the price of the next best."""
     limits, (best, *others) = answer.question.limits, answer.chunked
     budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
+    options, needs = options_in_words(best.options), needs_in_words(best.needs)
+    if best is not answer.best:
+        options = f"{answer.best.method} batch by batch, else {options}"
+    if not limits.hold(best.needs):  # only a method by name goes on without options that fit
+        return (
+            f"{options}, in evaluations: no options are predicted to fit {budget}; {needs}"
+            " predicted for a step of theirs"
+        )
     why = f"the fastest that fits {budget} less {limits.margin:.0%} for what no prediction sees"
     if answer.alike > 1 and answer.question.num_devices == 1:
         why = f"needs least memory of {answer.alike} plans within {SLACK:.0%} of {why}"
-    chosen = answer.best
-    own = f"{chosen.method} batch by batch, else " if chosen is not best else ""
-    if not limits.hold(best.needs):  # only a method by name goes on without options that fit
-        return (
-            f"{own}{options_in_words(best.options)}, in evaluations: no options"
-            f" are predicted to fit {budget}; {needs_in_words(best.needs)} predicted for a step of"
-            " theirs"
-        )
-    words = (
-        f"{own}{options_in_words(best.options)}: {why}; {needs_in_words(best.needs)}"
-        f" predicted; next best of {1 + len(others)} that were tried and fit: "
+    next_best = "none"
+    if others:
+        change = compared(others[0].step_s / best.step_s)
+        next_best = f"{options_in_words(others[0].options)}: {change}"
+        next_best += f", {needs_in_words(others[0].needs)}"
+    return (
+        f"{options}: {why}; {needs} predicted; next best of {1 + len(others)} that were tried and"
+        f" fit: {next_best}"
     )
-    if not others:
-        return f"{words}none"
-    other = others[0]
-    change = compared(other.step_s / best.step_s)
-    needs = needs_in_words(other.needs)
-    return f"{words}{options_in_words(other.options)}: {change}, {needs}"
 
 
 def needs_in_words(needs: Needs) -> str:

@@ -363,7 +363,8 @@ class Candidate:
     options: ChunkOptions
     """The options of its chunks; a method that makes its own reads those that it knows."""
     estimate_s: float
-    """About the seconds of the question's steps, or less."""
+    """About the seconds of the question's steps, or less; on one device by the clock, but for
+    copies and for what a draw leaves out."""
     plan_of: PlanOf
     least: Needs | None = None
     """Bytes of a device below which no step with the longest sequence gets, where they are known
@@ -371,8 +372,6 @@ class Candidate:
     longest: Sequence[int] = ()
     """Sequences of one replica's step that needs most memory; empty where the plans of a method fit
     by themselves."""
-    clock_s: Callable[[], float] | None = None
-    """On one device the seconds of a step by the clock; None: `estimate_s` are these."""
     step_s: float = 0.0
     """Once it was timed: seconds of a step on average, of the plans of all replicas joined."""
     needs: Needs = field(default_factory=partial(Needs, 0))

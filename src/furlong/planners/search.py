@@ -22,7 +22,7 @@ from functools import cache
 from math import inf, log2
 
 from furlong.errors import ConfigError, PlanError, UserError
-from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
+from furlong.plan.plan import ON_DEVICE, ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners import chunkflow, fpdt, infinipipe, places, seco, skrull
 from furlong.planners.candidates import CHUNKS, chunks, least_s, pairs
 from furlong.planners.chunks import by_cost
@@ -38,6 +38,7 @@ from furlong.planners.question import (
     Space,
     key_of,
 )
+from furlong.planners.spaco import one_draw
 from furlong.simulate.predict import Needs, needs_of, step_s
 from furlong.units import count_words, format_seconds
 
@@ -203,9 +204,12 @@ class _Search:
                 self._refused.append(candidate)
                 return False
             if self._is_one:
-                seconds = candidate.estimate_s
-                if candidate.clock_s:
-                    seconds = candidate.clock_s()
+                options, seconds = candidate.options, candidate.estimate_s
+                is_plain = options.offloading == ON_DEVICE and options.sampling is None
+                if not is_plain and not self._question.pair:
+                    seconds = space.busiest_s(
+                        lambda lens: one_draw(plan_of(lens), options.sampling)
+                    )
                     self._num_actions += sum(map(len, plan.actions))
                 self.fitting.append(replace(candidate, step_s=seconds))
                 return True
