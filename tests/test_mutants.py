@@ -197,7 +197,7 @@ MUTANTS = {
         "planners/test_planner_auto.py::test_the_last_percents_of_speed_are_not_bought_with_memory",
     ),
     "the last percents of speed are bought with memory": Mutant(
-        "key=lambda t: (t.needs, t.step_s)", "key=lambda t: (t.step_s, t.needs)",
+        "(one.needs, one.step_s)", "(one.step_s, one.needs)",
         "planners/test_planner_auto.py::test_the_last_percents_of_speed_are_not_bought_with_memory",
     ),
     "a graph saves three tensors of four": Mutant(

@@ -318,7 +318,7 @@ class _Search:
         return [one for one in near if _order_of(one) == _order_of(fastest)]
 
     def answer(self, started_s: float) -> Answer:
-        """What was found, and what of it was not tried."""
+        """The outcome, with the layouts of which nothing was tried."""
         tried, limits = self._ranked(), self._limits
         opened = {one.layout for one in (*self.fitting, *self._refused)}
         too_large, slower = dict(self._too_large), dict[Layout, float]()
