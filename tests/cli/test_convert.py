@@ -316,7 +316,7 @@ def test_the_file_loads_and_has_a_line_for_each_key(
     assert all(f"{line.split(':')[0]}:" in text for line in (AXOLOTL + keys).splitlines())
     assert main(arguments) == 2 and "é.furlong.yaml" in capsys.readouterr().err
     assert Path("é.furlong.yaml").read_text() == text
-    assert main(["convert", "é.yaml", "--devices=8", "--out=no/such.yaml"]) == 2
+    assert main(["convert", "é.yaml", "--devices=8", "--out=é.yaml/such.yaml"]) == 2
     assert main(["convert", "é.yaml", "--devices=8", "--out=c.yaml", "--train.lr=x"]) == 2
     assert "--train.lr" in capsys.readouterr().err and not Path("c.yaml").exists()
     Path("é.yaml").write_text(AXOLOTL)

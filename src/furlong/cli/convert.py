@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from furlong.cli.output import writing
 from furlong.config.conversion import Conversion, convert
 from furlong.config.recipes import read_recipe
 from furlong.config.sources import FlagParser, read_flags
@@ -50,21 +51,12 @@ def run(arguments: Sequence[str]) -> int:
     if given.devices is not None and given.devices < 1:
         raise refusal(f"--devices={given.devices}", "a number above 0", "name the processes")
     made = convert(read_recipe(file, given.command), given.devices, flags.values)
-    _write(out, run_file(made))
+    if out.exists():
+        raise refusal(f"{out}: a file that is there", "a new file", "remove it, or give --out")
+    with writing(out):
+        out.write_text(run_file(made), encoding="utf-8")
     print(_summary(made, out))
     return 0 if made.is_whole else 1
-
-
-def _write(out: Path, text: str) -> None:
-    try:
-        with out.open("x", encoding="utf-8") as opened:
-            opened.write(text)
-    except FileExistsError as error:
-        change = "remove it, or name another with --out"
-        raise refusal(f"{out}: a file that is there", "a new file", change) from error
-    except OSError as error:
-        change = "name another file with --out"
-        raise refusal(f"{out}: {error.strerror or error}", "a file to write", change) from error
 
 
 def run_file(made: Conversion) -> str:

@@ -393,11 +393,11 @@ def _check_at_most(most: int, number: int, noun: str, source: str) -> None:
 def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunConfig:
     """The run that is planned: a run file's, or one of flags alone. `made_for`: values of a run
     that were saved with a plan. Raises ConfigError."""
-    from furlong.config.sources import merge, read_run_file
+    from furlong.config.sources import build_run, read_run_file
 
     file = flags.own.subject
     if made_for is None and file is not None:
-        return merge(flags, read_run_file(file), file)
+        return build_run(read_run_file(file), file, flags)
     values: dict[str, Any] = dict(made_for or {})
     if "--data.train" not in flags.names:
         # The schema asks for data; a plan needs no more of it than its lengths.
@@ -406,7 +406,7 @@ def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunCon
         values["data"] = {"train": file or flags.own.lengths}
     if "model" not in values and not any(name.startswith("--model") for name in flags.names):
         raise missing("--model.name")
-    return merge(flags, values, file or "no run file")
+    return build_run(values, file or "no run file", flags)
 
 
 def missing(flag: str) -> UserError:

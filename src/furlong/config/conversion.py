@@ -21,7 +21,7 @@ from furlong.config.foreign import Kind, Verdict, answer_to, foreign_table
 from furlong.config.messages import config_error, key_of, meet
 from furlong.config.recipes import Recipe
 from furlong.config.schema import RunConfig, all_keys, words_of
-from furlong.config.sources import check_sections, read_yaml
+from furlong.config.sources import check_sections, put, read_yaml
 from furlong.errors import refusal
 
 _Given = dict[str, Any]
@@ -56,11 +56,7 @@ class Conversion:
         nested: dict[str, Any] = {}
         order = list(RunConfig.model_fields)
         for key in sorted(self.run, key=lambda key: order.index(key.partition(".")[0])):
-            *path, name = key.split(".")
-            section = nested
-            for part in path:
-                section = section.setdefault(part, {})
-            section[name] = self.run[key]
+            put(nested, key, self.run[key])
         return nested
 
     @property
@@ -264,6 +260,8 @@ def _same(made: Conversion, target: str, given: _Given) -> Any:
     if len({repr(value) for value in made.own(given).values()}) > 1:
         return _refused("two values for one key of ours")
     value = made.last(given)
+    if target == "model.tokenizer" and value == made.run.get("model.name"):
+        return _needless("it is the model's own")
     return _word(target, value) if target in foreign_table()["values"] else value
 
 
@@ -275,11 +273,6 @@ def _model(made: Conversion, target: str, given: _Given) -> Any:
     if re.search(r"\bVL\b|VL-|Vision|Omni", str(name)):
         made.say(_refused("a model with vision: its text model alone is trained"), given)
     return name
-
-
-def _tokenizer(made: Conversion, target: str, given: _Given) -> Any:
-    name = made.last(given)
-    return _needless("it is the model's own") if name == made.run.get("model.name") else name
 
 
 def _dtype(made: Conversion, target: str, given: _Given) -> Any:
@@ -397,10 +390,6 @@ def _scaled(made: Conversion, kind: str) -> dict[str, Any] | None:
         return None
     own = config.get("max_position_embeddings", length)
     return {"rope_type": kind, "factor": float(max(1, math.ceil(length / own)))}
-
-
-def _share(made: Conversion, target: str, given: _Given) -> Any:
-    return made.last(given) or _needless("nothing is held out")
 
 
 def _length(made: Conversion, target: str, given: _Given) -> Any:
@@ -580,11 +569,6 @@ def _saves(made: Conversion, target: str, given: _Given) -> Any:
     return made.take(per_epoch, 1) if isinstance(number, str) else number
 
 
-def _num_checkpoints(made: Conversion, target: str, given: _Given) -> Any:
-    number = made.last(given)
-    return number if isinstance(number, int) and number > 0 else 1000
-
-
 def _flag(made: Conversion, target: str, given: _Given) -> Any:
     own = made.own(given).values()
     if any(value is True for value in own):
@@ -721,10 +705,6 @@ def _template(made: Conversion, target: str, given: _Given) -> Any:
     if dialect in ("LLaMA-Factory", "ms-swift"):
         return _needless("the model's own chat template is taken: compare it with theirs")
     return _refused("write data.chat_template: a file with that template")
-
-
-def _thinking(made: Conversion, target: str, given: _Given) -> Any:
-    return {"enable_thinking": made.last(given)}
 
 
 def _train_on(made: Conversion, target: str, given: _Given) -> Any:
@@ -1032,7 +1012,6 @@ _SOURCES: dict[str, Callable[[Conversion, _Given], list[dict[str, Any]]]] = {
 }
 _BY_TARGET: dict[str, Callable[[Conversion, str, _Given], Any]] = {
     "model.name": _model,
-    "model.tokenizer": _tokenizer,
     "model.dtype": _dtype,
     "model.quantize": _quantize,
     "model.lora": _adapters,
@@ -1042,10 +1021,10 @@ _BY_TARGET: dict[str, Callable[[Conversion, str, _Given], Any]] = {
     "model.rope.rope_theta": _rope,
     "data.train": _sources,
     "data.eval": _eval_sources,
-    "data.eval_share": _share,
+    "data.eval_share": lambda made, _, given: made.last(given) or _needless("nothing is held out"),
     "data.fields": _fields,
     "data.chat_template": _template,
-    "data.chat_template_kwargs": _thinking,
+    "data.chat_template_kwargs": lambda made, _, given: {"enable_thinking": made.last(given)},
     "data.train_on": _train_on,
     "data.eos_token": _special_tokens,
     "data.max_seq_len": _length,
@@ -1063,7 +1042,7 @@ _BY_TARGET: dict[str, Callable[[Conversion, str, _Given], Any]] = {
     "train.eval_every_steps": _saves,
     "train.saves_per_epoch": _saves,
     "train.evals_per_epoch": _saves,
-    "train.num_checkpoints": _num_checkpoints,
+    "train.num_checkpoints": lambda made, _, given: max(0, made.last(given)) or 1000,
     "train.save_weights_only": _flag,
     "train.keep_best": _flag,
     "train.loss": _loss,

@@ -154,7 +154,7 @@ def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str])
             given = f"no {part}"
         return refusal(given, required, change, source)
     match kind:
-        case "extra_forbidden":
+        case "extra_forbidden" if f".{key}".endswith(f".{location[-1]}"):
             return _unknown(key, str(location[-1]), source)
         case "missing":
             below = keys_below(key)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial, reduce
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -23,9 +23,11 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
+    with_config,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError, to_json
+from typing_extensions import TypedDict
 
 from furlong.config.adapter import with_keys_of_adapter
 from furlong.units import parse_bytes
@@ -539,14 +541,7 @@ def _name_or_pattern(value: object) -> object:
     """A text of letters is a name, any other one a regular expression."""
     if not isinstance(value, str) or value == "all-linear":
         return value
-    if re.fullmatch(r"[\w.]+", value):
-        return (value,)
-    try:
-        re.compile(value)
-    except re.error as error:
-        required = f"names, or one regular expression, which this is not: {error}"
-        raise PydanticCustomError("pattern", "{required}", {"required": required}) from None
-    return value
+    return (value,) if re.fullmatch(r"[\w.]+", value) else _compiled(value)
 
 
 class LoraConfig(BaseModel):
@@ -597,14 +592,17 @@ class LoraConfig(BaseModel):
 FourBits = Literal["nf4", "fp4"]
 
 
-def _plain(value: Any) -> Any:
+@with_config(ConfigDict(extra="forbid"))
+class FourBitsConfig(TypedDict):
+    """Four bits with scales that are quantized too, or not."""
+
+    type: FourBits
+    double: NotRequired[bool]
+
+
+def _plain(value: FourBits | FourBitsConfig | None) -> FourBits | FourBitsConfig | None:
     """The type alone where scales are quantized too."""
-    if not isinstance(value, dict):
-        return value
-    if not isinstance(value.get("type"), str) or not isinstance(value.get("double", True), bool):
-        required = "nf4, fp4, or a mapping such as {type: nf4, double: false}"
-        raise PydanticCustomError("quantize", "{required}", {"required": required})
-    return value["type"] if value.get("double", True) else value
+    return value["type"] if isinstance(value, dict) and value.get("double", True) else value
 
 
 class ModelConfig(BaseModel):
@@ -622,9 +620,7 @@ class ModelConfig(BaseModel):
     """Type of the compute and of frozen weights; trained weights are float32 or wider."""
     tokenizer: PlainPath | None = Field(default=None, min_length=1, examples=["Qwen/Qwen2.5-0.5B"])
     """Hub id or local folder of another tokenizer with the model's vocabulary; null = its own."""
-    quantize: Annotated[
-        FourBits | dict[Literal["type", "double"], FourBits | bool] | None, AfterValidator(_plain)
-    ] = _null("nf4")
+    quantize: Annotated[FourBits | FourBitsConfig | None, AfterValidator(_plain)] = _null("nf4")
     """Linear layers under the adapters in 4 bits (QLoRA), or {type: nf4, double: false} for scales
     that are not quantized themselves; needs furlong[bitsandbytes]."""
     lora: LoraConfig | None = None
@@ -892,14 +888,11 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
             "held-out data, and evaluations of them while the run goes on",
             f"set data.eval or data.eval_share, train.eval_every_steps, or remove train.{name}",
         )
-    formats = (data.format, *(source.format for source in (*data.train, *(data.eval or ()))))
-    formats_of_losses = {*FORMAT_OF_LOSS.values()} if loss == "sft" else set()
+    sources = (*data.train, *(data.eval or ()))
+    shapes = {data.format, *(source.format for source in sources)} - {None, "auto"}
+    own = FORMAT_OF_LOSS.get(loss)
     yield (
-        any(
-            shape in formats_of_losses if loss == "sft" else shape != FORMAT_OF_LOSS[loss]
-            for shape in formats
-            if shape not in (None, "auto")
-        ),
+        bool(shapes & {*FORMAT_OF_LOSS.values()} if own is None else shapes - {own}),
         "data.format and train.loss",
         "preference (chosen + rejected) with dpo, unpaired (an answer and its label) with kto, and"
         " another shape with sft, of a source too",
@@ -917,20 +910,19 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         "answers that stay whole: error, truncate or drop",
         "change data.too_long",
     )
-    for is_so, required, change in (
-        (
-            any({"[", "+"} & {*(source.split or "")} for source in data.train),
-            "one whole split of each source, or the first records of it",
-            "name one split, with limit for the first records of it",
-        ),
-        (
-            any(source.weight != 1 for source in data.train)
-            or (len(data.train) > 1 and data.train[0].share is None),
-            f"the share of each of several sources, no weight: {_KNOWN_LENGTH}",
-            "write {path: ..., share: 0.5} for each of them",
-        ),
-    ):
-        yield data.streaming and is_so, "data.train and data.streaming", required, change
+    yield (
+        data.streaming and any({"[", "+"} & {*(source.split or "")} for source in data.train),
+        "data.train and data.streaming",
+        "one whole split of each source, or the first records of it",
+        "name one split, with limit for the first records of it",
+    )
+    are_shared = len(data.train) == 1 or data.train[0].share is not None
+    yield (
+        data.streaming and (not are_shared or any(source.weight != 1 for source in data.train)),
+        "data.train and data.streaming",
+        f"the share of each of several sources, no weight: {_KNOWN_LENGTH}",
+        "write {path: ..., share: 0.5} for each of them",
+    )
 
 
 def _value_of(run: RunConfig, key: str) -> Any:

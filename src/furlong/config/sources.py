@@ -236,19 +236,6 @@ def _read(key: str, text: str) -> Any:
     return parts if len(parts) > 1 else text
 
 
-def merge(flags: RunFlags, values: Mapping[str, Any], source: str) -> RunConfig:
-    """The run of `values`, which were read from `source`, under the flags. Raises ConfigError."""
-    merged = check_sections(values, source)
-    for key, value in sorted(flags.values.items()):  # sections come before their keys
-        *path, name = key.split(".")
-        section = merged
-        for part in path:
-            section[part] = section = section.get(part) or {}
-        is_section = isinstance(value, Mapping) and keys_below(key)
-        section[name] = (section.get(name) or {}) | value if is_section else value
-    return _validated(merged, source, set(flags.names))
-
-
 def parse_run(
     arguments: Sequence[str],
     verb: str = "train",
@@ -268,7 +255,8 @@ def parse_run(
         parser.add_argument(name, action="store_true", help=text)
     flags = read_flags(parser, arguments)
     file = flags.own.file
-    return merge(flags, read_run_file(file) if file is not None else {}, file or NO_FILE)
+    values = read_run_file(file) if file is not None else {}
+    return build_run(values, file or NO_FILE, flags)
 
 
 def load_run(file: str | Path) -> RunConfig:
@@ -276,13 +264,22 @@ def load_run(file: str | Path) -> RunConfig:
     return build_run(read_run_file(str(file)), str(file))
 
 
-def build_run(values: Mapping[str, Any], source: str) -> RunConfig:
-    """The run of values that were read from `source`. Raises ConfigError."""
-    return _validated(check_sections(values, source), source, set())
-
-
-def _validated(values: Mapping[str, Any], file: str, flags: set[str]) -> RunConfig:
+def build_run(values: Mapping[str, Any], source: str, flags: RunFlags | None = None) -> RunConfig:
+    """The run of values that were read from `source`, under the flags. Raises ConfigError."""
+    merged = check_sections(values, source)
+    for key, value in sorted(flags.values.items()) if flags else ():  # sections before their keys
+        is_section = isinstance(value, Mapping) and keys_below(key)
+        put(merged, key, value, beside=bool(is_section))
     try:
-        return RunConfig.model_validate(values)
+        return RunConfig.model_validate(merged)
     except ValidationError as error:
-        raise config_error(error.errors(), file, flags) from None
+        names = set(flags.names) if flags else set()
+        raise config_error(error.errors(), source, names) from None
+
+
+def put(values: dict[str, Any], key: str, value: Any, *, beside: bool = False) -> None:
+    """Puts the value of a whole key into sections; `beside`: its keys beside those that are there."""
+    *path, name = key.split(".")
+    for part in path:
+        values[part] = values = values.get(part) or {}
+    values[name] = (values.get(name) or {}) | value if beside else value
