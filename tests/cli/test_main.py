@@ -151,7 +151,7 @@ def test_help_is_quick_and_light() -> None:
         # Processor time: other processes may be busy meanwhile.
         return finished.stdout, sum(after[2:4]) - sum(before[2:4])
 
-    assert min(ran("train")[1] for _ in range(3)) < 0.5
+    assert any(ran("train")[1] < 0.5 for _ in range(3))
     said, _ = ran("train", "export", "lengths")
     for words in (
         "--train.lr NUMBER", "--memory.device {24GiB,auto}", "Peak learning rate",

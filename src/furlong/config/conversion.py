@@ -188,6 +188,7 @@ def _put(made: Conversion, key: str, value: Any) -> None:
     """Takes a value that somebody gives for a key of ours, in the place of the recipe's."""
     made.run = {own: one for own, one in made.run.items() if not own.startswith(f"{key}.")}
     made.run[key] = value
+    made.remarks.pop(key, None)
     for name, verdict in made.verdicts.items():
         answer = answer_to(name)
         is_of_key = (answer is not None and answer.target == key) or f"write {key}" in verdict.text

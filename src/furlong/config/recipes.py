@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from furlong.config.foreign import foreign_table
-from furlong.config.sources import read_yaml
+from furlong.config.sources import read_text, read_yaml
 from furlong.errors import ConfigError, refusal
 
 Dialect = Literal[
@@ -64,7 +64,7 @@ def read_recipe(file: Path, command: int | None = None) -> Recipe:
 
     `command`: which of several commands of a script, from 1. Raises ConfigError.
     """
-    text = _text_of(file)
+    text = read_text(file, "a recipe")
     if file.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch"):
         return _of_script(file, text, command)
     if file.suffix.lower() not in (".yaml", ".yml", ".json"):
@@ -80,14 +80,6 @@ def read_recipe(file: Path, command: int | None = None) -> Recipe:
         for name, one in keys.items()
     }
     return Recipe(dialect, keys, None, {}, file)
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise refusal(f"{file}: {reason}", "a recipe that can be read", "check the path") from error
 
 
 def _mapping_of(file: Path, text: str) -> dict[str, Any]:
@@ -164,7 +156,7 @@ _RUNNERS: dict[str, Dialect] = {
 def _of_script(file: Path, text: str, command: int | None) -> Recipe:
     environment: dict[str, str] = {}
     found: list[tuple[list[str], dict[str, str]]] = []
-    for words in _single(_commands(file, text)):
+    for words in _commands(file, text):
         while words and _ASSIGNMENT.match(words[0]):
             name, _, value = words.pop(0).partition("=")
             environment[name.rstrip("+")] = _expanded(value, environment)
@@ -202,7 +194,7 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
             if beside is None:
                 change = f"put {named} beside the script, or convert that file"
                 raise refusal(f"--{name} {named}: no such file", "its keys", change, str(file))
-            inner = _mapping_of(beside, _text_of(beside))
+            inner = _mapping_of(beside, read_text(beside, "a recipe"))
             flags |= inner | flags
     return Recipe(dialect, keys, _processes(launch | keys, environment), environment, file)
 
@@ -211,44 +203,42 @@ def _commands(file: Path, text: str) -> Iterator[list[str]]:
     """The commands of a script as words. A comment ends a command that goes on in the next line, as
     in a shell; flags behind it would be lost, so they are refused."""
     pending, ended_by_comment = "", False
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.lstrip().startswith("#"):
+    for number, line in enumerate([*text.splitlines(), "#"], 1):
+        is_comment = line.lstrip().startswith("#")
+        if is_comment:
             ended_by_comment |= bool(pending)
-            with suppress(ValueError):
-                yield _words(pending)
-            pending = ""
-            continue
-        if ended_by_comment and line.lstrip().startswith("--"):
+        elif ended_by_comment and line.lstrip().startswith("--"):
             raise refusal(
                 f"line {number}: flags behind a comment, which ends the command",
                 "a command whose lines follow each other",
                 "remove the comment between its lines, or the flags behind it",
                 str(file),
             )
-        ended_by_comment &= not line.strip()
-        pending += line.removesuffix("\\") if line.endswith("\\") else f"{line}\n"
-        if line.endswith("\\"):
-            continue
-        with suppress(ValueError):  # a quotation that goes on in the next line
+        else:
+            ended_by_comment &= not line.strip()
+            pending += line.removesuffix("\\") if line.endswith("\\") else f"{line}\n"
+            if line.endswith("\\"):
+                continue
+        try:
             words = _words(pending)
-            pending = ""
-            if words:
-                yield words
-    with suppress(ValueError):
-        yield _words(pending)
+        except ValueError:  # a quotation that goes on in the next line, but not behind a comment
+            words = []
+            if not is_comment:
+                continue
+        pending = ""
+        yield from _single(words)
 
 
-def _single(commands: Iterable[list[str]]) -> Iterator[list[str]]:
+def _single(words: Sequence[str]) -> Iterator[list[str]]:
     """Commands that stand in one line, one by one."""
-    for words in commands:
-        own: list[str] = []
-        for word in words:
-            if word.endswith(";") or word in ("&&", "||", "|", "&"):
-                yield [*own, word[:-1]] if word[:-1].strip("&|") else own
-                own = []
-            else:
-                own.append(word)
-        yield own
+    own: list[str] = []
+    for word in words:
+        if word.endswith(";") or word in ("&&", "||", "|", "&"):
+            yield [*own, word[:-1]] if word[:-1].strip("&|") else own
+            own = []
+        else:
+            own.append(word)
+    yield own
 
 
 def _words(command: str) -> list[str]:

@@ -67,17 +67,22 @@ def is_run_file(name: str) -> bool:
     return isinstance(values, dict) and {"model", "data"} <= values.keys()
 
 
-def read_run_file(file: str) -> dict[str, Any]:
-    """The values of a run file. Raises ConfigError."""
+def read_text(file: Path, noun: str) -> str:
+    """The text of a file, which `noun` names for the error. Raises ConfigError."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # bytes that are no UTF-8, or a NUL in the name
         raise refusal(
             f"{file}: {getattr(error, 'strerror', None) or error}",
-            "a run file: text in YAML that can be read",
+            f"{noun} that can be read",
             "check the path; paths are relative to the folder you call furlong from",
-            "the path of the run file",
+            f"the path of {noun}",
         ) from error
+
+
+def read_run_file(file: str) -> dict[str, Any]:
+    """The values of a run file. Raises ConfigError."""
+    text = read_text(Path(file), "a run file")
     values = read_yaml(text, file, "mend the line that is named")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         kind = "unnamed keys" if isinstance(values, dict) else f"a {type(values).__name__}"
@@ -278,7 +283,7 @@ def build_run(values: Mapping[str, Any], source: str, flags: RunFlags | None = N
 
 
 def put(values: dict[str, Any], key: str, value: Any, *, beside: bool = False) -> None:
-    """Puts the value of a whole key into sections; `beside`: its keys beside those that are there."""
+    """Puts the value of a whole key into sections; `beside`: a section's keys beside its others."""
     *path, name = key.split(".")
     for part in path:
         values[part] = values = values.get(part) or {}
