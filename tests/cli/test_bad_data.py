@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ def lines(*records: Any) -> str:
 
 BAD: dict[str, tuple[str, str, tuple[str, ...], str, str]] = {
     # file, content, flags, a part of what is said, where it is from
-    "broken line": ("a.jsonl", lines(TEXT) + '{"text": "x"', (), "column", "a.jsonl:2"),
     "template not maskable": (
         "a.jsonl", lines({"messages": [USER, ANSWER, USER, ANSWER]}), (),
         "a chat template that cannot be masked: message 2 is another text", "model",
@@ -92,21 +90,3 @@ def test_bad_data_is_told_in_four_parts(
     assert not (tmp_path / "run").exists()
     # The tokens of data that turned out not to fit the model may be kept, never half an entry.
     assert not list(tmp_path.glob("cache/tokens/.*.tmp"))
-
-
-def test_what_was_too_long_is_reported(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    data = tmp_path / "a.jsonl"
-    data.write_text(lines(TEXT, TEXT, TEXT, {"text": "x" * 70}, {"text": "y" * 90}))
-    run: Callable[[str], int] = lambda mode: main(  # noqa: E731
-        [
-            "train", f"--model.name={folder}", "--model.init=random", "--model.dtype=float32",
-            f"--data.train={data}", "--data.max_seq_len=64", f"--data.too_long={mode}",
-            "--train.steps=1", "--train.sequences_per_step=2", f"--out={tmp_path / mode}",
-        ]
-    )  # fmt: skip
-    assert run("truncate") == 0
-    said = capsys.readouterr().out
-    assert "above 64: 2 truncated, 0 dropped" in said
-    assert "data.train: 5 sequences per epoch in 3 batches of 2, the last one of 1\n" in said
-    assert run("drop") == 0
-    assert "above 64: 0 truncated, 2 dropped" in capsys.readouterr().out

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_tokenizers import byte_tokenizer, word_tokenizer
 
-from furlong.config.schema import DataConfig
+from furlong.config.schema import DataConfig, Source
 from furlong.data.dataset import SEQUENCES, DataSet, load_data
+from furlong.data.formats import Reading
 from furlong.errors import DataError
 from furlong.train.build import load_splits
 
@@ -390,13 +391,7 @@ def test_shares_are_of_the_tokens_of_an_epoch(tmp_path: Path) -> None:
         of_settings(tmp_path, train=named, min_len=5)
 
 
-@pytest.mark.parametrize(
-    "reading",
-    [
-        {"train_on": "last"}, {"train_on": "all"}, {"chat_template_kwargs": {"mood": "glad"}},
-        {"eot_tokens": ("<|im_end|>",)}, {"fields": {"roles": {"x": "user"}}}, {"format": "chat"},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("reading", [{"train_on": "last"}, {"eot_tokens": "<|im_end|>"}])
 def test_what_decides_the_tokens_decides_the_entry(tmp_path: Path, reading: dict[str, Any]) -> None:
     file = write_lines(tmp_path / "chats.jsonl", {"messages": [*CHAT, *CHAT]})
     first = load(tmp_path, file, tokenizer=byte_tokenizer())
@@ -404,6 +399,19 @@ def test_what_decides_the_tokens_decides_the_entry(tmp_path: Path, reading: dict
         again = load(tmp_path, file, tokenizer=byte_tokenizer(), **reading)
         assert (again.parts[0].tokenized_s is None) == is_cached
     assert (again.fingerprint == first.fingerprint) == ("train_on" not in reading)
+
+
+def test_every_key_of_how_records_are_read_decides_the_tokens() -> None:
+    source = Source(path="x")
+    own = {"fields": {"text": "x"}, "format": "chat"}
+    other = {"chat_template_kwargs": {"a": 1}, "train_on": "all", "eot_tokens": ("x",)}
+    settings = [DataConfig(train="x", **{key: own[key]}) for key in own]
+    settings += [DataConfig(train="x", **{key: other[key]}) for key in other]
+    keys = [Reading.of(one, source).key for one in settings]
+    keys += [
+        Reading.of(DataConfig(train="x"), Source(path="x", **{key: own[key]})).key for key in own
+    ]
+    assert keys[:2] == keys[5:] and all(keys.count(key) == 1 for key in keys[2:5])
 
 
 def test_texts_are_joined_over_the_tokens_of_the_cache(tmp_path: Path, texts: Path) -> None:

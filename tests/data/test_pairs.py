@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_load import load, write_lines
-from tiny_tokenizers import CHATML_WITH_TAGS, byte_tokenizer, word_tokenizer
+from tiny_tokenizers import CHATML, CHATML_WITH_TAGS, byte_tokenizer, word_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -83,7 +83,6 @@ def test_a_file_without_a_single_choice_says_why(tmp_path: Path) -> None:
         pairs_of(tmp_path, same, same, same | {"rejected": " "})
 
 
-@pytest.mark.parametrize("template", [None, CHATML_WITH_TAGS], ids=["prefixes", "tags"])
 @pytest.mark.parametrize(
     ("record", "prompt"),
     [
@@ -100,9 +99,9 @@ def test_a_file_without_a_single_choice_says_why(tmp_path: Path) -> None:
     ids=["explicit", "explicit whole", "implicit", "ultrafeedback", "system", "later turns"],
 )
 def test_conversations(
-    tmp_path: Path, record: dict[str, Any], prompt: list[dict[str, str]], template: str | None
+    tmp_path: Path, record: dict[str, Any], prompt: list[dict[str, str]]
 ) -> None:
-    tokenizer = byte_tokenizer(template) if template else byte_tokenizer()
+    tokenizer = byte_tokenizer(CHATML_WITH_TAGS if record is ULTRA else CHATML)
     data = pairs_of(tmp_path, record, tokenizer=tokenizer)
     asked = "".join(TURN.format(**turn) for turn in prompt) + "<|im_start|>assistant\n"
     assert texts(data, tokenizer) == [

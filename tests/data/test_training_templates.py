@@ -83,7 +83,7 @@ NESTED = {
     },
 }  # fmt: skip
 BARE = {"type": "function", "function": {"name": "now", "description": "The time."}}
-TOOLS = {"no tool": None, "a tool": [TOOL], "tools": [NESTED, BARE]}
+TOOLS = {"no tool": None, "tools": [NESTED, TOOL, BARE]}
 
 
 def own_template(name: str) -> str:
