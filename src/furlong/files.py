@@ -8,6 +8,7 @@ after a power failure. Checksums (xxh3, 128 bits) are against damage, not agains
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -25,7 +26,6 @@ from furlong.errors import ConfigError, UserError
 
 TEMPORARY = ".tmp"
 _STALE_S = 86400.0
-_BLOCK_BYTES = 2**20
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CHANGES = {
     **dict.fromkeys(FULL_DISK, "make room"),
@@ -107,14 +107,11 @@ def _aside(path: Path) -> Path:
 
 def checksum(file: Path) -> str:
     """The checksum of a file's bytes. An error names the file."""
-    found = xxhash.xxh3_128()
     try:
         with file.open("rb") as opened:
-            while block := opened.read(_BLOCK_BYTES):
-                found.update(block)
+            return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
     except OSError as error:  # only opening names it
         raise OSError(error.errno, error.strerror, str(file)) from error
-    return found.hexdigest()
 
 
 class SummedFile:

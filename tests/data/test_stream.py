@@ -128,7 +128,7 @@ def test_what_is_left_out_is_told_once_and_nothing_at_all_is_refused(tmp_path: P
     assert len(said) == 2 and "blank texts left out" in said[0] and "longer than 4" in said[1]
     data.close()
     data = open_stream(file, max_seq_len=2, too_long="drop")
-    with pytest.raises(DataError, match=r"without a label: .*8 blank texts"):
+    with pytest.raises(DataError, match=r"without a label, .*8 blank texts"):
         next(data.batches(THREE, LoaderState()))
     data.close()
     data = open_stream(file, max_seq_len=4)

@@ -42,7 +42,7 @@ from furlong.data.records import SourceRecord
 from furlong.data.sources import Listing, SourceFile
 from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError
-from furlong.files import checksum, os_errors_told, whole_folder, write_json
+from furlong.files import checksum, os_errors_told, user_cache, whole_folder, write_json
 
 # 9: an index says which answers are wanted.
 VERSION = 9
@@ -187,8 +187,7 @@ class TokenizedSource:
 
 def cache_folder(given: str | None) -> Path:
     """`data.cache_dir`, or furlong's folder in the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    return Path(os.path.expanduser(given or os.path.join(base, "furlong")))
+    return Path(os.path.expanduser(given)) if given else user_cache()
 
 
 @contextmanager
@@ -209,7 +208,15 @@ def writing(folder: Path) -> Iterator[None]:
 
 def status_key(files: Iterable[SourceFile]) -> str:
     """A key of the files' kinds, paths, sizes, inodes and times. Raises OSError."""
-    return key_of([[file.kind, *map(_status, file.parts)] for file in files])
+    found = []
+    for file in files:
+        parts = []
+        for path in file.parts:
+            status = path.stat()
+            times = [status.st_mtime_ns, status.st_ctime_ns]
+            parts.append([str(path.resolve()), status.st_size, status.st_ino, *times])
+        found.append([file.kind, *parts])
+    return key_of(found)
 
 
 def key_of(*parts: object) -> str:
@@ -308,9 +315,3 @@ class ReferenceLogProbs:
 
     def _start(self, row: int) -> int:
         return int(self._stops[row - 1]) if row else 0
-
-
-def _status(file: Path) -> list[Any]:
-    status = file.stat()
-    times = [status.st_mtime_ns, status.st_ctime_ns]
-    return [str(file.resolve()), status.st_size, status.st_ino, *times]

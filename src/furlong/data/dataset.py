@@ -29,7 +29,7 @@ from furlong.data.cache import (
 from furlong.data.formats import Reading, encode
 from furlong.data.loader import Mixture, Units, each_alone, rows_of
 from furlong.data.pairs import require_answers
-from furlong.data.records import Notes, SourceRecord, read_records
+from furlong.data.records import Notes, SourceRecord, left_out, read_records
 from furlong.data.sources import Listing, list_files, printable, unreadable
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Sequence, fingerprint
 from furlong.errors import DataError
@@ -328,38 +328,28 @@ class DataSet:
             format = part.notes["format"]
             if format not in ("text", "tokens") and (own > limit).any():
                 row = int(own.argmax())
-                raise DataError(
-                    given=f"a sequence of {own[row]:,} tokens, format {format}",
-                    required=f"texts and tokens, or at most data.max_seq_len = {limit:,}: an answer"
-                    " is not learnt without what it answers",
-                    source=part.origin(row),
-                    change="raise data.max_seq_len, or set data.too_long to truncate or drop",
-                )
+                given = f"a sequence of {own[row]:,} tokens, format {format}"
+                raise not_split(given, limit, part.origin(row))
 
     def _too_long(
         self, lens: npt.NDArray[np.int64], num_above: int, limit: int, num_units: int
     ) -> DataError:
         number, row = self._find(int(lens.argmax()))
         others = f", and {num_above - 1:,} more above the limit" if num_above > 1 else ""
-        return DataError(
-            given=f"{'a pair with ' * (self.noun == 'pair')}a sequence of {lens.max():,} tokens"
+        return above_limit(
+            f"{'a pair with ' * (self.noun == 'pair')}a sequence of {lens.max():,} tokens"
             f"{others}, of {count_words(num_units, self.noun)}",
-            required=f"at most data.max_seq_len = {limit:,}",
-            source=self.parts[number].origin(row),
-            change="raise data.max_seq_len, or set data.too_long to truncate, drop or split",
+            limit,
+            self.parts[number].origin(row),
         )
 
     def _nothing_to_learn(self) -> DataError:
-        left_out = [_left_out(part) for part in self.parts]
-        return DataError(
-            given=f"{count_words(len(self), 'sequence')} without a label"
+        return nothing_to_learn(
+            f"{count_words(len(self), 'sequence')} without a label"
             + (f", {self.above['drop']:,} dropped" if self.above["drop"] else "")
             + (f", {self.num_short:,} too short" if self.num_short else "")
-            + "".join(left_out),
-            required="at least one token that is to be predicted from one before it",
-            source=self._key,
-            change="check that the right files are named, and what their first records hold; add"
-            " text or answers of the assistant, raise data.max_seq_len or lower data.min_len",
+            + "".join(left_out(part.notes["left_out"], part.listing) for part in self.parts),
+            self._key,
         )
 
 
@@ -368,8 +358,8 @@ def _describe(part: TokenizedSource) -> str:
     number = count_words(len(part.starts), part.noun)
     seconds = part.tokenized_s
     how = "cached" if seconds is None else f"tokenized in {format_seconds(seconds)}"
-    words = format_in_words(part.notes)
-    return f"{named_source(part.source)}: {number}, {words}{_left_out(part)}, {how}"
+    words, found = format_in_words(part.notes), left_out(part.notes["left_out"], part.listing)
+    return f"{named_source(part.source)}: {number}, {words}{found}, {how}"
 
 
 def format_in_words(facts: Mapping[str, Any]) -> str:
@@ -386,14 +376,6 @@ def format_in_words(facts: Mapping[str, Any]) -> str:
 def named_source(source: Source) -> str:
     """A source for people, with what of it is meant."""
     return " ".join(map(printable, filter(None, (source.path, source.name, source.split))))
-
-
-def _left_out(part: TokenizedSource) -> str:
-    """Counts of what a source did not take as it is, and where the first of each kind is."""
-    return "".join(
-        f", {count:,} {what} (first: {part.listing.files[file].origin(line)})"
-        for what, (count, file, line) in part.notes["left_out"].items()
-    )
 
 
 def load_data(
@@ -476,6 +458,38 @@ def unknown_token(token: int, vocab_size: int, origin: str) -> DataError:
         required=f"ids below {vocab_size}, the model's vocab_size",
         source=origin,
         change="use the tokenizer that belongs to the model",
+    )
+
+
+def above_limit(given: str, limit: int, origin: str) -> DataError:
+    """The message about a sequence that is too long."""
+    return DataError(
+        given=given,
+        required=f"at most data.max_seq_len = {limit:,}",
+        source=origin,
+        change="raise data.max_seq_len, or set data.too_long to truncate, drop or split",
+    )
+
+
+def not_split(given: str, limit: int, origin: str) -> DataError:
+    """The message about a sequence that is too long and has no other place to be cut."""
+    return DataError(
+        given=given,
+        required=f"texts and tokens, or at most data.max_seq_len = {limit:,}: an answer is not"
+        " learnt without what it answers",
+        source=origin,
+        change="raise data.max_seq_len, or set data.too_long to truncate or drop",
+    )
+
+
+def nothing_to_learn(given: str, key: str) -> DataError:
+    """The message about sequences without a label."""
+    return DataError(
+        given=given,
+        required="at least one token that is to be predicted from one before it",
+        source=key,
+        change="check that the right files are named, and what their first records hold; add text"
+        " or answers of the assistant, raise data.max_seq_len or lower data.min_len",
     )
 
 

@@ -121,23 +121,19 @@ def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...
             f"label: {str(label)[:40]!r}",
             "true or 1 for an answer that is wanted, false or 0 for one that is not",
         )
-    found: tuple[Rendered | Turns, ...] | str
     has = {name for name, value in record.fields.items() if value is not None}
-    if {"prompt", "completion"} <= has:
-        found = read_completion(record)
-    elif "messages" in has:
-        found = read_chat(record)
-        found = found if found == BLANK else (_last_round(found[0]),)  # type: ignore[arg-type]
-    elif {"instruction", "output"} <= has:
-        (turns,) = read_instruction(record)
-        found = (replace(turns, first=len(turns.turns) - 1),)
-    else:
+    of_answers: tuple[Format, ...] = ("completion", "chat", "alpaca")
+    format = next((one for one in of_answers if has.issuperset(FORMATS[one].needed)), None)
+    if format is None:
         raise _lacks(record, "unpaired")
+    found = FORMATS[format].read(record)
     if isinstance(found, str):
         return found
     (one,) = found
     if isinstance(one, Turns):
-        return found if answers(one.turns[one.first :]) else EMPTY
+        own = one if format == "completion" else _last_round(one)
+        return (own,) if answers(own.turns[own.first :]) else EMPTY
+    assert isinstance(one, Rendered)
     ((start, stop),) = one.ranges or ((0, 0),)
     return found if one.text[start:stop].strip() else EMPTY
 

@@ -59,6 +59,15 @@ class Notes(dict[str, list[int]]):
             self.setdefault(what, [0, file, line])[0] += number
 
 
+def left_out(notes: Mapping[str, Items[int]], listing: Listing | None = None) -> str:
+    """The counts of what was not taken as it is, behind a comma each, and where the first of each
+    is in a listing."""
+    return "".join(
+        f", {count:,} {what}" + (f" (first: {listing.files[file].origin(line)})" if listing else "")
+        for what, (count, file, line) in notes.items()
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
     """The fields that make a sequence, and where they came from."""
@@ -107,10 +116,9 @@ def read_records(
     if empty:
         files = listing.files
         sliced = "".join(f", {slice}" for _, slice in listing.slices)
-        left_out = "".join(f", {number:,} {what}" for what, (number, *_) in notes.items())
         raise DataError(
             given=f"{files[0].origin(0)}{sliced}: {count_words(len(files), 'file')} without a"
-            f" record{left_out}",
+            f" record{left_out(notes)}",
             required="UTF-8 text, or records as .jsonl, .json, .csv, .parquet or .arrow, also as"
             " .gz or .zst, and not empty",
             source=key,

@@ -24,15 +24,18 @@ from furlong.config.schema import DataConfig, Source
 from furlong.data.cache import key_of
 from furlong.data.dataset import (
     SEQUENCES,
+    above_limit,
     check_joined,
     format_in_words,
     named_source,
+    not_split,
+    nothing_to_learn,
     refuse_repeated,
     unknown_token,
 )
 from furlong.data.formats import Reading, encode
 from furlong.data.loader import Batch, LoaderState
-from furlong.data.records import Notes, SourceRecord, read_records
+from furlong.data.records import Notes, SourceRecord, left_out, read_records
 from furlong.data.sources import list_files, printable
 from furlong.data.tokenize import Encoded, Sequence, fingerprint
 from furlong.errors import DataError
@@ -183,7 +186,8 @@ class Reader:
             self._has_learnt = False
         self._has_learnt |= any(one.num_valid_tokens for one in drawn)
         if end.epoch > start.epoch and not self._has_learnt and not self.is_closed:
-            raise self._nothing_to_learn()
+            given = f"{printable(self.source.path)}: a whole pass without a label"
+            raise nothing_to_learn(given + left_out(self._notes), self._key)
         checksum = xxhash.xxh3_128()
         for one in drawn:
             checksum.update(one.input_ids.tobytes())
@@ -227,17 +231,10 @@ class Reader:
                 own.append(one)
                 continue
             if too_long == "split" and self.reading.format not in ("text", "tokens"):
-                raise record.refusal(
-                    f"a sequence of {num_tokens:,} tokens, format {self.reading.format}",
-                    f"texts and tokens, or at most data.max_seq_len = {limit:,}",
-                    "raise data.max_seq_len, or set data.too_long to truncate or drop",
-                )
+                given = f"a sequence of {num_tokens:,} tokens, format {self.reading.format}"
+                raise not_split(given, limit, record.origin)
             if too_long == "error":
-                raise record.refusal(
-                    f"a sequence of {num_tokens:,} tokens",
-                    f"at most data.max_seq_len = {limit:,}",
-                    "raise data.max_seq_len, or set data.too_long to truncate, drop or split",
-                )
+                raise above_limit(f"a sequence of {num_tokens:,} tokens", limit, record.origin)
             self._notes.add(f"longer than {limit:,} tokens: {too_long}", record.file, record.line)
             stop = {"truncate": limit, "drop": 0, "split": num_tokens}[too_long]
             cut = [slice(first, first + limit) for first in range(0, stop, limit)]
@@ -248,17 +245,6 @@ class Reader:
         new = sorted(self._notes.keys() - self._told)
         self._told.update(new)
         return [f"{self._key}: {printable(self.source.path)}: {what}, from here on" for what in new]
-
-    def _nothing_to_learn(self) -> DataError:
-        told = ", ".join(f"{number:,} {what}" for what, (number, *_) in self._notes.items())
-        return DataError(
-            given=f"{printable(self.source.path)}: a whole pass without a label"
-            + (f": {told}" if told else ""),
-            required="of each source at least one token that is to be predicted from one before it",
-            source=self._key,
-            change="check that the right files are named, and what their records hold; raise"
-            " data.max_seq_len, or lower data.min_len",
-        )
 
 
 def _joined(found: Items[tuple[str, Encoded]], limit: int) -> list[tuple[str, Encoded]]:

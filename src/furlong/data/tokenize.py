@@ -98,24 +98,24 @@ def load_tokenizer(
     cause: Exception | None = None
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else name, trust_remote_code=False,
-            **({} if revision is None else {"revision": revision}),
-        )  # fmt: skip
+            str(folder) if folder.is_dir() else name,
+            trust_remote_code=False,
+            revision=revision or "main",
+        )
         # Without files transformers may build a tokenizer of the family that knows no word.
-        if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-            return tokenizer if settings is None else _as_set(tokenizer, settings)
+        is_found = bool(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
         reason = "there is no vocabulary"
-    except ConfigError:
-        raise
     except Exception as error:  # the tokenizers' Rust code raises plain ones for a broken file
-        cause, reason = error, str(error).strip().split("\n")[0]
-    raise ConfigError(
-        given=f"{name} without a tokenizer: {reason}",
-        required="tokenizer files beside config.json, in UTF-8",
-        source=source,
-        change="save the model's tokenizer into the folder; of the hub, check the whole id"
-        " (Qwen/Qwen2.5-0.5B) and the connection",
-    ) from cause
+        is_found, cause, reason = False, error, str(error).strip().split("\n")[0]
+    if not is_found:
+        raise ConfigError(
+            given=f"{name} without a tokenizer: {reason}",
+            required="tokenizer files beside config.json, in UTF-8",
+            source=source,
+            change="save the model's tokenizer into the folder; of the hub, check the whole id"
+            " (Qwen/Qwen2.5-0.5B) and the connection",
+        ) from cause
+    return tokenizer if settings is None else _as_set(tokenizer, settings)
 
 
 def tokenizer_of(config: RunConfig) -> Any:

@@ -7,7 +7,6 @@ was generated. `templates/*.jinja` beside this file are their texts.
 from __future__ import annotations
 
 import os
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,8 @@ PROBES: tuple[tuple[list[dict[str, Any]], bool], ...] = (
 
 def training_templates() -> dict[str, str]:
     """The texts of furlong's own templates, by name."""
-    folder = files("furlong.data").joinpath("templates")
-    found = {file.name: file for file in folder.iterdir() if file.name.endswith(".jinja")}
-    return {
-        name.removesuffix(".jinja"): found[name].read_text(encoding="utf-8")
-        for name in sorted(found)
-    }
+    folder = Path(__file__).parent / "templates"
+    return {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.jinja"))}
 
 
 def template_text(given: str) -> str | None:
