@@ -76,13 +76,6 @@ def test_pairs_of_other_programs(tmp_path: Path, record: dict[str, Any]) -> None
     ]
 
 
-def test_a_file_without_a_single_choice_says_why(tmp_path: Path) -> None:
-    same = {"prompt": "why?", "chosen": "because", "rejected": "because"}
-    both = r"2 pairs with the same answers left out .*, 1 pairs with an empty answer left out"
-    with pytest.raises(DataError, match=both):
-        pairs_of(tmp_path, same, same, same | {"rejected": " "})
-
-
 @pytest.mark.parametrize(
     ("record", "prompt"),
     [
@@ -291,15 +284,3 @@ def test_the_cache_has_two_rows_of_a_record(tmp_path: Path) -> None:
     assert again.fingerprint == data.fingerprint
     assert again.parts[0].index[:, 2].tolist() == [1, 1]
     assert again.units.tolist() == [[0, 2]]
-
-
-def test_pairs_refuse_parts_and_tell_what_is_not_written(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "because"}]
-    record = {"prompt": [ASK | {"name": "x"}], "chosen": [GOOD | {"content": parts}]}
-    data = pairs_of(tmp_path, record | {"rejected": [BAD]})
-    (_, chosen), _ = texts(data, byte_tokenizer())
-    assert chosen == "because<|im_end|>\n"
-    assert "2 conversations with name in a message that the template" in data.describe()[0]
-    picture = GOOD | {"content": [*parts, {"type": "image", "url": "x"}]}
-    with pytest.raises(DataError, match=r"message 1 of rejected: a part \{'type': 'image'"):
-        pairs_of(tmp_path, record | {"rejected": [picture]})

@@ -33,7 +33,7 @@ BOMBS = {
     ),
     "long text": (
         "{{ 'x' * (messages | length > 0) * 2 * 10 ** 7 }}",
-        "a text of 19.1 MiB",
+        "a text of more than 16 MiB",
     ),
 }  # fmt: skip
 

@@ -84,7 +84,7 @@ def test_what_has_no_token_is_counted() -> None:
 def test_a_text_is_of_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenize, "MAX_TEXT_BYTES", 3)
     run([{"text": "123"}, {"text": "é"}], word_tokenizer())
-    with pytest.raises(DataError, match=r"a text of 4 B[\s\S]*file:2"):
+    with pytest.raises(DataError, match=r"a text of more than 3 B[\s\S]*file:2"):
         run([{"text": "é"}, {"text": "éé"}], word_tokenizer())
 
 

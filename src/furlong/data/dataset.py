@@ -297,7 +297,12 @@ class DataSet:
             drawn = f", weight {weight:g}: {draws:,} an epoch" if weight != 1 else ""
             if share is not None:
                 drawn = f", share {share:g}: {draws:,} an epoch"
-            lines.append(f"{self._key}: {_describe(part)}{drawn}")
+            number = count_words(len(part.starts), part.noun)
+            seconds = part.tokenized_s
+            how = "cached" if seconds is None else f"tokenized in {format_seconds(seconds)}"
+            found = format_in_words(part.notes) + left_out(part.notes["left_out"], part.listing)
+            named = named_source(part.source)
+            lines.append(f"{self._key}: {named}: {number}, {found}, {how}{drawn}")
             path = printable(part.source.path)
             lines += [f"{self._key}: {path}: {line}" for line in part.listing.notes]
         return [*lines, self.summary()]
@@ -351,15 +356,6 @@ class DataSet:
             + "".join(left_out(part.notes["left_out"], part.listing) for part in self.parts),
             self._key,
         )
-
-
-def _describe(part: TokenizedSource) -> str:
-    """One line that says which format `auto` found, and what was left out."""
-    number = count_words(len(part.starts), part.noun)
-    seconds = part.tokenized_s
-    how = "cached" if seconds is None else f"tokenized in {format_seconds(seconds)}"
-    words, found = format_in_words(part.notes), left_out(part.notes["left_out"], part.listing)
-    return f"{named_source(part.source)}: {number}, {words}{found}, {how}"
 
 
 def format_in_words(facts: Mapping[str, Any]) -> str:

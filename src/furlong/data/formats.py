@@ -122,8 +122,7 @@ def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...
             "true or 1 for an answer that is wanted, false or 0 for one that is not",
         )
     has = {name for name, value in record.fields.items() if value is not None}
-    of_answers: tuple[Format, ...] = ("completion", "chat", "alpaca")
-    format = next((one for one in of_answers if has.issuperset(FORMATS[one].needed)), None)
+    format = next((one for one in _OF_ANSWERS if has.issuperset(FORMATS[one].needed)), None)
     if format is None:
         raise _lacks(record, "unpaired")
     found = FORMATS[format].read(record)
@@ -149,8 +148,6 @@ class Shape:
     """Fields that are looked at where they are."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Fields that other programs train on, which would be lost here, and where they belong."""
-    has_answers: bool = False
-    """Whether a label of a record may say that its answer is not learnt."""
 
 
 _AROUND = ("tools", "system", "chat_template_kwargs")
@@ -158,13 +155,13 @@ _INSTRUCTION = ("input", "history")
 FORMATS: dict[Format, Shape] = {
     "tokens": Shape(("input_ids",), read_tokens, optional=("labels",)),
     "chat": Shape(
-        ("messages",), read_chat, _AROUND, lost={"history": "as messages"}, has_answers=True
+        ("messages",), read_chat, _AROUND, lost={"history": "as messages"}
     ),
     "completion": Shape(
-        ("prompt", "completion"), read_completion, _AROUND, lost=_INTO_PROMPT, has_answers=True
+        ("prompt", "completion"), read_completion, _AROUND, lost=_INTO_PROMPT
     ),
     "alpaca": Shape(
-        ("instruction", "output"), read_instruction, (*_INSTRUCTION, *_AROUND), has_answers=True
+        ("instruction", "output"), read_instruction, (*_INSTRUCTION, *_AROUND)
     ),
     "text": Shape(("text",), read_text),  # a text file is one record
     # two answers to one prompt, for train.loss: dpo
@@ -179,6 +176,7 @@ FORMATS: dict[Format, Shape] = {
         lost=_INTO_PROMPT,
     ),
 }  # fmt: skip
+_OF_ANSWERS: tuple[Format, ...] = ("completion", "chat", "alpaca")
 FIELDS = frozenset(
     (
         *chain(*(shape.needed + shape.optional for shape in FORMATS.values())),
@@ -360,7 +358,7 @@ def check_fields(record: SourceRecord, format: Format) -> None:
                 f"write {name} {where}, and remove the field",
             )
     label = record.fields.get("label")
-    if shape.has_answers and str(label).lower() in ("false", "0", "0.0"):
+    if format in _OF_ANSWERS and str(label).lower() in ("false", "0", "0.0"):
         raise record.refusal(
             f"label: {str(label).lower()}, which says of answers that they are not learnt",
             "answers that are learnt, or train.loss: kto, which learns of both kinds",

@@ -210,8 +210,7 @@ def _read_text(file: SourceFile, note: Note, fields: Collection[str], skip: int)
             return
         content += opened.read(max(0, MAX_TEXT_BYTES + 1 - len(content)))
     if len(content) > MAX_TEXT_BYTES:
-        more = f"a text of more than {format_bytes(MAX_TEXT_BYTES)}"
-        raise too_large(file.origin(0), more)
+        raise too_large(file.origin(0), "a text", MAX_TEXT_BYTES)
     text, num_replaced = _decode(content.removeprefix(_MARK))
     if num_replaced > _MAX_REPLACED_SHARE * len(text):
         note(BINARY, line=0)
@@ -255,8 +254,7 @@ def _read_csv(file: SourceFile, note: Note, fields: Collection[str], skip: int) 
                 )
     except csv.Error as error:
         if "field limit" in str(error):
-            more = f"a cell of more than {format_bytes(MAX_LINE_BYTES)}"
-            raise too_large(file.origin(rows.line_num), more) from error
+            raise too_large(file.origin(rows.line_num), "a cell", MAX_LINE_BYTES) from error
         raise _broken(file, rows.line_num, "", error) from error
     except ValueError as error:
         raise _broken(file, rows.line_num, ", ".join(row), error) from error
@@ -270,8 +268,7 @@ def _lines(file: SourceFile, note: Note) -> Iterator[tuple[int, str]]:
             if not line:
                 return
             if len(line) > MAX_LINE_BYTES:
-                more = f"a line of more than {format_bytes(MAX_LINE_BYTES)}"
-                raise too_large(file.origin(at), more)
+                raise too_large(file.origin(at), "a line", MAX_LINE_BYTES)
             text, num_replaced = _decode(line.removeprefix(_MARK) if at == 1 else line)
             if b"\0" in line or num_replaced > _MAX_REPLACED_SHARE * len(text):
                 raise _broken(file, at, text, ValueError(_NO_TEXT))
@@ -306,8 +303,7 @@ def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int)
                     record = _record(value, text[begin:stop])
                 except (ValueError, RecursionError) as error:
                     if rest > MAX_LINE_BYTES:
-                        more = f"a record of more than {format_bytes(MAX_LINE_BYTES)}"
-                        raise too_large(file.origin(at + 1), more) from error
+                        raise too_large(file.origin(at + 1), "a record", MAX_LINE_BYTES) from error
                     # Perhaps its end is still to be read: twice as much is looked at next.
                     more = "".join(islice(pieces, 1 + rest // _BUFFER_BYTES))
                     if not more:
@@ -538,10 +534,10 @@ _READERS = {
 }
 
 
-def too_large(origin: str, given: str) -> DataError:
+def too_large(origin: str, what: str, most_bytes: int) -> DataError:
     """The message about a line or text beyond its limit."""
     return DataError(
-        given=given,
+        given=f"{what} of more than {format_bytes(most_bytes)}",
         required=f"lines of at most {format_bytes(MAX_LINE_BYTES)} and texts of at most"
         f" {format_bytes(MAX_TEXT_BYTES)}",
         source=origin,

@@ -21,7 +21,6 @@ from furlong.data.records import MAX_TEXT_BYTES, Notes, SourceRecord, too_large
 from furlong.data.training_templates import template_text
 from furlong.errors import ConfigError
 from furlong.models.folder import check_name
-from furlong.units import format_bytes
 
 IGNORE_INDEX = -100
 """The label of a token that adds no loss."""
@@ -206,9 +205,11 @@ def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
     batch: list[Item] = []
     num_chars = 0
     for record, own in items:
-        for one in own:
-            if isinstance(one, Rendered):
-                _check_size(record, one.text)
+        for text in (one.text for one in own if isinstance(one, Rendered)):
+            # Counting bytes takes a copy; a character has at most four.
+            may_be = 4 * len(text) > MAX_TEXT_BYTES
+            if may_be and len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+                raise too_large(record.origin, "a text", MAX_TEXT_BYTES)
         num_own = sum(len(o.text if isinstance(o, Rendered) else o.input_ids) for o in own)
         full = len(batch) == _TEXTS_PER_CALL or num_chars + num_own > _CHARS_PER_CALL
         if batch and (full or _has_own_end(batch[0][1]) != _has_own_end(own)):
@@ -218,14 +219,6 @@ def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
         num_chars += num_own
     if batch:
         yield batch
-
-
-def _check_size(record: SourceRecord, text: str) -> None:
-    # Counting bytes takes a copy; a character has at most four.
-    if 4 * len(text) > MAX_TEXT_BYTES:
-        num_bytes = len(text.encode("utf-8", "surrogatepass"))
-        if num_bytes > MAX_TEXT_BYTES:
-            raise too_large(record.origin, f"a text of {format_bytes(num_bytes)}")
 
 
 def _encode(batch: Items[tuple[SourceRecord, Rendered]], tokenizer: Any) -> list[Encoded]:
