@@ -69,14 +69,12 @@ class ChatTemplate:
     ) -> None:
         """`before` is called whenever the template is about to run. `eot_tokens` are learnt where
         they follow an answer."""
-        self._tokenizer = tokenizer
-        self._before = before
+        self._tokenizer, self._before = tokenizer, before
         ends = tuple(eot_tokens)
         self._end = re.compile(rf"\s*({'|'.join(map(re.escape, ends))})") if ends else None
         self._stops = (*ends, *tokenizer.get_added_vocab())
-        self._takes_parts: dict[str, bool] = {}
-        self._takes_text: set[str] = set()
-        self._trained_by: dict[str, tuple[str, str] | None] = {}
+        self._templates: dict[str, _Template] = {}
+        self._trained_by: dict[_Template, tuple[str, _Template] | None] = {}
 
     def render(self, turns: Turns) -> Rendered:
         """The text of a conversation, with what the assistant says from its first turn on that may
@@ -88,7 +86,7 @@ class ChatTemplate:
         template = self._template_of(turns)
         for number, turn in enumerate(turns.turns, start=1):
             role = turn["role"]
-            if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            if role not in _ROLES and not template.names(role):
                 raise DataError(
                     given=f"message {number} of role {role!r}",
                     required=f"one of {', '.join(sorted(_ROLES))}, or a role of the chat template",
@@ -99,7 +97,7 @@ class ChatTemplate:
                 )
         notes = []
         if turns.is_learnt_whole:
-            text, ranges = self._text(turns, template)[0], None
+            text, ranges = template.write(turns), None
         else:
             try:
                 text, ranges = self._masked(turns, template)
@@ -121,13 +119,13 @@ class ChatTemplate:
                 )
         notes += [
             f"conversations with {what} that the template does not write"
-            for what in self._unwritten(turns, template, text)
+            for what in template.unwritten(turns, text)
         ]
         return Rendered(text, None if ranges is None else tuple(ranges), True, tuple(notes))
 
-    def _template_of(self, turns: Turns) -> str:
+    def _template_of(self, turns: Turns) -> _Template:
         try:
-            return str(self._tokenizer.get_chat_template(None, turns.tools))
+            return self._of(str(self._tokenizer.get_chat_template(None, turns.tools)))
         except ValueError as error:
             raise ConfigError(
                 given=f"{self._tokenizer.name_or_path}: a tokenizer without a default chat"
@@ -138,42 +136,36 @@ class ChatTemplate:
                 " chatml",
             ) from error
 
-    def _masked(self, own: Turns, template: str) -> tuple[str, list[tuple[int, int]]]:
-        if template not in self._takes_parts:
-            self._takes_parts[template] = "text" in template and self._takes_parts_alone(
-                own, template
-            )
-        if _TAG.search(template):
-            return self._by_tags(own, template)
+    def _of(self, text: str) -> _Template:
+        return self._templates.setdefault(text, _Template(text, self._tokenizer, self._before))
+
+    def _masked(self, own: Turns, template: _Template) -> tuple[str, list[tuple[int, int]]]:
         num_answers = sum(turn["role"] == "assistant" for turn in own.turns)
+        if template.has_tags:
+            return template.by_tags(own)
         if num_answers > _MANY and (known := self._training_template(template, own)):
             # Prefixes take two renderings for each answer, tags two in all.
             with suppress(DataError):
-                found = self._by_tags(own, known[1])
-                if found[0] == self._text(own, template)[0]:
+                found = known[1].by_tags(own)
+                if found[0] == template.write(own):
                     return found
-        return self._by_prefixes(own, template)
+        return template.by_prefixes(own)
 
-    def _training_template(self, template: str, own: Turns) -> tuple[str, str] | None:
-        """The name of furlong's own template that writes the answers of this one, and its text."""
+    def _training_template(self, template: _Template, own: Turns) -> tuple[str, _Template] | None:
+        """The name of furlong's own template that writes the answers of this one, and itself."""
         if template not in self._trained_by:
-            found = (
-                (name, text)
-                for name, text in training_templates().items()
-                if self._writes_the_same(own, template, text)
-            )
+            ours = ((name, self._of(text)) for name, text in training_templates().items())
+            found = (one for one in ours if self._writes_the_same(own, template, one[1]))
             self._trained_by[template] = next(found, None)
         return self._trained_by[template]
 
-    def _writes_the_same(self, own: Turns, template: str, other: str) -> bool:
+    def _writes_the_same(self, own: Turns, template: _Template, other: _Template) -> bool:
         """Whether another template writes the probes as this one does, and learns of them the
         same: whole texts where there is one answer, else the last answer."""
         num_same = 0
         for turns, has_tools in PROBES:
-            first = len(turns) - 1
-            probe = replace(
-                own, turns=turns, first=first, tools=[TOOL] if has_tools else None, kwargs={}
-            )
+            tools = [TOOL] if has_tools else None
+            probe = replace(own, turns=turns, first=len(turns) - 1, tools=tools, kwargs={})
             try:
                 text, ranges = self._masked(probe, template)
             except DataError:
@@ -206,9 +198,26 @@ class ChatTemplate:
             found.append((start, stop))
         return found
 
-    def _by_tags(self, own: Turns, template: str) -> tuple[str, list[tuple[int, int]]]:
-        text, _ = self._text(own, template)
-        marked, ranges = self._text(own, template, tags=True)
+
+class _Template:
+    """The text of a template, and how it takes turns."""
+
+    def __init__(self, text: str, tokenizer: Any, before: Callable[[], object]) -> None:
+        self._text, self._tokenizer, self._before = text, tokenizer, before
+        self.has_tags = bool(_TAG.search(text))
+        self._takes_text = False
+        """Whether arguments of calls must be texts."""
+        self._takes_parts = None if "text" in text else False
+        """Whether it writes contents of parts alone; None where nobody has tried."""
+
+    def names(self, role: str) -> bool:
+        """Whether it asks for a role."""
+        return f"'{role}'" in self._text or f'"{role}"' in self._text
+
+    def by_tags(self, own: Turns) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and what of it its tags say is learnt. Raises DataError."""
+        text = self.write(own)
+        marked, ranges = self._marked(own)
         if _NUMBER.sub("0", marked) != _NUMBER.sub("0", text):
             raise self._cannot_be_masked(
                 own, "it works on the text between its {% generation %} tags"
@@ -217,20 +226,19 @@ class ChatTemplate:
             raise self._cannot_be_masked(own, "its {% generation %} tags enclose no answer")
         for number in reversed(range(own.first, len(own.turns))):
             if not may_be_learnt(own.turns[number]):
-                start, stop = (
-                    self._num_ranges(own, template, n, ranges) for n in (number, number + 1)
-                )
+                start, stop = (self._num_ranges(own, n, ranges) for n in (number, number + 1))
                 ranges = ranges[:start] + ranges[stop:]
-        return text, ranges[self._num_ranges(own, template, own.first, ranges) :]
+        return text, ranges[self._num_ranges(own, own.first, ranges) :]
 
-    def _by_prefixes(self, own: Turns, template: str) -> tuple[str, list[tuple[int, int]]]:
-        text, _ = self._text(own, template)
+    def by_prefixes(self, own: Turns) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and what each answer adds to its prompt. Raises DataError."""
+        text = self.write(own)
         ranges = []
         for number, turn in enumerate(own.turns):
             if turn["role"] != "assistant" or number < own.first or not may_be_learnt(turn):
                 continue
             try:
-                prompt, _ = self._text(own, template, number, prompt=True)
+                prompt = self.write(own, number, prompt=True)
             except DataError as error:
                 if number:
                     raise
@@ -243,7 +251,7 @@ class ChatTemplate:
                     f" {_difference(prompt, text)}",
                 )
             is_last = number + 1 == len(own.turns)
-            upto = text if is_last else self._text(own, template, number + 1)[0]
+            upto = text if is_last else self.write(own, number + 1)
             if not text.startswith(upto):
                 raise self._cannot_be_masked(
                     own,
@@ -253,30 +261,23 @@ class ChatTemplate:
             ranges.append((len(prompt), len(upto)))
         return text, ranges
 
-    def _num_ranges(
-        self, own: Turns, template: str, num_turns: int, ranges: list[tuple[int, int]]
-    ) -> int:
+    def _num_ranges(self, own: Turns, num_turns: int, ranges: list[tuple[int, int]]) -> int:
         """How many of `ranges` are of the first turns. Raises DataError."""
-        found = self._text(own, template, num_turns, tags=True)[1] if num_turns else []
+        found = self._marked(own, num_turns)[1] if num_turns else []
         if ranges[: len(found)] != found:
             raise self._cannot_be_masked(
                 own, f"what is learnt of message {num_turns} changes behind it"
             )
         return len(found)
 
-    def _takes_parts_alone(self, own: Turns, template: str) -> bool:
-        """Whether the template writes contents of parts, and none that are strings."""
-        probe = replace(own, turns=[{"role": "user", "content": _PROBE}])
-        found = []
-        for in_parts in (False, True):
-            self._takes_parts[template] = in_parts
-            try:
-                found.append(_PROBE in self._text(probe, template)[0])
-            except DataError:
-                found.append(False)
-        return found == [False, True]
+    def _marked(
+        self, own: Turns, num_turns: int | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The first turns as text, and the ranges between tags, wherever the template writes what
+        they enclose: transformers counts characters where it renders them."""
+        return _unmarked(self.write(own, num_turns, tags=True))
 
-    def _unwritten(self, own: Turns, template: str, text: str) -> Iterator[str]:
+    def unwritten(self, own: Turns, text: str) -> Iterator[str]:
         """Name what has no part in the text of a conversation."""
         filled = {
             key
@@ -286,36 +287,35 @@ class ChatTemplate:
         }
         for key in sorted(filled):
             less = [{name: turn[name] for name in turn if name != key} for turn in own.turns]
-            if self._writes(replace(own, turns=less), template, text):
+            if self._tried(replace(own, turns=less)) == text:
                 yield f"{key} in a message"
-        if own.tools and self._writes(replace(own, tools=None), template, text):
+        if own.tools and self._tried(replace(own, tools=None)) == text:
             yield "tools"
         roles = {turn["role"] for turn in own.turns if turn.get("content", "").strip() not in text}
         yield from (f"content of role {role}" for role in sorted(roles))
 
-    def _writes(self, own: Turns, template: str, text: str) -> bool:
-        try:
-            return self._text(own, template)[0] == text
-        except DataError:  # the template asks for what was taken out
-            return False
+    def _tried(self, own: Turns) -> str | None:
+        with suppress(DataError):  # it may ask for what was taken out
+            return self.write(own)
+        return None
 
-    def _text(
-        self,
-        own: Turns,
-        template: str,
-        num_turns: int | None = None,
-        *,
-        prompt: bool = False,
-        tags: bool = False,
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The first turns as text, and the ranges between tags, wherever the template writes what
-        they enclose: transformers counts characters where it renders them."""
+    def write(
+        self, own: Turns, num_turns: int | None = None, *, prompt: bool = False, tags: bool = False
+    ) -> str:
+        """The first turns as text, with a generation prompt, or with marks where the tags are.
+        Raises DataError."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        if self._takes_parts is None:
+            probe = replace(own, turns=[{"role": "user", "content": _PROBE}])
+            found = []
+            for self._takes_parts in (False, True):
+                found.append(_PROBE in (self._tried(probe) or ""))
+            self._takes_parts = found == [False, True]
         turns = own.turns[:num_turns]
-        if template in self._takes_text:
+        if self._takes_text:
             turns = [_as_openai_has_it(turn) for turn in turns]
-        if self._takes_parts.get(template):
+        if self._takes_parts:
             turns = [
                 turn | {"content": [{"type": "text", "text": turn["content"]}]}
                 if "content" in turn
@@ -327,16 +327,16 @@ class ChatTemplate:
             (text,), _ = render_jinja_template(
                 conversations=[turns],
                 tools=own.tools,
-                chat_template=_TAG.sub(_with_mark, template) if tags else template,
+                chat_template=_TAG.sub(_with_mark, self._text) if tags else self._text,
                 add_generation_prompt=prompt,
                 **{**self._tokenizer.special_tokens_map, **own.kwargs},
             )
         except Exception as error:  # a template is a program of someone else's
-            if template not in self._takes_text and any(turn.get("tool_calls") for turn in turns):
-                self._takes_text.add(template)
+            if not self._takes_text and any(turn.get("tool_calls") for turn in turns):
+                self._takes_text = True
                 with suppress(DataError):
-                    return self._text(own, template, num_turns, prompt=prompt, tags=tags)
-                self._takes_text.remove(template)
+                    return self.write(own, num_turns, prompt=prompt, tags=tags)
+                self._takes_text = False
             reason = " ".join(str(error).split())[:_REASON_CHARS]
             if type(error).__name__ != "TemplateError":  # which a template raises on purpose
                 reason = f"{type(error).__name__}: {reason}"
@@ -348,7 +348,7 @@ class ChatTemplate:
                 source=own.origin,
                 change="mend or remove the record, or change the tokenizer's chat template",
             ) from error
-        return _unmarked(text) if tags else (text, [])
+        return str(text)
 
     def _cannot_be_masked(self, own: Turns, reason: str) -> CannotBeMaskedError:
         return CannotBeMaskedError(
