@@ -344,11 +344,11 @@ def test_flags_have_bounds(flags, told, capsys):
     ("listed", "told"),
     [
         ("[10, 1000000000000000]", "more than 100,000,000"),
-        ("1000000000000000000", "a sequence of 1e+18 tokens"),
-        ("2147483649", "more than 2,147,483,648"),
+        ("1000000000000000000", "= 1000000000000000000"),
+        ("2147483649", "= 2147483649"),
         ("1" + "0" * 6000, "lens.json"),
-        ("NaN", "among its lengths"),
-        ("[true, 3]", "among its lengths"),
+        ("NaN", "= nan"),
+        ("[true, 3]", "= [True, 3]"),
         ("[" * 100_000, "lens.json"),
     ],
 )
