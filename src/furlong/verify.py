@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from furlong.api import Engine
 from furlong.config.schema import DataConfig, ModelConfig, RunConfig, Source, TrainConfig
+from furlong.cost.shape import known_models
 from furlong.families import family_of
 from furlong.kv.pools import Storage
 from furlong.models.build import build_model, export_model, model_of_config, read_config
@@ -412,11 +413,16 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
 
     Prints as it goes. Raises UserError for a model that cannot be trained.
     """
+    from transformers import AutoConfig
+
     run = config or RunConfig(
         model=ModelConfig(name="Qwen2"),
         data=DataConfig(train=(Source(path="none"),), max_seq_len=LONGEST_TOKENS),
     )
-    whole = _default_model() if config is None else _model_config(run)
+    if config is None:
+        whole = AutoConfig.for_model(**known_models()["Qwen2.5-0.5B"]["config"])
+    else:
+        whole = _model_config(run)
     shrunk = shrink_config(whole, max_seq_len=run.data.max_seq_len)
     lora = None if run.model.lora is None else run.model.lora.model_dump() | {"adapter": None}
     options = _options(run, whole, shrunk)
@@ -456,16 +462,6 @@ def _model_config(run: RunConfig) -> Any:
     # what cannot be built is told of this model, not of its shrunk copy
     model_of_config(config, source, dtype=torch.float32)
     return config
-
-
-def _default_model() -> Any:
-    """The shape of Qwen2.5-0.5B."""
-    from transformers import Qwen2Config
-
-    return Qwen2Config(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
 
 
 def _describe(subject: Subject, name: str) -> str:

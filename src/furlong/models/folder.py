@@ -6,7 +6,6 @@ name. Which model a name stands for is told as far as files can tell: nothing he
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from furlong.config.adapter import ADAPTER
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.families import for_all_layers
+from furlong.files import read_object
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _LIMITS = ((("layer", "layers"), 512), (("experts",), 16_384), (("num_labels",), 1_000_000))
@@ -174,13 +174,7 @@ def check_files(name: str, revision: str | None = None) -> None:
     if not os.path.isdir(folder):
         return
     check_folder_files(folder)
-    try:
-        if isinstance(json.loads((folder / CONFIG).read_text(encoding="utf-8")), dict):
-            return
-        what = "no JSON object"
-    except (OSError, ValueError, RecursionError) as error:
-        what = str(error)
-    raise model_error(f"{folder}, {CONFIG}: {what}", "the config of a Hugging Face model")
+    read_object(folder / CONFIG, source="model.name", change=_MEND)
 
 
 def check_folder_files(folder: Path) -> None:

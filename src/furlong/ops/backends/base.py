@@ -122,11 +122,6 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def rows_per_tile(num_rows: int, num_keys: int, num_heads: int, max_elements: int) -> int:
-    """Rows per tile so that a (heads, rows, keys) score tile stays below `max_elements`."""
-    return max(1, min(num_rows, max_elements // max(1, num_heads * num_keys)))
-
-
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Make out (N, T, H) and lse (N, T), both in lse's dtype, attention over the keys of both.
 

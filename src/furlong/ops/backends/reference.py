@@ -14,7 +14,6 @@ from furlong.ops.backends.base import (
     each_square,
     each_square_backward,
     lse_dtype,
-    rows_per_tile,
 )
 
 _MAX_SCORE_ELEMENTS = 2**24
@@ -61,7 +60,7 @@ class Reference(Backend):
 def _tiles(q: Tensor, k: Tensor, block: Block) -> list[tuple[slice, Block]]:
     """Tiles of query rows, each with the block as its rows see it; every tile has all keys."""
     num_rows = q.shape[1]
-    step = rows_per_tile(num_rows, k.shape[1], q.shape[0], _MAX_SCORE_ELEMENTS)
+    step = max(1, min(num_rows, _MAX_SCORE_ELEMENTS // max(1, q.shape[0] * k.shape[1])))
     starts = range(0, num_rows, step)
     return [(slice(i, min(i + step, num_rows)), block.at(i, 0)) for i in starts]
 
