@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from helpers.byte_tokenizer import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from furlong.train.run_folder import FORMAT_VERSION, MANIFEST, measured
 
@@ -87,11 +87,7 @@ class World:
         self.marks = home / "marks"
         self.marks.mkdir()
         self.whole = home / "whole"
-        alphabet = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-        backend = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(alphabet)}, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-        tokenizer.save_pretrained(self.whole)
+        byte_tokenizer(["<end>"]).save_pretrained(self.whole)
         sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
         config = LlamaConfig(vocab_size=300, num_attention_heads=2, **sizes)
         LlamaForCausalLM(config).save_pretrained(self.whole)

@@ -32,8 +32,6 @@ class Family:
     """Why no model of this type is trained in chunks, as the end of "which ..."; "" for others."""
     whole: str = ""
     """Why its decoder is not divided between layers, as the end of "which ..."; "" for others."""
-    attends: bool = True
-    """Whether any layer has attention."""
     recurrent: Recurrent = "none"
     shares_block: bool = False
     """Whether some layers share the weights of a block of attention and MLP (Zamba)."""
@@ -53,6 +51,7 @@ FAMILIES: dict[str, Family] = {
             "lfm2",
             "lfm2_moe",
             "lfm3",
+            "mamba2",
             "minimax",
             "nemotron_h",
             "olmo_hybrid",
@@ -62,12 +61,10 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(recurrent="in chunks"),
     ),
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), Family(recurrent="token by token")),
     **dict.fromkeys(("bloom", "falcon"), Family(not_in_chunks=_OWN_ATTENTION)),
     **dict.fromkeys(("rwkv", "xlstm"), Family(not_in_chunks=_OWN_CACHE)),
-    **dict.fromkeys(("falcon_mamba", "mamba"), Family(recurrent="token by token", attends=False)),
     "gemma4_text": Family(whole="feeds token ids and shared keys and values to later layers"),
-    "jamba": Family(recurrent="token by token"),
-    "mamba2": Family(recurrent="in chunks", attends=False),
     "recurrent_gemma": Family(
         whole="scales whatever enters its first layer", recurrent="token by token"
     ),

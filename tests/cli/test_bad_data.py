@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from helpers.byte_tokenizer import byte_tokenizer
 
 from furlong.cli.main import main
 
@@ -25,10 +25,7 @@ TEXT = {"text": "a few words"}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model's folder with a tokenizer of bytes and a chat template that forgets."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({s: i for i, s in enumerate(["<end>", *alphabet])}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    tokenizer = byte_tokenizer(["<end>"])
     tokenizer.chat_template = FORGETFUL
     tokenizer.save_pretrained(tmp_path / "model")
     transformers.LlamaConfig(

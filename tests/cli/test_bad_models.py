@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from helpers.byte_tokenizer import byte_tokenizer
 
 from furlong.cli.main import main
 
@@ -21,15 +21,8 @@ TINY = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model's folder: a tokenizer, and whatever config a test writes beside it."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(
-        models.BPE(vocab={s: i for i, s in enumerate(["<end>", *alphabet])}, merges=[])
-    )
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel()
     folder = tmp_path / "model"
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<end>"
-    ).save_pretrained(folder)
+    byte_tokenizer(["<end>"]).save_pretrained(folder)
     (tmp_path / "data.jsonl").write_text('{"text": "a few words"}\n')
     return folder
 

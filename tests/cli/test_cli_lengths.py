@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from helpers.byte_tokenizer import byte_tokenizer
+from transformers import LlamaConfig
 
 from furlong.cli.main import main
 from furlong.errors import ConfigError
@@ -22,11 +22,7 @@ NUM_BYTES = (10, 100, 100, 3000)
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({s: i for i, s in enumerate(["<end>", *alphabet])}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    wrapped.save_pretrained(tmp_path / "model")
+    byte_tokenizer(["<end>"]).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 

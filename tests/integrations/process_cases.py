@@ -15,8 +15,9 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from helpers.byte_tokenizer import byte_tokenizer
 from helpers.tiny_families import build
-from sft_cases import ChunkedSFTTrainer, byte_tokenizer, prompts_and_completions
+from sft_cases import ChunkedSFTTrainer, prompts_and_completions
 from torch.distributed.tensor import DTensor
 from trainers import padded, recording, records, settings, wide_loss, with_adapters
 from trl import SFTConfig

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import transformers
+from helpers.byte_tokenizer import byte_tokenizer
 from helpers.tiny_families import build
-from sft_cases import ChunkedSFTTrainer, byte_tokenizer, prompts_and_completions
+from process_cases import SQUARED
+from sft_cases import ChunkedSFTTrainer, prompts_and_completions
 from torch import Tensor
 from trainers import (
     largest_difference,
@@ -46,11 +48,6 @@ class WideSmoother(LabelSmoother):  # type: ignore[misc]
         return each[mask].sum() / (mask.sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-def squared(logits: Tensor, labels: Tensor, extras: Any) -> Tensor:
-    own = furlong.values.log_prob()(logits, labels, extras)
-    return -own + 1e-2 * own**2
-
-
 def train(trainer_class: type, folder: Path, *, lora: bool = False, **changes: Any) -> Any:
     """A trainer after its run, and the loss that it evaluates."""
     function = changes.pop("compute_loss_func", None)
@@ -74,9 +71,9 @@ def train(trainer_class: type, folder: Path, *, lora: bool = False, **changes: A
 
 CASES: dict[str, dict[str, Any]] = {
     "smoothing": {"label_smoothing_factor": 0.1},
-    "a sum over tokens": {"compute_loss_func": TokenLoss(squared)},
+    "a sum over tokens": {"compute_loss_func": SQUARED},
     # a function goes before smoothing
-    "both": {"compute_loss_func": TokenLoss(squared), "label_smoothing_factor": 0.1},
+    "both": {"compute_loss_func": SQUARED, "label_smoothing_factor": 0.1},
 }
 
 
@@ -106,7 +103,7 @@ def rows_of(module: Any) -> list[int]:
 
 def test_sums_over_tokens_never_hold_the_logits_of_a_batch(tmp_path: Path) -> None:
     trainer = Trainer(
-        model=build("qwen2"), compute_loss_func=TokenLoss(squared), chunk_options=OPTIONS,
+        model=build("qwen2"), compute_loss_func=SQUARED, chunk_options=OPTIONS,
         args=transformers.TrainingArguments(**settings(tmp_path, max_steps=1)),
         train_dataset=[{"input_ids": [5] * 60, "labels": [5] * 60}] * 3,
         data_collator=padded("right"),

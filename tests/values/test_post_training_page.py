@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.byte_tokenizer import byte_tokenizer
 from helpers.tiny_families import build
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 PAGE = Path(__file__).parents[2] / "docs" / "post-training.md"
 
@@ -24,13 +23,7 @@ def snippets() -> list[str]:
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
     monkeypatch.chdir(tmp_path)
     build("llama", vocab_size=260).float().save_pretrained("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: index for index, symbol in enumerate(["<pad>", "<end>", *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<end>", pad_token="<pad>"
-    ).save_pretrained("model")
+    byte_tokenizer().save_pretrained("model")
     found = snippets()
     assert len(found) == 8 and "trl" in found[-1]
     names: dict[str, Any] = {}

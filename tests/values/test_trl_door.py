@@ -13,13 +13,13 @@ from trl_cases import (
     LAYERS,
     LORA,
     adapted,
-    byte_tokenizer,
     common,
     compare,
     pairs,
     small,
     small_rewarding,
     squared_errors,
+    tokenizer,
     words,
 )
 
@@ -73,7 +73,7 @@ def test_dpo(tmp_path: Path, changes: dict[str, Any]) -> None:
             ref_model=None if lora else of(small(seed=1)),
             args=DPOConfig(**common(tmp_path, **changes)),
             train_dataset=pairs(), eval_dataset=pairs(4) if evaluates else None,
-            processing_class=byte_tokenizer(), peft_config=LORA if lora == "new" else None,
+            processing_class=tokenizer(), peft_config=LORA if lora == "new" else None,
         )  # fmt: skip
 
     compare(make)
@@ -99,7 +99,7 @@ def test_kto(tmp_path: Path, changes: dict[str, Any]) -> None:
         return KTOTrainer(
             model=of(small()), ref_model=None if lora else of(small(seed=1)),
             args=KTOConfig(**common(tmp_path, **changes)),
-            train_dataset=data, processing_class=byte_tokenizer(),
+            train_dataset=data, processing_class=tokenizer(),
             peft_config=LORA if lora else None,
         )  # fmt: skip
 
@@ -118,7 +118,7 @@ def test_reward(tmp_path: Path, lora: bool) -> None:
     def make(of: Any) -> Any:
         return RewardTrainer(
             model=of(small_rewarding()), args=RewardConfig(**common(tmp_path)),
-            train_dataset=data, processing_class=byte_tokenizer(),
+            train_dataset=data, processing_class=tokenizer(),
             peft_config=scoring if lora else None,
         )  # fmt: skip
 
@@ -140,7 +140,7 @@ def test_the_error_of_bfloat16_is_that_of_the_trainer_itself(
             return DPOTrainer(
                 model=of(small(seed)), ref_model=None if lora else of(small(seed + 50)),
                 args=DPOConfig(**common(tmp_path, bf16=bf16)),
-                train_dataset=pairs(), processing_class=byte_tokenizer(),
+                train_dataset=pairs(), processing_class=tokenizer(),
                 peft_config=LAYERS if lora else None,
             )  # fmt: skip
 

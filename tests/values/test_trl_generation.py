@@ -19,7 +19,7 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
-from trl_cases import LAYERS, byte_tokenizer, common, compare, small, words
+from trl_cases import LAYERS, common, compare, small, tokenizer, words
 
 pytestmark = pytest.mark.slow
 GENERATED = {
@@ -52,7 +52,7 @@ def generating(trainer: type, config: type, folder: Path, changes: dict[str, Any
         arguments = common(folder, **changes, model_init_kwargs={"dtype": "auto"})
         return trainer(
             model=of(saved(folder / "model")), reward_funcs=share_of_digits,
-            args=config(**arguments), train_dataset=prompts(), processing_class=byte_tokenizer(),
+            args=config(**arguments), train_dataset=prompts(), processing_class=tokenizer(),
             peft_config=LAYERS if lora else None,
         )  # fmt: skip
 
@@ -88,7 +88,7 @@ def test_distillation(tmp_path: Path, changes: dict[str, Any]) -> None:
         return DistillationTrainer(
             model=of(small()), teacher_model=of(small(seed=1, num_attention_heads=2)),
             args=DistillationConfig(**common(tmp_path, max_completion_length=24, **changes)),
-            train_dataset=prompts(), processing_class=byte_tokenizer(),
+            train_dataset=prompts(), processing_class=tokenizer(),
             peft_config=LAYERS if lora else None,
         )  # fmt: skip
 
@@ -107,7 +107,7 @@ def test_sft(tmp_path: Path, changes: dict[str, Any]) -> None:
     def make(of: Any) -> Any:
         return SFTTrainer(
             model=of(small()), args=SFTConfig(**common(tmp_path, **changes)),
-            train_dataset=data, processing_class=byte_tokenizer(),
+            train_dataset=data, processing_class=tokenizer(),
             peft_config=LAYERS if lora else None,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
-from trl_cases import byte_tokenizer, common, pairs, small, words
+from trl_cases import common, pairs, small, tokenizer, words
 
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import Sequence
@@ -56,7 +56,7 @@ def loss_of(objective: AnswerLoss, units: list[list[Answer]]) -> float:
 )  # fmt: skip
 def test_dpo(tmp_path: Path, changes: dict[str, Any], own: dict[str, Any]) -> None:
     trainer = DPOTrainer(
-        model=small(), ref_model=small(seed=1), processing_class=byte_tokenizer(),
+        model=small(), ref_model=small(seed=1), processing_class=tokenizer(),
         args=DPOConfig(**common(tmp_path, beta=0.3, **changes)), train_dataset=pairs(),
     )  # fmt: skip
     batch = next(iter(trainer.get_train_dataloader()))
@@ -77,7 +77,7 @@ def test_kto(tmp_path: Path) -> None:
     )  # fmt: skip
     arguments = common(tmp_path, beta=0.3, desirable_weight=1.5, undesirable_weight=0.75)
     trainer = KTOTrainer(
-        model=small(), ref_model=small(seed=1), processing_class=byte_tokenizer(),
+        model=small(), ref_model=small(seed=1), processing_class=tokenizer(),
         args=KTOConfig(**arguments | {"per_device_train_batch_size": 8}), train_dataset=data,
     )  # fmt: skip
     batch = next(iter(trainer.get_train_dataloader()))

@@ -6,6 +6,7 @@ TRL's head computes in float32 whatever the model is; both sides use it, on equa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import peft
 import pytest
 import torch
 from datasets import Dataset
+from helpers.byte_tokenizer import byte_tokenizer
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification
 
 import furlong
 
@@ -30,15 +31,7 @@ LAYERS = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], ta
 _TIMES = ("time", "per_second", "runtime")
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and an end."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: index for index, symbol in enumerate(["<pad>", "<end>", *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<end>", pad_token="<pad>", padding_side="left"
-    )
+tokenizer = partial(byte_tokenizer, padding_side="left")
 
 
 def small(seed: int = 0, **changes: Any) -> Any:

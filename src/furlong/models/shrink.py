@@ -21,8 +21,8 @@ from furlong.families import (
     ATTENTION_DROPOUTS,
     INNER_CHUNKS,
     SPECIAL_TOKENS,
-    Family,
     family_of,
+    for_all_layers,
 )
 
 VOCAB_SIZE = 260
@@ -60,11 +60,9 @@ _KINDS = ("layer_types", "mlp_layer_types")
 _NUMBERS = ("attn_layer_indices", "hybrid_layer_ids")
 
 
-def shrink_states(family: Family, values: dict[str, Any], hidden: int) -> None:
+def _shrink_states(values: dict[str, Any], hidden: int, *, attends: bool) -> None:
     """Make the recurrent layers small, in place; `hidden` is the model's own width, and
-    `values["hidden_size"]` the small one."""
-    if family.recurrent == "none":
-        return
+    `values["hidden_size"]` the small one. `attends`: whether there are heads of attention, too."""
     narrow = values["hidden_size"]
     values.pop("linear_attn_config", None)  # what a checkpoint says of what other keys hold, too
     for key, most in _SMALL_STATES.items():
@@ -80,11 +78,7 @@ def shrink_states(family: Family, values: dict[str, Any], hidden: int) -> None:
         shared = values[_VALUE_HEADS] // values[_KEY_HEADS]
         values[_KEY_HEADS] = min(values[_KEY_HEADS], 2)
         values[_VALUE_HEADS] = values[_KEY_HEADS] * shared
-    _shrink_state_heads(family, values, hidden)
-
-
-def _shrink_state_heads(family: Family, values: dict[str, Any], hidden: int) -> None:
-    """Few heads in few groups, as wide as makes up the inner width."""
+    # few heads in few groups, as wide as makes up the inner width
     heads_key = _first(values, _STATE_HEADS)
     if heads_key is None:
         return
@@ -97,8 +91,8 @@ def _shrink_state_heads(family: Family, values: dict[str, Any], hidden: int) -> 
     if groups_key := _first(values, _STATE_GROUPS):
         num_groups = values[groups_key] = min(values[groups_key], 2)
     num_heads = values[heads_key] = min(values[heads_key], 2 * num_groups)
-    own_dim = None if family.attends else "head_dim"
-    if dim_key := _first(values, (*_STATE_HEAD_DIMS, *filter(None, [own_dim]))):
+    dims = _STATE_HEAD_DIMS if attends else (*_STATE_HEAD_DIMS, "head_dim")
+    if dim_key := _first(values, dims):
         values[dim_key] = inner // num_heads
 
 
@@ -159,13 +153,9 @@ def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) ->
     if config.get_text_config() is not config:
         raise _refused(config, "holds a decoder inside another model")
     values = config.to_dict()
-    family = family_of(config.model_type)
-    wanted = ["hidden_size"] + ["num_attention_heads"] * (family.attends)
-    lacking = [name for name in wanted if not isinstance(values.get(own_key(config, name)), int)]
-    if not isinstance(getattr(config, "num_hidden_layers", None), int):
-        lacking.insert(0, "num_hidden_layers")
-    if lacking:
-        raise _refused(config, f"names no {lacking[0]}")
+    for name in ("num_hidden_layers", "hidden_size"):
+        if not isinstance(for_all_layers(config, name), int):
+            raise _refused(config, f"names no {name}")
     for key in ("quantization_config", "dtype", "torch_dtype", "architectures"):
         values.pop(key, None)
     if not all_layers:
@@ -187,9 +177,10 @@ def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) ->
 
 def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
     """Few heads in the same groups, narrow layers in nearly the same proportions."""
-    family, hidden_name = family_of(config.model_type), own_key(config, "hidden_size")
+    hidden_name = own_key(config, "hidden_size")
     hidden = values[hidden_name]
-    narrow = _shrink_heads(config, values, hidden) if family.attends else 4 * HEAD_DIM
+    attends = isinstance(values.get(own_key(config, "num_attention_heads")), int)
+    narrow = _shrink_heads(config, values, hidden) if attends else 4 * HEAD_DIM
     values[hidden_name] = narrow
     small = {own_key(config, name): most for name, most in _SMALL.items()}
     for key, value in values.items():
@@ -199,7 +190,8 @@ def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
             values[key] = few if isinstance(value, list) else few[0]
         elif key in small and isinstance(value, int):
             values[key] = min(value, small[key])
-    shrink_states(family, values, hidden)
+    if family_of(config.model_type).recurrent != "none":
+        _shrink_states(values, hidden, attends=attends)
 
 
 def _shrink_heads(config: Any, values: dict[str, Any], hidden: int) -> int:
