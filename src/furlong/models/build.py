@@ -211,6 +211,8 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], whole: nn.Module | None
     adapted = _adapted(model, lora)
     found = adapted.base_model.targeted_module_names
     saved, modules = lora.get("modules_to_save") or (), lora["target_modules"]
+    if "out_proj" in (adapted.peft_config["default"].exclude_modules or ()):
+        print("model.lora: no adapters in out_proj, where peft takes none in models of this family")
     for key, wanted, known in (
         ("target_modules", () if isinstance(modules, str) else modules, found),
         ("modules_to_save", saved, names),
@@ -299,7 +301,6 @@ def _adapted(model: Any, lora: dict[str, Any]) -> Any:
     excluded = adapted_elsewhere(model)
     if modules == "all-linear" and config.model_type in _NO_OUT_PROJ:
         excluded.append("out_proj")
-        print(f"model.lora: no adapters in out_proj, which peft adapts in no {config.model_type}")
     settings.exclude_modules = excluded or settings.exclude_modules
     settings.ensure_weight_tying = is_tied
     try:
