@@ -172,16 +172,16 @@ def test_lack_of_memory_inside_a_sequence_parallel_group_ends_all(
 
 def cannot_plan(arguments: list[str], made: type[Exception]) -> None:
     """The planner of the first process fails at its third plan."""
-    from furlong.train import batches
+    from furlong.train.batches import BatchPlanner
 
-    make, calls = batches.plan_batch, count()
+    make, calls = BatchPlanner.joined, count()
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
+    def fail(*args: Any) -> Any:
         if next(calls) == 2:
             raise made("no such plan")
-        return make(*args, **kwargs)
+        return make(*args)
 
-    batches.plan_batch = fail  # type: ignore[assignment]
+    BatchPlanner.joined = fail  # type: ignore[method-assign]
     command(arguments)
 
 

@@ -23,7 +23,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.question import Limits, Question, Space, whole_model
 from furlong.planners.search import search
 from furlong.simulate.predict import predict, predict_step, step_s
-from furlong.train.batches import Wanted, plan_batch
+from furlong.train.batches import BatchPlanner, Wanted
 
 GIB = 2**30
 SHAPE = model_shape("Qwen2.5-0.5B")
@@ -178,10 +178,8 @@ def test_a_layouts_step_is_that_of_the_plan_that_a_run_makes_of_it(layout: Layou
     space = Space(Question(lens, H100, LIMITS), layout)
     plan_of = space.plan_of(options)
     told_s = space.step_s(plan_of)
-    run = plan_batch(
-        Wanted(tuple(lens), options), layout=layout, stages=space.stages,
-        work=H100.sequence_seconds, num_layers=SHAPE.num_layers,
-    ).plan  # fmt: skip
+    planner = BatchPlanner(layout, H100.sequence_seconds, SHAPE.num_layers, space.stages)
+    run = planner.plan(Wanted(tuple(lens), options)).plan
     model = whole_model(space.model)
     assert told_s == pytest.approx(predict_step(model, run).step_s)
     update_s = told_s - step_s(model, run)

@@ -14,8 +14,7 @@ from furlong.errors import ElsewhereError
 from furlong.plan.check import check
 from furlong.plan.plan import Backward, Forward, Layout, Unshard
 from furlong.planners.options import ChunkOptions
-from furlong.train import batches
-from furlong.train.batches import SharedPlans, Wanted, plan_batch
+from furlong.train.batches import BatchPlanner, SharedPlans, Wanted
 from furlong.train.processes import ALONE, Launch, Processes
 
 
@@ -31,9 +30,8 @@ def own_sequences(plan, rank):
 
 def made(wanted, num_replicas, frozen_layers=0, **division):
     layout = Layout(num_replicas, division.pop("sp", 1), len(division.get("stages", ())) or 1)
-    return plan_batch(
-        wanted, layout=layout, work=squares, num_layers=3, frozen_layers=frozen_layers, **division
-    ).plan
+    planner = BatchPlanner(layout, squares, 3, frozen_layers=frozen_layers, **division)
+    return planner.plan(wanted).plan
 
 
 @settings(max_examples=40, deadline=None)
@@ -98,18 +96,17 @@ def test_work_is_dealt_evenly():
 
 
 def shared(replica=0, processes=ALONE, layout=None):
-    layout = layout or Layout()
-    return SharedPlans(processes, replica, layout=layout, work=squares, num_layers=3)
+    return SharedPlans(processes, replica, BatchPlanner(layout or Layout(), squares, 3))
 
 
 def test_plans_come_in_the_order_in_which_they_were_expected(monkeypatch):
-    asked, plan_own = [], batches.plan_own
+    asked, plan_own = [], BatchPlanner.own
 
-    def noted(wanted, *args, **dials):
+    def noted(planner, wanted, replica):
         asked.append(wanted)
-        return plan_own(wanted, *args, **dials)
+        return plan_own(planner, wanted, replica)
 
-    monkeypatch.setattr(batches, "plan_own", noted)
+    monkeypatch.setattr(BatchPlanner, "own", noted)
     one, other = Wanted((5, 7), ChunkOptions(size=4)), Wanted((7, 5), ChunkOptions(size=4))
     with closing(shared()) as plans:
         plans.expect(one)
@@ -125,10 +122,10 @@ def test_plans_come_in_the_order_in_which_they_were_expected(monkeypatch):
 
 
 def test_an_error_of_the_planner_comes_when_the_plan_is_asked_for(monkeypatch):
-    def fail(*args, **dials):
+    def fail(*_):
         raise ValueError("no such plan")
 
-    monkeypatch.setattr(batches, "plan_own", fail)
+    monkeypatch.setattr(BatchPlanner, "own", fail)
     wanted = Wanted((5,), ChunkOptions(size=4))
     with closing(shared()) as plans:
         plans.expect(wanted)
@@ -156,16 +153,16 @@ def test_a_process_of_each_replica_plans_for_it(monkeypatch, failing):
     """Processes 0 to 3 of dp 2 x sp 2; the plan is that of one planner, and is not checked again
     where a step waits for it. Where one cannot plan all are told."""
     layout, wanted = Layout(2, 2, 1), Wanted((30, 20, 9, 5), ChunkOptions(size=8))
-    asked, plan_own = [], batches.plan_own
+    asked, plan_own = [], BatchPlanner.own
 
-    def own(wanted, replica, **dials):
+    def own(planner, wanted, replica):
         asked.append(replica)
         if replica == failing:
             raise MemoryError("no room")
-        return plan_own(wanted, replica, **dials)
+        return plan_own(planner, wanted, replica)
 
     expected = made(wanted, 2, sp=2)
-    monkeypatch.setattr(batches, "plan_own", own)
+    monkeypatch.setattr(BatchPlanner, "own", own)
     barrier, values = Barrier(4), [None] * 4
     every = [
         shared(None if number % 2 else number // 2, Threads(number, barrier, values), layout)

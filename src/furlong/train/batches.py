@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +36,11 @@ if TYPE_CHECKING:
     from furlong.runtime.step import StepResult
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+Work = Callable[[Sequence[int]], Sequence[float]]
+"""FLOPs of each sequence by its length, or whatever else is to be dealt out evenly."""
+
+
+class Wanted(NamedTuple):
     """A batch to be planned."""
 
     seq_lens: tuple[int, ...]
@@ -50,85 +53,67 @@ class Wanted:
         return cls(batch.seq_lens, replace(options, sample=None), backward)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
+class Planned(NamedTuple):
     """The plan of a batch."""
 
-    plan: ChunkPlan
-    method: str = ""
+    method: str
     """Names of the planners of its replicas, see `planners.search`."""
+    plan: ChunkPlan
 
 
-def plan_batch(
-    wanted: Wanted,
-    elsewhere: Callable[[int], BatchPlan] | None = None,
-    *,
-    layout: Layout,
-    work: Callable[[Sequence[int]], Sequence[float]],
-    **settings: Any,
-) -> BatchPlan:
-    """A checked plan in which each replica walks its own sequences: as one device would, as one
-    pool over which each chunk is divided, as a pipeline in state-aware 1F1B, or as one of the
-    `alternatives` that is predicted to be faster.
-
-    `elsewhere`: the plan of a replica; default: made here. `work`: the FLOPs of each sequence, or
-    whatever else is to be dealt out evenly. `settings`: see `plan_own`. Where there are fewer
-    sequences than replicas some have a dummy.
+@dataclass(frozen=True)
+class BatchPlanner:
+    """Plans in which each replica walks its own sequences: as one device would, as one pool over
+    which each chunk is divided, as a pipeline in state-aware 1F1B, or as one of the `alternatives`
+    that is predicted to be faster. Where there are fewer sequences than replicas some have a dummy.
     """
 
-    def make(replica: int) -> BatchPlan:
-        return plan_own(wanted, replica, layout=layout, work=work, **settings)
+    layout: Layout
+    work: Work
+    num_layers: int
+    stages: Sequence[int] = ()
+    """Layers of each stage of a pipeline."""
+    frozen_layers: int = 0
+    alternatives: BatchPlans | None = None
 
-    dealt = _dealt(wanted, layout, work)
-    found = [*map(elsewhere or make, range(len(dealt)))]
-    plans = [own.plan for own in found]
-    plan = join_kept(plans, dealt, wanted.seq_lens, layout.dp)
-    return BatchPlan(plan, ", ".join(dict.fromkeys(own.method for own in found)))
+    def plan(self, wanted: Wanted) -> Planned:
+        """The checked plan of all replicas."""
+        num_replicas = len(self._dealt(wanted))
+        return self.joined(wanted, [self.own(wanted, replica) for replica in range(num_replicas)])
 
+    def own(self, wanted: Wanted, replica: int) -> Planned:
+        """The plan of the sequences that a replica is dealt, numbered from 0."""
+        options = wanted.options
+        seq_lens = [wanted.seq_lens[seq_id] for seq_id in self._dealt(wanted)[replica]]
+        is_cut = self.layout.pp > 1 or options.order == "layer-first"
+        frozen = self.frozen_layers if is_cut and wanted.backward else 0
+        plan = plan_replica(
+            seq_lens, options, num_layers=self.num_layers, stages=self.stages,
+            sp_size=self.layout.sp, backward=wanted.backward, frozen_layers=frozen,
+        )  # fmt: skip
+        if self.alternatives is None or not wanted.backward:
+            return Planned(CHUNKS, plan)
+        return Planned(*self.alternatives.best_plan(seq_lens, plan, options, frozen_layers=frozen))
 
-def plan_own(
-    wanted: Wanted,
-    replica: int,
-    *,
-    layout: Layout,
-    work: Callable[[Sequence[int]], Sequence[float]],
-    num_layers: int,
-    stages: Sequence[int] = (),
-    frozen_layers: int = 0,
-    alternatives: BatchPlans | None = None,
-) -> BatchPlan:
-    """The plan of the sequences that a replica is dealt, numbered from 0. `stages`: layers of each
-    stage of a pipeline."""
-    seq_lens = [wanted.seq_lens[seq_id] for seq_id in _dealt(wanted, layout, work)[replica]]
-    is_cut = layout.pp > 1 or wanted.options.order == "layer-first"
-    frozen = frozen_layers if is_cut and wanted.backward else 0
-    plan = plan_replica(
-        seq_lens, wanted.options,
-        num_layers=num_layers, stages=stages, sp_size=layout.sp, backward=wanted.backward,
-        frozen_layers=frozen,
-    )  # fmt: skip
-    if alternatives is None or not wanted.backward:
-        return BatchPlan(plan, CHUNKS)
-    method, plan = alternatives.best_plan(seq_lens, plan, wanted.options, frozen_layers=frozen)
-    return BatchPlan(plan, method)
+    def joined(self, wanted: Wanted, found: Sequence[Planned]) -> Planned:
+        """The checked plan of all replicas from their own."""
+        plans = [own.plan for own in found]
+        plan = join_kept(plans, self._dealt(wanted), wanted.seq_lens, self.layout.dp)
+        return Planned(", ".join(dict.fromkeys(own.method for own in found)), plan)
 
-
-def _dealt(
-    wanted: Wanted, layout: Layout, work: Callable[[Sequence[int]], Sequence[float]]
-) -> Sequence[Sequence[int]]:
-    """The sequences of each replica that has one."""
-    return by_cost(work(wanted.seq_lens), min(layout.dp, len(wanted.seq_lens)))
+    def _dealt(self, wanted: Wanted) -> Sequence[Sequence[int]]:
+        """The sequences of each replica that has one."""
+        return by_cost(self.work(wanted.seq_lens), min(self.layout.dp, len(wanted.seq_lens)))
 
 
 class SharedPlans:
     """The plans of a run of several processes, made in a thread in the order in which all ask."""
 
-    def __init__(self, processes: Processes, replica: int | None, **settings: Any) -> None:
-        """`replica`: the one that this process plans for, if any. `settings`: see `plan_batch`. A
-        collective."""
-        self._processes, self._replica, self._settings = processes.apart(), replica, settings
+    def __init__(self, processes: Processes, replica: int | None, planner: BatchPlanner) -> None:
+        """`replica`: the one that this process plans for, if any. A collective."""
+        self._processes, self._replica, self._planner = processes.apart(), replica, planner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
-        self._coming: dict[Wanted, Future[BatchPlan]] = {}
+        self._coming: dict[Wanted, Future[Planned]] = {}
         self.waited_s = 0.0
         """Seconds that the last `get` has waited."""
 
@@ -137,7 +122,7 @@ class SharedPlans:
         if wanted not in self._coming:
             self._coming[wanted] = self._thread.submit(self._make, wanted)
 
-    def get(self, wanted: Wanted) -> BatchPlan:
+    def get(self, wanted: Wanted) -> Planned:
         """The plan, the same on all processes, which all ask for it. Raises ElsewhereError where
         another process could not make its part."""
         started_s = time.perf_counter()
@@ -154,11 +139,11 @@ class SharedPlans:
         """End the thread, when all processes have made what any has expected."""
         self._thread.shutdown()
 
-    def _make(self, wanted: Wanted) -> BatchPlan:
-        own: BatchPlan | Exception | None = None
+    def _make(self, wanted: Wanted) -> Planned:
+        own: Planned | Exception | None = None
         if self._replica is not None and self._replica < len(wanted.seq_lens):
             try:
-                own = plan_own(wanted, self._replica, **self._settings)
+                own = self._planner.own(wanted, self._replica)
             except Exception as error:
                 own = error
         told = reason_of(own) if isinstance(own, Exception) else own
@@ -166,10 +151,10 @@ class SharedPlans:
         found = [made for made in self._processes.each(told) if made is not None]
         if isinstance(own, Exception):
             raise own
-        plans = [made for made in found if isinstance(made, BatchPlan)]
         if reason := next((made for made in found if isinstance(made, str)), ""):
             raise ElsewhereError(f"no plan of another process ({reason})")
-        planned = plan_batch(wanted, lambda replica: plans[replica], **self._settings)
+        plans = [made for made in found if isinstance(made, Planned)]
+        planned = self._planner.joined(wanted, plans)
         assert planned.plan.checksum >= 0  # here, and not where the step waits for it
         return planned
 
@@ -181,7 +166,7 @@ class BatchEngine:
         self,
         engine: Engine,
         processes: Processes = ALONE,
-        work: Callable[[Sequence[int]], Sequence[float]] = lambda seq_lens: seq_lens,
+        work: Work = lambda seq_lens: seq_lens,
         stages: Sequence[int] = (),
         alternatives: BatchPlans | None = None,
     ) -> None:
@@ -195,14 +180,12 @@ class BatchEngine:
         if engine.ranks is not None:
             model, ranks = engine.model, engine.ranks
             frozen = processes.each(model.num_frozen_layers)
-            settings: dict[str, Any] = {
-                "layout": Layout(ranks.dp, ranks.sp, ranks.pp), "stages": stages, "work": work,
-                "num_layers": model.num_layers, "frozen_layers": min(frozen),
-                "alternatives": alternatives,
-            }  # fmt: skip
-            is_of_replica = ranks.process == ranks.stage == 0
-            own = ranks.replica if is_of_replica else None
-            self._plans = SharedPlans(processes, own, **settings)
+            layout = Layout(ranks.dp, ranks.sp, ranks.pp)
+            planner = BatchPlanner(
+                layout, work, model.num_layers, stages, min(frozen), alternatives
+            )
+            own = ranks.replica if ranks.process == ranks.stage == 0 else None
+            self._plans = SharedPlans(processes, own, planner)
 
     @property
     def is_alone(self) -> bool:
@@ -241,15 +224,14 @@ class BatchEngine:
             return self.engine.forward_backward(sequences, options, divisor, backward, watch=watch)
         plans = self._plans
 
-        def prepare() -> tuple[BatchPlan, Mapping[int, Mapping[str, Tensor]]]:
-            planned = plans.get(Wanted.of(batch, options, backward=backward))
+        def prepare() -> tuple[str, ChunkPlan, Mapping[int, Mapping[str, Tensor]]]:
+            method, plan = plans.get(Wanted.of(batch, options, backward=backward))
             if backward:
-                planned = replace(planned, plan=with_draw(planned.plan, batch, options))
-            return planned, batch.part(self.engine.reads(planned.plan), device)
+                plan = with_draw(plan, batch, options)
+            return method, plan, batch.part(self.engine.reads(plan), device)
 
         # ids come onto the device: a process that lacks memory for them tells the others
-        planned, own = together(self.engine.ranks, prepare)
-        plan, self.method = planned.plan, planned.method or None
+        self.method, plan, own = together(self.engine.ranks, prepare)
         return self.engine.run(plan, own, batch.num_valid_tokens, weights=weights, watch=watch)
 
     def share(self, num_sequences: int) -> range:
