@@ -29,7 +29,7 @@ from furlong.train.checkpoints import (
 )
 from furlong.train.optim import build_optimizer, make_state
 from furlong.train.processes import Launch, Processes
-from furlong.train.run_folder import check_checkpoint, list_checkpoints
+from furlong.train.run_folder import list_checkpoints, read_checkpoint
 
 
 class Tiny(nn.Module):
@@ -115,7 +115,7 @@ def test_another_number_of_processes_goes_on(tmp_path: Path, before: int, after:
             assert answer["tensors"].keys() == expected.keys()
             for name, tensor in expected.items():
                 assert torch.equal(answer["tensors"][name], tensor), name
-        check_checkpoint(tmp_path / f"step-{steps.stop:08d}")
+        read_checkpoint(tmp_path / f"step-{steps.stop:08d}")
     stored = stored_tensors(tmp_path / "step-00000004")
     assert {name: shape for name, (shape, _) in stored.items() if name[:3] != "rng"} == {
         name: tensor.shape for name, tensor in undisturbed(range(1)).items()
@@ -151,7 +151,7 @@ def draws(rank: int, num_ranks: int, folder: Path) -> tuple[float, float]:
 
 def test_each_process_has_its_own_generator_again(tmp_path: Path) -> None:
     first, second = run_ranks(draws, 2, tmp_path, num_ranks=2)
-    check_checkpoint(tmp_path / "step-00000001")
+    read_checkpoint(tmp_path / "step-00000001")
     assert first[0] == first[1] and second[0] == second[1] and first[0] != second[0]
 
 

@@ -27,11 +27,10 @@ from furlong.train.checkpoints import (
 from furlong.train.optim import build_optimizer, build_schedule, set_rate
 from furlong.train.run_folder import (
     DamagedCheckpointError,
-    check_checkpoint,
     clear_leftovers,
     list_checkpoints,
     newest_checkpoint,
-    read_state,
+    read_checkpoint,
 )
 
 STATE = {"step": 3, "lr": 0.1 + 0.2, "names": ["a", "b"], "nothing": None}
@@ -61,8 +60,7 @@ def test_tensors_and_values_come_back_to_the_bit(
     checkpoint = save_checkpoint(tmp_path, 3, tensors, STATE)
     assert checkpoint.name == "step-00000003"
     assert len(list(checkpoint.glob("*.safetensors"))) == 4
-    check_checkpoint(checkpoint)
-    assert read_state(checkpoint) == STATE
+    assert read_checkpoint(checkpoint).state == STATE
     assert stored_tensors(checkpoint) == {n: (t.shape, t.dtype) for n, t in tensors.items()}
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     load_tensors(checkpoint, loaded)
@@ -199,11 +197,12 @@ def test_a_damaged_checkpoint_is_passed_over(
     before, damaged = save(folder, 2, 4)
     damage(damaged)
     with pytest.raises(DamagedCheckpointError, match=r"step-00000004 is damaged"):
-        check_checkpoint(damaged)
-    assert newest_checkpoint(folder) == before
+        read_checkpoint(damaged)
+    newest = newest_checkpoint(folder)
+    assert newest == read_checkpoint(before)
     assert "not loaded: checkpoint step-00000004 is damaged" in capsys.readouterr().out
     assert list_checkpoints(folder) == [before, damaged]
-    clear_leftovers(tmp_path, before)
+    clear_leftovers(tmp_path, newest)
     assert list_checkpoints(folder) == [before]
     assert damaged.with_name("step-00000004.damaged").is_dir()
 
@@ -231,8 +230,9 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
         (folder / name).mkdir()
         (folder / name / "state.json").write_text("{")
     (tmp_path / ".config.json.tmp").touch()
-    assert newest_checkpoint(folder) == whole
-    clear_leftovers(tmp_path, whole)
+    newest = newest_checkpoint(folder)
+    assert newest == read_checkpoint(whole)
+    clear_leftovers(tmp_path, newest)
     assert list(tmp_path.rglob("*")) == [folder, whole, *whole.iterdir()]
 
 
@@ -265,6 +265,6 @@ def test_a_write_cut_short_leaves_the_checkpoint_before(tmp_path: Path, num_byte
     ):
         save(tmp_path, 2)
     assert list(tmp_path.iterdir()) == [before]
-    assert newest_checkpoint(tmp_path) == before
+    assert newest_checkpoint(tmp_path) == read_checkpoint(before)
     again = save(tmp_path, 2)[0]
-    assert newest_checkpoint(tmp_path) == again
+    assert newest_checkpoint(tmp_path) == read_checkpoint(again)

@@ -62,7 +62,7 @@ def test_signals_during_the_last_save_lose_nothing(
     before(monkeypatch, checkpoints, "_write_tensors", signals)
     assert main(tiny_run.arguments(run)) == 0
     newest = newest_checkpoint(run / "checkpoints")
-    assert newest is not None and newest.name == "step-00000001"
+    assert newest is not None and newest.path.name == "step-00000001"
 
 
 def test_a_second_ctrl_c_during_a_save_leaves_the_checkpoint_before(
@@ -83,7 +83,7 @@ def test_a_second_ctrl_c_during_a_save_leaves_the_checkpoint_before(
         patched.setattr(checkpoints, "_write_tensors", interrupt)
         assert main(tiny_run.arguments(run, ONCE)) == 130
     newest = newest_checkpoint(run / "checkpoints")
-    assert newest is not None and newest.name == "step-00000002"
+    assert newest is not None and newest.path.name == "step-00000002"
     assert main(tiny_run.arguments(run, ONCE, "--resume")) == 0
     assert steps_of(run) == [1, 2, 3]
 
@@ -179,4 +179,4 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint(tiny_run: TinyRun, tmp_pa
     _, status = os.waitpid(process_id, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     newest = newest_checkpoint(run / "checkpoints")
-    assert newest is not None and int(newest.name[5:]) == steps_of(run)[-1] >= 10
+    assert newest is not None and int(newest.path.name[5:]) == steps_of(run)[-1] >= 10

@@ -13,7 +13,6 @@ import torch
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.plan.plan import Layout
 
 FIXED = (
     *("--chunks.size=32", "--chunks.num_retained=1", "--chunks.keep=attention"),
@@ -82,17 +81,6 @@ def test_decided_tiers_come_back_when_a_run_is_resumed(
     assert "offload {inputs: disk}, order layer-first" in capsys.readouterr().out
     assert (run / "options.json").read_text() == options
     assert json.loads(options)["offload"]["inputs"] == "disk"
-
-
-def test_options_of_an_earlier_release_are_read(tiny_run: TinyRun, tmp_path: Path) -> None:
-    """They name neither order nor stages; these are what that release did."""
-    from furlong.train.run_folder import _decided
-
-    old = {"size": 64, "num_retained": 2, "keep": "kv", "offload": "none", "hybrid": True}
-    decided = _decided(tmp_path, {"options": old}, {}, 1)
-    assert decided is not None and decided.layout == Layout() and decided.stages == ()
-    options = decided.options
-    assert (options.size, options.order, options.stage_layers) == (64, "chunk-first", None)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from furlong.data.loader import (
     iterate_batches,
 )
 from furlong.data.stream import StreamSet
-from furlong.errors import CheckpointError, ConfigError
+from furlong.errors import ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.build import build_model
 from furlong.models.decoder import HFDecoder
@@ -34,6 +33,7 @@ from furlong.train.checkpoints import ModelSize
 from furlong.train.choose_plan import step_size
 from furlong.train.kernels import put_kernels
 from furlong.train.processes import Launch, Processes
+from furlong.train.run_folder import Checkpoint
 from furlong.train.run_model import OPTION_NAMES, rope_of
 from furlong.units import format_bytes, format_count
 
@@ -164,22 +164,22 @@ def steps_of(settings: TrainConfig, train: DataSet | StreamSet) -> int:
     return count_steps(settings.epochs, epochs_of(settings, train), train.has_label)
 
 
-def check_steps(num_steps: int, checkpoint: Path, state: dict[str, Any], config: RunConfig) -> None:
+def check_steps(num_steps: int, checkpoint: Checkpoint, config: RunConfig) -> None:
     """Raises CheckpointError for fewer steps than a checkpoint has; tells that the learning rate
     follows another number of them than before."""
-    if num_steps < state["step"]:
-        raise CheckpointError(
-            given=f"{num_steps} steps for a run that has taken {state['step']}",
-            required="at least as many",
-            source=f"train.steps or train.epochs, and {checkpoint}",
-            change="raise it, or start anew with another out",
+    if num_steps < checkpoint.state["step"]:
+        raise checkpoint.refusal(
+            f"{num_steps} steps for a run that has taken {checkpoint.state['step']}",
+            "at least as many",
+            "raise it, or start anew with another out",
+            also="train.steps or train.epochs, and ",
         )
-    before = state["config"]["train"]
+    before = checkpoint.state["config"]["train"]
     for key in ("steps", "epochs"):
-        if getattr(config.train, key) != before[key]:
+        if (now := getattr(config.train, key)) != before[key]:
             print(
-                f"train.{key} = {getattr(config.train, key)}, before {before[key]}: from now on the"
-                f" learning rate is that of a run of {num_steps} steps"
+                f"train.{key} = {now}, before {before[key]}: from now on the learning rate is that"
+                f" of a run of {num_steps} steps"
             )
             return
 

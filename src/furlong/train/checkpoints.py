@@ -55,6 +55,7 @@ from furlong.train.run_folder import (
     FORMAT_VERSION,
     MANIFEST,
     STATE,
+    Checkpoint,
     Measured,
     checkpoint_of,
     measured,
@@ -92,18 +93,17 @@ def tell_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         print(f"{words}: the last bits may differ from those of a run without it")
 
 
-def check_data(checkpoint: Path, state: Mapping[str, Any], fingerprint: dict[str, str]) -> None:
+def check_data(checkpoint: Checkpoint, fingerprint: dict[str, str]) -> None:
     """Raises CheckpointError unless the training sequences are those of the checkpoint."""
-    found = differing(state["data_fingerprint"], fingerprint)
+    found = differing(checkpoint.state["data_fingerprint"], fingerprint)
     if SEQUENCES in found:  # files may lie elsewhere
         # Sequences follow from files and tokenizer: these are named where they are known.
         causes = [name for name in found if name != SEQUENCES] or [SEQUENCES]
-        raise CheckpointError(
-            given=f"{', '.join(causes)}: changed since the checkpoint was written",
-            required="the same files, weights, shares and limits, and the same tokenizer, whose"
-            " chat template writes no date",
-            source=str(checkpoint),
-            change="restore what has changed, or start anew with another out",
+        raise checkpoint.refusal(
+            f"{', '.join(causes)}: changed since the checkpoint was written",
+            "the same files, weights, shares and limits, and the same tokenizer, whose chat"
+            " template writes no date",
+            "restore what has changed, or start anew with another out",
         )
 
 
@@ -136,15 +136,14 @@ _WEIGHTS = {
 """Weights that a checkpoint does not hold and depends on, by the key of their checksum."""
 
 
-def check_weights(checkpoint: Path, state: Mapping[str, Any], key: str, now: str | None) -> None:
+def check_weights(checkpoint: Checkpoint, key: str, now: str | None) -> None:
     """Raises CheckpointError unless the weights beside a checkpoint are those of its run."""
-    if state[key] != now:
-        name = state["config"]["model"]["name"]
-        raise CheckpointError(
-            given=f"weights of {name} other than the checkpoint's {_WEIGHTS[key]}",
-            required="the same model: a checkpoint does not hold them",
-            source=str(checkpoint),
-            change=f"restore the files of {name}, or start anew with another out",
+    if checkpoint.state[key] != now:
+        name = checkpoint.state["config"]["model"]["name"]
+        raise checkpoint.refusal(
+            f"weights of {name} other than the checkpoint's {_WEIGHTS[key]}",
+            "the same model: a checkpoint does not hold them",
+            f"restore the files of {name}, or start anew with another out",
         )
 
 

@@ -30,15 +30,11 @@ def values_of(decision: Decision) -> dict[str, Any]:
 
 
 def decision_of(values: Mapping[str, Any]) -> Decision:
-    """The inverse of `values_of`. An earlier release, with one device, wrote the options alone.
-    Raises TypeError or ConfigError for other values."""
+    """The inverse of `values_of`. Raises KeyError, TypeError or ConfigError for other values."""
     options = dict(values)
-    layout, stages = Layout(**options.pop("layout", {})), tuple(options.pop("stages", ()))
-    budget_bytes, has_shrunk = options.pop("budget_bytes", None), options.pop("has_shrunk", False)
-    chosen = ChunkOptions(**options)
-    return Decision(
-        chosen, "", layout=layout, stages=stages, budget_bytes=budget_bytes, has_shrunk=has_shrunk
-    )
+    layout, stages = Layout(**options.pop("layout")), tuple(options.pop("stages"))
+    budget = {name: options.pop(name) for name in ("budget_bytes", "has_shrunk") if name in options}
+    return Decision(ChunkOptions(**options), "", layout=layout, stages=stages, **budget)
 
 
 def shrunk(decision: Decision, options: ChunkOptions) -> Decision:

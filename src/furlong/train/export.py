@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from furlong.config.sources import build_run
 from furlong.errors import CheckpointError, ConfigError
@@ -16,11 +15,11 @@ from furlong.train.run_folder import (
     CHECKPOINTS,
     MANIFEST,
     STATE,
-    check_checkpoint,
+    Checkpoint,
     check_creatable,
     folder_errors_reported,
     newest_checkpoint,
-    read_state,
+    read_checkpoint,
 )
 
 
@@ -37,17 +36,18 @@ def export(
     Adapters are written in peft's format, or with `merge` added to the base's weights. `loading` is
     called before torch is loaded. Raises CheckpointError or ConfigError.
     """
-    checkpoint, state = _chosen(source)
-    config = build_run(state["config"], str(checkpoint / STATE))
+    checkpoint = _chosen(source)
+    path, state = checkpoint.path, checkpoint.state
+    config = build_run(state["config"], str(path / STATE))
     if merge and config.model.lora is None:
         raise ConfigError(
             given="--merge for a checkpoint without adapters",
             required="a run with model.lora",
-            source=str(checkpoint),
+            source=str(path),
             change="leave --merge out: the checkpoint's weights are whole",
         )
-    name = f"model-{checkpoint.name}{'-merged' if merge else ''}"
-    folder = out or checkpoint.absolute().parent.parent / name
+    name = f"model-{path.name}{'-merged' if merge else ''}"
+    folder = out or path.absolute().parent.parent / name
     check_creatable(folder, "the export")
     check_export_folder(folder)
     check_files(config.model.name, config.model.revision)
@@ -68,18 +68,18 @@ def export(
     )
     from furlong.train.run_model import check_architecture, read_architecture, rope_of
 
-    check_architecture(checkpoint, state, read_architecture(config), config.model.name)
+    check_architecture(checkpoint, read_architecture(config))
     model = build_run_model(config)
-    check_weights(checkpoint, state, "base_fingerprint", base_fingerprint(model))
+    check_weights(checkpoint, "base_fingerprint", base_fingerprint(model))
     if merge and packed_linears(model):
         model = build_run_model(config, unpacked=True)
     try:
-        with one_process(), folder_errors_reported(checkpoint):
-            load_tensors(checkpoint, trained_tensors(model))
+        with one_process(), folder_errors_reported(path):
+            load_tensors(path, trained_tensors(model))
     except CheckpointError:
-        if checkpoint == source or checkpoint.exists():
+        if path == source or path.exists():
             raise
-        print(f"{checkpoint.name} was removed by its run meanwhile: again with the newest")
+        print(f"{path.name} was removed by its run meanwhile: again with the newest")
         return export(source, merge=merge, out=out)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if merge:
@@ -93,18 +93,13 @@ def export(
     return folder
 
 
-def _chosen(source: Path) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint `source`, or the newest one of the run `source`, and its values."""
+def _chosen(source: Path) -> Checkpoint:
+    """The checkpoint `source`, or the newest one of the run `source`."""
     with folder_errors_reported(source):
         if (source / MANIFEST).exists() or (source.parent.name == CHECKPOINTS and source.is_dir()):
-            check_checkpoint(source)
-            return source, read_state(source)
-        while (checkpoint := newest_checkpoint(source / CHECKPOINTS)) is not None:
-            try:
-                return checkpoint, read_state(checkpoint)
-            except FileNotFoundError:  # its run has removed it
-                if checkpoint.exists():
-                    raise
+            return read_checkpoint(source)
+        if (checkpoint := newest_checkpoint(source / CHECKPOINTS)) is not None:
+            return checkpoint
     found = "which holds no checkpoint" if source.is_dir() else "which is no folder"
     raise CheckpointError(
         given=f"{source}, {found}",

@@ -27,7 +27,7 @@ from typing import Any
 
 from furlong.config.schema import RunConfig, TrainConfig
 from furlong.config.sources import build_run, load_run
-from furlong.errors import CheckpointError, ConfigError, differing
+from furlong.errors import CheckpointError, ConfigError, difference_words, differing
 from furlong.files import TEMPORARY, checksum, os_errors_told
 from furlong.planners.decide import Decision
 from furlong.train.choose_plan import decision_of
@@ -80,15 +80,27 @@ class TrainReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose files fit its manifest."""
+
+    path: Path
+    state: dict[str, Any]
+    """Values beside its tensors."""
+
+    def refusal(self, given: str, required: str, change: str, *, also: str = "") -> CheckpointError:
+        """The error of what does not go with it; `also`: another source of that."""
+        source = f"{also}{self.path}"
+        return CheckpointError(given=given, required=required, source=source, change=change)
+
+
+@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Where a run writes, and what it goes on from."""
 
     path: Path
     decided: Decision | None = None
     """Taken before, and still valid."""
-    checkpoint: Path | None = None
-    state: dict[str, Any] | None = None
-    """Values that the checkpoint holds beside its tensors."""
+    checkpoint: Checkpoint | None = None
     is_new: bool = True
     report: TrainReport | None = None
     """That of a finished run whose exported model is whole."""
@@ -122,17 +134,23 @@ def open_run_folder(
                 print(f"the run in {path} is finished: its model is {path / EXPORT}")
                 return RunFolder(path, is_new=False, report=report)
         checkpoint = newest_checkpoint(path / CHECKPOINTS)
-        state = None if checkpoint is None else read_state(checkpoint)
-        if checkpoint is None or state is None:
+        if checkpoint is None:
             _check_same(saved, config, path / CONFIG, may_move=False)
             print(f"no checkpoint in {path}: the run begins again with its first step")
         else:  # it may be of another run, or the run's config have been edited
-            _check_whole(checkpoint, state)
-            written = build_run(state["config"], str(checkpoint / STATE))
-            _check_same(written, config, checkpoint / STATE, may_move=True)
+            if checkpoint.state["config"]["train"]["save_weights_only"]:
+                raise checkpoint.refusal(
+                    f"{checkpoint.path.name}, written with train.save_weights_only",
+                    "a checkpoint with the optimizer, to go on from",
+                    f"furlong export {checkpoint.path} makes a model of it, with which another run"
+                    " may begin (model.name)",
+                )
+            source = checkpoint.path / STATE
+            written = build_run(checkpoint.state["config"], str(source))
+            _check_same(written, config, source, may_move=True)
         clear_leftovers(path, checkpoint)
-        decided = _decided(path, state, changed, num_processes)
-        return RunFolder(path, decided, checkpoint, state, is_new=False)
+        decided = _decided(path, checkpoint, changed, num_processes)
+        return RunFolder(path, decided, checkpoint, is_new=False)
 
 
 def _finished(path: Path) -> TrainReport | None:
@@ -157,18 +175,6 @@ def _finished(path: Path) -> TrainReport | None:
         )
     print(f"the run in {path} is finished, but {missing} is missing or cut: it is exported again")
     return None
-
-
-def _check_whole(checkpoint: Path, state: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a checkpoint that holds weights only."""
-    if state["config"]["train"]["save_weights_only"]:
-        raise CheckpointError(
-            given=f"{checkpoint.name}, written with train.save_weights_only",
-            required="a checkpoint with the optimizer, to go on from",
-            source=str(checkpoint),
-            change=f"furlong export {checkpoint} makes a model of it, with which another run may"
-            " begin (model.name)",
-        )
 
 
 def list_export(folder: Path) -> dict[str, int]:
@@ -237,7 +243,7 @@ def _changed(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, Any]]:
     return differing(saved.model_dump(mode="json"), given.model_dump(mode="json"))
 
 
-def clear_leftovers(path: Path, newest: Path | None) -> None:
+def clear_leftovers(path: Path, newest: Checkpoint | None) -> None:
     """Removes what a process that was killed had not yet written or removed, and renames what is
     newer than the checkpoint that the run goes on from, and so damaged, to `.damaged`."""
     checkpoints = path / CHECKPOINTS
@@ -247,27 +253,27 @@ def clear_leftovers(path: Path, newest: Path | None) -> None:
         else:
             leftover.unlink()
     for checkpoint in list_checkpoints(checkpoints):
-        if newest is not None and step_of(checkpoint) > step_of(newest):
+        if newest is not None and step_of(checkpoint) > step_of(newest.path):
             damaged = checkpoint.with_name(checkpoint.name + _DAMAGED)
             shutil.rmtree(damaged, ignore_errors=True)
             os.rename(checkpoint, damaged)
 
 
 def _decided(
-    path: Path, state: Mapping[str, Any] | None, changed: Mapping[str, Any], num_processes: int
+    path: Path, checkpoint: Checkpoint | None, changed: Mapping[str, Any], num_processes: int
 ) -> Decision | None:
     causes = [key for key in changed if key.startswith(_DECIDING_KEYS)]
-    if state and state.get("written_by", {}).get("processes", 1) != num_processes:
+    if checkpoint and checkpoint.state["written_by"]["processes"] != num_processes:
         causes.append("the number of processes")
     if causes:
         print(f"options are decided again, for these keys have changed: {', '.join(causes)}")
         return None
-    if state:
-        found = decision_of(state["options"])
+    if checkpoint:
+        found = decision_of(checkpoint.state["options"])
     else:
         try:  # nothing has been computed by them: what cannot be read is decided again
             found = decision_of(json.loads((path / OPTIONS).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, ConfigError):
+        except (OSError, ValueError, KeyError, TypeError, ConfigError):
             return None
     return found if found.layout.num_devices == num_processes else None
 
@@ -427,23 +433,19 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """The newest checkpoint that is whole; None if there is none at all.
 
     Damaged ones are named in print and passed over. Nothing is changed: another process may be
     writing. Raises CheckpointError if all are damaged.
     """
     found = list_checkpoints(folder)
-    for checkpoint in reversed(found):
+    for path in reversed(found):
         try:
-            check_checkpoint(checkpoint)
-            return checkpoint
+            return read_checkpoint(path)
         except DamagedCheckpointError as error:
-            if checkpoint.exists():
+            if path.exists():
                 print(f"not loaded: {error.given}")
-        except FileNotFoundError:
-            if checkpoint.exists():
-                raise
     if found != list_checkpoints(folder):  # another process removes old ones meanwhile
         return newest_checkpoint(folder)
     if not found:
@@ -467,43 +469,36 @@ def remove_old(folder: Path, num_kept: int, best_step: int = 0) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def check_checkpoint(checkpoint: Path) -> None:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Raises DamagedCheckpointError unless every file has the manifest's size and checksum, and
     the state is of the step that the folder's name says."""
-    if not (checkpoint / MANIFEST).exists():
-        raise _damaged(checkpoint, f"{MANIFEST} is missing: it was not written to its end")
+    if not (path / MANIFEST).exists():
+        raise _damaged(path, f"{MANIFEST} is missing: it was not written to its end")
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         version = manifest["version"]
         files = {name: dict(own) for name, own in manifest["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _damaged(checkpoint, f"{MANIFEST} cannot be read ({error})") from error
+        raise _damaged(path, f"{MANIFEST} cannot be read ({error})") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            given=f"checkpoint {checkpoint.name} of format {version}",
+            given=f"checkpoint {path.name} of format {version}",
             required=f"format {FORMAT_VERSION}, which this release reads",
-            source=str(checkpoint),
+            source=str(path),
             change="use the release of furlong that wrote it, or start anew with another out",
         )
     try:
-        found = {file.name: measured(file) for file in checkpoint.iterdir()}
+        found = {file.name: measured(file) for file in path.iterdir() if file.name != MANIFEST}
+        if missing := sorted(files.keys() - found.keys()):
+            raise _damaged(path, f"{missing[0]} is missing")
+        if wrong := differing(found, files):
+            raise _damaged(path, difference_words(wrong, "in the manifest"))
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
     except OSError as error:
-        raise _damaged(checkpoint, error.strerror or str(error)) from error
-    del found[MANIFEST]
-    for name in sorted(files.keys() | found.keys()):
-        if name not in found:
-            raise _damaged(checkpoint, f"{name} is missing")
-        if found[name] != files.get(name):
-            known = files.get(name, "nothing")
-            raise _damaged(checkpoint, f"{name} has {found[name]}, in the manifest {known}")
-    step = read_state(checkpoint).get("step")
-    if _STEP.fullmatch(checkpoint.name) and step != step_of(checkpoint):
-        raise _damaged(checkpoint, f"its state is of step {step}")
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """State that was saved beside the tensors. The checkpoint must have been checked."""
-    return dict(json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
+        raise _damaged(path, error.strerror or str(error)) from error
+    if _STEP.fullmatch(path.name) and state.get("step") != step_of(path):
+        raise _damaged(path, f"its state is of step {state.get('step')}")
+    return Checkpoint(path, state)
 
 
 def measured(file: Path) -> Measured:

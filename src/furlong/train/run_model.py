@@ -23,7 +23,7 @@ from furlong.cost.machine import (
 from furlong.cost.model import CostModel
 from furlong.data.dataset import DataSet
 from furlong.data.stream import StreamSet
-from furlong.errors import CheckpointError, ConfigError, difference_words, differing
+from furlong.errors import ConfigError, difference_words, differing
 from furlong.kv.disk import NamelessFile
 from furlong.kv.pools import Storage
 from furlong.models.build import read_config
@@ -49,6 +49,7 @@ from furlong.planners.spaco import check_sampling
 from furlong.train.choose_plan import step_size
 from furlong.train.objective import objective_of
 from furlong.train.processes import Launch, layout_of, sizes_of
+from furlong.train.run_folder import Checkpoint
 
 OPTION_NAMES = (*SEARCHED_OPTIONS, "stage_layers")
 _NO_BOUND_BYTES = 2**62
@@ -145,19 +146,17 @@ def read_architecture(config: RunConfig) -> dict[str, Any]:
     return _architecture_of(_read_config(config))
 
 
-def check_architecture(
-    checkpoint: Path, state: Mapping[str, Any], present: Mapping[str, Any], name: str
-) -> None:
-    """Raises CheckpointError unless `present`, the architecture of the model `name` today, is the
+def check_architecture(checkpoint: Checkpoint, present: Mapping[str, Any]) -> None:
+    """Raises CheckpointError unless `present`, the architecture of the run's model today, is the
     one that the checkpoint's weights were trained with."""
-    trained = state["architecture"]
-    if found := differing(present, trained):
-        raise CheckpointError(
-            given=difference_words(found, "trained with"),
-            required=f"the config.json of {name} with which the weights were trained",
-            source=f"{name}, config.json, and {checkpoint}",
-            change=f"restore the config.json of {name} (a hub id may have a new revision), or start"
-            " anew with another out",
+    if found := differing(present, checkpoint.state["architecture"]):
+        name = checkpoint.state["config"]["model"]["name"]
+        raise checkpoint.refusal(
+            difference_words(found, "trained with"),
+            f"the config.json of {name} with which the weights were trained",
+            f"restore the config.json of {name} (a hub id may have a new revision), or start anew"
+            " with another out",
+            also=f"{name}, config.json, and ",
         )
 
 

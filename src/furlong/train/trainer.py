@@ -76,10 +76,10 @@ from furlong.train.run_folder import (
     OPTIONS,
     PROFILE,
     REPORT,
+    Checkpoint,
     DamagedCheckpointError,
     RunFolder,
     TrainReport,
-    check_checkpoint,
     check_room,
     checkpoint_of,
     clear_export,
@@ -87,7 +87,7 @@ from furlong.train.run_folder import (
     folder_errors_reported,
     list_checkpoints,
     list_export,
-    read_state,
+    read_checkpoint,
 )
 from furlong.train.run_model import (
     RunModel,
@@ -161,7 +161,8 @@ class Trainer:
         self._stop: StopRequest | None = None
         with ExitStack() as stack:
             self.run = run or open_run(stack, config, resume=resume, processes=processes)
-            kept = 0 if self.run.state is None else self.run.state["metrics_bytes"]
+            checkpoint = self.run.checkpoint
+            kept = 0 if checkpoint is None else checkpoint.state["metrics_bytes"]
             # the first process speaks for all
             say = print if processes.is_first else lambda line: None
             self.log = MetricsLog(None, 0, say, keep_bytes=kept)
@@ -205,8 +206,8 @@ class Trainer:
                 rope=rope_of(config), max_seq_len=config.data.max_seq_len,
             )  # fmt: skip
             model = RunModel.read(config, device, launch)
-            if run.checkpoint is not None and run.state is not None:
-                check_architecture(run.checkpoint, run.state, model.architecture, config.model.name)
+            if run.checkpoint is not None:
+                check_architecture(run.checkpoint, model.architecture)
             tokenizer = tokenizer_of(config)
             self.prompts = encode_prompts(config, tokenizer) if config.log.samples else []
             if config.hub is not None and self.processes.is_first:
@@ -232,13 +233,13 @@ class Trainer:
         require_equal(processes, fingerprint, source)
 
         def check() -> int:
-            if run.checkpoint is not None and run.state is not None:
-                checkpoints.check_data(run.checkpoint, run.state, fingerprint)
+            if run.checkpoint is not None:
+                checkpoints.check_data(run.checkpoint, fingerprint)
             train = self.train_data
             print(f"data.train: {build.batches_in_words(config.train, train)}")
             num_steps = build.steps_of(config.train, train)
-            if run.checkpoint is not None and run.state is not None:
-                build.check_steps(num_steps, run.checkpoint, run.state, config)
+            if run.checkpoint is not None:
+                build.check_steps(num_steps, run.checkpoint, config)
             return num_steps
 
         self.num_steps = processes.together(check)
@@ -336,8 +337,8 @@ class Trainer:
         if run.is_new:
             make_folder = partial(create_run_folder, stack, run.path)
             processes.together(make_folder if processes.is_first else lambda: None)
-        if run.checkpoint is not None and run.state is not None:
-            self._restore(run.checkpoint, run.state)
+        if run.checkpoint is not None:
+            self._restore(run.checkpoint)
         self.saved_step = self.progress.step
         self.checkpoints = checkpoints.Checkpoints(
             run.path / CHECKPOINTS, processes, num_kept=self.config.train.num_checkpoints,
@@ -548,7 +549,7 @@ class Trainer:
             self._push(folder / EXPORT, step)
         return report
 
-    def _write_model(self, folder: Path, best: Path | None = None) -> None:
+    def _write_model(self, folder: Path, best: Checkpoint | None = None) -> None:
         """Writes the model of now, or that of a checkpoint, with its card."""
         engine, several = self.engine.engine, self.processes.num_processes > 1
         is_gathered = several and best is None
@@ -560,12 +561,12 @@ class Trainer:
             if several or best is not None:
                 model = build.build_run_model(config)
             if best is not None:
-                checkpoints.load_tensors(best, checkpoints.trained_tensors(model))
+                checkpoints.load_tensors(best.path, checkpoints.trained_tensors(model))
             checkpoints.put_weights(model, weights)
             export_model(
                 model, self.tokenizer, folder, dtype=getattr(torch, config.model.dtype),
                 rope=rope_of(config),
-                card=model_card(config, values if best is None else read_state(best)),
+                card=model_card(config, values if best is None else best.state),
             )  # fmt: skip
 
         drawn = RNGState.read(self.used.device)
@@ -576,26 +577,26 @@ class Trainer:
         assert self.config.hub is not None
         self.processes.from_first(partial(push, self.config.hub, folder, f"step {step}"))
 
-    def _best_checkpoint(self) -> Path | None:
+    def _best_checkpoint(self) -> Checkpoint | None:
         """The checkpoint to export in the place of the weights of now; None where these are the
         best that there are."""
         step = self.progress.held_out.best_step
         if not self.config.train.keep_best or step in (0, self.progress.step):
             return None
-        if cause := self._damage_of_best():
-            self.say(f"warning: the weights of step {self.progress.step} are exported in the place"
-                     f" of those with the lowest held-out loss: {cause}")  # fmt: skip
-            return None
-        return checkpoint_of(self.run.path / CHECKPOINTS, step)
+        found = self._read_best()
+        if isinstance(found, Checkpoint):
+            return found
+        self.say(f"warning: the weights of step {self.progress.step} are exported in the place of"
+                 f" those with the lowest held-out loss: {found}")  # fmt: skip
+        return None
 
-    def _damage_of_best(self) -> str:
-        """The damage of the checkpoint with the lowest loss; empty where it is whole."""
+    def _read_best(self) -> Checkpoint | str:
+        """The checkpoint with the lowest loss; or what is damaged in it."""
         best_step = self.progress.held_out.best_step
         try:
-            check_checkpoint(checkpoint_of(self.run.path / CHECKPOINTS, best_step))
+            return read_checkpoint(checkpoint_of(self.run.path / CHECKPOINTS, best_step))
         except DamagedCheckpointError as error:
             return error.given
-        return ""
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next steps depend on, as far as this process has it: tensors by the names of
@@ -636,28 +637,30 @@ class Trainer:
 
     # What happens around the steps.
 
-    def _restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+    def _restore(self, checkpoint: Checkpoint) -> None:
         """Puts everything into place as it was when the checkpoint was taken."""
+        state = checkpoint.state
 
         def check() -> None:
-            checkpoints.check_weights(checkpoint, state, "base_fingerprint", self.base_fingerprint)
-            checkpoints.check_weights(checkpoint, state, "reference", self.reference_fingerprint)
+            checkpoints.check_weights(checkpoint, "base_fingerprint", self.base_fingerprint)
+            checkpoints.check_weights(checkpoint, "reference", self.reference_fingerprint)
 
         self.processes.together(check)
-        checkpoints.restore_tensors(checkpoint, self.model, self.optimizer, self.processes)
+        checkpoints.restore_tensors(checkpoint.path, self.model, self.optimizer, self.processes)
         self.progress = Progress.from_dict(state["progress"])
         self._forget_best(state)
         set_rate(self.schedule, self.progress.step)
         now = checkpoints.written_by(self.model, self.processes.num_processes)
         checkpoints.tell_changes(now, state["written_by"])
-        print(f"resumed from {checkpoint.name}: step {self.progress.step} of {self.num_steps}")
+        print(f"resumed from {checkpoint.path.name}: step {self.progress.step} of {self.num_steps}")
 
     def _forget_best(self, state: Mapping[str, Any]) -> None:
         """Begins to look for the lowest loss anew where that of the checkpoint is one of other data
         or, with `train.keep_best`, of weights that are not there any more."""
         config, held_out, cause = self.config, self.progress.held_out, ""
         if held_out.best_step and config.train.keep_best:
-            cause = self.processes.from_first(self._damage_of_best)
+            found = self.processes.from_first(self._read_best)
+            cause = "" if isinstance(found, Checkpoint) else found
         if build_run(state["config"], str(self.run.path)).data.eval != config.data.eval:
             cause = "data.eval has changed"
         if held_out.best_step and cause:
