@@ -267,7 +267,7 @@ def test_a_package_that_is_not_installed_is_named_before_anything_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(start, "find_spec", lambda name: None)
-    for package in metrics.TRACKERS:
+    for package in start.TRACKERS:
         flag = f"--log.{package}={'true' if package == 'tensorboard' else 'x'}"
         assert main(tiny_run.arguments(tmp_path / "run", flag)) == 2
         assert f"pip install 'furlong[{package}]'" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,13 +22,12 @@ from furlong.planners.candidates import CHUNKS
 from furlong.simulate.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
 from furlong.train.sample_check import SampleCheck
+from furlong.train.start import TRACKERS
 from furlong.units import format_bytes, format_count, format_seconds
 
 Say = Callable[[str], None]
 Track = Callable[[int, Mapping[str, float]], None]
 """Takes the figures of a step or an evaluation."""
-Opened = tuple[Track, Callable[[], None], str | None]
-"""A tracker: how it takes figures, how it is closed, and its name of the run."""
 _TOLD_SHARE = 0.05
 """Share of a step's time from which recomputation and the wait for data are told."""
 
@@ -144,8 +143,9 @@ class MetricsLog:
         self._file = None
         self._keep_bytes = keep_bytes or 0
         if file is not None:
-            if keep_bytes is not None:
-                _cut(file, keep_bytes)
+            if keep_bytes is not None and file.exists():
+                with file.open("r+b") as opened:  # whole lines
+                    opened.truncate(opened.read(keep_bytes).rfind(b"\n") + 1)
             self._file = file.open("a", encoding="utf-8", buffering=1)
         self._num_steps = num_steps
         self._say = say
@@ -205,20 +205,16 @@ class MetricsLog:
     def predicted(self, step: int, figures: StepFigures, prediction: Prediction) -> None:
         """Report the first step beside its prediction, in the same terms."""
         self._write({"step": step} | {f"predicted_{k}": v for k, v in prediction._asdict().items()})
-        parts = [
-            f"gradients in {format_seconds(figures.gradients_s)}"
-            f" (predicted {format_seconds(prediction.step_s)})",
-            f"peak {format_bytes(figures.used_memory_bytes)}"
-            f" (predicted {format_bytes(prediction.device_bytes)})",
-        ]
-        for target, used, expected in (
-            ("cpu", figures.cpu_bytes, prediction.cpu_bytes),
-            ("disk", figures.disk_bytes, prediction.disk_bytes),
+        told, expected = format_seconds(figures.gradients_s), format_seconds(prediction.step_s)
+        parts = [f"gradients in {told} (predicted {expected})"]
+        for target, used_bytes, expected_bytes in (
+            ("peak", figures.used_memory_bytes, prediction.device_bytes),
+            ("cpu", figures.cpu_bytes or 0, prediction.cpu_bytes),
+            ("disk", figures.disk_bytes or 0, prediction.disk_bytes),
         ):
-            if used or expected:
-                parts.append(
-                    f"{target} {format_bytes(used or 0)} (predicted {format_bytes(expected)})"
-                )
+            if used_bytes or expected_bytes:
+                told, expected = format_bytes(used_bytes), format_bytes(expected_bytes)
+                parts.append(f"{target} {told} (predicted {expected})")
         self._say(f"first step: {', '.join(parts)}")
 
     def sample_check(self, step: int, check: SampleCheck | None, seconds: float) -> None:
@@ -226,15 +222,13 @@ class MetricsLog:
         if check is None:
             self._say(f"sample check before step {step}: left out, both gradients did not fit")
             return
-        share = check.num_drawn / check.num_chunks
         figures = {"cosine": check.cosine, "error": check.relative_error}
-        record: dict[str, object] = {"step": step}
-        record |= {f"sample_check_{name}": value for name, value in figures.items()}
-        record |= {"sample_check_tokens": check.num_tokens, "sample_check_drawn_share": share}
-        self._write(record | {"sample_check_s": seconds})
-        known = {name: value for name, value in figures.items() if value is not None}
-        self._track(step, {f"sample_check_{name}": value for name, value in known.items()})
-        cosine, error = (f"{known[name]:.3f}" if name in known else "-" for name in figures)
+        share = check.num_drawn / check.num_chunks
+        record = figures | {"tokens": check.num_tokens, "drawn_share": share, "s": seconds}
+        self._write({"step": step} | {f"sample_check_{name}": x for name, x in record.items()})
+        known = {f"sample_check_{name}": x for name, x in figures.items() if x is not None}
+        self._track(step, known)
+        cosine, error = ("-" if x is None else f"{x:.3f}" for x in figures.values())
         self._say(
             f"sample check before step {step}: cosine {cosine}, relative error {error} of the"
             f" gradient of {check.num_tokens:,} tokens, {check.num_drawn} of {check.num_chunks}"
@@ -245,20 +239,17 @@ class MetricsLog:
         """`evaluations` by name; the records' keys are `eval_...`, `eval_training_...`."""
         record: dict[str, object] = {"step": step, "eval_s": seconds}
         for name, evaluation in evaluations.items():
-            key = "eval" if name == HELD_OUT else f"eval_{name}"
+            key, by_position = (
+                "eval" if name == HELD_OUT else f"eval_{name}",
+                evaluation.by_position,
+            )
             values = {f"{key}_loss": evaluation.loss}
             values |= {f"{key}_{metric}": x for metric, x in evaluation.metrics.items()}
             record |= values
-            if evaluation.by_position:
-                record[f"{key}_by_position"] = [asdict(each) for each in evaluation.by_position]
-            self._track(
-                step,
-                values | {f"{key}_loss_at_{b.start}": b.loss for b in evaluation.by_position},
-            )
-            buckets = [
-                f"<{format_position(bucket.stop)} {bucket.loss:.3f}"
-                for bucket in evaluation.by_position
-            ]
+            if by_position:
+                record[f"{key}_by_position"] = [asdict(each) for each in by_position]
+            self._track(step, values | {f"{key}_loss_at_{b.start}": b.loss for b in by_position})
+            buckets = [f"<{format_position(b.stop)} {b.loss:.3f}" for b in by_position]
             self._say(
                 f"{name} loss {evaluation.loss:.4f}{_metrics_words(evaluation.metrics)} after step"
                 f" {step}{'; by position ' * bool(buckets)}{'  '.join(buckets)}"
@@ -318,13 +309,6 @@ def open_bar(stack: ExitStack, start: int, num_steps: int) -> tuple[Say, Callabl
     return bar.write, lambda step: bar.update(step - bar.n)
 
 
-def _cut(file: Path, keep_bytes: int) -> None:
-    """Leave the whole lines within the first `keep_bytes`."""
-    if file.exists():
-        with file.open("r+b") as opened:
-            opened.truncate(opened.read(keep_bytes).rfind(b"\n") + 1)
-
-
 def open_profiler(
     stack: ExitStack, steps: tuple[int, int] | None, done: int, file: Path
 ) -> Callable[[], None]:
@@ -347,17 +331,6 @@ def open_profiler(
     return profiler.step
 
 
-class _Asked(NamedTuple):
-    """The arguments with which a tracker is opened."""
-
-    folder: Path
-    settings: LogConfig
-    config: dict[str, Any]
-    known: str | None
-    """The tracker's own name of the run that is continued."""
-    start_step: int
-
-
 def open_trackers(
     stack: ExitStack, folder: Path, settings: LogConfig, config: dict[str, Any], start_step: int
 ) -> list[Track]:
@@ -366,12 +339,12 @@ def open_trackers(
     file = folder / "trackers.json"
     runs = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     tracks = []
-    for name, open_one in TRACKERS.items():
+    for name in TRACKERS:
         if not (asked := getattr(settings, name)):
             continue
         try:
-            track, close, runs[name] = open_one(
-                _Asked(folder, settings, config, runs.get(name), start_step)
+            track, close, runs[name] = _open_tracker(
+                name, settings, folder, config, start_step, known=runs.get(name)
             )
         except Exception as error:  # settings, log-in, the connection: each has types of its own
             raise ConfigError(
@@ -395,58 +368,42 @@ def _close(name: str, close: Callable[[], None]) -> None:
         print(f"warning: {name} may lack the last figures, metrics.jsonl has them: {error}")
 
 
-def _tensorboard(asked: _Asked) -> Opened:
-    from torch.utils.tensorboard import SummaryWriter
+def _open_tracker(
+    name: str, settings: LogConfig, folder: Path, config: dict[str, Any], start_step: int,
+    *, known: str | None,
+) -> tuple[Track, Callable[[], None], str | None]:  # fmt: skip
+    """How a tracker takes figures, how it is closed, and its own name of the run: `known`, where it
+    goes on with one."""
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
-    folder = str(asked.folder / "tensorboard")
-    writer = SummaryWriter(folder, purge_step=asked.start_step + 1)
+        writer = SummaryWriter(str(folder / name), purge_step=start_step + 1)
 
-    def track(step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
+        def track(step: int, values: Mapping[str, float]) -> None:
+            for figure, value in values.items():
+                writer.add_scalar(figure, value, step)
 
-    return track, writer.close, None
+        return track, writer.close, None
+    if name == "mlflow":
+        import mlflow
 
+        mlflow.set_experiment(settings.mlflow)
+        known_id = mlflow.start_run(run_id=known, run_name=settings.name).info.run_id
+        keys = [] if known else [*differing(config, {}).items()]
+        for start in range(0, len(keys), 100):  # its most in one call
+            mlflow.log_params({key: own for key, (own, _) in keys[start : start + 100]})
+        return (lambda step, x: mlflow.log_metrics(dict(x), step=step)), mlflow.end_run, known_id
+    common: dict[str, Any] = {
+        "project": getattr(settings, name), "resume": "allow", "config": config,
+    }  # fmt: skip
+    if name == "trackio":
+        import trackio
 
-def _wandb(asked: _Asked) -> Opened:
-    import wandb
+        run = trackio.init(name=known or settings.name, **common)
+    else:
+        import wandb
 
-    run = wandb.init(
-        project=asked.settings.wandb, entity=asked.settings.wandb_entity, name=asked.settings.name,
-        id=asked.known, resume="allow", dir=str(asked.folder), config=asked.config,
-    )  # fmt: skip
-    return (lambda step, values: run.log(dict(values), step=step)), run.finish, run.id
-
-
-def _trackio(asked: _Asked) -> Opened:
-    import trackio
-
-    run = trackio.init(
-        project=asked.settings.trackio, name=asked.known or asked.settings.name, resume="allow",
-        config=asked.config,
-    )  # fmt: skip
-    return (lambda step, values: run.log(dict(values), step=step)), run.finish, run.name
-
-
-def _mlflow(asked: _Asked) -> Opened:
-    import mlflow
-
-    mlflow.set_experiment(asked.settings.mlflow)
-    run = mlflow.start_run(run_id=asked.known, run_name=asked.settings.name)
-    keys = [] if asked.known else [*differing(asked.config, {}).items()]
-    for start in range(0, len(keys), 100):  # its most in one call
-        mlflow.log_params({key: own for key, (own, _) in keys[start : start + 100]})
-    return (
-        lambda step, values: mlflow.log_metrics(dict(values), step=step),
-        mlflow.end_run,
-        run.info.run_id,
-    )
-
-
-TRACKERS: Mapping[str, Callable[[_Asked], Opened]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "trackio": _trackio,
-    "mlflow": _mlflow,
-}
-"""By the name of the key below `log` that asks for one, which is that of its package."""
+        own = {"entity": settings.wandb_entity, "name": settings.name, "dir": str(folder)}
+        run = wandb.init(id=known, **own, **common)
+    known_id = run.name if name == "trackio" else run.id
+    return (lambda step, x: run.log(dict(x), step=step)), run.finish, known_id

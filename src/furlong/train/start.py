@@ -17,6 +17,9 @@ from furlong.train.objective import objective_of
 from furlong.train.processes import ALONE, Processes, layout_of, require_equal, versions
 from furlong.train.run_folder import RunFolder, open_run_folder
 
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+"""Packages by the name of the key below `log` that asks for one."""
+
 
 def open_run(
     stack: ExitStack, config: RunConfig, *, resume: bool, processes: Processes = ALONE
@@ -54,7 +57,7 @@ def _check(config: RunConfig, num_processes: int) -> None:
             source="chunks, and parallel.pp",
             change="remove chunks.order and chunks.stage_layers, or set parallel.pp to 1",
         )
-    for package in ("tensorboard", "wandb", "trackio", "mlflow"):
+    for package in TRACKERS:
         if getattr(config.log, package) and find_spec(package) is None:
             raise ConfigError(
                 given=f"log.{package} without the package {package}",
