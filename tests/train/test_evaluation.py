@@ -69,7 +69,7 @@ def test_loss_by_position_is_that_of_the_whole_model(size: int) -> None:
     model.model.layers[0].eval()
     modes = {name: module.training for name, module in model.named_modules()}
     positions, losses = true_losses(model, batches)
-    given = evaluate(BatchEngine(Engine(model)), model, batches, Fitting(ChunkOptions(size=size)))
+    given = evaluate(BatchEngine(Engine(model)), batches, Fitting(ChunkOptions(size=size)))
     assert given is not None
     assert given.num_valid_tokens == len(losses)
     assert given.loss == pytest.approx(np.mean(losses), rel=1e-12)
@@ -96,7 +96,7 @@ def test_dropout_is_off() -> None:
     engine = Engine(model)
     _, losses = true_losses(model.eval(), batches)
     model.train()
-    given = evaluate(BatchEngine(engine), model, batches, Fitting(ChunkOptions(size=32)))
+    given = evaluate(BatchEngine(engine), batches, Fitting(ChunkOptions(size=32)))
     assert given is not None and given.loss == pytest.approx(np.mean(losses), rel=1e-12)
 
 
@@ -106,7 +106,7 @@ def test_a_loss_that_is_not_finite_is_not_hidden() -> None:
     model.train()
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
-    given = evaluate(BatchEngine(engine), model, batches, Fitting(ChunkOptions(size=32)))
+    given = evaluate(BatchEngine(engine), batches, Fitting(ChunkOptions(size=32)))
     assert given is not None and np.isnan(given.loss)
 
 
@@ -115,7 +115,6 @@ def test_it_stops_when_it_is_asked_to() -> None:
     asked = iter([False, True])
     given = evaluate(
         BatchEngine(Engine(model)),
-        model,
         batches,
         Fitting(ChunkOptions(size=32)),
         should_stop=lambda: next(asked),
@@ -129,10 +128,10 @@ def test_it_is_held_to_the_budget_of_the_steps(monkeypatch: pytest.MonkeyPatch) 
     used = UsedMemory(model.parameters(), optimizer, budget_bytes=1 << 40)
     fitting = Fitting(ChunkOptions(size=256), say=lambda line: None)
     engine = Engine(model)
-    whole = evaluate(BatchEngine(engine), model, batches, fitting, used=used)
+    whole = evaluate(BatchEngine(engine), batches, fitting, used=used)
     needed = 1 << 50
     monkeypatch.setattr(used, "peak_bytes", lambda: needed if fitting.options.size > 64 else 0)
-    in_parts = evaluate(BatchEngine(engine), model, batches, fitting, used=used)
+    in_parts = evaluate(BatchEngine(engine), batches, fitting, used=used)
     assert fitting.options.size == 64
     assert whole is not None and in_parts is not None
     assert in_parts.loss == pytest.approx(whole.loss, rel=1e-6)

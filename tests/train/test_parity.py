@@ -121,9 +121,7 @@ def test_steps_are_those_of_a_plain_loop(
     fitting = Fitting(ChunkOptions(size=size, num_retained=num_retained))
 
     def held_out_loss(trainer: BareTrainer) -> Evaluation:
-        evaluation = evaluate(
-            trainer.engine, model, batches[:3], trainer.fitting, used=trainer.used
-        )
+        evaluation = evaluate(trainer.engine, batches[:3], trainer.fitting, used=trainer.used)
         assert evaluation is not None
         return evaluation
 

@@ -66,7 +66,7 @@ def by_hand(model: Any, sequence: dict[str, torch.Tensor], options: ChunkOptions
 def test_cosine_and_error_are_those_of_the_whole_gradients():
     model, batch = make_model(), make_batch(40, 100, 70)
     exact, drawn = by_hand(model, batch.tensors(CPU)[1], HALF)
-    check = check_sample(BatchEngine(Engine(model)), model, batch, HALF)
+    check = check_sample(BatchEngine(Engine(model)), batch, HALF)
     assert check is not None
     assert (check.num_tokens, check.num_chunks) == (100, 7)
     assert 0 < check.num_drawn < 7
@@ -78,19 +78,17 @@ def test_cosine_and_error_are_those_of_the_whole_gradients():
 
 def test_the_longest_sequence_with_a_label_is_taken():
     model = make_model()
-    check = check_sample(
-        BatchEngine(Engine(model)), model, make_batch(40, 100, 70, unlabelled=1), HALF
-    )
+    check = check_sample(BatchEngine(Engine(model)), make_batch(40, 100, 70, unlabelled=1), HALF)
     assert check is not None and check.num_tokens == 70
 
 
 def test_a_draw_of_everything_is_exact_and_of_nothing_is_zero():
     model, batch = make_model(), make_batch(100)
-    everything = check_sample(BatchEngine(Engine(model)), model, batch, ALL)
+    everything = check_sample(BatchEngine(Engine(model)), batch, ALL)
     assert everything is not None and everything.relative_error is not None
     assert everything.num_drawn == 7 and everything.relative_error < 1e-12
     assert everything.cosine == pytest.approx(1, abs=1e-12)
-    nothing = check_sample(BatchEngine(Engine(model)), model, batch, NOTHING)
+    nothing = check_sample(BatchEngine(Engine(model)), batch, NOTHING)
     assert nothing is not None
     assert (nothing.num_drawn, nothing.cosine, nothing.relative_error) == (0, None, 1.0)
 
@@ -99,11 +97,12 @@ class Failing:
     """An engine that has no memory for the second gradient, and leaves a part of it."""
 
     def __init__(self, model: Any, error: Exception) -> None:
-        self.engine, self.model, self.error = Engine(model), model, error
+        self.engine, self.error = Engine(model), error
+        self.model = self.engine.model
         self.ranks, self.counted_elsewhere = None, []
 
     def forward_backward(self, sequences: Any, options: ChunkOptions, *args: Any, **kw: Any) -> Any:
-        assert not self.model.training
+        assert not self.model.model.training
         torch.rand(3)
         result = self.engine.forward_backward(sequences, options, *args, **kw)
         if options.sample is not None:
@@ -127,9 +126,9 @@ def test_nothing_is_left_behind(error: Exception | None):
     engine: Any = Engine(model) if error is None else Failing(model, error)
     if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
         with pytest.raises(RuntimeError, match="shapes"):
-            check_sample(BatchEngine(engine), model, batch, HALF)
+            check_sample(BatchEngine(engine), batch, HALF)
     else:
-        found = check_sample(BatchEngine(engine), model, batch, HALF)
+        found = check_sample(BatchEngine(engine), batch, HALF)
         assert (found is None) == (error is not None)
     assert RNGState.read(CPU).equals(random)
     assert [module.training for module in model.modules()] == modes
@@ -148,9 +147,7 @@ def test_a_watch_that_finds_too_much_memory_in_use_ends_the_check(num_calls: int
         if len(calls) >= num_calls:
             raise OverBudgetError("too much")
 
-    assert (
-        check_sample(BatchEngine(Engine(model)), model, make_batch(100), HALF, watch=watch) is None
-    )
+    assert check_sample(BatchEngine(Engine(model)), make_batch(100), HALF, watch=watch) is None
     assert len(calls) == num_calls
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert check_sample(BatchEngine(Engine(model)), model, make_batch(100), HALF) is not None
+    assert check_sample(BatchEngine(Engine(model)), make_batch(100), HALF) is not None

@@ -39,6 +39,7 @@ class FixedEngine:
     ranks = None
 
     def __init__(self, model: torch.nn.Linear, losses: list[float], grads: list[float]) -> None:
+        model.device, model.model = torch.device("cpu"), None  # as the decoder's
         self.model, self.results = model, iter(zip(losses, grads, strict=True))
         self.divisors: list[int | None] = []
         self.weights: list[torch.Tensor] = []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from furlong.data.loader import Batch
 from furlong.data.tokenize import IGNORE_INDEX
@@ -188,6 +188,16 @@ class BatchEngine:
             self._plans = SharedPlans(processes, own, planner)
 
     @property
+    def model(self) -> nn.Module:
+        """The model of transformers."""
+        return self.engine.model.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.engine.model.device
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other process computes a part of the batch."""
         return self._plans is None
@@ -206,7 +216,6 @@ class BatchEngine:
         self,
         batch: Batch,
         options: ChunkOptions,
-        device: torch.device,
         *,
         backward: bool = True,
         weights: Sequence[float] | None = None,
@@ -220,7 +229,7 @@ class BatchEngine:
         """
         if self._plans is None:
             divisor = batch.num_valid_tokens if backward else None
-            sequences = batch.tensors(device)
+            sequences = batch.tensors(self.device)
             return self.engine.forward_backward(sequences, options, divisor, backward, watch=watch)
         plans = self._plans
 
@@ -228,7 +237,7 @@ class BatchEngine:
             method, plan = plans.get(Wanted.of(batch, options, backward=backward))
             if backward:
                 plan = with_draw(plan, batch, options)
-            return method, plan, batch.part(self.engine.reads(plan), device)
+            return method, plan, batch.part(self.engine.reads(plan), self.device)
 
         # ids come onto the device: a process that lacks memory for them tells the others
         self.method, plan, own = together(self.engine.ranks, prepare)

@@ -61,7 +61,6 @@ class Evaluation:
 
 def evaluate(
     engine: BatchEngine,
-    model: nn.Module,
     batches: Iterable[Batch],
     fitting: Fitting,
     *,
@@ -75,13 +74,12 @@ def evaluate(
     `should_stop` says so. The model's modes are afterwards as before.
     """
     objective = objective or Objective()
-    device = next(model.parameters()).device
     loss_sum, num_terms, num_valid_tokens = 0.0, 0, 0
     by_name: Counter[str] = Counter()
     num_by_name: Counter[str] = Counter()
     sums = torch.zeros(64, dtype=torch.float64)
     counts = torch.zeros(64, dtype=torch.int64)
-    with evaluating(model):
+    with evaluating(engine.model):
         for batch in batches:
             if should_stop():
                 return None
@@ -92,12 +90,10 @@ def evaluate(
                 if used is not None:
                     used.restart()
                 watch = used.check if used is not None else lambda: None
-                return objective.compute(
-                    engine, batch, options, device, backward=False, watch=watch
-                )
+                return objective.compute(engine, batch, options, backward=False, watch=watch)
 
             result = fitting.compute(
-                call, name="an evaluation", num_tokens=batch.num_tokens, device=device
+                call, name="an evaluation", num_tokens=batch.num_tokens, device=engine.device
             )
             own = objective.num_terms(batch)
             loss_sum += result.loss_sum

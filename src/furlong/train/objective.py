@@ -22,7 +22,6 @@ from furlong.planners.options import ChunkOptions
 from furlong.timeline import Record, Timeline
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from furlong.data.loader import Batch
@@ -63,14 +62,13 @@ class Objective:
         engine: BatchEngine,
         batch: Batch,
         options: ChunkOptions,
-        device: torch.device,
         *,
         backward: bool = True,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Gradients of the mean loss of a global batch, or its losses; see `BatchEngine.compute`.
         All processes call it."""
-        return engine.compute(batch, options, device, backward=backward, watch=watch)
+        return engine.compute(batch, options, backward=backward, watch=watch)
 
     def num_terms(self, batch: Batch) -> int:
         """Terms of a batch's mean loss."""
@@ -156,18 +154,17 @@ class AnswerLoss(Objective):
         engine: BatchEngine,
         batch: Batch,
         options: ChunkOptions,
-        device: torch.device,
         *,
         backward: bool = True,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """`loss_sum` of the outcome is that of the units."""
         if engine.is_alone:
-            return self._alone(engine, batch, options, device, backward, watch)
+            return self._alone(engine, batch, options, backward, watch)
         import torch
 
         processes, num_units = engine.processes, self.num_terms(batch)
-        result = engine.compute(batch, options, device, backward=False, watch=watch)
+        result = engine.compute(batch, options, backward=False, watch=watch)
         if backward and processes.any(result.has_drawn):
             raise processes.alike(
                 ConfigError(
@@ -190,7 +187,7 @@ class AnswerLoss(Objective):
             learnt = self.learnt(batch)
             # a plan divides by its labels
             counts = [-slope * learnt.num_valid_tokens for slope in self._learnt(slopes.tolist())]
-            result = engine.compute(learnt, options, device, weights=counts, watch=watch)
+            result = engine.compute(learnt, options, weights=counts, watch=watch)
         total = float(loss_sum.detach())
         return replace(result, loss=total / num_units, loss_sum=total, metrics=metrics)
 
@@ -205,7 +202,6 @@ class AnswerLoss(Objective):
         engine: BatchEngine,
         batch: Batch,
         options: ChunkOptions,
-        device: torch.device,
         backward: bool,
         watch: Callable[[], None],
     ) -> StepResult:
@@ -218,7 +214,7 @@ class AnswerLoss(Objective):
 
         beside = self._beside(batch.sequences)
         with torch.no_grad():
-            evaluated = log_probs(engine, beside, options, device) if beside else []
+            evaluated = log_probs(engine, beside, options) if beside else []
         sums = [torch.tensor(own.sum(dtype="float64")) for own in evaluated]
         shared = self.shared(batch, list(map(_answer, beside, sums)))
         units, num_units = self._units(self._learnt(batch.sequences)), self.num_terms(batch)
@@ -226,7 +222,7 @@ class AnswerLoss(Objective):
         losses, found = [], []
         for number, unit in enumerate(units):
             with torch.set_grad_enabled(backward):
-                tensors = [sequence_tensors(sequence, device) for sequence in unit]
+                tensors = [sequence_tensors(sequence, engine.device) for sequence in unit]
                 given = engine.engine.token_values(
                     tensors, options, values.log_prob(), gradients="added", watch=watch
                 )
@@ -366,7 +362,7 @@ def objective_of(settings: TrainConfig) -> Objective:
 
 
 def log_probs(
-    engine: BatchEngine, sequences: Iterable[Tokens], options: ChunkOptions, device: torch.device
+    engine: BatchEngine, sequences: Iterable[Tokens], options: ChunkOptions
 ) -> list[npt.NDArray[Any]]:
     """The log-probabilities of each sequence's tokens with a label, the same on all processes.
     Call it under `torch.no_grad`."""
@@ -377,11 +373,11 @@ def log_probs(
     known = list(sequences)
     learnt = [np.flatnonzero(own.labels[1:] != IGNORE_INDEX) for own in known]
     if engine.is_alone:
-        tensors = [sequence_tensors(sequence, device) for sequence in known]
+        tensors = [sequence_tensors(sequence, engine.device) for sequence in known]
         found = engine.engine.token_values(tensors, options, values.log_prob())
         return [x.cpu().numpy()[at + 1] for x, at in zip(found, learnt, strict=True)]
     batch = Batch(tuple(known), LoaderState())
-    result = engine.compute(batch, options, device, backward=False)
+    result = engine.compute(batch, options, backward=False)
     return [-x.numpy()[at] for x, at in zip(result.token_losses, learnt, strict=True)]
 
 

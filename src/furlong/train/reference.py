@@ -67,8 +67,7 @@ def referenced(
     `folder`: that of the cache; `key`: the data set's, for what is printed. A collective.
     """
     started_s = time.perf_counter()
-    processes, model = engine.processes, engine.engine.model.model
-    device = engine.engine.model.device
+    processes, model = engine.processes, engine.model
     facts: dict[str, Any] = {"model": fingerprint}
     if data.above["truncate"]:
         facts["max_seq_len"] = data.settings.max_seq_len
@@ -88,8 +87,8 @@ def referenced(
             if not processes.any(not references[number].is_done(rows)):
                 continue
             found = fitting.compute(
-                partial(log_probs, engine, [data[i] for i in group], device=device),
-                name=f"the reference of {key}", device=device,
+                partial(log_probs, engine, [data[i] for i in group]),
+                name=f"the reference of {key}", device=engine.device,
                 num_tokens=int(data.seq_lens[group].sum()),
             )  # fmt: skip
             if processes.launch.local_number == 0:
@@ -130,7 +129,7 @@ def has_learnt(model: Any) -> bool:
 
 def _as_it_begins(engine: BatchEngine) -> AbstractContextManager[object]:
     """Within it new adapters are off. Where weights are divided they stay: they add nothing."""
-    model: Any = engine.engine.model.model
+    model: Any = engine.model
     if not engine.is_alone or not hasattr(model, "disable_adapter") or has_learnt(model):
         return nullcontext()
     disabled: AbstractContextManager[object] = model.disable_adapter()

@@ -41,7 +41,6 @@ class SampleCheck:
 
 def check_sample(
     engine: BatchEngine,
-    model: nn.Module,
     batch: Batch,
     options: ChunkOptions,
     *,
@@ -54,18 +53,15 @@ def check_sample(
     Dropout is off: what differs is the sample alone. Gradients, random generators and the model's
     modes are afterwards as before.
     """
-    device = next(model.parameters()).device
     labelled = [sequence for sequence in batch.sequences if sequence.num_valid_tokens]
     longest = max(labelled, key=lambda sequence: sequence.seq_len)
-    compute = partial(
-        engine.compute, Batch((longest,), batch.next_state), device=device, watch=watch
-    )
+    compute = partial(engine.compute, Batch((longest,), batch.next_state), watch=watch)
 
     def check() -> SampleCheck:
-        with _undisturbed(model, device) as parameters:
+        with _undisturbed(engine.model, engine.device) as parameters:
             return _check(engine, parameters, compute, options)
 
-    return try_call(check, device)[0]
+    return try_call(check, engine.device)[0]
 
 
 def _check(

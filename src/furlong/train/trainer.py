@@ -472,7 +472,7 @@ class Trainer:
         def call(options: ChunkOptions) -> StepResult:
             used.restart()
             return self.objective.compute(
-                self.engine, batch, step_options(options, step), used.device, watch=used.check
+                self.engine, batch, step_options(options, step), watch=used.check
             )
 
         return self.fitting.compute(
@@ -494,7 +494,7 @@ class Trainer:
         for name, (sequences, units) in sets.items():
             batches = in_order(sequences, units, step_size(settings))
             evaluation = evaluate(
-                self.engine, self.model, batches, self.fitting, objective=self.objective,
+                self.engine, batches, self.fitting, objective=self.objective,
                 used=self.used, should_stop=self.should_stop,
             )  # fmt: skip
             if evaluation is None:
@@ -708,7 +708,7 @@ class Trainer:
         self.optimizer.zero_grad()  # the last step's gradients, which nobody needs any more
         self.used.restart()
         options = step_options(self.fitting.options, step)
-        found = check_sample(self.engine, self.model, batch, options, watch=self.used.check)
+        found = check_sample(self.engine, batch, options, watch=self.used.check)
         self.log.sample_check(step, found, time.perf_counter() - started_s)
 
     def _step_taken(self, figures: StepFigures) -> None:
