@@ -1,14 +1,14 @@
 """Losses of a run: what `train.loss` names, from the data's format to the figures of a step.
 
-A loss is one object. To add one: a class here with the members of `Objective`, a row in
-`OBJECTIVES`, and its name in `config.schema`. Loads no torch before it computes.
+To add one: a class here with the members of `Objective`, a row in `OBJECTIVES`, and its name in
+`config.schema`. Loads no torch before it computes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -163,7 +163,7 @@ class AnswerLoss(Objective):
             return self._alone(engine, batch, options, backward, watch)
         import torch
 
-        processes, num_units = engine.processes, self.num_terms(batch)
+        processes = engine.processes
         result = engine.compute(batch, options, backward=False, watch=watch)
         if backward and processes.any(result.has_drawn):
             raise processes.alike(
@@ -177,25 +177,27 @@ class AnswerLoss(Objective):
             )
         # the same on all processes, which then agree on what each sequence counts
         sums = torch.stack([-losses.sum() for losses in result.token_losses]).requires_grad_()
-        answers = [_answer(own, x) for own, x in zip(batch.sequences, sums, strict=True)]
+        answers = list(map(_answer, batch.sequences, sums))
         shared = self.shared(batch, self._beside(answers))
-        units = self._units(self._learnt(answers))
+        units = self._units(answers)
         loss_sum = torch.stack([self.term(unit, shared) for unit in units]).sum()
         metrics = means([self.figures(unit, shared) for unit in units])
         if backward:
-            (slopes,) = torch.autograd.grad(loss_sum / num_units, sums)
+            (slopes,) = torch.autograd.grad(loss_sum / len(units), sums)
             learnt = self.learnt(batch)
             # a plan divides by its labels
             counts = [-slope * learnt.num_valid_tokens for slope in self._learnt(slopes.tolist())]
             result = engine.compute(learnt, options, weights=counts, watch=watch)
         total = float(loss_sum.detach())
-        return replace(result, loss=total / num_units, loss_sum=total, metrics=metrics)
+        return replace(result, loss=total / len(units), loss_sum=total, metrics=metrics)
 
     def _beside(self, of_sequences: Sequence[_T]) -> list[_T]:
         return [one for n, one in enumerate(of_sequences) if n % self.unit_size >= self.num_learnt]
 
-    def _units(self, learnt: Sequence[_T]) -> list[Sequence[_T]]:
-        return [learnt[n : n + self.num_learnt] for n in range(0, len(learnt), self.num_learnt)]
+    def _units(self, of_sequences: Sequence[_T]) -> list[Sequence[_T]]:
+        """What is learnt of each unit."""
+        starts = range(0, len(of_sequences), self.unit_size)
+        return [of_sequences[start : start + self.num_learnt] for start in starts]
 
     def _alone(
         self,
@@ -217,9 +219,15 @@ class AnswerLoss(Objective):
             evaluated = log_probs(engine, beside, options) if beside else []
         sums = [torch.tensor(own.sum(dtype="float64")) for own in evaluated]
         shared = self.shared(batch, list(map(_answer, beside, sums)))
-        units, num_units = self._units(self._learnt(batch.sequences)), self.num_terms(batch)
-        clock = _Clock(time.perf_counter())
-        losses, found = [], []
+        units, losses, found = self._units(batch.sequences), [], []
+        started_s, records = time.perf_counter(), list[Record]()
+
+        def note(action: Forward | Backward) -> None:
+            """What is noted waited for the device; a backward holds what it computes again."""
+            start_s = records[-1].stop_s if records else 0.0
+            stop_s = time.perf_counter() - started_s
+            records.append(Record(0, "compute", action, start_s, stop_s, 0, 0))
+
         for number, unit in enumerate(units):
             with torch.set_grad_enabled(backward):
                 tensors = [sequence_tensors(sequence, engine.device) for sequence in unit]
@@ -230,13 +238,13 @@ class AnswerLoss(Objective):
                 loss = self.term(answers, shared)
             losses.append(float(loss.detach()))
             found.append(self.figures(answers, shared))
-            clock.note(Forward(number, 0, options.kept))
+            note(Forward(number, 0, options.kept))
             if backward:
-                (loss / num_units).backward()  # type: ignore[no-untyped-call]
-                clock.note(Backward(number, 0))
+                (loss / len(units)).backward()  # type: ignore[no-untyped-call]
+                note(Backward(number, 0))
         loss_sum = sum(losses)
         return StepResult(
-            loss_sum / num_units, loss_sum, batch.num_valid_tokens, Timeline(tuple(clock.records)),
+            loss_sum / len(units), loss_sum, batch.num_valid_tokens, Timeline(tuple(records)),
             metrics=means(found),
         )  # fmt: skip
 
@@ -376,8 +384,7 @@ def log_probs(
         tensors = [sequence_tensors(sequence, engine.device) for sequence in known]
         found = engine.engine.token_values(tensors, options, values.log_prob())
         return [x.cpu().numpy()[at + 1] for x, at in zip(found, learnt, strict=True)]
-    batch = Batch(tuple(known), LoaderState())
-    result = engine.compute(batch, options, backward=False)
+    result = engine.compute(Batch(tuple(known), LoaderState()), options, backward=False)
     return [-x.numpy()[at] for x, at in zip(result.token_losses, learnt, strict=True)]
 
 
@@ -398,17 +405,3 @@ def _answer(sequence: Tokens, log_prob: Tensor) -> Answer:
     num_tokens = int((sequence.labels[1:] != IGNORE_INDEX).sum())
     reference = float(sequence.reference.sum(dtype="float64"))
     return Answer(log_prob, reference, num_tokens, sequence.desirable)
-
-
-@dataclass
-class _Clock:
-    """Seconds of each pair's forward and backward, which waited for the device; a backward holds
-    what it computes again."""
-
-    started_s: float
-    records: list[Record] = field(default_factory=list)
-
-    def note(self, action: Forward | Backward) -> None:
-        start_s = self.records[-1].stop_s if self.records else 0.0
-        stop_s = time.perf_counter() - self.started_s
-        self.records.append(Record(0, "compute", action, start_s, stop_s, 0, 0))

@@ -104,6 +104,7 @@ from furlong.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from furlong.kv.pools import Storage
+    from furlong.plan.plan import ChunkPlan
     from furlong.planners.decide import Decision
     from furlong.runtime.step import StepResult
 
@@ -144,13 +145,6 @@ class Trainer:
             config = load_run(Path(config))
         elif isinstance(config, Mapping):
             config = build_run(dict(config), "the config of Trainer")
-        elif not isinstance(config, RunConfig):
-            raise ConfigError(
-                given=f"Trainer({config!r})",
-                required="a run file's path, its keys as a mapping, or a RunConfig",
-                source="the config of Trainer",
-                change='furlong.Trainer("run.yaml")',
-            )
         self.config, self.processes, self.callbacks = config, processes, list(callbacks)
         _check_callbacks(self.callbacks)
         if processes is ALONE:
@@ -217,29 +211,25 @@ class Trainer:
         self.device, self.storage, self.run_model, self.tokenizer = self.processes.together(check)
 
     def _load_data(self) -> None:
-        config, processes, run = self.config, self.processes, self.run
+        config, processes, checkpoint = self.config, self.processes, self.run.checkpoint
         with patience("reading the data", speaks=processes.is_first):
-            # the first process speaks for all
-            say = self.say if processes.is_first else lambda line: None
             read = partial(
                 build.load_splits, config.data, self.tokenizer, self.objective.format,
-                config.train.seed, say,
+                config.train.seed, self.say,
             )  # fmt: skip
             self.data = processes.first_of_each_machine(read)
         self.train_data: DataSet | StreamSet = self.data["train"]
         self.eval_data: DataSet | None = self.data.get("eval")
         fingerprint = self.train_data.fingerprint
-        source = "data.train, and the files of the model's tokenizer"
-        require_equal(processes, fingerprint, source)
+        require_equal(processes, fingerprint, "data.train, and the files of the model's tokenizer")
 
         def check() -> int:
-            if run.checkpoint is not None:
-                checkpoints.check_data(run.checkpoint, fingerprint)
-            train = self.train_data
-            print(f"data.train: {build.batches_in_words(config.train, train)}")
-            num_steps = build.steps_of(config.train, train)
-            if run.checkpoint is not None:
-                build.check_steps(num_steps, run.checkpoint, config)
+            if checkpoint is not None:
+                checkpoints.check_data(checkpoint, fingerprint)
+            print(f"data.train: {build.batches_in_words(config.train, self.train_data)}")
+            num_steps = build.steps_of(config.train, self.train_data)
+            if checkpoint is not None:
+                build.check_steps(num_steps, checkpoint, config)
             return num_steps
 
         self.num_steps = processes.together(check)
@@ -262,7 +252,6 @@ class Trainer:
 
     def _build_model(self, stack: ExitStack) -> None:
         config, processes, decision = self.config, self.processes, self.decision
-        alternatives = batch_plans_of(config, self.run_model, decision)
         torch.manual_seed(config.train.seed + processes.launch.number)
         ranks, layers, layout = None, None, decision.layout
         if layout.num_devices > 1:
@@ -275,6 +264,7 @@ class Trainer:
         )
         self.base_fingerprint = checkpoints.base_fingerprint(self.model, processes)
         self.reference_fingerprint = None
+        alternatives = batch_plans_of(config, self.run_model, decision)
         if self.objective.needs_reference:
             self.reference_fingerprint = reference_fingerprint(
                 self.model, self.run_model.architecture, dtype=config.model.dtype,
@@ -380,9 +370,7 @@ class Trainer:
                 try:
                     batch, data_s = self._next_batch(batches)
                 except DataError:  # of a source that is read while the run trains
-                    if self.cadence.save_every and self.saved_step < self.progress.step:
-                        self.save()
-                        self.checkpoints.finish()
+                    self._finish_saves()
                     raise
                 self._check_sample(batch)
                 figures = self.step(batch, data_s)
@@ -392,9 +380,7 @@ class Trainer:
                 if self.cadence.saves(self.progress.step):
                     self.save()
                 loss, stopped = self._evaluate_if_due()
-            if self.cadence.save_every and self.saved_step < self.progress.step:
-                self.save()
-            self.checkpoints.finish()
+            self._finish_saves()
             if stopped:
                 self._tell_how_to_go_on()
                 return None
@@ -425,7 +411,7 @@ class Trainer:
         step = self.progress.step + 1
         started_s = time.perf_counter()
         self.optimizer.zero_grad()
-        drawn = RNGState.read(self.used.device)
+        drawn = RNGState.read(self.engine.device)
         self.result = result = self.gradients(batch, step)
         norm = self.engine.engine.clip_gradients(self.config.train.max_grad_norm)
         loss = self._loss_of(batch, result, norm, drawn)
@@ -444,7 +430,7 @@ class Trainer:
             num_valid_tokens=batch.num_valid_tokens,
             longest_tokens=max(batch.seq_lens),
             tokens_per_s=batch.num_tokens / step_s,
-            peak_memory_bytes=peak_memory_bytes(self.used.device),
+            peak_memory_bytes=peak_memory_bytes(self.engine.device),
             used_memory_bytes=self.used.peak_bytes(),
             gradients_s=result.timeline.duration_s,
             chunk_size=self.fitting.options.size,
@@ -467,16 +453,14 @@ class Trainer:
     def gradients(self, batch: Batch, step: int) -> StepResult:
         """Gradients of the mean loss of the global batch, in chunks that fit; a sampled one's draw
         is that of the step, however often it is tried."""
-        used = self.used
 
         def call(options: ChunkOptions) -> StepResult:
-            used.restart()
-            return self.objective.compute(
-                self.engine, batch, step_options(options, step), watch=used.check
-            )
+            self.used.restart()
+            options = step_options(options, step)
+            return self.objective.compute(self.engine, batch, options, watch=self.used.check)
 
         return self.fitting.compute(
-            call, name=f"step {step}", num_tokens=batch.num_tokens, device=used.device,
+            call, name=f"step {step}", num_tokens=batch.num_tokens, device=self.engine.device,
             undo=self.optimizer.zero_grad,
         )  # fmt: skip
 
@@ -513,12 +497,20 @@ class Trainer:
         self.saved_step = self.progress.step
         if (hub := self.config.hub) is not None and hub.every_save:
             with TemporaryDirectory() as folder:
-                self._write_model(Path(folder) / EXPORT)
+                exported = Path(folder) / EXPORT
+                self._write_model(exported)
+                told = f"step {self.progress.step}"
                 try:
-                    self._push(Path(folder) / EXPORT, self.progress.step)
+                    self.processes.from_first(lambda: push(hub, exported, told))
                 except ConfigError as error:  # the next push may succeed
                     self.say(f"warning: not pushed: {error.given}")
         self._call("on_save")
+
+    def _finish_saves(self) -> None:
+        """Writes a checkpoint of now, if a run that has any lacks it, and waits for all."""
+        if self.cadence.save_every and self.saved_step < self.progress.step:
+            self.save()
+        self.checkpoints.finish()
 
     def _values(self) -> dict[str, Any]:
         """The values of a checkpoint beside its tensors."""
@@ -545,8 +537,8 @@ class Trainer:
         self.processes.from_first(partial(clear_export, folder))
         self._write_model(folder / EXPORT, best)
         report = self.processes.from_first(partial(self._report, step, eval_loss))
-        if self.config.hub is not None:
-            self._push(folder / EXPORT, step)
+        if (hub := self.config.hub) is not None:
+            self.processes.from_first(lambda: push(hub, folder / EXPORT, f"step {step}"))
         return report
 
     def _write_model(self, folder: Path, best: Checkpoint | None = None) -> None:
@@ -569,13 +561,9 @@ class Trainer:
                 card=model_card(config, values if best is None else best.state),
             )  # fmt: skip
 
-        drawn = RNGState.read(self.used.device)
+        drawn = RNGState.read(self.engine.device)
         self.processes.from_first(write)
-        drawn.write(self.used.device)  # building a model draws its random weights
-
-    def _push(self, folder: Path, step: int) -> None:
-        assert self.config.hub is not None
-        self.processes.from_first(partial(push, self.config.hub, folder, f"step {step}"))
+        drawn.write(self.engine.device)  # building a model draws its random weights
 
     def _best_checkpoint(self) -> Checkpoint | None:
         """The checkpoint to export in the place of the weights of now; None where these are the
@@ -613,7 +601,7 @@ class Trainer:
         own = self.state_dict()["tensors"]
         for name, tensor in known.items():
             own[name].copy_(tensor)
-        checkpoints.restore_generators(rng, self.processes.launch.number, self.used.device)
+        checkpoints.restore_generators(rng, self.processes.launch.number, self.engine.device)
         self.progress = Progress.from_dict(values["progress"])
         set_rate(self.schedule, self.progress.step)
 
@@ -713,20 +701,18 @@ class Trainer:
 
     def _step_taken(self, figures: StepFigures) -> None:
         """Reports a step as measured; the first one also as predicted."""
-        step, log = self.progress.step, self.log
-        log.step(step, figures)
-        cost, plan = self.run_model.whole_cost, self.result.plan
+        step, cost, plan = self.progress.step, self.run_model.whole_cost, self.result.plan
+        self.log.step(step, figures)
         if step == 1 and self.processes.is_first and cost is not None and plan is not None:
-            log.predicted(step, figures, predict_step(cost, plan))
+            self.log.predicted(step, figures, predict_step(cost, plan))
         is_shown = step in (1, self.num_steps) or self.cadence.saves(step)
         if plan is not None and is_shown:
-            self._write_measured(step)
+            self._write_measured(step, plan)
 
-    def _write_measured(self, step: int) -> None:
+    def _write_measured(self, step: int, plan: ChunkPlan) -> None:
         """Writes a step with the records of all lists of its plan, each from its own start; of the
         processes of a pool, which obey one list together, the first tells."""
-        ranks, plan = self.engine.engine.ranks, self.result.plan
-        assert plan is not None
+        ranks = self.engine.engine.ranks
         is_of_list = ranks is None or ranks.process == 0
         told = self.processes.each(self.result.timeline.to_json() if is_of_list else [])
         if self.processes.is_first:
@@ -765,7 +751,7 @@ class Trainer:
             return
         written = write_samples(
             self.model, self.tokenizer, self.prompts, self.config.log.sample_tokens,
-            chunk_size=self.fitting.options.size, device=self.used.device,
+            chunk_size=self.fitting.options.size, device=self.engine.device,
             in_step=self.processes.num_processes > 1,
         )  # fmt: skip
         self.log.samples(self.progress.step, written)
@@ -834,10 +820,9 @@ class Trainer:
         if is_finite and (most is None or result.loss <= most):
             return result.loss
         self.optimizer.zero_grad()
-        if is_finite and self.cadence.save_every and self.saved_step < step - 1:
-            drawn.write(self.used.device)  # as if the step had not been tried
-            self.save()
-            self.checkpoints.finish()
+        if is_finite:
+            drawn.write(self.engine.device)  # as if the step had not been tried
+            self._finish_saves()
         kept = "there is no checkpoint (train.save_every_steps says when one is written)"
         if self.saved_step:
             kept = f"the checkpoint of step {self.saved_step} is whole, furlong export makes a"
