@@ -54,6 +54,11 @@ class FurlongError(Exception):
     """Root of everything furlong raises on purpose."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error of another library."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class UserError(FurlongError):
     """Something the user can mend, told in four parts."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -61,5 +62,5 @@ def test_the_lowest_loss_is_found_and_a_run_ends_without_one() -> None:
     assert ends == [False] * 6 + [True]
     assert not cadence(100, 1).ends(progress) and cadence(6, 1).ends(progress)
     assert Progress(3).evaluated(None).held_out == HeldOut()
-    stored = json.dumps(progress.to_dict())
-    assert json.dumps(Progress.from_dict(json.loads(stored)).to_dict()) == stored
+    stored = json.dumps(asdict(progress))
+    assert json.dumps(asdict(Progress.from_dict(json.loads(stored)))) == stored

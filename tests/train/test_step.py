@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def test_a_draw_without_a_label_has_no_loss_and_is_no_divergence(
     engine.plan = ONE_OF_THREE
     figures = run(tmp_path, engine, [make_batch(3)] * 2, 2)
     assert (figures.losses, figures.progress.last_loss) == ([3.0, None], 3.0)
-    assert Progress.from_dict(json.loads(json.dumps(figures.progress.to_dict()))).last_loss == 3.0
+    assert Progress.from_dict(json.loads(json.dumps(asdict(figures.progress)))).last_loss == 3.0
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["loss"] for record in records] == [3.0, None]
     assert [record["drawn_share"] for record in records] == [1 / 3, 1 / 3]

@@ -59,13 +59,8 @@ def engine_of(
     config: RunConfig, model: Any, storage: Storage, ranks: Ranks | None, processes: Processes
 ) -> Engine:
     """The engine of this process; the weights of several are divided among them from now on."""
-    make = partial(
-        Engine,
-        model,
-        max_seq_len=config.data.max_seq_len,
-        storage=storage,
-        compute_dtype=getattr(torch, config.model.dtype),
-    )
+    dtype, most = getattr(torch, config.model.dtype), config.data.max_seq_len
+    make = partial(Engine, model, max_seq_len=most, storage=storage, compute_dtype=dtype)
     with warnings.catch_warnings():
         # Several check the model alone first: links between stages are opened by all, or by none.
         warnings.filterwarnings("ignore", r"\d+ processes: gradients are this process's own")
@@ -125,13 +120,13 @@ def load_splits(
             data[split] = load_data(named, tokenizer, settings, format=format, key=key)
     if settings.eval_share:
         data["train"], data["eval"] = data["train"].split_off(settings.eval_share, seed)
-    print(*data["train"].describe(), sep="\n")
+    said = [*data["train"].describe()]
     if settings.eval_share:
-        print(data["eval"].summary())
+        said.append(data["eval"].summary())
     elif "eval" in data:
-        print(*data["eval"].describe(), sep="\n")
-        for line in () if settings.streaming else describe_shared(data["train"], data["eval"]):
-            print(line)
+        said += data["eval"].describe()
+        said += [] if settings.streaming else describe_shared(data["train"], data["eval"])
+    print(*said, sep="\n")
     return data
 
 

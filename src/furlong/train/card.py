@@ -12,7 +12,7 @@ from furlong.data.sources import is_hub_name
 from furlong.errors import ConfigError
 from furlong.planners.decide import division_in_words
 from furlong.planners.options import option_values, value_in_words
-from furlong.planners.spaco import sampling_in_words
+from furlong.planners.spaco import Sampling, sampling_in_words
 from furlong.train.choose_plan import decision_of
 
 _TOLD_LENGTH = 300
@@ -37,6 +37,9 @@ def model_card(config: RunConfig, state: Mapping[str, Any]) -> str:
     )
     names = [s if is_hub_name(s) else Path(s).name for s in sources]
     progress, is_streamed = state["progress"], config.data.streaming
+    decision = decision_of(state["options"])
+    values = {"order": decision.options.order} | option_values(decision.options)
+    words = [f"{name} {value_in_words(value)}" for name, value in values.items()]
     figures = {
         "Base model": f"{base}{f' at {model.revision}' if model.revision else ''}"
         if model.init == "pretrained"
@@ -47,8 +50,8 @@ def model_card(config: RunConfig, state: Mapping[str, Any]) -> str:
         "Loss": _losses(config, progress),
         "Optimizer": f"{config.train.optimizer}, learning rate {config.train.lr:g},"
         f" {config.train.schedule}",
-        "Plan": _plan(state),
-        "Gradients": _gradients(config, state),
+        "Plan": f"{', '.join(words)}; {division_in_words(decision.layout, decision.stages)}",
+        "Gradients": _gradients(config, decision.options.sampling),
         "Data": f"{', '.join(names)}; fingerprint{' of names and settings' * is_streamed}"
         f" `{state['data_fingerprint'][SEQUENCES]}`",
         "Versions": ", ".join(f"{name} {own}" for name, own in state["written_by"].items()),
@@ -82,15 +85,7 @@ def _losses(config: RunConfig, progress: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _plan(state: Mapping[str, Any]) -> str:
-    decision = decision_of(state["options"])
-    values = {"order": decision.options.order} | option_values(decision.options)
-    words = [f"{name} {value_in_words(value)}" for name, value in values.items()]
-    return f"{', '.join(words)}; {division_in_words(decision.layout, decision.stages)}"
-
-
-def _gradients(config: RunConfig, state: Mapping[str, Any]) -> str:
-    sampling = decision_of(state["options"]).options.sampling
+def _gradients(config: RunConfig, sampling: Sampling | None) -> str:
     if sampling is not None:
         return f"an estimate: {sampling_in_words(sampling)}"
     lora = config.model.lora

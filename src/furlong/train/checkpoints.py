@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,7 @@ from furlong.errors import CheckpointError, differing
 from furlong.files import TEMPORARY, SummedFile, os_errors_told, publish, sync, write_json
 from furlong.models.quantized import scales_of
 from furlong.train.optim import local, make_state, state_tensors
-from furlong.train.processes import ALONE, Processes
+from furlong.train.processes import ALONE, Processes, versions
 from furlong.train.run_folder import (
     FORMAT_VERSION,
     MANIFEST,
@@ -62,7 +61,6 @@ from furlong.train.run_folder import (
     remove_old,
 )
 from furlong.units import format_seconds
-from furlong.version import __version__
 
 if TYPE_CHECKING:
     from furlong.api import Engine
@@ -76,10 +74,7 @@ _MAX_FILE_BYTES = 2**28
 def written_by(model: nn.Module, num_processes: int) -> dict[str, Any]:
     """Versions, threads and device on which the last bits of a run depend; all may change."""
     device = next(model.parameters()).device
-    return {
-        "furlong": __version__,
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
+    return versions() | {
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": num_processes,
@@ -136,9 +131,10 @@ _WEIGHTS = {
 """Weights that a checkpoint does not hold and depends on, by the key of their checksum."""
 
 
-def check_weights(checkpoint: Checkpoint, key: str, now: str | None) -> None:
-    """Raises CheckpointError unless the weights beside a checkpoint are those of its run."""
-    if checkpoint.state[key] != now:
+def check_weights(checkpoint: Checkpoint, now: Mapping[str, str | None]) -> None:
+    """Raises CheckpointError unless the weights beside a checkpoint are those of its run. `now`:
+    their checksums, by key."""
+    if key := next((key for key in now if checkpoint.state[key] != now[key]), None):
         name = checkpoint.state["config"]["model"]["name"]
         raise checkpoint.refusal(
             f"weights of {name} other than the checkpoint's {_WEIGHTS[key]}",

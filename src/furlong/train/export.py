@@ -70,7 +70,7 @@ def export(
 
     check_architecture(checkpoint, read_architecture(config))
     model = build_run_model(config)
-    check_weights(checkpoint, "base_fingerprint", base_fingerprint(model))
+    check_weights(checkpoint, {"base_fingerprint": base_fingerprint(model)})
     if merge and packed_linears(model):
         model = build_run_model(config, unpacked=True)
     try:

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from furlong.errors import ConfigError, UserError
+from furlong.errors import ConfigError, UserError, first_line
 from furlong.models.quantized import scales_of
 from furlong.ops.backends.select import is_out_of_memory
 from furlong.planners.options import ChunkOptions
@@ -58,40 +58,35 @@ class UsedMemory:
         """`budget_bytes`: what `check` holds a CPU to; None: nothing."""
         held = list(parameters)
         self.device = held[0].device
-        self.budget_bytes = budget_bytes if self.device.type != "cuda" else None
+        self._on_cpu = self.device.type != "cuda"
+        self.budget_bytes = budget_bytes if self._on_cpu else None
         self._base_bytes = 0
-        if self.device.type != "cuda":
-            state_bytes = sum(local(p).nbytes for p in held) + _state_bytes(optimizer)
-            state_bytes += sum(scale.nbytes for p in held for scale in scales_of(p))
+        if self._on_cpu:
+            states = [state_tensors(optimizer, parameter) for parameter in optimizer.state]
+            tensors = [*held, *(x for own in states for x in own.values())]
+            counted = [*map(local, tensors), *(scale for p in held for scale in scales_of(p))]
             give_back_memory(self.device)
-            self._base_bytes = memory_bytes(self.device) - file_bytes() - state_bytes
+            self._base_bytes = memory_bytes(self.device) - file_bytes()
+            self._base_bytes -= sum(x.nbytes for x in counted)
 
     def restart(self) -> None:
         """Let the peak start again from what is in use now."""
-        if self.device.type != "cuda":
+        if self._on_cpu:
             give_back_memory(self.device)  # else a step counts what was freed before it
         reset_peak_memory(self.device)
 
     def peak_bytes(self) -> int:
         """The most since `restart`."""
-        file = 0 if self.device.type == "cuda" else file_bytes()
+        file = file_bytes() if self._on_cpu else 0
         return max(0, peak_memory_bytes(self.device) - file - self._base_bytes)
 
     def check(self) -> None:
         """Raises OverBudgetError if the peak is above the budget."""
-        if self.budget_bytes is None:
+        budget_bytes = self.budget_bytes
+        if budget_bytes is None or (used := self.peak_bytes()) <= budget_bytes + SCRATCH_BYTES:
             return
-        peak_bytes = self.peak_bytes()
-        if peak_bytes > self.budget_bytes + SCRATCH_BYTES:
-            raise OverBudgetError(
-                f"{format_bytes(peak_bytes)} in use, memory.device is"
-                f" {format_bytes(self.budget_bytes)}"
-            )
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    held = [state_tensors(optimizer, parameter) for parameter in optimizer.state]
-    return sum(local(value).nbytes for tensors in held for value in tensors.values())
+        told = f"{format_bytes(used)} in use, memory.device is {format_bytes(budget_bytes)}"
+        raise OverBudgetError(told)
 
 
 class Fitting:
@@ -172,17 +167,12 @@ def try_call(
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        reason = reason_of(error)
+        reason = first_line(error)
     # The error and the frames that it held are gone: now their memory can be freed.
     undo()
     gc.collect()  # what the error has left may lie in a cycle
     give_back_memory(device)
     return None, reason
-
-
-def reason_of(error: Exception) -> str:
-    """The first line of an error."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _nothing_fits(name: str, tried: list[int], reason: str) -> ConfigError:

@@ -21,7 +21,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from furlong.config.schema import ParallelConfig
-from furlong.errors import ConfigError, LinkError, UserError, difference_words, differing
+from furlong.errors import (
+    ConfigError,
+    LinkError,
+    UserError,
+    difference_words,
+    differing,
+    first_line,
+)
 from furlong.plan.plan import Layout
 from furlong.version import __version__
 
@@ -205,16 +212,14 @@ class Processes:
         except UserError as error:
             failure = error
         if self.any(failure is not None):
-            raise self.alike(self._first_of(self.each(failure), failure))
+            failures = enumerate(self.each(failure))
+            number, first = next((n, own) for n, own in failures if own is not None)
+            if number == self.launch.number:
+                first = failure or first  # with its traceback
+            elif number:
+                first.given = f"process {number}: {first.given}"
+            raise self.alike(first)
         return result  # type: ignore[no-any-return]
-
-    def _first_of(self, failures: Sequence[UserError | None], own: UserError | None) -> UserError:
-        number, error = next((n, error) for n, error in enumerate(failures) if error is not None)
-        if number == self.launch.number:
-            return own or error
-        if number:
-            error.given = f"process {number}: {error.given}"
-        return error
 
     def from_first(self, work: Callable[[], _T]) -> _T:
         """The outcome of `work` on the first process, which alone does it."""
@@ -298,7 +303,7 @@ def joined(launch: Launch, *, limit: timedelta = _COLLECTIVE_LIMIT) -> Iterator[
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         said = f"process {launch.number} ends before the start: it cannot join the others at"
         said += f" {place}, or one of them has ended, whose own output says why"
-        _end(f"{said}: {_first_line(error)}", 1)
+        _end(f"{said}: {first_line(error)}", 1)
     try:
         yield processes
         processes.each(None)
@@ -326,7 +331,7 @@ def _end_alone(error: BaseException, launch: Launch, store: Store) -> NoReturn:
     is_lost = isinstance(error, RuntimeError) and _CONNECTION.search(str(error))
     if is_lost or isinstance(error, LinkError):
         said = f"{here} ends, for another process has ended or does not answer"
-        said += f": {_first_line(error)}"
+        said += f": {first_line(error)}"
         try:
             told = store.get("failure").decode() if store.check(["failure"]) else ""
         except RuntimeError:
@@ -343,10 +348,6 @@ def _end_alone(error: BaseException, launch: Launch, store: Store) -> NoReturn:
         except RuntimeError:  # of a process that is no more
             said += f"; {here} could not tell them"
     _end(said, code)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _end(said: str, code: int) -> NoReturn:

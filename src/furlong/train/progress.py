@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -80,11 +80,9 @@ class Progress:
             return replace(self, eval_loss_before=loss if self.step == 0 else self.eval_loss_before)
         return replace(self, held_out=self.held_out.after(self.step, loss))
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
+        """The inverse of `dataclasses.asdict`."""
         parts = {"data": LoaderState(**values["data"]), "held_out": HeldOut(**values["held_out"])}
         return cls(**{**values, **parts})
 

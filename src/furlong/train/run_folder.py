@@ -125,7 +125,7 @@ def open_run_folder(
             return RunFolder(path)
         lock_folder(stack, path)
         saved = load_run(path / CONFIG)
-        changed = _changed(saved, config)
+        changed = differing(saved.model_dump(mode="json"), config.model_dump(mode="json"))
         _check_same(saved, config, path / CONFIG, may_move=True)
         if not changed.keys() & _ENDING_KEYS:
             report = _finished(path)
@@ -236,11 +236,6 @@ def _is_free(key: str, config: RunConfig) -> bool:
     if key == "chunks.size" and config.chunks.sample is not None:
         return False
     return any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)
-
-
-def _changed(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """`{"train.lr": (saved, given)}` for every key in which two configs differ."""
-    return differing(saved.model_dump(mode="json"), given.model_dump(mode="json"))
 
 
 def clear_leftovers(path: Path, newest: Checkpoint | None) -> None:

@@ -29,7 +29,7 @@ from furlong.kv.pools import Storage
 from furlong.models.build import read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder
-from furlong.plan.lengths import StepSize, count_lengths
+from furlong.plan.lengths import count_lengths
 from furlong.plan.plan import Layout
 from furlong.planners.decide import (
     FREE_RAM,
@@ -223,11 +223,6 @@ def _searched(
     )
     words = "" if all_given else decision.words
     return replace(decision, words=words, figures=cost.hardware.origin)
-
-
-def _in_sequences(size: StepSize, unit_size: int) -> StepSize:
-    """The size of a batch of units, of so many sequences each."""
-    return replace(size, sequences=size.sequences and size.sequences * unit_size)
 
 
 def _uncounted(

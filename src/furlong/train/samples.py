@@ -81,13 +81,14 @@ def write_samples(
     """
     from transformers import GenerationConfig
 
+    end = tokenizer.eos_token_id
     settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=num_tokens,
         prefill_chunk_size=chunk_size,
         use_cache=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
+        eos_token_id=end,
+        pad_token_id=end,
     )
     drawn, written = RNGState.read(device), []
     with evaluating(model), torch.no_grad():

@@ -240,15 +240,13 @@ class Trainer:
         self.cadence = Cadence.of(config.train, self.num_steps, per_epoch)
 
     def _choose_plan(self) -> None:
-        """The first process chooses for all."""
+        """The first process chooses for all, unless a run that goes on has chosen."""
 
         def choose() -> Decision:
-            if self.run.decided is not None:
-                return self.run.decided
             decision = choose_run_plan(self.config, self.run_model, self.train_data, self.storage)
             return replace(decision, answer=None, model=None)  # what is not needed again
 
-        self.decision = self.processes.from_first(choose)
+        self.decision = self.run.decided or self.processes.from_first(choose)
 
     def _build_model(self, stack: ExitStack) -> None:
         config, processes, decision = self.config, self.processes, self.decision
@@ -516,7 +514,7 @@ class Trainer:
         """The values of a checkpoint beside its tensors."""
         return {
             "step": self.progress.step,
-            "progress": self.progress.to_dict(),
+            "progress": asdict(self.progress),
             "config": self.config.model_dump(mode="json"),
             "options": values_of(shrunk(self.decision, self.fitting.options)),
             "data_fingerprint": self.train_data.fingerprint,
@@ -591,7 +589,7 @@ class Trainer:
         a checkpoint, which are those of now and no copies, and plain values."""
         return {
             "tensors": checkpoints.all_tensors(self.model, self.optimizer, self.processes),
-            "progress": self.progress.to_dict(),
+            "progress": asdict(self.progress),
         }
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
@@ -628,18 +626,14 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Puts everything into place as it was when the checkpoint was taken."""
         state = checkpoint.state
-
-        def check() -> None:
-            checkpoints.check_weights(checkpoint, "base_fingerprint", self.base_fingerprint)
-            checkpoints.check_weights(checkpoint, "reference", self.reference_fingerprint)
-
-        self.processes.together(check)
+        now = {"base_fingerprint": self.base_fingerprint, "reference": self.reference_fingerprint}
+        self.processes.together(partial(checkpoints.check_weights, checkpoint, now))
         checkpoints.restore_tensors(checkpoint.path, self.model, self.optimizer, self.processes)
         self.progress = Progress.from_dict(state["progress"])
         self._forget_best(state)
         set_rate(self.schedule, self.progress.step)
-        now = checkpoints.written_by(self.model, self.processes.num_processes)
-        checkpoints.tell_changes(now, state["written_by"])
+        written_by = checkpoints.written_by(self.model, self.processes.num_processes)
+        checkpoints.tell_changes(written_by, state["written_by"])
         print(f"resumed from {checkpoint.path.name}: step {self.progress.step} of {self.num_steps}")
 
     def _forget_best(self, state: Mapping[str, Any]) -> None:
@@ -657,15 +651,13 @@ class Trainer:
                   f" {cause}")  # fmt: skip
 
     def _used_memory(self) -> UsedMemory:
-        parameters, budget_bytes = self.model.parameters(), self.budget_bytes
-        return UsedMemory(parameters, self.optimizer, budget_bytes=budget_bytes)
+        return UsedMemory(self.model.parameters(), self.optimizer, budget_bytes=self.budget_bytes)
 
     def _open_log(self, stack: ExitStack) -> Callable[[], None]:
         """The log of the run until `stack` ends, cut back to what the checkpoint knows of, that of
         the first process; what is returned is called after each step."""
         done, path, settings = self.progress.step, self.run.path, self.config.log
-        number = self.processes.launch.number
-        trace = path / PROFILE / f"process-{number}.json"
+        trace = path / PROFILE / f"process-{self.processes.launch.number}.json"
         profiled = open_profiler(stack, settings.profile_steps, done, trace)
         if self.processes.is_first:
             config = self.config.model_dump(mode="json")
