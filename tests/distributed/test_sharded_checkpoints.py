@@ -21,10 +21,10 @@ from furlong.files import checksum
 from furlong.train import checkpoints as module
 from furlong.train import run_folder
 from furlong.train.checkpoints import (
+    Checkpoints,
     all_tensors,
     load_tensors,
     restore_tensors,
-    save_checkpoint,
     stored_tensors,
 )
 from furlong.train.optim import build_optimizer, make_state
@@ -91,7 +91,7 @@ def go_on(rank: int, num_ranks: int, folder: Path, first: int, steps: range) -> 
     drawn = torch.rand(1).item()
     take_steps(model, optimizer, steps)
     tensors = all_tensors(model, optimizer, processes)
-    save_checkpoint(folder, steps.stop, tensors, {"step": steps.stop}, processes=processes)
+    Checkpoints(folder, processes).save(steps.stop, tensors, {"step": steps.stop})
     torch.manual_seed(rank)
     return {"tensors": whole(tensors), "drawn": drawn}
 
@@ -160,7 +160,7 @@ def save_where_one_cannot(rank: int, folder: Path) -> tuple[str, list[str]]:
     model = build()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     tensors = all_tensors(model, optimizer_of(model), processes)
-    save_checkpoint(folder, 1, tensors, {}, processes=processes)
+    Checkpoints(folder, processes).save(1, tensors, {})
     write = module.HuggingFaceStorageWriter.write_data
 
     def refuse(self: Any, *arguments: Any) -> Any:
@@ -170,7 +170,7 @@ def save_where_one_cannot(rank: int, folder: Path) -> tuple[str, list[str]]:
 
     module.HuggingFaceStorageWriter.write_data = refuse  # type: ignore[method-assign]
     try:
-        save_checkpoint(folder, 2, tensors, {}, processes=processes)
+        Checkpoints(folder, processes).save(2, tensors, {})
     except CheckpointError as error:
         return str(error), [path.name for path in list_checkpoints(folder)]
     return "", []
@@ -191,7 +191,7 @@ def save_into_folders_of_their_own(rank: int, folder: Path) -> str:
     own = folder / str(rank)
     (own / "step-00000001.tmp").mkdir(parents=True)
     try:
-        save_checkpoint(own, 1, tensors, {}, processes=processes)
+        Checkpoints(own, processes).save(1, tensors, {})
     except CheckpointError as error:
         return str(error)
     return ""

@@ -21,12 +21,12 @@ from furlong.train.checkpoints import (
     all_tensors,
     load_tensors,
     restore_tensors,
-    save_checkpoint,
     stored_tensors,
 )
 from furlong.train.optim import build_optimizer, build_schedule, set_rate
 from furlong.train.run_folder import (
     DamagedCheckpointError,
+    checkpoint_of,
     clear_leftovers,
     list_checkpoints,
     newest_checkpoint,
@@ -49,7 +49,9 @@ def make_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def save(folder: Path, *steps: int) -> list[Path]:
-    return [save_checkpoint(folder, step, make_tensors(step), {"step": step}) for step in steps]
+    for step in steps:
+        Checkpoints(folder).save(step, make_tensors(step), {"step": step})
+    return [checkpoint_of(folder, step) for step in steps]
 
 
 def test_tensors_and_values_come_back_to_the_bit(
@@ -57,7 +59,8 @@ def test_tensors_and_values_come_back_to_the_bit(
 ) -> None:
     monkeypatch.setattr(module, "_MAX_FILE_BYTES", 5000)
     tensors = make_tensors()
-    checkpoint = save_checkpoint(tmp_path, 3, tensors, STATE)
+    Checkpoints(tmp_path).save(3, tensors, STATE)
+    checkpoint = checkpoint_of(tmp_path, 3)
     assert checkpoint.name == "step-00000003"
     assert len(list(checkpoint.glob("*.safetensors"))) == 4
     assert read_checkpoint(checkpoint).state == STATE

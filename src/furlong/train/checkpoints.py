@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -231,8 +232,13 @@ class Checkpoints:
     def save(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], best_step: int = 0
     ) -> None:
-        """Write a checkpoint, or begin to; that of `best_step` stays. Raises CheckpointError, also
-        for the one before."""
+        """Write `folder/step-XXXXXXXX`, or begin to, and remove the old ones as `remove_old` does.
+
+        `state` is what JSON can hold; the first process's is written. Every process has the parts
+        of sharded tensors that it holds, and whole ones that are equal wherever they are; those of
+        its stage alone. Raises CheckpointError when the disk is full or cannot be written, also for
+        the one before; the checkpoints before are then as they were.
+        """
         self.finish()
         if self._thread is None:
             self._write(step, tensors, state, best_step)
@@ -254,76 +260,49 @@ class Checkpoints:
     def _write(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], best_step: int
     ) -> None:
-        started_s = time.perf_counter()
-        made = save_checkpoint(
-            self.folder, step, tensors, state, num_kept=self._num_kept, best_step=best_step,
-            processes=self._writers,
-        )  # fmt: skip
-        self._say(f"checkpoint {made} ({format_seconds(time.perf_counter() - started_s)})")
+        started_s, processes = time.perf_counter(), self._writers
+        checkpoint = checkpoint_of(self.folder, step)
+        aside = checkpoint.with_name(checkpoint.name + TEMPORARY)
+        files: dict[str, Measured] = {}
+        told = os_errors_told(
+            CheckpointError,
+            required="a folder with room for a checkpoint, that can be written to",
+            source=str(self.folder),
+            or_else=" and continue the run with --resume; the checkpoints before are whole",
+            during=f"checkpoint {checkpoint.name} was written",
+        )
 
-
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-    *,
-    num_kept: int = 3,
-    best_step: int = 0,
-    processes: Processes = ALONE,
-) -> Path:
-    """Write `folder/step-XXXXXXXX` and remove the old ones as `remove_old` does; returns it.
-
-    `state` is what JSON can hold; the first process's is written. Every process calls it, with the
-    parts of sharded tensors that it holds, and with whole ones that are equal wherever they are;
-    those of its stage alone. Raises CheckpointError when the disk is full or cannot be written; the
-    checkpoints before are then as they were.
-    """
-    checkpoint = checkpoint_of(folder, step)
-    aside = checkpoint.with_name(checkpoint.name + TEMPORARY)
-    told = os_errors_told(
-        CheckpointError,
-        required="a folder with room for a checkpoint, that can be written to",
-        source=str(folder),
-        or_else=" and continue the run with --resume; the checkpoints before are whole",
-        during=f"checkpoint {checkpoint.name} was written",
-    )
-
-    @told
-    def make_room() -> None:
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.mkdir(exist_ok=True)
-        aside.mkdir()
-
-    @told
-    def write() -> dict[str, Measured]:
-        return _write_tensors(aside, tensors, num_bytes, processes)
-
-    @told
-    def complete() -> None:
-        _require_files(aside, files)
-        write_json(aside / STATE, state)
-        files[STATE] = measured(aside / STATE)
-        write_json(aside / MANIFEST, {"version": FORMAT_VERSION, "files": files})
-        publish(aside, checkpoint)
-        sync(folder.parent)
-
-    num_bytes: dict[str, int] = {}
-    for of_process in processes.each({name: x.nbytes for name, x in tensors.items()}):
-        num_bytes |= of_process
-    files: dict[str, Measured] = {}
-    try:
-        processes.from_first(make_room)
-        for written in processes.each(processes.together(write)):
-            files |= written
-        processes.from_first(complete)
-    except CheckpointError:
-        if processes.is_first:
+        @told
+        def make_room() -> None:
             shutil.rmtree(aside, ignore_errors=True)
-        raise
-    if processes.is_first:
-        remove_old(folder, num_kept, best_step)
-    return checkpoint
+            self.folder.mkdir(exist_ok=True)
+            aside.mkdir()
+
+        @told
+        def complete() -> None:
+            _require_files(aside, files)
+            write_json(aside / STATE, state)
+            files[STATE] = measured(aside / STATE)
+            write_json(aside / MANIFEST, {"version": FORMAT_VERSION, "files": files})
+            publish(aside, checkpoint)
+            sync(self.folder.parent)
+
+        num_bytes: dict[str, int] = {}
+        for of_process in processes.each({name: x.nbytes for name, x in tensors.items()}):
+            num_bytes |= of_process
+        write = told(partial(_write_tensors, aside, tensors, num_bytes, processes))
+        try:
+            processes.from_first(make_room)
+            for written in processes.each(processes.together(write)):
+                files |= written
+            processes.from_first(complete)
+        except CheckpointError:
+            if processes.is_first:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+        if processes.is_first:
+            remove_old(self.folder, self._num_kept, best_step)
+        self._say(f"checkpoint {checkpoint} ({format_seconds(time.perf_counter() - started_s)})")
 
 
 def _require_files(folder: Path, files: Mapping[str, Measured]) -> None:
