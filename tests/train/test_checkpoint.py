@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -188,6 +189,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut manifest": lambda folder: (folder / "manifest.json").write_text('{"version": 1, "fi'),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "other manifest": lambda folder: (folder / "manifest.json").write_text("[1]"),
+    "other step": lambda folder: [
+        shutil.copy(file, folder) for file in folder.with_name("step-00000002").iterdir()
+    ],
     "empty folder": lambda folder: [file.unlink() for file in folder.iterdir()],
 }
 

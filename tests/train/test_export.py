@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.tiny_runs import TinyRun
-from peft import PeftModel
 from torch.distributed.checkpoint import HuggingFaceStorageReader, Metadata
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -67,28 +66,12 @@ def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_not_missed(
     assert export(run) == run / "model-step-00000008"
 
 
-def test_adapters_are_exported_as_they_are_or_merged(tiny_run: TinyRun, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert main(tiny_run.arguments(run, "--model.lora.rank=4", "--train.lr=1e-1")) == 0
-    assert main(["export", str(run), f"--out={tmp_path / 'adapters'}"]) == 0
-    assert main(["export", str(run), "--merge"]) == 0
-    assert not (tmp_path / "adapters" / "model.safetensors").exists()
-
-    base = AutoModelForCausalLM.from_pretrained(tiny_run.folder / "model")
-    plain = logits(base)
-    adapted = logits(PeftModel.from_pretrained(base, tmp_path / "adapters"))
-    merged_folder = run / "model-step-00000009-merged"
-    merged = logits(AutoModelForCausalLM.from_pretrained(merged_folder))
-    assert (adapted - plain).norm() > 0.1 * plain.norm()
-    assert (merged - adapted).norm() < 1e-5 * adapted.norm()
-    AutoTokenizer.from_pretrained(merged_folder)
-
-
-def test_adapters_on_another_rope_are_told_how_to_be_loaded(
+def test_adapters_are_exported_as_they_are_or_merged(
     tiny_run: TinyRun, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Their base is named from the root, for a relative name is another folder elsewhere."""
+    """Those on another rope, with how they are loaded. Their base is named from the root, for a
+    relative name is another folder elsewhere."""
     monkeypatch.chdir(tiny_run.folder)
     run, merged_folder = tmp_path / "run", tmp_path / "merged"
     flags = ("--model.name=model", "--model.lora.rank=4", "--train.lr=1e-1", "--train.epochs=1")
@@ -97,6 +80,7 @@ def test_adapters_on_another_rope_are_told_how_to_be_loaded(
     assert f"AutoConfig.from_pretrained('{run}/model/base')" in capsys.readouterr().out
     assert "AutoConfig.from_pretrained('model/base')" in (run / "model" / "README.md").read_text()
     assert main(["export", str(run), "--merge", f"--out={merged_folder}"]) == 0
+    assert main(["export", str(run), f"--out={tmp_path / 'adapters'}"]) == 0
     assert "warning" not in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
     config = AutoConfig.from_pretrained(run / "model" / "base")
@@ -104,6 +88,10 @@ def test_adapters_on_another_rope_are_told_how_to_be_loaded(
     without = logits(AutoModelForCausalLM.from_pretrained(run / "model"))
     merged = logits(AutoModelForCausalLM.from_pretrained(merged_folder))
     assert (merged - adapted).norm() < 1e-5 * merged.norm() < 0.01 * (merged - without).norm()
+    AutoTokenizer.from_pretrained(merged_folder)
+    (name,) = {path.name for path in (run / "model").glob("*.safetensors")}
+    again = (tmp_path / "adapters" / name).read_bytes()
+    assert name == "adapter_model.safetensors" and again == (run / "model" / name).read_bytes()
 
 
 def test_another_base_is_refused(

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.launched import Launched
-from helpers.tiny_runs import TinyRun, build_hybrid_run, run_command
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from helpers.tiny_runs import TinyRun, build_hybrid_run
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
+from furlong.errors import ConfigError
+from furlong.models.describe import describe
+from furlong.planners.layouts import layouts
 
 FAMILIES = ("qwen3_5_text", "bamba", "lfm2")
 
@@ -48,11 +50,8 @@ def test_a_run_learns_and_its_model_is_one_of_transformers(
     assert after[0] < after[1] - 0.5
 
 
-def test_sequence_parallelism_is_refused_by_name(
-    folders: dict[str, TinyRun], tmp_path: Path
-) -> None:
-    arguments = folders["lfm2"].arguments(tmp_path / "run", "--parallel.sp=2")
-    ended = Launched(tmp_path / "out", run_command, arguments).ended(120)
-    assert [process.code for process in ended] == [2, 2], ended
-    assert "sp 2 x pp 1, a multiple of 2 devices, for a lfm2" in ended[0].said, ended[0].said
-    assert "required: parallel.sp 1: the state of a sequence" in ended[0].said, ended[0].said
+def test_sequence_parallelism_is_refused_by_name(folders: dict[str, TinyRun]) -> None:
+    shape = describe(AutoConfig.from_pretrained(folders["lfm2"].folder / "model"))
+    with pytest.raises(ConfigError, match="sp 2 x pp 1, a multiple of 2 devices, for a lfm2") as e:
+        layouts(2, shape, sp=2, pp=1)
+    assert e.value.required.startswith("parallel.sp 1: the state of a sequence")

@@ -74,27 +74,6 @@ def test_rates_that_cannot_be_are_refused(key: str, flags: dict[str, Any]) -> No
     assert key in str(caught.value.errors())
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_warm_up_rises_in_equal_parts_to_the_peak(schedule: Any) -> None:
-    def rates(num_steps: int, ratio: float) -> list[float]:
-        settings = TrainConfig(schedule=schedule, warmup_steps=ratio)
-        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-        course = build_schedule(optimizer, settings, num_steps)
-        found = []
-        for _ in range(num_steps):
-            found += course.get_last_lr()
-            optimizer.step()
-            course.step()
-        return found
-
-    ten = rates(10, 0.4)
-    assert ten[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert ten[4:] == sorted(ten[4:], reverse=True)
-    assert rates(1, 1) == [1.0]
-    halves = {"cosine": 0.5, "linear": 0.5, "constant": 1.0}
-    assert rates(2, 0.5) == pytest.approx([1.0, halves[schedule]])
-
-
 def test_a_run_of_more_steps_goes_on_at_their_rate() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     settings = TrainConfig(schedule="linear", warmup_steps=0.0)

@@ -190,13 +190,18 @@ GROUPS = "--train.groups=[{match: norm, lr: 1e-4}, {match: q_proj, lr: 2e-2, wei
     [
         ("--train.optimizer=adamw_8bit", "--train.async_save=true"),
         ("--train.state_dtype=bfloat16", GROUPS),
-        ("--train.optimizer=adafactor",),
-        ("--train.optimizer=muon", "--train.min_lr=1e-3"),
-        pytest.param(("--train.optimizer=paged_adamw_8bit",), marks=pytest.mark.slow),
-        pytest.param(("--train.optimizer=paged_adamw_32bit",), marks=pytest.mark.slow),
-        pytest.param(("--train.optimizer=adamw_torch_8bit", GROUPS), marks=pytest.mark.slow),
-        pytest.param(("--train.optimizer=adamw_torch_4bit",), marks=pytest.mark.slow),
-        pytest.param(("--train.optimizer=adamw_torch_fp8",), marks=pytest.mark.slow),
+        *(
+            pytest.param((f"--train.optimizer={name}", *more), marks=pytest.mark.slow)
+            for name, more in {
+                "adafactor": (),
+                "muon": ("--train.min_lr=1e-3",),
+                "paged_adamw_8bit": (),
+                "paged_adamw_32bit": (),
+                "adamw_torch_8bit": (GROUPS,),
+                "adamw_torch_4bit": (),
+                "adamw_torch_fp8": (),
+            }.items()
+        ),
     ],
     ids=lambda flags: flags[0].partition("=")[2],
 )

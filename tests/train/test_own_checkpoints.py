@@ -101,25 +101,6 @@ def test_the_changed_rope_is_part_of_the_architecture(tiny_run: TinyRun, tmp_pat
     assert exported.rope_parameters["factor"] == 4.0
 
 
-def test_a_checkpoint_whose_name_lies_is_damaged(
-    tiny_run: TinyRun,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = tmp_path / "run"
-    tiny_run.leave_run(run, stopped_after=4)
-    checkpoints = run / "checkpoints"
-    shutil.copytree(checkpoints / "step-00000002", checkpoints / "step-00000099")
-    told = "checkpoint step-00000099 is damaged: its state is of step 2"
-    assert told in refused(capsys, ["export", str(checkpoints / "step-00000099")])
-    assert main(tiny_run.arguments(run, "--resume")) == 0
-    printed = capsys.readouterr().out
-    assert told in printed and "resumed from step-00000004: step 4 of 9" in printed
-    assert (checkpoints / "step-00000099.damaged").is_dir()
-    assert main(["export", str(run)]) == 0
-    assert "exported step 9" in capsys.readouterr().out
-
-
 def lose_all(model: Path) -> None:
     shutil.rmtree(model)
 

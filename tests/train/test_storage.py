@@ -53,7 +53,7 @@ def test_tiers_and_order_of_the_run_file_train_to_the_same_losses(
     folder.mkdir()
     both = (*FIXED, f"--data.eval={tiny_run.folder / 'held-out.jsonl'}", "--train.epochs=1")
     plain = ("--offload=none", "--chunks.order=chunk-first")
-    assert main(tiny_run.arguments(tmp_path / "device", *both, *plain)) == 0
+    tiny_run.leave_run(tmp_path / "device", *both, *plain)
     capsys.readouterr()
     place = f"--memory.disk_dir={folder}"
     assert main(tiny_run.arguments(tmp_path / "lower", *both, *dials, *DISK, place)) == 0

@@ -150,6 +150,7 @@ def test_two_processes(tiny_run: TinyRun, tmp_path: Path, layout: str) -> None:
         assert (weight - expected[key]).norm() <= 1e-12 * expected[key].norm(), key
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_goes_on_to_the_same_bits(tiny_run: TinyRun, tmp_path: Path) -> None:
     held_out = f"--data.eval={tmp_path / 'answers.jsonl'}"
     flags = (*flags_of(tmp_path), held_out, "--train.steps=5", "--model.lora.rank=2")
