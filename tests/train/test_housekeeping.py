@@ -136,12 +136,15 @@ def test_a_loss_above_the_most_stops_and_the_run_goes_on_from_the_step_before(
     losses = dict(records(whole, "loss"))
     step = 3
     assert losses[step] > losses[step - 1]
-    most = f"--train.max_loss={max(losses[at] for at in range(1, step))!r}"
+    with signal_after(1):
+        assert main(tiny_run.arguments(stopped, *flags)) == 0
+    most = f"--train.max_loss={losses[step - 1]!r}"
+    arguments = tiny_run.arguments(stopped, *flags, "--train.save_every_steps=99", most, "--resume")
     capsys.readouterr()
-    assert main(tiny_run.arguments(stopped, *flags, "--train.save_every_steps=99", most)) == 2
+    assert main(arguments) == 2
     told = capsys.readouterr().err
     assert f"in step {step};" in told and f"checkpoint of step {step - 1}" in told
-    assert checkpoints(stopped) == [f"step-{step - 1:08d}"]
+    assert checkpoints(stopped) == ["step-00000001", f"step-{step - 1:08d}"]
     assert main(tiny_run.arguments(stopped, *flags, "--resume")) == 0
     assert dict(records(stopped, "loss")) == losses
     last = f"checkpoints/step-{max(losses):08d}"

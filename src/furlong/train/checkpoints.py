@@ -106,14 +106,20 @@ def check_data(checkpoint: Checkpoint, fingerprint: dict[str, str]) -> None:
 def base_fingerprint(model: nn.Module, processes: Processes = ALONE) -> str | None:
     """A checksum of the frozen parameters of all processes, by name and content; None if all are
     trained. A collective."""
-    own = {n: checksum(p) for n, p in model.named_parameters() if not p.requires_grad}
-    found: dict[str, str] = {}
-    for checksums in processes.each(own):
-        found |= checksums
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    found = checksums(frozen, processes)
     if not found:
         return None
     lines = "".join(f"{name} {found[name]}\n" for name in sorted(found))
     return xxhash.xxh3_128_hexdigest(lines.encode())
+
+
+def checksums(weights: Mapping[str, Tensor], processes: Processes) -> dict[str, str]:
+    """The checksums of all processes' weights, by name. A collective."""
+    found: dict[str, str] = {}
+    for of_process in processes.each({name: checksum(own) for name, own in weights.items()}):
+        found |= of_process
+    return found
 
 
 def checksum(weight: Tensor) -> str:
@@ -177,21 +183,13 @@ def restore_tensors(
     processes: Processes = ALONE,
 ) -> None:
     """The inverse of `all_tensors`, in place, also in another layout. A collective; raises
-    CheckpointError, on all, where the names of all processes are not those of the checkpoint."""
+    CheckpointError, on all, where the checkpoint lacks a tensor of any process."""
     make_state(optimizer)
     tensors = _live_tensors(model, optimizer)
-    known = {name for of_process in processes.each(list(tensors)) for name in of_process}
 
     def read() -> None:
-        stored = stored_tensors(checkpoint)
-        rng = {name: stored.pop(name) for name in (_CPU_RNG, _CUDA_RNG) if name in stored}
-        if unknown := next((name for name in stored if name not in known), None):
-            raise CheckpointError(
-                given=f"{unknown}, which the model does not train",
-                required="names of this model's trained parameters",
-                source=str(checkpoint),
-                change="resume with the model that the checkpoint was written with",
-            )
+        stored = stored_tensors(checkpoint).items()
+        rng = {name: of for name, of in stored if name in (_CPU_RNG, _CUDA_RNG)}
         rows = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in rng.items()}
         load_tensors(checkpoint, tensors | rows)
         restore_generators(rows, processes.launch.number, next(model.parameters()).device)

@@ -24,7 +24,7 @@ from furlong.data.cache import ReferenceLogProbs
 from furlong.data.dataset import DataSet
 from furlong.report.patience import patience
 from furlong.train.batches import BatchEngine
-from furlong.train.checkpoints import checksum
+from furlong.train.checkpoints import checksums
 from furlong.train.evaluation import evaluating
 from furlong.train.memory import Fitting
 from furlong.train.objective import log_probs
@@ -42,14 +42,9 @@ def reference_fingerprint(
     """A checksum of what decides log-probabilities besides tokens: the model without new adapters,
     as a run begins with it, and the dtype of the compute. A collective, of whole weights."""
     is_adapted = hasattr(model, "disable_adapter") and not has_learnt(model)
-    own = {
-        name: checksum(parameter)
-        for name, parameter in model.named_parameters()
-        if not (is_adapted and parameter.requires_grad)
-    }
-    weights: dict[str, str] = {}
-    for checksums in processes.each(own):  # of a pipeline each has its layers
-        weights |= checksums
+    named = dict(model.named_parameters())
+    own = {name: p for name, p in named.items() if not (is_adapted and p.requires_grad)}
+    weights = checksums(own, processes)  # of a pipeline each has its layers
     known = json.dumps(architecture, sort_keys=True, default=str)
     # whose factors follow from the longest sequence of a run
     limit = max_seq_len if "longrope" in known else None
