@@ -175,7 +175,7 @@ def measure(engine: str, run: Path) -> None:
     cpu = torch.device("cpu")
     if engine == "furlong":
         from furlong.api import Engine
-        from furlong.train.choose_plan import decision_of
+        from furlong.train.run_folder import decision_of
 
         chunkwise = Engine(model, max_seq_len=config.data.max_seq_len)
         decided = json.loads((run / "options.json").read_text(encoding="utf-8"))

@@ -21,8 +21,8 @@ from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
 from furlong.train import run_model
 from furlong.train.checkpoints import Checkpoints
-from furlong.train.choose_plan import decision_of, shrunk, values_of
 from furlong.train.processes import Launch
+from furlong.train.run_folder import decision_of, shrunk, values_of
 
 FLAGS = (
     "--model.dtype=float64", "--train.steps=4", "--train.epochs=null", "--chunks.size=auto",

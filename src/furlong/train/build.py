@@ -30,11 +30,10 @@ from furlong.planners.options import option_values, value_in_words
 from furlong.planners.spaco import sampling_in_words
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.train.checkpoints import ModelSize
-from furlong.train.choose_plan import step_size
 from furlong.train.kernels import put_kernels
 from furlong.train.processes import Launch, Processes
 from furlong.train.run_folder import Checkpoint
-from furlong.train.run_model import OPTION_NAMES, rope_of
+from furlong.train.run_model import OPTION_NAMES, rope_of, step_size
 from furlong.units import format_bytes, format_count
 
 

@@ -13,7 +13,7 @@ from furlong.errors import ConfigError
 from furlong.planners.decide import division_in_words
 from furlong.planners.options import option_values, value_in_words
 from furlong.planners.spaco import Sampling, sampling_in_words
-from furlong.train.choose_plan import decision_of
+from furlong.train.run_folder import decision_of
 
 _TOLD_LENGTH = 300
 

@@ -20,7 +20,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from furlong.config.schema import RunConfig, TrainConfig
 from furlong.config.sources import build_run, load_run
 from furlong.errors import CheckpointError, ConfigError, difference_words, differing
 from furlong.files import TEMPORARY, checksum, os_errors_told
+from furlong.plan.plan import Layout
 from furlong.planners.decide import Decision
-from furlong.train.choose_plan import decision_of
+from furlong.planners.options import ChunkOptions
 from furlong.units import format_bytes
 
 CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl", "report.json"
@@ -400,6 +401,34 @@ def check_room(
             source="out, train.save_every_steps and train.num_checkpoints",
             change="make room, set out to another disk, or train.save_every_steps: 0 for none",
         )
+
+
+# What was decided for a run, as options.json and its checkpoints hold it.
+
+
+def values_of(decision: Decision) -> dict[str, Any]:
+    """The options of a run, its layout and its stages, and what decides about alternatives where
+    there are any, as JSON holds them."""
+    values = asdict(decision.options) | {
+        "layout": asdict(decision.layout), "stages": list(decision.stages),
+    }  # fmt: skip
+    if decision.budget_bytes is not None:
+        values |= {"budget_bytes": decision.budget_bytes, "has_shrunk": decision.has_shrunk}
+    return values
+
+
+def decision_of(values: Mapping[str, Any]) -> Decision:
+    """The inverse of `values_of`. Raises KeyError, TypeError or ConfigError for other values."""
+    options = dict(values)
+    layout, stages = Layout(**options.pop("layout")), tuple(options.pop("stages"))
+    budget = {name: options.pop(name) for name in ("budget_bytes", "has_shrunk") if name in options}
+    return Decision(ChunkOptions(**options), "", layout=layout, stages=stages, **budget)
+
+
+def shrunk(decision: Decision, options: ChunkOptions) -> Decision:
+    """The decision with the options of now, which a step that did not fit may have changed."""
+    has_shrunk = decision.has_shrunk or options != decision.options
+    return replace(decision, options=options, has_shrunk=has_shrunk)
 
 
 # Checkpoints as folders.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from furlong.config.schema import RunConfig, offloads_to
+from furlong.config.schema import RunConfig, TrainConfig, offloads_to
 from furlong.cost.machine import (
     THIS_CPU,
     Machine,
@@ -29,7 +29,7 @@ from furlong.kv.pools import Storage
 from furlong.models.build import read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder
-from furlong.plan.lengths import count_lengths
+from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Layout
 from furlong.planners.decide import (
     FREE_RAM,
@@ -46,7 +46,6 @@ from furlong.planners.orders import stage_heights
 from furlong.planners.question import MARGIN, Limits, Question, offload_budgets
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import check_sampling
-from furlong.train.choose_plan import step_size
 from furlong.train.objective import objective_of
 from furlong.train.processes import Launch, layout_of, sizes_of
 from furlong.train.run_folder import Checkpoint
@@ -160,6 +159,11 @@ def check_architecture(checkpoint: Checkpoint, present: Mapping[str, Any]) -> No
         )
 
 
+def step_size(settings: TrainConfig) -> StepSize:
+    """The size of a run's global batches, in what is drawn or in tokens."""
+    return StepSize(settings.sequences_per_step, settings.tokens_per_step)
+
+
 def choose_run_plan(
     config: RunConfig, model: RunModel, train: DataSet | StreamSet, storage: Storage
 ) -> Decision:
@@ -205,11 +209,11 @@ def _searched(
     if objective.in_two_phases(num_processes):
         learnt = train.seq_lens.reshape(-1, objective.unit_size)[:, : objective.num_learnt]
         pairs = [tuple(own) for own in learnt.tolist()]
-    lens = train.epoch_lens(config.train.seed)
+    lens, size = train.epoch_lens(config.train.seed), step_size(config.train)
     margin = cost.hardware.margin(MARGIN)
     decision = decide(
         count_lengths(lens),
-        size=_in_sequences(step_size(config.train), objective.unit_size),
+        size=replace(size, sequences=size.sequences and size.sequences * objective.unit_size),
         model=cost,
         limits=Limits(budget_bytes, storage.cpu_bytes, storage.disk_bytes, margin),
         budget_words=budget_words,

@@ -40,7 +40,6 @@ from furlong.timeline import MEASURED, MeasuredStep, Timeline
 from furlong.train import build, checkpoints
 from furlong.train.batches import BatchEngine, drawn_share, step_options
 from furlong.train.card import model_card, open_repository, push
-from furlong.train.choose_plan import shrunk, step_size, values_of
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate, share_of
 from furlong.train.memory import Fitting, UsedMemory
 from furlong.train.metrics import (
@@ -88,6 +87,8 @@ from furlong.train.run_folder import (
     list_checkpoints,
     list_export,
     read_checkpoint,
+    shrunk,
+    values_of,
 )
 from furlong.train.run_model import (
     RunModel,
@@ -95,6 +96,7 @@ from furlong.train.run_model import (
     check_architecture,
     choose_run_plan,
     rope_of,
+    step_size,
     storage_of,
 )
 from furlong.train.sample_check import check_sample
