@@ -52,7 +52,7 @@ class BareTrainer(Trainer):
         self.model, self.engine, self.fitting = model, BatchEngine(engine), fitting
         self.run_model: Any = SimpleNamespace(whole_cost=None)
         self.cadence = Cadence.of(self.config.train, num_steps, num_steps)
-        self.num_steps, self.meter, self.budget_bytes = num_steps, meter, None
+        self.num_steps, self.meter = num_steps, meter
         self.optimizer = build_optimizer(model, self.config.train)
         self.schedule = build_schedule(self.optimizer, self.config.train, num_steps)
         self.progress, self.saved_step, self._stop = Progress(), 0, None

@@ -262,11 +262,14 @@ class Trainer:
         self.model = processes.together(
             lambda: build.fused(config, build.build_run_model(config, layers).to(self.device))
         )
-        self.base_fingerprint = checkpoints.base_fingerprint(self.model, processes)
-        self.reference_fingerprint = None
+        # of weights that checkpoints do not hold
+        self.fingerprints = {
+            "base_fingerprint": checkpoints.base_fingerprint(self.model, processes),
+            "reference": None,
+        }
         alternatives = batch_plans_of(config, self.run_model, decision)
         if self.objective.needs_reference:
-            self.reference_fingerprint = reference_fingerprint(
+            self.fingerprints["reference"] = reference_fingerprint(
                 self.model, self.run_model.architecture, dtype=config.model.dtype,
                 max_seq_len=config.data.max_seq_len, processes=processes,
             )  # fmt: skip
@@ -296,13 +299,13 @@ class Trainer:
             self.decision.options, say=self.say, changed=self._options_changed,
             alike=self.processes.alike,
         )  # fmt: skip
-        if self.reference_fingerprint is None:
+        if (fingerprint := self.fingerprints["reference"]) is None:
             return
         folder = cache_folder(self.config.data.cache_dir)
         for name, split in self.data.items():
             self.data[name] = referenced(
-                split, self.engine, self.fitting, folder=folder,
-                fingerprint=self.reference_fingerprint, key=f"data.{name}",
+                split, self.engine, self.fitting, folder=folder, fingerprint=fingerprint,
+                key=f"data.{name}",
             )  # fmt: skip
         self.train_data, self.eval_data = self.data["train"], self.data.get("eval")
         self.decision = replace(self.decision, options=self.fitting.options)
@@ -313,11 +316,10 @@ class Trainer:
         self.schedule = build_schedule(self.optimizer, config.train, self.num_steps)
         if (warmup := warmup_steps_of(config.train, self.num_steps)) > self.num_steps:
             self.say(f"warm-up: {warmup} steps, of which the run takes {self.num_steps}")
-        self.budget_bytes = None if config.memory.device == "auto" else config.memory.device
         cost = self.run_model.cost
         self.meter = build_meter(
             None if cost is None else cost.shape, self.device, config.model.dtype,
-            has_frozen_base=self.base_fingerprint is not None,
+            has_frozen_base=self.fingerprints["base_fingerprint"] is not None,
             num_devices=processes.num_processes,
         )  # fmt: skip
 
@@ -520,8 +522,7 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
             "options": values_of(shrunk(self.decision, self.fitting.options)),
             "data_fingerprint": self.train_data.fingerprint,
-            "base_fingerprint": self.base_fingerprint,
-            "reference": self.reference_fingerprint,
+            **self.fingerprints,
             "architecture": self.run_model.architecture,
             "metrics_bytes": self.log.num_bytes,
             "written_by": checkpoints.written_by(self.model, self.processes.num_processes),
@@ -628,8 +629,7 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Puts everything into place as it was when the checkpoint was taken."""
         state = checkpoint.state
-        now = {"base_fingerprint": self.base_fingerprint, "reference": self.reference_fingerprint}
-        self.processes.together(partial(checkpoints.check_weights, checkpoint, now))
+        self.processes.together(partial(checkpoints.check_weights, checkpoint, self.fingerprints))
         checkpoints.restore_tensors(checkpoint.path, self.model, self.optimizer, self.processes)
         self.progress = Progress.from_dict(state["progress"])
         self._forget_best(state)
@@ -653,7 +653,9 @@ class Trainer:
                   f" {cause}")  # fmt: skip
 
     def _used_memory(self) -> UsedMemory:
-        return UsedMemory(self.model.parameters(), self.optimizer, budget_bytes=self.budget_bytes)
+        budget = self.config.memory.device
+        budget_bytes = None if budget == "auto" else budget
+        return UsedMemory(self.model.parameters(), self.optimizer, budget_bytes=budget_bytes)
 
     def _open_log(self, stack: ExitStack) -> Callable[[], None]:
         """The log of the run until `stack` ends, cut back to what the checkpoint knows of, that of
