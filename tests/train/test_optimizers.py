@@ -90,7 +90,7 @@ def muon_and_adamw(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["adamw", "adafactor", pytest.param("muon", marks=pytest.mark.slow)]
+    "name", ["adafactor", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adamw", "muon"))]
 )
 def test_twenty_steps_are_those_of_transformers_trainer(tmp_path: Path, name: str) -> None:
     known = sequences()
