@@ -24,7 +24,9 @@ def test_a_run_leaves_a_model_and_its_figures(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, held_out = tmp_path / "run", f"--data.eval={tiny_run.folder / 'held-out.jsonl'}"
-    assert main(tiny_run.arguments(run, held_out, "--chunks.num_retained=1")) == 0
+    assert (
+        main(tiny_run.arguments(run, held_out, "--chunks.size=32", "--chunks.num_retained=1")) == 0
+    )
     report = read_json(run / "report.json")
     assert report["num_steps"] == 9
     assert report["eval_loss_after"] < report["eval_loss_before"]
