@@ -253,18 +253,16 @@ def test_a_run_folder_of_another_config_is_refused(
 
 
 def test_how_it_is_computed_may_change(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """What may change the last bits is told."""
     run, threads = tmp_path / "run", torch.get_num_threads()
     tiny_run.leave_run(run, stopped_after=5)
     flags = ["--chunks.size=16", "--offload=disk", "--memory.disk=1GiB"]
     flags += ["--train.save_every_steps=3", "--resume"]
-    torch.set_num_threads(threads + 1)
-    try:
-        assert main(tiny_run.arguments(run, *flags)) == 0
-    finally:
-        torch.set_num_threads(threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    assert main(tiny_run.arguments(run, *flags)) == 0
     told = capsys.readouterr().out
     assert "decided again, for these keys have changed: chunks.size, memory.disk, offload" in told
     assert f"threads = {threads + 1}, before {threads}: the last bits may differ" in told

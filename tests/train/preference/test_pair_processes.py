@@ -76,23 +76,6 @@ def test_two_processes(tiny_run: TinyRun, tmp_path: Path, layout: str) -> None:
         assert error <= 1e-12, f"{name}: {error:.1e}"
 
 
-def test_dropout_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
-    flags = (*pair_flags(tiny_run, tmp_path), "--model.lora.dropout=0.1", "--parallel.dp=2")
-    arguments = tiny_run.arguments(tmp_path / "run", *flags)
-    ended = Launched(tmp_path / "said", run_command, arguments).ended(LIMIT_S)
-    assert [one.code for one in ended] == [2, 2]
-    assert "2 processes and a model that draws random numbers" in ended[0].said
-
-
-def test_a_sample_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
-    sample = '--chunks.sample={"rate": 0.5}'
-    flags = (*pair_flags(tiny_run, tmp_path), sample, "--parallel.dp=2")
-    arguments = tiny_run.arguments(tmp_path / "run", *flags)
-    ended = Launched(tmp_path / "said", run_command, arguments).ended(LIMIT_S)
-    assert [one.code for one in ended] == [2, 2]
-    assert "chunks.sample with train.loss: dpo" in ended[0].said
-
-
 def test_dropout_of_the_model_is_refused(tmp_path: Path) -> None:
     """Its losses would be of other draws than the gradients."""
     tiny = build_tiny_run(tmp_path / "tiny")

@@ -175,3 +175,5 @@ def test_what_one_process_refuses_several_may_have() -> None:
     checked(parse_run([*given, "--chunks.num_retained=0"]), 1)
     checked(parse_run([*given, "--model.lora.dropout=0.1"]), 1)
     checked(parse_run([*given, "--chunks.keep=all"]), 2)
+    with pytest.raises(ConfigError, match=r"chunks\.sample with train\.loss: dpo"):
+        checked(parse_run([*given, "--chunks.sample={rate: 0.5}", "--chunks.size=64"]), 2)
