@@ -195,7 +195,7 @@ class AnswerLoss(Objective):
         return [one for n, one in enumerate(of_sequences) if n % self.unit_size >= self.num_learnt]
 
     def _units(self, of_sequences: Sequence[_T]) -> list[Sequence[_T]]:
-        """What is learnt of each unit."""
+        """The part of each unit that is learnt."""
         starts = range(0, len(of_sequences), self.unit_size)
         return [of_sequences[start : start + self.num_learnt] for start in starts]
 
@@ -223,7 +223,7 @@ class AnswerLoss(Objective):
         started_s, records = time.perf_counter(), list[Record]()
 
         def note(action: Forward | Backward) -> None:
-            """What is noted waited for the device; a backward holds what it computes again."""
+            """The action has waited for the device; a backward holds what it computes again."""
             start_s = records[-1].stop_s if records else 0.0
             stop_s = time.perf_counter() - started_s
             records.append(Record(0, "compute", action, start_s, stop_s, 0, 0))
