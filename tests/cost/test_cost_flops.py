@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers.shapes import with_windows
+from helpers.shapes import shape_of_values, with_windows
 from hypothesis import given
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
@@ -13,7 +13,6 @@ from furlong.cost.model import CostModel
 from furlong.cost.seconds import ATTENTION_BACKWARD, attended_keys, sequence_flops
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
-from furlong.models.describe import describe
 from furlong.plan.plan import Chunk, Recv, Reduce, Send, Slice
 from furlong.planners.options import ChunkOptions
 
@@ -80,7 +79,7 @@ def test_linear_flops_are_those_that_the_executor_runs(keep, lora):
         before = counter.get_total_flops()
         engine.forward_backward(sequences, options)
 
-    shape = describe(TINY)
+    shape = shape_of_values(TINY)
     plan = plan_chunkflow(lens, options, stages=(3,))
     training = Training(lora=Lora(4) if lora else None)
     costs = CostModel(shape, perfect(), training).costs(plan)
@@ -98,7 +97,7 @@ def test_linear_flops_are_those_that_the_executor_runs(keep, lora):
 def test_flops_of_every_action(stages, window):
     """By hand: matrices 2 per parameter, attention 4 N H for each pair; twice and 2.5 times in a
     backward; of whole models and of pipelines."""
-    shape = with_windows(describe(TINY), (window,) * 3)
+    shape = with_windows(shape_of_values(TINY), (window,) * 3)
     plan = plan_chunkflow((10,), ChunkOptions(size=4, num_retained=1, keep="kv"), stages=stages)
     costs = CostModel(shape, perfect(attention_counts=True)).costs(plan)
     layer = shape.layers[0]

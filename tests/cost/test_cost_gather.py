@@ -5,13 +5,13 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from helpers.shapes import shape_of_values
 
 from furlong.cost.machine import Efficiency, Link, Machine
 from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import chunk_table
 from furlong.cost.training import Training
-from furlong.models.describe import describe
 from furlong.plan.check import check
 from furlong.plan.plan import (
     Backward,
@@ -38,7 +38,7 @@ CASES = [
 
 
 def shape_of(num_heads, num_kv_heads):
-    return describe({
+    return shape_of_values({
         "model_type": "llama", "hidden_size": 16 * num_heads, "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads,
         "head_dim": HEAD_DIM, "intermediate_size": 160, "vocab_size": 8,

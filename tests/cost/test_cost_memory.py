@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from helpers.shapes import shape_of_values
 from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.machine import Machine, this_cpu
@@ -10,7 +11,6 @@ from furlong.cost.memory import PARTS, PlanMemory, stage_bytes, tile_tokens
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
-from furlong.models.describe import describe
 from furlong.plan.check import check
 from furlong.plan.plan import (
     Backward,
@@ -30,7 +30,7 @@ TINY = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 90,
 }  # fmt: skip
-SHAPE = describe(TINY)
+SHAPE = shape_of_values(TINY)
 
 
 def test_states_of_bf16_training_take_18_bytes_per_parameter():
@@ -119,7 +119,7 @@ def test_lora_trains_its_adapters_only():
 
 
 def test_a_rank_with_both_ends_holds_a_tied_head_once():
-    tied = describe(TINY | {"tie_word_embeddings": True})
+    tied = shape_of_values(TINY | {"tie_word_embeddings": True})
 
     def count(*held):
         return Training().weights(tied, (2, 1, 1), frozenset(held)).all
@@ -169,7 +169,7 @@ def test_processes_of_a_group_hold_their_own_slices():
 
 
 def test_a_pool_on_cpus_counts_what_gloo_copies_and_what_the_heap_does_not_give_back():
-    shape = describe(TINY | {"vocab_size": 2000})
+    shape = shape_of_values(TINY | {"vocab_size": 2000})
     training = replace(Training.in_dtype("float32"), zero_stage=1, gathers=True)
     chunk = Chunk((Slice(0, 0, 16, Place(0, 2)),))
     actions = (Forward(0, 0, "all"), Backward(0, 0), Reduce(0))
@@ -189,7 +189,7 @@ def test_a_pool_on_cpus_counts_what_gloo_copies_and_what_the_heap_does_not_give_
 
 
 def test_a_cpus_kernels_for_bfloat16_are_counted():
-    shape = describe(TINY | {"model_type": "llama"})
+    shape = shape_of_values(TINY | {"model_type": "llama"})
     for dtype, device, counted in (
         ("bfloat16", this_cpu(), True),
         ("float32", this_cpu(), False),
@@ -204,7 +204,7 @@ def test_layers_do_not_run_while_the_loss_does():
     """Of a backward's two moments that with more bytes counts; each is more in one of these."""
     parts = {}
     for vocab in (90, 90_000):
-        shape = describe(TINY | {"vocab_size": vocab})
+        shape = shape_of_values(TINY | {"vocab_size": vocab})
         memory = PlanMemory(shape, Training.in_dtype("float32"), 0, device_type="cpu")
         plan = plan_chunkflow((256,), ChunkOptions(size=256), stages=(4,))
         cell, peak = memory.cell((4,), 0), memory.curve(plan, 0).peak

@@ -3,19 +3,19 @@
 from dataclasses import replace
 
 import pytest
+from helpers.shapes import shape_of_values
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fpdt_plan import plan_fpdt
 
 from furlong.cost.memory import PARTS, PlanMemory, stage_bytes
 from furlong.cost.training import Training
-from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan, Offload
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.planners.options import ChunkOptions
 
 MIB = 2**20
 # the benchmarks' own model: 8 layers of 384, 6 heads of 64, 2 of keys and values
-SHAPE = describe({
+SHAPE = shape_of_values({
     "model_type": "qwen2", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8,
     "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 4096,
 })  # fmt: skip

@@ -4,19 +4,19 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from helpers.shapes import shape_of_values
 
 from furlong.cost.machine import Efficiency, Machine
 from furlong.cost.memory import stage_bytes
 from furlong.cost.model import CostModel, update_s
 from furlong.cost.seconds import attended_keys, chunk_table
 from furlong.cost.training import Lora, Training
-from furlong.models.describe import describe
 from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Offload, Place, Recompute, Slice
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_on_device
 
-SHAPE = describe({
+SHAPE = shape_of_values({
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
     "intermediate_size": 160, "vocab_size": 500,
 })  # fmt: skip
@@ -141,7 +141,7 @@ def test_experts_are_read_where_some_token_visits_them(num_tokens):
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 160,
         "mlp_only_layers": [1],
     }  # fmt: skip
-    shape = describe(config)
+    shape = shape_of_values(config)
     spec = replace(NOTHING, peak_flops_per_s=1.0, linear=Efficiency(1.0, 7.0))
     plan = ChunkPlan(
         (num_tokens,), (Chunk((Slice(0, 0, num_tokens),)),), (2, 1),

@@ -4,12 +4,11 @@ the arena and in the pool at its peak."""
 from dataclasses import replace
 
 import pytest
-from helpers.shapes import with_windows
+from helpers.shapes import shape_of_values, with_windows
 from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.memory import KINDS, PARTS, PlanMemory
 from furlong.cost.training import Training
-from furlong.models.describe import describe
 from furlong.plan.passes import kv_frees, passes
 from furlong.plan.plan import Offload, Reduce
 from furlong.planners.options import ChunkOptions
@@ -136,7 +135,7 @@ def test_no_draw_needs_more_memory_than_the_exact_step(graphs):
 
 
 def memory_of(windows):
-    shape = describe(CONFIG | {"num_hidden_layers": len(windows)})
+    shape = shape_of_values(CONFIG | {"num_hidden_layers": len(windows)})
     return PlanMemory(
         with_windows(shape, windows), Training.in_dtype("float32"), 10**15, device_type="cpu"
     )

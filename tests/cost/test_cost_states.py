@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.hybrids import HYBRIDS, build
+from helpers.shapes import shape_of_values
 
 import furlong
 from furlong.cost.machine import Machine
@@ -21,7 +22,7 @@ CONFIG = {
     **HYBRIDS["qwen3_next"], "model_type": "qwen3_next", "linear_conv_kernel_dim": 4,
     "num_hidden_layers": 4,
 }  # fmt: skip
-SHAPE = describe(CONFIG)
+SHAPE = shape_of_values(CONFIG)
 STATE = 3 * (4 * 4 * 16 * 16 + 4 * 128 * 4)
 """Bytes of three layers' states in float32: 4 heads of 16 x 16, 4 columns of 128 channels."""
 MODEL = CostModel(SHAPE, Machine.named("H100"), Training.in_dtype("float32"))
@@ -88,7 +89,7 @@ def test_no_walk_needs_less_than_the_bound(keep, target):
 
 def test_the_time_of_recurrent_layers_is_linear_in_tokens():
     config = {**HYBRIDS["mamba2"], "model_type": "mamba2", "conv_kernel": 4, "expand": 2}
-    model = CostModel(describe(config), Machine.named("H100"))
+    model = CostModel(shape_of_values(config), Machine.named("H100"))
     seconds = []
     for length in (2**13, 2**14, 2**14 + 2**13):
         options = ChunkOptions(size=2**11, keep="kv", num_retained=0)
