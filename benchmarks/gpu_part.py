@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from measuring import Timer, release
 from torch import Tensor
+from transformers import AutoConfig
 
 import furlong
 from furlong.cost.machine import known_card
@@ -151,7 +152,7 @@ class Subject:
             peak = card.peak_flops_per_s
         if peak is None:
             return None
-        shape = describe(self.config)
+        shape = describe(AutoConfig.for_model(**self.config))
         return MfuMeter(shape, peak, has_frozen_base=self._is_lora).mfu([num_tokens], step_s)
 
 
@@ -327,7 +328,7 @@ PARTS: dict[str, Callable[[Settings], Results]] = {
 
 def build(config: dict[str, Any], device: Any, *, is_lora: bool) -> Any:
     """Random weights on the device: float32, or frozen bfloat16 ones with float32 adapters."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     dtype = torch.bfloat16 if is_lora else torch.float32

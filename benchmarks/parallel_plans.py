@@ -20,6 +20,7 @@ from papers.published.chunks import sliced_groups
 from papers.published.problem import Problem
 from papers.published.search import search
 from papers.seq1f1b_plan import plan_seq1f1b
+from transformers import AutoConfig
 
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import Link, Machine, this_cpu
@@ -85,7 +86,7 @@ def slow_device(slowness: int = 1) -> Machine:
 def cost_model(spec: Machine, config: Mapping[str, Any] = CONFIG) -> CostModel:
     """Weights are gathered once in a step and gradients reduced once, as `furlong.Engine` does."""
     training = replace(Training.in_dtype("float32"), zero_stage=1)
-    return CostModel(describe(config), spec, training)
+    return CostModel(describe(AutoConfig.for_model(**config)), spec, training)
 
 
 def pipelines(

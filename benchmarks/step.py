@@ -25,8 +25,7 @@ All contenders of a part must agree in loss and gradient norm. Exits 1 on a miss
 
 Takes about an hour on two cores; `--warmup-tokens 2048`, which shortens the step before the
 measured one, halves that. Full activations need 8 GiB of memory. `--tokens` makes all of it
-smaller, to try the commands out: then misses mean nothing. `--profile` says where the time of one
-furlong step goes instead (see profiling.py).
+smaller, to try the commands out: then misses mean nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ from contenders import SHAPES, STEADY_ALLOCATOR, Trial
 from harness import Promise, Report, add_common_arguments, ratios, run_rounds
 from library import long_tailed_batch, shrunk
 from measuring import Measurement
-from profiling import profile
 
 from furlong.planners.options import ChunkOptions
 from furlong.units import format_bytes
@@ -77,11 +75,6 @@ Results = Mapping[str, list[Measurement]]
 
 def main() -> int:
     arguments = _parse()
-    if arguments.profile:
-        for name, dials in PLANS.items():
-            if arguments.profile in name:
-                profile(name, Trial("furlong", "small", arguments.tokens, dials=dials))
-        return 0
     report = Report("step", vars(arguments))
     parts = {"step": step, "growth": growth, "long-tail": long_tail}
     if arguments.model == "qwen3_5":
@@ -252,10 +245,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, default=_TOKENS,
         help="length of the step part; growth and long-tail scale with it",
-    )  # fmt: skip
-    parser.add_argument(
-        "--profile", metavar="NAME", default=None,
-        help=f"profile the plans whose name has NAME in it: {', '.join(PLANS)}",
     )  # fmt: skip
     return parser.parse_args()
 

@@ -28,6 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from harness import console, machine, write_json
 from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from furlong.cost.machine import Machine, this_cpu
 from furlong.cost.model import CostModel
@@ -127,7 +128,7 @@ def main() -> int:
 
 def _compared(step: Step, measured: dict[str, Any], calibrated: Machine) -> dict[str, float]:
     """What a calibrated model says of a step, and how far it is off."""
-    shape = describe(MODELS[step.model])
+    shape = describe(AutoConfig.for_model(**MODELS[step.model]))
     training = replace(Training.in_dtype("float32"), optimizer_bytes=0)  # the step has none
     model = CostModel(shape, calibrated, training)
     options = ChunkOptions(**step.options)
@@ -149,7 +150,6 @@ def _compared(step: Step, measured: dict[str, Any], calibrated: Machine) -> dict
 def measure(step: Step) -> dict[str, float]:
     """Seconds and bytes of a step, after one that is not counted."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from furlong.calibrate.run import Bench, merged
     from furlong.kv.pools import Storage

@@ -5,7 +5,7 @@
     python research/comparison.py --settings                        # none: the page alone
 
 Each method has its own best layout of the same devices, every way to deal sequences to replicas,
-groups larger than the heads allow, and ZeRO-1 or 3. What is found is kept in a file, search by
+groups larger than the heads allow, and ZeRO-1. What is found is kept in a file, search by
 search, so that a run goes on where another one ended and settings add up; a search by other code is
 made again. docs/research/comparison.md is written from all that is there. Promises, which decide
 the exit status: the search over all methods is never slower than the best published method that has
@@ -87,7 +87,7 @@ class Setting:
         lora = None if self.lora_rank is None else Lora(self.lora_rank)
         training = Training(zero_stage=1, gathers=True, lora=lora)
         model = CostModel(model_shape(self.model), Machine.named(self.hardware), training)
-        return Problem(seq_lens=lens, model=model, num_devices=self.num_devices, zeros=(1,),
+        return Problem(seq_lens=lens, model=model, num_devices=self.num_devices,
                        offload=("none", "cpu"))  # fmt: skip
 
     def __str__(self) -> str:
@@ -176,16 +176,11 @@ def _ours(problem: Problem) -> Answer:
 
 
 def bound_s(problem: Problem) -> float:
-    """Seconds that no plan of whole sequences on one pool of all devices undercuts: the least over
-    the ZeRO stages."""
-    model = problem.model
-    models = [replace(model, training=replace(model.training, zero_stage=z)) for z in problem.zeros]
-    return min(
-        lower_bound_s(
-            problem.seq_lens, one, pool_size=problem.num_devices, budget_bytes=problem.limit_bytes
-        )
-        for one in models
-    )
+    """Seconds that no plan of whole sequences on one pool of all devices undercuts."""
+    return lower_bound_s(
+        problem.seq_lens, problem.model, pool_size=problem.num_devices,
+        budget_bytes=problem.limit_bytes,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import pytest
 from gpu_part import hidden
 from harness import disagreements
 from measuring import Measurement
-from profiling import kind_of_work
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP = flat.Step(1.0, 100, 1000, 500, 1000, 500, 0.1, 2.0, 3.0)
@@ -161,13 +160,6 @@ def test_a_run_that_was_not_killed_behind_a_checkpoint_shows_no_resume(ends, tmp
     monkeypatch.setattr(gpu_part.sys, "executable", str(command))
     with pytest.raises(RuntimeError, match=r"ended with 0|no checkpoint"):
         gpu_part._trained(tmp_path, tmp_path / "out", kills=True)
-
-
-def test_kinds_of_work_of_a_profile():
-    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
-    names = kernel, "aten::addmm", "aten::copy_", "aten::silu", "MmBackward0"
-    kinds = ["attention kernel", "matrices", "copies", "elementwise", "other"]
-    assert [kind_of_work(name) for name in names] == kinds
 
 
 @pytest.mark.nightly

@@ -147,7 +147,7 @@ def groups_of(
 
 def replica_model(dials: Dials, model: CostModel) -> CostModel:
     """The cost model of a plan of one replica: the others share its state."""
-    training = replace(model.training, zero_stage=dials.zero, replicas=dials.layout.dp)
+    training = replace(model.training, replicas=dials.layout.dp)
     return replace(model, training=training)
 
 

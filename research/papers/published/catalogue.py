@@ -1,6 +1,6 @@
 """Published methods and baselines, each as the dials that its paper or its public code has.
 
-Every one has every way to deal sequences to replicas and every ZeRO stage: both come with the room.
+Every one has every way to deal sequences to replicas: these come with the room.
 Those that share whole sequences also have groups larger than the heads allow, which gather K,V
 (InfiniPipe runs Ulysses' groups of 16 and 32 devices on a model of 40 heads).
 """

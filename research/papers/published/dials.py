@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from furlong.cost.training import ZeroStage
 from furlong.plan.plan import Keep, Layout, OffloadTarget
 from furlong.planners.options import value_in_words
 from papers.published.chunks import Balance
@@ -39,7 +38,6 @@ class Dials:
     layout: Layout = _ONE_DEVICE
     stages: tuple[int, ...] = ()
     """Layers of each stage of the pipeline."""
-    zero: ZeroStage = 0
     balance: Balance = "none"
     """How replicas get their sequences."""
     cut: Cut = "tokens"
@@ -89,8 +87,6 @@ class Dials:
             found["offload"] = self.offload
         if self.layout.dp > 1 and self.balance != "none":
             found["balanced by"] = self.balance
-        if self.layout.num_devices > 1:
-            found["zero"] = self.zero
         if self.group_order != "as listed":
             found["order of groups"] = self.group_order
         return found

@@ -25,8 +25,8 @@ def plan_fastest(
     divide: Callable[[Setting, int], Iterator[Division]],
     *,
     pool_size: int,
-    budget_bytes: int | None,
-    recompute_layers: int | None,
+    budget_bytes: int | None = None,
+    recompute_layers: int | None = None,
 ) -> ChunkPlan:
     """The checked plan of the fastest division: one rank, a pool of `pool_size` devices.
 

@@ -26,11 +26,10 @@ def pool_dials(problem: Problem, methods: Collection[Method]) -> Iterator[Dials]
         sizes = (layout.dp, layout.sp, layout.pp)
         if layout.sp == 1 or any(n not in (None, own) for n, own in zip(given, sizes, strict=True)):
             continue
-        for zero in problem.zeros_of(layout):
-            room = Room(
-                layout=layout, stages=(problem.model.shape.num_layers,), zero=zero, balance="none",
-                longest_tokens=max(problem.seq_lens), sizes=(), is_pool=True,
-            )  # fmt: skip
-            for method in methods:
-                for (dials,) in method(room) if method in _METHODS else ():
-                    yield dials
+        room = Room(
+            layout=layout, stages=(problem.model.shape.num_layers,), balance="none",
+            longest_tokens=max(problem.seq_lens), sizes=(), is_pool=True,
+        )  # fmt: skip
+        for method in methods:
+            for (dials,) in method(room) if method in _METHODS else ():
+                yield dials

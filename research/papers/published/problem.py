@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from furlong.cost.model import CostModel
-from furlong.cost.training import ZeroStage
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.plan import Layout, OffloadTarget
 from furlong.planners.question import MARGIN, DoesNotFitError, advice
@@ -27,20 +26,11 @@ class Problem:
     """None: searched; so are the next."""
     sp: int | None = None
     pp: int | None = None
-    zeros: tuple[ZeroStage, ...] = ()
-    """Stages of ZeRO that are searched; empty: the one of the model's training."""
     budget_bytes: int | None = None
     """Bytes of one device; None: those that the hardware has."""
     margin: float = MARGIN
     """Share of the budget that plans leave free."""
     offload: tuple[OffloadTarget, ...] = ("none",)
-
-    def zeros_of(self, layout: Layout) -> tuple[ZeroStage, ...]:
-        """Stages of ZeRO that are tried in a layout."""
-        zeros = self.zeros or (self.model.training.zero_stage,)
-        if layout.pp > 1 and len(zeros) > 1 and self.model.training.gathers:
-            zeros = tuple(zero for zero in zeros if zero < 3)  # such a pipeline does not run
-        return zeros if layout.dp * layout.sp > 1 else zeros[:1]
 
     def num_idle(self, layout: Layout) -> int:
         """Devices that a layout leaves out."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from furlong.cost.model import CostModel
-from furlong.cost.training import ZeroStage
 from furlong.errors import PlanError, UserError
 from furlong.plan.plan import Chunk, ChunkPlan, Layout
 from furlong.planners.chunks import by_cost, fitting_tokens, sequence_work
@@ -39,7 +38,6 @@ class Outcome:
     dials: Dials
     plan: ChunkPlan
     model: CostModel
-    """With the ZeRO stage of the dials."""
     step_s: float
     peak_bytes: int
     """Most bytes of the rank that needs most."""
@@ -56,7 +54,7 @@ class ReplicaPlans:
         self._dealt: dict[tuple[int, Balance], Dealt] = {}
         self._dealt_by_time: dict[Dials, Dealt] = {}
         self._chunks: dict[Dials, tuple[Sequence[int], list[Chunk]]] = {}
-        self._capacities: dict[tuple[Layout, ZeroStage, tuple[int, ...]], int] = {}
+        self._capacities: dict[tuple[Layout, tuple[int, ...]], int] = {}
 
     def busiest(self, dials: Dials) -> list[int]:
         """Lengths of the sequences of the replica with most work."""
@@ -164,9 +162,7 @@ class ReplicaPlans:
         plans = self._plans(replace(dials, group_order="as listed"), dealt)
         if dials.group_order == "searched":
             self._reorder(dials, dealt, plans)
-        training = replace(self._model.training, zero_stage=dials.zero)
-        model = replace(self._model, training=training)
-        plan = plans[0]
+        model, plan = self._model, plans[0]
         if len(plans) > 1:
             planned = {
                 seq_id: seq_len
@@ -174,7 +170,7 @@ class ReplicaPlans:
                 for seq_id, seq_len in zip(own, one.seq_lens, strict=True)  # padded in some
             }
             plan = join_in_step(plans, dealt, [planned[i] for i in range(len(planned))], model)
-        elif training.regathers and plan.sp_size > 1:
+        elif model.training.regathers and plan.sp_size > 1:
             plan = replace(plan, regathers=True)
         peak_bytes = fit(plan, model, self._limit_bytes)
         step_s = time_actions(plan, model.costs(plan)).duration_s
@@ -200,7 +196,7 @@ class ReplicaPlans:
 
     def _capacity(self, dials: Dials) -> int:
         """Tokens of whole sequences that an sp group can hold at a time, on one stage."""
-        key = dials.layout, dials.zero, dials.recompute_layers
+        key = dials.layout, dials.recompute_layers
         if key not in self._capacities:
             sp_size = dials.layout.sp
             self._capacities[key] = sp_size * fitting_tokens(

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 from typing import Any
 
 from furlong.cost.shape import ModelShape
-from furlong.cost.training import ZeroStage
 from furlong.errors import ConfigError
 from furlong.plan.plan import Layout, OffloadTarget
 from furlong.planners.chunks import recompute_choices
@@ -29,11 +27,10 @@ _EVERY = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """A layout with a ZeRO stage and a way to deal, and the values that dials may have in it."""
+    """A layout with a way to deal, and the values that dials may have in it."""
 
     layout: Layout
     stages: tuple[int, ...]
-    zero: ZeroStage
     balance: Balance
     longest_tokens: int
     sizes: tuple[int, ...]
@@ -48,7 +45,7 @@ class Room:
     def dials(self, method: str, **values: Any) -> Dials:
         """Dials of this room."""
         return Dials(
-            method=method, layout=self.layout, stages=self.stages, zero=self.zero,
+            method=method, layout=self.layout, stages=self.stages,
             balance=self.balance, **values,
         )  # fmt: skip
 
@@ -127,7 +124,7 @@ def round_numbers(number: int) -> list[int]:
 
 
 def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Iterator[Room]:
-    """Every layout, ZeRO stage and way to deal of a problem, with chunks of at least `least` and
+    """Every layout and way to deal of a problem, with chunks of at least `least` and
     less than `below` tokens per device. Raises ConfigError where there is no layout."""
     lens, model = problem.seq_lens, problem.model
     mean_keys, longest = mean_attended_keys(lens), max(lens)
@@ -143,9 +140,9 @@ def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Itera
         if layout.pp not in cuts:
             cuts[layout.pp] = cut_layers(model.shape, layout.pp, mean_keys)
         sizes = chunk_sizes(layout, longest, least=least, below=below)
-        for zero, balance in product(problem.zeros_of(layout), ways_to_deal(layout, len(lens))):
+        for balance in ways_to_deal(layout, len(lens)):
             yield Room(
-                layout=layout, stages=cuts[layout.pp], zero=zero, balance=balance, sizes=sizes,
+                layout=layout, stages=cuts[layout.pp], balance=balance, sizes=sizes,
                 longest_tokens=longest, offload=problem.offload,
                 gathers=layout in larger and len(larger) < len(found),
             )  # fmt: skip

@@ -18,7 +18,6 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from furlong.cost.training import ZeroStage
 from furlong.errors import PlanError, UserError
 from furlong.plan.plan import Layout
 from furlong.planners.question import DoesNotFitError
@@ -71,7 +70,7 @@ class _Search:
         self._bounds_s: dict[Dials, float] = {}
         self._rooms_s: dict[Room, float] = {}
         self._seen: set[Dials] = set()
-        self._too_large: dict[tuple[Layout, ZeroStage], DoesNotFitError | None] = {}
+        self._too_large: dict[Layout, DoesNotFitError | None] = {}
         """Where not even one token fits, and why; None where it does."""
         self._outcomes: list[Outcome] = []
         self._tried: list[tuple[float, Dials]] = []
@@ -163,14 +162,13 @@ class _Search:
 
     def _lacks(self, room: Room) -> DoesNotFitError | None:
         """The error of a layout in which not even one token fits beside the state: no plan does."""
-        key = room.layout, room.zero
-        if key not in self._too_large:
-            self._too_large[key] = None
+        if room.layout not in self._too_large:
+            self._too_large[room.layout] = None
             try:
                 self._replicas.require_room(room.dials("any"))
             except DoesNotFitError as error:
-                self._too_large[key] = error
-        return self._too_large[key]
+                self._too_large[room.layout] = error
+        return self._too_large[room.layout]
 
     def _sliced_s(self, dials: Dials) -> float:
         """The bound of slices as they are cut, which takes longer to make than that of whole
