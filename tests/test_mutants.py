@@ -66,8 +66,8 @@ MUTANTS = {
         "equivalence/test_matrix.py::test_every_pair_of_dials",
     ),
     "what was on its way back outlives what is written over it": Mutant(
-        "def _write(self, h: Handle, x: Tensor) -> None:\n        self._forget_read(h)\n",
-        "def _write(self, h: Handle, x: Tensor) -> None:\n",
+        "buffer: Buffer | None) -> None:\n        self._forget_read(h)\n",
+        "buffer: Buffer | None) -> None:\n",
         "kv/test_pools.py::test_what_is_on_its_way_back_gives_way_to_what_is_written",
     ),
     "a lease of a step that failed writes into the next one": Mutant(
@@ -88,8 +88,8 @@ MUTANTS = {
         "equivalence/test_matrix.py::test_every_pair_of_dials",
     ),
     "what goes from stage to stage has no gradient": Mutant(
-        "self._between.overwrite(handle, gradient)",
-        "self._between.overwrite(handle, 0 * gradient)",
+        "self._deliver((\"gradient\", chunk, stage), cell.x.grad)",
+        "self._deliver((\"gradient\", chunk, stage), 0 * cell.x.grad)",
         "equivalence/test_matrix.py::test_every_pair_of_dials",
     ),
     # a step

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from helpers.launched import Launched
 from helpers.load import slowed
-from helpers.ranks import run_ranks
+from helpers.ranks import run_all, run_ranks
 
 from furlong.errors import LinkError, PlanError
 from furlong.plan.plan import Chunk, ChunkPlan, Forward, Recv, Send, Slice
@@ -103,11 +103,16 @@ def slow_receiver(rank: int) -> tuple[int, list[float]]:
     return most, clock
 
 
-def test_a_stage_that_waits_for_nobody_does_not_run_away():
-    """Its outputs would all be held: nothing but the receiver's pace keeps it back."""
-    (most, clock), _ = run_ranks(slow_receiver, num_ranks=2)
+def test_pace_strangers_and_timeouts_of_links():
+    """Outputs of a stage that waits for nobody would all be held: nothing but the receiver's pace
+    keeps it back. A message to no neighbour is refused. Links have the timeout of the run."""
+    found = run_all(slow_receiver, strangers, timeouts, num_ranks=2)
+    ((most, clock), _), said, ((world, *others), _) = found
     assert most <= 2
     assert clock[-1] - clock[0] > 0.15
+    assert "its links lead to 1" in said[0] and "its links lead to 0" in said[1]
+    assert world != timedelta(minutes=30), "gloo's own"
+    assert others == [world] * 2
 
 
 def nowhere(x: torch.Tensor) -> Any:
@@ -213,18 +218,7 @@ def strangers(rank: int) -> str:
     return ""
 
 
-def test_a_message_to_no_neighbour_is_refused():
-    said = run_ranks(strangers, num_ranks=2)
-    assert "its links lead to 1" in said[0] and "its links lead to 0" in said[1]
-
-
 def timeouts(rank: int) -> list[timedelta | None]:
     groups = open_links([range(2)], CPU).groups
     backends = [group._get_backend(CPU) for group in (dist.group.WORLD, *groups)]
     return [backend.options._timeout for backend in backends]
-
-
-def test_links_have_the_timeout_of_the_run():
-    world, *others = run_ranks(timeouts, num_ranks=2)[0]
-    assert world != timedelta(minutes=30), "gloo's own"
-    assert others == [world] * 2

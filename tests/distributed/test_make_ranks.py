@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import run_ranks
+from helpers.ranks import run_all, run_ranks
 
 from furlong.errors import ConfigError
 from furlong.plan.plan import Layout, first_device
@@ -38,36 +38,30 @@ def of_one(rank: int, num_processes: int, own: int, sizes: tuple[int, int, int])
     }
 
 
-def test_a_process_of_eight_in_a_pool_on_two_stages():
-    (seen,) = run_ranks(of_one, 16, 13, (1, 8, 2), num_ranks=1)
+def test_numbers_places_and_groups_of_large_worlds():
+    """A process of eight in a pool on two stages; a pool of 24, with places of its divisors."""
+    layout = Layout(dp=2, sp=2, pp=3)
+    calls = (16, 13, (1, 8, 2)), (48, 24 + 13, (2, 24, 1)), (12, 7, (2, 2, 3))
+    (seen,), (pool,), (stages,) = run_all(*((of_one, *call) for call in calls), num_ranks=1)
     assert seen["axes"] == ("pp", "dp", "sp0", "sp1", "sp2") and seen["all"] == 16
     assert seen["shape"] == (2, 1, 2, 2, 2)
     assert seen["at"] == (1, 0, 5, 1)
     assert seen["places"] == {2: [12, 13], 4: [12, 13, 14, 15], 8: list(range(8, 16))}
     assert seen["shards"] == list(range(8, 16))
     assert seen["peers"].tolist() == [5, 13]
-
-
-def test_a_pool_of_24_has_places_of_its_divisors():
-    (seen,) = run_ranks(of_one, 48, 24 + 13, (2, 24, 1), num_ranks=1)
-    assert seen["shape"] == (1, 2, 3, 2, 2, 2)
-    assert seen["at"] == (0, 1, 13, 1)
-    assert seen["places"] == {
+    assert pool["shape"] == (1, 2, 3, 2, 2, 2)
+    assert pool["at"] == (0, 1, 13, 1)
+    assert pool["places"] == {
         2: [36, 37], 4: [36, 37, 38, 39], 8: list(range(32, 40)), 24: list(range(24, 48)),
         3: [36, 37, 38], 6: list(range(36, 42)), 12: list(range(36, 48)),
     }  # fmt: skip
-    assert seen["shards"] == list(range(48)) and seen["peers"].tolist() == [13, 37]
-
-
-def test_replicas_of_pipelines_are_numbered_as_their_lists():
-    """Lists of replica 1 come after all of replica 0, whose stages follow each other; the numbers
-    of processes are those that the cost model takes for devices."""
-    layout = Layout(dp=2, sp=2, pp=3)
-    (seen,) = run_ranks(of_one, 12, 7, (2, 2, 3), num_ranks=1)
-    assert seen["at"] == (1, 1, 1, 4)
-    assert seen["peers"].tolist() == [1, 5, 9, 3, 7, 11]
-    assert seen["peers"].tolist() == [first_device(rank, layout) + 1 for rank in range(6)]
-    assert seen["places"] == {2: [6, 7]} and seen["shards"] == [4, 5, 6, 7]
+    assert pool["shards"] == list(range(48)) and pool["peers"].tolist() == [13, 37]
+    # lists of replica 1 come after all of replica 0, whose stages follow each other; the numbers of
+    # processes are those that the cost model takes for devices
+    assert stages["at"] == (1, 1, 1, 4)
+    assert stages["peers"].tolist() == [1, 5, 9, 3, 7, 11]
+    assert stages["peers"].tolist() == [first_device(rank, layout) + 1 for rank in range(6)]
+    assert stages["places"] == {2: [6, 7]} and stages["shards"] == [4, 5, 6, 7]
 
 
 def sums(rank: int) -> tuple[float, float, float]:

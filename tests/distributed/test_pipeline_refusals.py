@@ -13,7 +13,7 @@ from distributed.layout_cases import BOUND, Case, whole_grads
 from distributed.sharded_cases import message
 from distributed.test_pipeline_engine import LENS, STAGES, planned
 from helpers.batches import batch
-from helpers.ranks import run_ranks
+from helpers.ranks import run_all, run_ranks
 
 import furlong
 from furlong.planners.orders import plan_on_device
@@ -58,8 +58,10 @@ SAID = {
 }
 
 
-def test_mistakes_are_refused_on_all_processes():
-    (first, error), (second, _) = run_ranks(refusals, num_ranks=2, limit_s=120)
+def test_mistakes_are_refused_and_a_closed_engine_gives_back_threads_and_groups():
+    kept, ((first, error), (second, _)) = run_all(closed, refusals, num_ranks=2, limit_s=180)
+    for before, *after in kept:
+        assert after == [before] * 2
     for found in (first, second):
         assert {n: text for n, text in found.items() if not re.match(SAID[n], text)} == {}
         assert found.keys() == SAID.keys()
@@ -122,8 +124,3 @@ def closed(rank: int) -> list[tuple[int, int]]:
         count_kept()
     assert losses[0] == losses[1]
     return found
-
-
-def test_a_closed_engine_gives_back_threads_and_groups() -> None:
-    for found in run_ranks(closed, num_ranks=2, limit_s=120):
-        assert found[0] == found[1] == found[2]

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import run_ranks
+from helpers.ranks import run_all, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -149,12 +149,6 @@ def draws(rank: int, num_ranks: int, folder: Path) -> tuple[float, float]:
     return drawn, torch.rand(1).item()
 
 
-def test_each_process_has_its_own_generator_again(tmp_path: Path) -> None:
-    first, second = run_ranks(draws, 2, tmp_path, num_ranks=2)
-    read_checkpoint(tmp_path / "step-00000001")
-    assert first[0] == first[1] and second[0] == second[1] and first[0] != second[0]
-
-
 def save_where_one_cannot(rank: int, folder: Path) -> tuple[str, list[str]]:
     processes = of_process(rank, 2)
     model = build()
@@ -168,19 +162,12 @@ def save_where_one_cannot(rank: int, folder: Path) -> tuple[str, list[str]]:
             raise OSError(28, "No space left on device")
         return write(self, *arguments)
 
-    module.HuggingFaceStorageWriter.write_data = refuse  # type: ignore[method-assign]
     try:
-        Checkpoints(folder, processes).save(2, tensors, {})
+        with patch.object(module.HuggingFaceStorageWriter, "write_data", refuse):
+            Checkpoints(folder, processes).save(2, tensors, {})
     except CheckpointError as error:
         return str(error), [path.name for path in list_checkpoints(folder)]
     return "", []
-
-
-def test_a_full_disk_of_one_is_told_by_all(tmp_path: Path) -> None:
-    for said, left in run_ranks(save_where_one_cannot, tmp_path, num_ranks=2):
-        assert "No space left on device while checkpoint step-00000002" in said
-        assert left == ["step-00000001"]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def save_into_folders_of_their_own(rank: int, folder: Path) -> str:
@@ -197,6 +184,18 @@ def save_into_folders_of_their_own(rank: int, folder: Path) -> str:
     return ""
 
 
-def test_machines_without_a_common_disk_are_told(tmp_path: Path) -> None:
-    for said in run_ranks(save_into_folders_of_their_own, tmp_path, num_ranks=2):
+def test_generators_come_back_and_disks_that_cannot_are_told_by_all(tmp_path: Path) -> None:
+    """Each process has its own generator again. One has a full disk; one has another disk."""
+    drawn, full, apart = (tmp_path / name for name in ("drawn", "full", "apart"))
+    (first, second), told, without = run_all(
+        (draws, 2, drawn), (save_where_one_cannot, full), (save_into_folders_of_their_own, apart),
+        num_ranks=2,
+    )  # fmt: skip
+    read_checkpoint(drawn / "step-00000001")
+    assert first[0] == first[1] and second[0] == second[1] and first[0] != second[0]
+    for said, left in told:
+        assert "No space left on device while checkpoint step-00000002" in said
+        assert left == ["step-00000001"]
+    assert [path.name for path in full.iterdir()] == ["step-00000001"]
+    for said in without:
         assert "not where the first process writes" in said

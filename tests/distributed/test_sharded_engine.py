@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from distributed.layout_cases import whole_grads
 from distributed.sharded_cases import NUM_LAYERS, Step, llama, message
 from helpers.batches import batch
-from helpers.ranks import run_ranks
+from helpers.ranks import run_all, run_ranks
 from torch import Tensor, nn
 
 import furlong
@@ -67,8 +68,8 @@ def each_way(rank: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def test_a_batch_may_be_passed_whole_or_in_parts():
-    first, second = run_ranks(each_way, num_ranks=2)
+def test_a_batch_may_be_passed_whole_or_in_parts(found):
+    first, second = found["each way"]
     assert first == second, "all ranks get the same result"
     assert {name: of for name, of in first.items() if max(of) > BOUND} == {}
 
@@ -86,8 +87,8 @@ def idle(rank: int) -> float:
     return worst_relative_error(whole_grads(model), grads)
 
 
-def test_a_replica_without_a_sequence():
-    assert max(run_ranks(idle, num_ranks=2)) <= BOUND
+def test_a_replica_without_a_sequence(found):
+    assert max(found["idle"]) <= BOUND
 
 
 def failing_at(number: int, plain: Callable[..., object]) -> Callable[..., object]:
@@ -213,7 +214,14 @@ SAID = {
 }
 
 
-def test_mistakes_are_refused_by_name():
-    for found in run_ranks(refusals, num_ranks=2):
-        assert {n: text for n, text in found.items() if not re.search(SAID[n], text)} == {}
-        assert found.keys() == SAID.keys()
+def test_mistakes_are_refused_by_name(found):
+    for own in found["refusals"]:
+        assert {n: text for n, text in own.items() if not re.search(SAID[n], text)} == {}
+        assert own.keys() == SAID.keys()
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What both replicas find, in one start."""
+    outcomes = run_all(each_way, idle, refusals, num_ranks=2, limit_s=180)
+    return dict(zip(("each way", "idle", "refusals"), outcomes, strict=True))

@@ -20,7 +20,7 @@ from distributed.sharded_cases import (
     tied_llama,
 )
 from helpers.batches import batch
-from helpers.ranks import run_ranks
+from helpers.ranks import run_all, run_ranks
 from helpers.tiny_families import bound, build
 from torch.distributed.fsdp import FSDPModule
 
@@ -54,10 +54,21 @@ REGATHERED = {
 
 
 def tried(steps, make=llama, num_ranks=2):
-    """What both ranks have found, by the name of the step; the same but for collectives."""
-    answers = run_ranks(run_steps, list(steps.values()), make, num_ranks=num_ranks, limit_s=180)
-    assert all(found == answers[0] for found in answers), "ranks differ in results or collectives"
-    return dict(zip(steps, answers[0], strict=True))
+    """What the ranks have found, by the name of the step; the same but for collectives."""
+    (found,) = tried_all((steps, make), num_ranks=num_ranks)
+    return found
+
+
+def tried_all(*given, num_ranks=2):
+    """The same of several steps with their models, in one start."""
+    calls = [(run_steps, list(steps.values()), make) for steps, make in given]
+    outcomes = run_all(*calls, num_ranks=num_ranks, limit_s=240)
+    for answers in outcomes:
+        assert all(own == answers[0] for own in answers), "ranks differ in results or collectives"
+    return [
+        dict(zip(steps, answers[0], strict=True))
+        for (steps, _), answers in zip(given, outcomes, strict=True)
+    ]
 
 
 def assert_exact(found: dict[str, Found]) -> None:
@@ -65,8 +76,17 @@ def assert_exact(found: dict[str, Found]) -> None:
     assert {name: of for name, of in found.items() if of.loss_error > BOUND} == {}
 
 
-def test_kept_weights_are_gathered_and_their_gradients_added_up_once():
-    found = tried(KEPT)
+@pytest.fixture(scope="module")
+def replicas():
+    """Steps of replicas in one start: kept weights, gathered ones, a tied and a trained head."""
+    few = {name: KEPT[name] for name in FEW}
+    names = "kept", "gathered", "tied", "head"
+    given = (KEPT, llama), (REGATHERED, llama), (few, tied_llama), (few, llama_with_a_trained_head)
+    return dict(zip(names, tried_all(*given), strict=True))
+
+
+def test_kept_weights_are_gathered_and_their_gradients_added_up_once(replicas):
+    found = replicas["kept"]
     assert_exact(found)
     num_groups = NUM_LAYERS + 1
     for name, of in found.items():
@@ -75,8 +95,8 @@ def test_kept_weights_are_gathered_and_their_gradients_added_up_once():
     assert found["chunk-first"].error > 0, "compared with itself"
 
 
-def test_weights_gathered_with_each_pass():
-    found = tried(REGATHERED)
+def test_weights_gathered_with_each_pass(replicas):
+    found = dict(replicas["gathered"])
     assert_exact(found)
     kept = found.pop("kept again")
     assert kept.num_gathers == kept.num_sums == NUM_LAYERS + 1
@@ -124,15 +144,14 @@ def test_weights_gathered_with_each_pass_of_a_pool():
         assert layered[1] > 2 * NUM_LAYERS and layered[2] == NUM_LAYERS + 1  # one chunk
 
 
-def test_a_tied_head():
-    assert_exact(tried({name: KEPT[name] for name in FEW}, tied_llama))
+@pytest.mark.parametrize("what", ["tied", "head"])
+def test_a_tied_head_and_one_that_alone_is_trained(what, replicas):
+    assert_exact(replicas[what])
 
 
-@pytest.mark.parametrize(
-    "make", [pytest.param(adapted_llama, marks=pytest.mark.slow), llama_with_a_trained_head]
-)
-def test_frozen_weights(make):
-    assert_exact(tried({name: KEPT[name] for name in FEW}, make))
+@pytest.mark.slow
+def test_frozen_weights():
+    assert_exact(tried({name: KEPT[name] for name in FEW}, adapted_llama))
 
 
 def on_an_older_torch(rank: int, steps: Sequence[Step]) -> list[Found]:

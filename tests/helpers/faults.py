@@ -16,7 +16,7 @@ def fail_at(patched: pytest.MonkeyPatch, actions: set[int], error: Exception) ->
     original, count = Executor._obey, iter(range(10**9))
 
     def obey(executor: Executor, action: Any, what: Any) -> None:
-        is_step = executor._last_backward and not isinstance(executor._head, TrialHead)
+        is_step = executor._plan.trained and not isinstance(executor._head, TrialHead)
         if is_step and next(count) in actions:
             raise error
         original(executor, action, what)

@@ -12,7 +12,7 @@ from furlong.kv.pools import Pools, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import ProbedBackend
 from furlong.ops.sequence_parallel import Exchange
-from furlong.plan.plan import FIRST_PROCESS, Chunk, ChunkPlan
+from furlong.plan.plan import FIRST_PROCESS, Backward, Chunk, ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import assemble, stages_of, walk_group
 from furlong.runtime.batch import batch_of, shift_labels
@@ -29,7 +29,8 @@ class OfAPool(Comms):
         self.add_up = add_up  # type: ignore[method-assign]
 
     def accept(self, plan: ChunkPlan) -> None:
-        pass
+        """A plan of a pool, too."""
+        self._last_backwards = {a.stage: a for a in plan.actions[0] if isinstance(a, Backward)}
 
 
 def plan_of(

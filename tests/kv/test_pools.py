@@ -42,7 +42,7 @@ def random_tensor(generator, dtype, num_rows):
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["put", "put", "get", "get", "prefetch", "overwrite", "add", "drop"]),
+        st.sampled_from(["put", "put", "get", "get", "prefetch", "add", "drop"]),
         st.integers(0, 10**6),
         st.sampled_from([0, 1, 40, 2000]),
         st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
@@ -67,7 +67,7 @@ def obey(pool, operations, device=CPU):
             written += handle.num_bytes
         if handle is None:
             continue
-        if name in ("overwrite", "drop", "add"):
+        if name in ("drop", "add"):
             for lease in [lease for owner, lease in leases if owner is handle]:
                 lease.release()
             leases = [(owner, lease) for owner, lease in leases if owner is not handle]
@@ -75,13 +75,6 @@ def obey(pool, operations, device=CPU):
             pool.prefetch(handle)
         elif name == "get":
             leases.append((handle, pool.get(handle)))
-        elif name == "overwrite":
-            x = torch.randint(-100, 100, handle.shape, generator=generator)
-            x = x.to(device, handle.dtype)
-            pool.overwrite(handle, x)
-            expected[handle] = x.clone()
-            x.zero_()
-            written += handle.num_bytes
         elif name == "add":
             lease = pool.get(handle)
             lease.tensor.copy_(expected[handle].logical_not())
@@ -123,7 +116,7 @@ def test_what_comes_back_is_what_went_in(kind, staging_bytes, tmp_path, request)
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", POOLS)
 def test_what_comes_back_on_cuda_is_what_went_in(kind, tmp_path):
-    names = ["put"] * 8 + ["prefetch", "get", "overwrite", "add", "get", "prefetch", "drop"] * 8
+    names = ["put"] * 8 + ["prefetch", "get", "add", "get", "prefetch", "drop"] * 8
     pool = make(kind, tmp_path, torch.device("cuda"), poison=True)
     obey(pool, [(n, 7 * i, 2000, torch.float32) for i, n in enumerate(names)], "cuda")
 
@@ -142,14 +135,10 @@ def test_a_prefetch_counts_once(pool):
 @staged
 def test_what_is_on_its_way_back_gives_way_to_what_is_written(pool):
     handle = pool.put(torch.ones(1000))
-    pool.prefetch(handle)
-    pool._back.drain()  # it has come back
-    pool.overwrite(handle, torch.full((1000,), 2.0))
     lease = pool.get(handle)
-    assert torch.all(lease.tensor == 2)
     lease.tensor.fill_(3)
     pool.prefetch(handle)
-    pool._back.drain()
+    pool._back.drain()  # it has come back
     lease.write_back()
     lease = pool.get(handle)
     assert torch.all(lease.tensor == 3)
@@ -182,9 +171,7 @@ def test_a_graph_that_outlives_its_lease_is_noticed_without_poison(pool):
 
 def test_what_requires_a_gradient_is_kept_without_its_graph(pool):
     x = torch.ones(3, requires_grad=True)
-    handle = pool.put(x * 2)
-    pool.overwrite(handle, x * 3)
-    lease = pool.get(handle)
+    lease = pool.get(pool.put(x * 3))
     assert not lease.tensor.requires_grad and lease.tensor.tolist() == [3, 3, 3]
     lease.release()
 
@@ -196,8 +183,6 @@ def test_close_complains_of_what_is_left(kind, tmp_path):
     pool.get(handle)
     with pytest.raises(AssertionError, match="a lease of the handle is left"):
         pool.drop(handle)
-    with pytest.raises(AssertionError, match="a lease of the handle is left"):
-        pool.overwrite(handle, torch.zeros(3))
     with pytest.raises(AssertionError, match="1 handles and 1 leases are left"):
         pool.close()
 

@@ -29,7 +29,8 @@ def cell_of(stage: Stage) -> Cell:
     arena = Arena(CPU)
     chunk = Chunk((Slice(0, 0, NUM_TOKENS),))
     rows = rows_of(chunk, 0, sp_size=1, q_heads=1, kv_heads=1)
-    return Cell(rows, {}, KVStore(arena, {}), ProbedBackend(), DevicePool(arena), stage.layers)
+    pool = DevicePool(arena)
+    return Cell(rows, {}, KVStore(arena, {}), ProbedBackend(), pool, stage.layers, stage.events)
 
 
 def test_the_model_is_afterwards_as_it_was_also_after_an_error():
@@ -74,7 +75,7 @@ def test_a_pass_to_the_last_kv_leaves_nothing_swapped():
     with model.installed(), pytest.raises(KVReady), torch.no_grad():
         cell = cell_of(stage)
         stage.run(ids, torch.arange(NUM_TOKENS), cell, Pass("to last kv", writes_kv=True))
-    assert cell.attended == [0, 1] and list(base.modules()) == own
+    assert cell.met == [*stage.events] and list(base.modules()) == own
     assert stage._capture.hidden is None
 
 
@@ -90,11 +91,11 @@ def test_recomputed_layers_run_again_in_the_backward(recompute_layers, training)
         cell = cell_of(stage)
         what = Pass("graph", recompute_layers=recompute_layers)
         out = stage.run(x, torch.arange(NUM_TOKENS), cell, what)
-        assert cell.attended == [1, 2]
+        assert cell.met == [*stage.events]
         assert not any("forward" in vars(layer) for layer in base.model.layers)
         out.sum().backward()
-    again = cell.attended[2:]
-    assert sorted(again) == [1, 2][:recompute_layers]
+    again = cell.met[2:]
+    assert sorted(again) == [*stage.events][:recompute_layers]
 
 
 def test_heights_that_are_not_the_models_are_no_plan_for_it():

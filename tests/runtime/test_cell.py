@@ -56,7 +56,8 @@ def cell(pool):
     store = KVStore(pool.arena, {0: [T, T]})
     rows = rows_of(Chunk((Slice(0, 0, T),)), 0, sp_size=1, q_heads=N, kv_heads=K)
     piece = Piece(0, 0, 0, T, continues=True)
-    return Cell(rows, {0: piece}, store, ProbedBackend(), pool, LAYERS)
+    events = [("attention", layer) for layer in LAYERS]
+    return Cell(rows, {0: piece}, store, ProbedBackend(), pool, LAYERS, events)
 
 
 def given(layer: int) -> list[torch.Tensor]:

@@ -118,8 +118,8 @@ def test_nothing_is_left_at_the_end(options, target, monkeypatch) -> None:
         executor = executor_of(model, planned(dataclasses.replace(options, offload=target)), pools)
         loss_sum, timeline = executor.run()
     assert loss_sum > 0 and len(timeline.records) == len(executor._actions)
-    left = executor._cells or executor._hidden or executor._gradients or executor._outbox
-    assert not left and not executor._inputs._built
+    left = executor._cells or executor._hidden or executor._outbox
+    assert not left and not executor._inputs
     assert pools.arena.taken_bytes == pools.lower_bytes == 0
     pools.close()
 

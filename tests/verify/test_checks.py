@@ -22,7 +22,7 @@ from furlong.kv.store import KVStore
 from furlong.models.shrink import shrink_config
 from furlong.plan.plan import Chunk, Slice
 from furlong.plan.rows import ChunkRows, rows_of
-from furlong.runtime import batch, executor
+from furlong.runtime import executor
 from furlong.runtime.cell import Cell
 from furlong.testing import take_grads
 from furlong.verify import (
@@ -131,14 +131,14 @@ def test_sequences_that_see_each_other_are_found(
 @pytest.mark.slow
 def test_a_token_that_nobody_sees_is_found(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Isolation alone would also hold for an engine that ignores its input."""
-    plain = batch.chunk_inputs
+    plain = executor.chunk_inputs
 
     def blind(*arguments: Any) -> Any:
         found = plain(*arguments)
         found.input_ids.fill_(5)
         return found
 
-    monkeypatch.setattr(batch, "chunk_inputs", blind)
+    monkeypatch.setattr(executor, "chunk_inputs", blind)
     assert not check_isolation(llama).passed
 
 

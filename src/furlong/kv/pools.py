@@ -1,7 +1,7 @@
 """Pools: tensors go in, wait somewhere, and come back with the same bits.
 
-Everything is in the order of the calling thread, or of its stream on CUDA: `put` and `overwrite`
-return at once and their tensor may be changed right away; a lease's tensor may be read right away.
+Everything is in the order of the calling thread, or of its stream on CUDA: `put` returns at once
+and its tensor may be changed right away; a lease's tensor may be read right away.
 `DevicePool` keeps tensors where they are and is the reference for the others.
 
 In a `StagedPool` they pass through staging buffers on their way out and back. The compute side
@@ -102,7 +102,7 @@ class Budget:
 class Pool(ABC):
     """Tensors that wait. An error of a worker surfaces in the next call, and in all until `clear`.
 
-    A handle with a lease can neither be overwritten nor dropped.
+    A handle with a lease cannot be dropped, nor written back while another one is left.
     """
 
     read_bytes = 0
@@ -146,16 +146,10 @@ class Pool(ABC):
         h.num_leases += 1
         return Lease(tensor, partial(self._end_lease, h, tensor, buffer, self._era))
 
-    def overwrite(self, h: Handle, x: Tensor) -> None:
-        """Keep a copy of x, of the same shape and dtype, in the place of what the handle held."""
-        self._raise_error()
-        self._require_unleased(h)
-        assert x.shape == h.shape and x.dtype == h.dtype, "another shape or dtype"
-        self._write(h, x.detach())
-
     def drop(self, h: Handle) -> None:
         """Forget a handle."""
-        self._require_unleased(h)
+        self._require_held(h)
+        assert h.num_leases == 0, "a lease of the handle is left"
         self._handles.remove(h)
         self._hold(-h.num_bytes)
         self._end(h)
@@ -208,7 +202,7 @@ class Pool(ABC):
             self._give(tensor, buffer)
             return
         self._raise_error()
-        self._require_unleased(h)
+        assert h.num_leases == 0, "another lease of the handle is left"
         self._write_back(h, tensor, buffer)
 
     def _hold(self, num_bytes: int) -> None:
@@ -221,10 +215,6 @@ class Pool(ABC):
 
     def _require_held(self, h: Handle) -> None:
         assert h in self._handles, "the handle was dropped"
-
-    def _require_unleased(self, h: Handle) -> None:
-        self._require_held(h)
-        assert h.num_leases == 0, "a lease of the handle is left"
 
 
 class DevicePool(Pool):
@@ -549,7 +539,6 @@ class StagedPool(Pool):
         self._give_place(h.place)
 
     def _write(self, h: Handle, x: Tensor) -> None:
-        self._forget_read(h)
         buffer = self._staging.take(h.num_bytes)
         assert buffer is not None
         self._wait(buffer.free)
@@ -557,10 +546,10 @@ class StagedPool(Pool):
         self._send(h, buffer)
 
     def _write_back(self, h: Handle, tensor: Tensor, buffer: Buffer | None) -> None:
+        self._forget_read(h)
         if buffer is None:
             super()._write_back(h, tensor, buffer)
         else:
-            self._forget_read(h)
             self._send(h, buffer)
 
     def _send(self, h: Handle, buffer: Buffer) -> None:

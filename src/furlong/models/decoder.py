@@ -117,10 +117,12 @@ class Stage:
             self._list = nn.ModuleList(self._slots(model.layers))
 
     @property
-    def events(self) -> tuple[Event, ...] | None:
-        """Events of the stage's layers, in order; None: attention in each of them."""
+    def events(self) -> tuple[Event, ...]:
+        """What the stage's layers do, in order."""
         own = self._model.events
-        return None if own is None else tuple(e for e in own if e[1] in self.layers)
+        if own is None:
+            return tuple(("attention", layer) for layer in self.layers)
+        return tuple(event for event in own if event[1] in self.layers)
 
     def run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
         """Hidden states (T, D) behind the stage's last layer; final ones behind the last stage.

@@ -19,7 +19,7 @@ is, its labels and whatever is computed of its tokens stay its own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeGuard
@@ -32,7 +32,7 @@ from torch import Tensor
 from furlong.errors import ConfigError, DataError
 from furlong.models.decoder import HFDecoder
 from furlong.ops.loss import IGNORE_INDEX, labelled_rows
-from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute, Slice
+from furlong.plan.plan import ChunkPlan, Slice
 from furlong.plan.rows import ChunkRows
 from furlong.planners.chunks import Forks
 
@@ -158,43 +158,6 @@ def labelled_chunks(plan: ChunkPlan, batch: Batch) -> set[int]:
             for index, tokens, _ in batch.within(s.seq_id, s.start, s.stop)
         )
     }
-
-
-class BatchInputs:
-    """The inputs of a rank's chunks: each is built once, and forgotten after its last action."""
-
-    def __init__(
-        self,
-        plan: ChunkPlan,
-        rank: int,
-        batch: Batch,
-        device: torch.device,
-        rows_of: Callable[[Chunk], ChunkRows],
-    ) -> None:
-        """`rows_of`: which rows of a chunk this process has."""
-        self._plan, self._batch, self._device = plan, batch, device
-        self._rows_of = rows_of
-        self._built: dict[int, ChunkInputs] = {}
-        last = {
-            action.chunk: index
-            for index, action in enumerate(plan.actions[rank])
-            if isinstance(action, (Forward, Recompute, RebuildKV, Backward))
-        }
-        self._ends = {index: chunk for chunk, index in last.items()}
-
-    def of(self, chunk: int) -> ChunkInputs:
-        if chunk not in self._built:
-            slices, trees = self._plan.chunks[chunk].slices, self._plan.trees
-            branches = {
-                (s.seq_id, s.start): self._plan.position(s) for s in slices if s.seq_id in trees
-            }
-            rows = self._rows_of(self._plan.chunks[chunk])
-            self._built[chunk] = chunk_inputs(rows, self._batch, self._device, branches)
-        return self._built[chunk]
-
-    def end(self, index: int) -> None:
-        """Forget the chunk whose last action is number `index`."""
-        self._built.pop(self._ends.get(index, -1), None)
 
 
 def chunk_inputs(

@@ -228,15 +228,13 @@ class Cell:
     attention: Pool
     layers: range
     """Layers of the stage."""
-    events: tuple[Event, ...] | None = None
-    """Events of the layers, in order; None: attention in each of them."""
+    events: Sequence[Event] = ()
+    """What the layers do, in order."""
     exchange: Exchange | None = None
     """Needed where a slice lies on several processes."""
     relay_factor: float = 1.0
-    attended: list[int] = field(default_factory=list)
-    """Layers that have attended in this pass, in order; whoever starts a forward clears it."""
-    mixed_layers: list[int] = field(default_factory=list)
-    """Layers whose mixers are done in this pass, in order."""
+    met: list[Event] = field(default_factory=list)
+    """Events of this pass, in order."""
     saved_attention: dict[int, tuple[Handle, ...]] = field(default_factory=dict)
     """By layer: out (T, N, H), and the log-sum-exp (rows, heads) of each part of the attention,
     which a forward has put away."""
@@ -274,7 +272,7 @@ class Cell:
         source: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """q (N, T, H), k and v (K, T, H) -> (N, T, H)."""
-        self.attended.append(layer)
+        self.met.append(("attention", layer))
         place = layer - self.layers.start
         owner = layer if source is None else self._owner(layer, source, rule)
         view: LayerKV | None = self._latents.pop(layer, None)
@@ -329,7 +327,7 @@ class Cell:
 
     def mixed(self, what: Pass, layer: int) -> None:
         """Note that a layer's mixer is done; the last event of the stage ends a pass to there."""
-        self.mixed_layers.append(layer)
+        self.met.append(("states", layer))
         if self._ends(what, ("states", layer)):
             raise KVReady
 
@@ -343,7 +341,7 @@ class Cell:
         latents = store_latents(latents, own, view)
         ends = self._ends(what, ("attention", layer)) and layer == self.layers[-1]
         if ends and not self.rows.exchanged:
-            self.attended.append(layer)
+            self.met.append(("attention", layer))
             raise KVReady
         self._latents[layer] = LatentKV(
             view, frozenset(placed.index for placed in own.slices), expand, latents.shape[1],
@@ -353,24 +351,31 @@ class Cell:
 
     def begin_pass(self, what: Pass) -> None:
         """Begin to bring what the first layer of a pass will recall."""
-        self.attended.clear()
-        self.mixed_layers.clear()
+        self.met.clear()
         if what.remembered:
             self._prefetch(self.layers.start)
 
     def require_met(self, name: str) -> None:
         """Raise UnsupportedModelError unless a pass has met each layer's events, once, in order."""
-        if self.events is None:
-            require_each_layer(name, self.attended, self.layers)
-            return
-        for kind, met in (("attention", self.attended), ("states", self.mixed_layers)):
-            require_each_layer(name, met, [layer for own, layer in self.events if own == kind])
+        for kind in ("attention", "states"):
+            met, layers = (
+                [layer for own, layer in events if own == kind]
+                for events in (self.met, self.events)
+            )
+            if met != layers:
+                raise UnsupportedModelError(
+                    given=f"{name} computes attention or states {len(met)} times in a forward of "
+                    f"{len(layers)} layers, numbered {', '.join(map(str, met)) or 'none'}",
+                    required=f"each of layers {', '.join(map(str, layers))} once, in the order in "
+                    "which they run",
+                    source="the model's forward, and layer_idx of its attention modules",
+                    change="number them anew after layers are removed, copied or moved "
+                    "(layer.self_attn.layer_idx = its place), and skip none (layerdrop 0)",
+                )
 
     def _ends(self, what: Pass, event: Event) -> bool:
         """Whether a pass to the last K,V ends with an event."""
-        if what.computes != "to last kv":
-            return False
-        return event == (self.events[-1] if self.events else ("attention", self.layers[-1]))
+        return what.computes == "to last kv" and event == self.events[-1]
 
     def _later_state_grads(self, at: Boundary, kinds: Sequence[StateKey]) -> list[Tensor | None]:
         """Gradients of states that leave at a boundary, from where they enter."""
@@ -441,18 +446,3 @@ def _release(leases: list[Lease]) -> None:
     for lease in leases:
         lease.release()
     leases.clear()
-
-
-def require_each_layer(name: str, met: Sequence[int], layers: Sequence[int]) -> None:
-    """Raise UnsupportedModelError unless a pass has met `layers`, once, in order."""
-    if list(met) != list(layers):
-        numbers = ", ".join(map(str, met)) or "none"
-        raise UnsupportedModelError(
-            given=f"{name} computes attention or states {len(met)} times in a forward of "
-            f"{len(layers)} layers, numbered {numbers}",
-            required=f"each of layers {', '.join(map(str, layers))} once, in the order in which "
-            "they run",
-            source="the model's forward, and layer_idx of its attention modules",
-            change="number them anew after layers are removed, copied or moved "
-            "(layer.self_attn.layer_idx = its place), and skip none (layerdrop 0)",
-        )

@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise, product
 from typing import Any
@@ -125,7 +126,7 @@ def check_packed_linears(model: HFDecoder) -> None:
         generator = torch.Generator().manual_seed(0)
         x, g = (torch.randn(3, size, generator=generator).to(model.device, dtype)
                 for size in (linear.in_features, linear.out_features))  # fmt: skip
-        with _refused(model, _fails_whole), modes_kept(linear):
+        with _refused(model, *_WHOLE), modes_kept(linear):
             with torch.no_grad():
                 linear.eval()
                 linear(x)
@@ -170,9 +171,9 @@ def _is_narrow(model: HFDecoder) -> bool:
 def _check(model: HFDecoder, backend: Backend) -> float:
     """The largest error of a whole model in chunks."""
     with _settled(model), cut_embeddings(model) as leaves:
-        ids = _ids(model)
-        with _refused(model, _fails_whole):
-            truth = _whole(model, leaves, ids)
+        trial = _Trial(model, backend, leaves)
+        with _refused(model, *_WHOLE):
+            truth = trial.whole()
         if not all(bool(value.isfinite().all()) for value in truth.values()):
             raise refusal(
                 model,
@@ -180,24 +181,22 @@ def _check(model: HFDecoder, backend: Backend) -> float:
                 "finite weights, hidden states, logits and gradients",
                 "look at its weights and its config, or compute in a wider type",
             )
-        with _refused(model, _fails_in_chunks):
-            errors, most = _compare(model, backend, leaves, ids, truth)
+        with _refused(model, *_IN_CHUNKS):
+            errors, most = _compare(trial, truth)
             found = _within(model, errors, most, "gives other {} in chunks than whole")
             if not _has_known_mixers(model):
                 found += mixer_errors(model, backend)
             return max(found)
 
 
-def _compare(
-    model: HFDecoder, backend: Backend, leaves: list[Tensor], ids: Sequence[Tensor], truth: Run
-) -> tuple[dict[str, float], float]:
+def _compare(trial: _Trial, truth: Run) -> tuple[dict[str, float], float]:
     """The errors of a run in chunks, and their bound.
 
     By rounding alone a router may choose otherwise in 16 bits, and in float32 the gradient, and
     nothing else, moves far where weights have grown large. So what is above the bound is tried
     again with other roundings: a real difference stays in all of them.
     """
-    errors = differences(_chunked(model, backend, leaves, ids), truth)
+    model, errors = trial.model, differences(trial.chunked(), truth)
     dtype = truth[GRADIENTS].dtype
     if dtype == torch.float64 and model.probed.mixers:  # scans compute in float32 whatever enters
         dtype = torch.float32
@@ -209,12 +208,12 @@ def _compare(
         if max(errors.values()) <= most:
             break
         with _rounded_again(model, seed=2 * attempt):
-            moved = differences(_whole(model, leaves, ids), truth)
+            moved = differences(trial.whole(), truth)
         most = max(most, min(2 * max(moved.values()), _NARROW_BOUND))
         if max(errors.values()) <= most:
             break
         with _rounded_again(model, seed=2 * attempt + 1):
-            again = differences(_chunked(model, backend, leaves, ids), truth)
+            again = differences(trial.chunked(), truth)
         errors = {name: min(errors[name], again[name]) for name in errors}
     return errors, most
 
@@ -260,13 +259,13 @@ def _check_cuts(
     found = []
     try:
         with _settled(model), cut_embeddings(model, parts[0]) as leaves:
-            ids = _ids(model)
-            truth = _chunked(model, backend, leaves, ids)
+            trial = _Trial(model, backend, leaves)
+            truth = trial.chunked()
             is_narrow = truth[GRADIENTS].dtype.itemsize < 4  # weights may be gathered in another
             most = _NARROW_CUT_BOUND if is_narrow else _CUT_BOUND
             for order in ("chunk-first", "layer-first"):
-                with _refused(model, _fails_in_chunks):
-                    given = _chunked(model, backend, leaves, ids, parts, heights, order)
+                with _refused(model, *_IN_CHUNKS):
+                    given = trial.chunked(parts, heights, order)
                 errors = {name: relative_error(given[name], truth[name]) for name in truth}
                 found += _within(model, errors, most, "gives other {} in stages")
         return max(found)
@@ -304,7 +303,7 @@ def _settled(model: HFDecoder) -> Iterator[None]:
     changed: list[str] = []
     with modes_kept(model.model), torch.no_grad(), replayed(before, model.device):
         try:
-            with _refused(model, _fails_whole):
+            with _refused(model, *_WHOLE):
                 model.whole_logits(_ids(model)[1])
         finally:
             for path, module, name, buffer, value in buffers:
@@ -370,62 +369,76 @@ def _cut(leaves: list[Tensor], x: Tensor) -> Tensor:
     return leaves[-1].clone()  # some families scale it in place
 
 
-def _whole(model: HFDecoder, leaves: list[Tensor], ids: Sequence[Tensor]) -> Run:
-    """Tensors to compare, by the model itself, one sequence at a time. `leaves`: see
+@dataclass(frozen=True)
+class _Trial:
+    """Two random sequences in a model, whose input embeddings become `leaves`; see
     `cut_embeddings`."""
-    long, short = ids
-    leaves.clear()
-    with torch.enable_grad():
-        hidden = model.whole_hidden(long)
-        _require_leaves(model, len(leaves), 1)
-        (grad,) = torch.autograd.grad(hidden, leaves[0], _cotangent(hidden, len(long)))
-    logits = model.whole_logits(short)
-    return {"hidden states": hidden.detach(), "logits": logits, GRADIENTS: grad[0]}
 
+    model: HFDecoder
+    backend: Backend
+    leaves: list[Tensor]
 
-def _chunked(
-    model: HFDecoder, backend: Backend, leaves: list[Tensor], ids: Sequence[Tensor],
-    parts: Sequence[HFDecoder] = (), heights: Sequence[int] = (), order: Order = "chunk-first",
-) -> Run:  # fmt: skip
-    """The same in chunks and stages of `heights` layers, where a stage runs for all chunks before
-    the next: what layers leave for others beside hidden states is then lost.
+    def whole(self) -> Run:
+        """Tensors to compare, by the model itself, one sequence at a time."""
+        long, short = _ids(self.model)
+        self.leaves.clear()
+        with torch.enable_grad():
+            hidden = self.model.whole_hidden(long)
+            self._require_leaves(1)
+            (grad,) = torch.autograd.grad(hidden, self.leaves[0], _cotangent(hidden, len(long)))
+        logits = self.model.whole_logits(short)
+        return {"hidden states": hidden.detach(), "logits": logits, GRADIENTS: grad[0]}
 
-    `parts`: for each stage a model that holds it; without them it is one stage of all layers.
-    """
-    parts, heights = parts or [model], heights or [model.num_layers]
-    length = len(ids[0])
-    stages = [part.stages(heights)[number] for number, part in enumerate(parts)]
-    plan = plan_chunks([len(i) for i in ids], cuts(length), heights, order)
-    with ExitStack() as installed:
-        for part in dict.fromkeys(parts):
-            installed.enter_context(part.installed())
-        cotangent = partial(_cotangent, length=length)
-        hidden, grad = _obey(model, backend, leaves, plan, stages, ids, cotangent)
-    tiles = hidden[1].split(_TILE_TOKENS)  # a head that mixes tokens differs in tiles
-    logits = torch.cat([parts[-1].logits(tile) for tile in tiles])
-    return {"hidden states": hidden[0], "logits": logits, GRADIENTS: grad[:length]}
+    def chunked(
+        self, parts: Sequence[HFDecoder] = (), heights: Sequence[int] = (),
+        order: Order = "chunk-first",
+    ) -> Run:  # fmt: skip
+        """The same in chunks and stages of `heights` layers, where a stage runs for all chunks
+        before the next: what layers leave for others beside hidden states is then lost.
 
+        `parts`: for each stage a model that holds it; without them it is one stage of all layers.
+        """
+        parts, heights = parts or [self.model], heights or [self.model.num_layers]
+        ids = _ids(self.model)
+        length = len(ids[0])
+        stages = [part.stages(heights)[number] for number, part in enumerate(parts)]
+        plan = plan_chunks([len(i) for i in ids], cuts(length), heights, order)
+        with ExitStack() as installed:
+            for part in dict.fromkeys(parts):
+                installed.enter_context(part.installed())
+            hidden, grad = self.obey(plan, stages, ids, partial(_cotangent, length=length))
+        tiles = hidden[1].split(_TILE_TOKENS)  # a head that mixes tokens differs in tiles
+        logits = torch.cat([parts[-1].logits(tile) for tile in tiles])
+        return {"hidden states": hidden[0], "logits": logits, GRADIENTS: grad[:length]}
 
-def _obey(
-    model: HFDecoder, backend: Backend, leaves: list[Tensor], plan: ChunkPlan,
-    stages: Sequence[Layers], ids: Sequence[Tensor], cotangent: Callable[[Tensor], Tensor],
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    """Let the executor obey a plan of one rank: final hidden states (T, D) of each sequence, and
-    the gradient (T, D) by the leaves, in the order of chunks; see `TrialHead`."""
-    leaves.clear()
-    begun: dict[int, Tensor] = {}
-    labels = [torch.full(i.shape, IGNORE_INDEX, device="cpu") for i in ids]
-    batch = batch_of([ShiftedSequence(*own) for own in zip(ids, labels, strict=True)])
-    head = TrialHead(model, batch, cotangent)
-    Executor(
-        model, plan, batch,
-        num_valid_tokens=1, num_labels=1, backend=backend,
-        pools=Pools(Arena(model.device), Storage()), comms=Comms(), head=head, stages=stages,
-        embedded=lambda chunk: begun.setdefault(chunk, leaves[-1]),
-    ).run()  # fmt: skip
-    _require_leaves(model, len(leaves), len(begun))
-    grads = [begun[chunk].grad for chunk in sorted(begun)]
-    return head.finish(), torch.cat([grad[0] for grad in grads if grad is not None])
+    def obey(
+        self, plan: ChunkPlan, stages: Sequence[Layers], ids: Sequence[Tensor],
+        cotangent: Callable[[Tensor], Tensor],
+    ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+        """Let the executor obey a plan of one rank: final hidden states (T, D) of each sequence,
+        and the gradient (T, D) by the leaves, in the order of chunks; see `TrialHead`."""
+        model, begun = self.model, dict[int, Tensor]()
+        self.leaves.clear()
+        labels = [torch.full(i.shape, IGNORE_INDEX, device="cpu") for i in ids]
+        batch = batch_of([ShiftedSequence(*own) for own in zip(ids, labels, strict=True)])
+        head = TrialHead(model, batch, cotangent)
+        Executor(
+            model, plan, batch,
+            num_valid_tokens=1, num_labels=1, backend=self.backend,
+            pools=Pools(Arena(model.device), Storage()), comms=Comms(), head=head, stages=stages,
+            embedded=lambda chunk: begun.setdefault(chunk, self.leaves[-1]),
+        ).run()  # fmt: skip
+        self._require_leaves(len(begun))
+        grads = [begun[chunk].grad for chunk in sorted(begun)]
+        return head.finish(), torch.cat([grad[0] for grad in grads if grad is not None])
+
+    def _require_leaves(self, required: int) -> None:
+        if len(self.leaves) != required:
+            raise refusal(
+                self.model,
+                f"calls its input embeddings {len(self.leaves)} times in a forward",
+                "a decoder that embeds its tokens once",
+            )
 
 
 def plan_chunks(
@@ -487,16 +500,6 @@ def random_like(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=generator, device="cpu").to(x)
 
 
-def _require_leaves(model: HFDecoder, found: int, required: int) -> None:
-    """Raise UnsupportedModelError unless a forward has called the input embeddings so often."""
-    if found != required:
-        raise refusal(
-            model,
-            f"calls its input embeddings {found} times in a forward",
-            "a decoder that embeds its tokens once",
-        )
-
-
 _SPREAD = 5
 """Attention matters more where weights are larger than transformers draws them."""
 
@@ -506,7 +509,7 @@ def tiny_twin(model: HFDecoder, *, all_layers: bool = True) -> HFDecoder:
     longest = model.max_seq_len
     is_text = model.base.config is model.config  # a subclass of a family's has its own code
     make: Any = type(model.base)._from_config if is_text else AutoModelForCausalLM.from_config
-    with _refused(model, _has_no_twin), torch.device("meta"):
+    with _refused(model, *_AS_TWIN), torch.device("meta"):
         config = shrink_config(model.config, max_seq_len=longest or 0, all_layers=all_layers)
         base = make(
             config, dtype=torch.float64, attn_implementation=None, experts_implementation=None
@@ -606,7 +609,7 @@ class _MixerStage:
     def __init__(self, called: Called, x: Tensor, leaves: list[Tensor]) -> None:
         layer = called.mixer.layer
         self.layers = range(layer, layer + 1)
-        self.events: tuple[Event, ...] | None = (("states", layer),)
+        self.events: tuple[Event, ...] = (("states", layer),)
         self._called, self._x, self._leaves = called, x, leaves
 
     def run(self, _: Tensor, positions: Tensor, cell: CellAttention, what: Pass) -> Tensor:
@@ -629,7 +632,7 @@ def _mixer_in_chunks(
     with relaying([called.mixer]):
         stage = _MixerStage(called, x, leaves)
         cotangent = partial(_cotangent, length=length, num_tokens=_LENS[-1])
-        (y,), grad = _obey(model, backend, leaves, plan, [stage], [ids], cotangent)
+        (y,), grad = _Trial(model, backend, leaves).obey(plan, [stage], [ids], cotangent)
     return y, grad
 
 
@@ -646,44 +649,32 @@ def refusal(
     )  # fmt: skip
 
 
+_WHOLE = (
+    "fails in its own forward, without chunks",
+    "a model whose own forward and backward run on token ids alone",
+    "mend the model or its config: model(input_ids=...) must run by itself",
+)
+_IN_CHUNKS = (
+    "fails when it runs in chunks",
+    "a decoder that runs with position_ids, without an attention mask and without a cache",
+)
+_AS_TWIN = (
+    "cannot be built small, with random weights",
+    "a class that is made of its config alone, for a tiny twin with windows or in stages",
+    "let its __init__ take the config alone",
+)
+
+
 @contextmanager
-def _refused(
-    model: HFDecoder, refused: Callable[[HFDecoder, Exception], UnsupportedModelError]
-) -> Iterator[None]:
-    """Whatever a family's own code raises within it becomes a refusal."""
+def _refused(model: HFDecoder, what: str, *others: str) -> Iterator[None]:
+    """Whatever a family's own code raises within it becomes a refusal; see `refusal`."""
     try:
         yield
     except Exception as error:
         if isinstance(error, UserError) or is_of_machine(error):
             raise
-        raise refused(model, error) from error
-
-
-def _fails_whole(model: HFDecoder, error: Exception) -> UnsupportedModelError:
-    kernel = model.config._attn_implementation
-    needs_kernel = isinstance(error, ImportError) and kernel not in ("sdpa", "eager")
-    return refusal(
-        model,
-        f"fails in its own forward, without chunks: {type(error).__name__}: {error}",
-        "a model whose own forward and backward run on token ids alone",
-        f'call model.set_attn_implementation("sdpa"): chunks do not need {kernel}'
-        if needs_kernel
-        else "mend the model or its config: model(input_ids=...) must run by itself",
-    )
-
-
-def _fails_in_chunks(model: HFDecoder, error: Exception) -> UnsupportedModelError:
-    return refusal(
-        model,
-        f"fails when it runs in chunks: {type(error).__name__}: {error}",
-        "a decoder that runs with position_ids, without an attention mask and without a cache",
-    )
-
-
-def _has_no_twin(model: HFDecoder, error: Exception) -> UnsupportedModelError:
-    return refusal(
-        model,
-        f"cannot be built small, with random weights: {type(error).__name__}: {error}",
-        "a class that is made of its config alone, for a tiny twin with windows or in stages",
-        "let its __init__ take the config alone",
-    )
+        kernel = model.config._attn_implementation
+        if isinstance(error, ImportError) and kernel not in ("sdpa", "eager"):
+            change = f'call model.set_attn_implementation("sdpa"): chunks do not need {kernel}'
+            others = (others[0], change)
+        raise refusal(model, f"{what}: {type(error).__name__}: {error}", *others) from error

@@ -1,7 +1,7 @@
 """The executor carries out one rank's actions. It decides nothing: the plan says what comes when.
 
-Hidden states between stages lie in the pool `inputs`: a cell's input, whose buffer its Backward
-fills with the gradient of that input, for the stage before.
+Hidden states between stages, and their gradients, lie in the pool `inputs`. They go by the message
+that would carry them: what it holds, the chunk, and the stage that it leaves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from furlong.plan.plan import (
     Action,
     Backward,
     ChunkPlan,
+    Computing,
     Forward,
+    Payload,
     RebuildKV,
     Recompute,
     Recv,
@@ -35,7 +37,7 @@ from furlong.plan.plan import (
     Send,
     Unshard,
 )
-from furlong.runtime.batch import Batch, BatchInputs, count_valid_tokens
+from furlong.runtime.batch import Batch, ChunkInputs, chunk_inputs, count_valid_tokens
 from furlong.runtime.cell import Cell, SavedGraph, chunk_pieces, open_store, rows_on
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.head import Head, LossHead
@@ -43,11 +45,8 @@ from furlong.runtime.profile import Measuring, Recorder, map_large_blocks
 from furlong.runtime.rng import RNGState, replayed
 from furlong.timeline import Timeline
 
-
-def last_actions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
-    """By (chunk, stage): the index of the last action on each cell of a rank."""
-    computing = (Forward, Recompute, RebuildKV, Backward)
-    return {(a.chunk, a.stage): i for i, a in enumerate(actions) if isinstance(a, computing)}
+Message = tuple[Payload, int, int]
+"""What leaves a stage: its kind, the chunk, the stage."""
 
 
 class Layers(Protocol):
@@ -56,7 +55,7 @@ class Layers(Protocol):
     layers: range
 
     @property
-    def events(self) -> tuple[Event, ...] | None: ...
+    def events(self) -> tuple[Event, ...]: ...
     def run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor: ...
 
 
@@ -109,13 +108,14 @@ class Executor:
         model.require_frozen(sum(plan.stages[: plan.frozen_stages]))
         self._actions = plan.actions[rank]
         self._passes = passes(plan, rank)
-        own = self._last_action = last_actions(self._actions)
-        self._ends = {index: at for at, index in own.items()}
+        computing = [(i, a) for i, a in enumerate(self._actions) if isinstance(a, Computing)]
+        own = {(a.chunk, a.stage): i for i, a in computing}
+        self._own, self._cell_ends = own.keys(), {index: at for at, index in own.items()}
+        self._chunk_ends = {i: chunk for chunk, i in {a.chunk: i for i, a in computing}.items()}
         model.require_held(i for stage in {s for _, s in own} for i in self._stages[stage].layers)
-        self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
         self._num_labels = num_labels or count_valid_tokens(batch.sequences)
-        rows_of, self._exchange = rows_on(model, plan, process, exchange), exchange
-        self._inputs = BatchInputs(plan, rank, batch, model.device, rows_of)
+        self._rows_of, self._exchange = rows_on(model, plan, process, exchange), exchange
+        self._batch, self._inputs = batch, dict[int, ChunkInputs]()
         self._store = open_store(plan, pools)
         self._graphs = None if plan.offload.graphs == "none" else pools.of(plan.offload.graphs)
         self._attention = pools.of(plan.offload.attention)
@@ -123,10 +123,9 @@ class Executor:
             map_large_blocks(model.device)
         self._num_done, self._skipped = 0, frozenset[int]()
         self._between = pools.of(plan.offload.inputs)
-        self._hidden: dict[tuple[int, int], Handle] = {}
-        self._gradients: dict[tuple[int, int], Handle] = {}
-        """By (chunk, stage): inputs (T, D) of cells behind the first stage, and their gradients."""
-        self._outbox: dict[tuple[str, int, int], Tensor] = {}
+        self._hidden: dict[Message, Handle] = {}
+        """Hidden states (T, D) behind stages, and their gradients, for stages of this rank."""
+        self._outbox: dict[Message, Tensor] = {}
         self._cells: dict[tuple[int, int], Cell] = {}
         self._kv_dead, self._input_dead = kv_frees(plan, rank), input_frees(plan, rank)
         self._draws = any(module.training for module in model.model.modules())
@@ -162,7 +161,7 @@ class Executor:
                 self._num_done += 1
                 watch()
             if stop == len(self._actions):
-                left = self._cells or self._hidden or self._gradients or self._outbox
+                left = self._cells or self._hidden or self._outbox
                 assert not left and not self._store.num_buffers, "cells, messages or K,V are left"
         except BaseException as error:
             self.abandon()
@@ -180,11 +179,11 @@ class Executor:
     def _free_after(self, index: int) -> None:
         for chunk, stage in self._kv_dead[index]:
             self._free_kv(chunk, stage)
-        for at in self._input_dead[index]:
-            self._between.drop(self._hidden.pop(at))
-        self._inputs.end(index)
-        if index in self._ends:  # no later action uses it
-            cell = self._cells.pop(self._ends[index])
+        for chunk, stage in self._input_dead[index]:
+            self._drop_input(chunk, stage)
+        self._inputs.pop(self._chunk_ends.get(index, -1), None)
+        if index in self._cell_ends:  # no later action uses it
+            cell = self._cells.pop(self._cell_ends[index])
             assert cell.output is None and not cell.saved_attention, "a graph or attention is left"
 
     def abandon(self) -> None:
@@ -202,10 +201,8 @@ class Executor:
                 self._backward(action, what)
             case Send(payload, chunk, stage):
                 self._comms.send(action, self._outbox.pop((payload, chunk, stage)))
-            case Recv("activation", chunk, stage):
-                self._deliver_input((chunk, stage + 1), self._comms.recv(action))
-            case Recv("gradient", chunk, stage):
-                self._deliver_gradient((chunk, stage), self._comms.recv(action))
+            case Recv(payload, chunk, stage):
+                self._keep((payload, chunk, stage), self._comms.recv(action))
             case Unshard(stage):
                 self._comms.unshard(stage)
             case Reduce(stage):
@@ -227,8 +224,8 @@ class Executor:
                     with torch.no_grad():
                         hidden = self._run(cell, at, what)
                         if what.loss:
-                            self._head.evaluate(hidden, self._inputs.of(action.chunk))
-                    self._deliver(action, hidden)
+                            self._head.evaluate(hidden, self._inputs_of(action.chunk))
+                    self._deliver(("activation", *at), hidden)
                 case "graph":
                     if self._graphs is not None and isinstance(action, Forward):
                         cell.saved = SavedGraph(self._graphs)  # a recomputed one is used at once
@@ -237,14 +234,14 @@ class Executor:
                     if self._embedded is not None and action.stage == 0:
                         cell.x = self._embedded(action.chunk)
                     if isinstance(action, Forward):
-                        self._deliver(action, cell.output)
+                        self._deliver(("activation", *at), cell.output)
         if what.computes != "graph":
             cell.end_pass()
 
     def _run(self, cell: Cell, at: tuple[int, int], what: Pass) -> Tensor:
         """Hidden states (T, D) behind the stage; raises KVReady for a pass to the last K,V."""
         chunk, stage = at
-        own = self._inputs.of(chunk)
+        own = self._inputs_of(chunk)
         before = RNGState.read(self._model.device) if self._draws else None
         cell.begin_pass(what)
         try:
@@ -264,7 +261,7 @@ class Executor:
     def _leaf(self, cell: Cell, at: tuple[int, int], what: Pass) -> Tensor:
         """A copy of the stage's input (T, D), which a hook may change in place; of a graph a leaf,
         whose gradient is the input's."""
-        lease = self._between.get(self._hidden[at])
+        lease = self._between.get(self._hidden["activation", at[0], at[1] - 1])
         x = lease.tensor.clone()
         lease.release()
         if what.computes != "graph" or at[1] <= self._plan.frozen_stages:
@@ -272,28 +269,34 @@ class Executor:
         cell.x = x.requires_grad_()
         return _Entered.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _deliver(self, action: Action, hidden: Tensor) -> None:
-        """Hand a stage's output (T, D) to the next stage."""
-        assert not isinstance(action, (Send, Recv, Unshard, Reduce))
-        following = action.chunk, action.stage + 1
-        if following in self._last_action:
-            self._deliver_input(following, hidden)
-        elif following[1] < len(self._stages):
-            self._outbox["activation", action.chunk, action.stage] = hidden.detach()
+    def _inputs_of(self, chunk: int) -> ChunkInputs:
+        """The inputs of a chunk, built once, and forgotten after its last action."""
+        if chunk not in self._inputs:
+            slices, trees = self._plan.chunks[chunk].slices, self._plan.trees
+            branches = {
+                (s.seq_id, s.start): self._plan.position(s) for s in slices if s.seq_id in trees
+            }
+            rows = self._rows_of(self._plan.chunks[chunk])
+            self._inputs[chunk] = chunk_inputs(rows, self._batch, self._model.device, branches)
+        return self._inputs[chunk]
 
-    def _deliver_input(self, cell: tuple[int, int], hidden: Tensor) -> None:
-        assert cell not in self._hidden, f"cell {cell} has an input"
-        self._hidden[cell] = self._between.put(hidden.detach())
+    def _deliver(self, message: Message, x: Tensor) -> None:
+        """Hand on what leaves a stage (T, D): to a stage of this rank, or to another one."""
+        payload, chunk, stage = message
+        stage += 1 if payload == "activation" else -1
+        if (chunk, stage) in self._own:
+            self._keep(message, x)
+        elif stage < len(self._stages):
+            self._outbox[message] = x.detach()
 
-    def _deliver_gradient(self, cell: tuple[int, int], gradient: Tensor) -> None:
-        """Keep the gradient of a cell's input for the stage before, in the input's place."""
-        assert cell not in self._gradients, f"the input of cell {cell} has a gradient"
-        handle = self._hidden.pop(cell, None)
-        if handle is None:
-            handle = self._between.put(gradient)
-        else:
-            self._between.overwrite(handle, gradient)
-        self._gradients[cell] = handle
+    def _keep(self, message: Message, x: Tensor) -> None:
+        assert message not in self._hidden, f"{message} has come before"
+        self._hidden[message] = self._between.put(x.detach())
+
+    def _drop_input(self, chunk: int, stage: int) -> None:
+        """Forget the input of a cell, if it is there."""
+        if handle := self._hidden.pop(("activation", chunk, stage - 1), None):
+            self._between.drop(handle)
 
     def _expect_for(self, actions: Sequence[Action]) -> None:
         """Begin to bring what is there between stages that these actions read."""
@@ -301,60 +304,48 @@ class Executor:
             handle = None
             match action:
                 case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
-                    handle = self._hidden.get((chunk, stage))
+                    handle = self._hidden.get(("activation", chunk, stage - 1))
                 case Backward(chunk, stage):
-                    handle = self._gradients.get((chunk, stage + 1))
+                    handle = self._hidden.get(("gradient", chunk, stage + 1))
             if handle is not None:
                 self._between.prefetch(handle)
 
     def _backward(self, action: Backward, what: Pass) -> None:
-        at = action.chunk, action.stage
-        cell = self._cells[at]
+        chunk, stage = action.chunk, action.stage
+        cell = self._cells[chunk, stage]
         assert cell.output is not None
         cell.relay_factor = action.relay_factor
         if what.loss:
-            own = self._inputs.of(action.chunk)
+            own = self._inputs_of(chunk)
             gradient = self._head.gradient(cell.output, own, action.loss_factor, self._divisor)
-            if not self._head.num_labels and self._last_backward[action.stage] is action:
+            if not self._head.num_labels and self._comms.is_last(action):
                 self._head.no_rows(cell.output)
             self._pull(action, cell, gradient)
         else:
-            handle = self._gradients.pop((action.chunk, action.stage + 1))
+            handle = self._hidden.pop(("gradient", chunk, stage + 1))
             lease = self._between.get(handle)
             self._pull(action, cell, lease.tensor)
             lease.release()
             self._between.drop(handle)
         cell.forget()
-        self._return_gradient(at, cell)
+        self._drop_input(chunk, stage)
+        if stage > self._plan.frozen_stages:
+            assert cell.x is not None and cell.x.grad is not None
+            self._deliver(("gradient", chunk, stage), cell.x.grad)
 
     def _pull(self, action: Backward, cell: Cell, gradient: Tensor) -> None:
         output, ends = cell.output, None if self._embedded is None else cell.x
         assert output is not None
-        is_last = self._last_backward[action.stage] is action
-        with self._comms.backward(action.stage, is_last=is_last):
+        with self._comms.backward(action):
             if output.requires_grad:
                 torch.autograd.backward(output, gradient, inputs=ends)
-            elif is_last:  # nothing is trained below the head, whose own backwards are over
+            elif self._comms.is_last(action):  # nothing is trained below the head
                 self._head.no_rows(output)
-
-    def _return_gradient(self, at: tuple[int, int], cell: Cell) -> None:
-        """Hand the gradient of a cell's input to the stage before, if that is trained."""
-        chunk, stage = at
-        if stage == 0:
-            return
-        if stage > self._plan.frozen_stages:
-            assert cell.x is not None and cell.x.grad is not None
-            if (chunk, stage - 1) in self._last_action:
-                self._deliver_gradient(at, cell.x.grad)
-                return
-            self._outbox["gradient", chunk, stage] = cell.x.grad
-        if at in self._hidden:
-            self._between.drop(self._hidden.pop(at))
 
     def _open(self, chunk: int, stage: int) -> Cell:
         own = self._stages[stage]
         return Cell(
-            self._inputs.of(chunk).rows, chunk_pieces(self._plan, chunk), self._store,
+            self._inputs_of(chunk).rows, chunk_pieces(self._plan, chunk), self._store,
             self._backend, self._attention, own.layers, own.events, self._exchange,
             adds_gradients=self._embedded is None,
         )  # fmt: skip

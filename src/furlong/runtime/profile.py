@@ -158,10 +158,6 @@ def _status_bytes(key: str) -> int | None:
     return None
 
 
-def _untold(action: Action) -> None:
-    """For a caller that asks for nothing."""
-
-
 class Measuring(TypedDict, total=False):
     """How an executor measures itself."""
 
@@ -181,7 +177,7 @@ class Recorder:
         self._pools, self._rank = pools, rank
         self._watch = Stopwatch(pools.arena.device, measuring.get("clock", time.perf_counter))
         self._meter = MemoryMeter(pools.arena.device, exact=measuring.get("exact_peaks", False))
-        self._begun = measuring.get("begun", _untold)
+        self._begun = measuring.get("begun", lambda _: None)
         self._noted: list[tuple[Action, int, int]] = []
 
     def begin(self, action: Action) -> None:

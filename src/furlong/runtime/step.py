@@ -30,6 +30,7 @@ from furlong.runtime.batch import (
     Span,
     batch_of,
     check_ranges,
+    labelled_chunks,
     refused_data,
     require_type,
     shift_labels,
@@ -41,7 +42,6 @@ from furlong.runtime.distributed.consensus import (
     checksum_of,
     gathered,
     joined,
-    planned,
     require_same,
     together,
 )
@@ -215,15 +215,19 @@ def planned_batch(
     one's among them. Where one process raises an error, all do."""
     ranks, planner = session.ranks, planner_of(session, options, backward=backward)
 
-    def make() -> tuple[Batch, Planned]:
+    def make() -> tuple[Batch, Planned, int]:
         batch = read()
-        lens = [len(tree.input_ids) for tree in batch.planned]
-        return batch, planned(planner(lens, batch.forks), batch, ranks)
+        plan = planner([len(tree.input_ids) for tree in batch.planned], batch.forks)
+        checksum = 0 if ranks is None else plan.checksum
+        for sequence in batch.sequences if ranks is not None else ():
+            checksum = checksum_of(sequence, checksum)
+        found = Planned(plan, labelled_chunks(plan, batch), batch.num_labels or 0)
+        return batch, found, checksum
 
-    batch, found = together(ranks, make)
+    batch, found, checksum = together(ranks, make)
     own = range(len(batch.sequences))
     if ranks is not None:
-        found, own = joined(ranks, found)
+        found, own = joined(ranks, found, checksum)
         whole = among(dict(zip(own, batch.sequences, strict=True)), found.plan.seq_lens)
         batch = replace(whole, num_labels=found.num_labels)
     return with_draw(session, found.plan, options, found.labelled), batch, own
@@ -311,12 +315,9 @@ def _take_pinned(session: Session, plan: ChunkPlan) -> None:
     most = max(longest, *plan.seq_lens), max(total, sum(plan.seq_lens))
     if most == before:
         return
-    try:
-        shape = describe(model.config)
-    except UserError:
+    memory = memory_of(session)
+    if memory is None:
         return
-    dtype = session.compute_dtype or next(model.model.parameters()).dtype
-    memory = PlanMemory(shape, Training.in_dtype(str(dtype).removeprefix("torch.")), 0)
     num_bytes = int(memory.curve(plan, session.rank).cpu.max())
     limit_bytes = pools.storage.cpu_bytes
     if limit_bytes is None or num_bytes <= limit_bytes:
@@ -324,6 +325,21 @@ def _take_pinned(session: Session, plan: ChunkPlan) -> None:
         assert isinstance(pool, CpuPool)
         pool.reserve(num_bytes, limit_bytes)
     pools.reserved[kind] = most
+
+
+def memory_of(
+    session: Session, dtype: torch.dtype | None = None, room_bytes: int = 0
+) -> PlanMemory | None:
+    """What plans of a model take, computed in `dtype` or in its own; None where its bytes cannot be
+    counted."""
+    model = session.model
+    try:
+        shape = describe(model.config)
+    except UserError:
+        return None
+    dtype = dtype or session.compute_dtype or next(model.model.parameters()).dtype
+    training = Training.in_dtype(str(dtype).removeprefix("torch."))
+    return PlanMemory(shape, training, room_bytes, device_type=model.device.type)
 
 
 def _agreed(

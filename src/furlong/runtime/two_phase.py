@@ -28,11 +28,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from furlong.cost.machine import free_ram_budget_bytes, rounded_budget
-from furlong.cost.memory import PlanMemory
-from furlong.cost.training import Training
-from furlong.errors import ConfigError, UserError
+from furlong.errors import ConfigError
 from furlong.kv.pools import Pools
-from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan, Forward
 from furlong.planners.decide import with_keep
 from furlong.planners.options import ChunkOptions
@@ -62,7 +59,7 @@ from furlong.runtime.executor import Executor
 from furlong.runtime.head import OutputHead
 from furlong.runtime.rng import modes_kept
 from furlong.runtime.session import Autocast, Session, adapter_states
-from furlong.runtime.step import planned_batch, take_step
+from furlong.runtime.step import memory_of, planned_batch, take_step
 from furlong.values import TokenFunction, require_function
 
 Gradients = Literal["returned", "added"]
@@ -484,16 +481,11 @@ def decided(
 ) -> ChunkOptions:
     """The options of a call with gradients, with a keep in the place of auto: as much as the free
     bytes of the device hold between the phases, `kv` where the model's bytes cannot be counted."""
-    model, storage = session.model, session.state.opened.storage
-    try:
-        shape = describe(model.config)
-    except UserError:
-        return replace(options, keep="kv")
-    own = session.compute_dtype or next(model.model.parameters()).dtype
-    dtype = autocast.dtype if autocast.enabled else own
-    training = Training.in_dtype(str(dtype).removeprefix("torch."))
+    storage = session.state.opened.storage
     room = _room_bytes(session) if storage.device_bytes is None else storage.device_bytes
-    memory = PlanMemory(shape, training, room, device_type=model.device.type)
+    memory = memory_of(session, autocast.dtype if autocast.enabled else None, room)
+    if memory is None:
+        return replace(options, keep="kv")
     return with_keep(seq_lens, options, memory, Limits(room, storage.cpu_bytes, storage.disk_bytes))
 
 

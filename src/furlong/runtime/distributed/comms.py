@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from furlong.errors import LinkError, PlanError
+from furlong.errors import ConfigError, LinkError, PlanError
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import is_out_of_memory
 from furlong.plan.plan import (
@@ -38,10 +38,10 @@ from furlong.plan.plan import (
 from furlong.plan.text import format_action
 from furlong.runtime.distributed.consensus import (
     FINE,
-    cannot_go_on,
     failure_of,
     gathered,
     outcome_of,
+    reason_of,
 )
 from furlong.runtime.distributed.fsdp import adding_up, adds_unused
 from furlong.runtime.distributed.mesh import Ranks
@@ -172,12 +172,16 @@ class Comms:
         for module in self._stages[stage]:
             module.unshard()
 
+    def is_last(self, action: Backward) -> bool:
+        """Whether it is the last Backward of its stage in this process's list."""
+        return self._last_backwards[action.stage] is action
+
     @contextmanager
-    def backward(self, stage: int, *, is_last: bool) -> Iterator[None]:
-        """Within it runs a Backward of a stage, its rank's last one or not, without the loss in
-        front of it. The stage's gradients are added up in its last Backward or, where weights come
-        with every pass, in each; in the last of all also those beside the layers. Before a last one
-        all that add them up agree that none of them has failed.
+    def backward(self, action: Backward) -> Iterator[None]:
+        """Within it runs a Backward, without the loss in front of it. A stage's gradients are added
+        up in its last Backward or, where weights come with every pass, in each; in the last of all
+        also those beside the layers. Before a last one all that add them up agree that none of them
+        has failed.
 
         All ranks come to it in the same order: the last Backward of a stage comes after that of the
         stage behind it.
@@ -185,8 +189,9 @@ class Comms:
         if self._ranks is None:
             yield
             return
+        stage = action.stage
         modules = [*self._stages[stage]]
-        if not is_last:
+        if not self.is_last(action):
             each_adds = self._plan.regathers and adds_unused()
             with adding_up(modules) if each_adds else nullcontext():
                 yield
@@ -224,7 +229,14 @@ class Comms:
             return
         if (meanwhile := self._is_waited_for(rest)) is not None:
             if is_out_of_memory(error):
-                raise cannot_go_on(error, dist.get_rank(), meanwhile) from error
+                number = dist.get_rank()
+                raise ConfigError(
+                    given=f"out of memory on process {number} {meanwhile}: {reason_of(error)}",
+                    required="memory for that beside the chunks",
+                    source="the memory of the device",
+                    change="set chunks.size to less; where there is a checkpoint, --resume goes on "
+                    "from it",
+                ) from error
             return
         traceback.clear_frames(error.__traceback__)  # they hold tensors
         for action in rest:
@@ -260,7 +272,7 @@ class Comms:
                 self._neighbour(action).skip(action)
             case Unshard() | Forward() if not self._stage_knows:
                 self._gather()
-            case Backward(_, stage) if action is self._last_backwards[stage]:
+            case Backward(_, stage) if self.is_last(action):
                 if not self._stage_knows and stage not in self._agreed:
                     self._agree_on(stage)
 

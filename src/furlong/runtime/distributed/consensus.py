@@ -19,10 +19,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from math import isfinite
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,7 +38,7 @@ from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import is_out_of_memory
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.orders import join_replicas
-from furlong.runtime.batch import Batch, ShiftedSequence, labelled_chunks
+from furlong.runtime.batch import ShiftedSequence
 from furlong.runtime.distributed.mesh import Ranks
 
 _T = TypeVar("_T")
@@ -109,7 +107,16 @@ def failure_of(
     if len({at for _, at in rows}) > 1:
         places = [""] * len(rows)
         dist.all_gather_object(places, place, group=group)
-        raise _elsewhere(places, group)
+        numbers: dict[str, list[str]] = {}
+        for at, other in enumerate(places):
+            numbers.setdefault(other, []).append(str(dist.get_global_rank(group, at)))
+        raise ConfigError(
+            given="; ".join(f"process {', '.join(n)} in {other}" for other, n in numbers.items()),
+            required="the same calls and backwards on all processes, in the same order",
+            source="the code that calls furlong, on each process",
+            change="where one process makes no loss, or its loss raises an error, end it or skip "
+            "the backward on all",
+        )
     codes = [code for code, _ in rows]
     failed = [at for at, code in enumerate(codes) if code]
     if not failed:
@@ -123,21 +130,6 @@ def failure_of(
     return kind(f"{what} on process {names} ({texts[failed[0]]})")
 
 
-def _elsewhere(places: Sequence[str], group: dist.ProcessGroup) -> ConfigError:
-    """The error for processes of a group that meet at different places."""
-    numbers: dict[str, list[str]] = {}
-    for at, place in enumerate(places):
-        numbers.setdefault(place, []).append(str(dist.get_global_rank(group, at)))
-    met = "; ".join(f"process {', '.join(own)} in {place}" for place, own in numbers.items())
-    return ConfigError(
-        given=met,
-        required="the same calls and backwards on all processes, in the same order",
-        source="the code that calls furlong, on each process",
-        change="where one process makes no loss, or its loss raises an error, end it or skip the "
-        "backward on all",
-    )
-
-
 def outcome_of(error: BaseException) -> Outcome:
     """An error as others hear of it: not at all where it is about another process."""
     if isinstance(error, ElsewhereError):
@@ -148,16 +140,6 @@ def outcome_of(error: BaseException) -> Outcome:
 def reason_of(error: BaseException) -> str:
     """The kind of an error, and its first line."""
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-
-
-def cannot_go_on(error: BaseException, number: int, meanwhile: str) -> ConfigError:
-    """An error for a process that lacks memory where others wait for what it alone can send."""
-    return ConfigError(
-        given=f"out of memory on process {number} {meanwhile}: {reason_of(error)}",
-        required="memory for that beside the chunks",
-        source="the memory of the device",
-        change="set chunks.size to less; where there is a checkpoint, --resume goes on from it",
-    )
 
 
 def require_same(ranks: Ranks, facts: Mapping[str, object], brought: _T) -> list[_T]:
@@ -254,45 +236,30 @@ def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(NamedTuple):
     """A plan, and the facts about its sequences that others need."""
 
     plan: ChunkPlan
-    labelled: frozenset[int]
+    labelled: set[int]
     """Chunks that have a label."""
     num_labels: int
-    checksum: int = 0
-    """That of the plan and of all tokens, labels and extras, where there are other processes."""
 
 
-def planned(plan: ChunkPlan, batch: Batch, ranks: Ranks | None) -> Planned:
-    """A plan of these sequences."""
-    labelled, checksum = frozenset(labelled_chunks(plan, batch)), 0
-    if ranks is not None:
-        checksum = plan.checksum
-        for sequence in batch.sequences:
-            checksum = checksum_of(sequence, checksum)
-    return Planned(plan, labelled, batch.num_labels or 0, checksum)
-
-
-def joined(ranks: Ranks, own: Planned) -> tuple[Planned, range]:
+def joined(ranks: Ranks, own: Planned, checksum: int) -> tuple[Planned, range]:
     """The plan of all replicas, the same on all processes, and the numbers of this one's sequences
     in it. Collective over them.
 
     `own`: that of this replica, whose processes all have it: the first one sends it. Raises
-    ConfigError where another one has other sequences.
+    ConfigError where another one has other sequences, by the `checksum` of the plan and of them.
     """
     is_first = not ranks.stage and not ranks.process
-    facts = {f"sequences and options of replica {ranks.replica}": own.checksum}
+    facts = {f"sequences and options of replica {ranks.replica}": checksum}
     each = [one for one in require_same(ranks, facts, own if is_first else None) if one]
-    stops = list(accumulate(len(p.plan.seq_lens) for p in each))
-    ids = [range(stop - len(p.plan.seq_lens), stop) for p, stop in zip(each, stops, strict=True)]
-    seq_lens = [seq_len for p in each for seq_len in p.plan.seq_lens]
-    plan = join_replicas([p.plan for p in each], ids, seq_lens)
-    starts = accumulate((len(p.plan.chunks) for p in each[:-1]), initial=0)
-    labelled = {
-        start + chunk for p, start in zip(each, starts, strict=True) for chunk in p.labelled
-    }
-    num_labels = sum(p.num_labels for p in each)
-    return Planned(plan, frozenset(labelled), num_labels), ids[ranks.replica]
+    plans, ids, labelled = [one.plan for one in each], list[range](), set[int]()
+    num_sequences = num_chunks = 0
+    for one in each:
+        ids.append(range(num_sequences, num_sequences + len(one.plan.seq_lens)))
+        labelled.update(num_chunks + chunk for chunk in one.labelled)
+        num_sequences, num_chunks = ids[-1].stop, num_chunks + len(one.plan.chunks)
+    plan = join_replicas(plans, ids, [n for one in plans for n in one.seq_lens])
+    return Planned(plan, labelled, sum(one.num_labels for one in each)), ids[ranks.replica]
