@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from functools import partial
+from itertools import count, pairwise
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributed.test_replicas import (
     FILES,
     command,
-    has_no_memory,
     records,
     shape_of,
     stops_after,
@@ -22,7 +25,9 @@ from helpers.launched import Launched
 from helpers.tiny_runs import TinyRun
 from safetensors.torch import load_file
 
+from furlong.api import Engine
 from furlong.cli.main import main
+from furlong.data.loader import Batch
 
 STEPS = ("--train.steps=5", "--train.epochs=null", "--model.dtype=float64")
 
@@ -135,25 +140,80 @@ def test_another_layout_goes_on(
     assert worst(load_file(tmp_path / "exported" / file), ours) == 0
 
 
+def has_no_memory(arguments: list[str], at: int, num_times: int, number: int = 1) -> None:
+    """A process lacks memory in its first tries of a step, after so many actions; after none it has
+    not even its tokens."""
+    run, part, tries = Engine.run, Batch.part, count()
+
+    def no_part(self: Any, *args: Any) -> Any:
+        if next(tries) < num_times:
+            raise MemoryError("no room")
+        return part(self, *args)
+
+    def short(self: Any, *args: Any, watch: Callable[[], None], **kwargs: Any) -> Any:
+        actions, is_short = count(1), next(tries) < num_times
+
+        def watch_and_fail() -> None:
+            watch()
+            if is_short and next(actions) == at:
+                raise MemoryError("no room")
+
+        return run(self, *args, watch=watch_and_fail, **kwargs)
+
+    if os.environ["RANK"] == str(number):
+        if at:
+            Engine.run = short  # type: ignore[method-assign]
+        else:
+            Batch.part = no_part  # type: ignore[method-assign]
+    command(arguments)
+
+
 @pytest.mark.parametrize(
-    ("division", "number"), [({"pp": 2}, 1), slow({"dp": 2, "pp": 2}, 3)], ids=str
+    ("division", "number", "at", "chunk_sizes"),
+    [
+        ({"dp": 2}, 1, 0, (128, 64)),
+        ({"pp": 2}, 1, 4, (128, 64)),
+        slow({"dp": 2}, 1, 1, (256, 128, 64)),
+        slow({"dp": 2, "pp": 2}, 3, 4, (128, 64)),
+    ],
+    ids=str,
 )
-def test_lack_of_memory_in_a_pipeline_is_answered_by_all(
-    tiny_run: TinyRun, tmp_path: Path, division: dict[str, int], number: int
-) -> None:
+def test_lack_of_memory_on_one_is_answered_by_all(
+    tiny_run: TinyRun, tmp_path: Path, division: dict[str, int], number: int, at: int,
+    chunk_sizes: tuple[int, ...],
+) -> None:  # fmt: skip
     whole, run = tmp_path / "whole", tmp_path / "run"
-    flags = (*STEPS, "--chunks.size=128", "--train.steps=2", "--train.eval_every_steps=0")
+    flags = (*STEPS, f"--chunks.size={chunk_sizes[0]}", "--train.steps=2",
+             "--train.eval_every_steps=0")  # fmt: skip
     assert main(tiny_run.arguments(whole, *flags)) == 0
-    arguments, count = tiny_run.arguments(run, *flags, *sizes(**division)), prod(division.values())
+    arguments = tiny_run.arguments(run, *flags, *sizes(**division))
+    num_processes = prod(division.values())
     ended = Launched(
-        tmp_path / "out", has_no_memory, arguments, 4, 1, number, num_processes=count
-    ).ended(240)
-    assert [process.code for process in ended] == [0] * count, ended
-    assert f"step 1 did not fit (out of memory on process {number}" in ended[0].said
-    assert "chunks of 64 tokens from now on, 128 before" in ended[0].said
-    assert json.loads((run / "options.json").read_text())["size"] == 64
+        tmp_path / "out", has_no_memory, arguments, at, len(chunk_sizes) - 1, number,
+        num_processes=num_processes,
+    ).ended(240)  # fmt: skip
+    assert [process.code for process in ended] == [0] * num_processes, ended
+    for before, size in pairwise(chunk_sizes):
+        told = (
+            f"step 1 did not fit (out of memory on process {number} (MemoryError: no room)): "
+            f"chunks of {size} tokens from now on, {before} before"
+        )
+        assert told in ended[0].said
+    assert json.loads((run / "options.json").read_text())["size"] == chunk_sizes[-1]
     assert records(run, "loss") == pytest.approx(records(whole, "loss"), rel=1e-10)
     assert worst(weights(run), weights(whole)) < 1e-8
+
+
+@pytest.mark.slow
+def test_lack_of_memory_inside_a_sequence_parallel_group_ends_all(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    arguments = tiny_run.arguments(tmp_path / "run", "--parallel.sp=2")
+    ended = Launched(tmp_path / "out", has_no_memory, arguments, 3, 1).ended(60)
+    assert [process.code for process in ended] == [1, 2], ended
+    told = "out of memory on process 1 while processes exchanged rows of a chunk: MemoryError"
+    assert told in ended[1].said
+    assert "change:   set chunks.size to less" in ended[1].said
 
 
 @pytest.mark.slow

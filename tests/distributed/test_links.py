@@ -19,9 +19,10 @@ from helpers.load import slowed
 from helpers.ranks import run_all, run_ranks
 
 from furlong.errors import LinkError, PlanError
+from furlong.kv.pools import ThreadLane
 from furlong.plan.plan import Chunk, ChunkPlan, Forward, Recv, Send, Slice
 from furlong.planners.orders import plan_1f1b
-from furlong.runtime.distributed.p2p import End, Links, Neighbour, Parcel, Waiter, open_links
+from furlong.runtime.distributed.p2p import End, Links, Neighbour, Parcel, open_links
 
 CPU = torch.device("cpu")
 PARCEL = Parcel(3, torch.float64, CPU)
@@ -64,11 +65,13 @@ def obey(links: Links, plan: ChunkPlan, rank: int) -> int:
 
 
 def test_the_thread_of_a_forgotten_waiter_ends() -> None:
-    """That of a model with a pipeline, which nobody closes."""
-    waiter = Waiter("furlong-link-test")
-    [thread] = [t for t in threading.enumerate() if t.name == "furlong-link-test"]
-    waiter.hold(SimpleNamespace(wait=lambda: None), torch.ones(1)).result(10)
+    """That of a model with a pipeline, which nobody closes. Nobody waits for its sends either."""
+    waiter, sent = ThreadLane("link-test", joins=False), threading.Event()
+    [thread] = [t for t in threading.enumerate() if t.name.endswith("link-test")]
+    waiter.submit(lambda: sent.wait(10), ())
     del waiter
+    assert thread.is_alive()
+    sent.set()
     thread.join(10)
     assert not thread.is_alive()
 

@@ -109,7 +109,7 @@ def closed(rank: int) -> list[tuple[int, int]]:
     ranks, found = make_ranks(1, 1, 2, "cpu"), []
 
     def count_kept() -> None:
-        links = [t for t in threading.enumerate() if t.name.startswith("furlong-link")]
+        links = [t for t in threading.enumerate() if t.name == "furlong-lane-link"]
         for thread in links if found else ():
             thread.join(10)
         alive = sum(thread.is_alive() for thread in links)

@@ -1,4 +1,4 @@
-"""A run on two replicas: signals, lack of memory, and errors of one process."""
+"""A run on two replicas: signals, and errors of one process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,9 @@ from helpers.launched import Ended, Launched
 from helpers.tiny_runs import TinyRun
 from safetensors.torch import load_file
 
-from furlong.api import Engine
 from furlong.cli.main import main
-from furlong.data.loader import Batch
 from furlong.train.metrics import MetricsLog, StepFigures
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
 FILES = {"checkpoints", "config.json", "metrics.jsonl", "model", "options.json", "report.json",
          "timeline.json", ".lock"}  # fmt: skip
 
@@ -103,73 +99,6 @@ def test_a_signal_to_one_stops_all_and_one_process_goes_on(
     assert worst(weights(run), weights(whole)) < 1e-3
 
 
-def has_no_memory(arguments: list[str], at: int, num_times: int, number: int = 1) -> None:
-    """A process lacks memory in its first tries of a step, after so many actions; after none it has
-    not even its tokens."""
-    run, part, tries = Engine.run, Batch.part, count()
-
-    def no_part(self: Any, *args: Any) -> Any:
-        if next(tries) < num_times:
-            raise MemoryError("no room")
-        return part(self, *args)
-
-    def short(self: Any, *args: Any, watch: Callable[[], None], **kwargs: Any) -> Any:
-        actions, is_short = count(1), next(tries) < num_times
-
-        def watch_and_fail() -> None:
-            watch()
-            if is_short and next(actions) == at:
-                raise MemoryError("no room")
-
-        return run(self, *args, watch=watch_and_fail, **kwargs)
-
-    if os.environ["RANK"] == str(number):
-        if at:
-            Engine.run = short  # type: ignore[method-assign]
-        else:
-            Batch.part = no_part  # type: ignore[method-assign]
-    command(arguments)
-
-
-@pytest.mark.parametrize(
-    ("at", "sizes"),
-    [
-        pytest.param(1, (256, 128, 64), marks=pytest.mark.slow),
-        (0, (128, 64)),
-    ],
-)
-def test_lack_of_memory_on_one_is_answered_by_all(
-    tiny_run: TinyRun, tmp_path: Path, at: int, sizes: tuple
-) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    flags = (f"--chunks.size={sizes[0]}", "--train.steps=2", "--train.epochs=null")
-    assert main(tiny_run.arguments(whole, *flags)) == 0
-    arguments = tiny_run.arguments(run, *flags, "--parallel.dp=2")
-    ended = Launched(tmp_path / "out", has_no_memory, arguments, at, len(sizes) - 1).ended(120)
-    assert [process.code for process in ended] == [0, 0], ended
-    for size, before in zip(sizes[1:], sizes, strict=False):
-        told = f"chunks of {size} tokens from now on, {before} before"
-        assert (
-            f"step 1 did not fit (out of memory on process 1 (MemoryError: no room)): {told}"
-            in ended[0].said
-        )
-    assert read_json(run / "options.json")["size"] == sizes[-1]
-    assert records(run, "loss") == pytest.approx(records(whole, "loss"), rel=1e-5)
-    assert worst(weights(run), weights(whole)) < 1e-3
-
-
-@pytest.mark.slow
-def test_lack_of_memory_inside_a_sequence_parallel_group_ends_all(
-    tiny_run: TinyRun, tmp_path: Path
-) -> None:
-    arguments = tiny_run.arguments(tmp_path / "run", "--parallel.sp=2")
-    ended = Launched(tmp_path / "out", has_no_memory, arguments, 3, 1).ended(60)
-    assert [process.code for process in ended] == [1, 2], ended
-    told = "out of memory on process 1 while processes exchanged rows of a chunk: MemoryError"
-    assert told in ended[1].said
-    assert "change:   set chunks.size to less" in ended[1].said
-
-
 def cannot_plan(arguments: list[str], made: type[Exception]) -> None:
     """The planner of the first process fails at its third plan."""
     from furlong.train.batches import BatchPlanner
@@ -228,26 +157,26 @@ def differs_in_version(arguments: list[str]) -> None:
     command(arguments)
 
 
-@pytest.mark.parametrize(
-    ("function", "extra", "flags", "part"),
-    [
-        (differs, ("--train.lr=0.5",), (), "process 1: train.lr = 0.5, on process 0 0.01"),
-        (differs_in_version, (), (), 'process 1: furlong = "9.9", on process 0 "0.1.0"'),
-        (command, (), ("--parallel.dp=3",), "dp 3 x sp 1 x pp 1 = 3, and 2 processes"),
-        (command, (), ("--data.train=nowhere",), "nowhere: no such file or folder"),
-    ],
-)
-def test_a_wrong_input_is_told_once(
-    tiny_run: TinyRun,
-    tmp_path: Path,
-    function: Any,
-    extra: tuple[str, ...],
-    flags: tuple[str, ...],
-    part: str,
-) -> None:
-    arguments = tiny_run.arguments(tmp_path / "run", *flags)
-    ended = Launched(tmp_path / "out", function, arguments, *extra).ended(60)
-    assert [process.code for process in ended] == [2, 2], ended
-    assert part in ended[0].said
-    assert ended[0].said.count("given:") == 1 and ended[1].said == ""
-    assert not (tmp_path / "run").exists()
+WRONG: list[tuple[Any, tuple[str, ...], tuple[str, ...], str]] = [
+    # what runs, with what more, with which flags, what is told
+    (differs, ("--train.lr=0.5",), (), "process 1: train.lr = 0.5, on process 0 0.01"),
+    (differs_in_version, (), (), 'process 1: furlong = "9.9", on process 0 "0.1.0"'),
+    (command, (), ("--parallel.dp=3",), "dp 3 x sp 1 x pp 1 = 3, and 2 processes"),
+    (command, (), ("--data.train=nowhere",), "nowhere: no such file or folder"),
+]
+
+
+def test_a_wrong_input_is_told_once(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Mostly processes start and wait: the cases run beside each other."""
+    started = [
+        Launched(
+            tmp_path / str(i), function, tiny_run.arguments(tmp_path / f"run {i}", *flags), *extra
+        )
+        for i, (function, extra, flags, _) in enumerate(WRONG)
+    ]
+    for launched, (*_, told) in zip(started, WRONG, strict=True):
+        ended = launched.ended(120)
+        assert [process.code for process in ended] == [2, 2], ended
+        assert told in ended[0].said
+        assert ended[0].said.count("given:") == 1 and ended[1].said == ""
+    assert not list(tmp_path.glob("run *"))

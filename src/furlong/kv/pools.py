@@ -293,11 +293,12 @@ class ThreadLane:
     have then to end: that needs a queue which is made for it, where an executor has locks.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, joins: bool = True) -> None:
+        """`joins`: whether its end, and that of the process, wait for what is left to do."""
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         thread = Thread(target=_carry, args=(self._tasks,), name=_PREFIX + name, daemon=True)
         thread.start()
-        self._ended = weakref.finalize(self, _end_thread, self._tasks, thread)
+        self._ended = weakref.finalize(self, _end_thread, self._tasks, thread if joins else None)
 
     def submit(self, work: Callable[[], None], after: Sequence[Event]) -> Event:
         """Do `work` behind all that was submitted before it, and behind `after`."""
@@ -331,9 +332,10 @@ def _carry(tasks: SimpleQueue[_Task | None]) -> None:
         del task, done, work, after  # they hold memory, while it waits
 
 
-def _end_thread(tasks: SimpleQueue[_Task | None], thread: Thread) -> None:
+def _end_thread(tasks: SimpleQueue[_Task | None], thread: Thread | None) -> None:
     tasks.put(None)
-    if thread is not threading.current_thread():  # in which the collector may find the lane
+    # the collector may find the lane in the thread itself
+    if thread is not None and thread is not threading.current_thread():
         thread.join()
 
 

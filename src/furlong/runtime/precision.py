@@ -6,7 +6,7 @@ dtype and are added to float32 sums at once. (bf16 sums over 64 chunks cost 0.8 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -84,6 +84,21 @@ def added_gradients(model: nn.Module, *, keeps_zeros: bool = False) -> Iterator[
         is_whole = type(parameter) is nn.Parameter and not _is_narrow(parameter)
         if is_whole and parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
+
+
+@contextmanager
+def gradients_apart(parameters: Sequence[nn.Parameter], found: dict[int, Tensor]) -> Iterator[None]:
+    """Within it parameters have no gradient; what they get ends in `found`, by their id, and
+    `.grad` is afterwards as before."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+        found.update({id(p): p.grad for p in parameters if p.grad is not None})
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
 
 
 def _is_narrow(parameter: nn.Parameter) -> bool:

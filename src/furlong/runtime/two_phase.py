@@ -57,6 +57,7 @@ from furlong.runtime.distributed.fsdp import reshard
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.executor import Executor
 from furlong.runtime.head import OutputHead
+from furlong.runtime.precision import gradients_apart
 from furlong.runtime.rng import modes_kept
 from furlong.runtime.session import Autocast, Session, adapter_states
 from furlong.runtime.step import memory_of, planned_batch, take_step
@@ -219,7 +220,7 @@ class TwoSteps:
             stack.enter_context(session.alone())
             stack.enter_context(self._at_forward.modes(model))
             if self._gradients == "returned":
-                stack.enter_context(_apart(self.parameters, found))
+                stack.enter_context(gradients_apart(self.parameters, found))
             plan, *_ = planned_batch(session, self._options, lambda: self._local, backward=True)
             self._take(plan)
         together(ranks, lambda: self._head.require_unmoved(self.parameters[0].dtype))
@@ -286,21 +287,6 @@ class _AtForward:
             for module, training in self._modes:
                 module.training = training
             yield
-
-
-@contextmanager
-def _apart(parameters: Sequence[nn.Parameter], found: dict[int, Tensor]) -> Iterator[None]:
-    """Within it parameters have no gradient; what they get ends in `found`, by their id, and
-    `.grad` is afterwards as before."""
-    before = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-        found.update({id(p): p.grad for p in parameters if p.grad is not None})
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
 
 
 class _Node(torch.autograd.Function):

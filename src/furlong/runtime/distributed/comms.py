@@ -46,6 +46,7 @@ from furlong.runtime.distributed.consensus import (
 from furlong.runtime.distributed.fsdp import adding_up, adds_unused
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.distributed.p2p import Links, Neighbour, Parcel, open_links
+from furlong.runtime.precision import gradients_apart
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,12 @@ class Pipeline:
         if group is None or weight is None or not weight.requires_grad:
             yield
             return
-        before, weight.grad = weight.grad, None
-        try:
+        found: dict[int, Tensor] = {}
+        with gradients_apart([weight], found):
             yield
-            own = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            dist.all_reduce(own.to_local() if isinstance(own, DTensor) else own, group=group)
-        except BaseException:
-            weight.grad = before
-            raise
-        weight.grad = own if before is None else before.add_(own)
+        own = found.get(id(weight), torch.zeros_like(weight))
+        dist.all_reduce(own.to_local() if isinstance(own, DTensor) else own, group=group)
+        weight.grad = own if weight.grad is None else weight.grad.add_(own)
 
     def close(self) -> None:
         """End its threads and its groups, on all processes."""

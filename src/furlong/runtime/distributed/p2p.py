@@ -6,22 +6,20 @@ pass before the action that needs it: on a GPU it is a kernel that spins, and st
 With one queue for both directions, or one per process, sends that face each other wait for ever.
 
 A send buffer is held, untouched, until its message has gone: gloo copies nothing, so the receiver
-would get what is written into it later, and a send that is forgotten never arrives. A thread waits
-for sends, one after the other.
+would get what is written into it later, and a send that is forgotten never arrives. A send of gloo
+is only known to be over once it was waited for: a thread waits for them, one after the other. Its
+end waits for none: a process that fails must not stay until its neighbours have taken what it has
+sent, for they wait for what it will never send.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +28,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from furlong.errors import LinkError, PlanError
+from furlong.kv.pools import Event, ThreadLane
 from furlong.plan.plan import Action, Chunk, ChunkPlan, Computing, Recv, Send
 from furlong.plan.text import format_action
 
@@ -54,38 +53,6 @@ class End:
     def warm_up(self, device: torch.device) -> None:
         """Send or receive the first message, of one element."""
         self.guarded("its first message", self.begin(torch.zeros(1, device=device)).wait)
-
-
-class Waiter:
-    """For backends that only know a send to be over once it was waited for (gloo).
-
-    The thread ends when its sends are over and nobody knows the waiter any more. It is a daemon: a
-    process that fails must not stay until its neighbours have taken what it has sent, for they wait
-    for what it will never send.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[tuple[Work, Tensor, Future[None]] | None] = SimpleQueue()
-        Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
-        self.close = weakref.finalize(self, self._queue.put, None)
-
-    def hold(self, work: Work, x: Tensor) -> Future[None]:
-        """Hold a send and its buffer until it is over; the future has its error."""
-        future: Future[None] = Future()
-        self._queue.put((work, x, future))
-        return future
-
-
-def _run(queue: SimpleQueue[tuple[Work, Tensor, Future[None]] | None]) -> None:
-    while (entry := queue.get()) is not None:
-        work, _, future = entry
-        try:
-            work.wait()
-        except Exception as error:  # it surfaces in the next send
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-        del entry, work, _
 
 
 _ONE_WAY_SENDS = 2
@@ -114,13 +81,12 @@ class Neighbour:
     Both ends take the messages from their own lists: a checked plan has them in the same order.
     """
 
-    def __init__(self, out: End, into: End, waiter: Waiter | None = None) -> None:
-        """`waiter`: where a send is only known to have gone once it was waited for (gloo); None:
-        `is_completed` tells (NCCL)."""
+    def __init__(self, out: End, into: End, waiter: ThreadLane | None = None) -> None:
+        """`waiter`: of a backend whose `is_completed` does not tell (gloo)."""
         self._out, self._into, self._waiter = out, into, waiter
         self._to_send: deque[Action] = deque()
         self._to_recv: deque[Action] = deque()
-        self._under_way: deque[tuple[str, Future[None] | Work, Tensor | None]] = deque()
+        self._under_way: deque[tuple[str, Event | Work, Tensor | None]] = deque()
         self._posted: tuple[Work, Tensor] | None = None
 
     @property
@@ -148,7 +114,8 @@ class Neighbour:
         if self._waiter is None:
             self._under_way.append((text, work, x))
         else:
-            self._under_way.append((text, self._waiter.hold(work, x), None))
+            event = self._waiter.submit(partial(_wait_holding, x, work), ())
+            self._under_way.append((text, event, None))
 
     def recv(self, action: Recv) -> Tensor:
         """The next message (num_rows, D)."""
@@ -307,7 +274,7 @@ def open_links(
             end.warm_up(device)
     polls = device.type != "cpu"
     neighbours = {
-        step: Neighbour(out, intos[step], None if polls else Waiter(f"furlong-link-{step}"))
+        step: Neighbour(out, intos[step], None if polls else ThreadLane("link", joins=False))
         for step, out in outs.items()
     }
     return Links(neighbours, groups)
@@ -329,14 +296,19 @@ def directions(num_stages: int) -> Iterator[tuple[int, int]]:
         yield stage + 1, stage
 
 
-def _has_gone(work: Future[None] | Work) -> bool:
-    return work.done() if isinstance(work, Future) else work.is_completed()
+def _wait_holding(x: Tensor, work: Work) -> None:
+    """Wait for the send of a buffer, which is held meanwhile."""
+    work.wait()
 
 
-def _finish(work: Future[None] | Work) -> None:
+def _has_gone(work: Event | Work) -> bool:
+    return work.done() if isinstance(work, Event) else work.is_completed()
+
+
+def _finish(work: Event | Work) -> None:
     """Wait for a send on the host; `wait` of NCCL would only keep a stream waiting."""
-    if isinstance(work, Future):
-        work.result()
+    if isinstance(work, Event):
+        work.block()
         return
     while not work.is_completed():
         time.sleep(_POLL_S)
