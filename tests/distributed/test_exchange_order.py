@@ -11,24 +11,19 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import batch
+from helpers.executors import executor_of
 from helpers.placed import OfAPool, plan_of
 from helpers.random_chunks import random_chunks
 from helpers.switch import DeadlockError, Switch, SwitchExchange, run_pool
 from helpers.tiny_families import build
 from torch import Tensor
 
-from furlong.kv.arena import Arena
-from furlong.kv.pools import Pools, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.attention import AttentionRule, chunk_attention
 from furlong.ops.backends.reference import Reference
-from furlong.ops.backends.select import ProbedBackend
 from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import ChunkRows, rows_of
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.batch import batch_of, shift_labels
-from furlong.runtime.executor import Executor
-from furlong.testing import num_labels
 
 N, K, H = 4, 2, 8
 NESTED = Chunk(
@@ -169,12 +164,9 @@ def test_a_recompute_exchanges_nothing_that_is_remembered(keep, expected):
     def process(exchange: SwitchExchange) -> list[int]:
         whole, counted, found = HFDecoder(copies[exchange.process]), CountedByAction(exchange), []
         with whole.installed():
-            executor = Executor(
-                whole, plan, batch_of(shift_labels(sequences)),
-                num_valid_tokens=num_labels(sequences),
-                backend=ProbedBackend(), pools=Pools(Arena(whole.device), Storage()),
-                comms=OfAPool(), process=exchange.process, exchange=counted,
-            )  # fmt: skip
+            executor = executor_of(
+                whole, plan, sequences, comms=OfAPool(), process=exchange.process, exchange=counted
+            )
             executor.run(lambda: found.append(counted.num_started))
         return found
 

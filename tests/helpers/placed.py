@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from furlong.kv.arena import Arena
 from furlong.kv.pools import Pools, Storage
 from furlong.models.decoder import HFDecoder
-from furlong.ops.backends.select import ProbedBackend
 from furlong.ops.sequence_parallel import Exchange
 from furlong.plan.plan import FIRST_PROCESS, Backward, Chunk, ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import assemble, stages_of, walk_group
-from furlong.runtime.batch import batch_of, shift_labels
 from furlong.runtime.distributed.comms import Comms
-from furlong.runtime.executor import Executor
-from furlong.testing import Batch, num_labels
+from furlong.testing import Batch
+from helpers.executors import executor_of
 
 
 class OfAPool(Comms):
@@ -56,9 +54,8 @@ def obey(
     whole = HFDecoder(model)
     pools = Pools(Arena(whole.device, poison=True), Storage(poison=True))
     with whole.installed():
-        executor = Executor(
-            whole, plan, batch_of(shift_labels(sequences)), num_valid_tokens=num_labels(sequences),
-            backend=ProbedBackend(), pools=pools, comms=OfAPool(add_up), process=process,
+        executor = executor_of(
+            whole, plan, sequences, pools=pools, comms=OfAPool(add_up), process=process,
             exchange=exchange,
         )  # fmt: skip
         loss_sum, _ = executor.run()

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from helpers.batches import batch
+from helpers.executors import executor_of
 from helpers.tiny_families import build
 from papers.chunkflow_plan import plan_chunkflow
 
@@ -20,7 +21,6 @@ from furlong.kv.arena import Arena
 from furlong.kv.pools import Pools, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.models.placeholders import hold, placeholders
-from furlong.ops.backends.select import ProbedBackend
 from furlong.plan.plan import (
     Backward,
     ChunkPlan,
@@ -34,10 +34,8 @@ from furlong.plan.text import load_plan, save_plan
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_on_device
-from furlong.runtime.batch import batch_of, shift_labels
-from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.executor import Executor
-from furlong.testing import num_labels, reference_loss, take_grads, worst_relative_error
+from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 LENS = [21, 4]
 OPTIONS = ChunkOptions(size=8)
@@ -46,15 +44,6 @@ LAYER_FIRST = ChunkOptions(size=8, keep="input", order="layer-first", num_retain
 
 def execute(plan: ChunkPlan) -> None:
     furlong.Engine(build("llama")).run(plan, batch(LENS))
-
-
-def executor_of(model, plan, pools=None, comms=None, rank=0) -> Executor:
-    sequences = batch(plan.seq_lens)
-    return Executor(
-        model, plan, batch_of(shift_labels(sequences)), num_valid_tokens=num_labels(sequences),
-        backend=ProbedBackend(), pools=pools or Pools(Arena(model.device), Storage()),
-        comms=comms or Comms(), rank=rank,
-    )  # fmt: skip
 
 
 def planned(options=LAYER_FIRST, lens=LENS) -> ChunkPlan:
@@ -115,7 +104,8 @@ def test_nothing_is_left_at_the_end(options, target, monkeypatch) -> None:
     model = HFDecoder(build("llama"))
     pools = Pools(Arena(model.device, poison=True), Storage(poison=True))
     with model.installed():
-        executor = executor_of(model, planned(dataclasses.replace(options, offload=target)), pools)
+        plan = planned(dataclasses.replace(options, offload=target))
+        executor = executor_of(model, plan, batch(LENS), pools=pools)
         loss_sum, timeline = executor.run()
     assert loss_sum > 0 and len(timeline.records) == len(executor._actions)
     left = executor._cells or executor._hidden or executor._outbox
@@ -373,4 +363,4 @@ def test_a_plan_that_runs_layers_of_another_process_is_refused(layers) -> None:
     base = build("llama")
     hold(base, placeholders(base, layers))
     with pytest.raises(PlanError, match=f"holds layers {layers.start} to {layers.stop - 1}"):
-        executor_of(HFDecoder(base), planned())
+        executor_of(HFDecoder(base), planned(), batch(LENS))

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.batches import batch
+from helpers.executors import executor_of
 from helpers.tiny_families import build
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,10 +17,7 @@ from furlong.kv.pools import Pools, Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import ProbedBackend
 from furlong.planners.orders import plan_on_device
-from furlong.runtime.batch import batch_of, shift_labels
 from furlong.runtime.distributed.comms import Comms
-from furlong.runtime.executor import Executor
-from furlong.testing import num_labels
 
 LENS = [21, 4, 17]
 ORDERS = {
@@ -65,10 +63,7 @@ def num_reads(size: int, **dials) -> int:
     backend, pools = ProbedBackend(), Pools(Arena(model.device), Storage())
     for _ in range(2):  # kernels are probed on first use
         with model.installed():
-            executor = Executor(
-                model, plan, batch_of(shift_labels(sequences)),
-                num_valid_tokens=num_labels(sequences), backend=backend, pools=pools, comms=Comms(),
-            )  # fmt: skip
+            executor = executor_of(model, plan, sequences, backend=backend, pools=pools)
             with CountingReads() as counted:
                 executor.run()
     return counted.num_reads

@@ -121,7 +121,7 @@ def test_a_head_that_mixes_tokens_is_seen() -> None:
         check(model)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
 def test_runs_of_a_few_tokens_pass(num_tokens: int) -> None:
     assert self_check(
         HFDecoder(build("llama"), max_seq_len=num_tokens), ProbedBackend()
@@ -180,7 +180,7 @@ def test_values_that_are_not_finite_are_no_difference(value: float, dtype: torch
         furlong.Engine(model)
 
 
-@pytest.mark.parametrize("num_positions", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("num_positions", [1, 3, 9])
 def test_a_model_of_few_positions_is_checked_too(num_positions: int) -> None:
     assert check(build("llama", max_position_embeddings=num_positions)) <= 1e-12
 
@@ -193,10 +193,9 @@ def test_a_short_run_is_checked_on_as_many_tokens_as_a_long_one(
         furlong.Engine(build("llama"), max_seq_len=2)
 
 
-@pytest.mark.parametrize("call", [0, 5])
 @pytest.mark.parametrize(
-    "error",
-    [MemoryError(), RuntimeError("can't allocate memory"), OSError(28, "no space")],
+    ("error", "call"),
+    [(MemoryError(), 5), (RuntimeError("can't allocate memory"), 5), (OSError(28, "no space"), 0)],
     ids=repr,
 )
 def test_a_lack_of_the_machine_is_no_fault_of_the_model(call: int, error: Exception) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.batches import batch
+from helpers.executors import executor_of
 from helpers.nightly import seeds
 from helpers.tiny_families import build
 from torch import Tensor
@@ -17,14 +18,10 @@ from torch import Tensor
 from furlong.kv.arena import Arena
 from furlong.kv.pools import CpuPool, DiskPool, Pools, StagedPool, Storage
 from furlong.models.decoder import HFDecoder
-from furlong.ops.backends.select import ProbedBackend
 from furlong.plan.plan import Offload
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
-from furlong.runtime.batch import batch_of, shift_labels
-from furlong.runtime.distributed.comms import Comms
-from furlong.runtime.executor import Executor
-from furlong.testing import num_labels, take_grads
+from furlong.testing import take_grads
 
 CPU = torch.device("cpu")
 LENS = [29, 4, 17]
@@ -63,11 +60,7 @@ def step(options: ChunkOptions, folder: Path) -> tuple[float, dict[str, Tensor]]
     sequences = batch(LENS)
     plan = plan_on_device(LENS, options, num_layers=model.num_layers)
     with model.installed():
-        executor = Executor(
-            model, plan, batch_of(shift_labels(sequences)), num_valid_tokens=num_labels(sequences),
-            backend=ProbedBackend(), pools=pools, comms=Comms(),
-        )  # fmt: skip
-        loss_sum, _ = executor.run()
+        loss_sum, _ = executor_of(model, plan, sequences, pools=pools).run()
     pools.close()
     return loss_sum, take_grads(model.model)
 

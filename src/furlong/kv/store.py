@@ -146,14 +146,16 @@ class StateStore:
             detached = {kind: g if g is None else g.detach() for kind, g in grads.items()}
             self._grads.setdefault(at, {}).update(detached)
 
-    def later_grads(self, at: Boundary, kinds: Iterable[Kind]) -> list[Tensor | None]:
-        """The gradients of some kinds that were sent to a boundary, which are then forgotten; None
-        for those that were not."""
+    def later_grads(
+        self, at: Boundary, kinds: Iterable[Kind], factor: float = 1
+    ) -> list[Tensor | None]:
+        """The gradients of some kinds that were sent to a boundary, times a factor, which are then
+        forgotten; None for those that were not."""
         sent = self._grads.get(at, {})
         found = [sent.pop(kind, None) for kind in kinds]
         if not sent:
             self._grads.pop(at, None)
-        return found
+        return [g if g is None or factor == 1 else g * factor for g in found]
 
     def free(self, at: Boundary) -> None:
         for handle in self._handles.pop(at, {}).values():
@@ -406,15 +408,19 @@ class KVStore:
         segments.require_alive(seen, f"sequence {seq_id}")
         return segments.blocks(seen, gradients=gradients)
 
-    def later_grads(self, seq_id: int, layer: int, piece: int) -> tuple[int, Tensor, Tensor] | None:
+    def later_grads(
+        self, seq_id: int, layer: int, piece: int, factor: float = 1
+    ) -> tuple[int, Tensor, Tensor] | None:
         """(index within the piece of the first kept token, dK, dV (K, kept tokens, H)) that later
-        pieces have sent, or None if they sent nothing. Valid until the next call on the store."""
+        pieces have sent, times a factor, or None if they sent nothing. Valid until the next call on
+        the store."""
         segments = self._layers.get((seq_id, layer))
         if segments is None:
             return None
         sent = segments.later_grads(piece)
         if sent is None:
             return None
+        sent = sent if factor == 1 else sent * factor
         first = segments.tokens.lens[piece] - sent.shape[0]
         return first, sent[:, 0].transpose(0, 1), sent[:, 1].transpose(0, 1)
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from furlong.errors import PlanError, UnsupportedModelError
 from furlong.kv.pools import Handle, Lease, Pool, Pools
-from furlong.kv.store import Boundary, KVStore
+from furlong.kv.store import KVStore
 from furlong.models.attention import KVReady
 from furlong.models.decoder import HFDecoder
-from furlong.models.mixers import Event, SliceRows, StateKey, States, receive_states, send_states
+from furlong.models.mixers import Event, SliceRows, States, receive_states, send_states
 from furlong.ops.attention import (
     AttentionRule,
     LaterGrads,
@@ -135,14 +135,10 @@ class LayerView:
         yield from store.prefix(piece.seq_id, self.layer, piece.index, window, gradients=gradients)
 
     def later_grads(self, slice_index: int) -> LaterGrads | None:
-        piece, factor = self.cell.pieces.get(slice_index), self.cell.relay_factor
+        piece, cell = self.cell.pieces.get(slice_index), self.cell
         if piece is None or not self.is_own:
             return None
-        sent = self.cell.store.later_grads(piece.seq_id, self.layer, piece.index)
-        if sent is None or factor == 1:
-            return sent
-        first, dk, dv = sent
-        return first, dk * factor, dv * factor
+        return cell.store.later_grads(piece.seq_id, self.layer, piece.index, cell.relay_factor)
 
 
 _MIN_BYTES = 4096
@@ -317,13 +313,15 @@ class Cell:
 
     def leave(self, what: Pass, layer: int, slice_index: int, y: Tensor, states: States) -> Tensor:
         """y (1, T, D) of a slice that is continued; `states` are those that leave it."""
-        piece = self.pieces[slice_index]
-        at = piece.seq_id, layer, piece.stop
+        piece, store = self.pieces[slice_index], self.store.states
+        at, kinds = (piece.seq_id, layer, piece.stop), tuple(states)
         if what.writes_kv:
-            self.store.states.write(at, states)
-        return send_states(
-            y, tuple(states.values()), partial(self._later_state_grads, at, tuple(states))
-        )
+            store.write(at, states)
+
+        def later_grads() -> list[Tensor | None]:
+            return store.later_grads(at, kinds, self.relay_factor)
+
+        return send_states(y, tuple(states.values()), later_grads)
 
     def mixed(self, what: Pass, layer: int) -> None:
         """Note that a layer's mixer is done; the last event of the stage ends a pass to there."""
@@ -376,13 +374,6 @@ class Cell:
     def _ends(self, what: Pass, event: Event) -> bool:
         """Whether a pass to the last K,V ends with an event."""
         return what.computes == "to last kv" and event == self.events[-1]
-
-    def _later_state_grads(self, at: Boundary, kinds: Sequence[StateKey]) -> list[Tensor | None]:
-        """Gradients of states that leave at a boundary, from where they enter."""
-        sent = self.store.states.later_grads(at, kinds)
-        if self.relay_factor == 1:
-            return sent
-        return [None if grad is None else grad * self.relay_factor for grad in sent]
 
     def saving(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within it what autograd saves goes into `saved`, if there is one, but for the model's own

@@ -491,12 +491,12 @@ def refuse_autocast(model: nn.Module, kind: str, compute_dtype: torch.dtype | No
         wanted = torch.get_autocast_dtype(kind)
         computing = {compute_dtype or p.dtype for p in model.parameters() if p.is_floating_point()}
         if computing != {wanted}:
-            found = ", ".join(sorted(_dtype_name(dtype) for dtype in computing))
             raise ConfigError(
-                given=f"torch.autocast to {_dtype_name(wanted)} around a model of {found}",
+                given=f"torch.autocast to {wanted} around a model of "
+                + ", ".join(sorted(map(str, computing))),
                 required="one dtype of the compute, which the engine sets itself",
                 source="the caller's torch.autocast",
-                change=f"pass compute_dtype=torch.{_dtype_name(wanted)} and leave autocast out",
+                change=f"pass compute_dtype={wanted} and leave autocast out",
             )
 
 
@@ -515,10 +515,6 @@ class Autocast:
     def __call__(self) -> AbstractContextManager[object]:
         # casts that were made without a graph would have none in a pass with one
         return torch.autocast(self.kind, self.dtype, self.enabled, cache_enabled=False)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def untrainable(model: HFDecoder) -> ConfigError:
