@@ -24,6 +24,7 @@ from furlong.plan.plan import (
 from furlong.plan.text import format_action, load_plan, save_plan
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import (
+    even_heights,
     plan_on_device,
     plan_two_phases,
     schedule_group,
@@ -127,6 +128,7 @@ def test_stages_of_even_height():
     assert stage_heights(32, 1) == (1,) * 32
     assert stage_heights(32, 32) == stage_heights(32, 99) == (32,)
     assert stage_heights(32, 5) == (5, 5, 5, 5, 4, 4, 4)
+    assert even_heights(9, 4) == (3, 2, 2, 2), "not three of three"
 
 
 @pytest.mark.parametrize(("keep", "most"), [("input", 1), ("attention", 1), ("kv", 3)])

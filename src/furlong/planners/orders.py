@@ -283,7 +283,11 @@ def _with_reduces(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 def stage_heights(num_layers: int, stage_layers: int) -> tuple[int, ...]:
     """Layers per stage: as few stages as hold at most `stage_layers` each, of even height."""
-    num_stages = -(-num_layers // stage_layers)
+    return even_heights(num_layers, -(-num_layers // stage_layers))
+
+
+def even_heights(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each of so many stages, the higher ones first."""
     low, num_higher = divmod(num_layers, num_stages)
     return (low + 1,) * num_higher + (low,) * (num_stages - num_higher)
 

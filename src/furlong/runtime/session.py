@@ -45,7 +45,7 @@ from furlong.plan.plan import Chunk, ChunkPlan
 from furlong.plan.rows import ChunkRows
 from furlong.runtime.cell import rows_on
 from furlong.runtime.check import self_check
-from furlong.runtime.distributed.comms import Comms, Pipeline, open_pipeline, stage_heights
+from furlong.runtime.distributed.comms import Comms, Pipeline, open_pipeline
 from furlong.runtime.distributed.consensus import gathered, require_equal
 from furlong.runtime.distributed.fsdp import one_step, shard
 from furlong.runtime.distributed.mesh import Ranks, ranks_given, require_stages
@@ -73,8 +73,6 @@ class ModelState:
     """That of the pool, where the ranks have pools."""
     trained_layers: range | None = None
     """The layers that this process of a pipeline has trained."""
-    heights: tuple[int, ...] = ()
-    """Layers of each stage, where the ranks have several."""
     is_settled: bool = True
     """Whether nothing of an earlier step is left under way between the processes."""
     compute_dtype: torch.dtype | None = None
@@ -137,7 +135,7 @@ class ModelState:
             self.pools.close()
             self.pools = Pools(Arena(self.pools.arena.device, poison=storage.poison), storage)
         if self.pipeline is not None:
-            self.pipeline.close()
+            self.pipeline.links.close()
             self.pipeline = None
 
     @property
@@ -229,7 +227,6 @@ class Session:
         self.state.open_pools(self.model.device, self.storage)
         if self.ranks is not None and self.ranks.pp > 1 and self.state.pipeline is None:
             self.state.pipeline = open_pipeline(self.ranks, self.model)
-            self.state.heights = stage_heights(self.ranks, self.model)
 
     def _adapt(self, base: nn.Module, now: tuple[int, int]) -> None:
         self._require_own_shards(base)

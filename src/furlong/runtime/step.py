@@ -190,9 +190,8 @@ def planner_of(
 ) -> Callable[[Sequence[int], Forks | None], ChunkPlan]:
     """A function that plans the sequences of one replica, by their lengths and, on one device,
     where they branch. Among several stages a collective; what it returns is none."""
-    model, ranks = session.model, session.ranks
-    is_staged = ranks is not None and ranks.pp > 1
-    frozen = session.num_frozen_layers if backward and is_staged else 0
+    model, ranks, pipeline = session.model, session.ranks, session.state.pipeline
+    frozen = session.num_frozen_layers if backward and pipeline else 0
 
     def plan(seq_lens: Sequence[int], forks: Forks | None = None) -> ChunkPlan:
         require_type(options, ChunkOptions)
@@ -200,9 +199,9 @@ def planner_of(
         return plan_replica(
             seq_lens, options,
             num_layers=model.num_layers, backward=backward, forks=forks,
-            stages=session.state.heights if is_staged else (),
+            stages=pipeline.heights if pipeline else (),
             sp_size=1 if ranks is None else ranks.sp,
-            frozen_layers=model.num_frozen_layers if is_cut and not is_staged else frozen,
+            frozen_layers=model.num_frozen_layers if is_cut and not pipeline else frozen,
         )  # fmt: skip
 
     return plan

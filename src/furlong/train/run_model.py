@@ -42,7 +42,7 @@ from furlong.planners.decide import (
 )
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions, fixed_options
-from furlong.planners.orders import stage_heights
+from furlong.planners.orders import even_heights
 from furlong.planners.question import MARGIN, Limits, Question, offload_budgets
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import check_sampling
@@ -117,7 +117,7 @@ class RunModel:
                 change=f"set parallel.pp to {num_layers} or less",
             )
         if self.cost is None:
-            return stage_heights(num_layers, -(-num_layers // layout.pp))
+            return even_heights(num_layers, layout.pp)
         return cut_layers(self.cost.shape, layout.pp, mean_attended_keys(seq_lens))
 
     def budget(self, config: RunConfig) -> tuple[int, str]:

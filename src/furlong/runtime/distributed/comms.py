@@ -36,6 +36,7 @@ from furlong.plan.plan import (
     Unshard,
 )
 from furlong.plan.text import format_action
+from furlong.planners.orders import even_heights
 from furlong.runtime.distributed.consensus import (
     FINE,
     failure_of,
@@ -54,6 +55,8 @@ class Pipeline:
     """The links of one process, and its copy of a weight that two stages hold, if it has one."""
 
     links: Links
+    heights: tuple[int, ...]
+    """Layers of each stage."""
     tied_group: dist.ProcessGroup | None = None
     """The first and the last stage of this pipeline; None for a process without a copy."""
     is_second: bool = False
@@ -74,34 +77,28 @@ class Pipeline:
         dist.all_reduce(own.to_local() if isinstance(own, DTensor) else own, group=group)
         weight.grad = own if weight.grad is None else weight.grad.add_(own)
 
-    def close(self) -> None:
-        """End its threads and its groups, on all processes."""
-        self.links.close()
-        if self.tied_group is not None:
-            dist.destroy_process_group(self.tied_group)
-
 
 def open_pipeline(ranks: Ranks, model: HFDecoder) -> Pipeline:
     """The pipeline of this process. Collective over the world: every process makes all groups."""
     by_stage = ranks.mesh.mesh.reshape(ranks.pp, -1).T.tolist()
-    pipeline = Pipeline(open_links(by_stage, model.device))
+    pipeline = Pipeline(open_links(by_stage, model.device), _stage_heights(ranks, model))
     for first, *_, last in by_stage if model.config.tie_word_embeddings else ():
         text = f"tied embeddings of processes {first}, {last}"
         group = dist.new_group([first, last], group_desc=text)
         if dist.get_rank() in (first, last):
+            pipeline.links.groups.insert(0, group)
             pipeline = replace(pipeline, tied_group=group, is_second=dist.get_rank() == last)
     return pipeline
 
 
-def stage_heights(ranks: Ranks, model: HFDecoder) -> tuple[int, ...]:
+def _stage_heights(ranks: Ranks, model: HFDecoder) -> tuple[int, ...]:
     """Layers of each stage: those that its processes hold, or about equally many where all hold all
     of them. Collective over the world."""
     held = gathered(ranks, [model.local_layers.start, len(model.local_layers)])
     firsts, counts = zip(*held[:: ranks.dp * ranks.sp], strict=True)
     if firsts == tuple(accumulate((0, *counts[:-1]))) and sum(counts) == model.num_layers:
         return counts
-    least, more = divmod(model.num_layers, ranks.pp)
-    return tuple(least + (stage < more) for stage in range(ranks.pp))
+    return even_heights(model.num_layers, ranks.pp)
 
 
 class Comms:
