@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -55,11 +56,14 @@ def asks(rank: int, asked: list[Asked], sizes: tuple[int, int, int]) -> list[Ans
     """For each: the losses of both ways, the gradients of all, and a refusal."""
     ranks = make_ranks(*sizes, "cpu")
     torch.manual_seed(rank)  # the processes' own generators differ
+    engines: dict[int, furlong.Engine] = {}
     found = []
     for each in asked:
         case, options = each.case(), each.dials
         layers = case.layers_of(ranks.stage) if ranks.pp > 1 else None
-        engine = furlong.Engine(case.model(layers), ranks=ranks)
+        if each.frozen_layers not in engines:
+            engines[each.frozen_layers] = furlong.Engine(case.model(layers), ranks=ranks)
+        engine = engines[each.frozen_layers]
         sequences = case.sequences()
         own = sequences[ranks.replica :: ranks.dp]
         plan = engine.plan(LENS, options, backward=each.backward)
@@ -77,8 +81,15 @@ def asks(rank: int, asked: list[Asked], sizes: tuple[int, int, int]) -> list[Ans
         if plan.sampled:  # a seed that all draw together: else the step is refused
             result = engine.forward_backward(own, sampled({"rate": 0.4}).dials)
             assert result.plan is not None and result.plan.sampled
+            engine.model.model.zero_grad(set_to_none=True)
         found.append((first, second, grads, said))
     return found
+
+
+@cache
+def alone() -> furlong.Engine:
+    """One process with the model."""
+    return furlong.Engine(Asked().case().model())
 
 
 def truth_of(each: Asked, num_replicas: int) -> tuple[float, float, Grads]:
@@ -90,11 +101,11 @@ def truth_of(each: Asked, num_replicas: int) -> tuple[float, float, Grads]:
         loss = reference_loss(model, sequences, backward=each.backward)
         grads = take_grads(model)
         return loss, loss, {name: 4 * grad for name, grad in grads.items()}
-    engine = furlong.Engine(model)
+    engine = alone()
     first = engine.run(engine.plan(LENS, each.dials), sequences).loss
     in_order = [s for replica in range(num_replicas) for s in sequences[replica::num_replicas]]
     second = engine.forward_backward(in_order, each.dials).loss
-    return first, second, take_grads(model)
+    return first, second, take_grads(engine.model.model)
 
 
 def check(asked: list[Asked], sizes: tuple[int, int, int]) -> None:

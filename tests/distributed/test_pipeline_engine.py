@@ -8,8 +8,9 @@ from random import Random
 import pytest
 import torch
 from distributed.layout_cases import BOUND, Case, check
+from helpers.batches import batch
 from helpers.pipeline_plans import row_of
-from helpers.ranks import run_ranks
+from helpers.ranks import run_all
 from helpers.tiny_families import config_of
 from papers.chunkflow_plan import recomputed_late
 from papers.published.chunks import sliced_groups
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import furlong
 from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
+from furlong.models.build import build_model
 from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan, Forward
 from furlong.planners.chunks import group_chunks, shard
@@ -27,7 +29,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b
 from furlong.runtime.distributed.fsdp import clip_gradients
 from furlong.runtime.distributed.mesh import make_ranks
-from furlong.testing import reference_loss
+from furlong.testing import reference_loss, take_grads
 
 STAGES = (1, 2)
 LENS = (23, 4, 2, 17)
@@ -194,7 +196,21 @@ def trains(rank: int, case: Case) -> tuple[dict[str, Tensor], list[float]]:
     )
 
 
-def test_both_copies_of_a_tied_weight_take_the_update_of_one_process():
+def step_in_bfloat16(rank: int, folder: str, is_cut: bool = False) -> dict[str, Tensor]:
+    """The gradients of a model as a run builds it, which has its own stage alone."""
+    ranks = make_ranks(1, 1, 2, "cpu") if is_cut else None
+    layers = (range(1), range(1, 3))[rank] if is_cut else None
+    model = build_model(folder, init="random", seed=7, layers=layers)
+    engine = furlong.Engine(model, ranks=ranks, compute_dtype=torch.bfloat16)
+    engine.run(planned(stages=STAGES if is_cut else (3,)), batch(LENS))
+    return take_grads(model)
+
+
+def test_both_copies_of_a_tied_weight_take_the_update_of_one_process(tmp_path):
+    """And in bfloat16 a pipeline computes what one process does bit for bit: weights and sums are
+    float32, messages bfloat16."""
+    config_of("llama").save_pretrained(tmp_path)
+    truth = step_in_bfloat16(0, str(tmp_path))
     case = Case(planned(), settings=TIED)
     model, sequences = case.model(), case.sequences()
     weights, norms = updated(
@@ -202,7 +218,11 @@ def test_both_copies_of_a_tied_weight_take_the_update_of_one_process():
         lambda: reference_loss(model, sequences),
         lambda: clip_gradients(model.parameters(), MAX_NORM),
     )
-    (first, _), (last, _) = ranks = run_ranks(trains, case, num_ranks=2)
+    ranks, narrow = run_all((trains, case), (step_in_bfloat16, str(tmp_path), True), num_ranks=2)
+    for grads in narrow:
+        assert all(torch.equal(grad, truth.pop(name)) for name, grad in grads.items())
+    assert not truth
+    (first, _), (last, _) = ranks
     name = "model.embed_tokens.weight"
     assert "lm_head.weight" not in first.keys() | last.keys()
     assert torch.equal(first[name], last[name]), "the copies drift apart"

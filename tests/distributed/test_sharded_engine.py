@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -220,8 +221,29 @@ def test_mistakes_are_refused_by_name(found):
         assert own.keys() == SAID.keys()
 
 
+def with_an_optimizer(rank: int) -> list[list[str]]:
+    """The notes of engines that are made after an optimizer, and before."""
+    ranks = make_ranks(2, 1, 1, "cpu")
+    told = []
+    for is_early in (True, False):
+        model = llama()
+        early = torch.optim.SGD(model.parameters()) if is_early else None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            furlong.Engine(model, ranks=ranks)
+        told.append([str(one.message) for one in caught if "optimizer" in str(one.message)])
+        del early
+    return told
+
+
+def test_an_optimizer_that_would_train_nothing_is_noted(found):
+    for early, late in found["optimizer"]:
+        assert len(early) == 1 and "made before the engine trains nothing" in early[0]
+        assert late == []
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     """What both replicas find, in one start."""
-    outcomes = run_all(each_way, idle, refusals, num_ranks=2, limit_s=180)
-    return dict(zip(("each way", "idle", "refusals"), outcomes, strict=True))
+    outcomes = run_all(each_way, idle, refusals, with_an_optimizer, num_ranks=2, limit_s=180)
+    return dict(zip(("each way", "idle", "refusals", "optimizer"), outcomes, strict=True))

@@ -7,12 +7,10 @@ the tokens of one and the labels of another.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from distributed.sharded_cases import Step, llama, message
 from helpers.batches import batch
 from helpers.ranks import run_ranks
@@ -127,24 +125,3 @@ def test_what_differs_is_named_on_all_processes():
     for found in told:
         assert {n: text for n, text in found.items() if not re.search(SAID[n], text)} == {}
         assert found.keys() == SAID.keys()
-
-
-def with_an_optimizer(rank: int) -> list[list[str]]:
-    """The notes of engines that are made after an optimizer, and before."""
-    ranks = make_ranks(2, 1, 1, "cpu")
-    told = []
-    for is_early in (True, False):
-        model = llama()
-        early = torch.optim.SGD(model.parameters()) if is_early else None
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            furlong.Engine(model, ranks=ranks)
-        told.append([str(one.message) for one in caught if "optimizer" in str(one.message)])
-        del early
-    return told
-
-
-def test_an_optimizer_that_would_train_nothing_is_noted():
-    for early, late in run_ranks(with_an_optimizer, num_ranks=2):
-        assert len(early) == 1 and "made before the engine trains nothing" in early[0]
-        assert late == []

@@ -23,10 +23,7 @@ def assert_equal_gradients(model, sequences, options=OPTIONS, bound=1e-12, **arg
     assert worst_relative_error(take_grads(model), truth) <= bound
 
 
-@pytest.mark.parametrize(
-    ("targets", "keep"),
-    [(["q_proj"], "attention"), (["k_proj", "v_proj"], "kv"), ("all-linear", "attention")],
-)
+@pytest.mark.parametrize(("targets", "keep"), [(["q_proj"], "attention"), ("all-linear", "kv")])
 def test_lora(targets, keep):
     base = build("qwen2")
     model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, lora_dropout=0.0))

@@ -68,32 +68,23 @@ def test_sequences_of_other_lengths_are_refused() -> None:
         execute(plan)
 
 
-def without(kind: type, plan: ChunkPlan) -> ChunkPlan:
-    """The plan without the last action of a kind."""
-    actions = list(plan.actions[0])
-    actions.remove(next(a for a in reversed(actions) if isinstance(a, kind)))
-    return dataclasses.replace(plan, actions=(tuple(actions),))
-
-
-@pytest.mark.parametrize("kind", [Recompute, Backward])
-def test_a_plan_without_one_action_is_refused_before_anything_runs(kind) -> None:
+def test_a_plan_without_one_action_is_refused_before_anything_runs() -> None:
     model = build("llama")
-    engine = furlong.Engine(model)
+    plan = planned()
+    actions = [a for a in plan.actions[0] if a != Backward(0, 0)]
     with pytest.raises(PlanError):
-        engine.run(without(kind, planned()), batch(LENS))
+        furlong.Engine(model).run(dataclasses.replace(plan, actions=(tuple(actions),)), batch(LENS))
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("seq_lens", [3, [2.5], [0], [True], "12", {"a": 1}])
-def test_lengths_that_are_none_are_refused(seq_lens) -> None:
-    with pytest.raises(ConfigError, match="seq_lens"):
-        furlong.Engine(build("llama")).plan(seq_lens, OPTIONS)
-
-
-@pytest.mark.parametrize("plan", [None, "F0.0 all", OPTIONS])
-def test_what_is_no_plan_is_refused(plan) -> None:
-    with pytest.raises(ConfigError, match="ChunkPlan of type"):
-        furlong.Engine(build("llama")).run(plan, batch(LENS))
+def test_lengths_that_are_none_and_what_is_no_plan_are_refused() -> None:
+    engine = furlong.Engine(build("llama"))
+    for seq_lens in (3, [2.5], [0], [True], "12", {"a": 1}):
+        with pytest.raises(ConfigError, match="seq_lens"):
+            engine.plan(seq_lens, OPTIONS)
+    for plan in (None, "F0.0 all", OPTIONS):
+        with pytest.raises(ConfigError, match="ChunkPlan of type"):
+            engine.run(plan, batch(LENS))
 
 
 @pytest.mark.parametrize("options", [OPTIONS, LAYER_FIRST], ids=lambda o: o.order)
