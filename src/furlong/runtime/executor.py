@@ -154,7 +154,8 @@ class Executor:
                 if getattr(action, "chunk", None) not in self._skipped:
                     self._comms.before(index)
                     self._recorder.begin(action)
-                    self._expect_for(self._actions[index + 1 : index + 2])
+                    if index + 1 < len(self._actions):
+                        self._expect_for(self._actions[index + 1])
                     self._obey(action, self._passes[index])
                     self._free_after(index)
                     self._recorder.end(action)
@@ -298,17 +299,16 @@ class Executor:
         if handle := self._hidden.pop(("activation", chunk, stage - 1), None):
             self._between.drop(handle)
 
-    def _expect_for(self, actions: Sequence[Action]) -> None:
-        """Begin to bring what is there between stages that these actions read."""
-        for action in actions:
-            handle = None
-            match action:
-                case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
-                    handle = self._hidden.get(("activation", chunk, stage - 1))
-                case Backward(chunk, stage):
-                    handle = self._hidden.get(("gradient", chunk, stage + 1))
-            if handle is not None:
-                self._between.prefetch(handle)
+    def _expect_for(self, action: Action) -> None:
+        """Begin to bring what an action reads between stages, if it is there."""
+        handle = None
+        match action:
+            case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
+                handle = self._hidden.get(("activation", chunk, stage - 1))
+            case Backward(chunk, stage):
+                handle = self._hidden.get(("gradient", chunk, stage + 1))
+        if handle is not None:
+            self._between.prefetch(handle)
 
     def _backward(self, action: Backward, what: Pass) -> None:
         chunk, stage = action.chunk, action.stage
