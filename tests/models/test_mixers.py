@@ -23,7 +23,6 @@ from furlong.models.mixers import Current, SliceCache, SliceRows, in_batches, ow
 from furlong.models.placeholders import PlaceholderLayer, hold, placeholders
 from furlong.ops.backends.select import ProbedBackend
 from furlong.planners.orders import plan_on_device
-from furlong.runtime.cell import Cell
 from furlong.runtime.check import _has_known_mixers, mixer_errors
 from furlong.testing import reference_loss, take_grads, total_relative_error
 
@@ -88,7 +87,7 @@ def without(kind):
 
 
 def without_gradients_of_states(monkeypatch):
-    monkeypatch.setattr(Cell, "_later_state_grads", lambda self, at, kinds: [None] * len(kinds))
+    monkeypatch.setattr(StateStore, "later_grads", lambda self, at, kinds, _: [None] * len(kinds))
 
 
 def with_states_of_the_wrong_piece(monkeypatch):
