@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from furlong.kv.arena import Arena
 from furlong.kv.pools import CpuPool, DevicePool, DiskPool
 from furlong.kv.store import KVStore
-from furlong.plan.segments import StoredTokens
+from furlong.plan.segments import NUM_HOT, StoredTokens
 
 CPU = torch.device("cpu")
 K, H = 2, 3
@@ -65,11 +65,11 @@ def random(*shape, dtype=torch.bfloat16):
 class Walk:
     """A store and its plain double, which are told the same and must agree."""
 
-    def __init__(self, target, folder, lens, windows, num_hot=2):
+    def __init__(self, target, folder, lens, windows):
         torch.manual_seed(0)
         self.arena = Arena(CPU, poison=True)
         self.pool = make_pool(target, self.arena, folder)
-        self.store = KVStore(self.arena, {7: lens}, self.pool, num_hot=num_hot)
+        self.store = KVStore(self.arena, {7: lens}, self.pool)
         self.plain, self.lens, self.windows = Plain(lens), lens, windows
 
     def write(self, layer, piece):
@@ -145,9 +145,9 @@ def segments_of_five(monkeypatch):
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_step_gives_the_bits_of_plain_tensors(target, tmp_path, segments_of_five):
     @settings(max_examples=25, deadline=None)
-    @given(LENS, WINDOWS, st.integers(1, 3))
-    def run(lens, windows, num_hot):
-        walk = Walk(target, tmp_path, lens, windows, num_hot)
+    @given(LENS, WINDOWS)
+    def run(lens, windows):
+        walk = Walk(target, tmp_path, lens, windows)
         walk.step((0, 1))
         walk.assert_empty()
 
@@ -161,11 +161,11 @@ def test_any_order_gives_the_bits_of_plain_tensors(target, tmp_path, segments_of
 
     @settings(max_examples=50, deadline=None)
     @given(
-        LENS, st.one_of(st.none(), st.integers(1, 30)), st.integers(1, 3),
+        LENS, st.one_of(st.none(), st.integers(1, 30)),
         st.lists(st.tuples(names, st.integers(0, 6)), max_size=40),
     )  # fmt: skip
-    def run(lens, window, num_hot, actions):
-        walk = Walk(target, tmp_path, lens, [window], num_hot)
+    def run(lens, window, actions):
+        walk = Walk(target, tmp_path, lens, [window])
         for piece in range(len(lens) - 1):
             walk.write(0, piece)
         for name, number in actions:
@@ -204,22 +204,20 @@ def counted(walk, layer=0):
         seen = list(tokens.seen_segments(p, window))
         closed = [i for i in seen if tokens.bounds[i + 1] <= tokens.offsets[min(p + 1, last)]]
         read += kv * (sum(size[i] for i in closed) + sum(size[i] for i in seen))
-        cold = wide * sum(size[i] for i in seen[: max(0, len(seen) - walk.store._num_hot)])
+        cold = wide * sum(size[i] for i in seen[: max(0, len(seen) - NUM_HOT)])
         written, read = written + cold, read + cold
     return written, read
 
 
 @pytest.mark.parametrize(
-    ("lens", "num_hot", "window"),
+    ("lens", "window"),
     [
-        ([20] * 8, 1, None), ([5] * 9, 2, 9), ([3] * 20, 1, 24), ([7, 31, 2, 9, 18, 4], 2, None),
-        ([64, 3], 1, 9), ([7, 31, 2, 9, 18, 4], 1, 24), ([4, 4], 2, 24), ([3] * 20, 2, None),
+        ([20] * 8, None), ([5] * 9, 9), ([3] * 20, 24), ([7, 31, 2, 9, 18, 4], None), ([64, 3], 9),
+        ([7, 31, 2, 9, 18, 4], 24), ([4, 4], 24), ([3] * 20, None),
     ],
 )  # fmt: skip
-def test_the_bytes_of_a_step_are_those_of_the_docstring(
-    lens, num_hot, window, tmp_path, segments_of_five
-):
-    walk = Walk("cpu", tmp_path, lens, [window], num_hot)
+def test_the_bytes_of_a_step_are_those_of_the_docstring(lens, window, tmp_path, segments_of_five):
+    walk = Walk("cpu", tmp_path, lens, [window])
     walk.step()
     assert (walk.pool.written_bytes, walk.pool.read_bytes) == counted(walk)
     walk.assert_empty()

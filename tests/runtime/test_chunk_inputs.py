@@ -4,18 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.placed import plan_of
 from helpers.tiny_families import build
 from papers.chunkflow_plan import plan_chunkflow
 
-from furlong.errors import PlanError, UnsupportedModelError
+from furlong.errors import UnsupportedModelError
 from furlong.models.decoder import HFDecoder
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import rows_of
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.batch import batch_of, chunk_inputs, labelled_chunks, shift_labels
-from furlong.runtime.cell import rows_on
 
 
 @pytest.mark.parametrize("token", [1, 7, 8, 9, 15, 16, 22])
@@ -66,14 +64,6 @@ def test_a_process_without_a_token_has_one_without_a_label():
     found = chunk_inputs(rows_of(chunk, 1, sp_size=2, q_heads=2, kv_heads=2), batch, CPU)
     assert found.input_ids.shape == found.position_ids.shape == (1,)
     assert not len(found.labels) and not len(found.labelled_rows)
-
-
-def test_a_pool_without_an_exchange_is_refused():
-    model = HFDecoder(build("llama"))
-    whole = Chunk((Slice(0, 0, 9, Place(0, 2)), Slice(1, 0, 4, Place(1, 1))))
-    plan = plan_of([9, 4], [whole], 2, ChunkOptions(), num_layers=3)
-    with pytest.raises(PlanError, match="pools of 2 processes, between which nothing exchanges"):
-        rows_on(model, plan)
 
 
 def test_layers_with_other_numbers_of_heads_are_refused_in_a_pool():

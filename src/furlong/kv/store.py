@@ -16,7 +16,7 @@ goes through the pool once its last piece is written, and bytes are counted by
 
     S_p   stored tokens before piece p;  e_i  the end of segment i;  K_i, G_i  bytes of its K,V
           and of its gradients;  P_p  the segments that hold some of what piece p sees, that is
-          of the last min(S_p, window - 1) of these tokens;  h  `num_hot`;  N  pieces
+          of the last min(S_p, window - 1) of these tokens;  h  `NUM_HOT`;  N  pieces
 
     forward of piece p        written  sum of K_i over S_p < e_i <= S_(p+1)
                               read     sum of K_i over P_p with e_i <= S_min(p+1, N-1)
@@ -32,7 +32,7 @@ recompute from remembered outputs) reads nothing. A piece that is freed and writ
 segment is alive costs one read and one write of the segment more.
 
 In the arena lie meanwhile, per sequence and layer: K,V of the segment that fills, the gradients of
-the newest `num_hot` segments and of those behind them that still wait for their own backward.
+the newest `NUM_HOT` segments and of those behind them that still wait for their own backward.
 
     K key-value heads, S stored tokens, H head dim, tensors are token-major;
     `piece` is a chunk's position in its group
@@ -177,16 +177,13 @@ class StateStore:
 class LayerSegments:
     """The segments of one sequence in one layer, and which pieces are alive."""
 
-    def __init__(
-        self, arena: Arena, pool: Pool | None, tokens: StoredTokens, like: Tensor, num_hot: int
-    ) -> None:
-        """`pool`: where segments wait, None in the arena. `like`: keys (K, T, H) of the layer;
-        `num_hot`: newest segments of a prefix whose gradients stay in the arena all the same."""
+    def __init__(self, arena: Arena, pool: Pool | None, tokens: StoredTokens, like: Tensor) -> None:
+        """`pool`: where segments wait, None in the arena. `like`: keys (K, T, H) of the layer."""
         self.tokens = tokens
         self.alive: set[int] = set()
         self.segments = [Segment(start, stop) for start, stop in pairwise(tokens.bounds)]
         self._arena, self._pool = arena, pool
-        self._num_hot = len(self.segments) if pool is None else num_hot
+        self._num_hot = len(self.segments) if pool is None else NUM_HOT
         self._dtype = like.dtype
         self._wide = torch.float32 if like.dtype.itemsize < 4 else like.dtype
         self._token_shape = (2, like.shape[0], like.shape[2])
@@ -358,18 +355,14 @@ class KVStore:
         pool: Pool | None = None,
         *,
         trained: Mapping[int, Sequence[int]] | None = None,
-        num_hot: int = NUM_HOT,
         trees: Mapping[int, Tree] | None = None,
     ) -> None:
         """`pieces`: for each cut sequence, the tokens of each of its pieces in order; `trained`:
-        those of its pieces whose gradients are kept, ascending (None: all); `num_hot`: segments of
-        a prefix, the newest, whose gradients stay in the arena beside a pool; `trees`: how the
-        pieces of sequences that branch follow one another."""
-        assert num_hot > 0, "a segment that two pieces share would be read for each"
+        those of its pieces whose gradients are kept, ascending (None: all); `trees`: how the pieces
+        of sequences that branch follow one another."""
         self.arena = arena
         self._pieces, self._trained, self._trees = pieces, trained, trees or {}
         self._pool = pool
-        self._num_hot = num_hot
         self._layers: dict[tuple[int, int], LayerSegments] = {}
         self._ends = {seq_id: list(accumulate(lens)) for seq_id, lens in pieces.items()}
         ends = trained and {s: [self._ends[s][i] for i in own] for s, own in trained.items()}
@@ -391,7 +384,7 @@ class KVStore:
             tokens = StoredTokens.of(self._pieces[seq_id], window, per_segment, tree, block)
             if self._trained is not None:
                 tokens = tokens.with_gradients_of(self._trained[seq_id])
-            segments = LayerSegments(self.arena, self._pool, tokens, k, self._num_hot)
+            segments = LayerSegments(self.arena, self._pool, tokens, k)
             self._layers[seq_id, layer] = segments
         segments.write(piece, k, v)
 

@@ -303,15 +303,8 @@ def check_ranges(sequences: Sequence[ShiftedSequence], model: HFDecoder) -> None
             )
 
 
-def require_seq_lens(seq_lens: object) -> list[int]:
-    """Lengths of sequences as ints. Raises ConfigError for what is none, or not a whole number."""
-    if not isinstance(seq_lens, Iterable) or isinstance(seq_lens, Mapping | str):
-        raise ConfigError(
-            given=f"seq_lens of type {type(seq_lens).__name__}",
-            required="a list with the number of tokens of each sequence",
-            source="the arguments of Engine.plan",
-            change="pass [len(ids) for ids in ...]",
-        )
+def require_seq_lens(seq_lens: Iterable[object]) -> list[int]:
+    """Lengths of sequences as ints. Raises ConfigError for what is no whole number."""
     lens = [whole_number(seq_len, "seq_lens") for seq_len in seq_lens]
     if not lens:
         raise refused_data("no sequences", "at least one sequence", "leave such a call out")

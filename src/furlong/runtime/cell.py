@@ -37,26 +37,20 @@ from furlong.plan.rows import ChunkRows, rows_of
 from furlong.runtime.rng import RNGState
 
 
-def rows_on(
-    model: HFDecoder, plan: ChunkPlan, process: int = 0, exchange: Exchange | None = None
-) -> Callable[[Chunk], ChunkRows]:
+def rows_on(model: HFDecoder, plan: ChunkPlan, process: int = 0) -> Callable[[Chunk], ChunkRows]:
     """The rows of each chunk of a plan that a process of the pool has.
 
-    Raises PlanError for a pool of several processes without an exchange, and for sequences that
-    branch where layers are recurrent.
+    Raises PlanError for sequences that branch where layers are recurrent.
     """
     if plan.trees and model.events is not None:
         raise PlanError(
             f"the plan has sequences that branch, and {model.name} has recurrent layers, whose "
             "state goes on to one piece only: plan each answer with a prompt of its own"
         )
-    if plan.sp_size > 1 and exchange is None:
-        raise PlanError(
-            f"the plan is for pools of {plan.sp_size} processes, between which nothing exchanges"
-        )
+    q_heads, kv_heads = 1, 1
     if plan.sp_size > 1:
         model.require_own_tokens()
-    q_heads, kv_heads = model.heads if plan.sp_size > 1 else (1, 1)
+        q_heads, kv_heads = model.heads
     return partial(
         rows_of, process=process, sp_size=plan.sp_size, q_heads=q_heads, kv_heads=kv_heads,
         position=plan.position,

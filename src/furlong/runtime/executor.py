@@ -37,7 +37,7 @@ from furlong.plan.plan import (
     Send,
     Unshard,
 )
-from furlong.runtime.batch import Batch, ChunkInputs, chunk_inputs, count_valid_tokens
+from furlong.runtime.batch import Batch, ChunkInputs, chunk_inputs
 from furlong.runtime.cell import Cell, SavedGraph, chunk_pieces, open_store, rows_on
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.head import Head, LossHead
@@ -94,7 +94,7 @@ class Executor:
         embedded: Callable[[int], Tensor] | None = None,
         **measuring: Unpack[Measuring],
     ) -> None:
-        """`num_labels`: those of the whole batch, None if all sequences are there. `process`: its
+        """`num_labels`: of the whole batch, where that does not know them. `process`: its
         number among those that obey the rank's actions together, which `exchange`. `head`: what
         takes final hidden states; `modes`: torch's, within which passes run. `stages`: others than
         the model's own. `embedded`: the leaf (1, T, D) at which a chunk's last pass of a first
@@ -113,8 +113,8 @@ class Executor:
         self._own, self._cell_ends = own.keys(), {index: at for at, index in own.items()}
         self._chunk_ends = {i: chunk for chunk, i in {a.chunk: i for i, a in computing}.items()}
         model.require_held(i for stage in {s for _, s in own} for i in self._stages[stage].layers)
-        self._num_labels = num_labels or count_valid_tokens(batch.sequences)
-        self._rows_of, self._exchange = rows_on(model, plan, process, exchange), exchange
+        self._num_labels = num_labels or batch.num_labels
+        self._rows_of, self._exchange = rows_on(model, plan, process), exchange
         self._batch, self._inputs = batch, dict[int, ChunkInputs]()
         self._store = open_store(plan, pools)
         self._graphs = None if plan.offload.graphs == "none" else pools.of(plan.offload.graphs)

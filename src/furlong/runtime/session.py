@@ -246,14 +246,10 @@ class Session:
             refuse_attention_dropout(base)
         if self.model.compiled:
             refuse_compiled(self.model, is_shared=self.ranks is not None)
-        self._check_once(now, (self.model.num_layers,))
+        self.require_checked((self.model.num_layers,), now)
         self._fingerprint = now
         if self.ranks is not None and self.state.ranks is None:
             self._shard(self.ranks)
-
-    def require_checked(self, heights: tuple[int, ...]) -> None:
-        """Check the model in stages of `heights` layers against its own forward, if that is new."""
-        self._check_once(self._fingerprint, heights)
 
     @contextmanager
     def computing(
@@ -331,7 +327,7 @@ class Session:
 
     def rows_of(self, plan: ChunkPlan) -> Callable[[Chunk], ChunkRows]:
         """The rows of each chunk of a plan that this process has."""
-        return rows_on(self.model, plan, self.process, self.exchange)
+        return rows_on(self.model, plan, self.process)
 
     def comms(self, plan: ChunkPlan) -> Comms:
         """The comms with other ranks, for one plan."""
@@ -346,15 +342,6 @@ class Session:
             messages = self.state.pipeline.links, parcel
         return Comms(self.ranks, model.base, model.layers if self._is_sharded else (), messages)
 
-    @contextmanager
-    def settling(self, comms: Comms) -> Iterator[None]:
-        """Within it runs a step with these comms."""
-        self.state.is_settled = False
-        try:
-            yield
-        finally:
-            self.state.is_settled = comms.is_settled
-
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
         """This process's parameters that another stage has, too, and counts."""
@@ -367,8 +354,10 @@ class Session:
         ranks = self.state.ranks
         return ranks is not None and ranks.shard_mesh.size() > 1
 
-    def _check_once(self, now: object, heights: tuple[int, ...]) -> None:
-        key = self._key(now, heights)
+    def require_checked(self, heights: tuple[int, ...], now: object = None) -> None:
+        """Check the model in stages of `heights` layers against its own forward, if that is new.
+        `now`: its fingerprint, by default that of the last `ready`."""
+        key = self._key(now or self._fingerprint, heights)
         if key not in self.state.checked:
             with self._weights():
                 self_check(self.model, self.state.backend, heights)

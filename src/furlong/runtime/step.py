@@ -289,8 +289,11 @@ def take_step(
             )  # fmt: skip
 
         executor = together(session.ranks, make)
-        with session.settling(comms):
+        session.state.is_settled = False
+        try:
             loss_sum, timeline = executor.run(watch)
+        finally:
+            session.state.is_settled = comms.is_settled
     if num_labels is None:
         num_labels = executor.num_labels
     assert num_labels == executor.num_labels, "the plan met other labels than the batch has"
