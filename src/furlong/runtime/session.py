@@ -340,7 +340,7 @@ class Session:
                 lambda chunk: rows_of(chunk).num_rows,
             )  # fmt: skip
             messages = self.state.pipeline.links, parcel
-        return Comms(self.ranks, model.base, model.layers if self._is_sharded else (), messages)
+        return Comms(self.ranks, model, messages)
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:

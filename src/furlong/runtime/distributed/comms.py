@@ -18,7 +18,7 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -108,17 +108,16 @@ class Comms:
     def __init__(
         self,
         ranks: Ranks | None = None,
-        base: nn.Module | None = None,
-        layers: Sequence[nn.Module] = (),
+        model: HFDecoder | None = None,
         messages: tuple[Links, Parcel] | None = None,
     ) -> None:
-        """`base`: the model, as `fsdp.shard` has left it; whole where no other process holds the
-        same stage. `layers`: all of its decoder, of which a pipeline's process has its own.
-        `messages`: the links to other stages, and the form of what passes them in this plan."""
-        self._ranks, self._layers, self._messages = ranks, layers, messages
+        """`model`: as `fsdp.shard` has left it. `messages`: the links to other stages, and the form
+        of what passes them in this plan."""
+        self._ranks, self._messages = ranks, messages
+        base = None if model is None else model.base
         self._base: FSDPModule | None = base if isinstance(base, FSDPModule) else None
-        self._shares = ranks is not None and ranks.shard_mesh.size() > 1
-        """Whether other processes hold the same weights."""
+        """The model; None where no other process holds the same weights."""
+        self._layers = () if model is None or self._base is None else model.layers
         self._stages: tuple[tuple[FSDPModule, ...], ...] = ()
         self._outcome = FINE
         self._stage_knows = False
@@ -195,7 +194,7 @@ class Comms:
         if is_last_of_all and self._base is not None:
             modules.append(self._base)
         self._agree_on(stage)
-        self._is_adding_up = self._shares
+        self._is_adding_up = self._base is not None
         with adding_up(modules, is_last=is_last_of_all):
             yield
         self._is_adding_up = False
@@ -256,7 +255,7 @@ class Comms:
             return None
         if self._plan.sp_size > 1 and any(isinstance(action, Computing) for action in rest):
             return "while processes exchanged rows of a chunk"
-        if self._shares and self._plan.regathers:
+        if self._base is not None and self._plan.regathers:
             return "while weights were gathered with every pass"
         return None
 
@@ -278,7 +277,7 @@ class Comms:
             module.unshard()
 
     def _agree_on(self, stage: int) -> None:
-        if self._ranks is not None and self._shares:
+        if self._ranks is not None and self._base is not None:
             self._agreed.add(stage)
             failure = failure_of(self._ranks, self._outcome, self._ranks.shard_mesh.get_group())
             self._stage_knows = failure is not None
