@@ -18,7 +18,7 @@ from furlong.models.describe import describe
 from furlong.planners.candidates import KEEPS
 from furlong.planners.decide import needs_beside_state
 from furlong.planners.orders import plan_two_phases
-from furlong.runtime import two_phase
+from furlong.runtime import step, two_phase
 from furlong.testing import take_grads, worst_relative_error
 
 AUTO = furlong.ChunkOptions(size=8, keep="auto")
@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_counted_keeps_kv(monkeypatch: pytest.MonkeyPatch
     def refuse(config: Any) -> Any:
         raise ConfigError(given="a config", required="sizes", source="a test", change="nothing")
 
-    monkeypatch.setattr(two_phase, "describe", refuse)
+    monkeypatch.setattr(step, "describe", refuse)
     engine = furlong.Engine(build("llama"))
     kv = between_the_phases(engine, furlong.ChunkOptions(size=8, keep="kv"))
     assert between_the_phases(engine, AUTO) == kv > 0
