@@ -93,13 +93,18 @@ def kinds(stages: tuple[int, ...]) -> dict[str, Case]:
     return cases
 
 
+FEW = (
+    "split, kv, lazy", "hybrid, attention, lazy, K 2, one layer again", "seq1f1b", "two in a row",
+    "evaluation", "masked", "frozen",
+)  # fmt: skip
+
+
 def test_two_stages():
     more = {
-        "infinipipe": Case(infinipipe((40, 23, 12, 3))),
         "no label in the last chunk": Case(planned((21,)), masked=(range(9, 21),)),
         "tied, two steps": Case(planned(), settings=TIED, num_steps=2),
     }
-    check(kinds(STAGES) | more, (1, 1, 2), own_alone=True)
+    check({name: kinds(STAGES)[name] for name in FEW} | more, (1, 1, 2), own_alone=True)
 
 
 @pytest.mark.slow
@@ -118,9 +123,12 @@ def test_four_stages():
 
 
 @pytest.mark.slow
-def test_whole_models_other_families_and_adapters():
+def test_other_plans_whole_models_other_families_and_adapters():
+    others = {name: case for name, case in kinds(STAGES).items() if name not in FEW}
     check(
-        {
+        others
+        | {
+            "infinipipe": Case(infinipipe((40, 23, 12, 3))),
             "whole": Case(planned(), holds_all=True),
             "whole, tied": Case(planned(), settings=TIED, holds_all=True),
             "window": Case(planned(), family="mistral"),

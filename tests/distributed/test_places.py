@@ -63,23 +63,18 @@ NESTED = [
 ]  # fmt: skip
 
 TWO = [
-    PlacedCase("keep kv", ulysses(2), kept()),
-    PlacedCase("keep attention", ulysses(2), kept("attention", 2)),
-    PlacedCase("keep all", ulysses(2), kept("all")),
-    PlacedCase("keep input: K,V are rebuilt", ulysses(2), kept("input")),
-    PlacedCase("checkpointed layers", ulysses(2), kept("attention", 1, recompute_layers=2)),
-    PlacedCase("layer-first, K,V rebuilt", dacp(2), kept("input", 0, order="layer-first")),
-    PlacedCase("one key-value head", ulysses(2), changes={"num_key_value_heads": 1}),
-    PlacedCase("an odd number of heads", ulysses(2), kept("attention"),
+    PlacedCase("keep kv, one key-value head", ulysses(2), changes={"num_key_value_heads": 1}),
+    PlacedCase("keep all, window", ulysses(2), kept("all"), family="mistral"),
+    PlacedCase("keep input: K,V are rebuilt, an odd number of heads", ulysses(2), kept("input"),
                changes={"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}),
-    PlacedCase("window", ulysses(2), family="mistral"),
-    PlacedCase("sinks", dacp(2), kept("attention"), family="gpt_oss"),
+    PlacedCase("checkpointed layers", ulysses(2), kept("attention", 2, recompute_layers=2)),
+    PlacedCase("layer-first, K,V rebuilt", dacp(2), kept("input", 0, order="layer-first")),
     PlacedCase("softcap", ulysses(2), family="gemma2", changes=GEMMA),
     PlacedCase("local and sharded", dacp(2), kept("attention", 0)),
     PlacedCase("all on one process", [on(1, 1, (0, 0, 9)), on(1, 1, (0, 9, 14), (1, 0, 3))]),
     PlacedCase("no label on the other", [[*on(0, 1, (0, 0, 6)), *on(1, 1, (1, 0, 4))]],
                masked=(range(0), range(4))),
-    PlacedCase("disk", dacp(2), kept("attention", offload="disk")),
+    PlacedCase("disk, sinks", dacp(2), kept("attention", offload="disk"), family="gpt_oss"),
     PlacedCase("evaluation", dacp(2), backward=False),
 ]  # fmt: skip
 

@@ -149,11 +149,6 @@ def test_a_tied_head_and_one_that_alone_is_trained(what, replicas):
     assert_exact(replicas[what])
 
 
-@pytest.mark.slow
-def test_frozen_weights():
-    assert_exact(tried({name: KEPT[name] for name in FEW}, adapted_llama))
-
-
 def on_an_older_torch(rank: int, steps: Sequence[Step]) -> list[Found]:
     """The steps where FSDP2 leaves unused parameters out of its sums, and cannot be reset."""
     for name in ("set_reduce_scatter_unused_params", "reset_iter_state"):
@@ -171,10 +166,13 @@ def test_a_head_without_a_label_on_one_process_before_torch_2_13():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "gpt_oss"])
-def test_other_families(family):
-    found = tried({name: KEPT[name] for name in FEW}, partial(build, family))
-    assert max(of.error for of in found.values()) <= max(BOUND, bound(family))
+def test_adapters_and_other_families():
+    families, few = ("gemma3_text", "gpt2", "gpt_oss"), {name: KEPT[name] for name in FEW}
+    makes = adapted_llama, *(partial(build, family) for family in families)
+    adapted, *others = tried_all(*((few, make) for make in makes))
+    assert_exact(adapted)
+    for family, found in zip(families, others, strict=True):
+        assert max(of.error for of in found.values()) <= max(BOUND, bound(family))
 
 
 @pytest.mark.slow
