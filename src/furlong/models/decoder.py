@@ -118,7 +118,7 @@ class Stage:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What the stage's layers do, in order."""
+        """Events of the stage's layers, in order."""
         own = self._model.events
         if own is None:
             return tuple(("attention", layer) for layer in self.layers)

@@ -219,7 +219,7 @@ class Cell:
     layers: range
     """Layers of the stage."""
     events: Sequence[Event] = ()
-    """What the layers do, in order."""
+    """Events of the layers, in order."""
     exchange: Exchange | None = None
     """Needed where a slice lies on several processes."""
     relay_factor: float = 1.0

@@ -46,7 +46,7 @@ from furlong.runtime.rng import RNGState, replayed
 from furlong.timeline import Timeline
 
 Message = tuple[Payload, int, int]
-"""What leaves a stage: its kind, the chunk, the stage."""
+"""A thing that leaves a stage: its kind, the chunk, the stage."""
 
 
 class Layers(Protocol):

@@ -332,8 +332,8 @@ def _take_pinned(session: Session, plan: ChunkPlan) -> None:
 def memory_of(
     session: Session, dtype: torch.dtype | None = None, room_bytes: int = 0
 ) -> PlanMemory | None:
-    """What plans of a model take, computed in `dtype` or in its own; None where its bytes cannot be
-    counted."""
+    """The memory of a model's plans, computed in `dtype` or in its own; None where its bytes cannot
+    be counted."""
     model = session.model
     try:
         shape = describe(model.config)
