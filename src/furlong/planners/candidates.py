@@ -52,7 +52,7 @@ from furlong.planners.layouts import first_alike
 from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions
 from furlong.planners.orders import plan_two_phases, schedule_group, stages_of, walk_group
 from furlong.planners.question import Candidate, Question, Space
-from furlong.simulate.predict import Needs, needs_of
+from furlong.simulate.predict import Needs, most_of, needs_of
 from furlong.units import count_words
 
 CHUNKS = "chunks"
@@ -92,8 +92,7 @@ def chunks(
         # nothing runs again, so all other options with this size take longer
         fastest_s = question.share * estimate.seconds(ChunkOptions(size=size, keep="all"))
         for options in options_of(space, size):
-            each = zip(*(bound.needs(options) for bound in bounds), strict=True)
-            least, about_s = Needs(*map(max, each)), fastest_s
+            least, about_s = most_of(bound.needs(options) for bound in bounds), fastest_s
             if fastest_s < question.beat_s:
                 about_s = question.share * estimate.seconds(options)
             plan_of = space.plan_of(options)
@@ -497,7 +496,7 @@ class ByteBound:
             # a chunk at the border of two segments: its own gradients are there too
             done = self._last + -(-2 * segment // self._size) * self._size
             moments.append(self._at(options, self._size, done=done, num_hot=NUM_HOT + 1))
-        return Needs(*map(max, zip(*moments, strict=True)))
+        return most_of(moments)
 
     def _at(
         self, options: ChunkOptions, current: int, *, done: int, num_hot: int = NUM_HOT

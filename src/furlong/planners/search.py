@@ -39,7 +39,7 @@ from furlong.planners.question import (
     key_of,
 )
 from furlong.planners.spaco import one_draw
-from furlong.simulate.predict import Needs, needs_of, step_s
+from furlong.simulate.predict import Needs, most_of, needs_of, step_s
 from furlong.units import count_words, format_seconds
 
 LAYOUT_SLACK = 1e-4
@@ -239,9 +239,8 @@ class _Search:
         memory = self._spaces[candidate.layout].model.memory()
         curves = [memory.curve(p, rank) for p in plans for rank in range(len(p.actions))]
         curve = max(curves, key=lambda curve: self._limits.lacking(needs_of(curve)))
-        needs = Needs(*map(max, zip(*map(needs_of, curves), strict=True)))
         self._num_actions += sum(len(own) for plan in plans for own in plan.actions)
-        return replace(candidate, needs=needs, peak=curve.peak)
+        return replace(candidate, needs=most_of(map(needs_of, curves)), peak=curve.peak)
 
     def _find_options(self) -> None:
         """Find options that stand in for the chosen plan, which a run needs beside a method's own
@@ -294,11 +293,8 @@ class _Search:
         """The plans that fit, the chosen one first, then by their seconds."""
 
         def simplest(one: Candidate) -> tuple[object, ...]:
-            return (
-                (one.needs, one.step_s)
-                if self._is_one
-                else (one.layout.pp, one.layout.sp, one.step_s)
-            )
+            layout = one.layout
+            return (one.needs, one.step_s) if self._is_one else (layout.pp, layout.sp, one.step_s)
 
         best = min(self._alike(), key=simplest, default=None)
         return sorted(self.fitting, key=lambda one: (one is not best, one.step_s))

@@ -6,6 +6,7 @@ predict_step(model, plan)               # and of the optimizer's step behind it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from furlong.cost.memory import MemoryCurve
@@ -34,14 +35,18 @@ class Prediction(NamedTuple):
 def predict(model: CostModel, plan: ChunkPlan) -> Prediction:
     """Seconds and peak bytes of a plan's step; of several ranks the one that needs most."""
     curves = [model.memory().curve(plan, rank) for rank in range(len(plan.actions))]
-    needs = [needs_of(curve) for curve in curves]
-    return Prediction(step_s(model, plan), *map(max, zip(*needs, strict=True)))
+    return Prediction(step_s(model, plan), *most_of(map(needs_of, curves)))
 
 
 def predict_step(model: CostModel, plan: ChunkPlan) -> Prediction:
     """As `predict`, with the seconds of the optimizer's step, which a run's own steps have too."""
     predicted = predict(model, plan)
     return predicted._replace(step_s=predicted.step_s + update_s(model, plan))
+
+
+def most_of(needs: Iterable[Needs]) -> Needs:
+    """The most of each memory."""
+    return Needs(*map(max, zip(*needs, strict=True)))
 
 
 def needs_of(curve: MemoryCurve) -> Needs:
