@@ -54,14 +54,11 @@ def words_of(error: ErrorDetails) -> str:
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 MAX_WHOLE = 10**12
 MAX_BYTES = 2**60
-_NOT_FINITE = ("inf", "infinity", "nan")
 
 
 def _refuse_odd(value: object) -> object:
     if isinstance(value, bool):
         raise PydanticCustomError("truth_value", "Input should be a number, not true or false")
-    if isinstance(value, str) and value.strip().lower().lstrip("+-.") in _NOT_FINITE:
-        raise PydanticCustomError("finite_number", "Input should be a finite number")
     return value
 
 
@@ -76,9 +73,7 @@ def _read_whole(value: object) -> object:
 
 def _read_amount(value: object) -> object:
     number = _read_whole(value)
-    if number == "auto" or number is None or not isinstance(number, str):
-        return number
-    return parse_bytes(number)
+    return parse_bytes(number) if isinstance(number, str) and number != "auto" else number
 
 
 Number = Annotated[float, BeforeValidator(_refuse_odd), Field(allow_inf_nan=False)]
@@ -101,6 +96,7 @@ def _null(example: Any) -> Any:
 Share = Annotated[Number, Field(gt=0, le=1)]
 AboveZero = Annotated[Number, Field(gt=0)]
 ShareOrWhole = Annotated[Number, AfterValidator(_share_or_whole)]
+Decay = Annotated[Number, Field(ge=0, lt=1)]
 PerEpoch = Annotated[Number, Field(gt=0, le=1e6)]
 Name = Annotated[str, Field(min_length=1)]
 AmountBytes = Annotated[int, BeforeValidator(_read_amount), Field(ge=0, le=MAX_BYTES)]
@@ -126,10 +122,10 @@ def offloads_to(value: object, target: str) -> bool:
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{\w+\}|\(.*\))")
 
 
-def require_plain(path: str | None) -> str | None:
+def require_plain(path: str) -> str:
     """The same path. Raises PydanticCustomError for a variable in it, of which a folder with that
     very name would be made."""
-    if path is not None and (found := _VARIABLE.search(path)):
+    if found := _VARIABLE.search(path):
         raise told(
             required=f"a path as it is: variables such as {found[0]} are not expanded, ~ is",
             change="write the path itself, or give the key as a flag, where the shell expands it",
@@ -269,11 +265,8 @@ class Source(BaseModel):
         return self.path if given.keys() == {"path"} else given
 
 
-def _listed_texts(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-def _listed_sources(value: object) -> object:
+def _listed(value: object) -> object:
+    """A list; what stands alone is one of one."""
     return [value] if isinstance(value, str | Mapping | Source) else value
 
 
@@ -294,7 +287,7 @@ def _shared(sources: tuple[Source, ...]) -> tuple[Source, ...]:
 
 Sources = Annotated[
     tuple[Source, ...],
-    BeforeValidator(_listed_sources),
+    BeforeValidator(_listed),
     Field(min_length=1, examples=["books.jsonl"]),
 ]
 
@@ -360,9 +353,9 @@ class DataConfig(BaseModel):
     """Token of the vocabulary that ends texts and completions; null = the tokenizer's."""
     pad_token: Name | None = _null("<|endoftext|>")
     """Token of the vocabulary that the exported tokenizer pads with; furlong itself never pads."""
-    eot_tokens: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed_texts)
-    ] = Field(default=(), examples=["<|eot_id|>"])
+    eot_tokens: Annotated[tuple[Name, ...], BeforeValidator(_listed)] = Field(
+        default=(), examples=["<|eot_id|>"]
+    )
     """Tokens that are learnt where they follow an answer and the template's tags leave them out."""
     max_seq_len: Positive = 131072
     """Most tokens in a sequence."""
@@ -377,7 +370,7 @@ class DataConfig(BaseModel):
     streaming: bool = False
     """data.train is read and tokenized while the run trains, and kept nowhere: for sources larger
     than the disk. Needs train.steps; several sources need a share each."""
-    cache_dir: Annotated[str | None, AfterValidator(require_plain)] = None
+    cache_dir: PlainPath | None = None
     """Folder of tokenized data; null = furlong in the user's cache directory."""
 
 
@@ -450,10 +443,7 @@ class TrainConfig(BaseModel):
     )
     """Parameters with a learning rate or decay of their own: match, a regular expression that their
     names contain, lr, weight_decay. The first group that fits a name has it."""
-    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (
-        0.9,
-        0.95,
-    )
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's two decay rates."""
     eps: Number = Field(default=1.0e-8, gt=0)
     """AdamW's epsilon."""
@@ -533,8 +523,7 @@ class TrainConfig(BaseModel):
 
 
 Amount = AmountBytes | Literal["auto"]
-OfNames = Annotated[tuple[str, ...], BeforeValidator(_listed_texts)]
-Names = Annotated[OfNames, Field(min_length=1)]
+OfNames = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
 
 def _name_or_pattern(value: object) -> object:
@@ -576,17 +565,6 @@ class LoraConfig(BaseModel):
         if isinstance(values, Mapping) and isinstance(values.get("adapter"), str):
             return with_keys_of_adapter(values)
         return values
-
-    @model_validator(mode="after")
-    def _adapts_something(self) -> LoraConfig:
-        if not (self.target_modules or self.target_parameters):
-            raise told(
-                keys="model.lora.target_modules",
-                given="model.lora without target_modules and target_parameters",
-                required="names of what has adapters",
-                change="remove model.lora.target_modules, or name modules or parameters",
-            )
-        return self
 
 
 FourBits = Literal["nf4", "fp4"]
@@ -702,7 +680,7 @@ class MemoryConfig(BaseModel):
     most of what is free, 0 = none. Refused on a CPU, whose RAM is the device."""
     disk: AmountBytes = Field(default=0, examples=["64GiB"])
     """Budget on disk for kept tensors; 0 = none."""
-    disk_dir: Annotated[str | None, Field(min_length=1), AfterValidator(require_plain)] = None
+    disk_dir: Annotated[PlainPath, Field(min_length=1)] | None = None
     """Folder of what lives on disk, on a local drive; null = the run's folder."""
 
 
@@ -872,6 +850,13 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         "a number: which gradient is estimated does not depend on the size of chunks, but its error"
         " does, so no search may choose it",
         "set chunks.size, such as 1024, or remove chunks.sample",
+    )
+    lora = run.model.lora
+    yield (
+        lora is not None and not (lora.target_modules or lora.target_parameters),
+        "model.lora.target_modules and model.lora.target_parameters",
+        "names of what has adapters",
+        "remove model.lora.target_modules, or name modules or parameters",
     )
     for target, budget in (("disk", run.memory.disk), ("cpu", run.memory.cpu)):
         yield (
