@@ -175,27 +175,21 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
             found.append((list(chain.from_iterable(expanded)), dict(environment)))
     if not found:
         raise _no_recipe(file, "no command with flags")
-    if len(found) > 1 and command is None:
+    chosen = command or int(len(found) == 1)
+    if not 1 <= chosen <= len(found):
         names = "; ".join(" ".join(words[:3]) for words, _ in found)
+        given = f"{len(found)} commands: {names}" + (f"; --command={command}" if command else "")
         change = f"choose one: --command=1 to {len(found)}"
-        raise refusal(f"{len(found)} commands: {names}", "one command", change, str(file))
-    if command is not None and not 1 <= command <= len(found):
-        change = f"choose one of 1 to {len(found)}"
-        raise refusal(f"--command={command}", "a command of the script", change)
-    words, environment = found[(command or 1) - 1]
+        raise refusal(given, "one command", change, str(file))
+    words, environment = found[chosen - 1]
     dialect, launch, keys = _split_call(words)
     if dialect is None:
         raise _no_recipe(file, " ".join(words[:3]))
     for name, flags in (("config", keys), ("config_file", launch)):
         if isinstance(named := flags.pop(name, None), str):  # a recipe, or accelerate's settings
-            beside = next(
-                (one for one in (Path(named), file.parent / named) if one.is_file()), None
-            )
-            if beside is None:
-                change = f"put {named} beside the script, or convert that file"
-                raise refusal(f"--{name} {named}: no such file", "its keys", change, str(file))
-            inner = _mapping_of(beside, read_text(beside, "a recipe"))
-            flags |= inner | flags
+            here, beside = Path(named), file.parent / named
+            inner = here if here.is_file() else beside
+            flags |= _mapping_of(inner, read_text(inner, f"the file of --{name}")) | flags
     return Recipe(dialect, keys, _processes(launch | keys, environment), environment, file)
 
 
