@@ -14,6 +14,7 @@ from furlong.config.recipes import read_recipe
 from furlong.config.sources import load_run
 from furlong.errors import ConfigError
 
+BATCH, TOKENS = "train.sequences_per_step", "train.tokens_per_step"
 AXOLOTL = "base_model: M\ndatasets: [{path: a/b, type: completion}]\nlearning_rate: 1e-4\n"
 TRL = "model_name_or_path: M\ndataset_name: a/b\nlearning_rate: 1e-4\n"
 FACTORY = "model_name_or_path: M\nstage: sft\nfinetuning_type: full\ndataset: a/b\ncutoff_len: 99\n"
@@ -36,19 +37,15 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
 @pytest.mark.parametrize(
     ("text", "key", "value"),
     [
-        (
-            AXOLOTL + "micro_batch_size: 2\ngradient_accumulation_steps: 4",
-            "train.sequences_per_step",
-            64,
-        ),
-        (AXOLOTL + "micro_batch_size: 2\ncontext_parallel_size: 4", "train.sequences_per_step", 4),
-        (AXOLOTL + "sequence_len: 1000\nsample_packing: true", "train.tokens_per_step", 8000),
+        (AXOLOTL + "micro_batch_size: 2\ngradient_accumulation_steps: 4", BATCH, 64),
+        (AXOLOTL + "micro_batch_size: 2\ncontext_parallel_size: 4", BATCH, 4),
+        (AXOLOTL + "sequence_len: 1000\nsample_packing: true", TOKENS, 8000),
         (AXOLOTL + "cosine_min_lr_ratio: 0.1", "train.min_lr", 1e-5),
         (AXOLOTL + "warmup_steps: 100", "train.warmup_steps", 100),
         (AXOLOTL, "train.warmup_steps", 0.03),
         (AXOLOTL + "max_steps: 5000", "train.warmup_steps", 100),
         (AXOLOTL + "max_steps: 1000", "train.warmup_steps", 30),
-        (TRL + "accumulate_grad_batches: 4", "train.sequences_per_step", 256),
+        (TRL + "accumulate_grad_batches: 4", BATCH, 256),
         (AXOLOTL + "optimizer: adafactor", "train.optimizer", "adafactor"),
         (AXOLOTL, "data.too_long", "drop"),
         (AXOLOTL + "optimizer: adamw_bnb_8bit", "train.optimizer", "adamw_8bit"),
@@ -93,16 +90,12 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         (TRL + "loss_type: [apo_zero]\nbeta: 0.05", "train.loss", "dpo"),
         (TRL + "push_to_hub: true\nhub_model_id: me/m", "hub.repo", "me/m"),
         (TRL + "report_to: [wandb]\nrun_name: r", "log.name", "r"),
-        (FACTORY, "train.sequences_per_step", 64),
+        (FACTORY, BATCH, 64),
         (FACTORY.replace("full", "lora"), "model.lora.alpha", 16),
         (FACTORY + "train_on_prompt: true", "data.train_on", "all"),
         (FACTORY + "mask_history: true", "data.train_on", "last"),
-        (SWIFT, "train.sequences_per_step", 16),
-        (
-            SWIFT + "--sequence_parallel_size 8 --per_device_train_batch_size 1",
-            "train.sequences_per_step",
-            2,
-        ),
+        (SWIFT, BATCH, 16),
+        (SWIFT + "--sequence_parallel_size 8 --per_device_train_batch_size 1", BATCH, 2),
         (SWIFT, "train.lr", 1e-5),
         (
             SWIFT + "--dataset x#500 y:sub",
@@ -113,7 +106,7 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         ("LR=1e-3\n" + SWIFT + "--learning_rate ${LR}", "train.lr", 1e-3),
         (SWIFT + "--learning_rate ${LR:-1e-3}", "train.lr", 1e-3),
         (TUNE, "model.lora.target_modules", ["q_proj", "o_proj"]),
-        (TUNE, "train.sequences_per_step", 16),
+        (TUNE, BATCH, 16),
         (TUNE, "model.name", "M"),
         (TUNE, "train.max_grad_norm", None),
         (TUNE, "train.schedule", "constant"),
@@ -139,9 +132,9 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
             "data.eval",
             {"path": "a/b", "split": "test", "name": "c"},
         ),
-        (TRL + "per_device_train_batch_size: '2'", "train.sequences_per_step", 16),
+        (TRL + "per_device_train_batch_size: '2'", BATCH, 16),
         (TRL + "run_name: '2'", "log.name", "2"),
-        (AXOLOTL + "context_parallel_size: 0", "train.sequences_per_step", 8),
+        (AXOLOTL + "context_parallel_size: 0", BATCH, 8),
         (
             "A='--model_name_or_path M --learning_rate 1e-3'\n"
             "accelerate launch --num_processes 1 trl/sft.py $A --dataset_name a/b; python x.py",
@@ -156,11 +149,7 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         (AXOLOTL + "gradient_clipping: auto", "train.max_grad_norm", 1.0),
         (TRL.replace("learning_rate: 1e-4", "loss_type: ipo"), "train.lr", 1e-6),
         (SWIFT.replace("swift", "megatron") + "--max_epochs 2 --save s", "train.epochs", 2),
-        (
-            FACTORY.replace("sft", "pt") + "eval_dataset: c/d",
-            "data.eval",
-            "c/d",
-        ),
+        (FACTORY.replace("sft", "pt") + "eval_dataset: c/d", "data.eval", "c/d"),
         (TUNE + "tokenizer: {_component_: x, max_seq_len: 99}", "data.max_seq_len", 99),
         (TUNE, "data.train_on", "all"),
     ],

@@ -123,16 +123,8 @@ def test_a_converted_recipe_trains(
     run = load_run("run.yaml")
     batch = "sequences" if run.train.tokens_per_step is None else "tokens"
     small = IN_SMALL | {f"train.{batch}_per_step": {"sequences": "2", "tokens": "600"}[batch]}
-    assert (
-        main(
-            [
-                "train",
-                "run.yaml",
-                *(f"--{key}={value}" for key, value in small.items()),
-            ]
-        )
-        == 0
-    )
+    flags = [f"--{key}={value}" for key, value in small.items()]
+    assert main(["train", "run.yaml", *flags]) == 0
     lines = (tmp_path / "trained/metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
     assert len(losses) == 2 and all(0 < loss < 10 for loss in losses)
