@@ -1,8 +1,10 @@
 """The pages: links that lead somewhere, here and on a git host, and promises about their size."""
 
 import logging
+import pkgutil
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import nbformat
@@ -80,9 +82,30 @@ def unknown_names(text):
     return sorted(unknown | {f for f in flags if f not in keys and f'"--{f}"' not in _VERBS})
 
 
+def test_python_names_of_pages_are_there():
+    assert {page.name: names for page in PAGES if (names := unknown_python(page))} == {}
+
+
+def unknown_python(page):
+    """Names of furlong in code that cannot be imported."""
+    text = page.read_text(encoding="utf-8")
+    names = set(re.findall(r"`(furlong(?:\.[A-Za-z_]\w*)+)", text))
+    for module, imported in re.findall(r"^ *from (furlong[\w.]*) import (.+)$", text, re.MULTILINE):
+        names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
+    return sorted(name for name in names if not is_importable(name))
+
+
+def is_importable(name):
+    with suppress(ImportError, AttributeError):
+        pkgutil.resolve_name(name)
+        return True
+    return False
+
+
 def test_a_name_that_is_nowhere_is_found():
     text = "`train.stepps: 3`, `train.steps`, `furlong plan run.yaml --smallesst --devices 8`"
     assert unknown_names(text) == ["smallesst", "train.stepps"]
+    assert is_importable("furlong.errors.UserError") and not is_importable("furlong.Enginee")
     with pytest.raises(UserError, match="sequences_per_stp"):
         unknown_names("```yaml\ntrain: {sequences_per_stp: 3}\n```")
 

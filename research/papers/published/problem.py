@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.plan import Layout, OffloadTarget
-from furlong.planners.question import MARGIN, DoesNotFitError, advice
-from furlong.units import count_words, format_bytes
-from papers.published.dials import Dials
+from furlong.planners.question import MARGIN, DoesNotFitError
+from furlong.units import count_words
 from papers.published.replicas import Outcome
 
 
@@ -44,14 +43,6 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """Why dials have no plan."""
-
-    dials: Dials
-    error: UserError | PlanError
-
-
-@dataclass(frozen=True)
 class Found:
     """The fastest plan that fits, and what it was compared with."""
 
@@ -60,23 +51,12 @@ class Found:
     """Also planned whole, by step time."""
 
 
-def nothing_fits(problem: Problem, refused: Sequence[Refusal]) -> ConfigError:
-    """The refusal that came nearest, in the words of the whole search."""
-    errors = [(r.dials, r.error) for r in refused]
-    near = [(d, error) for d, error in errors if isinstance(error, DoesNotFitError)]
-    count = count_words(len(errors), "candidate")
-    source = f"the search over {count}"
+def nothing_fits(problem: Problem, refused: Sequence[UserError | PlanError]) -> ConfigError:
+    """The refusal that came nearest, or the first one."""
+    near = [error for error in refused if isinstance(error, DoesNotFitError)]
     if near:
-        dials, error = min(near, key=lambda pair: pair[1].lacking_bytes)
-        whole = format_bytes(int(problem.limit_bytes / (1 - problem.margin)))
-        margin = f" ({whole} less a margin of {problem.margin:.0%})" if problem.margin else ""
-        return ConfigError(
-            given=f"of {count} none fits; nearest is {dials}, whose {error.given}",
-            required=error.required + margin,
-            source=source,
-            change=advice(error.part, problem.model.training, problem.num_devices),
-        )
-    for _, other in errors:
+        return min(near, key=lambda error: error.lacking_bytes)
+    for other in refused:
         if isinstance(other, UserError):
             return ConfigError(
                 given=other.given, required=other.required, source=other.source,

@@ -28,7 +28,7 @@ from papers.published.catalogue import SHARING_WHOLE, Method
 from papers.published.dials import Dials, Ladder
 from papers.published.late import improve
 from papers.published.pools import pool_dials
-from papers.published.problem import Found, Problem, Refusal, nothing_fits
+from papers.published.problem import Found, Problem, nothing_fits
 from papers.published.replicas import Outcome, ReplicaPlans
 from papers.published.room import Room, rooms_of
 
@@ -75,7 +75,7 @@ class _Search:
         self._outcomes: list[Outcome] = []
         self._tried: list[tuple[float, Dials]] = []
         """Seconds of the busiest replica of the dials that fit it."""
-        self._refused: list[Refusal] = []
+        self._refused: list[UserError | PlanError] = []
         self._slower: list[tuple[float, Dials]] = []
 
     def run(self, least: int, below: int | None) -> None:
@@ -105,7 +105,7 @@ class _Search:
                 heappush(queue, (self._rooms_s[item], next(numbers), item))
             elif (error := self._lacks(item)) is not None:
                 offered = next(self._ladders(item), None)
-                self._refused += [Refusal(offered[0], error)] if offered else []
+                self._refused += [error] if offered else []
             else:
                 for ladder in self._ladders(item):
                     if ladder[0].walk == "elastic":
@@ -132,7 +132,7 @@ class _Search:
                 self._outcomes.append(self._replicas.plan_whole(dials))
                 self._tried.append((self._outcomes[-1].step_s, dials))
             except (UserError, PlanError) as error:
-                self._refused.append(Refusal(dials, error))
+                self._refused.append(error)
 
     def improve_best(self) -> None:
         """Gives the plans near the fastest the dials that are tried late."""
@@ -210,7 +210,7 @@ class _Search:
                 self._outcomes.append(self._replicas.plan_whole(ladder[place]))
                 return
             except (UserError, PlanError) as error:
-                self._refused.append(Refusal(ladder[place], error))
+                self._refused.append(error)
                 if isinstance(error, PlanError):
                     return  # replicas that cannot go together, whatever is kept
             ladder = ladder[place + 1 :]
@@ -243,5 +243,5 @@ class _Search:
             fit(plan, replica_model(dials, self._problem.model), self._problem.limit_bytes)
             return step_s
         except (UserError, PlanError) as error:
-            self._refused.append(Refusal(dials, error))
+            self._refused.append(error)
             return None
