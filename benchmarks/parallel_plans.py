@@ -63,10 +63,8 @@ class Contender:
 
 
 def long_tailed(num_sequences: int, longest_tokens: int) -> tuple[int, ...]:
-    lens = sample_lengths(
-        "github", num_sequences, max_seq_len=_SCALE * longest_tokens, too_long="truncate"
-    )
-    return tuple(max(8, n // _SCALE) for n in lens)
+    lens = sample_lengths("github", num_sequences)
+    return tuple(max(8, min(n // _SCALE, longest_tokens)) for n in lens)
 
 
 def slow_device(slowness: int = 1) -> Machine:

@@ -102,7 +102,7 @@ def _skrull() -> Callable[[], object]:
 
 
 def _infinipipe() -> None:
-    lens = sample_lengths("github", 512, max_seq_len=_CONTEXT_TOKENS, too_long="truncate")
+    lens = [min(n, _CONTEXT_TOKENS) for n in sample_lengths("github", 512)]
     model = CostModel(model_shape("GPT-13B"), Machine.named("A800"), Training(zero_stage=3))
     stages = cut_layers(model.shape, 4, mean_attended_keys(lens))
     made = plan_infinipipe(lens, model, stages=stages, sp_size=8)
@@ -111,7 +111,7 @@ def _infinipipe() -> None:
 
 
 def _search() -> None:
-    lens = sample_lengths("github", 1024, max_seq_len=_CONTEXT_TOKENS, too_long="truncate")
+    lens = [min(n, _CONTEXT_TOKENS) for n in sample_lengths("github", 1024)]
     model = CostModel(model_shape("Llama-3-8B"), Machine.named("H100"))
     spec = model.hardware
     limits = Limits(spec.budget_bytes, int(spec.host_bytes))

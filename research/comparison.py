@@ -80,10 +80,8 @@ class Setting:
         return f"{self.preset}-{self.num_devices}"
 
     def problem(self) -> Problem:
-        lens = sample_lengths(
-            self.preset, self.num_sequences, self.seed,
-            max_seq_len=self.context_tokens, too_long="truncate",
-        )  # fmt: skip
+        drawn = sample_lengths(self.preset, self.num_sequences, self.seed)
+        lens = tuple(min(n, self.context_tokens) for n in drawn)
         lora = None if self.lora_rank is None else Lora(self.lora_rank)
         training = Training(zero_stage=1, gathers=True, lora=lora)
         model = CostModel(model_shape(self.model), Machine.named(self.hardware), training)

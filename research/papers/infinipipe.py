@@ -166,7 +166,7 @@ def packings(
 ) -> tuple[Deviations, Deviations, Deviations]:
     """Relative deviations of (time, tokens): packed by time alone, as printed, and by the rule of
     this project. Over all chunks, or without those that nothing can be packed with."""
-    lens = sample_lengths(preset, 512, 0, max_seq_len=context, too_long="truncate")
+    lens = [min(n, context) for n in sample_lengths(preset, 512, 0)]
     model = CostModel(model_shape("GPT-13B"), Machine.named("A800"))
     work = fit_work(model, max(lens), num_slices, stages=(10,) * 4, sp_size=8)
     longest = cut_and_pack([max(lens)], num_slices, work)[0]

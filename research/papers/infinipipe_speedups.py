@@ -179,7 +179,7 @@ def figure_10() -> Table:
 
 
 def lengths(data: str, context: int, count: int = 512) -> tuple[int, ...]:
-    return sample_lengths(data, count, 0, max_seq_len=context * K, too_long="truncate")
+    return tuple(min(n, context * K) for n in sample_lengths(data, count, 0))
 
 
 def in_equal_heads(cost: CostModel, sp_size: int) -> CostModel:

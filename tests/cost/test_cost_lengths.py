@@ -41,10 +41,7 @@ def test_the_same_seed_draws_the_same():
 
 
 def test_too_long_sequences():
-    kept = sample_lengths("github", 5000, seed=1)
-    cut = sample_lengths("github", 5000, seed=1, max_seq_len=32 * K, too_long="truncate")
     dropped = sample_lengths("github", 5000, seed=1, max_seq_len=32 * K)
-    assert cut == tuple(min(n, 32 * K) for n in kept) and max(cut) == 32 * K
     assert len(dropped) == 5000 and max(dropped) < 32 * K
     below = np.mean([n < 8 * K for n in dropped])
     assert below > 0.915

@@ -11,7 +11,7 @@ from furlong.cost.memory import stage_bytes
 from furlong.cost.model import CostModel, update_s
 from furlong.cost.seconds import attended_keys, chunk_table
 from furlong.cost.training import Lora, Training
-from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Offload, Place, Recompute, Slice
+from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Place, Recompute, Slice
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_on_device
@@ -162,8 +162,7 @@ def test_experts_are_read_where_some_token_visits_them(num_tokens):
     assert [first, last, back_last, back_first] == pytest.approx([once, once, 2 * once, 2 * once])
 
 
-@pytest.mark.parametrize("kv", ["none", "cpu"])
-def test_seconds_without_a_plan_are_those_of_a_plan(kv):
+def test_seconds_without_a_plan_are_those_of_a_plan():
     """Of every cell of a pipeline on groups of two, layers recomputed, weights gathered."""
     stages, again = (2, 1), (1, 0)
     model = CostModel(SHAPE, Machine.named("A100-80"), Training(zero_stage=3))
@@ -173,9 +172,9 @@ def test_seconds_without_a_plan_are_those_of_a_plan(kv):
         tuple(a for c in (0, 1) for a in (Forward(c, s, "all", again[s]), Backward(c, s)))
         for s in (0, 1)
     ]
-    plan = ChunkPlan((700,), chunks, stages, tuple(cells), Offload(kv=kv), sp_size=2)
+    plan = ChunkPlan((700,), chunks, stages, tuple(cells), sp_size=2)
     costs = model.costs(plan)
-    found = model.cell_seconds(chunks, stages, sp_size=2, kv=kv, recompute_layers=again)
+    found = model.cell_seconds(chunks, stages, sp_size=2, recompute_layers=again)
     for rank, own in enumerate(cells):
         expected = [costs.compute_s(action, rank) for action in own]
         assert found[rank].ravel().tolist() == pytest.approx(expected)

@@ -13,14 +13,13 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from furlong.errors import ConfigError, look_up
 
 K = 1024
-TooLong = Literal["drop", "truncate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +63,10 @@ def sample_lengths(
     seed: int = 0,
     *,
     max_seq_len: int | None = None,
-    too_long: TooLong = "drop",
 ) -> tuple[int, ...]:
-    """Lengths of `count` sequences; the same for the same seed.
+    """Lengths of `count` sequences; the same for the same seed. Others are drawn in the place of
+    those beyond `max_seq_len` (as ChunkFlow excludes them).
 
-    too_long: what happens to sequences beyond `max_seq_len`: drop draws others in their place (as
-    ChunkFlow excludes them), truncate cuts them (as InfiniPipe does).
     Raises ConfigError for an unknown name, and where `max_seq_len` would drop every sequence.
     """
     preset = length_preset(name)
@@ -77,7 +74,7 @@ def sample_lengths(
     shares = [share for _, share in points]
     logs = np.log([tokens for tokens, _ in points])
     highest = 1.0
-    if max_seq_len is not None and max_seq_len < preset.longest_tokens and too_long == "drop":
+    if max_seq_len is not None and max_seq_len < preset.longest_tokens:
         if max_seq_len <= preset.shortest_tokens:
             raise ConfigError(
                 given=f"max_seq_len {max_seq_len}",
@@ -88,6 +85,6 @@ def sample_lengths(
         highest = float(np.interp(np.log(max_seq_len), logs, shares))
     drawn = np.random.default_rng(seed).random(count) * highest
     lengths = np.floor(np.exp(np.interp(drawn, shares, logs))).astype(np.int64)
-    if max_seq_len is not None:
+    if max_seq_len is not None:  # the last of them may be rounded up
         lengths = np.minimum(lengths, max_seq_len)
     return tuple(int(length) for length in np.maximum(lengths, 1))

@@ -96,7 +96,6 @@ class CostModel:
         stages: tuple[int, ...],
         *,
         sp_size: int = 1,
-        kv: OffloadTarget = "none",
         recompute_layers: Sequence[int] = (),
         free: Collection[Hidden] = (),
     ) -> Array:
@@ -107,7 +106,7 @@ class CostModel:
         seconds = np.zeros((len(stages), len(chunks), 2))
         for stage, layers in enumerate(recompute_layers or [0] * len(stages)):
             forward, backward = cell_parts(stages, stage, layers)
-            own = self.stage_seconds(stages, stage, layout=layout, ranks=(stage,), kv=kv, free=free)
+            own = self.stage_seconds(stages, stage, layout=layout, ranks=(stage,), free=free)
             of_parts = own.pass_seconds(forward + backward, table).max(axis=1)
             seconds[stage, :, 0] = of_parts[: len(forward)].sum(axis=0)
             seconds[stage, :, 1] = of_parts[len(forward) :].sum(axis=0)
