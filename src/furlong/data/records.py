@@ -272,7 +272,8 @@ def _lines(file: SourceFile, note: Note) -> Iterator[tuple[int, str]]:
             text, num_replaced = _decode(line.removeprefix(_MARK) if at == 1 else line)
             if b"\0" in line or num_replaced > _MAX_REPLACED_SHARE * len(text):
                 raise _broken(file, at, text, ValueError(_NO_TEXT))
-            note(REPLACED, line=at, number=num_replaced)
+            if num_replaced:
+                note(REPLACED, line=at, number=num_replaced)
             yield at, text
 
 

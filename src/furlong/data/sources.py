@@ -258,6 +258,8 @@ def unreadable(path: object, key: str, error: Exception) -> DataError:
 def printable(path: object) -> str:
     """A path as text that every terminal takes, whatever bytes its name has."""
     text = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
