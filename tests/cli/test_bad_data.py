@@ -13,20 +13,13 @@ from helpers.byte_tokenizer import byte_tokenizer
 
 from furlong.cli.main import main
 
-FORGETFUL = (
-    "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}(thinking){% endif %}"
-    "{{ m.content }}{% endfor %}"
-)
-USER = {"role": "user", "content": "question"}
-ANSWER = {"role": "assistant", "content": "answer"}
 TEXT = {"text": "a few words"}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's folder with a tokenizer of bytes and a chat template that forgets."""
+    """A model's folder with a tokenizer of bytes."""
     tokenizer = byte_tokenizer(["<end>"])
-    tokenizer.chat_template = FORGETFUL
     tokenizer.save_pretrained(tmp_path / "model")
     transformers.LlamaConfig(
         vocab_size=222, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
@@ -41,10 +34,6 @@ def lines(*records: Any) -> str:
 
 BAD: dict[str, tuple[str, str, tuple[str, ...], str, str]] = {
     # file, content, flags, a part of what is said, where it is from
-    "template not maskable": (
-        "a.jsonl", lines({"messages": [USER, ANSWER, USER, ANSWER]}), (),
-        "a chat template that cannot be masked: message 2 is another text", "model",
-    ),
     "too long": (
         "a.jsonl", lines(TEXT, {"text": "x" * 70}, {"text": "x" * 90}), (),
         "a sequence of 91 tokens, and 1 more above the limit, of 3 sequences", "a.jsonl:3",

@@ -386,18 +386,17 @@ def _lacks(
     null = {name: " (null)" for name, value in record.fields.items() if value is None}
     known = sorted(record.fields, key=lambda name: name not in FIELDS)
     given = [printable(name) + null.get(name, "") * (name in FIELDS) for name in known[:12]]
-    change = "name the data's fields in data.fields, such as {text: chapter}, or set data.format to"
-    change += " the shape that the records have"
+    name = "name the data's fields in data.fields"
+    change = (
+        f"{name}, such as {{text: chapter}}, or set data.format to the shape that the records have"
+    )
     if formats == ("preference",):
-        change = "name the data's fields in data.fields: {prompt: ..., chosen: ..., rejected: ...},"
-        change += " or set train.loss to sft"
+        change = f"{name}: {{prompt: ..., chosen: ..., rejected: ...}}, or set train.loss to sft"
     elif {"chosen", "rejected"} <= record.fields.keys():
-        change = "set train.loss to dpo, which learns from pairs of answers; or name the fields in"
-        change += " data.fields"
+        change = f"set train.loss to dpo, which learns from pairs of answers; or {name}"
     elif formats == ("unpaired",):
         required = "label, with prompt + completion, messages, or instruction + output"
-        change = "name the data's fields in data.fields: {label: ..., completion: ...}, or set"
-        change += " train.loss to sft"
+        change = f"{name}: {{label: ..., completion: ...}}, or set train.loss to sft"
     return record.refusal(
         f"a record with {', '.join(given) or 'no field'}", f"the fields {required}", change
     )

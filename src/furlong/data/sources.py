@@ -188,8 +188,7 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
             files += found
             parts.append((len(found), part))
     except (OSError, client_error()) as error:
-        address = _address_of(source) if find is _found_elsewhere else source.path
-        raise unreadable(address, key, error) from error
+        raise unreadable(source.path, key, error) from error
     is_whole = len(parts) == 1 and not parts[0][1]
     return Listing(tuple(files), notes, () if is_whole else tuple(parts))
 
@@ -356,21 +355,17 @@ def _fetched(meant: _Meant) -> list[SourceFile]:
         ) from error
 
 
-def _address_of(source: Source) -> str:
-    """The address of a source that is not fetched."""
-    address = source.path if "://" in source.path else _HUB + source.path
-    if source.revision is None:
-        return address
-    owner, name, *inner = address.removeprefix(_HUB).split("/")
-    return _HUB + "/".join((owner, f"{name}@{quote(source.revision, safe='')}", *inner))
-
-
 def _found_elsewhere(meant: _Meant) -> list[SourceFile]:
     """The files of an address, none of which is fetched. Raises DataError, and what asking its
     file system raises."""
     import fsspec
 
-    address = _address_of(meant.source)
+    source = meant.source
+    address = source.path if "://" in source.path else _HUB + source.path
+    if source.revision is not None:
+        owner, name, *inner = address.removeprefix(_HUB).split("/")
+        revision = quote(source.revision, safe="")
+        address = _HUB + "/".join((owner, f"{name}@{revision}", *inner))
     try:
         system, root = fsspec.url_to_fs(address)
     except (ImportError, ValueError) as error:
@@ -383,7 +378,11 @@ def _found_elsewhere(meant: _Meant) -> list[SourceFile]:
     def address_of(name: Path) -> str:
         return str(system.unstrip_protocol(f"{root}/{name.as_posix()}" if name.parts else root))
 
-    names = _visible(Path(file).relative_to(root) for file in sorted(system.find(root)))
+    try:
+        found = sorted(system.find(root))
+    except (OSError, client_error()) as error:
+        raise unreadable(address, meant.key, error) from error
+    names = _visible(Path(file).relative_to(root) for file in found)
     return _chosen(Path(root), names, meant, address_of=address_of)
 
 
