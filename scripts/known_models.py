@@ -14,6 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from furlong.models.describe import describe
 
 TABLE = Path(__file__).parents[1] / "src/furlong/cost/known_models.json"
@@ -87,7 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def row(name: str) -> dict[str, Any]:
     """A model's config and its shape; positions are known where the config tells them."""
     config = CONFIGS[name]
-    shape = describe(config, f"the preset {name}").to_values()
+    shape = describe(AutoConfig.for_model(**config), f"the preset {name}").to_values()
     if "max_position_embeddings" not in config:
         shape["num_positions"] = None
     return {"config": config, "shape": shape}

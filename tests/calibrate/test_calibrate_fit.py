@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.shapes import shape_of_values
 
 from furlong.calibrate.fit import (
     Sample,
@@ -17,7 +18,6 @@ from furlong.calibrate.run import trials
 from furlong.cost.machine import Efficiency, Machine, this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
-from furlong.models.describe import describe
 from furlong.planners.orders import plan_on_device
 
 TRUE_RATES = {
@@ -37,7 +37,7 @@ def shape_of(hidden, layers=2):
         "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128,
         "intermediate_size": 4 * hidden, "vocab_size": 4096, "tie_word_embeddings": True,
     }  # fmt: skip
-    return describe(config)
+    return shape_of_values(config)
 
 
 def simulated(spec, truth, noise=0.0, largest=1024, hidden=896):

@@ -13,7 +13,6 @@ from papers.unit_costs import UnitCosts
 
 from furlong.cost.machine import Machine
 from furlong.cost.model import Computing, CostModel
-from furlong.models.describe import describe
 from furlong.plan.check import check
 from furlong.plan.plan import (
     Action,
@@ -33,6 +32,7 @@ from furlong.planners.infinipipe import in_a_row, plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import number_chunks, plan_1f1b, walk_group
 from furlong.simulate.clock import measure, simulate
+from helpers.shapes import shape_of_values
 
 _SMALL = {
     "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -41,7 +41,7 @@ _SMALL = {
 
 
 def small_cost_model() -> CostModel:
-    return CostModel(describe(_SMALL), Machine.named("A100-80"))
+    return CostModel(shape_of_values(_SMALL), Machine.named("A100-80"))
 
 
 def random_groups(random: Random) -> tuple[list[int], list[list[Chunk]]]:

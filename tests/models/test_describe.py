@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import tiny_families
 from helpers.hybrids import HYBRIDS
+from helpers.shapes import shape_of_values
 from helpers.tiny_families import WINDOW, config_of, own_settings
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -263,14 +264,14 @@ def test_what_no_chunks_can_train_is_refused_with_the_reason(name):
 
 def test_text_config_and_unknown_models(tmp_path: Path):
     inner = {**GROUPED, "model_type": "llama"}
-    assert describe({"model_type": "llava", "text_config": inner}) == describe(inner)
+    assert shape_of_values({"model_type": "llava", "text_config": inner}) == shape_of_values(inner)
     with pytest.raises(ConfigError, match="No such file"):
         cached_shape(tmp_path / "nothing.json", describe_file)
     with pytest.raises(ConfigError, match=r"did you mean Qwen2\.5-7B\?"):
         model_shape("qwen2.5-7")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(inner))
-    assert describe_file(file) == describe_file(tmp_path) == describe(inner)
+    assert describe_file(file) == describe_file(tmp_path) == shape_of_values(inner)
 
 
 def test_published_counts():

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from helpers.shapes import shape_of_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +11,6 @@ from furlong.cost.machine import Link, Machine, this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
-from furlong.models.describe import describe
 from furlong.planners.candidates import ByteBound, TimeEstimate
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
@@ -24,18 +24,18 @@ SMALL = {
 WINDOWED = SMALL | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 600}
 CPU = replace(this_cpu(), heap_blocks=0.0, heap_share=0.0)  # of which the bound knows nothing
 MODELS = {
-    "small": CostModel(describe(SMALL), Machine.named("H100")),
-    "windowed": CostModel(describe(WINDOWED), Machine.named("H100")),
+    "small": CostModel(shape_of_values(SMALL), Machine.named("H100")),
+    "windowed": CostModel(shape_of_values(WINDOWED), Machine.named("H100")),
     "cpu": CostModel(
-        describe(SMALL), CPU, Training.in_dtype("float32")
+        shape_of_values(SMALL), CPU, Training.in_dtype("float32")
     ),
-    "cpu, bfloat16": CostModel(describe(SMALL), CPU),
+    "cpu, bfloat16": CostModel(shape_of_values(SMALL), CPU),
     "lora": CostModel(
         model_shape("Qwen2.5-0.5B"), Machine.named("A100-80"),
         Training(lora=Lora(8, attention=True, mlp=True)),
     ),
     "one layer": CostModel(
-        describe(SMALL | {"num_hidden_layers": 1}), Machine.named("H100")
+        shape_of_values(SMALL | {"num_hidden_layers": 1}), Machine.named("H100")
     ),
 }  # fmt: skip
 target = st.sampled_from(("none", "cpu", "disk"))

@@ -7,6 +7,7 @@ from statistics import mean, pstdev
 import numpy as np
 import pytest
 from helpers.pipeline_plans import num_pipelines
+from helpers.shapes import shape_of_values
 from helpers.windows import backward_places, windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError, DataError
-from furlong.models.describe import describe
 from furlong.plan.plan import Forward
 from furlong.plan.text import load_plan, parse_chunk, save_plan
 from furlong.planners import infinipipe
@@ -117,7 +117,7 @@ def test_least_sum_against_brute_force(counts, heights, share, again):
 
 
 def small_model(config=SMALL, **training):
-    return CostModel(describe(config), Machine.named("A100-80"), Training(**training))
+    return CostModel(shape_of_values(config), Machine.named("A100-80"), Training(**training))
 
 
 MODEL = small_model()

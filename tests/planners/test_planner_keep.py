@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from helpers.shapes import shape_of_values
 
 from furlong.cost.memory import PlanMemory
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
-from furlong.models.describe import describe
 from furlong.planners.candidates import KEEPS
 from furlong.planners.decide import needs_beside_state, with_keep
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device, plan_two_phases
 from furlong.planners.question import Limits
 
-SHAPE = describe(
+SHAPE = shape_of_values(
     {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
      "num_hidden_layers": 8, "intermediate_size": 1024, "vocab_size": 1000}
 )  # fmt: skip

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.shapes import shape_of_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.fits import fit
@@ -16,7 +17,6 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError, DataError
-from furlong.models.describe import describe
 from furlong.plan.text import load_plan, save_plan
 from furlong.planners.chunks import peak_bytes
 from furlong.planners.places import (
@@ -98,7 +98,7 @@ def small(num_heads):
         "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "vocab_size": 32000,
         "num_attention_heads": num_heads, "intermediate_size": 4096,
     }  # fmt: skip
-    return CostModel(describe(config), Machine.named("A100-80"), Training(zero_stage=3))
+    return CostModel(shape_of_values(config), Machine.named("A100-80"), Training(zero_stage=3))
 
 
 def optimum_s(batch, found, most):

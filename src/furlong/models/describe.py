@@ -72,12 +72,8 @@ def _described(config_class: type, text: str, source: str) -> ModelShape:
 
 
 def describe(config: Any, source: str = "the model's config") -> ModelShape:
-    """The shape of a transformers config, or of the values of one. Raises ConfigError for what is
-    no decoder, or none that chunks can train."""
-    from transformers import AutoConfig
-
-    if isinstance(config, Mapping):
-        config = AutoConfig.for_model(**config)
+    """The shape of a transformers config. Raises ConfigError for what is no decoder, or none that
+    chunks can train."""
     text = config.get_text_config()
     values = json.dumps(text.to_dict(), sort_keys=True, default=str)
     return _described(type(text), values, source)  # type: ignore[arg-type]
