@@ -796,12 +796,6 @@ def _source(
     return source
 
 
-_USUAL_OF_AXOLOTL = {
-    "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
-    "train_on_eos": ("turn",),
-    "chat_template": ("tokenizer_default",),
-}
-"""Values of a source's keys that mean what furlong does."""
 _DATA_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
 
@@ -821,11 +815,11 @@ def _axolotl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
 
 def _axolotl_source(made: Conversion, one: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The sources of an entry: one for each of its files."""
+    usual: dict[str, list[Any]] = foreign_table()["usual of axolotl"]
     unusual = {
         name: value
         for name, value in one.items()
-        if name not in _USUAL_OF_AXOLOTL
-        or value not in (*_USUAL_OF_AXOLOTL[name], made.recipe.keys.get(name))
+        if name not in usual or value not in (*usual[name], made.recipe.keys.get(name))
     }
     source = _source(made, "datasets", unusual)
     path, files = one["path"], one.get("data_files") or []

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from furlong.config.foreign import answer_to
+from furlong.config.foreign import answer_to, foreign_table
 from furlong.config.schema import Source, all_keys, keys_below, words_of
 from furlong.errors import ConfigError, refusal
 
@@ -20,15 +20,6 @@ _SHOWN_CHARS = 120
 _COLUMN_CHARS = 40
 """Most characters of the first column of a table of keys that are padded."""
 _UNKNOWN = ", an unknown key"
-_IN_SOURCES = {
-    **dict.fromkeys(("subset", "config", "config_name"), "name"),
-    **dict.fromkeys(("type", "formatting"), "format, such as alpaca or chat"),
-    **dict.fromkeys(("field", "text_column", "columns"), "fields, such as {text: chapter}"),
-    **dict.fromkeys(("num_samples", "max_samples"), "limit"),
-    **dict.fromkeys(("probability", "fraction", "ratio"), "share"),
-    **dict.fromkeys(("data_files", "file_name", "id", "source"), "path"),
-}
-"""Our keys of a source, by their names in other trainers."""
 _NEAR = 0.75
 """Similarity, by difflib, from which one name counts as another one misspelled."""
 
@@ -148,7 +139,8 @@ def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str])
             required = f"a text, or a mapping of {', '.join(Source.model_fields)}"
             name = str(location[-1])
             near = difflib.get_close_matches(name, Source.model_fields, n=1, cutoff=_NEAR)
-            own = _IN_SOURCES.get(name) or "".join(near)
+            advice = foreign_table()["in a source"]
+            own = next((ours for ours, names in advice.items() if name in names), "".join(near))
             change = f"write {own or f'{example}, or {{path: {example}, weight: 2.0}}'}"
         elif kind == "missing":
             given = f"no {part}"
