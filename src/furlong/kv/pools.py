@@ -202,6 +202,7 @@ class Pool(ABC):
             self._give(tensor, buffer)
             return
         self._raise_error()
+        self._require_held(h)
         assert h.num_leases == 0, "another lease of the handle is left"
         self._write_back(h, tensor, buffer)
 
