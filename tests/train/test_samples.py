@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_runs import TinyRun, signal_after
+from helpers.tiny_runs import TinyRun, build_hybrid_run, signal_after
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -106,3 +106,21 @@ def test_prompts_that_cannot_be_are_told_before_the_first_step(
     told = capsys.readouterr().err
     assert said in told and "log.sample" in told
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("jamba", marks=pytest.mark.slow)])
+def test_a_prompt_of_a_recurrent_model_is_read_at_once(tmp_path: Path, family: str) -> None:
+    """Its generation hands states on from token to token alone, and has none or another cache."""
+    tiny, prompt = build_hybrid_run(family, tmp_path / "tiny"), "word1 word2 word3"
+    flags = (f'--log.samples=["{prompt}"]', "--log.sample_tokens=4", "--chunks.size=8",
+             "--train.epochs=null", "--train.steps=1")  # fmt: skip
+    assert main(tiny.arguments(tmp_path / "run", *flags)) == 0
+    model = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny.folder / "model")
+    found = torch.tensor([tokenizer(prompt)["input_ids"]])
+    start = found.shape[1]
+    for _ in range(4):
+        best = model(found, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+        found = torch.cat([found, best], 1)
+    ((_, text),) = samples(tmp_path / "run")[0]
+    assert tokenizer.decode(found[0, start:]).startswith(text)

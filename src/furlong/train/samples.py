@@ -70,14 +70,15 @@ def write_samples(
     prompts: Sequence[tuple[str, list[int]]],
     num_tokens: int,
     *,
-    chunk_size: int,
+    chunk_size: int | None,
     device: torch.device,
     in_step: bool,
 ) -> list[tuple[str, str]]:
     """Each prompt, and the at most `num_tokens` that follow, special ones included, as text.
 
-    A prompt is read in chunks. Modes and generators are afterwards as before. `in_step`: several
-    processes that have divided the weights call it together, and get the same.
+    A prompt is read in chunks; `chunk_size` None: at once. Modes and generators are afterwards as
+    before. `in_step`: several processes that have divided the weights call it together, and get the
+    same.
     """
     from transformers import GenerationConfig
 

@@ -745,10 +745,13 @@ class Trainer:
             if self.progress.step == 0:
                 self.say("samples: left out, for no process of a pipeline has the whole model")
             return
+        # transformers reads on from a cache of keys and values; states are lost between chunks, or
+        # are in no such cache
+        is_recurrent = self.engine.engine.model.events is not None
         written = write_samples(
             self.model, self.tokenizer, self.prompts, self.config.log.sample_tokens,
-            chunk_size=self.fitting.options.size, device=self.engine.device,
-            in_step=self.processes.num_processes > 1,
+            chunk_size=None if is_recurrent else self.fitting.options.size,
+            device=self.engine.device, in_step=self.processes.num_processes > 1,
         )  # fmt: skip
         self.log.samples(self.progress.step, written)
 
