@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from pydantic import ValidationError
 
 _MAX_NAMED = 5
@@ -59,8 +61,16 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def reason_of(error: BaseException) -> str:
+    """The kind of an error, and its first line."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 class UserError(FurlongError):
     """Something the user can mend, told in four parts."""
+
+    is_common = False
+    """Whether every process of a run raises it, so that the first one tells it for all."""
 
     def __init__(self, *, given: str, required: str, source: str, change: str) -> None:
         self.given = given
@@ -73,6 +83,11 @@ class UserError(FurlongError):
         return in_four_parts(
             given=self.given, required=self.required, source=self.source, change=self.change
         )
+
+    def on_all(self) -> Self:
+        """The error, which every process has made of the same figures and is about to raise."""
+        self.is_common = True
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         # comes back whole from another process, whatever a subclass takes to be made

@@ -50,6 +50,10 @@ def raises_of_one(processes: Processes) -> None:
     processes.together(read)
 
 
+def raises_on_all(processes: Processes) -> None:
+    raise DataError(given="no file", required="a file", source="here", change="add it").on_all()
+
+
 def fails_on_one(processes: Processes) -> None:
     if not processes.is_first:
         raise ValueError("no such layer")
@@ -126,6 +130,7 @@ CASES = {
         [2, 2],
         ["^given:    process 1: no file\nrequired: a file", "^given:    no file\nrequired: a file"],
     ),
+    raises_on_all: ([2, 2], [r"^given:    no file.*change:   add it\s*\Z"] * 2),
     fails_on_one: (
         [1, 1], ["process 1 ended by ValueError: no such layer", "Traceback.*no such layer"],
     ),
@@ -147,7 +152,7 @@ def run(folder: Path, what: Callable[[Processes], None], num_processes: int = 2)
 def test_all_processes_end_and_tell_what_ended_them(tmp_path: Path) -> None:
     """Mostly they wait: some cases run beside each other."""
     found: dict[Callable[[Processes], None], list[Ended]] = {}
-    for beside in (list(CASES)[:4], list(CASES)[4:]):
+    for beside in (list(CASES)[:5], list(CASES)[5:]):
         started = [run(tmp_path, what, len(CASES[what][0])) for what in beside]
         found |= {what: one.ended(20) for what, one in zip(beside, started, strict=True)}
     for what, (codes, told) in CASES.items():

@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         with speaker_only(launch.is_first), joined(launch) as processes:
             return _train(arguments, processes)
     except UserError as error:
-        if launch.is_first or processes is None or error is not processes.common:
+        if launch.is_first or processes is None or not error.is_common:
             raise
         return 2
 

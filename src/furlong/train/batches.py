@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from furlong.data.loader import Batch
 from furlong.data.tokenize import IGNORE_INDEX
-from furlong.errors import ElsewhereError
+from furlong.errors import ElsewhereError, reason_of
 from furlong.plan.plan import ChunkPlan, Layout
 from furlong.planners.candidates import CHUNKS
 from furlong.planners.chunks import by_cost
@@ -28,7 +28,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_kept, plan_replica
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import num_drawn, sampled
-from furlong.runtime.distributed.consensus import reason_of, together
+from furlong.runtime.distributed.consensus import together
 from furlong.train.processes import ALONE, Processes
 
 if TYPE_CHECKING:

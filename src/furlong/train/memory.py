@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from furlong.errors import ConfigError, UserError, first_line
+from furlong.errors import ConfigError, first_line
 from furlong.models.quantized import scales_of
 from furlong.ops.backends.select import is_out_of_memory
 from furlong.planners.options import ChunkOptions
@@ -98,13 +98,10 @@ class Fitting:
         *,
         say: Callable[[str], None] = print,
         changed: Callable[[ChunkOptions], None] = lambda options: None,
-        alike: Callable[[UserError], UserError] = lambda error: error,
     ) -> None:
-        """`changed` is told the new options. `alike` takes note of an error that all processes of a
-        run are going to raise."""
+        """`changed` is told the new options."""
         self.options = options
         self._say, self._changed = say, changed
-        self._alike = alike
 
     def compute(
         self,
@@ -134,7 +131,7 @@ class Fitting:
                 return result  # type: ignore[return-value]
             tried.append(self.options.size)
             if tried.count(self.options.size) > 1:
-                raise self._alike(_nothing_fits(name, tried, reason))
+                raise _nothing_fits(name, tried, reason).on_all()
             self._shrink(name, num_tokens, reason)
 
     def _shrink(self, name: str, num_tokens: int, reason: str) -> None:

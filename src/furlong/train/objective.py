@@ -166,15 +166,13 @@ class AnswerLoss(Objective):
         processes = engine.processes
         result = engine.compute(batch, options, backward=False, watch=watch)
         if backward and processes.any(result.has_drawn):
-            raise processes.alike(
-                ConfigError(
-                    given=f"train.loss: {self.name} with {processes.num_processes} processes and a"
-                    " model that draws random numbers in train mode (dropout, jitter or sampling)",
-                    required="no draws: losses are made of one forward, gradients of another",
-                    source="the model's config.json, or model.lora.dropout",
-                    change="set its dropouts to 0, or start one process",
-                )
-            )
+            raise ConfigError(
+                given=f"train.loss: {self.name} with {processes.num_processes} processes and a"
+                " model that draws random numbers in train mode (dropout, jitter or sampling)",
+                required="no draws: losses are made of one forward, gradients of another",
+                source="the model's config.json, or model.lora.dropout",
+                change="set its dropouts to 0, or start one process",
+            ).on_all()
         # the same on all processes, which then agree on what each sequence counts
         sums = torch.stack([-losses.sum() for losses in result.token_losses]).requires_grad_()
         answers = list(map(_answer, batch.sequences, sums))

@@ -69,14 +69,12 @@ def _groups(
     for group in settings.groups:
         if not any(re.search(group.match, name) for name in everywhere):
             some = ", ".join(sorted(everywhere)[:3])
-            raise processes.alike(
-                ConfigError(
-                    given=f"train.groups: match {group.match!r}, which finds no trained parameter",
-                    required=f"a regular expression that some name contains, such as {some}",
-                    source="train.groups",
-                    change="correct match, or remove the group",
-                )
-            )
+            raise ConfigError(
+                given=f"train.groups: match {group.match!r}, which finds no trained parameter",
+                required=f"a regular expression that some name contains, such as {some}",
+                source="train.groups",
+                change="correct match, or remove the group",
+            ).on_all()
     ends = _ends(model) if settings.optimizer == "muon" else set(map(id, named.values()))
     found: tuple[dict[Any, list[nn.Parameter]], ...] = ({}, {})
     for own in found:

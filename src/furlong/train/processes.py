@@ -153,13 +153,11 @@ def layout_of(parallel: ParallelConfig, num_processes: int) -> Layout:
 
 class Processes:
     """A process among all of a run; alone it agrees with itself. All call the same methods in
-    the same order, but for `alike`."""
+    the same order."""
 
     def __init__(self, launch: Launch, group: ProcessGroup | None = None) -> None:
         """`group`: of all, over gloo; None where there is one process."""
         self.launch, self.group = launch, group
-        self.common: UserError | None = None
-        """The error that every process is raising."""
 
     def apart(self) -> Processes:
         """The same processes in a group of their own, for a thread."""
@@ -218,7 +216,7 @@ class Processes:
                 first = failure or first  # with its traceback
             elif number:
                 first.given = f"process {number}: {first.given}"
-            raise self.alike(first)
+            raise first.on_all()
         return result  # type: ignore[no-any-return]
 
     def from_first(self, work: Callable[[], _T]) -> _T:
@@ -232,12 +230,6 @@ class Processes:
         is_sooner = self.launch.local_number == 0
         result: Any = self.together(work if is_sooner else lambda: None)
         return self.together(lambda: result if is_sooner else work())  # type: ignore[no-any-return]
-
-    def alike(self, error: UserError) -> UserError:
-        """The error, which every process has made of the same figures and is about to raise."""
-        if self.group is not None:
-            self.common = error
-        return error
 
 
 ALONE = Processes(Launch())
@@ -310,7 +302,9 @@ def joined(launch: Launch, *, limit: timedelta = _COLLECTIVE_LIMIT) -> Iterator[
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):  # a signal has ended this process
             raise
-        if error is not processes.common and not isinstance(error, SystemExit):  # --help, on all
+        is_common = isinstance(error, SystemExit)  # --help
+        is_common |= isinstance(error, UserError) and error.is_common
+        if not is_common:
             _end_alone(error, launch, store)
         _leave(processes)
         raise

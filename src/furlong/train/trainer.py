@@ -295,10 +295,7 @@ class Trainer:
 
     def _build_reference(self) -> None:
         """Log-probabilities of the model as it is now, before its first step."""
-        self.fitting = Fitting(
-            self.decision.options, say=self.say, changed=self._options_changed,
-            alike=self.processes.alike,
-        )  # fmt: skip
+        self.fitting = Fitting(self.decision.options, say=self.say, changed=self._options_changed)
         if (fingerprint := self.fingerprints["reference"]) is None:
             return
         folder = cache_folder(self.config.data.cache_dir)
@@ -838,7 +835,7 @@ class Trainer:
             change=f"look at these sequences{', raise train.max_loss' * is_finite}, or start anew"
             f" with a lower train.lr or a longer train.warmup_steps; {kept}",
         )
-        raise self.processes.alike(error)
+        raise error.on_all()
 
 
 def _check_alone() -> None:

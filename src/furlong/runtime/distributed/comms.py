@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from furlong.errors import ConfigError, LinkError, PlanError
+from furlong.errors import ConfigError, LinkError, PlanError, reason_of
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import is_out_of_memory
 from furlong.plan.plan import (
@@ -42,7 +42,6 @@ from furlong.runtime.distributed.consensus import (
     failure_of,
     gathered,
     outcome_of,
-    reason_of,
 )
 from furlong.runtime.distributed.fsdp import adding_up, adds_unused
 from furlong.runtime.distributed.mesh import Ranks

@@ -33,6 +33,7 @@ from furlong.errors import (
     LinkError,
     NoMemoryElsewhereError,
     in_four_parts,
+    reason_of,
 )
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import is_out_of_memory
@@ -135,11 +136,6 @@ def outcome_of(error: BaseException) -> Outcome:
     if isinstance(error, ElsewhereError):
         return FINE
     return _NO_MEMORY if is_out_of_memory(error) else _FAILED, reason_of(error)
-
-
-def reason_of(error: BaseException) -> str:
-    """The kind of an error, and its first line."""
-    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 
 def require_same(ranks: Ranks, facts: Mapping[str, object], brought: _T) -> list[_T]:
