@@ -1,6 +1,7 @@
 """Bytes of states and of every action: closed forms, the real store's peak, and the check."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from helpers.shapes import shape_of_values
@@ -30,7 +31,11 @@ TINY = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 90,
 }  # fmt: skip
-SHAPE = shape_of_values(TINY)
+
+
+@cache
+def tiny_shape():
+    return shape_of_values(TINY)
 
 
 def test_states_of_bf16_training_take_18_bytes_per_parameter():
@@ -65,7 +70,7 @@ def test_gradients_are_whole_until_they_are_reduced():
             for own in ranks
         ),
     )  # fmt: skip
-    n = SHAPE.num_parameters
+    n = tiny_shape().num_parameters
 
     def held(plan, **training):
         curves = [curve(plan, rank, training=Training(**training)) for rank in (0, 1)]
@@ -73,7 +78,7 @@ def test_gradients_are_whole_until_they_are_reduced():
 
     assert [held(plan, zero_stage=zero) for zero in (0, 1, 2)] == [[4 * n] * 2] * 3
     assert held(plan, zero_stage=3) == [2 * n] * 2
-    adapters = 4 * 4 * Lora(rank=4).layer_parameters(SHAPE, 0)
+    adapters = 4 * 4 * Lora(rank=4).layer_parameters(tiny_shape(), 0)
     assert held(plan, zero_stage=2, lora=Lora(rank=4)) == [adapters] * 2
     # without a Backward there is nothing to reduce
     evaluated = replace(plan, actions=tuple((Forward(c, 0, "input"),) for c in (0, 2)))
@@ -130,7 +135,8 @@ def test_a_rank_with_both_ends_holds_a_tied_head_once():
 
 def curve(plan, rank=0, **fields):
     training = fields.pop("training", Training.in_dtype("float32"))
-    return PlanMemory(fields.pop("shape", SHAPE), training, 10**15, **fields).curve(plan, rank)
+    shape = fields.pop("shape", tiny_shape())
+    return PlanMemory(shape, training, 10**15, **fields).curve(plan, rank)
 
 
 def test_a_checkpointed_layer_keeps_its_input():
@@ -146,8 +152,8 @@ def test_an_unsharded_stage_is_whole_from_then_on():
     cells = (Unshard(0), Forward(0, 0, "all"), Backward(0, 0), Reduce(0))
     plan = ChunkPlan((16,), (piece,), (4,), (cells,), sp_size=1)
     weights = curve(plan, training=training).device[:, PARTS.index("weights")]
-    whole = 2 * SHAPE.num_parameters
-    sharded = training.weights(SHAPE, (4,), WHOLE, 1).state.weights
+    whole = 2 * tiny_shape().num_parameters
+    sharded = training.weights(tiny_shape(), (4,), WHOLE, 1).state.weights
     assert weights.tolist() == [sharded + whole] * 4
 
 

@@ -1,6 +1,7 @@
 """Memory and traffic of each kind in each target: by hand, and by the formulas of the store."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from helpers.shapes import shape_of_values
@@ -14,18 +15,27 @@ from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.planners.options import ChunkOptions
 
 MIB = 2**20
-# the benchmarks' own model: 8 layers of 384, 6 heads of 64, 2 of keys and values
-SHAPE = shape_of_values({
-    "model_type": "qwen2", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 4096,
-})  # fmt: skip
 FLOAT32 = Training.in_dtype("float32")
-MEMORY = PlanMemory(SHAPE, FLOAT32, 10**15, device_type="cpu")
 CHUNK, NUM_CHUNKS = 1024, 16
 LENGTH = CHUNK * NUM_CHUNKS
 
 
-def layer_first(height, keep="input", *, memory=MEMORY, **offload):
+@cache
+def own_shape():
+    """That of the benchmarks' own model: 8 layers of 384, 6 heads of 64, 2 of keys and values."""
+    return shape_of_values({
+        "model_type": "qwen2", "hidden_size": 384, "intermediate_size": 1024,
+        "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "vocab_size": 4096,
+    })  # fmt: skip
+
+
+def own_memory():
+    return PlanMemory(own_shape(), FLOAT32, 10**15, device_type="cpu")
+
+
+def layer_first(height, keep="input", *, memory=None, **offload):
+    memory = memory or own_memory()
     plan = plan_fpdt(
         [LENGTH], num_layers=8, stage_layers=height, chunk_size=CHUNK, keep=keep,
         offload=Offload(**offload),
@@ -93,10 +103,10 @@ def test_a_kept_graph_gives_its_input_back_and_takes_a_buffer_for_the_gradient()
 def test_without_a_backward_an_input_dies_with_its_reader():
     plan = plan_fpdt([LENGTH], num_layers=8, stage_layers=4, chunk_size=CHUNK, backward=False,
                      offload=Offload(inputs="cpu"))  # fmt: skip
-    curve = MEMORY.curve(plan, 0)
+    curve = own_memory().curve(plan, 0)
     message = 1.5 * MIB
     assert curve.cpu.tolist() == [message * n for n in [*range(1, 17), *range(16, 0, -1)]]
-    traffic = MEMORY.curve(plan, 0).traffic
+    traffic = own_memory().curve(plan, 0).traffic
     assert written_bytes(traffic, "cpu") == read_bytes(traffic, "cpu") == 16 * message
 
 
@@ -107,12 +117,12 @@ def test_frozen_stages_have_no_gradients_to_keep():
         offload=Offload(inputs="cpu"), frozen_stages=1,
     )  # fmt: skip
     message = 64 * 384 * 4
-    host = MEMORY.curve(plan, 0).cpu
+    host = own_memory().curve(plan, 0).cpu
     # x1 and x2; x2 becomes a gradient, which B0.1 reads; x1 becomes none
     assert host.tolist() == [message * n for n in (1, 2, 2, 2, 2, 2, 2, 0, 0, 0)]
-    assert written_bytes(MEMORY.curve(plan, 0).traffic, "cpu") == 3 * message
+    assert written_bytes(own_memory().curve(plan, 0).traffic, "cpu") == 3 * message
     # read: x1 by F and R, x2 by R alone (F0.2 computes nothing), its gradient by B0.1
-    assert read_bytes(MEMORY.curve(plan, 0).traffic, "cpu") == 4 * message
+    assert read_bytes(own_memory().curve(plan, 0).traffic, "cpu") == 4 * message
 
 
 @pytest.mark.parametrize("height", [1, 2, 8])
@@ -130,7 +140,7 @@ def test_attention_is_written_once_and_read_once_or_twice(height):
     assert part(on_device, "activations").max() >= written * per_layer
     # those of the whole cell are there from its recompute to its backward
     at = [format_action(action) for action in plan.actions[0]].index("R8.0")
-    cell = stage_bytes(SHAPE, plan.stages, 0, FLOAT32)
+    cell = stage_bytes(own_shape(), plan.stages, 0, FLOAT32)
     assert part(curve, "activations")[at] >= CHUNK * cell.graph()
     _, _, unseen = layer_first(height, "attention", attention="disk", kv="disk")
     assert unseen.to_json()["attention"] == traffic.to_json()["attention"]
@@ -140,14 +150,14 @@ def test_kept_graphs_off_the_device():
     options = ChunkOptions(size=CHUNK, num_retained=2, keep="kv")
     plan = plan_chunkflow([LENGTH], options, stages=(8,))
     lower = replace(plan, offload=Offload(graphs="cpu"))
-    graph = CHUNK * stage_bytes(SHAPE, (8,), 0, FLOAT32).graph()
-    traffic = MEMORY.curve(lower, 0).traffic
+    graph = CHUNK * stage_bytes(own_shape(), (8,), 0, FLOAT32).graph()
+    traffic = own_memory().curve(lower, 0).traffic
     moved = {"offload": "cpu", "read_bytes": round(2 * graph), "written_bytes": round(2 * graph)}
     assert traffic.to_json() == {"graphs": moved}
-    assert MEMORY.curve(lower, 0).cpu.max() == round(2 * graph)
+    assert own_memory().curve(lower, 0).cpu.max() == round(2 * graph)
     # recomputed graphs stay where they are: one at a time
-    saved = part(MEMORY.curve(plan, 0), "activations").max()
-    saved -= part(MEMORY.curve(lower, 0), "activations").max()
+    saved = part(own_memory().curve(plan, 0), "activations").max()
+    saved -= part(own_memory().curve(lower, 0), "activations").max()
     assert saved == pytest.approx(graph, rel=0.02)
 
 

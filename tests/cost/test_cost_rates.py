@@ -1,6 +1,7 @@
 """Terms that a calibration measures, each against its formula by hand; free until measured."""
 
 from dataclasses import replace
+from functools import cache
 from math import inf
 
 import pytest
@@ -16,10 +17,6 @@ from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_on_device
 
-SHAPE = shape_of_values({
-    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "intermediate_size": 160, "vocab_size": 500,
-})  # fmt: skip
 FREE = Efficiency(inf, 0.0)
 NOTHING = replace(
     Machine.named("A100-80"), linear=FREE, attention_forward=FREE, attention_backward=FREE,
@@ -38,8 +35,16 @@ PLAN = ChunkPlan(
 TO_KV, GRAPH, BACK, AGAIN, LAST = range(5)
 
 
+@cache
+def tiny_shape():
+    return shape_of_values({
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "intermediate_size": 160, "vocab_size": 500,
+    })  # fmt: skip
+
+
 def seconds(**rates):
-    model = CostModel(SHAPE, replace(NOTHING, **rates), Training.in_dtype("float32"))
+    model = CostModel(tiny_shape(), replace(NOTHING, **rates), Training.in_dtype("float32"))
     costs = model.costs(PLAN)
     return [costs.compute_s(action, 0) for action in PLAN.actions[0]]
 
@@ -69,8 +74,8 @@ def test_launches_add_to_work_or_hide_it():
 
 def test_kernels_pass_what_graphs_save_and_logits():
     found = seconds(activation_bytes_per_s=1.0)
-    cell = stage_bytes(SHAPE, (3,), 0, Training.in_dtype("float32"))
-    layer, logits = cell.graph_layers[0], cell.logit * SHAPE.vocab_size
+    cell = stage_bytes(tiny_shape(), (3,), 0, Training.in_dtype("float32"))
+    layer, logits = cell.graph_layers[0], cell.logit * tiny_shape().vocab_size
     assert found[GRAPH] == pytest.approx(60 * 3 * layer)
     assert found[AGAIN] == pytest.approx(40 * 3 * layer)
     assert found[BACK] == pytest.approx(60 * (6 * layer + logits))
@@ -83,10 +88,11 @@ def test_weights_in_4_bits_are_made_whole_for_each_pass():
 
     def on(packed_bytes):
         training = replace(Training.in_dtype("float32"), lora=Lora(4), packed_bytes=packed_bytes)
-        costs = CostModel(SHAPE, replace(NOTHING, unpacking_bytes_per_s=1.0), training).costs(PLAN)
+        machine = replace(NOTHING, unpacking_bytes_per_s=1.0)
+        costs = CostModel(tiny_shape(), machine, training).costs(PLAN)
         return [costs.compute_s(action, 0) for action in PLAN.actions[0]]
 
-    layer = SHAPE.layers[0]
+    layer = tiny_shape().layers[0]
     whole = 3 * layer.linear_parameters * (0.5 + 2 * 4)
     behind_kv = (layer.linear_parameters - layer.before_kv) * (0.5 + 2 * 4)
     assert on(0.5) == pytest.approx([whole - behind_kv, whole, whole, whole, whole])
@@ -94,7 +100,7 @@ def test_weights_in_4_bits_are_made_whole_for_each_pass():
 
 
 def test_tiles_that_the_diagonal_cuts_are_computed_whole():
-    plain, tiled = (chunk_table(CHUNKS, SHAPE, 1, tile) for tile in (0, 16))
+    plain, tiled = (chunk_table(CHUNKS, tiny_shape(), 1, tile) for tile in (0, 16))
     own = [
         attended_keys(0, 40),
         attended_keys(40, 70) + attended_keys(0, 10) + attended_keys(0, 20),
@@ -111,9 +117,9 @@ def test_the_optimizers_step():
     plan = plan_on_device([8], ChunkOptions(size=4), num_layers=3)
 
     def on(plan=plan, **training):
-        return update_s(CostModel(SHAPE, spec, Training(**training)), plan) * 2e6
+        return update_s(CostModel(tiny_shape(), spec, Training(**training)), plan) * 2e6
 
-    assert on() == pytest.approx(SHAPE.num_parameters)
+    assert on() == pytest.approx(tiny_shape().num_parameters)
     # a data sheet's device passes 30 bytes of each parameter through its memory
     assert Machine.named("A100-80").optimizer_parameters_per_s == pytest.approx(2.039e12 / 30)
     pool = replace(plan, sp_size=4)
@@ -122,11 +128,11 @@ def test_the_optimizers_step():
     assert quarter == on(replicas=4, zero_stage=2) == on() / 4
     assert quarter == on(replace(plan, sp_size=2), zero_stage=3, replicas=2)
     adapters = Lora(rank=1)
-    own = sum(adapters.layer_parameters(SHAPE, layer) for layer in range(3))
+    own = sum(adapters.layer_parameters(tiny_shape(), layer) for layer in range(3))
     assert on(lora=adapters) == pytest.approx(own)
     assert on(plan_on_device([8], ChunkOptions(size=4), num_layers=3, backward=False)) == 0
     # of a pipeline the largest stage decides
-    held = [Training().weights(SHAPE, (1, 2), frozenset((s,))).all for s in (0, 1)]
+    held = [Training().weights(tiny_shape(), (1, 2), frozenset((s,))).all for s in (0, 1)]
     assert held[0] != held[1]
     groups = group_chunks([8], ChunkOptions(size=4))
     assert on(plan_1f1b([8], groups, stages=(1, 2))) == pytest.approx(max(held))
@@ -165,7 +171,7 @@ def test_experts_are_read_where_some_token_visits_them(num_tokens):
 def test_seconds_without_a_plan_are_those_of_a_plan():
     """Of every cell of a pipeline on groups of two, layers recomputed, weights gathered."""
     stages, again = (2, 1), (1, 0)
-    model = CostModel(SHAPE, Machine.named("A100-80"), Training(zero_stage=3))
+    model = CostModel(tiny_shape(), Machine.named("A100-80"), Training(zero_stage=3))
     pieces = (Slice(0, 0, 500, Place(0, 2)), Slice(0, 500, 700, Place(0, 2)))
     chunks = tuple(Chunk((piece,)) for piece in pieces)
     cells = [

@@ -1,5 +1,7 @@
 """States of recurrent layers in a plan's memory: when they live, where, and in the real store."""
 
+from functools import cache
+
 import pytest
 import torch
 from helpers.hybrids import HYBRIDS, build
@@ -22,10 +24,14 @@ CONFIG = {
     **HYBRIDS["qwen3_next"], "model_type": "qwen3_next", "linear_conv_kernel_dim": 4,
     "num_hidden_layers": 4,
 }  # fmt: skip
-SHAPE = shape_of_values(CONFIG)
 STATE = 3 * (4 * 4 * 16 * 16 + 4 * 128 * 4)
 """Bytes of three layers' states in float32: 4 heads of 16 x 16, 4 columns of 128 channels."""
-MODEL = CostModel(SHAPE, Machine.named("H100"), Training.in_dtype("float32"))
+
+
+@cache
+def cost_model():
+    shape = shape_of_values(CONFIG)
+    return CostModel(shape, Machine.named("H100"), Training.in_dtype("float32"))
 
 
 def planned(lens=(40,), **dials):
@@ -34,7 +40,7 @@ def planned(lens=(40,), **dials):
 
 
 def states_of(plan):
-    return MODEL.memory().curve(plan, 0).device[:, PARTS.index("states")]
+    return cost_model().memory().curve(plan, 0).device[:, PARTS.index("states")]
 
 
 def test_states_live_from_their_forward_to_their_backward():
@@ -57,7 +63,7 @@ def test_states_live_from_their_forward_to_their_backward():
 def test_no_state_is_left(keep, order):
     plan = planned(keep=keep, order=order)
     assert states_of(plan).max() > 0
-    last = MODEL.memory().curve(plan, 0).device[-1, PARTS.index("states")]
+    last = cost_model().memory().curve(plan, 0).device[-1, PARTS.index("states")]
     assert last <= 2 * STATE  # the first chunk's, while its backward runs
 
 
@@ -67,7 +73,7 @@ def test_whole_sequences_have_no_states():
 
 def test_states_are_offloaded_with_keys_and_values():
     plan = planned(num_retained=0, offload="cpu")
-    memory = MODEL.memory()
+    memory = cost_model().memory()
     on_device = states_of(plan)
     assert on_device.max() == 2 * STATE < states_of(planned(num_retained=0)).max()
     moved = memory.curve(plan, 0).traffic
@@ -81,8 +87,8 @@ def test_states_are_offloaded_with_keys_and_values():
 @pytest.mark.parametrize("target", ["none", "cpu"])
 def test_no_walk_needs_less_than_the_bound(keep, target):
     options = ChunkOptions(size=10, keep=keep, offload=target, num_retained=0)
-    curve = MODEL.memory().curve(plan_on_device((100,), options, num_layers=4), 0)
-    needs = ByteBound(MODEL, 100, 10).needs(options)
+    curve = cost_model().memory().curve(plan_on_device((100,), options, num_layers=4), 0)
+    needs = ByteBound(cost_model(), 100, 10).needs(options)
     assert needs.device_bytes <= max(curve.device_bytes)
     assert needs.cpu_bytes <= curve.cpu.max()
 

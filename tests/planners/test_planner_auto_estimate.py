@@ -1,6 +1,7 @@
 """The closed forms of the search, against walks and simulations of whole plans."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from helpers.shapes import shape_of_values
@@ -24,17 +25,15 @@ SMALL = {
 WINDOWED = SMALL | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 600}
 CPU = replace(this_cpu(), heap_blocks=0.0, heap_share=0.0)  # of which the bound knows nothing
 MODELS = {
-    "small": CostModel(shape_of_values(SMALL), Machine.named("H100")),
-    "windowed": CostModel(shape_of_values(WINDOWED), Machine.named("H100")),
-    "cpu": CostModel(
-        shape_of_values(SMALL), CPU, Training.in_dtype("float32")
-    ),
-    "cpu, bfloat16": CostModel(shape_of_values(SMALL), CPU),
-    "lora": CostModel(
+    "small": lambda: CostModel(shape_of_values(SMALL), Machine.named("H100")),
+    "windowed": lambda: CostModel(shape_of_values(WINDOWED), Machine.named("H100")),
+    "cpu": lambda: CostModel(shape_of_values(SMALL), CPU, Training.in_dtype("float32")),
+    "cpu, bfloat16": lambda: CostModel(shape_of_values(SMALL), CPU),
+    "lora": lambda: CostModel(
         model_shape("Qwen2.5-0.5B"), Machine.named("A100-80"),
         Training(lora=Lora(8, attention=True, mlp=True)),
     ),
-    "one layer": CostModel(
+    "one layer": lambda: CostModel(
         shape_of_values(SMALL | {"num_hidden_layers": 1}), Machine.named("H100")
     ),
 }  # fmt: skip
@@ -54,10 +53,15 @@ options = st.builds(
 )
 
 
+@cache
+def cost_model(name):
+    return MODELS[name]()
+
+
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(sorted(MODELS)), options, st.integers(1, 12_000), st.booleans())
 def test_no_walk_needs_less_than_the_bound(name, options, longest, filled):
-    model = MODELS[name]
+    model = cost_model(name)
     others = -longest % options.size if filled else 0
     plan = plan_on_device(
         [longest, others] if others else [longest], options, num_layers=model.shape.num_layers
@@ -79,7 +83,7 @@ def test_no_walk_needs_less_than_the_bound(name, options, longest, filled):
 )
 def test_the_passes_of_a_few_chunks_tell_the_seconds_of_all(name, options, seq_lens):
     """Of a stage of each kind, unless copies take longer."""
-    model = MODELS[name]
+    model = cost_model(name)
     plan = plan_on_device(seq_lens, options, num_layers=model.shape.num_layers)
     seconds = predict(model, plan).step_s
     estimate = TimeEstimate(model, group_chunks(seq_lens, options)).seconds(options)
@@ -95,7 +99,7 @@ def test_the_passes_of_a_few_chunks_tell_the_seconds_of_all(name, options, seq_l
 def test_the_bound_holds_with_many_segments_off_the_device(
     longest, height, size, keep, num_retained
 ):
-    model = MODELS["lora"]
+    model = cost_model("lora")
     order = {} if height is None else {"order": "layer-first", "stage_layers": height}
     dials = ChunkOptions(size=size, keep=keep, num_retained=num_retained, offload="cpu", **order)
     walked = needs_of(model.memory().curve(plan_on_device([longest], dials, num_layers=24), 0))
@@ -108,7 +112,7 @@ def test_the_bound_holds_with_many_segments_off_the_device(
 @pytest.mark.parametrize("keep", ["input", "kv", "attention"])
 @pytest.mark.parametrize("num_retained", [0, 1, 3])
 def test_chunk_first_on_the_device_the_bound_is_what_the_walk_finds(name, keep, num_retained):
-    model = MODELS[name]
+    model = cost_model(name)
     layers = model.shape.num_layers
     for longest in (2048, 16_384, 16_384 - 300):
         dials = ChunkOptions(size=2048, keep=keep, num_retained=num_retained)
@@ -132,7 +136,7 @@ def test_chunk_first_on_the_device_the_bound_is_what_the_walk_finds(name, keep, 
 @pytest.mark.few(6)
 def test_a_slow_link_is_in_the_estimate(kind, least, stage_layers, keep):
     """The seconds of its copies, where the kind is written at all: never more than they take."""
-    model = MODELS["lora"]
+    model = cost_model("lora")
     links = replace(model.hardware.links, disk=Link(0.0, 1e7))
     model = replace(model, hardware=replace(model.hardware, links=links))
     dials = ChunkOptions(
