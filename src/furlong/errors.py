@@ -143,7 +143,10 @@ _T = TypeVar("_T")
 def first_error(error: ValidationError) -> str:
     """The first value that pydantic refuses: its place, the value, and why."""
     odd = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, odd['loc'])) or 'text'} = {odd['input']!r:.80}: {odd['msg']}"
+    place = ".".join(map(str, odd["loc"])) or "text"
+    if odd["type"] == "missing":  # what it is missing from may be long
+        return f"no {place}"
+    return f"{place} = {odd['input']!r:.80}: {odd['msg']}"
 
 
 def look_up(name: str, known: Mapping[str, _T], *, kind: str, source: str) -> _T:

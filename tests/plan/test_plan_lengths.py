@@ -71,7 +71,8 @@ def test_a_file_may_be_written_by_hand(tmp_path: Path) -> None:
         ('{"version": 1, "lengths": [1.5]}', "= 1.5"),
         ('{"version": 1, "lengths": ["1"]}', "= '1'"),
         ('{"version": 1, "lengths": [true]}', "= True"),
-        ('{"version": 1, "lengths": [[5, 0]]}', "[5, 0]"),
+        ('{"version": 1, "lengths": [-5]}', "lengths.0.tokens = -5"),
+        ('{"version": 1, "lengths": [3, [5, 0]]}', "lengths.1.pair.1 = 0"),
     ],
 )
 def test_a_file_of_something_else_is_told(tmp_path: Path, text: str | None, reason: str) -> None:

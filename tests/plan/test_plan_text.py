@@ -148,10 +148,12 @@ def change(field, value):
     [
         ("{", "Invalid JSON"),
         ("[]", "[]"),
+        ("{}", "no version"),
         (change("version", 1), "version = 1"),
         (change("extra", 1), "extra"),
         (change("offload", "cpu"), "offload = 'cpu'"),
         (change("offload", TARGETS | {"kv": "tape"}), "offload.kv = 'tape'"),
+        (change("offload", {"kv": "cpu"}), "offload = {'kv': 'cpu'}"),
         (change("frozen_stages", True), "frozen_stages"),
         (change("sampled", 1), "sampled"),
         (change("seq_lens", [5, True]), "seq_lens"),

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, Discriminator, Field, PositiveInt, Tag, ValidationError
 
 from furlong.errors import ConfigError, first_error
 from furlong.files import os_errors_told, write_text
@@ -30,6 +30,10 @@ MAX_SEQUENCES = 10**8
 FIRST_BUCKET_TOKENS = 64
 
 _Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+_Entry = Annotated[
+    Annotated[_Tokens, Tag("tokens")] | Annotated[tuple[_Tokens, PositiveInt], Tag("pair")],
+    Discriminator(lambda entry: "pair" if isinstance(entry, list) else "tokens"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,7 @@ class _File(BaseModel, strict=True):
     """The JSON of a file of lengths."""
 
     version: Literal[1]
-    lengths: list[_Tokens | tuple[_Tokens, PositiveInt]] = Field(min_length=1)
+    lengths: list[_Entry] = Field(min_length=1)
 
 
 def read_lengths(file: Path) -> Lengths:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from furlong.errors import UserError, first_error
 from furlong.plan.plan import (
@@ -213,7 +213,7 @@ class _Saved(BaseModel, extra="forbid", strict=True):
 
     made_for: Any = None
     version: Literal[6]
-    offload: dict[OffloadKind, OffloadTarget]
+    offload: dict[OffloadKind, OffloadTarget] = Field(min_length=len(get_args(OffloadKind)))
     sp_size: int
     frozen_stages: int
     sampled: bool
