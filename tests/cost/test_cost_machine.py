@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from furlong.cost import machine
 from furlong.cost.machine import (
     THIS_CPU,
     ClusterLinks,
@@ -55,6 +56,15 @@ def test_this_cpu_is_the_same_every_time():
 def test_a_budget_is_a_share_of_the_free_ram_in_coarse_steps():
     assert 0 < free_ram_budget_bytes() < this_cpu().memory_bytes
     assert [rounded_budget(n) for n in (0, 15, 16, 17, 31, 33)] == [0, 15, 16, 16, 30, 32]
+
+
+def test_processes_share_what_is_free_where_none_is_given(monkeypatch):
+    monkeypatch.setattr(machine, "free_ram_budget_bytes", lambda: 300)
+    cpu, card = this_cpu(), Machine.named("H100")
+    assert cpu.budget("auto", 3) == (100, "three fifths of the free RAM over 3 processes")
+    assert card.budget("auto", 3, 320) == (288, "95% of what is free, as H100")
+    assert card.budget("auto") == (card.budget_bytes, "of one H100")
+    assert card.budget(7, 3, 320) == (7, "memory.device")
 
 
 def test_a_containers_limit_counts_as_ram(tmp_path):

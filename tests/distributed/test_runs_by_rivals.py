@@ -15,6 +15,7 @@ from helpers.tiny_runs import TinyRun, run_command
 
 from furlong.cli.main import main
 from furlong.config.schema import RunConfig
+from furlong.cost import machine
 from furlong.plan.plan import Layout
 from furlong.planners import search
 from furlong.planners.decide import Decision
@@ -90,7 +91,7 @@ def takes_until_saved(arguments: list[str], method: str) -> None:
 
 def takes_with_less_memory(arguments: list[str], method: str) -> None:
     """The same, where hardly any memory is free now."""
-    run_model.free_ram_budget_bytes = lambda: 2**16
+    run_model.free_ram_budget_bytes = machine.free_ram_budget_bytes = lambda: 2**16
     takes(arguments, method)
 
 

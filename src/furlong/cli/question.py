@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.cli.output import check_replaced
-from furlong.cost.machine import (
-    THIS_CPU,
-    Machine,
-    free_ram_budget_bytes,
-    one_of,
-    this_cpu,
-)
+from furlong.cost.machine import THIS_CPU, Machine, one_of, this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape, cached_shape, is_known_model, known_models, model_shape
 from furlong.data.sources import walk
@@ -34,7 +28,7 @@ from furlong.plan.lengths import (
     read_lengths,
     write_lengths,
 )
-from furlong.planners.decide import FREE_RAM, MAX_CHUNKS, given_options, training_of, with_optimizer
+from furlong.planners.decide import MAX_CHUNKS, given_options, training_of, with_optimizer
 from furlong.planners.question import MARGIN, SIZES, Limits, offload_budgets
 from furlong.planners.spaco import check_sampling
 from furlong.units import count_words, format_bytes, format_count, plural
@@ -216,14 +210,9 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
         on_cpu=spec.name == THIS_CPU, free_cpu_bytes=int(spec.host_bytes),
     )  # fmt: skip
     assert cpu_bytes is not None  # the hardware's is known
-    budget = config.memory.device
-    if budget != "auto":
-        budget_words = spec.budget_words(budget)
-    else:
-        budget, budget_words = spec.budget_bytes, f"of one {spec.name}"
-        if is_run and spec.name == THIS_CPU:  # as furlong train takes it
-            budget, budget_words = free_ram_budget_bytes() // num_devices, FREE_RAM
-            budget_words += f" over {num_devices} processes" if num_devices > 1 else ""
+    # as furlong train takes it
+    is_here = is_run and spec.name == THIS_CPU
+    budget, budget_words = spec.budget(config.memory.device, num_devices if is_here else None)
     spec = replace(spec, host_bytes=cpu_bytes)
     model = cost_model_of(config, spec, num_devices, calibrate=not own.no_calibration)
     return PlanQuestion(

@@ -42,6 +42,8 @@ from furlong.plan.plan import OffloadTarget
 from furlong.units import format_bytes
 
 THIS_CPU = "cpu"
+FREE_RAM = "three fifths of the free RAM"
+"""The budget of `memory.device: auto` on a CPU."""
 ASSUMED = "assumed; furlong calibrate measures them"
 VERSION = 1
 """The version of a calibration's file."""
@@ -146,12 +148,24 @@ class Machine:
     def budget_bytes(self) -> int:
         return self.memory_bytes - self.reserved_bytes
 
-    def budget_words(self, budget_bytes: int) -> str:
-        """The words for a budget that is given, with a warning where it is above the memory."""
-        if budget_bytes <= self.memory_bytes:
-            return "memory.device"
-        memory = format_bytes(self.memory_bytes)
-        return f"memory.device, more than the {memory} that {self.name} has"
+    def budget(
+        self, given: int | Literal["auto"], num_local: int | None = None, free_bytes: int = 0
+    ) -> tuple[int, str]:
+        """Bytes of the device that plans may use, and the words for them: the given ones, with a
+        warning where they are above the memory; else those that its free memory allows.
+
+        `num_local`: processes of a run on this machine, None where the device is elsewhere;
+        `free_bytes`: of a card."""
+        if given != "auto":
+            memory = format_bytes(self.memory_bytes)
+            more = f", more than the {memory} that {self.name} has"
+            return given, "memory.device" + more * (given > self.memory_bytes)
+        if num_local is None:
+            return self.budget_bytes, f"of one {self.name}"
+        if self.name == THIS_CPU:
+            words = f"{FREE_RAM} over {num_local} processes" if num_local > 1 else FREE_RAM
+            return free_ram_budget_bytes() // num_local, words
+        return card_budget_bytes(free_bytes), f"95% of what is free, as {self.name}"
 
     def margin(self, otherwise: float) -> float:
         """Share of a device's budget that plans should leave free."""
@@ -319,6 +333,12 @@ def free_ram_budget_bytes() -> int:
     """
     free = min(psutil.virtual_memory().available, _free_in_control_group())
     return rounded_budget(free * 3 // 5)
+
+
+def card_budget_bytes(free_bytes: int) -> int:
+    """What plans may use of a card's free memory, rounded alike: there are gaps between the
+    allocator's blocks."""
+    return rounded_budget(free_bytes * 19 // 20)
 
 
 def rounded_budget(num_bytes: int) -> int:

@@ -107,8 +107,6 @@ def longest_sequence(
     return Longest(low, "memory")
 
 
-FREE_RAM = "three fifths of the free RAM"
-"""The budget of `memory.device: auto` on a CPU."""
 SEARCHED_OPTIONS = ("size", "num_retained", "keep", "offload", "order")
 _MIN_SEQUENCES = 32
 """Number of sequences in the steps whose time is predicted, together."""

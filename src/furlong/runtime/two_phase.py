@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from furlong.cost.machine import free_ram_budget_bytes, rounded_budget
+from furlong.cost.machine import card_budget_bytes, free_ram_budget_bytes
 from furlong.errors import ConfigError
 from furlong.kv.pools import Pools
 from furlong.plan.plan import ChunkPlan, Forward
@@ -493,4 +493,4 @@ def _free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return free_ram_budget_bytes()
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return rounded_budget((torch.cuda.mem_get_info(device)[0] + held) * 19 // 20)
+    return card_budget_bytes(torch.cuda.mem_get_info(device)[0] + held)

@@ -12,14 +12,7 @@ from typing import Any
 import torch
 
 from furlong.config.schema import RunConfig, TrainConfig, offloads_to
-from furlong.cost.machine import (
-    THIS_CPU,
-    Machine,
-    free_ram_budget_bytes,
-    one_of,
-    rounded_budget,
-    this_cpu,
-)
+from furlong.cost.machine import Machine, free_ram_budget_bytes, one_of, this_cpu
 from furlong.cost.model import CostModel
 from furlong.data.dataset import DataSet
 from furlong.data.stream import StreamSet
@@ -32,7 +25,6 @@ from furlong.models.folder import check_folder
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Layout
 from furlong.planners.decide import (
-    FREE_RAM,
     SEARCHED_OPTIONS,
     Decision,
     decide,
@@ -121,18 +113,10 @@ class RunModel:
         return cut_layers(self.cost.shape, layout.pp, mean_attended_keys(seq_lens))
 
     def budget(self, config: RunConfig) -> tuple[int, str]:
-        """Bytes of the device that plans may use: the given ones, or those that its free memory
-        allows; and the words for them. Ask before the model takes memory."""
-        if config.memory.device != "auto":
-            return config.memory.device, self.machine.budget_words(config.memory.device)
-        num_local = self.launch.num_local
-        if self.machine.name == THIS_CPU:
-            words = FREE_RAM if num_local == 1 else f"{FREE_RAM} over {num_local} processes"
-            return free_ram_budget_bytes() // num_local, words
-        free_bytes = torch.cuda.mem_get_info(self.device)[0]
-        # gaps between the allocator's blocks
-        words = f"95% of what is free, as {self.machine.name}"
-        return rounded_budget(free_bytes * 19 // 20), words
+        """As `Machine.budget`. Ask before the model takes memory."""
+        on_card = self.device.type == "cuda"
+        free_bytes = torch.cuda.mem_get_info(self.device)[0] if on_card else 0
+        return self.machine.budget(config.memory.device, self.launch.num_local, free_bytes)
 
 
 def rope_of(config: RunConfig) -> dict[str, Any] | None:
