@@ -166,6 +166,18 @@ def test_a_method_that_is_named_is_not_refused_for_dials_that_do_not_fit():
     assert not dials.tried and "chunks." not in nothing_fits(dials, alone=True).change
 
 
+def test_the_longest_sequence_may_take_longer_than_a_step_of_another_layout():
+    """The plans of the batch in the second layout have to beat those in the first."""
+    limits = Limits(4700 * 2**20, margin=0.0)
+    question = Question(
+        (60,) * 8, BASE, limits, 4, longest=3000, sequences_per_step=8, given={"sp": 1},
+        method="infinipipe",
+    )  # fmt: skip
+    answer = search(question)
+    assert answer.best.layout == Layout(dp=2, pp=2)
+    assert not limits.hold(answer.chunked[0].needs)
+
+
 def test_a_method_that_is_named_says_itself_why_it_has_no_plan():
     question = Question([200_000], BASE, Limits(7 * 2**30), 2, given={"sp": 2}, method="places")
     error = nothing_fits(search(question), alone=True)

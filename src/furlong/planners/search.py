@@ -262,9 +262,12 @@ class _Search:
             self.fitting = [c for c in self.fitting if c.layout != chosen.layout or c.longest]
 
     def _plans_longest(self, candidate: Candidate) -> bool:
-        """Whether a planner that fits its plans itself has one of the longest sequence."""
+        """Whether a planner that fits its plans itself has one of the longest sequence, which may
+        take longer than the step that the candidate had to beat."""
+        question = self._question
         try:
-            candidate.plan_of([self._question.longest])
+            asked = next(iter(METHODS[candidate.method](question, candidate.layout)))
+            asked.plan_of([question.longest])
         except (UserError, PlanError) as error:
             self.error = error
             return False
