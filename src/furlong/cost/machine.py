@@ -336,7 +336,7 @@ def free_ram_budget_bytes() -> int:
 
 
 def card_budget_bytes(free_bytes: int) -> int:
-    """What plans may use of a card's free memory, rounded alike: there are gaps between the
+    """Bytes of a card's free memory that plans may use, rounded alike: there are gaps between the
     allocator's blocks."""
     return rounded_budget(free_bytes * 19 // 20)
 

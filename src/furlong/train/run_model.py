@@ -113,7 +113,8 @@ class RunModel:
         return cut_layers(self.cost.shape, layout.pp, mean_attended_keys(seq_lens))
 
     def budget(self, config: RunConfig) -> tuple[int, str]:
-        """As `Machine.budget`. Ask before the model takes memory."""
+        """Bytes of the device that plans may use, and the words for them; asked before the model
+        takes memory."""
         on_card = self.device.type == "cuda"
         free_bytes = torch.cuda.mem_get_info(self.device)[0] if on_card else 0
         return self.machine.budget(config.memory.device, self.launch.num_local, free_bytes)
