@@ -72,7 +72,7 @@ class Pipeline:
         found: dict[int, Tensor] = {}
         with gradients_apart([weight], found):
             yield
-        own = found.get(id(weight), torch.zeros_like(weight))
+        own = found[id(weight)] if found else torch.zeros_like(weight)
         dist.all_reduce(own.to_local() if isinstance(own, DTensor) else own, group=group)
         weight.grad = own if weight.grad is None else weight.grad.add_(own)
 
