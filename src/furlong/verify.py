@@ -31,8 +31,7 @@ from furlong.config.schema import DataConfig, ModelConfig, RunConfig, Source, Tr
 from furlong.cost.shape import known_models
 from furlong.families import family_of
 from furlong.kv.pools import Storage
-from furlong.models.build import build_model, export_model, model_of_config, read_config
-from furlong.models.folder import check_folder
+from furlong.models.build import build_model, export_model, model_of_config
 from furlong.models.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, VOCAB_SIZE, shrink_config
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.decide import given_options
@@ -46,6 +45,7 @@ from furlong.testing import (
     worst_error,
 )
 from furlong.train.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT
+from furlong.train.run_model import read_model_config
 from furlong.units import format_seconds
 
 EXACT = 1e-12
@@ -422,7 +422,9 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
     if config is None:
         whole = AutoConfig.for_model(**known_models()["Qwen2.5-0.5B"]["config"])
     else:
-        whole = _model_config(run)
+        whole = read_model_config(run)
+        # what cannot be built is told of this model, not of its shrunk copy
+        model_of_config(whole, run.model.name, dtype=torch.float32)
     shrunk = shrink_config(whole, max_seq_len=run.data.max_seq_len)
     lora = None if run.model.lora is None else run.model.lora.model_dump() | {"adapter": None}
     options = _options(run, whole, shrunk)
@@ -453,15 +455,6 @@ def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
         most = max(1, shrunk.num_hidden_layers // 2)
         given["stage_layers"] = min(given["stage_layers"], most)
     return fixed_options(run.data.max_seq_len, given)
-
-
-def _model_config(run: RunConfig) -> Any:
-    rope = None if run.model.rope is None else run.model.rope.model_dump(mode="json")
-    source, revision = check_folder(run.model.name, run.model.revision), run.model.revision
-    config = read_config(source, revision=revision, rope=rope, max_seq_len=run.data.max_seq_len)
-    # what cannot be built is told of this model, not of its shrunk copy
-    model_of_config(config, source, dtype=torch.float32)
-    return config
 
 
 def _describe(subject: Subject, name: str) -> str:

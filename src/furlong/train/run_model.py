@@ -69,7 +69,7 @@ class RunModel:
     @classmethod
     def read(cls, config: RunConfig, device: torch.device, launch: Launch) -> RunModel:
         """Raises UserError for a config that cannot be read, and for a damaged calibration."""
-        whole = _read_config(config)
+        whole = read_model_config(config)
         machine = one_of(_machine_of(device), launch.num_local)
         known = (config.model.name, whole, launch, device, machine)
         try:
@@ -127,7 +127,7 @@ def rope_of(config: RunConfig) -> dict[str, Any] | None:
 
 def read_architecture(config: RunConfig) -> dict[str, Any]:
     """The architecture of the run's model, by its files as they are now."""
-    return _architecture_of(_read_config(config))
+    return _architecture_of(read_model_config(config))
 
 
 def check_architecture(checkpoint: Checkpoint, present: Mapping[str, Any]) -> None:
@@ -306,7 +306,9 @@ def _machine_of(device: torch.device) -> Machine:
     return Machine.of_card(torch.cuda.get_device_name(device), total_bytes)
 
 
-def _read_config(config: RunConfig) -> Any:
+def read_model_config(config: RunConfig) -> Any:
+    """The config of the run's model by transformers, with the run's `model.rope`. Raises
+    UserError."""
     model, limit = config.model, config.data.max_seq_len
     source = check_folder(model.name, model.revision)
     return read_config(source, revision=model.revision, rope=rope_of(config), max_seq_len=limit)
