@@ -58,7 +58,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("division", "flags"),
     [
-        ({"dp": 2}, ()),
+        # two replicas are compared in `test_lack_of_memory_on_one_is_answered_by_all` too
+        slow({"dp": 2}, ()),
         ({"pp": 2}, ()),
         ({"sp": 2}, ()),
         # with one sequence in a step one replica is always idle

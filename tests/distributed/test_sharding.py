@@ -76,17 +76,37 @@ def assert_exact(found: dict[str, Found]) -> None:
     assert {name: of for name, of in found.items() if of.loss_error > BOUND} == {}
 
 
+def some(steps, *names):
+    return {name: steps[name] for name in names}
+
+
 @pytest.fixture(scope="module")
 def replicas():
     """Steps of replicas in one start: kept weights, gathered ones, a tied and a trained head."""
-    few = {name: KEPT[name] for name in FEW}
     names = "kept", "gathered", "tied", "head"
-    given = (KEPT, llama), (REGATHERED, llama), (few, tied_llama), (few, llama_with_a_trained_head)
+    heads = some(KEPT, "chunk-first", "no label")
+    given = (
+        (some(KEPT, *FEW, "after it"), llama),
+        (some(REGATHERED, "in step", "retained", "kept again"), llama),
+        (heads, tied_llama), (heads, llama_with_a_trained_head),
+    )  # fmt: skip
     return dict(zip(names, tried_all(*given), strict=True))
 
 
-def test_kept_weights_are_gathered_and_their_gradients_added_up_once(replicas):
-    found = replicas["kept"]
+@pytest.fixture(scope="module")
+def more_replicas():
+    """All of them."""
+    return dict(
+        zip(("kept", "gathered"), tried_all((KEPT, llama), (REGATHERED, llama)), strict=True)
+    )
+
+
+SETS = ["replicas", pytest.param("more_replicas", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("steps", SETS)
+def test_kept_weights_are_gathered_and_their_gradients_added_up_once(steps, request):
+    found = request.getfixturevalue(steps)["kept"]
     assert_exact(found)
     num_groups = NUM_LAYERS + 1
     for name, of in found.items():
@@ -95,8 +115,9 @@ def test_kept_weights_are_gathered_and_their_gradients_added_up_once(replicas):
     assert found["chunk-first"].error > 0, "compared with itself"
 
 
-def test_weights_gathered_with_each_pass(replicas):
-    found = dict(replicas["gathered"])
+@pytest.mark.parametrize("steps", SETS)
+def test_weights_gathered_with_each_pass(steps, request):
+    found = dict(request.getfixturevalue(steps)["gathered"])
     assert_exact(found)
     kept = found.pop("kept again")
     assert kept.num_gathers == kept.num_sums == NUM_LAYERS + 1
@@ -167,10 +188,13 @@ def test_a_head_without_a_label_on_one_process_before_torch_2_13():
 
 @pytest.mark.slow
 def test_adapters_and_other_families():
-    families, few = ("gemma3_text", "gpt2", "gpt_oss"), {name: KEPT[name] for name in FEW}
-    makes = adapted_llama, *(partial(build, family) for family in families)
-    adapted, *others = tried_all(*((few, make) for make in makes))
-    assert_exact(adapted)
+    families, few = ("gemma3_text", "gpt2", "gpt_oss"), some(KEPT, *FEW)
+    own = adapted_llama, tied_llama, llama_with_a_trained_head
+    makes = *own, *(partial(build, family) for family in families)
+    found = tried_all(*((few, make) for make in makes))
+    for of_llama in found[: len(own)]:
+        assert_exact(of_llama)
+    others = found[len(own) :]
     for family, found in zip(families, others, strict=True):
         assert max(of.error for of in found.values()) <= max(BOUND, bound(family))
 

@@ -71,8 +71,6 @@ RUNS = {
     "resumed": Run(STEPS, resumed="incomplete last batch/checkpoint-3"),
     "accumulation": Run({"max_steps": 3, "gradient_accumulation_steps": 2}, other_weights=True),
     "mostly without labels": Run({"max_steps": 4}, num_muted=18),
-    "sft": Run({"max_steps": 3}, sft=True),
-    "a loss of one's own": Run({"max_steps": 3}, loss=SQUARED),
 }
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
 DIVIDED = {
@@ -88,6 +86,8 @@ LONG_RUNS = {
     "adapters": Run({"gradient_accumulation_steps": 2}, lora=True, num_records=57),
     "packed": Run({"per_device_train_batch_size": 1, "packing": True}, sft=True, num_records=60),
     "logits": Run({"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}, metrics=True),
+    "sft": Run({"max_steps": 3}, sft=True),
+    "a loss of one's own": Run({"max_steps": 3}, loss=SQUARED),
 }
 
 
