@@ -214,12 +214,8 @@ def longest_batch(config: Any) -> list[dict[str, Any]]:
     from furlong.data.tokenize import load_tokenizer
     from furlong.train.build import epochs_of
 
-    sequences = load_data(
-        config.data.train,
-        load_tokenizer(config.model.name),
-        max_seq_len=config.data.max_seq_len,
-        too_long=config.data.too_long,
-    )
+    tokenizer = load_tokenizer(config.model.name)
+    sequences = load_data(config.data.train, tokenizer, config.data)
     batches = epochs_of(config.train, sequences).batches(0)
     longest = max(batches, key=lambda batch: int(sequences.seq_lens[batch].max()))
     return [sequence_tensors(sequences[n], torch.device("cpu")) for n in longest.tolist()]
