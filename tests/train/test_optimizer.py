@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import TrainingArguments, get_scheduler
 
-from furlong.config.schema import TrainConfig
+from furlong.config.schema import RunConfig, TrainConfig
 from furlong.train.optim import (
     build_optimizer,
     build_schedule,
@@ -69,8 +69,10 @@ def test_warm_up_has_the_two_meanings_of_transformers() -> None:
     ],
 )
 def test_rates_that_cannot_be_are_refused(key: str, flags: dict[str, Any]) -> None:
+    run = {"model": {"name": "m"}, "data": {"train": ["d"]}, "out": "o"}
+    RunConfig.model_validate(run | {"train": {"steps": 1, "sequences_per_step": 1}})
     with pytest.raises(ValidationError) as caught:
-        TrainConfig(**flags)
+        RunConfig.model_validate(run | {"train": {"steps": 1, "sequences_per_step": 1} | flags})
     assert key in str(caught.value.errors())
 
 

@@ -435,7 +435,8 @@ class HFDecoder:
             return Probed()
         placeholders = [m for m in self.decoder.modules() if isinstance(m, PlaceholderLayer)]
         devices = [self.device] if self.device.type == "cuda" else []
-        first = self.layers[self.local_layers.start]
+        # A decoder that is not divided may hold no list of layers.
+        first = self.layers[self.local_layers.start] if placeholders else self.decoder
         with (
             torch.random.fork_rng(devices),
             chunked_attention(self.base, self.max_seq_len),
@@ -447,6 +448,7 @@ class HFDecoder:
             placeholder.num_returned = watch.num_returned[first]
         if not placeholders and not watch.mixers:
             return Probed()
+        first = self.layers[self.local_layers.start]
         mixers = tuple(Mixer(module, layer) for module, layer in watch.mixers.items())
         return Probed(mixers, tuple(dict.fromkeys(watch.events)), watch.num_returned[first])
 
