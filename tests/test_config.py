@@ -160,6 +160,12 @@ def test_keys_that_do_not_fit_each_other_are_all_named(tmp_path: Path, flags: li
     assert file == "run.yaml" and len(keys.split(" and ")) == 2
 
 
+def test_a_source_whose_format_does_not_fit_the_loss_is_shown() -> None:
+    data = {"train": [{"path": "a", "format": "preference"}]}
+    error = refused(build_run, {"model": {"name": "m"}, "data": data, "out": "o"}, "run.yaml")
+    assert "preference" in error.given and error.source.endswith("key train.loss and data.train")
+
+
 def test_options_that_fit_a_loss(run_file: Path) -> None:
     pairs = parse_run([*NEEDED, "--train.loss=dpo", "--train.beta=0.2"])
     assert (pairs.train.loss_type, pairs.train.beta) == ("sigmoid", 0.2)

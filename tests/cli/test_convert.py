@@ -177,6 +177,12 @@ def test_values_are_those_that_the_recipe_comes_to(
         (TRL + "weight_decay: -1", "weight_decay", "refused"),
         (TRL + "output_dir: $(date)", "output_dir", "lost"),
         (TRL + "deepspeed: zero3_offload.json", "deepspeed", "lost"),
+        (TUNE + "deepspeed: zero2.json", "deepspeed", "needless"),
+        (
+            "torchrun --nproc_per_node 1 corpora.py --model_name_or_path M --train_file a --nope 1",
+            "nope",
+            "refused",
+        ),
         (FACTORY + "trust_remote_code: true", "trust_remote_code", "lost"),
         (FACTORY + "pref_beta: 0.2", "pref_beta", "refused"),
         (SWIFT + "--rope_scaling yarn", "rope_scaling", "refused"),

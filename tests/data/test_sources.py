@@ -364,7 +364,7 @@ def test_only_the_files_of_the_split_are_fetched(
         def dataset_info(self, name: str, **options: object) -> Any:
             if name == "a/gone":
                 raise FileNotFoundError("cannot find it\nmore")
-            siblings = [*CARD_FILES, "README.md", ".gitattributes", "en/unasked.jsonl"]
+            siblings = ["README.md", "en/unasked.jsonl", ".gitattributes", *reversed(CARD_FILES)]
             return SimpleNamespace(siblings=[SimpleNamespace(rfilename=one) for one in siblings])
 
     def fetch(name: str, **options: Any) -> str:

@@ -128,12 +128,9 @@ def _flat(keys: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, f"{path}.")
         else:
             yield path, value
-            if name == "deepspeed":
-                yield from (
-                    (one, value["bf16"][one])
-                    for one in _OF_DEEPSPEED
-                    if one in value.get("bf16", {})
-                )
+            if name == "deepspeed" and isinstance(value, Mapping):  # else a file
+                bf16 = value.get("bf16", {})
+                yield from ((one, bf16[one]) for one in _OF_DEEPSPEED if one in bf16)
 
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
@@ -144,7 +141,7 @@ _ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
 _PER_NODE = ("nproc_per_node", "gpus", "num_gpus", "launch.num_gpus")
 _NUM_NODES = ("nnodes", "num_nodes", "num_machines")
-_LOSS = re.compile("dpo|kto|grpo|orpo|cpo|rloo|gkd|reward|(?<![a-z])ppo")
+_LOSS = re.compile("dpo|kto|grpo|rloo|gkd|reward|(?<![a-z])(or|c|p)po")
 """The loss of a script, by its name."""
 _RUNNERS: dict[str, Dialect] = {
     "swift": "ms-swift",

@@ -866,23 +866,28 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
             f"add memory.{target}, such as memory.{target}: 64GiB, or change offload",
         )
     for name in ("keep_best", "early_stopping"):
-        is_evaluated = (data.eval is not None or data.eval_share) and train.eval_every_steps != 0
+        is_held_out = data.eval is not None or bool(data.eval_share)
         yield (
-            bool(getattr(train, name)) and not is_evaluated,
-            f"train.{name} and data.eval",
+            bool(getattr(train, name)) and not (is_held_out and train.eval_every_steps != 0),
+            f"train.{name} and {'train.eval_every_steps' if is_held_out else 'data.eval'}",
             "held-out data, and evaluations of them while the run goes on",
             f"set data.eval or data.eval_share, train.eval_every_steps, or remove train.{name}",
         )
-    sources = (*data.train, *(data.eval or ()))
-    shapes = {data.format, *(source.format for source in sources)} - {None, "auto"}
     own = FORMAT_OF_LOSS.get(loss)
-    yield (
-        bool(shapes & {*FORMAT_OF_LOSS.values()} if own is None else shapes - {own}),
-        "data.format and train.loss",
-        "preference (chosen + rejected) with dpo, unpaired (an answer and its label) with kto, and"
-        " another shape with sft, of a source too",
-        "remove the format, or change train.loss",
-    )
+    for keys, shapes in (
+        ("data.format and train.loss", {data.format}),
+        ("train.loss and data.train", {source.format for source in data.train}),
+        ("train.loss and data.eval", {source.format for source in data.eval or ()}),
+    ):
+        yield (
+            bool(
+                shapes & {*FORMAT_OF_LOSS.values()} if own is None else shapes - {own, None, "auto"}
+            ),
+            keys,
+            "preference (chosen + rejected) with dpo, unpaired (an answer and its label) with kto,"
+            " and another shape with sft",
+            "remove the format, or change train.loss",
+        )
     yield (
         run.model.dtype == "float64" and train.optimizer.endswith(("bit", "fp8")),
         "train.optimizer and model.dtype",

@@ -338,7 +338,8 @@ def _fetched(meant: _Meant) -> list[SourceFile]:
         except (ConnectionError, client_error()):  # what is there is taken
             return _found_here(meant, fetch(local_files_only=True))
         listed = [Path(file.rfilename) for file in found.siblings or ()]
-        names = _visible(file.relative_to(folder) for file in listed if file.is_relative_to(folder))
+        found_below = (one.relative_to(folder) for one in listed if one.is_relative_to(folder))
+        names = sorted(_visible(found_below))  # as they lie in a folder, whose path is sorted
         if Path("state.json") in names or Path("dataset_dict.json") in names:
             return _found_here(meant, fetch(*names))
         files = _chosen(home := fetch("README.md"), names, meant)
