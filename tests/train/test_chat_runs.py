@@ -76,7 +76,7 @@ def test_a_run_with_another_tokenizer(tiny_run: TinyRun, tmp_path: Path, capsys:
         (["--data.eos_token=<no>"], "data.eos_token"),
         (["--data.format=unpaired"], "data.format"),
         (["--train.loss=dpo", "--data.train_on=last"], "data.train_on"),
-        (["--train.loss=dpo", "--data.train={path: x, format: chat}"], "data.format"),
+        (["--train.loss=dpo", "--data.train={path: x, format: chat}"], "data.train"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(

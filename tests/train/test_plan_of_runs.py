@@ -96,7 +96,7 @@ def test_a_run_leaves_its_last_timeline_and_plan_shows_it(run, tmp_path, capsys)
         (None, "No such file"),
         ("{", "Expecting property name"),
         ('{"version": 9}', "not version 1"),
-        ('{"version": 1, "step": 3, "plan": {}, "records": []}', "version"),
+        ('{"version": 1, "step": 3, "plan": {}, "records": []}', "no version"),
     ],
 )
 def test_a_folder_without_a_timeline_is_refused(tmp_path, text, reason, capsys):
