@@ -86,3 +86,14 @@ def test_the_timeline_names_every_action():
     )
     assert timeline.peak_device_bytes > 0 and timeline.duration_s > 0
     assert set(timeline.seconds_by_kind()) == {"F", "R", "B", "reduce"}
+
+
+def test_a_second_step_takes_no_new_memory_for_keys_and_values():
+    from furlong.api import Engine
+
+    engine = Engine(build("llama", torch.float64))
+    pooled = []
+    for _ in range(3):
+        engine.forward_backward(batch([61, 40]), OPTIONS)
+        pooled.append(engine._session.state.pools.arena.pooled_bytes)
+    assert pooled[1] == pooled[2] and engine._session.state.pools.arena.taken_bytes == 0

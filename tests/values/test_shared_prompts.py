@@ -163,6 +163,37 @@ def test_branches_that_nobody_uses_do_not_run(model: Any, used: int, keep: str) 
     assert sum(seen) < sum(NESTED.lens), "other branches ran too"
 
 
+def test_extras_stay_with_their_sequence(model: Any) -> None:
+    sequences = with_labelled_prompts()
+    for number, sequence in enumerate(sequences):
+        sequence["weight"] = torch.arange(len(sequence["input_ids"])) / 10.0 + number
+    log_prob = furlong.values.log_prob()
+    values = furlong.Engine(model).token_values(
+        sequences, furlong.ChunkOptions(size=16, keep="kv"),
+        lambda logits, labels, extras: extras["weight"] * log_prob(logits, labels, extras),
+    )  # fmt: skip
+    for found, truth, sequence in zip(
+        values, whole_values(model, sequences), sequences, strict=True
+    ):
+        torch.testing.assert_close(found, truth * sequence["weight"], rtol=1e-11, atol=1e-12)
+
+
+def test_hidden_states_are_exact(model: Any) -> None:
+    sequences = [{"input_ids": s["input_ids"]} for s in (*NESTED.answers(), *OTHERS)]
+    weights = [torch.randn(len(s["input_ids"]), 32, dtype=torch.float64) for s in sequences]
+
+    def loss(states: list[Tensor]) -> Tensor:
+        return sum((w * x).sum() for w, x in zip(weights, states, strict=True)).pow(2) / 100  # type: ignore[union-attr]
+
+    loss([model.model(s["input_ids"][None]).last_hidden_state[0] for s in sequences]).backward()
+    truth = take_grads(model)
+    found = furlong.Engine(model).hidden_states(
+        sequences, furlong.ChunkOptions(size=16, keep="attention")
+    )
+    loss(found).backward()
+    assert worst_relative_error(take_grads(model), truth) <= 1e-12
+
+
 def test_a_caller_s_autocast_is_no_further_from_the_truth_than_without_sharing() -> None:
     """Scaled to 16 bits, over several models: that of one moves by a fifth either way."""
     sequences = PAIR.answers()

@@ -211,7 +211,7 @@ class _Template:
         """Whether it writes contents of parts alone; None where nobody has tried."""
 
     def names(self, role: str) -> bool:
-        """Whether it asks for a role."""
+        """Whether the template asks for a role."""
         return f"'{role}'" in self._text or f'"{role}"' in self._text
 
     def by_tags(self, own: Turns) -> tuple[str, list[tuple[int, int]]]:

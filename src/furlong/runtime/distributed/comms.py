@@ -166,7 +166,7 @@ class Comms:
             module.unshard()
 
     def is_last(self, action: Backward) -> bool:
-        """Whether it is the last Backward of its stage in this process's list."""
+        """Whether an action is the last Backward of its stage in this process's list."""
         return self._last_backwards[action.stage] is action
 
     @contextmanager
