@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 from distributed.layout_cases import Case, check
+from helpers.batches import batch
 from helpers.placed import plan_of
-from helpers.tiny_families import config_of
+from helpers.ranks import run_ranks
+from helpers.tiny_families import build, config_of
 
+import furlong
 from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
@@ -18,6 +21,7 @@ from furlong.planners.chunks import group_chunks, shard, shard_long
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b
 from furlong.planners.places import plan_places
+from furlong.runtime.distributed.mesh import make_ranks
 
 NESTED_LENS = (21, 2, 11, 6, 9)
 NESTED = [
@@ -109,3 +113,21 @@ def test_two_pools_of_two():
 @pytest.mark.slow
 def test_a_pool_that_is_no_power_of_two():
     check({"sharded": Case(sharded(LENS, 3))}, (1, 3, 1))
+
+
+def weighted(rank: int) -> tuple[float, float]:
+    """Norms of the gradients of a step, and of the same with a weight of two."""
+    engine = furlong.Engine(build("llama"), ranks=make_ranks(1, 2, 1, "cpu"))
+    sequences = batch([17])
+    plan = engine.plan([17], ChunkOptions(size=8))  # the last chunk has one token
+    norms = []
+    for weights in (None, [2.0]):
+        engine.run(plan, sequences, weights=weights)
+        norms.append(engine.clip_gradients(None))
+        engine.model.model.zero_grad()
+    return norms[0], norms[1]
+
+
+def test_weights_of_sequences_where_a_process_has_no_token_of_a_chunk() -> None:
+    for plain, doubled in run_ranks(weighted, num_ranks=2):
+        assert doubled == pytest.approx(2 * plain, rel=1e-12) and plain > 0
