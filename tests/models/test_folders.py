@@ -12,12 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from data.tiny_tokenizers import word_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM
 
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
-from furlong.models.build import INDEX, WEIGHTS, build_model, check_model, export_model
+from furlong.models.build import (
+    INDEX,
+    WEIGHTS,
+    build_model,
+    check_model,
+    export_model,
+    merge_adapters,
+)
 
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
 UP = "model.layers.1.mlp.up_proj.weight"
 TINY: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -298,3 +307,32 @@ def test_weights_of_another_config_are_told(folder: Path) -> None:
     change(folder, num_hidden_layers=3)
     with pytest.raises(ConfigError, match="lacks 9 weights"):
         build_model(str(folder))
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ({"temperature": 0.9, "top_p": 0.6, "eos_token_id": 2}, {}, [2, 1]),
+        (None, {"pad_token_id": -1, "eos_token_id": 2}, [2, 1]),
+        ({"eos_token_id": [2, 1], "temperature": 0.9}, {}, [2, 1]),
+    ],
+)
+def test_a_flawed_generation_config_is_exported_with_the_eos_of_the_tokenizer(
+    folder: Path, generation: dict[str, Any] | None, config: dict[str, Any], ends: list[int],
+    is_adapter: bool, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Llama 2 and Vicuna publish the first one, copies of LLaMA-1 the second one."""
+    file = folder / "generation_config.json"
+    file.unlink()
+    if generation is not None:
+        file.write_text(json.dumps(generation))
+    change(folder, **config)
+    check_model(str(folder), init="pretrained", max_seq_len=32)
+    model = build_model(str(folder), lora=LORA if is_adapter else None)
+    model = merge_adapters(model) if is_adapter else model
+    export_model(model, word_tokenizer(), tmp_path / "export", dtype=torch.float32)
+    written = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    assert written["eos_token_id"] == ends
+    assert generation is None or written.items() >= {**generation, "eos_token_id": ends}.items()
+    build_model(str(tmp_path / "export"))

@@ -25,9 +25,10 @@ from torch import nn
 
 from furlong.config.adapter import ADAPTER, ADAPTER_WEIGHTS, adapter_file
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
-from furlong.files import whole_folder
+from furlong.files import whole_folder, write_json
 from furlong.models.decoder import HFDecoder
 from furlong.models.folder import (
+    GENERATION,
     check_config_values,
     check_export_folder,
     check_folder,
@@ -435,8 +436,8 @@ def export_model(
     folder = Path(folder)
     check_export_folder(folder)
     with whole_folder(folder) as aside:
-        _end_by(model, tokenizer)
         _write_model(model, aside, dtype)
+        _end_by(aside / GENERATION, tokenizer)
         if card is not None:
             (aside / "README.md").write_text(card, encoding="utf-8")
         if has_other_base := rope is not None and hasattr(model, "peft_config"):
@@ -453,16 +454,21 @@ def export_model(
     return folder
 
 
-def _end_by(model: Any, tokenizer: Any) -> None:
-    """Let the model's generation end by the tokenizer's EOS too, which a run may have set."""
-    config = getattr(model, "generation_config", None)
+def _end_by(file: Path, tokenizer: Any) -> None:
+    """Add the tokenizer's EOS, which a run may have set, to a generation config.
+
+    transformers refuses to save flaws of a published one (a temperature without do_sample) once a
+    key is changed, so this changes the file that it has written.
+    """
     eos = getattr(tokenizer, "eos_token_id", None)
-    if config is None or eos is None:
+    if eos is None or not file.exists():
         return
-    known = config.eos_token_id
+    values = json.loads(file.read_text(encoding="utf-8"))
+    known = values.get("eos_token_id")
     ends = known if isinstance(known, list) else [known]
     if eos not in ends:
-        config.eos_token_id = eos if known is None else [*ends, eos]
+        values["eos_token_id"] = eos if known is None else [*ends, eos]
+        write_json(file, values)
 
 
 def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
@@ -575,7 +581,7 @@ def _load_weights(
     if is_packed or quantize is not None:
         named["device_map"] = {"": "cpu"}  # there, so that the codes are the same everywhere
     check_weights(source, are_packed=is_packed)
-    check_generation(source)
+    check_generation(source, revision)
     opened: Any = AutoModelForCausalLM
     others: dict[str, nn.Module] = {}
     if layers is not None:
@@ -679,7 +685,7 @@ def check_model(
     if init == "pretrained":
         check_packed(config, source, quantize, has_adapters=has_adapters)
         check_weights(source, are_packed=is_packed)
-        check_generation(source)
+        check_generation(source, revision)
     model = model_of_config(config, source, dtype=torch.float32)
     if is_packed or quantize is not None:
         require_linear(model, source)

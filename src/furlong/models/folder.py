@@ -84,21 +84,37 @@ def check_sizes(config: Any, source: str) -> None:
         raise model_error(f"num_key_value_heads = {groups}", required, source=where)
 
 
-def check_generation(source: str) -> None:
-    """Raise ConfigError for a generation_config.json in a folder that cannot be read or written."""
+def check_generation(source: str, revision: str | None = None) -> None:
+    """Raise ConfigError for a generation_config.json of a folder or hub id that transformers cannot
+    read or write."""
     from transformers import GenerationConfig
 
-    if not (Path(source) / GENERATION).exists():
+    if model_file(source, GENERATION, revision) is None:
         return
     try:
         with TemporaryDirectory() as folder:
-            GenerationConfig.from_pretrained(source).save_pretrained(folder)
+            kept = GenerationConfig.from_pretrained(source, revision=revision or "main")
+            kept.save_pretrained(folder)
     except Exception as error:  # transformers' own checks, which grow with every release
         raise model_error(
             f"{source}, {GENERATION}: {reason(error)}",
             "a file that transformers can read, for the export has it too",
             f"mend {GENERATION}, or remove it",
         ) from error
+
+
+def model_file(source: str, name: str, revision: str | None = None) -> Path | None:
+    """Return the path of a file of a folder or hub id (downloaded), or None if there is none."""
+    from transformers.utils import cached_file
+
+    if os.path.isdir(source):
+        file = Path(source) / name
+        return file if file.exists() else None
+    try:
+        found = cached_file(source, name, revision=revision or "main")
+    except OSError:  # neither in the cache nor at the hub
+        return None
+    return None if found is None else Path(found)
 
 
 def reason(error: BaseException, values: Mapping[str, Any] | None = None) -> str:
