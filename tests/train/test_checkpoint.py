@@ -72,6 +72,20 @@ def test_tensors_and_values_come_back_to_the_bit(
         assert torch.equal(loaded[name], tensor), name
 
 
+def test_tensors_of_one_memory_and_of_its_parts_come_back(tmp_path: Path) -> None:
+    """As bitsandbytes shares the tables of its 8-bit states among parameters."""
+    table = torch.arange(256.0)
+    tensors = {
+        "optimizer.qmap1.a": table, "optimizer.qmap1.b": table, "optimizer.qmap1.c": table[:100],
+        "optimizer.qmap1.d": table[100:], "optimizer.qmap1.e": table.view(16, 16).t(),
+        "optimizer.qmap1.f": table.expand(2, 256),
+    }  # fmt: skip
+    Checkpoints(tmp_path).save(1, tensors, STATE)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    load_tensors(checkpoint_of(tmp_path, 1), loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
 class Run:
     """A model with its optimizer and schedule."""
 

@@ -349,13 +349,26 @@ def _write_tensors(
     )
     writer.fs = found = _SummedFiles()
     try:
-        # safetensors writes contiguous tensors only
-        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        whole = _apart(tensors)
         is_alone = processes.num_processes == 1
         save(whole, storage_writer=writer, no_dist=is_alone, process_group=processes.group)
     except CheckpointException as failure:
         raise _cause(failure) from None
     return found.files
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as safetensors writes them: contiguous, and no two in one memory, as the tables
+    of 8-bit states are that bitsandbytes shares among all parameters."""
+    found, seen = {}, set[int]()
+    for name, tensor in tensors.items():
+        own = tensor.contiguous()
+        if own.device.type == "cpu" and not isinstance(own, DTensor):  # others are copied by DCP
+            place = own.untyped_storage().data_ptr()
+            own = own.clone() if place in seen else own
+            seen.add(place)
+        found[name] = own
+    return found
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
