@@ -13,12 +13,20 @@ import torch
 from helpers.batches import batch
 from helpers.hybrids import HYBRIDS
 from helpers.tiny_families import config_of
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, Qwen2Config
 
 import furlong
 from furlong.config.schema import LoraConfig
 from furlong.errors import ConfigError, UnsupportedModelError
-from furlong.models.build import build_model, export_model, merge_adapters
+from furlong.models.build import (
+    add_adapters,
+    build_model,
+    export_model,
+    merge_adapters,
+    model_of_config,
+)
+from furlong.models.shrink import shrink_config
 from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 IDS = torch.arange(12)[None]
@@ -85,7 +93,6 @@ def test_no_bar_is_shown_while_a_model_is_written(
 
 
 def test_adapters_are_wide_and_their_base_is_frozen(config_folder: Path, tmp_path: Path) -> None:
-    from peft import AutoPeftModelForCausalLM
 
     base = build_model(str(config_folder), init="random")
     folder = export_model(base, None, tmp_path / "base", dtype=torch.bfloat16)
@@ -122,6 +129,48 @@ def test_all_linear_layers_are_those_that_peft_adapts(
     model = build_model(str(tmp_path), init="random", lora=LORA)
     assert all(".in_proj." in name for name in trained_names(model))
     assert "no adapters in out_proj" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen2_moe",
+     "qwen3_5_moe_text", "granitemoe", "phimoe", "llama4_text", "afmoe", "zaya"],
+)  # fmt: skip
+def test_all_linear_is_every_linear_layer_but_head_and_router(family: str) -> None:
+    config = shrink_config(AutoConfig.for_model(family), max_seq_len=64)
+    model = model_of_config(config, family, dtype=torch.bfloat16)
+    wanted = sum(
+        LORA["rank"] * (module.in_features + module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and not re.search(r"lm_head|\.(gate|router)\b", name)
+    )
+    adapted = add_adapters(model, LORA)
+    assert wanted == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("modules", ["all-linear", ["shared_experts.gate_proj", "mlp.down_proj"]])
+def test_adapters_beside_experts_are_read_again_by_peft(tmp_path: Path, modules: Any) -> None:
+    """peft takes the names of a dense or shared MLP for those of experts in this family."""
+    config = shrink_config(AutoConfig.for_model("deepseek_v3"), max_seq_len=64)
+    config.save_pretrained(tmp_path / "c")
+    base = build_model(str(tmp_path / "c"), init="random")
+    folder = export_model(base, None, tmp_path / "base", dtype=torch.float32)
+    lora = LORA | {"target_modules": modules, "dropout": 0.2}
+    model = build_model(str(folder), lora=lora)
+    names = trained_names(model)
+    assert any(".shared_experts.gate_proj." in name for name in names)
+    assert any(".mlp.down_proj." in name for name in names)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    saved = export_model(model, None, tmp_path / "saved", dtype=torch.float32)
+    wanted = logits(model, torch.float32)
+    theirs = AutoPeftModelForCausalLM.from_pretrained(saved)
+    torch.testing.assert_close(logits(theirs, torch.float32), wanted)
+    again = build_model(str(folder), lora=LoraConfig(adapter=str(saved)).model_dump())
+    assert trained_names(again) == names
+    assert torch.equal(logits(again, torch.float32), wanted)
 
 
 def test_a_name_that_fits_no_module_is_told_beside_others(config_folder: Path) -> None:

@@ -549,8 +549,8 @@ class LoraConfig(BaseModel):
     target_modules: Annotated[
         Literal["all-linear"] | str | tuple[str, ...], BeforeValidator(_name_or_pattern)
     ] = "all-linear"
-    """all-linear (every linear layer but the head), the names of the modules, or one regular
-    expression that fits their whole names."""
+    """all-linear (every linear layer but head, routers and experts, which `target_parameters`
+    names), the names of the modules, or one regular expression that fits their whole names."""
     target_parameters: OfNames = Field(default=(), examples=[["experts.down_proj"]])
     """Ends of the names of parameters that are no linear layer's, such as those of experts, which
     have adapters too."""

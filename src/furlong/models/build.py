@@ -12,11 +12,12 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
+from unittest.mock import patch
 from zlib import crc32
 
 import psutil
@@ -40,7 +41,13 @@ from furlong.models.folder import (
     reason,
     with_adapters,
 )
-from furlong.models.placeholders import adapted_elsewhere, hold, holding_class, placeholders
+from furlong.models.placeholders import (
+    adapted_elsewhere,
+    all_linear,
+    hold,
+    holding_class,
+    placeholders,
+)
 from furlong.models.quantized import (
     check_packed,
     import_safely,
@@ -212,16 +219,16 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], whole: nn.Module | None
     adapted = _adapted(model, lora)
     found = adapted.base_model.targeted_module_names
     saved, modules = lora.get("modules_to_save") or (), lora["target_modules"]
+    weights = [*adapted.base_model.targeted_parameter_names, *(f"{name}.weight" for name in found)]
     if "out_proj" in (adapted.peft_config["default"].exclude_modules or ()):
         print("model.lora: no adapters in out_proj, where peft takes none in models of this family")
     for key, wanted, known in (
         ("target_modules", () if isinstance(modules, str) else modules, found),
         ("modules_to_save", saved, names),
-        ("target_parameters", lora.get("target_parameters") or (),
-         adapted.base_model.targeted_parameter_names),
+        ("target_parameters", lora.get("target_parameters") or (), weights),
     ):  # fmt: skip
         for name in wanted:
-            if not any(own == name or own.endswith(f".{name}") for own in known):
+            if not any(_ends(own, name) for own in known):
                 raise _no_such_modules(model, key, wanted, f": {name} fits none")
     return adapted
 
@@ -277,6 +284,7 @@ _NO_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 def _adapted(model: Any, lora: dict[str, Any]) -> Any:
     import_safely()
     import peft
+    from peft.utils import transformers_weight_conversion as conversion
 
     modules, config = lora["target_modules"], model.config
     saved = lora.get("modules_to_save") or ()
@@ -296,8 +304,15 @@ def _adapted(model: Any, lora: dict[str, Any]) -> Any:
             )
     settings.r, settings.lora_alpha = lora["rank"], lora["alpha"]
     settings.lora_dropout, settings.use_rslora = lora["dropout"], lora.get("rslora", False)
-    settings.target_modules = modules if isinstance(modules, str) else set(modules)
-    settings.target_parameters = list(lora.get("target_parameters") or ()) or None
+    parameters, linears = lora.get("target_parameters") or (), all_linear(model)
+    if isinstance(modules, str):
+        targets = set(linears) if modules == "all-linear" else modules
+    else:  # a weight of a linear layer, as `_write_as_peft_reads` names it, is that layer
+        layers = {name: [own for own in linears if _ends(f"{own}.weight", name)]
+                  for name in parameters}  # fmt: skip
+        targets = set(modules).union(*layers.values())
+        parameters = [name for name in parameters if not layers[name]]
+    settings.target_modules, settings.target_parameters = targets, list(parameters) or None
     settings.modules_to_save = list(saved) or None
     excluded = adapted_elsewhere(model)
     if modules == "all-linear" and config.model_type in _NO_OUT_PROJ:
@@ -305,25 +320,58 @@ def _adapted(model: Any, lora: dict[str, Any]) -> Any:
     settings.exclude_modules = excluded or settings.exclude_modules
     settings.ensure_weight_tying = is_tied
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), patch.object(conversion, _RENAMES, lambda *_, **__: None):
             # peft asks transformers for it by an older name.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             # merge_adapters unties what is no longer equal
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
             # experts in one weight, whose patterns peft makes and does not look for there
             warnings.filterwarnings("ignore", "The following .*_pattern keys", RuntimeWarning)
-            return peft.get_peft_model(model, settings)
+            adapted = peft.get_peft_model(model, settings)
+        _write_as_peft_reads(adapted)
+        return adapted
     except Exception as error:  # modules may be of any kind, and names are regular expressions
         is_unknown = "not found in the base model" in str(error)
         why = "" if is_unknown else f", of rank {lora['rank']}: {reason(error)}"
         raise _no_such_modules(model, "target_modules", modules, why) from error
 
 
+_RENAMES = "convert_peft_config_for_transformers"
+"""peft's function that takes some names of linear layers (gate_proj, w1) for those of experts, in
+families whose checkpoints hold each expert apart, and all-linear for experts and router, too."""
+
+
+def _write_as_peft_reads(adapted: Any) -> None:
+    """Name linear layers by their weights (`target_parameters`) in the config that is exported
+    where peft, as it loads it, would put their adapters into experts (`_RENAMES`)."""
+    from peft import LoraConfig
+    from peft.utils import transformers_weight_conversion as conversion
+
+    def is_renamed(leaf: str) -> bool:
+        alone = LoraConfig(target_modules=[leaf])
+        with suppress(ValueError):  # gate_proj without up_proj
+            getattr(conversion, _RENAMES)(alone, adapted.get_base_model(), None)
+            return alone.target_modules != {leaf}
+        return True
+
+    settings, names = adapted.peft_config["default"], adapted.base_model.targeted_module_names
+    renamed = {leaf for leaf in {name.rpartition(".")[2] for name in names} if is_renamed(leaf)}
+    if weights := [f"{name}.weight" for name in names if name.rpartition(".")[2] in renamed]:
+        settings.target_modules = {n for n in names if f"{n}.weight" not in weights}
+        settings.target_parameters = [*(settings.target_parameters or ()), *weights]
+        settings.lora_dropout = 0.0  # peft takes none beside target_parameters; layers have theirs
+
+
 def _names_ends(model: Any, names: Iterable[str]) -> bool:
     """Whether one of these is the name of the input embeddings or of the head."""
     ends = {model.get_input_embeddings(), model.get_output_embeddings()}
     whole = [own for own, module in model.named_modules() if module in ends]
-    return any(own == name or own.endswith(f".{name}") for own in whole for name in names)
+    return any(_ends(own, name) for own in whole for name in names)
+
+
+def _ends(own: str, name: str) -> bool:
+    """Whether a whole name is `name` or ends with it, as peft compares them."""
+    return own == name or own.endswith(f".{name}")
 
 
 def _no_such_modules(model: nn.Module, key: str, modules: Any, why: str) -> ConfigError:
@@ -332,6 +380,10 @@ def _no_such_modules(model: nn.Module, key: str, modules: Any, why: str) -> Conf
              for name, module in model.named_modules()
              if isinstance(module, nn.Linear) and ".lora_" not in name}  # fmt: skip
     required = f"all-linear, or names among {', '.join(sorted(known))}"
+    bare = {".".join(name.split(".")[-2:]) for name, weight in model.named_parameters()
+            if weight.ndim == 3 and ".experts." in name}  # fmt: skip
+    if bare:
+        required += f"; experts: model.lora.target_parameters = [{', '.join(sorted(bare))}]"
     if key == "modules_to_save":
         required = "names of modules of the model, such as embed_tokens, lm_head"
     elif key == "target_parameters":

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from furlong.errors import UnsupportedModelError
 
@@ -157,6 +158,22 @@ def adapted_elsewhere(base: Any) -> list[str]:
         name
         for name, module in base.named_modules()
         if isinstance(module, Placeholder) or module is embeddings
+    ]
+
+
+_ROUTED = {"gate", "router", "experts"}
+"""Parts of the names of modules that choose experts, and of the experts among which they choose."""
+
+
+def all_linear(base: Any) -> list[str]:
+    """Names of the linear layers of a model but head, routers and their experts: `all-linear`."""
+    head = base.get_output_embeddings()
+    return [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+        and module is not head
+        and _ROUTED.isdisjoint(name.split("."))
     ]
 
 
