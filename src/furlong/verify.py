@@ -297,7 +297,7 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
     values = config.model_dump(mode="json")
     values["model"] |= {
         "name": str(home / "model"), "revision": None, "init": "pretrained", "dtype": "float32",
-        "rope": None,
+        "config": {}, "rope": None,
     }  # fmt: skip
     if config.model.lora is not None:
         values["model"]["lora"]["adapter"] = None

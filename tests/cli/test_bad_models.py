@@ -101,7 +101,7 @@ def test_more_tokens_than_positions_need_rope(folder: Path, capsys: Any) -> None
     transformers.LlamaConfig(**TINY).save_pretrained(folder)
     assert_refused(folder, "rope_type: yarn, factor: 4", capsys, "--data.max_seq_len=200")
     yarn = ["--model.rope.rope_type=yarn", "--data.max_seq_len=200"]
-    assert_refused(folder, "2-fold", capsys, *yarn, "--model.rope.factor=2")
+    assert_refused(folder, "factor to 4", capsys, *yarn, "--model.rope.factor=2")
     assert_refused(folder, "dynamic", capsys, "--model.rope.rope_type=dynamic")
     assert_refused(folder, "did you mean", capsys, *yarn, "--model.rope.facto=4")
     assert_refused(folder, "Missing required keys", capsys, "--model.rope.rope_type=linear")
@@ -109,6 +109,27 @@ def test_more_tokens_than_positions_need_rope(folder: Path, capsys: Any) -> None
     exported = json.loads((folder.parent / "run" / "model" / "config.json").read_text())
     assert exported["rope_parameters"]["factor"] == 4
     assert exported["max_position_embeddings"] == 256
+
+
+def test_a_change_of_the_config_that_a_message_names_is_taken(folder: Path, capsys: Any) -> None:
+    transformers.GPT2Config(
+        vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64, attn_pdrop=0.1
+    ).save_pretrained(folder)
+    assert_refused(folder, "model.config: {attn_pdrop: 0}", capsys)
+    assert_refused(folder, "attn_pdrop", capsys, "--model.config", "{attn_dropp: 0}")
+    assert_refused(folder, "attn_pdrop", capsys, "--model.config", "{attn_pdrop: none at all}")
+    assert_refused(folder, "model.rope", capsys, "--model.config", "{rope_theta: 1e6}")
+    assert train(folder, "--model.config", "{attn_pdrop: 0}") == 0
+    assert "attn_pdrop 0.1 -> 0.0" in capsys.readouterr().out
+    exported = folder.parent / "run" / "model" / "config.json"
+    assert json.loads(exported.read_text())["attn_pdrop"] == 0
+    (folder.parent / "run").rename(folder.parent / "first")
+    model = folder.parent / "first" / "model"
+    pretrained = "--model.init=pretrained", f"--model.name={model}"
+    assert_refused(folder, "transformer.h.0", capsys, *pretrained, "--model.config", "{n_embd: 48}")
+    # beside a table of positions there is nothing but a smaller length
+    assert_refused(folder, "lower data.max_seq_len to 64", capsys, "--data.max_seq_len=65",
+                   "--model.config", "{attn_pdrop: 0}")  # fmt: skip
 
 
 def test_weights_that_are_no_safetensors_are_not_read(folder: Path, capsys: Any) -> None:

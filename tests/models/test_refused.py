@@ -28,7 +28,6 @@ OPTIONS = furlong.ChunkOptions(size=8)
 TARGETS = ["q_proj", "v_proj"]
 LORA = functools.partial(peft.LoraConfig, r=4, target_modules=TARGETS, task_type="CAUSAL_LM")
 VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 INDEXED = {
     "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 4,
@@ -86,8 +85,9 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "falcon": (lambda: build_other("falcon", alibi=True), "Falcon"),
     "bloom": (lambda: build_other("bloom", n_head=4, hidden_size=32), "Bloom"),
     "attention dropout": (lambda: build_other("gpt2", attn_pdrop=0.1), "attention dropout 0.1"),
-    "dynamic rope": (
-        lambda: build_other("llama", rope_parameters=DYNAMIC), "RoPE of type dynamic",
+    "attention in both directions": (
+        lambda: build_other("gemma3_text", head_dim=8, use_bidirectional_attention=True),
+        "both directions",
     ),
     "a router loss": (
         lambda: build_other("mixtral", num_local_experts=2, output_router_logits=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,15 @@ import pytest
 import torch
 from helpers.batches import batch
 from helpers.tiny_families import VOCAB_SIZE
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, Phi3Config
+from ruamel.yaml import YAML
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    Phi3Config,
+)
 
 import furlong
 from furlong.errors import ConfigError
@@ -127,5 +137,105 @@ def test_more_tokens_than_positions_are_refused() -> None:
         check_length(config, 3 * SHORT + 1, has_rope=False)
     apply_rope(config, CHANGES["yarn"])
     check_length(config, 4 * SHORT, has_rope=True)
-    with pytest.raises(ConfigError, match=r"raise model.rope.factor 2-fold"):
+    with pytest.raises(ConfigError, match=r"raise model.rope.factor to 5"):
         check_length(config, 4 * SHORT + 1, has_rope=True)
+
+
+def scaled(rope_type: str, positions: int = 4 * SHORT, **keys: Any) -> LlamaConfig:
+    config = llama()
+    config.rope_parameters = {"rope_type": rope_type, "rope_theta": 2e4, **keys}
+    config.max_position_embeddings = positions
+    return config
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": SHORT}
+
+
+@pytest.mark.parametrize("rope_type", ["yarn", "llama3", "longrope"])
+def test_keys_of_the_models_type_stay(rope_type: str) -> None:
+    own = {
+        "yarn": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "truncate": False},
+        "llama3": LLAMA3 | YARN,
+        "longrope": {k: list(v) if isinstance(v, tuple) else v for k, v in LONGROPE.items()} | YARN,
+    }[rope_type]
+    config = scaled(rope_type, **{k: v for k, v in own.items() if k != "rope_type"})
+    before = dict(config.rope_parameters)
+    apply_rope(config, {"rope_type": rope_type, "factor": 4.0})
+    assert config.rope_parameters == before and num_positions(config) == 4 * SHORT
+    apply_rope(config, {"rope_type": rope_type, "factor": 8.0})
+    assert config.rope_parameters == before | {"factor": 8.0}
+    assert num_positions(config) == 8 * SHORT
+
+
+def test_more_positions_than_the_factor_tells_of_grow_with_it() -> None:
+    """Llama 3.1 has 16 times its original length with the factor 8."""
+    config = scaled("llama3", 16 * SHORT, **{k: v for k, v in LLAMA3.items() if k != "rope_type"},
+                    original_max_position_embeddings=SHORT)  # fmt: skip
+    config.rope_parameters["factor"] = 8.0
+    apply_rope(config, {"rope_type": "llama3", "factor": 16})
+    assert num_positions(config) == 32 * SHORT
+
+
+def reached(config: Any, wanted: int, source: str | None = None) -> list[dict[str, Any]]:
+    """The values of model.rope that the refusal names; each passes."""
+    with pytest.raises(ConfigError) as error:
+        check_length(config, wanted, has_rope=False, source=source)
+    named = re.findall(r"\{rope_type[^}]*\}", error.value.change)
+    ropes = [YAML(typ="safe").load(text) for text in named]
+    for rope in ropes:
+        changed = deepcopy(config)
+        apply_rope(changed, rope, max_seq_len=wanted)
+        check_length(changed, wanted, has_rope=True)
+    return ropes
+
+
+def test_the_type_of_the_model_reaches_further(tmp_path: Path) -> None:
+    def of(rope_type: str, factor: float) -> dict[str, Any]:
+        return {"rope_type": rope_type, "factor": factor}
+
+    assert reached(scaled("default", SHORT), 70) == [of("yarn", 3)]
+    assert reached(scaled("yarn", **YARN), 150) == [of("yarn", 5)]
+    assert reached(scaled("yarn", SHORT, **YARN), 100) == [of("yarn", 4)]
+    llama3 = LLAMA3 | YARN | {"factor": 8.0}
+    del llama3["rope_type"]
+    assert reached(scaled("llama3", 16 * SHORT, **llama3), 32 * SHORT) == [of("llama3", 16)]
+    # Vicuna counts the positions before its scaling, Together those behind it
+    assert reached(scaled("linear", SHORT, factor=4.0), 128) == [of("linear", 4), of("linear", 16)]
+    assert reached(scaled("linear", SHORT, factor=4.0), 250)[0] == of("linear", 8)
+    vicuna = scaled("linear", SHORT, factor=4.0)
+    vicuna.max_sequence_length = 128
+    assert reached(vicuna, 128) == [of("linear", 4)]
+    command_r = scaled("default", SHORT)
+    command_r.model_max_length = 512
+    assert reached(command_r, 512) == [{"rope_type": "default"}]
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512}')
+    both = [of("yarn", 16), {"rope_type": "default"}]
+    assert reached(scaled("default", SHORT), 512, str(tmp_path)) == both
+    assert reached(scaled("linear", SHORT, factor=4.0), 99, str(tmp_path)) == [of("linear", 4)]
+
+
+def test_a_larger_factor_that_is_asked_for_is_large_enough() -> None:
+    for rope in (CHANGES["linear"], CHANGES["yarn"], LLAMA3):
+        config = scaled("linear", factor=2.0)
+        apply_rope(config, rope)
+        with pytest.raises(ConfigError) as error:
+            check_length(config, 999, has_rope=True)
+        config = scaled("linear", factor=2.0)
+        apply_rope(config, rope | {"factor": float(error.value.change.rpartition(" ")[2])})
+        check_length(config, 999, has_rope=True)
+
+
+def test_positions_of_a_table_have_no_rope() -> None:
+    assert reached(GPT2Config(n_positions=SHORT, n_embd=32, n_head=4, n_layer=2), 40) == []
+
+
+def test_a_model_without_positions_has_no_end_of_them() -> None:
+    jamba = AutoConfig.for_model(
+        "jamba", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=SHORT, num_experts=2, mamba_d_state=4,
+        mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1,
+    )  # fmt: skip
+    check_length(jamba, 9 * SHORT, has_rope=False)
+    assert num_positions(jamba) is None
+    with pytest.raises(ConfigError, match=r"remove model\.rope"):
+        apply_rope(jamba, CHANGES["yarn"])

@@ -12,6 +12,7 @@ import faulthandler
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
@@ -71,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         faulthandler.enable(sys.__stderr__)  # a place, where mapped memory loses its file
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).addFilter(_says_something)
+    # what it warns of while it reads a config, again for each copy, is checked here
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with lasting_output() as out, QuietEnd() as end:
         try:
             code = _dispatch(given)

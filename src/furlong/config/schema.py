@@ -166,9 +166,9 @@ class RopeConfig(BaseModel):
     high_freq_factor: Number | None = None
     """llama3: above it nothing is."""
     short_factor: tuple[Number, ...] | None = None
-    """longrope: one factor per frequency, for runs within the original length."""
+    """longrope: one factor per frequency, where no record is longer than the original length."""
     long_factor: tuple[Number, ...] | None = None
-    """longrope: the same beyond it; data.max_seq_len decides, once for the run."""
+    """longrope: the same beyond it; the longest record decides, once for the run."""
 
 
 class ParallelConfig(BaseModel):
@@ -603,8 +603,12 @@ class ModelConfig(BaseModel):
     that are not quantized themselves; needs furlong[bitsandbytes]."""
     lora: LoraConfig | None = None
     """null trains every weight."""
+    config: dict[str, Any] = Field(default={}, examples=[{"attention_dropout": 0}])
+    """Keys of the model's config.json to change, nested by dots or as mappings, but those that
+    shape its weights; exported with the model."""
     rope: RopeConfig | None = None
-    """Change of the position embedding; null keeps the model's own."""
+    """Change of the position embedding; null keeps the model's own. Keys that are not given stay
+    the model's where it has the same type."""
     compile: bool = False
     """torch.compile of each layer, with attention between its graphs; in one process."""
     kernels: Literal["none", "liger", "hub"] = "none"

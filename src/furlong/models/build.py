@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
+from difflib import get_close_matches
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -22,6 +24,7 @@ from zlib import crc32
 
 import psutil
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from furlong.config.adapter import ADAPTER, ADAPTER_WEIGHTS, adapter_file
@@ -58,6 +61,7 @@ from furlong.models.quantized import (
     settle,
 )
 from furlong.models.rope import apply_rope, check_length, check_rope
+from furlong.models.shrink import own_key
 from furlong.models.support import refuse_config
 from furlong.units import format_bytes, format_count
 
@@ -396,7 +400,8 @@ def _no_such_modules(model: nn.Module, key: str, modules: Any, why: str) -> Conf
 BASE = "base"
 """The folder of an export of adapters that holds the changed config of their base."""
 _BASE_TOLD = (
-    "the adapters belong to their base with another RoPE (model.rope), which peft does not set:"
+    "the adapters belong to their base with another config (model.config, model.rope), which peft"
+    " does not set:"
     " load them with AutoModelForCausalLM.from_pretrained('{folder}',"
     " config=AutoConfig.from_pretrained('{folder}/{base}')), or merge them: furlong export RUN"
     " --merge"
@@ -414,6 +419,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     quantize: str | Mapping[Any, Any] | None = None,
     lora: dict[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
     rope: dict[str, Any] | None = None,
     max_seq_len: int | None = None,
     seed: int = 0,
@@ -424,7 +430,8 @@ def build_model(
 
     `name` is a hub id or a local folder; `init="random"` needs config.json only and draws from
     `seed`, each module by its name. `quantize` is `model.quantize`, `lora` holds the keys of
-    `model.lora` and freezes everything else. `rope` holds `rope_type` and its keys (models.rope);
+    `model.lora` and freezes everything else. `changes` are those of `model.config`. `rope` holds
+    `rope_type` and its keys (models.rope);
     `max_seq_len` is the run's longest sequence, for which the model must have positions. `layers`:
     those that this process holds (None: all); nothing of other stages is built or read
     (models.placeholders). `unpacked`: weights in 4 bits are made what they stand for, in floats.
@@ -433,7 +440,9 @@ def build_model(
     source = check_folder(name, revision)
     trained_dtype = torch.promote_types(dtype, torch.float32)
     loaded_dtype = trained_dtype if lora is None else dtype
-    config = read_config(source, revision=revision, rope=rope, max_seq_len=max_seq_len)
+    config = read_config(
+        source, revision=revision, changes=changes, rope=rope, max_seq_len=max_seq_len
+    )
     with torch.random.fork_rng(devices=[]):
         if init == "random":
             if getattr(config, "quantization_config", None) is not None:
@@ -475,13 +484,13 @@ def export_model(
     folder: str | Path,
     *,
     dtype: torch.dtype,
-    rope: Mapping[str, Any] | None = None,
+    has_other_config: bool = False,
     card: str | None = None,
 ) -> Path:
     """Writes a folder that transformers (or, for adapters, peft) loads; returns it.
 
-    Weights are written in `dtype`. `rope` is what has changed the model's own: of adapters, which
-    have no place for it, the folder `BASE` holds the config of their base, and this is told.
+    Weights are written in `dtype`. `has_other_config`: the base of adapters computes something else
+    than its own files say; the folder `BASE` then holds its config, and this is told.
     `card`: README.md. The
     folder appears whole or not at all. Raises ConfigError if it is there already.
     """
@@ -492,7 +501,7 @@ def export_model(
         _end_by(aside / GENERATION, tokenizer)
         if card is not None:
             (aside / "README.md").write_text(card, encoding="utf-8")
-        if has_other_base := rope is not None and hasattr(model, "peft_config"):
+        if has_other_base := has_other_config and hasattr(model, "peft_config"):
             config = copy(model.get_base_model().config)
             if getattr(model, "hf_quantizer", None) and not model.hf_quantizer.pre_quantized:
                 del config.quantization_config  # of the run, not of the base's own weights
@@ -542,10 +551,11 @@ def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
 
 
 def read_config(
-    source: str, *, revision: str | None = None, rope: dict[str, Any] | None = None,
-    max_seq_len: int | None = None,
+    source: str, *, revision: str | None = None, changes: Mapping[str, Any] | None = None,
+    rope: dict[str, Any] | None = None, max_seq_len: int | None = None,
 ) -> Any:  # fmt: skip
-    """The transformers config of a hub id or folder, with `rope` written into it.
+    """The transformers config of a hub id or folder, with `changes` (model.config) and `rope`
+    (model.rope) written into it.
 
     Raises ConfigError, also if the model has fewer positions than `max_seq_len`.
     """
@@ -561,12 +571,13 @@ def read_config(
         named |= _OWN_KERNELS
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **named)
         refuse_config(config, f"model type {config.model_type}", f"{source}, config.json")
+        apply_changes(config, changes or {})
         check_sizes(config, source)
         check_rope(config, source)
         if rope is not None:
             apply_rope(config, rope, max_seq_len=max_seq_len)
         if max_seq_len is not None:
-            check_length(config, max_seq_len, has_rope=rope is not None)
+            check_length(config, max_seq_len, has_rope=rope is not None, source=source)
     except UserError:
         raise
     except Exception as error:  # a family's own code may make anything of a broken file
@@ -578,6 +589,80 @@ def read_config(
             else "check the name, the connection to the hub, or use a local folder",
         ) from error
     return config
+
+
+_NOT_CHANGED = (
+    "model_type",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+)
+
+
+def apply_changes(config: Any, changes: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Change keys of a transformers config (model.config), in place; returns each key with its
+    values before and after.
+
+    Keys are those of the decoder or, beside it, of the whole model: nested by dots or as mappings.
+    Raises ConfigError for a key that the config does not have, and for a value of another type.
+    """
+    found = []
+    for key, value in _leaves(changes):
+        *outer, name = key.split(".")
+        roots = config.get_text_config(), config
+        holders = [reduce(lambda x, part: getattr(x, part, None), outer, root) for root in roots]
+        holder = next((x for x in holders if own_key(x, name) in _keys_of(x)), None)
+        given, source = f"model.config with {key}: {value!r}", "model.config"
+        if name.startswith("rope_"):
+            change = "set model.rope in its place"
+            raise model_error(given, "a key other than those of the RoPE", change, source)
+        if holder is None or name.startswith("_") or name in _NOT_CHANGED:
+            near = get_close_matches(name, [*_keys_of(roots[0]), *_keys_of(config)], n=1)
+            change = f"did you mean {near[0]}?" if near else f"remove {key}"
+            raise model_error(given, "a key of the model's config.json", change, source)
+        old = getattr(holder, name)
+        try:
+            if type(old) is float and isinstance(value, int | str) and not isinstance(value, bool):
+                value = float(value)
+            if None not in (old, value) and _kind_of(old) != _kind_of(value):
+                raise ValueError(f"{old!r} is of another type")
+            setattr(holder, name, value)
+        except (ValueError, StrictDataclassError) as error:
+            required = f"a value as {key} has it, such as {old!r} ({reason(error)})"
+            raise model_error(given, required, f"mend {key}", source) from error
+        found.append((key, old, value))
+    return found
+
+
+def _leaves(values: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{outer}{key}.")
+        else:
+            yield f"{outer}{key}", value
+
+
+def _keys_of(config: Any) -> list[str]:
+    return list(config.to_dict()) if hasattr(config, "to_dict") else []
+
+
+def _kind_of(value: Any) -> Any:
+    return float if type(value) is int else type(value)
+
+
+def _check_same_weights(model: Any, plain: Any, changes: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a config is changed in what shapes the weights of a checkpoint."""
+    before, after = ({n: p.shape for n, p in m.named_parameters()} for m in (plain, model))
+    if others := sorted(name for name, _ in before.items() ^ after.items()):
+        raise model_error(
+            f"model.config with {', '.join(changes)}, by which {others[0]} has another shape, or is"
+            " there no more",
+            "keys that leave the weights as they are",
+            "remove what shapes them from model.config, or set model.init: random",
+            "model.config",
+        )
 
 
 def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
@@ -722,23 +807,33 @@ def check_model(
     init: Literal["pretrained", "random"] = "random",
     quantize: str | Mapping[Any, Any] | None = None,
     has_adapters: bool = False,
+    changes: Mapping[str, Any] | None = None,
     rope: dict[str, Any] | None = None,
     max_seq_len: int,
 ) -> None:
-    """Raise UserError for a hub id or folder whose model cannot be trained at this length.
+    """Raise UserError for a hub id or folder whose model cannot be trained at this length, or not
+    with `changes` of its config; prints what they change.
 
     The model is built without memory for its weights; of their files only names and headers are
     looked at, and only if `init` says that they are read. What the forward does is only known to
     the self-check of the engine.
     """
     source = check_folder(name, revision)
-    config = read_config(source, revision=revision, rope=rope, max_seq_len=max_seq_len)
+    config = read_config(
+        source, revision=revision, changes=changes, rope=rope, max_seq_len=max_seq_len
+    )
     is_packed = getattr(config, "quantization_config", None) is not None
     if init == "pretrained":
         check_packed(config, source, quantize, has_adapters=has_adapters)
         check_weights(source, are_packed=is_packed)
         check_generation(source, revision)
     model = model_of_config(config, source, dtype=torch.float32)
+    if changes:
+        plain = read_config(source, revision=revision)
+        if init == "pretrained":
+            _check_same_weights(model, model_of_config(plain, source, dtype=torch.float32), changes)
+        told = (f"{key} {old!r} -> {new!r}" for key, old, new in apply_changes(plain, changes))
+        print(f"model.config: {', '.join(told)}")
     if is_packed or quantize is not None:
         require_linear(model, source)
     HFDecoder(model.train(), max_seq_len=max_seq_len)

@@ -11,81 +11,106 @@ import logging
 import math
 from collections.abc import Mapping
 from logging.handlers import BufferingHandler
+from pathlib import Path
 from typing import Any
 
 from furlong.errors import ConfigError
+from furlong.files import read_object
+from furlong.models.asked import positions_of, rope_entries
 
 _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
 _KEPT = ("rope_theta", "partial_rotary_factor")
 
 
-def num_positions(config: Any) -> int | None:
-    """Positions that the model knows, None where its config names no number."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(positions) if positions and positions > 0 else None
+def num_positions(config: Any, wanted: int = 0) -> int | None:
+    """Positions that the model knows; None where its config names no number, or where nothing that
+    the model computes depends on it. `wanted`: a length beyond which a model with a RoPE in its
+    config is asked whether it rotates anything at all."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if not positions or positions < 0:
+        return None
+    is_known = bool(rope_entries(text)) and wanted <= positions
+    return int(positions) if is_known or positions_of(text) != "none" else None
 
 
 def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None = None) -> None:
     """Change the RoPE of a transformers config, in place.
 
     `rope` holds `rope_type` and its own keys; base and rotated share stay the model's unless they
-    are given. The original length is the one before any scaling; afterwards the model has
-    `factor` times as many positions, or `max_seq_len` where the type has no factor. Layers with a
-    sliding window of their own RoPE keep it: distances in them do not grow.
+    are given, and of the type that the model has so do all other keys. The original length is the
+    one before any scaling; afterwards the model has `factor` times as many positions, as many more
+    as the model's own factor is raised, or `max_seq_len` where the type has no factor. Layers with
+    a sliding window of their own RoPE keep it: distances in them do not grow.
     Raises ConfigError.
     """
     text = config.get_text_config()
-    before = getattr(text, "rope_parameters", None)
-    if not before:
-        raise _refused(f"a model of type {text.model_type}, which has no RoPE", "no model.rope")
     given: dict[str, Any] = {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in rope.items()
         if value is not None
     }
-    layered = {key: entry for key, entry in before.items() if isinstance(entry, dict)}
-    changed = [entry for key, entry in layered.items() if key != "sliding_attention"] or [before]
+    changed = _scaled_entries(text)
+    if not changed or positions_of(text) != "rotary":
+        given_type = f"model.rope for a model of type {text.model_type}, which has no RoPE"
+        raise _refused(given_type, "a model that rotates queries and keys", "remove model.rope")
+    known, before = _complaints(text), num_positions(config) or 0
     original = int(given.get("original_max_position_embeddings") or _original_length(text, changed))
-    if "factor" in given:
-        positions = math.floor(given["factor"] * original)
+    is_own_type = _type_of(changed[0]) == given["rope_type"]
+    own_factor = changed[0].get("factor") if is_own_type else None
+    if factor := given.get("factor", own_factor):
+        positions = math.floor(factor * original)
+        if own_factor:  # Llama 3's positions are more than factor x original
+            positions = max(positions, math.floor(before * factor / own_factor))
     else:
-        positions = max(num_positions(config) or 0, max_seq_len or 0)
+        positions = max(before, max_seq_len or 0)
     if given["rope_type"] in _WITH_ORIGINAL_LENGTH:
         given["original_max_position_embeddings"] = original
     if given["rope_type"] == "longrope":
         given.setdefault("factor", positions / original)
     for entry in changed:
-        kept = {key: entry[key] for key in _KEPT if entry.get(key) is not None}
+        kept = {key: entry[key] for key in (entry if is_own_type else _KEPT) if key in entry}
         entry.clear()
-        entry.update(kept | given)
+        entry.update({key: value for key, value in kept.items() if value is not None} | given)
     text.max_position_embeddings = positions
     if hasattr(text, "original_max_position_embeddings"):
         text.original_max_position_embeddings = original  # it comes before rope_parameters
-    _validate(text, given)
+    if new := [told for told in _complaints(text) if told not in known]:
+        raise _refused(_shown(given), new[0])
 
 
-def check_length(config: Any, max_seq_len: int, *, has_rope: bool) -> None:
-    """Raise ConfigError if sequences of `max_seq_len` have more positions than the model."""
-    positions = num_positions(config)
+def check_length(
+    config: Any, max_seq_len: int, *, has_rope: bool, source: str | None = None
+) -> None:
+    """Raise ConfigError if sequences of `max_seq_len` have more positions than the model.
+
+    `source`: the model's folder, whose tokenizer_config.json may name a length too.
+    """
+    positions = num_positions(config, max_seq_len)
     if positions is None or max_seq_len <= positions:
         return
-    factor = math.ceil(max_seq_len / positions)
+    lower = f"lower data.max_seq_len to {positions}, with data.too_long: split or truncate for"
+    lower += " longer records"
+    required, change = f"at most {positions:,}, or a RoPE that reaches further", lower
+    if positions_of(config) == "table":
+        required = f"at most {positions:,}: each position has an entry in a table, and no RoPE"
+    elif has_rope:
+        factor = _scaled_entries(config.get_text_config())[0]["factor"]
+        change = f"raise model.rope.factor to {math.ceil(factor * max_seq_len / positions)}"
+    elif ropes := _reaching(config.get_text_config(), positions, max_seq_len, source):
+        change = f"{lower}, or set model.rope: {'; or '.join(ropes)}"
     raise ConfigError(
         given=f"data.max_seq_len = {max_seq_len:,} for a model of {positions:,} positions"
         + (" after model.rope" if has_rope else ""),
-        required=f"at most {positions:,}, or a RoPE that reaches further",
+        required=required,
         source="data.max_seq_len and max_position_embeddings in the model's config.json",
-        change=f"raise model.rope.factor {factor}-fold"
-        if has_rope
-        else f"lower data.max_seq_len, or set model.rope: {{rope_type: yarn, factor: {factor}}}",
+        change=change,
     )
 
 
 def check_rope(config: Any, source: str) -> None:
     """Raise ConfigError where a transformers config has a RoPE whose angles would not be finite."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
-    for entry in nested or [parameters]:
+    for entry in rope_entries(config.get_text_config()):
         for key in ("rope_theta", "factor", "partial_rotary_factor"):
             value = entry.get(key)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -98,6 +123,19 @@ def check_rope(config: Any, source: str) -> None:
                 )
 
 
+def _scaled_entries(text: Any) -> list[dict[str, Any]]:
+    """The RoPE parameters that grow with the length: not those of layers with a sliding window."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    layered = {key: entry for key, entry in parameters.items() if isinstance(entry, dict)}
+    return [entry for key, entry in layered.items() if key != "sliding_attention"] or (
+        [parameters] if parameters and not layered else []
+    )
+
+
+def _type_of(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("rope_type", "default"))
+
+
 def _original_length(text: Any, entries: list[dict[str, Any]]) -> int:
     """Positions before the scaling that the model already has, if it has one."""
     lengths = [entry.get("original_max_position_embeddings") for entry in entries]
@@ -105,37 +143,97 @@ def _original_length(text: Any, entries: list[dict[str, Any]]) -> int:
     return next((int(n) for n in (own, *lengths) if n), text.max_position_embeddings)
 
 
-def _validate(text: Any, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for all that transformers refuses or warns of."""
+_LENGTHS = ("model_max_length", "max_sequence_length", "seq_length")
+"""Keys by which some config.json name the length that the model was trained for, beside the number
+of positions before it was extended."""
+
+
+def _reaching(text: Any, positions: int, wanted: int, source: str | None) -> list[str]:
+    """Values of model.rope with which the model reaches `wanted` tokens, the likeliest first: its
+    own type with a larger factor. Each with its reason where there are two."""
+    entries = _scaled_entries(text)
+    own, rope_type = entries[0], _type_of(entries[0])
+    trained = max((n for key in _LENGTHS if isinstance(n := getattr(text, key, 0), int)), default=0)
+    file = Path(source or "", "tokenizer_config.json")
+    of_tokenizer = (
+        read_object(file, source=str(file), change="mend it").get(_LENGTHS[0])
+        if file.is_file()
+        else 0
+    )
+    fits_tokenizer = isinstance(of_tokenizer, int) and wanted <= of_tokenizer < _NO_LENGTH
+    if rope_type in ("default", "dynamic"):
+        yarn = _in_yaml(rope_type="yarn", factor=math.ceil(wanted / positions))
+        if alpha := own.get("alpha"):  # Hunyuan's static base, by any name
+            dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            theta = own["rope_theta"] * alpha ** (dim / (dim - 2))
+            return [_in_yaml(rope_type="default", rope_theta=theta)]
+        if rope_type == "default" and wanted <= trained:
+            return [_in_yaml(rope_type="default")]
+        if rope_type == "default" and fits_tokenizer:
+            why = f" if it was trained up to the {of_tokenizer:,} tokens of {file.name}"
+            return [yarn, _in_yaml(rope_type="default") + why]
+        return [yarn]
+    if rope_type not in (*_WITH_ORIGINAL_LENGTH, "linear"):
+        return []
+    original = _original_length(text, entries)
+    factor = own.get("factor") or positions / original
+    raised = math.ceil(factor * wanted / positions)
+    if rope_type != "linear":
+        is_enough = wanted <= factor * original
+        return [_in_yaml(rope_type=rope_type, factor=factor if is_enough else raised)]
+    # whether these positions are those before the scaling or behind it, nothing says
+    fewest = _in_yaml(rope_type=rope_type, factor=max(factor, math.ceil(wanted / positions)))
+    if wanted <= trained or fits_tokenizer:
+        return [fewest]
+    why = f" if its {positions:,} positions are those that it has with the factor {factor:g}"
+    return [fewest, _in_yaml(rope_type=rope_type, factor=raised) + why]
+
+
+_NO_LENGTH = 10**9
+"""From here on a tokenizer's model_max_length stands for none."""
+
+
+def _complaints(text: Any) -> list[str]:
+    """All that transformers refuses or warns of in a config's RoPE parameters."""
     logger, told = logging.getLogger("transformers.modeling_rope_utils"), BufferingHandler(1000)
     before = logger.level, logger.propagate
     logger.addHandler(told)
     logger.setLevel(logging.WARNING)
     logger.propagate = False
+    refused = []
     try:
         text.standardize_rope_params()
         text.validate_rope()
     except (KeyError, TypeError, ValueError) as error:
-        message = error.args[0] if error.args else error
-        raise _refused(_shown(given), str(message)) from error
+        refused = [str(error.args[0] if error.args else error)]
     finally:
         logger.removeHandler(told)
         logger.setLevel(before[0])
         logger.propagate = before[1]
     # the number of positions is rounded to a whole one, hence no ratio to the last digit
     messages = [record.getMessage() for record in told.buffer]
-    if complaints := [message for message in messages if "implicit factor" not in message]:
-        raise _refused(_shown(given), complaints[0])
+    return refused + [message for message in messages if "implicit factor" not in message]
+
+
+def _in_yaml(**values: Any) -> str:
+    return f"{{{', '.join(f'{key}: {_short(value)}' for key, value in values.items())}}}"
+
+
+def _short(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _shown(given: Mapping[str, Any]) -> str:
-    return "model.rope = {" + ", ".join(f"{key}: {value}" for key, value in given.items()) + "}"
+    return f"model.rope = {_in_yaml(**given)}"
 
 
-def _refused(given: str, required: str) -> ConfigError:
+def _refused(
+    given: str, required: str,
+    change: str = "mend model.rope; a common one is {rope_type: yarn, factor: 4}",
+) -> ConfigError:  # fmt: skip
     return ConfigError(
         given=given,
         required=required,
         source="model.rope, as the installed transformers checks it",
-        change="mend model.rope; a common one is {rope_type: yarn, factor: 4}",
+        change=change,
     )

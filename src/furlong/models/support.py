@@ -8,6 +8,7 @@ of the root: before its layers are swapped for those of a stage, also the first 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any, TypeVar
@@ -18,7 +19,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from furlong.errors import UnsupportedModelError
 from furlong.families import ATTENTION_BLOCK, ATTENTION_DROPOUTS, CHUNKED, family_of
+from furlong.models.asked import answers_of, rope_entries
 from furlong.models.quantized import is_repacked, packed_linears
+from furlong.models.shrink import own_key
 
 FSDP_METHOD = "furlong_pass"
 
@@ -279,9 +282,22 @@ def _ends(model: Any) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in ends if module is not None]
 
 
-def _of_text(tells: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Tells by the config of the decoder."""
-    return lambda model: tells(model.config.get_text_config())
+def _of_text(tells: Callable[[Any], object], effect: str = "") -> Callable[[Any], object]:
+    """Tells by the config of the decoder; with an `effect`, one of `Answers`, by what a tiny model
+    of its class does where the config says so."""
+
+    def tell(model: Any) -> object:
+        found = tells(model.config.get_text_config())
+        return found if found and (not effect or getattr(answers_of(model), effect)) else ""
+
+    return tell
+
+
+def set_in_config(values: dict[str, Any]) -> str:
+    """The change of keys of a model's config, for a run file and for Python."""
+    in_file = ", ".join(f"{key}: {json.dumps(value)}" for key, value in values.items())
+    in_python = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    return f"set model.config: {{{in_file}}} (in Python: from_pretrained(..., {in_python}))"
 
 
 _KINDS: tuple[Row, ...] = (
@@ -305,16 +321,17 @@ _CONFIGS: tuple[Row, ...] = (
     (_of_text(
         lambda text: CHUNKED in _layer_types(text) and not getattr(text, ATTENTION_BLOCK, None)),
      f"has layers of type {CHUNKED}, and its config names no {ATTENTION_BLOCK}",
-     "the tokens of an attention block", f"set config.{ATTENTION_BLOCK}, or the layers' own types"),
-    (_of_text(lambda text: getattr(text, "use_bidirectional_attention", None)),
+     "the tokens of an attention block",
+     f"{set_in_config({ATTENTION_BLOCK: 8192})}, with the model's number, or the layers' types"),
+    (_of_text(lambda text: getattr(text, "use_bidirectional_attention", None), "sees_later"),
      "attends in both directions", "causal attention", OTHER_FAMILY),
-    (_of_text(lambda text: "dynamic" in rope_types(text)),
+    (_of_text(lambda text: "dynamic" in rope_types(text), "depends_on_length"),
      "has RoPE of type dynamic, whose frequencies depend on the length of each call",
      "position embeddings that depend on the position alone",
      "choose another type, such as yarn or linear, in config.rope_parameters"),
-    (_of_text(lambda text: getattr(text, "output_router_logits", False)),
+    (_of_text(lambda text: getattr(text, "output_router_logits", False), "adds_loss"),
      "adds a router loss (output_router_logits=True), which mixes all tokens of a batch",
-     "no router loss", "set config.output_router_logits = False"),
+     "no router loss", set_in_config({"output_router_logits": False})),
 )  # fmt: skip
 
 
@@ -342,13 +359,13 @@ def refuse_config(config: Any, given: str, source: str) -> None:
 def refuse_attention_dropout(model: nn.Module) -> None:
     """Raise UnsupportedModelError if the config names an attention dropout above 0."""
     text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    dropout = max(float(getattr(text, name, None) or 0.0) for name in ATTENTION_DROPOUTS)
-    if dropout > 0:
+    keys = [name for name in ATTENTION_DROPOUTS if float(getattr(text, name, None) or 0) > 0]
+    if keys:
         raise refusal(
             model,
-            f"has attention dropout {dropout}",
+            f"has attention dropout {max(float(getattr(text, key)) for key in keys)}",
             "no attention dropout: a chunk cannot draw what the whole sequence would have drawn",
-            "set the attention dropout of its config to 0 before building it",
+            set_in_config({own_key(text, key): 0 for key in keys}),
         )
 
 
@@ -375,8 +392,7 @@ def shortest_window(model: nn.Module) -> int | None:
 
 def rope_types(text_config: Any) -> set[str]:
     """The RoPE types of a text config, one for all layers or one per layer type."""
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    entries = [v for v in parameters.values() if isinstance(v, dict)] or [parameters]
+    entries = rope_entries(text_config) or [{}]
     return {str(entry.get("rope_type", "default")) for entry in entries}
 
 

@@ -80,6 +80,7 @@ def build_run_model(
         dtype=getattr(torch, settings.dtype),
         quantize=settings.quantize,
         lora=None if settings.lora is None else settings.lora.model_dump(),
+        changes=settings.config,
         rope=rope_of(config),
         max_seq_len=config.data.max_seq_len,
         seed=config.train.seed,

@@ -66,7 +66,7 @@ def export(
         one_process,
         trained_tensors,
     )
-    from furlong.train.run_model import check_architecture, read_architecture, rope_of
+    from furlong.train.run_model import check_architecture, has_other_base, read_architecture
 
     check_architecture(checkpoint, read_architecture(config))
     model = build_run_model(config)
@@ -87,8 +87,9 @@ def export(
     with folder_errors_reported(folder.parent):
         card = model_card(config, state)
         export_model(
-            model, tokenizer_of(config), folder, dtype=dtype, rope=rope_of(config), card=card
-        )
+            model, tokenizer_of(config), folder, dtype=dtype,
+            has_other_config=has_other_base(config), card=card,
+        )  # fmt: skip
     print(f"exported step {state['step']} to {folder}")
     return folder
 

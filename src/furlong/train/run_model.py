@@ -57,7 +57,7 @@ class RunModel:
 
     name: str
     config: Any
-    """That of transformers, with the run's `model.rope`."""
+    """That of transformers, with the run's `model.config` and `model.rope`."""
     launch: Launch
     device: torch.device
     machine: Machine
@@ -123,6 +123,12 @@ class RunModel:
 def rope_of(config: RunConfig) -> dict[str, Any] | None:
     """The change of the position embedding, as plain values."""
     return None if config.model.rope is None else config.model.rope.model_dump(mode="json")
+
+
+def has_other_base(config: RunConfig) -> bool:
+    """Whether the run's config lets the weights of its model compute something else. Dropout is off
+    wherever the exported model is used."""
+    return rope_of(config) is not None or any("drop" not in key for key in config.model.config)
 
 
 def read_architecture(config: RunConfig) -> dict[str, Any]:
@@ -307,11 +313,14 @@ def _machine_of(device: torch.device) -> Machine:
 
 
 def read_model_config(config: RunConfig) -> Any:
-    """The config of the run's model by transformers, with the run's `model.rope`. Raises
-    UserError."""
+    """The config of the run's model by transformers, with `model.config` and `model.rope` written
+    into it. Raises UserError."""
     model, limit = config.model, config.data.max_seq_len
     source = check_folder(model.name, model.revision)
-    return read_config(source, revision=model.revision, rope=rope_of(config), max_seq_len=limit)
+    return read_config(
+        source, revision=model.revision, changes=model.config, rope=rope_of(config),
+        max_seq_len=limit,
+    )  # fmt: skip
 
 
 def _architecture_of(whole: Any) -> dict[str, Any]:

@@ -95,6 +95,7 @@ from furlong.train.run_model import (
     batch_plans_of,
     check_architecture,
     choose_run_plan,
+    has_other_base,
     rope_of,
     step_size,
     storage_of,
@@ -199,7 +200,7 @@ class Trainer:
             check_model(
                 settings.name, revision=settings.revision, init=settings.init,
                 quantize=settings.quantize, has_adapters=settings.lora is not None,
-                rope=rope_of(config), max_seq_len=config.data.max_seq_len,
+                changes=settings.config, rope=rope_of(config), max_seq_len=config.data.max_seq_len,
             )  # fmt: skip
             model = RunModel.read(config, device, launch)
             if run.checkpoint is not None:
@@ -555,7 +556,7 @@ class Trainer:
             checkpoints.put_weights(model, weights)
             export_model(
                 model, self.tokenizer, folder, dtype=getattr(torch, config.model.dtype),
-                rope=rope_of(config),
+                has_other_config=has_other_base(config),
                 card=model_card(config, values if best is None else best.state),
             )  # fmt: skip
 
