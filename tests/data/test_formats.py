@@ -11,12 +11,11 @@ from tiny_tokenizers import CHATML, CHATML_WITH_TAGS, byte_tokenizer
 
 from furlong.data.fields import messages_of, text_of
 from furlong.data.formats import (
-    FORMATS,
     Reading,
     check_fields,
     decide_format,
     encode,
-    unused_fields,
+    read_whole,
 )
 from furlong.data.pairs import EMPTY
 from furlong.data.records import Notes, SourceRecord
@@ -38,7 +37,7 @@ def refused(call: Any, *arguments: Any) -> DataError:
 
 
 def tokens_of(one: SourceRecord) -> Encoded:
-    (encoded,) = FORMATS["tokens"].read(one)
+    ((_, (encoded,)),) = read_whole([one], byte_tokenizer(), Reading("tokens"), Notes())
     assert isinstance(encoded, Encoded)
     return encoded
 
@@ -226,7 +225,11 @@ def test_odd_conversations_of_others_are_named(fields: dict[str, Any], given: st
 def test_auto_goes_by_the_fields(fields: tuple[str, ...], format: Any, unused: list[str]) -> None:
     given = dict.fromkeys(fields, "x")
     assert decide_format(record(**given), {}) == format
-    assert unused_fields(given, format) == unused
+    known = {"messages": [USER], "tools": [], "input_ids": [1], "labels": [1]}
+    notes = Notes()
+    own = record(**given | {name: known[name] for name in fields if name in known})
+    list(read_whole([own], byte_tokenizer(), Reading(format), notes))
+    assert sorted(notes.unread) == unused
 
 
 def test_a_record_must_have_the_fields_of_its_shape() -> None:
@@ -312,8 +315,8 @@ def test_tokens_are_taken_as_they_are() -> None:
         ({"input_ids": [3, 2**70]}, "from 3 to"),
         ({"input_ids": [3], "labels": [3, 4]}, "1 input_ids with 2 labels"),
         ({"input_ids": [3, 4], "labels": [3, -1]}, "labels from -1"),
-        ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "an attention_mask"),
-        ({"input_ids": [5, 6], "attention_mask": [1]}, "an attention_mask"),
+        ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "attention_mask"),
+        ({"input_ids": [5, 6], "attention_mask": [1]}, "attention_mask"),
         ({"input_ids": [5, 6], "position_ids": [0, 0]}, "position_ids"),
         ({"input_ids": [5, 6], "completion_mask": [0, 1]}, "completion_mask"),
     ],

@@ -26,7 +26,7 @@ from furlong.data.cache import (
     write_tokens,
     writing,
 )
-from furlong.data.formats import Reading, encode
+from furlong.data.formats import Reading, encode, read_whole
 from furlong.data.loader import Mixture, Units, each_alone, rows_of
 from furlong.data.pairs import require_answers
 from furlong.data.records import Notes, SourceRecord, left_out, read_records
@@ -314,6 +314,8 @@ class DataSet:
             f" {format_count(self.num_tokens)} {plural(self.num_tokens, 'token')},"
             f" {format_count(self.num_valid_tokens)} of them learnt, longest {self.longest:,}"
         )
+        if num_blank := int((~self.has_label).sum()):
+            line += f"; without a label: {num_blank:,}"
         above, limit = self.above, self.settings.max_seq_len
         if above["truncate"] or above["drop"]:
             line += f"; above {limit:,}: {above['truncate']:,} truncated, {above['drop']:,} dropped"
@@ -346,6 +348,7 @@ class DataSet:
             f"{others}, of {count_words(num_units, self.noun)}",
             limit,
             self.parts[number].origin(row),
+            self.parts[number].notes["format"],
         )
 
     def _nothing_to_learn(self) -> DataError:
@@ -363,9 +366,13 @@ def format_in_words(facts: Mapping[str, Any]) -> str:
     words = f"format {facts['format']}"
     if fields := facts["fields"]:
         words += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
-    if unused := facts["unused"]:
-        listed = ", ".join(map(printable, unused[:_MAX_LISTED]))
-        words += f" (not used: {listed}{', ...' if len(unused) > _MAX_LISTED else ''})"
+    if unused := sorted(facts["unused"].items()):
+        total = facts["num_records"]
+        told = [
+            printable(name) + (f" in {count:,} of {total:,} records" if count < total else "")
+            for name, count in unused[:_MAX_LISTED]
+        ]
+        words += f" (not used: {', '.join(told)}{', ...' if len(unused) > _MAX_LISTED else ''})"
     return words
 
 
@@ -457,13 +464,14 @@ def unknown_token(token: int, vocab_size: int, origin: str) -> DataError:
     )
 
 
-def above_limit(given: str, limit: int, origin: str) -> DataError:
+def above_limit(given: str, limit: int, origin: str, format: str) -> DataError:
     """The message about a sequence that is too long."""
+    ways = "truncate, drop or split" if format in ("text", "tokens") else "truncate or drop"
     return DataError(
         given=given,
         required=f"at most data.max_seq_len = {limit:,}",
         source=origin,
-        change="raise data.max_seq_len, or set data.too_long to truncate, drop or split",
+        change=f"raise data.max_seq_len, or set data.too_long to {ways}",
     )
 
 
@@ -535,8 +543,16 @@ def _encoded(
     first: SourceRecord = next(records)
     own = reading.decided(first)
     facts |= {**own.facts(first), "highest": -1, "left_out": notes}
+    if any(file.kind in ("json lines", "json", "csv", "tsv") for file in listing.files):
+        # What cannot be read is told before anything is tokenized, which takes far longer.
+        for _ in read_whole(chain((first,), records), tokenizer, own, Notes()):
+            pass
+        notes.clear()
+        records = read_records(listing, notes, reading.columns, key, limit)
+        first = next(records)
     for record, sequences in encode(chain((first,), records), tokenizer, own, notes):
         for one in sequences:
             highest = max(int(one.input_ids.max()), int(one.labels.max()))
             facts["highest"] = max(facts["highest"], highest)
         yield record, sequences
+    facts |= {"unused": notes.unread, "num_records": notes.num_records}

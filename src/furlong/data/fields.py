@@ -16,7 +16,9 @@ Turn = dict[str, Any]
 CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Fields that may hold turns."""
 
-MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+MARKS = (
+    "weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale",
+)  # fmt: skip
 """Fields of a message by which other trainers choose what is learnt."""
 
 
@@ -68,6 +70,10 @@ def read_values(
             own = _of_json(record, name, own)
         if name in CONVERSATIONS and isinstance(own, dict) and name not in ("messages", "prompt"):
             own = [own]  # one turn
+        marks = values.get("loss_mask") if name == "messages" and isinstance(own, list) else None
+        if isinstance(marks, list) and own and len(marks) == len(own):
+            turns = zip(own, values.pop("loss_mask"), strict=True)
+            own = [{**turn, "loss_mask": mark} for turn, mark in turns if isinstance(turn, dict)]
         if name in CONVERSATIONS and isinstance(own, list):
             own = list(_turns(record, name, own, fields))
         values |= {name: own} if name in values else {}

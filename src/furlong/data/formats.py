@@ -35,6 +35,7 @@ from furlong.data.records import BLANK, Notes, SourceRecord
 from furlong.data.rendering import rendering
 from furlong.data.sources import printable
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Item, Rendered, tokenized
+from furlong.data.unread import Unread
 from furlong.errors import DataError
 
 _INT32 = np.iinfo(np.int32)
@@ -64,7 +65,14 @@ def read_tokens(record: SourceRecord) -> tuple[Encoded]:
                 f"{len(ids)} input_ids with {len(labels)} labels from {labels.min(initial=0)}",
                 f"a label for every token, unshifted: a token id, or {IGNORE_INDEX} for none",
             )
-    _check_beside_tokens(record, len(ids))
+    at = np.flatnonzero(labels[:-1] != IGNORE_INDEX)
+    of_next, of_same = (np.count_nonzero(labels[at] == ids[at + by]) for by in (1, 0))
+    if of_next > 0.9 * len(at) and of_same < 0.5 * len(at):
+        raise record.refusal(
+            "labels that are the ids of the tokens after their own",
+            "unshifted labels: of each token that is learnt its own id",
+            "shift them back: labels[1:] = labels[:-1], and labels[0] = -100",
+        )
     return (Encoded(ids, labels),)
 
 
@@ -180,8 +188,7 @@ _OF_ANSWERS: tuple[Format, ...] = ("completion", "chat", "alpaca")
 FIELDS = frozenset(
     (
         *chain(*(shape.needed + shape.optional for shape in FORMATS.values())),
-        # of other programs, which decide whether a record can be read without them
-        *("attention_mask", "position_ids"),
+        "loss_mask",  # beside messages
     )
 )
 """The fields that are read."""
@@ -231,14 +238,11 @@ class Reading:
         return replace(self, format=decide_format(first, self.fields))
 
     def facts(self, first: SourceRecord) -> dict[str, Any]:
-        """The format, and which fields of a source whose first record this is it looks at, and
-        which not."""
+        """The format, and which fields of a source whose first record this is it looks at."""
         assert self.format != "auto"
-        record, names = renamed(first, self.fields)
+        _, names = renamed(first, self.fields)
         needed = FORMATS[self.format].needed if first.line else ()
-        unused = unused_fields(record.fields, self.format) if first.line else []
-        fields = [names.get(name, name) for name in needed]
-        return {"format": self.format, "fields": fields, "unused": unused}
+        return {"format": self.format, "fields": [names.get(name, name) for name in needed]}
 
     def turns(self, turns: Turns, record: SourceRecord) -> Turns:
         """A conversation with what its template is given, and what of it is learnt. Raises
@@ -270,20 +274,31 @@ def encode(
     return with_mismatches(found) if reading.format == "unpaired" else found
 
 
-def _encoded(
+def read_whole(
     records: Iterable[SourceRecord], tokenizer: Any, reading: Reading, notes: Notes
-) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
+) -> Iterator[tuple[SourceRecord, tuple[Rendered | Turns | Encoded, ...] | str]]:
+    """Records with furlong's names and values, and what their shape makes of them or why it leaves
+    them out; `notes` counts what is not read. Raises DataError for what cannot be read whole."""
     assert reading.format != "auto"
     shape = FORMATS[reading.format]
     read = shape.read
     if reading.format == "alpaca" and tokenizer.chat_template is None:
         read = instruction_text
+    unread = Unread(notes, str(getattr(tokenizer, "chat_template", "")))
+    for given in records:
+        record = _checked(given, reading)
+        found = read(record)
+        unread.take(record, shape.needed + shape.optional, found)
+        yield record, found
+
+
+def _encoded(
+    records: Iterable[SourceRecord], tokenizer: Any, reading: Reading, notes: Notes
+) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
 
     def items(stack: ExitStack) -> Iterator[Item]:
         render = None
-        for given in records:
-            record = _checked(given, reading)
-            found = read(record)
+        for record, found in read_whole(records, tokenizer, reading, notes):
             if isinstance(found, str):
                 notes.add(found, record.file, record.line)
                 continue
@@ -325,12 +340,6 @@ def decide_format(first: SourceRecord, fields: Mapping[str, Any]) -> Format:
         if all(record.fields.get(field) is not None for field in FORMATS[format].needed):
             return format
     raise _lacks(first, *known, names=names)
-
-
-def unused_fields(fields: Mapping[str, Any], format: Format) -> list[str]:
-    """The fields of a record that its shape does not look at."""
-    used = FORMATS[format].needed + FORMATS[format].optional
-    return sorted(str(field) for field in fields if field not in used)
 
 
 def _checked(given: SourceRecord, reading: Reading) -> SourceRecord:
@@ -400,27 +409,6 @@ def _lacks(
     return record.refusal(
         f"a record with {', '.join(given) or 'no field'}", f"the fields {required}", change
     )
-
-
-def _check_beside_tokens(record: SourceRecord, num_tokens: int) -> None:
-    """Raises DataError where other fields say that not all tokens are one sequence, or learnt."""
-    mask, positions = (record.fields.get(name) for name in ("attention_mask", "position_ids"))
-    given = ""
-    if mask is not None and mask != [1] * num_tokens:
-        given = "an attention_mask that is not 1 for every token"
-    elif positions is not None and positions != list(range(num_tokens)):
-        given = f"position_ids that are not 0 to {num_tokens - 1}"
-    elif record.fields.get("labels") is None:
-        masks = ("completion_mask", "assistant_masks", "loss_mask")
-        found = next((name for name in masks if name in record.fields), None)
-        given = f"{found} beside input_ids, without labels" if found else ""
-    if given:
-        raise record.refusal(
-            given,
-            "input_ids of one sequence, and labels if not every token is learnt",
-            "remove padding, write packed sequences as records of their own, and write labels:"
-            f" {IGNORE_INDEX} where a token is not learnt",
-        )
 
 
 def _integers(record: SourceRecord, field: str, lowest: int) -> npt.NDArray[np.int32]:

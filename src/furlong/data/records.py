@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from codecs import utf_8_decode
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ _REQUIRED = {
 }
 _A_TABLE = "names in the first row and as many cells in each other; those with line ends in quotes"
 _NEXT = re.compile(r"[^\s,]")
+IS_MEDIA = re.compile(r"(^|_)(image|img|picture|video|audio|pixel)s?(_(url|path|value|byte)s?)?$")
+"""Names of fields that hold no text."""
 
 Note = Callable[..., None]
 """`Notes.add` of one file."""
@@ -52,6 +55,11 @@ Rows = Iterator[tuple[int, Mapping[str, Any]]]
 
 class Notes(dict[str, list[int]]):
     """Counts of what a source did not take as it is: number, file and line of the first of them."""
+
+    def __init__(self) -> None:
+        self.unread = Counter[str]()
+        """The number of records that have each field that is not read."""
+        self.num_records = 0
 
     def add(self, what: str, file: int, line: int, number: int = 1) -> None:
         """Count what is true of a record."""
@@ -373,15 +381,10 @@ def _read_table(file: SourceFile, note: Note, fields: Collection[str], skip: int
 
     try:
         if file.kind == "dataset":
-            table = datasets.load_from_disk(str(file.path))
-            first, columns = 1, table.column_names
-            wanted = table.select_columns([column for column in columns if column in fields])
-            rows = iter(wanted) if wanted.column_names else ({} for _ in range(len(table)))
-        else:
-            first, columns, rows = _table_rows(file, fields, skip)
-        others = dict.fromkeys(column for column in columns if column not in fields)
-        for at, row in enumerate(rows, start=first):
-            yield at, {name: _without_null(value) for name, value in row.items()} | others
+            for part in file.parts:
+                SourceFile(part, "arrow").open().close()
+        first, rows = _table_rows(file, fields, skip)
+        yield from enumerate(rows, start=first)
     except (
         pyarrow.ArrowException,
         OSError,
@@ -400,23 +403,26 @@ def _read_table(file: SourceFile, note: Note, fields: Collection[str], skip: int
         ) from error
 
 
-def _without_null(value: Any) -> Any:
-    """A cell without the keys that a table fills with null where other rows alone have them."""
-    match value:
-        case dict():
-            return {key: _without_null(own) for key, own in value.items() if own is not None}
-        case [int(), *_]:  # tokens
-            return value
-        case list():
-            return [_without_null(item) for item in value]
+def _without_null(value: Any, feature: Any) -> Any:
+    """A cell without the keys that a table fills with null where other rows alone have them: those
+    of its structs. What a column of JSON says stays."""
+    if isinstance(value, dict) and isinstance(feature, dict):
+        known = {key: own for key, own in value.items() if own is not None}
+        return {key: _without_null(own, feature[key]) for key, own in known.items()}
+    if isinstance(value, list) and isinstance(of := getattr(feature, "feature", None), dict):
+        return [_without_null(item, of) for item in value]
+    if isinstance(value, list) and getattr(of, "feature", None) is not None:
+        return [_without_null(item, of) for item in value]
     return value
 
 
 def _table_rows(
     file: SourceFile, fields: Collection[str], skip: int
-) -> tuple[int, list[str], Iterator[dict[str, Any]]]:
-    """The number of the first row that is read, the columns of a file, and its rows with those of
-    `fields`. Row groups that end before `skip` are not read.
+) -> tuple[int, Iterator[dict[str, Any]]]:
+    """The number of the first row that is read, and the rows of a file. Of columns that are not in
+    `fields` those of numbers are decoded, of pictures and sound it is seen whether they are there,
+    and of others nothing is read: their value is `...`. Row groups that end before `skip` are not
+    read.
 
     pyarrow reads them and `datasets` decodes its own types: its reader would take the path for a
     pattern, lock files in its cache, and fail on a file without rows.
@@ -424,18 +430,25 @@ def _table_rows(
     import datasets
     import pyarrow.parquet
 
-    first, table = 1, None
-    if file.kind == "parquet":
-        table = pyarrow.parquet.ParquetFile(file.open() if file.address else file.path)
+    first, table, batches = 1, None, None
+    if file.kind == "dataset":
+        disk = datasets.load_from_disk(str(file.path)).with_format("arrow")
+        schema = disk.features.arrow_schema
+    elif file.kind == "parquet":
+        table = pyarrow.parquet.ParquetFile(file.open())
         schema = table.schema_arrow
     else:
         stream = pyarrow.ipc.open_stream(file.open())
         schema = stream.schema
-    wanted = [column for column in schema.names if column in fields]
-    typed = [schema.field(column) for column in wanted]
+    read = [name for name in schema.names if name in fields or _is_plain(schema.field(name).type)]
+    media = [name for name in schema.names if name not in read and IS_MEDIA.search(name)]
+    wanted, others = [*read, *media], dict.fromkeys({*schema.names} - {*read, *media}, ...)
+    typed = [schema.field(column) for column in read]
     # of other columns `datasets` may not know the type
     used = datasets.Features.from_arrow_schema(pyarrow.schema(typed, metadata=schema.metadata))
-    if table is not None:
+    if file.kind == "dataset":
+        batches = disk.iter(_ROWS_PER_BATCH)
+    elif table is not None:
         groups = [
             table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)
         ]
@@ -445,12 +458,38 @@ def _table_rows(
         batches = table.iter_batches(_ROWS_PER_BATCH, row_groups=[*numbers], columns=wanted)
     else:
         batches = (
-            batch.select(wanted).slice(start, _ROWS_PER_BATCH)
+            batch.slice(start, _ROWS_PER_BATCH)
             for batch in stream
             for start in range(0, batch.num_rows, _ROWS_PER_BATCH)
         )
-    rows = (used.decode_example(row) for batch in batches for row in batch.to_pylist())
-    return first, schema.names, rows
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for batch in batches:
+            there = {name: _is_there(batch.column(name)) for name in media}
+            for at, row in enumerate(batch.select(read).to_pylist() or [{}] * batch.num_rows):
+                cells = used.decode_example(row) if read else {}
+                own = {name: _without_null(cell, used[name]) for name, cell in cells.items()}
+                yield own | {name: ... if there[name][at] else None for name in media} | others
+
+    return first, rows()
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a column is of bools or numbers, or of lists of them."""
+    from pyarrow import types
+
+    own = kind.value_type if types.is_list(kind) or types.is_large_list(kind) else kind
+    return bool(types.is_boolean(own) or types.is_integer(own) or types.is_floating(own))
+
+
+def _is_there(column: Any) -> list[bool]:
+    """Whether each cell holds anything: no null, no empty list."""
+    from pyarrow import compute, types
+
+    if types.is_list(column.type) or types.is_large_list(column.type):
+        found = compute.greater(compute.list_value_length(column), 0)
+        return found.fill_null(False).to_pylist()  # type: ignore[no-any-return]
+    return column.is_valid().to_pylist()  # type: ignore[no-any-return]
 
 
 def _decode(content: bytes) -> tuple[str, int]:
@@ -464,7 +503,7 @@ def _decode(content: bytes) -> tuple[str, int]:
 
 def _read_mds(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
     """Documents of tokens in a shard of MosaicML's streaming format, which `indices` of a row cut
-    it into. `mask`, if it is read, marks the tokens that are learnt: it becomes labels."""
+    it into. `mask` marks the tokens that are learnt: if it is read, it becomes labels."""
     import numpy as np
 
     with _open(file) as opened:
@@ -479,9 +518,10 @@ def _read_mds(file: SourceFile, note: Note, fields: Collection[str], skip: int) 
                 ids = values["input_ids"].astype(np.int64)
                 for start, end in values.get("indices", [(0, len(ids))]):
                     document = {"input_ids": ids[start:end].tolist()}
-                    if "mask" in fields and "mask" in values:
+                    if "mask" in values:
                         learnt = values["mask"][start:end] != 0
-                        document["mask"] = np.where(learnt, ids[start:end], -100).tolist()
+                        labels = np.where(learnt, ids[start:end], -100)
+                        document["mask"] = (labels if "mask" in fields else learnt).tolist()
                     if end - start > 1:
                         yield row, document
         except (ValueError, LookupError, TypeError) as error:

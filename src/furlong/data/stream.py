@@ -33,7 +33,7 @@ from furlong.data.dataset import (
     refuse_repeated,
     unknown_token,
 )
-from furlong.data.formats import Reading, encode
+from furlong.data.formats import Reading, encode, read_whole
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.records import Notes, SourceRecord, left_out, read_records
 from furlong.data.sources import list_files, printable
@@ -109,12 +109,14 @@ class Reader:
         reading = Reading.of(settings, source)
         first = next(read_records(self.listing, Notes(), reading.columns, key))
         self.reading = reading.decided(first)
-        self.facts = self.reading.facts(first)
+        seen = Notes()
+        for _ in read_whole((first,), tokenizer, self.reading, seen):
+            self.facts = self.reading.facts(first) | {"unused": seen.unread, "num_records": 1}
         if settings.join:
             check_joined(self.reading.format, tokenizer, first.origin)
         self.go_to(Cursor())
         self.is_closed = False
-        self._notes, self._told = Notes(), set[str]()
+        self._notes, self._told = Notes(), {f"with {name}, not used" for name in seen.unread}
         self._at: Position | None = None
         self._has_learnt = True
         """Whether the pass at hand had anything to learn; of one that was not begun here: as if."""
@@ -182,6 +184,8 @@ class Reader:
             Sequence(number, origin, one.input_ids, one.labels)
             for number, (origin, one) in enumerate(found)
         ]
+        num_blank = sum(not one.num_valid_tokens for one in drawn)
+        self._notes.add("sequences without a label", 0, 0, num_blank)
         if start == Position(start.epoch):
             self._has_learnt = False
         self._has_learnt |= any(one.num_valid_tokens for one in drawn)
@@ -234,7 +238,12 @@ class Reader:
                 given = f"a sequence of {num_tokens:,} tokens, format {self.reading.format}"
                 raise not_split(given, limit, record.origin)
             if too_long == "error":
-                raise above_limit(f"a sequence of {num_tokens:,} tokens", limit, record.origin)
+                raise above_limit(
+                    f"a sequence of {num_tokens:,} tokens",
+                    limit,
+                    record.origin,
+                    str(self.reading.format),
+                )
             self._notes.add(f"longer than {limit:,} tokens: {too_long}", record.file, record.line)
             stop = {"truncate": limit, "drop": 0, "split": num_tokens}[too_long]
             cut = [slice(first, first + limit) for first in range(0, stop, limit)]
@@ -242,7 +251,8 @@ class Reader:
         return own
 
     def _new_notes(self) -> list[str]:
-        new = sorted(self._notes.keys() - self._told)
+        unread = {f"with {name}, not used" for name in self._notes.unread}
+        new = sorted((self._notes.keys() | unread) - self._told)
         self._told.update(new)
         return [f"{self._key}: {printable(self.source.path)}: {what}, from here on" for what in new]
 

@@ -1,0 +1,173 @@
+"""Fields of records that nothing reads: counted over all records of a source, and refused where
+they could say what is trained on, by their shape and not by their name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from furlong.data.chat import Turns
+from furlong.data.fields import MARKS, Turn
+from furlong.data.records import IS_MEDIA, Notes, SourceRecord
+from furlong.data.tokenize import IGNORE_INDEX, Encoded, Rendered
+
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+_PLACEHOLDER = re.compile(r"<\|?(image|video|audio)")
+_ALIGNED = re.compile("mask|position|label|weight|segment|seq_?len")
+_TAKE_OUT = "remove the field from the records"
+
+
+class Unread:
+    """The fields of one source that nothing reads, and what of its answers teaches little."""
+
+    def __init__(self, notes: Notes, template: str) -> None:
+        """`template`: the text of the chat template, which reads the keys that it names."""
+        self._notes, self._template = notes, template
+        self._marks: dict[str, Any] = {}
+        self._num_answers = 0
+
+    def take(
+        self, record: SourceRecord, read: Collection[str], found: tuple[Any, ...] | str
+    ) -> None:
+        """Count what of a record is not read; `found` is what its shape made of it. Raises
+        DataError for what could say that something else is learnt."""
+        self._notes.num_records += 1
+        one, conversations = None, list[Turns]()
+        if not isinstance(found, str):
+            one, conversations = found[0], [own for own in found if isinstance(own, Turns)]
+        for name, value in record.fields.items():
+            if name not in read and value not in _EMPTY:
+                self._notes.unread[str(name)] += 1
+                self._check_field(record, str(name), value, one)
+        for turns in conversations:
+            for what in dict.fromkeys(_remarks(turns)):
+                self._notes.add(f"conversations with {what}", record.file, record.line)
+            for turn in turns.turns[turns.first :]:
+                if turn["role"] == "assistant":
+                    self._check_answer(record, turn)
+        if isinstance(one, Rendered) and one.ranges and not _is_said(one):
+            self._notes.add("records with an empty answer", record.file, record.line)
+
+    def _check_field(self, record: SourceRecord, name: str, value: Any, one: Any) -> None:
+        turns = one.turns if isinstance(one, Turns) else []
+        if name in ("chosen", "rejected") and turns and turns[-1]["role"] != "assistant":
+            raise record.refusal(
+                f"{name} beside a conversation that ends before its answer",
+                "an answer in the conversation, or a loss that learns from pairs",
+                "set train.loss to dpo, or add the answer that is to be learnt",
+            )
+        text = one.text if isinstance(one, Rendered) else ""
+        if IS_MEDIA.search(name) and (turns or _PLACEHOLDER.search(text)):
+            raise record.refusal(
+                f"{name} beside a text, images or sound that the text is about",
+                "text alone: images and sound are not trained on",
+                f"remove the records with {name}; {_TAKE_OUT} where the text does not need it",
+            )
+        if isinstance(one, Encoded) and _marks_tokens(name, value, one):
+            raise record.refusal(
+                f"{name} beside {len(one.input_ids):,} input_ids, which would not be read",
+                "input_ids of one sequence, and labels if not every token is learnt",
+                "remove padding, write packed sequences as records of their own, and write labels:"
+                f" {IGNORE_INDEX} where a token is not learnt (data.fields: {{labels: ...}} if they"
+                f" have another name); {_TAKE_OUT} if it says nothing of the kind",
+            )
+        sizes = (len(turns), len(turns) - 1, sum(turn["role"] == "assistant" for turn in turns))
+        is_of_turns = _is_numbers(value) and len(value) > 1 and len(value) in sizes
+        is_mark = name in MARKS and not isinstance(value, str)
+        is_weight = is_mark and ("weight" in name or "scale" in name)
+        is_list = (is_of_turns or is_mark) and isinstance(value, list)
+        if (is_list and _is_off(value) and _differs(name, value)) or (
+            not isinstance(value, list) and ((is_mark and not value) or (is_weight and value != 1))
+        ):
+            raise record.refusal(
+                f"{name} = {str(value)[:40]} beside what is learnt, which would not be read",
+                "marks in the messages: weight: 0 in those of the assistant that are not learnt",
+                f"write them there, leave out records that are not to be learnt, or {_TAKE_OUT}",
+            )
+
+    def _check_answer(self, record: SourceRecord, turn: Turn) -> None:
+        """Raises DataError for a number or bool that answers have, and not all of them the same."""
+        marks = {
+            key: value
+            for key, value in turn.items()
+            if key not in (*MARKS, "tool_calls")
+            and (isinstance(value, bool | int | float) or _is_off(value))
+        }
+        for key in marks.keys() | self._marks.keys():
+            value = marks.get(key)
+            first = self._marks.setdefault(key, None if self._num_answers else value)
+            if (value != first or isinstance(value, list)) and (_is_off(value) or _is_off(first)):
+                if re.search(rf"""[.'"]{re.escape(key)}\b""", self._template):
+                    continue
+                raise record.refusal(
+                    f"an answer with {key} = {str(value)[:40]}, where another one has"
+                    f" {str(first)[:40]}; nothing reads it",
+                    "marks of answers that are not learnt as weight: 0",
+                    f"set data.fields to {{weight: {key}}} if 0 or false says that an answer is not"
+                    f" learnt; otherwise write weight: 0 into such answers, or remove {key}",
+                )
+        self._num_answers += 1
+
+
+def _remarks(own: Turns) -> Iterator[str]:
+    """Name the answers and calls of a conversation that may teach something else than was meant."""
+    known: dict[Any, Any] = {}
+    for tool in own.tools or ():
+        function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        if isinstance(properties, dict):
+            known[function.get("name")] = properties
+            if None in properties.values():
+                yield "null properties of tools, as a table of many tools writes them"
+    for turn in own.turns[own.first :]:
+        if turn["role"] == "assistant":
+            said = [value for key, value in turn.items() if key != "role" and key not in MARKS]
+            if not any(one.strip() if isinstance(one, str) else one for one in said):
+                yield "an empty answer"
+        for call in turn.get("tool_calls") or ():
+            function = call.get("function", {})
+            given, schema = function.get("arguments"), known.get(function.get("name"), {})
+            if isinstance(given, str):
+                yield "arguments of a call that are no JSON object"
+            elif any(value is None and key not in schema for key, value in (given or {}).items()):
+                yield "null arguments of a call, as a table of many calls writes them"
+
+
+def _is_said(one: Rendered) -> bool:
+    return any(one.text[start:stop].strip() for start, stop in one.ranges or ())
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, bool | int | float) for one in value)
+
+
+def _is_off(value: Any) -> bool:
+    """Whether it is a bool, a number below 1 as weights are, or a list with one of either."""
+    if isinstance(value, dict):
+        return any(isinstance(one, bool) for one in value.values())
+    if isinstance(value, list):
+        return any(map(_is_off, value))
+    return isinstance(value, bool) or (isinstance(value, int | float) and 0 <= value < 1)
+
+
+def _differs(name: str, value: list[Any]) -> bool:
+    """Whether numbers tell some of what they stand for from others, or switch all of it off."""
+    is_off = not value[0] and ("position" in name or not name.endswith("_ids"))
+    return is_off or len(set(value)) > 1
+
+
+def _marks_tokens(name: str, value: Any, own: Encoded) -> bool:
+    """Whether numbers beside tokens say something of them: of each one, or where parts end."""
+    if not _is_numbers(value) or name == "special_tokens_mask":  # a tokenizer's, of its own marks
+        return False
+    num_tokens = len(own.input_ids)
+    if len(value) != num_tokens:
+        ends = len(value) > 2 and (value[0], value[-1]) == (0, num_tokens)
+        is_packed = ends or (len(value) > 1 and sum(value) == num_tokens)
+        return is_packed or (value != [num_tokens] and bool(_ALIGNED.search(name)))
+    labelled = own.labels != IGNORE_INDEX
+    is_known = value == labelled.tolist() and own.labels is not own.input_ids
+    is_order = value == list(range(num_tokens)) and "mask" not in name
+    return not (is_known or is_order) and _differs(name, value)
