@@ -267,6 +267,22 @@ def test_a_window_that_is_in_the_mask_alone_is_seen() -> None:
         furlong.Engine(phimoe(sliding_window=40))
 
 
+def test_a_scale_that_switches_beyond_a_short_check_is_seen() -> None:
+    """By the last position of each call: in the tiny twin the sequence goes past the switch."""
+    for short, long in ((1.25, 1.25), (1.0, 1.6)):
+        model = phimoe(rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+            "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+            "short_mscale": short, "long_mscale": long,
+        })  # fmt: skip
+        furlong.Engine(model, max_seq_len=64)
+        if short == long:
+            furlong.Engine(model, max_seq_len=200)
+        else:
+            with pytest.raises(UnsupportedModelError, match="other hidden states in chunks"):
+                furlong.Engine(model, max_seq_len=200)
+
+
 def test_routing_that_draws_is_checked_in_evaluation_mode() -> None:
     """PhiMoE samples its experts in train mode; its window never bites."""
     model = phimoe(sliding_window=256, router_jitter_noise=0.01, input_jitter_noise=0.0)

@@ -34,6 +34,12 @@ def num_positions(config: Any, wanted: int = 0) -> int | None:
     return int(positions) if is_known or positions_of(text) != "none" else None
 
 
+def switching_lengths(config: Any) -> list[int]:
+    """Tokens up to which RoPE of type longrope has its short factors, of each type of layers."""
+    text = config.get_text_config()
+    return [_original_length(text, [x]) for x in rope_entries(text) if _type_of(x) == "longrope"]
+
+
 def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None = None) -> None:
     """Change the RoPE of a transformers config, in place.
 

@@ -54,7 +54,7 @@ from furlong.models.decoder import HFDecoder
 from furlong.models.mixers import Called, Event, Mixer, SliceCache, first, relaying
 from furlong.models.placeholders import hold, placeholders, uncuttable
 from furlong.models.quantized import packed_linears, unpacked
-from furlong.models.rope import num_positions
+from furlong.models.rope import num_positions, switching_lengths
 from furlong.models.shrink import LONGEST_TOKENS, shrink_config
 from furlong.models.support import compiled_in_place, shortest_window
 from furlong.ops.backends.base import Backend
@@ -529,9 +529,12 @@ def tiny_twin(model: HFDecoder, *, all_layers: bool = True) -> HFDecoder:
 
 def hides_lengths(model: HFDecoder) -> bool:
     """Whether a model does something else beyond some tokens, which a short check does not see:
-    windows, attention blocks, queries that grow with their position."""
+    windows, attention blocks, queries that grow with their position, RoPE with two sets of factors
+    (PhiMoE scales attention by the last position of each call, too)."""
     types = getattr(model.config, "layer_types", None) or ()
     if CHUNKED in types or any(scales_by_position(module) for module in model.attention_modules):
+        return True
+    if switching_lengths(model.config):
         return True
     limit = model.longest_tokens or 2**31
     return (shortest_window(model.base) or limit) < limit

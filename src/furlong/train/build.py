@@ -55,11 +55,12 @@ def device_of(launch: Launch) -> torch.device:
 
 
 def engine_of(
-    config: RunConfig, model: Any, storage: Storage, ranks: Ranks | None, processes: Processes
-) -> Engine:
+    config: RunConfig, model: Any, longest_tokens: int, storage: Storage, ranks: Ranks | None,
+    processes: Processes,
+) -> Engine:  # fmt: skip
     """The engine of this process; the weights of several are divided among them from now on."""
-    dtype, most = getattr(torch, config.model.dtype), config.data.max_seq_len
-    make = partial(Engine, model, max_seq_len=most, storage=storage, compute_dtype=dtype)
+    dtype = getattr(torch, config.model.dtype)
+    make = partial(Engine, model, max_seq_len=longest_tokens, storage=storage, compute_dtype=dtype)
     with warnings.catch_warnings():
         # Several check the model alone first: links between stages are opened by all, or by none.
         warnings.filterwarnings("ignore", r"\d+ processes: gradients are this process's own")

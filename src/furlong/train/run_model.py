@@ -22,6 +22,7 @@ from furlong.kv.pools import Storage
 from furlong.models.build import read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder
+from furlong.models.rope import switching_lengths
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Layout
 from furlong.planners.decide import (
@@ -148,6 +149,38 @@ def check_architecture(checkpoint: Checkpoint, present: Mapping[str, Any]) -> No
             " with another out",
             also=f"{name}, config.json, and ",
         )
+
+
+def longest_of(
+    config: RunConfig, model: RunModel, data: Mapping[str, DataSet | StreamSet],
+    checkpoint: Checkpoint | None,
+) -> int:  # fmt: skip
+    """Tokens of the run's longest sequence, by which RoPE of type longrope chooses its factors once
+    and for all; without one data.max_seq_len, as nothing depends on it. Prints the choice.
+
+    Raises CheckpointError where the run that goes on chose the other ones.
+    """
+    if not (lengths := switching_lengths(model.config)):
+        return config.data.max_seq_len
+    longest = max(split.longest for split in data.values())
+    if checkpoint is not None:
+        before = checkpoint.state.get("longest_tokens", config.data.max_seq_len)
+        if longest > before and any(before <= length < longest for length in lengths):
+            raise checkpoint.refusal(
+                f"a sequence of {longest:,} tokens, where the longest one had {before:,}",
+                f"at most {min(n for n in lengths if n >= before):,} tokens: beyond it the model"
+                " has other factors of RoPE than those with which it was trained",
+                "leave the longer sequences out of data.eval, or start anew with another out",
+            )
+        longest = max(longest, before)
+    kind = "long" if longest > min(lengths) else "short"
+    by = "the most that may come (data.max_seq_len)" if config.data.streaming else "the longest"
+    print(
+        f"RoPE of type longrope: the {kind} factors, for sequences of"
+        f" {'more than' if kind == 'long' else 'at most'} {min(lengths):,} tokens:"
+        f" {by} has {longest:,}"
+    )
+    return longest
 
 
 def step_size(settings: TrainConfig) -> StepSize:

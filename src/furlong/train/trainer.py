@@ -96,6 +96,7 @@ from furlong.train.run_model import (
     check_architecture,
     choose_run_plan,
     has_other_base,
+    longest_of,
     rope_of,
     step_size,
     storage_of,
@@ -226,16 +227,16 @@ class Trainer:
         fingerprint = self.train_data.fingerprint
         require_equal(processes, fingerprint, "data.train, and the files of the model's tokenizer")
 
-        def check() -> int:
+        def check() -> tuple[int, int]:
             if checkpoint is not None:
                 checkpoints.check_data(checkpoint, fingerprint)
             print(f"data.train: {build.batches_in_words(config.train, self.train_data)}")
             num_steps = build.steps_of(config.train, self.train_data)
             if checkpoint is not None:
                 build.check_steps(num_steps, checkpoint, config)
-            return num_steps
+            return num_steps, longest_of(config, self.run_model, self.data, checkpoint)
 
-        self.num_steps = processes.together(check)
+        self.num_steps, self.longest_tokens = processes.together(check)
         per_epoch = 0
         if config.train.saves_per_epoch or config.train.evals_per_epoch:
             an_epoch = config.train.model_copy(update={"steps": None, "epochs": 1.0})
@@ -272,10 +273,12 @@ class Trainer:
         if self.objective.needs_reference:
             self.fingerprints["reference"] = reference_fingerprint(
                 self.model, self.run_model.architecture, dtype=config.model.dtype,
-                max_seq_len=config.data.max_seq_len, processes=processes,
+                max_seq_len=self.longest_tokens, processes=processes,
             )  # fmt: skip
             alternatives = None  # their plans know no weights of sequences
-        engine = build.engine_of(config, self.model, self.storage, ranks, processes)
+        engine = build.engine_of(
+            config, self.model, self.longest_tokens, self.storage, ranks, processes
+        )
         for split in self.data.values():
             processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
         cost = self.run_model.whole_cost
@@ -520,6 +523,7 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
             "options": values_of(shrunk(self.decision, self.fitting.options)),
             "data_fingerprint": self.train_data.fingerprint,
+            "longest_tokens": self.longest_tokens,
             **self.fingerprints,
             "architecture": self.run_model.architecture,
             "metrics_bytes": self.log.num_bytes,
