@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -175,20 +176,98 @@ def test_what_the_template_does_not_write_is_told() -> None:
         {"role": "system", "content": "2 + 2"},
         {"role": "developer", "content": "unseen"},
         {"role": "user", "content": "2 + 2?", "name": "x"},
-        {"role": "assistant", "tool_calls": [CALL], "weight": 1},
+        {"role": "assistant", "tool_calls": [CALL], "weight": 0},
         {"role": "assistant", "content": "4", "reasoning": "hm", "audio": {}, "mask": 0},
     ]
     template = ANSWER_ALONE.replace("{{ m.content or '' }}", USER_AND_ANSWER)
+    notes = rendered(turns, template, [CALL]).notes
     unwritten = (
-        "mask in a message", "name in a message", "tool_calls in a message", "tools",
-        "content of role developer",
+        "tool_calls of role assistant", "content of role developer", "tools", "mask in a message",
     )  # fmt: skip
-    notes = rendered(turns, template, [{"type": "function"}]).notes
     told = "conversations with {} that the template does not write"
-    assert notes[1:] == tuple(map(told.format, unwritten))
-    assert "without a special token" in notes[0]
+    assert {*notes[:-1]} == {*map(told.format, unwritten)}
+    assert "without a special token" in notes[-1]
     writing = "{{ tools }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
-    assert not any("with " in note for note in rendered(turns, writing, [CALL]).notes)
+    whole = Turns("a.jsonl:3", turns, [CALL], is_learnt_whole=True)
+    assert ChatTemplate(byte_tokenizer(writing)).render(whole).notes == ()
+
+
+def calls(*cities: str, **keys: Any) -> dict[str, Any]:
+    made = [{"function": {"name": "look", "arguments": {"at": city}}} for city in cities]
+    return {"role": "assistant", "content": "", "tool_calls": made, **keys}
+
+
+HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+TAIL = (
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+FIRST_CALL = (
+    HEAD + "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}"
+    "{% else %}{{ m.content }}{% endif %}" + TAIL
+)
+CALLS_BESIDE_NULL = (
+    HEAD + "{% if m.content is none %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + c.function.arguments }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}" + TAIL
+)
+NO_TOOLS = "x" + HEAD + "{% if m.role != 'tool' %}{{ m.content }}{% endif %}" + TAIL
+RESULT = {"role": "tool", "content": '{"t": "1\n"}'}
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "lost"),
+    [
+        (FIRST_CALL, [TURNS[0], calls("Paris", "Rome"), RESULT, TURNS[3]], "message 2"),
+        (FIRST_CALL, [TURNS[0], calls("Paris", "Paris"), RESULT, TURNS[3]], "message 2"),
+        (FIRST_CALL, [TURNS[0], calls("Rome", content="Aha"), RESULT, TURNS[3]], "message 2"),
+        (NO_TOOLS, [TURNS[0], calls("Rome", weight=0), RESULT, TURNS[3]], "message 3"),
+        (CHATML, [TURNS[0], TURNS[1] | {"thinking": "hm"}], "thinking of message 2"),
+        (NO_TOOLS, [*TURNS[:2], calls("Rome")], "tool_calls of message 3"),
+    ],
+)
+def test_a_loss_in_what_is_learnt_is_refused(template: str, turns: Any, lost: str) -> None:
+    for is_whole in (False, True):
+        with pytest.raises(DataError) as caught:
+            ChatTemplate(byte_tokenizer(template)).render(
+                Turns("a.jsonl:3", turns, is_learnt_whole=is_whole)
+            )
+        assert lost in caught.value.given and caught.value.source == "a.jsonl:3"
+
+
+def test_calls_are_given_as_the_template_takes_them() -> None:
+    turns = [TURNS[0], calls("Paris", "Rome"), RESULT, TURNS[3]]
+    said = 'look{"at": "Paris"}look{"at": "Rome"}<|im_end|>\n'
+    assert learnt(turns, CALLS_BESIDE_NULL)[1] == [said, ANSWERS[1]]
+    # one record decides nothing about the next
+    template = ChatTemplate(byte_tokenizer(FIRST_CALL))
+    one = Turns("a.jsonl:4", [TURNS[0], calls("Paris"), RESULT, TURNS[3]])
+    first = template.render(one)
+    with pytest.raises(DataError):
+        template.render(replace(one, turns=turns))
+    assert template.render(one) == first
+
+
+def test_values_are_known_in_the_forms_of_templates() -> None:
+    """As JSON, with and without escapes, JSON in a JSON text, one by one, and in other letters."""
+    arguments = {"at": 'é "x"\n', "many": [1, True, {"deep": 1.5}], "none": None}
+    call = {"function": {"name": "look", "arguments": arguments}}
+    turns = [TURNS[0], calls() | {"tool_calls": [call]}, RESULT | {"content": '{"é": "\\n"}'}]
+    each = "{% for c in m.tool_calls %}{{ c.function.name }}"
+    for written in (
+        "{{ m.tool_calls | tojson }}", "{{ m.tool_calls }}",
+        "{{ (m.tool_calls | tojson) | tojson }}",
+        each + "{% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}"
+        "{% endfor %}",
+    ):  # fmt: skip
+        for result in ("m.content | tojson", "m.content"):
+            template = (
+                HEAD + "{% if m.tool_calls %}" + written + "{% elif m.role == 'tool' %}{{ "
+                f"{result} }}}}{{% else %}}{{{{ m.content }}}}{{% endif %}}" + TAIL
+            )
+            assert rendered(turns, template).notes == ()
+    told = rendered(TURNS, HEAD + "{{ m.content | upper }}" + TAIL).notes
+    assert len(told) == 2 and all("another form" in one for one in told)
 
 
 USER_AND_ANSWER = "{% if m.role != 'developer' %}{{ m.content or '' }}{% endif %}"
@@ -218,11 +297,12 @@ def test_tags_are_found_where_the_template_writes_them(template: str) -> None:
 
 FROM_OPENAI = (
     "{% for m in messages %}{{ m.role }}{% if m.content is none %}{% for call in m.tool_calls %}"
-    "{{ '!' + call.function.arguments }}{% endfor %}{% else %}{{ ':' + m.content }}{% endif %}"
+    "{{ call.function.name + '!' + call.function.arguments }}{% endfor %}{% else %}"
+    "{{ ':' + m.content }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
 )
 
 
 def test_a_template_may_count_on_calls_as_openai_has_them() -> None:
     turns = [TURNS[0], {"role": "assistant", "tool_calls": [CALL]}, TURNS[2], TURNS[3]]
-    assert learnt(turns, FROM_OPENAI)[1] == ["!{}", ":4."]
+    assert learnt(turns, FROM_OPENAI)[1] == ["add!{}", ":4."]

@@ -32,7 +32,7 @@ BOMBS = {
         "{% endfor %}", MEMORY,
     ),
     "long text": (
-        "{{ 'x' * (messages | length > 0) * 2 * 10 ** 7 }}",
+        "{{ 'x' * 2 * 10 ** 7 }}{% for m in messages %}{{ m.content }}{% endfor %}",
         "a text of more than 16 MiB",
     ),
 }  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from furlong.data.training_templates import marks_of
+
 WORDS = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "c": 4}
 
 CHATML = (
@@ -38,12 +40,13 @@ def word_tokenizer(post_processor: str | None = None) -> Any:
 
 
 def byte_tokenizer(chat_template: str | None = CHATML) -> Any:
-    """One token per byte, and one for each of ChatML's marks, begin and end."""
+    """One token per byte, and one for each mark of ChatML and of the template, begin and end."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     marks = ["<|im_start|>", "<|im_end|>", "<begin>", "<end>"]
+    marks += sorted(marks_of(chat_template or "") - {*marks})
     tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in marks])
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<begin>", eos_token="<end>"

@@ -44,8 +44,8 @@ from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError
 from furlong.files import checksum, os_errors_told, user_cache, whole_folder, write_json
 
-# 10: facts count the fields that are not read; a call joins the answer before it.
-VERSION = 10
+# 11: calls are written as the template takes them, and what a template loses is refused.
+VERSION = 11
 
 _SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
 _MANIFEST = "manifest.json"

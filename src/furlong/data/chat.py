@@ -3,26 +3,47 @@
 A template with `{% generation %}` tags says it itself: marks are written where the tags stand, and
 taken out of the text. With any other, an answer is what the text of the conversation up to it has
 more than the prompt for it. That is right only if both begin the text of the whole conversation,
-which is checked every time: a template may, for instance, drop the reasoning of earlier answers.
-Then one of furlong's own training templates takes its place, if it writes the same answers.
+which is checked: a template may, for instance, drop the reasoning of earlier answers. Then one of
+furlong's own training templates takes its place, if it writes the same answers.
+
+The text is proved: each content, thought, call and result is looked for in the place of its
+message. An answer that is trained on must be there whole, and so must what users and tools say
+before it; other losses are counted.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from furlong.data.fields import MARKS, Turn, answers, may_be_learnt
 from furlong.data.tokenize import Rendered
-from furlong.data.training_templates import PROBES, TOOL, training_templates
+from furlong.data.training_templates import (
+    PROBES,
+    TOOL,
+    fitting_templates,
+    marks_of,
+    training_templates,
+)
 from furlong.errors import ConfigError, DataError
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
-_READ = frozenset(("role", "content", *MARKS))
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # transformers gives each as the others
+_LINKS = (
+    "tool_call_id",
+    "id",
+    "name",
+    "is_error",
+)  # of a result to its call, which stands before it
+_READ = frozenset(("role", "content", "tool_calls", *_THOUGHTS, *MARKS))
+_THINK = re.compile("</?think>")
 _TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 # A template may write the time.
 _NUMBER = re.compile("[0-9]")
@@ -35,6 +56,8 @@ _EMPTY = re.compile(r"<think>\s*</think>")
 _EMPTY_FIRST = re.compile(r"\s*(<think>)?\s*</think>\s*")
 _MANY = 2
 """Answers above which a known template is masked by furlong's own, where both write the same."""
+_MOST_TRIED = 3
+"""Values of a kind that are tried one by one where the text has them in no known form."""
 _SHOWN_CHARS = 24
 _REASON_CHARS = 200
 
@@ -55,7 +78,10 @@ class Turns:
 
 
 class CannotBeMaskedError(DataError):
-    """A template by whose text nobody can tell what the assistant says."""
+    """A template that loses some of what is said, or by whose text nobody can tell who says it."""
+
+    why = ""
+    """The fault of the template, as a predicate: "the model's own ..."."""
 
 
 class ChatTemplate:
@@ -70,9 +96,11 @@ class ChatTemplate:
         """`before` is called whenever the template is about to run. `eot_tokens` are learnt where
         they follow an answer."""
         self._tokenizer, self._before = tokenizer, before
-        ends = tuple(eot_tokens)
+        ends = self._eot_tokens = tuple(eot_tokens)
         self._end = re.compile(rf"\s*({'|'.join(map(re.escape, ends))})") if ends else None
-        self._stops = (*ends, *tokenizer.get_added_vocab())
+        self._added = tokenizer.get_added_vocab()
+        self._stops = (*ends, *self._added)
+        self._ends: dict[_Template, str | None] = {}
         self._templates: dict[str, _Template] = {}
         self._trained_by: dict[_Template, tuple[str, _Template] | None] = {}
 
@@ -95,33 +123,96 @@ class ChatTemplate:
                     + f"{role}: user}}}}, or rename it; what is to be learnt is said by the"
                     " assistant",
                 )
-        notes = []
-        if turns.is_learnt_whole:
-            text, ranges = template.write(turns), None
-        else:
+        try:
+            text, ranges, notes = self._masked(turns, template)
+        except CannotBeMaskedError as error:
+            other = self._training_template(template, turns)
             try:
-                text, ranges = self._masked(turns, template)
-            except CannotBeMaskedError:
-                other = self._training_template(template, turns)
                 if other is None:
                     raise
-                name, template = other
-                text, ranges = self._masked(turns, template)
-                notes.append(
-                    f"conversations by furlong's training template {name}, since the model's own"
-                    " writes earlier answers anew"
-                )
+                text, ranges, notes = self._masked(turns, other[1])
+            except CannotBeMaskedError as last:
+                if change := self._change(turns, template):
+                    last.change = f"{change}; or {last.change}"
+                raise
+            name, template = other
+            notes.append(
+                f"conversations by furlong's training template {name}, since the model's own"
+                f" {error.why}"
+            )
+        unknown = sorted(m for m in template.marks if m in text and not self._has_token(m))
+        if unknown:
+            raise ConfigError(
+                given=f"a chat template that writes {', '.join(unknown)}, no token of"
+                f" {self._tokenizer.name_or_path}",
+                required="marks that are tokens of the model's vocabulary: none is added to it",
+                source="data.chat_template, or the model's own",
+                change=self._offer(),
+            )
+        if ranges is not None:
             ranges = self._as_generated(turns, text, ranges)
-            if ranges and not text[slice(*ranges[-1])].rstrip().endswith(self._stops):
-                notes.append(
-                    "conversations whose last answer ends without a special token: where to stop"
-                    " is not learnt (data.eot_tokens)"
-                )
-        notes += [
-            f"conversations with {what} that the template does not write"
-            for what in template.unwritten(turns, text)
-        ]
+            notes += self._on_the_end(turns, template, text, ranges)
         return Rendered(text, None if ranges is None else tuple(ranges), True, tuple(notes))
+
+    def _has_token(self, mark: str) -> bool:
+        return mark in self._added or self._tokenizer.convert_tokens_to_ids(mark) not in (
+            None, self._tokenizer.unk_token_id,
+        )  # fmt: skip
+
+    def _offer(self) -> str:
+        """The change that gives the tokenizer a template whose marks it has."""
+        names = " or ".join(fitting_templates(self._has_token))
+        return f"set data.chat_template to {names}, or use the tokenizer of a chat model"
+
+    def _change(self, own: Turns, template: _Template) -> str | None:
+        """The change with which a conversation can be trained on, where one was tried with
+        success: a switch of the template, or a template that writes the same prompt."""
+        tries = [
+            (f"set data.chat_template_kwargs: {{{name}: {json.dumps(value)}}}", template,
+             replace(own, kwargs={**own.kwargs, name: value}))
+            for name in template.switches for value in (True, False)
+        ]  # fmt: skip
+        tries += [
+            (f"set data.chat_template: {name}", self._of(training_templates()[name]), own)
+            for name in fitting_templates(self._has_token)
+        ]
+        asked = [n for n, turn in enumerate(own.turns, start=1) if turn["role"] == "user"]
+        last = replace(own, first=max([own.first, *asked[-1:]]))
+        tries.append(("set data.train_on: last", template, last))
+        first = next((n for n, turn in enumerate(own.turns) if turn["role"] == "assistant"), 0)
+        for change, other, conversation in tries:
+            with suppress(DataError):
+                self._masked(conversation, other)
+                prompts = [one.write(own, first, prompt=True) for one in (template, other)]
+                if prompts[0] == prompts[1]:
+                    return change
+        return None
+
+    def _on_the_end(
+        self, own: Turns, template: _Template, text: str, ranges: list[tuple[int, int]]
+    ) -> Iterator[str]:
+        """Name what is learnt of where to stop, unless it is a token by which the model stops."""
+        if not ranges:
+            return
+        end = _end_of(text[slice(*ranges[-1])], self._stops)
+        if end is None:
+            way = "data.eot_tokens" if text[ranges[-1][1] :].strip() else "the template writes none"
+            yield (
+                "conversations whose last answer ends without a special token: where to stop"
+                f" is not learnt ({way})"
+            )
+        elif end not in (self._tokenizer.eos_token, *self._eot_tokens):
+            if template not in self._ends:
+                self._ends[template] = None
+                with suppress(DataError):  # the end of a plain answer
+                    probe = replace(own, turns=PROBES[0][0], first=0, tools=None, kwargs={})
+                    said, found = self._ranges(probe, template)
+                    self._ends[template] = _end_of(_parts(said, found)[-1], self._stops)
+            if end != self._ends[template]:
+                yield (
+                    f"conversations whose last answer ends with {end}, which is not the EOS:"
+                    " generation stops there only if generation_config.json names it"
+                )
 
     def _template_of(self, turns: Turns) -> _Template:
         try:
@@ -132,19 +223,46 @@ class ChatTemplate:
                 " template",
                 required="a chat template, since the data has messages",
                 source="model.name",
-                change="use the tokenizer of a chat model, or set data.chat_template, such as"
-                " chatml",
+                change=self._offer(),
             ) from error
 
     def _of(self, text: str) -> _Template:
         return self._templates.setdefault(text, _Template(text, self._tokenizer, self._before))
 
-    def _masked(self, own: Turns, template: _Template) -> tuple[str, list[tuple[int, int]]]:
+    def _masked(
+        self, own: Turns, template: _Template
+    ) -> tuple[str, list[tuple[int, int]] | None, list[str]]:
+        """Return the text of a conversation, the ranges that are trained on (None: all of it), and
+        remarks. Calls are given in the first shape in which nothing is lost. Raises DataError."""
+        errors: list[DataError] = []
+        for shape in _shapes(own):
+            shaped = replace(own, turns=[shape(turn) for turn in own.turns])
+            try:
+                if own.is_learnt_whole:
+                    text, ranges = template.write(shaped), None
+                else:
+                    text, ranges = self._ranges_of(shaped, template)
+                return text, ranges, template.proved(own, shape, text, ranges)
+            except DataError as error:
+                errors.append(error)
+        raise next((one for one in errors if isinstance(one, CannotBeMaskedError)), errors[0])
+
+    def _ranges(self, own: Turns, template: _Template) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation and the ranges that are trained on, unproved."""
+        *others, last = (
+            replace(own, turns=[shape(turn) for turn in own.turns]) for shape in _shapes(own)
+        )
+        for shaped in others:
+            with suppress(DataError):
+                return self._ranges_of(shaped, template)
+        return self._ranges_of(last, template)
+
+    def _ranges_of(self, own: Turns, template: _Template) -> tuple[str, list[tuple[int, int]]]:
         num_answers = sum(turn["role"] == "assistant" for turn in own.turns)
         if template.has_tags:
             return template.by_tags(own)
         if num_answers > _MANY and (known := self._training_template(template, own)):
-            # Prefixes take two renderings for each answer, tags two in all.
+            # Tags take two renderings in all, prefixes more.
             with suppress(DataError):
                 found = known[1].by_tags(own)
                 if found[0] == template.write(own):
@@ -167,11 +285,11 @@ class ChatTemplate:
             tools = [TOOL] if has_tools else None
             probe = replace(own, turns=turns, first=len(turns) - 1, tools=tools, kwargs={})
             try:
-                text, ranges = self._masked(probe, template)
+                text, ranges = self._ranges(probe, template)
             except DataError:
                 continue  # there is nothing to compare it with
             try:
-                others, found = self._masked(probe, other)
+                others, found = self._ranges(probe, other)
             except DataError:
                 return False
             said = self._as_generated(probe, text, ranges)
@@ -204,15 +322,28 @@ class _Template:
 
     def __init__(self, text: str, tokenizer: Any, before: Callable[[], object]) -> None:
         self._text, self._tokenizer, self._before = text, tokenizer, before
+        self._stops = tuple(tokenizer.get_added_vocab())
         self.has_tags = bool(_TAG.search(text))
-        self._takes_text = False
-        """Whether arguments of calls must be texts."""
+        self.marks = marks_of(text)
         self._takes_parts = None if "text" in text else False
         """Whether it writes contents of parts alone; None where nobody has tried."""
 
     def names(self, role: str) -> bool:
         """Whether the template asks for a role."""
         return f"'{role}'" in self._text or f'"{role}"' in self._text
+
+    @cached_property
+    def switches(self) -> list[str]:
+        """The names that the template may be given."""
+        from transformers.utils.chat_template_utils import _get_template_variables
+
+        names = _get_template_variables(self._text)
+        return sorted(
+            name
+            for name in names
+            if name not in ("messages", "tools", "documents", "add_generation_prompt")
+            and not name.endswith("_token")
+        )
 
     def by_tags(self, own: Turns) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and what of it its tags say is learnt. Raises DataError."""
@@ -231,35 +362,91 @@ class _Template:
         return text, ranges[self._num_ranges(own, own.first, ranges) :]
 
     def by_prefixes(self, own: Turns) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and what each answer adds to its prompt. Raises DataError."""
+        """The text of a conversation, and what each answer adds to its prompt. Raises DataError.
+
+        Prefixes are rendered for the first answer of each kind, one amid and the last one. Of those
+        between, the text up to the contents beside them must be as it is there."""
         text = self.write(own)
-        ranges = []
-        for number, turn in enumerate(own.turns):
-            if turn["role"] != "assistant" or number < own.first or not may_be_learnt(turn):
-                continue
-            try:
-                prompt = self.write(own, number, prompt=True)
-            except DataError as error:
-                if number:
-                    raise
-                reason = "it writes no prompt for an answer that no message precedes"
-                raise self._cannot_be_masked(own, reason) from error
-            if not text.startswith(prompt):
-                raise self._cannot_be_masked(
-                    own,
-                    f"the prompt for message {number + 1} is not what precedes the answer:"
-                    f" {_difference(prompt, text)}",
+        kinds: dict[Any, list[int]] = {}
+        for number in _learnt(own):
+            beside = own.turns[max(number - 1, 0) : number + 2]
+            kind = tuple((turn["role"], _is_thinking(turn), *sorted(turn)) for turn in beside)
+            kinds.setdefault((kind, number > 0), []).append(number)
+        first = {
+            n for group in kinds.values() for n in (group[0], group[len(group) // 2], group[-1])
+        }
+        found = {number: self._added(own, text, number) for number in sorted(first)}
+        contents = self._contents(own, text) if len(found) < len(_learnt(own)) else {}
+        for group in kinds.values():
+            known = set[tuple[str, str]]()
+            for number in sorted(group, key=lambda n: n not in first):
+                start, stop = (
+                    contents.get(number - 1, (0, 0))[1],
+                    contents.get(number + 1, (0, 0))[0],
                 )
-            is_last = number + 1 == len(own.turns)
-            upto = text if is_last else self.write(own, number + 1)
-            if not text.startswith(upto):
-                raise self._cannot_be_masked(
-                    own,
-                    f"message {number + 1} is another text once messages follow it:"
-                    f" {_difference(upto, text)}",
-                )
-            ranges.append((len(prompt), len(upto)))
-        return text, ranges
+                if number not in found:
+                    alike = (
+                        (start + len(before), stop - len(behind))
+                        for before, behind in known
+                        if text.startswith(before, start) and text.endswith(behind, 0, stop)
+                    )
+                    found[number] = next(alike, None) or self._added(own, text, number)
+                if start and stop:
+                    known.add((text[start : found[number][0]], text[found[number][1] : stop]))
+        return text, [found[number] for number in sorted(found)]
+
+    def _contents(self, own: Turns, text: str) -> dict[int, tuple[int, int]]:
+        """Where the contents of users and tools stand in the text, by number of the message, if
+        marks around them change nothing else."""
+        turns, marked = [*own.turns], []
+        for number, turn in enumerate(turns):
+            if turn["role"] in ("user", "tool") and (content := turn.get("content", "").strip()):
+                inside = turn["content"].replace(content, f"{_OPEN}{content}{_CLOSE}")
+                turns[number] = turn | {"content": inside}
+                marked.append(number)
+        found, ranges = _unmarked(self._tried(replace(own, turns=turns)) or "")
+        is_same = found == text and len(ranges) == len(marked)
+        return dict(zip(marked, ranges, strict=True)) if is_same else {}
+
+    def _added(self, own: Turns, text: str, number: int) -> tuple[int, int]:
+        """The range that an answer adds to its prompt, by the text of both. Raises DataError."""
+        try:
+            prompt = self.write(own, number, prompt=True)
+            if not text.startswith(prompt) and not _is_thinking(own.turns[number]):
+                less = {"enable_thinking": False, **own.kwargs}
+                other = self.write(replace(own, kwargs=less), number, prompt=True)
+                prompt = other if text.startswith(other) else prompt
+        except DataError as error:
+            if number:
+                raise
+            raise self._cannot_be_masked(
+                own,
+                "it writes no prompt for an answer that no message precedes",
+                "writes no prompt for an answer that begins a conversation",
+            ) from error
+        if not text.startswith(prompt):
+            raise self._cannot_be_masked(
+                own,
+                f"the prompt for message {number + 1} is not what precedes the answer:"
+                f" {_difference(prompt, text)}",
+                "writes other prompts than those before the answers",
+            )
+        is_last = number + 1 == len(own.turns)
+        upto = text if is_last else self.write(own, number + 1)
+        # What ends every text (Phi) may go as long as a mark that ends the answer stays.
+        while (end := _end_of(upto, self._stops)) and not text.startswith(upto):
+            less_one = upto.rstrip().removesuffix(end)
+            if _end_of(less_one, self._stops) is None:
+                break
+            upto = less_one
+        if not text.startswith(upto):
+            raise self._cannot_be_masked(
+                own,
+                f"message {number + 1} is another text once messages follow it:"
+                f" {_difference(upto, text)}",
+                "writes earlier answers anew",
+            )
+        return len(prompt), len(upto)
 
     def _num_ranges(self, own: Turns, num_turns: int, ranges: list[tuple[int, int]]) -> int:
         """How many of `ranges` are of the first turns. Raises DataError."""
@@ -277,22 +464,74 @@ class _Template:
         they enclose: transformers counts characters where it renders them."""
         return _unmarked(self.write(own, num_turns, tags=True))
 
-    def unwritten(self, own: Turns, text: str) -> Iterator[str]:
-        """Name what has no part in the text of a conversation."""
-        filled = {
-            key
-            for turn in own.turns
-            for key, value in turn.items()
-            if key not in _READ and value not in ("", [], {})
-        }
-        for key in sorted(filled):
-            less = [{name: turn[name] for name in turn if name != key} for turn in own.turns]
+    def proved(
+        self, own: Turns, shape: Shape, text: str, ranges: list[tuple[int, int]] | None
+    ) -> list[str]:
+        """Remarks on what the text of a conversation lacks. Raises CannotBeMaskedError for an
+        answer that is learnt, or the question to one, of which something is lost."""
+        learnt = _learnt(own)
+        places = {number: (0, len(text)) for number in range(-1, len(own.turns))}
+        if ranges and len(ranges) == len(learnt):
+            places |= dict(zip(learnt, ranges, strict=True))
+            for number, turn in enumerate(own.turns):
+                if number not in learnt and turn["role"] not in ("system", "developer"):
+                    start = max((places[n][1] for n in learnt if n < number), default=0)
+                    stop = min((places[n][0] for n in learnt if n > number), default=len(text))
+                    places[number] = start, stop
+        missing = _missing(own, text, places)
+        remarks, tried = dict[str, None](), Counter[tuple[Any, ...]]()
+        for number, path, value in missing:
+            role = own.turns[number]["role"] if number >= 0 else ""
+            what = f"{path[0]} of role {role}" if role else "tools"
+            kind = (what, number in learnt)
+            if tried[kind] == _MOST_TRIED:
+                continue
+            tried[kind] += 1
+            if self._writes(own, shape, text, number, path, value):
+                if number >= 0:
+                    remarks[f"{what} that the template writes in another form"] = None
+                continue
+            is_asked = role in ("user", "tool", "function") and any(n > number for n in learnt)
+            if number in learnt or is_asked:
+                raise self._lost(own, number, path, value)
+            tried[kind] = _MOST_TRIED
+            remarks[f"{what} that the template does not write"] = None
+        given = {key for turn in own.turns for key in turn if turn[key] not in ("", [], {}, None)}
+        for key in sorted(given.difference(_READ, _LINKS)):
+            less = [shape({k: v for k, v in turn.items() if k != key}) for turn in own.turns]
             if self._tried(replace(own, turns=less)) == text:
-                yield f"{key} in a message"
-        if own.tools and self._tried(replace(own, tools=None)) == text:
-            yield "tools"
-        roles = {turn["role"] for turn in own.turns if turn.get("content", "").strip() not in text}
-        yield from (f"content of role {role}" for role in sorted(roles))
+                remarks[f"{key} in a message that the template does not write"] = None
+        return [f"conversations with {remark}" for remark in remarks]
+
+    def _writes(
+        self, own: Turns, shape: Shape, text: str, number: int, path: tuple[Any, ...], value: Any
+    ) -> bool:
+        """Whether something else in the place of a value makes another text, or none."""
+        changed: Any = deepcopy({"tools": own.tools} if number < 0 else own.turns[number])
+        place = changed
+        for key in path[:-1]:
+            place = place[key]
+        old = place[path[-1]]
+        place[path[-1]] = old.replace(value, _PROBE, 1) if isinstance(old, str) else _PROBE
+        turns = [shape(changed if n == number else turn) for n, turn in enumerate(own.turns)]
+        tools = changed["tools"] if number < 0 else own.tools
+        return self._tried(replace(own, turns=turns, tools=tools)) != text
+
+    def _lost(
+        self, own: Turns, number: int, path: tuple[Any, ...], value: Any
+    ) -> CannotBeMaskedError:
+        what = f"{path[0]} of message {number + 1} ({str(value).strip()[:_SHOWN_CHARS]!r})"
+        change = "set data.chat_template to one that writes it, or remove it from the record"
+        if path[0] == "tool_calls" and path[1]:
+            change = "give each call a message of the assistant, with its result behind it"
+        error = CannotBeMaskedError(
+            given=f"{what}, which the chat template of {self._tokenizer.name_or_path} leaves out",
+            required="a text with all that an answer that is learnt says, and what it answers",
+            source=own.origin,
+            change=change,
+        )
+        error.why = f"leaves out {path[0]} of some messages"
+        return error
 
     def _tried(self, own: Turns) -> str | None:
         with suppress(DataError):  # it may ask for what was taken out
@@ -313,12 +552,10 @@ class _Template:
                 found.append(_PROBE in (self._tried(probe) or ""))
             self._takes_parts = found == [False, True]
         turns = own.turns[:num_turns]
-        if self._takes_text:
-            turns = [_as_openai_has_it(turn) for turn in turns]
         if self._takes_parts:
             turns = [
                 turn | {"content": [{"type": "text", "text": turn["content"]}]}
-                if "content" in turn
+                if turn.get("content") is not None
                 else turn
                 for turn in turns
             ]
@@ -332,11 +569,6 @@ class _Template:
                 **{**self._tokenizer.special_tokens_map, **own.kwargs},
             )
         except Exception as error:  # a template is a program of someone else's
-            if not self._takes_text and any(turn.get("tool_calls") for turn in turns):
-                self._takes_text = True
-                with suppress(DataError):
-                    return self.write(own, num_turns, prompt=prompt, tags=tags)
-                self._takes_text = False
             reason = " ".join(str(error).split())[:_REASON_CHARS]
             if type(error).__name__ != "TemplateError":  # which a template raises on purpose
                 reason = f"{type(error).__name__}: {reason}"
@@ -350,16 +582,35 @@ class _Template:
             ) from error
         return str(text)
 
-    def _cannot_be_masked(self, own: Turns, reason: str) -> CannotBeMaskedError:
-        return CannotBeMaskedError(
+    def _cannot_be_masked(
+        self, own: Turns, reason: str, why: str = "cannot be masked by its tags"
+    ) -> CannotBeMaskedError:
+        error = CannotBeMaskedError(
             given=f"a chat template that cannot be masked: {reason}",
             required="a template with {% generation %} tags, or one whose text for a conversation"
             " begins with its text for every earlier part of it",
             source=f"{own.origin} and the chat template of {self._tokenizer.name_or_path}",
             change="set data.chat_template to a template with {% generation %} and"
-            " {% endgeneration %} around the answers (TRL ships such files), or data.train_on to"
-            " last",
+            " {% endgeneration %} around the answers (TRL ships such files)",
         )
+        error.why = why
+        return error
+
+
+Shape = Callable[[Turn], Turn]
+"""A way to give the calls of a message."""
+
+
+def _shapes(own: Turns) -> list[Shape]:
+    """Ways to give calls, in the order in which they are tried."""
+    has_calls = any(turn.get("tool_calls") for turn in own.turns)
+    return [dict, _with_null, _as_openai_has_it] if has_calls else [dict]
+
+
+def _with_null(turn: Turn) -> Turn:
+    """A turn with calls that says nothing beside them has no content, not an empty one."""
+    is_silent = turn.get("tool_calls") and not (turn.get("content") or "").strip()
+    return {**turn, "content": None} if is_silent else turn
 
 
 def _as_openai_has_it(turn: Turn) -> Turn:
@@ -369,12 +620,93 @@ def _as_openai_has_it(turn: Turn) -> Turn:
         {**call, "function": {**call["function"], "arguments": _json(call["function"])}}
         for call in turn.get("tool_calls", ())
     ]
-    return {"content": None, **turn, "tool_calls": calls} if calls else turn
+    return _with_null({**turn, "tool_calls": calls}) if calls else turn
 
 
 def _json(function: Mapping[str, Any]) -> str:
     arguments = function["arguments"]
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _learnt(own: Turns) -> list[int]:
+    """The numbers of the answers that are learnt."""
+    return [
+        number
+        for number, turn in enumerate(own.turns)
+        if turn["role"] == "assistant" and number >= own.first and may_be_learnt(turn)
+    ]
+
+
+def _is_thinking(turn: Turn) -> bool:
+    return any(turn.get(key) for key in _THOUGHTS) or "</think>" in (turn.get("content") or "")
+
+
+def _end_of(text: str, stops: Iterable[str]) -> str | None:
+    """The special token that ends a text."""
+    text = text.rstrip()
+    return next((stop for stop in stops if text.endswith(stop)), None)
+
+
+def _values(turn: Turn) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield all that a message says, piece by piece, with the keys that lead to it."""
+    thoughts = next((key for key in _THOUGHTS if turn.get(key)), None)
+    for key in filter(None, ("content", thoughts)):
+        said = turn.get(key) or ""
+        pieces = _THINK.split(said) if turn["role"] == "assistant" else [said]
+        yield from (((key,), piece) for piece in pieces)
+    for number, call in enumerate(turn.get("tool_calls") or ()):
+        own, path = (call["function"], ("function",)) if "function" in call else (call, ())
+        for key in ("name", "arguments"):
+            yield from _leaves(own.get(key), ("tool_calls", number, *path, key))
+
+
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, (Mapping, list)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, inner in items:
+            yield from _leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
+def _forms(value: Any) -> Iterator[str]:
+    """How a template may write a value."""
+    if not isinstance(value, str):
+        yield from (json.dumps(value), str(value))
+        return
+    yield (plain := value.strip())
+    once = [json.dumps(plain, ensure_ascii=own)[1:-1] for own in (False, True)]
+    yield from (*once, repr(plain)[1:-1], *(json.dumps(o, ensure_ascii=False)[1:-1] for o in once))
+
+
+def _missing(
+    own: Turns, text: str, places: Mapping[int, tuple[int, int]]
+) -> list[tuple[int, tuple[Any, ...], Any]]:
+    """The values of a conversation that its text has in no known form, by the number of the
+    message (-1: of the tools): each needs characters of its own in the place of its message."""
+    wanted = [(n, *found) for n, turn in enumerate(own.turns) for found in _values(turn)]
+    for number, tool in enumerate(own.tools or ()):
+        inner, path = (tool["function"], ("function",)) if "function" in tool else (tool, ())
+        wanted += [
+            (-1, ("tools", number, *path, key), inner.get(key)) for key in ("name", "description")
+        ]
+    wanted = [one for one in wanted if one[2] is not None and str(one[2]).strip()]
+    taken, begins, missing = bytearray(len(text)), dict[tuple[str, int], int](), []
+    # A short value may stand within a long one, which needs its place.
+    for one in sorted(wanted, key=lambda one: -len(str(one[2]))):
+        start, stop = places[one[0]]
+        for form in _forms(one[2]):
+            size = len(form)
+            at = text.find(form, begins.get((form, start), start), stop)
+            while at >= 0 and (taken[at] or taken[at + size - 1]):
+                at = text.find(form, at + 1, stop)
+            if at >= 0:
+                begins[form, start] = at + size
+                taken[at : at + size] = b"\1" * size
+                break
+        else:
+            missing.append(one)
+    return sorted(missing, key=lambda one: one[0])
 
 
 def _parts(text: str, ranges: list[tuple[int, int]]) -> list[str]:

@@ -165,7 +165,8 @@ def messages_of(record: SourceRecord, field: str) -> list[Turn]:
 def answers(turns: list[Turn]) -> bool:
     """Whether the assistant says or calls anything."""
     return any(
-        turn["role"] == "assistant" and (turn.get("content", "").strip() or turn.get("tool_calls"))
+        turn["role"] == "assistant"
+        and ((turn.get("content") or "").strip() or turn.get("tool_calls"))
         for turn in turns
     )
 

@@ -7,6 +7,8 @@ was generated. `templates/*.jinja` beside this file are their texts.
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,21 @@ PROBES: tuple[tuple[list[dict[str, Any]], bool], ...] = (
     ([_USER, _SAID, _USER, _SAID], False),
 )
 """Conversations by which a template is known, and whether with a tool."""
+
+_MARK = re.compile(r"<[|｜][^\s<>'\"|｜]+[|｜]>|<(?:start|end)_of_\w+>")
+
+
+def marks_of(template: str) -> frozenset[str]:
+    """The special tokens that the text of a template names."""
+    return frozenset(_MARK.findall(template))
+
+
+def fitting_templates(has_token: Callable[[str], bool]) -> list[str]:
+    """The names of furlong's templates whose marks are tokens of a vocabulary; without such one
+    those that name no mark."""
+    marks = {name: marks_of(text) for name, text in training_templates().items()}
+    fitting = [name for name, own in marks.items() if own and all(map(has_token, own))]
+    return fitting or [name for name, own in marks.items() if not own]
 
 
 def training_templates() -> dict[str, str]:
