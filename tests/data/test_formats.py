@@ -342,3 +342,100 @@ def test_fields_of_other_programs_that_would_be_lost_are_refused(
     empty = {name: value for name, value in fields.items() if name not in ("history", "label")}
     check_fields(record(**empty | {"system": "", "history": []}), format)
     check_fields(record(text="x", system="s", history=["y"], label=False), "text")
+
+
+SAYS_ALL = CHATML.replace(
+    "message['content'] + '<|im_end|>",
+    "(message.reasoning_content or '') + (message.content or '') + (message.tool_calls or '')"
+    " | string + '<|im_end|>",
+)
+
+
+def turns_of(messages: list[Any], **fields: Any) -> list[dict[str, Any]]:
+    """The messages of a record as a chat template is given them."""
+    own = record(messages=messages, **fields)
+    ((read, _),) = read_whole([own], byte_tokenizer(), Reading("chat"), Notes())
+    return messages_of(read, "messages")
+
+
+THOUGHT = {"role": "assistant", "content": "<think>look it up</think>"}
+SAID = {"role": "assistant", "content": "done"}
+ADD = {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"role": "tool_call", "content": json.dumps(ADD)},
+        {"from": "function_call", "value": ADD},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": "", "function_call": ADD},
+    ],
+)
+def test_a_call_joins_the_answer_before_it(call: dict[str, Any]) -> None:
+    found = turns_of([USER, THOUGHT, call, {"role": "tool", "content": "2"}, SAID])
+    assert found[1:] == [
+        {**THOUGHT, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, SAID,
+    ]  # fmt: skip
+    several = turns_of([USER, THOUGHT, call, call, SAID])
+    assert [turn["role"] for turn in several] == ["user", "assistant", "assistant"]
+    assert several[1]["tool_calls"] == [CALL, CALL]
+    text = {"role": "assistant", "content": "and", "tool_calls": [CALL]}
+    assert turns_of([USER, THOUGHT, text])[1:] == [THOUGHT, text]
+    assert "message 3" in refused(turns_of, [USER, {**THOUGHT, "weight": 0}, call]).given
+    marked = turns_of([USER, {**THOUGHT, "loss": False}, {**call, "loss": False}])
+    assert marked[1] == {**THOUGHT, "loss": False, "tool_calls": [CALL]}
+
+
+def test_calls_as_openai_had_them_are_calls() -> None:
+    say = {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": "{}"}}
+    result = {"role": "function", "name": "add", "content": "2"}
+    found = turns_of([USER, say, result, SAID], functions=[{"name": "add", "parameters": {}}])
+    empty = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    assert found[1] == {"role": "assistant", "content": "", "tool_calls": [empty]}
+    assert found[2] == {**result, "role": "tool"}
+    assert turns_of([USER, {**SAID, "function_call": None}])[1] == SAID
+
+
+def test_parts_of_other_programs_are_read() -> None:
+    parts = [
+        {"type": "thinking", "thinking": "h", "signature": "x"}, {"type": "text", "text": "so "},
+        {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}},
+    ]  # fmt: skip
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "2"}]}
+    asked = {"role": "user", "content": [result, {"type": "text", "text": "go on"}]}
+    found = turns_of([USER, {"role": "assistant", "content": parts}, asked])
+    assert found[1:] == [
+        {
+            "role": "assistant", "content": "so ", "reasoning_content": "h",
+            "tool_calls": [{**CALL, "id": "1"}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+        {"role": "user", "content": "go on"},
+    ]  # fmt: skip
+    assert turns_of([{"role": "user", "content": [result]}, SAID])[0]["role"] == "tool"
+    values = [
+        {"type": "reasoning", "value": "h"}, {"type": "text", "value": "so "},
+        {"type": "tool_call", "value": json.dumps(ADD)},
+    ]  # fmt: skip
+    (other,) = turns_of([{"role": "assistant", "content": values}])
+    assert other == {**found[1], "tool_calls": [CALL]}
+    odd = [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]
+    assert "redacted_thinking" in refused(turns_of, odd).given
+
+
+def test_roles_of_others_in_any_case() -> None:
+    given = ("SYSTEM", "Human", "ai", "USER", "ASSISTANT")
+    found = turns_of([{"role": role, "content": "x"} for role in given])
+    roles = [turn["role"] for turn in found]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_results_lose_the_tags_that_the_template_writes() -> None:
+    results = "<tool_response>\n1\n</tool_response>\n<tool_response>2</tool_response>"
+    own = record(messages=[USER, SAID, {"role": "tool", "content": results}])
+    writes = CHATML.replace("message['content']", "'<tool_response>' + message['content']")
+    ((text, _),) = sequences_of(own, "chat", byte_tokenizer(writes))
+    assert text.count("<tool_response>1<|im_end|>") == text.count("<tool_response>2<|im_end|>") == 1
+    ((text, _),) = sequences_of(own, "chat")
+    assert text.count("<tool_response>") == 2

@@ -4,8 +4,10 @@ fields that a run renames, turns of `from` and `value`, other names of roles, JS
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from furlong.config.schema import TURN_FIELDS
@@ -22,22 +24,25 @@ MARKS = (
 """Fields of a message by which other trainers choose what is learnt."""
 
 
-_MESSAGES = ("conversations", "conversation")  # where there are no messages
+_ALIASES = {"messages": ("conversations", "conversation"), "tools": ("functions",)}
 _JSON = ("messages", "tools", "chat_template_kwargs")  # tables and .csv hold them as texts
 _MEDIA = ("image", "image_url", "audio", "input_audio", "video", "video_url", "file")
 _CALL = "a call"
 _ROLES = {
     **dict.fromkeys(("human",), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
-    **dict.fromkeys(("observation", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "chatbot"), "assistant"),
+    **dict.fromkeys(("observation", "tool_response", "function_response", "function"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), _CALL),
+    **{role: role for role in ("user", "assistant", "system", "tool", "developer")},  # ASSISTANT
 }
+_TEXTS = ("text", "input_text", "output_text", None)
+_RESPONSE = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 
 
 def columns(fields: Mapping[str, Any]) -> frozenset[str]:
     """The names that furlong's fields have in the data, which are read besides its own."""
     renamed = (theirs for ours, theirs in fields.items() if ours not in (*TURN_FIELDS, "roles"))
-    return frozenset((*renamed, *_MESSAGES))
+    return frozenset((*renamed, *chain(*_ALIASES.values())))
 
 
 def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceRecord, dict[str, str]]:
@@ -50,19 +55,20 @@ def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceReco
     for own in (*names, *names.values()):
         values.pop(own, None)
     values |= {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
-    if values.get("messages") is None and "messages" not in names:
-        found = next((name for name in _MESSAGES if values.get(name) is not None), None)
-        if found is not None:
-            values["messages"] = values.pop(found)
-            names["messages"] = found
+    for own, aliases in _ALIASES.items():
+        found = next((name for name in aliases if values.get(name) is not None), None)
+        if found is not None and values.get(own) is None and own not in names:
+            values[own] = values.pop(found)
+            names[own] = found
     return replace(record, fields=values), names
 
 
 def read_values(
-    record: SourceRecord, fields: Mapping[str, Any], used: Collection[str]
+    record: SourceRecord, fields: Mapping[str, Any], used: Collection[str], template: str = ""
 ) -> SourceRecord:
     """The record with turns as furlong has them, and objects where they lie there as JSON. `used`:
-    the fields that its shape looks at. Raises DataError."""
+    the fields that its shape looks at; `template`: the text of the chat template. Raises
+    DataError."""
     values = dict(record.fields)
     for name in used:
         own = values.get(name)
@@ -75,7 +81,9 @@ def read_values(
             turns = zip(own, values.pop("loss_mask"), strict=True)
             own = [{**turn, "loss_mask": mark} for turn, mark in turns if isinstance(turn, dict)]
         if name in CONVERSATIONS and isinstance(own, list):
-            own = list(_turns(record, name, own, fields))
+            own = _turns(record, name, own, fields)
+            if "<tool_response>" in template:
+                own = [turn for one in own for turn in _without_tags(one)]
         values |= {name: own} if name in values else {}
     if "system" in used and values.get("instruction") is None:
         _put_system(record, values, used)
@@ -202,15 +210,15 @@ def instruction_turns(record: SourceRecord, answer: str | None = None) -> list[T
 
 def _turns(
     record: SourceRecord, field: str, turns: list[Any], fields: Mapping[str, Any]
-) -> Iterator[Any]:
-    """Turns with roles and contents as furlong names them; calls that follow each other are of one
-    turn. What is no turn comes as it is."""
+) -> list[Any]:
+    """Turns with roles and contents as furlong names them. Calls without a text belong to the
+    message of the assistant right before them. What is no turn comes as it is. Raises DataError."""
     roles = {**_ROLES, **fields.get("roles", {})}
     renamed = {theirs: ours for ours, theirs in fields.items() if ours in TURN_FIELDS}
-    calls: Turn | None = None
+    found: list[Any] = []
     for number, given in enumerate(turns, start=1):
         if not isinstance(given, dict):
-            yield given
+            found.append(given)
             continue
         others: dict[Any, str] = dict(renamed)
         for ours, theirs in (("role", "from"), ("content", "value")):
@@ -221,20 +229,68 @@ def _turns(
         if isinstance(role, str):
             turn["role"] = roles.get(role, roles.get(role.lower(), role))
         message = f"message {number} of {field}"
-        if turn.get("role") != _CALL:
-            if calls is not None:
-                yield calls
-                calls = None
-            if turn.get("tool_calls"):
-                turn["tool_calls"] = _calls(record, message, turn["tool_calls"])
-            yield turn
+        if turn.get("role") == _CALL:
+            turn |= {"role": "assistant", "content": None, "tool_calls": turn.get("content")}
+        if results := _read_parts(record, message, turn):
+            found += results
+            if not turn["content"]:
+                continue
+        if one := turn.pop("function_call", None):  # as OpenAI had it
+            turn["tool_calls"] = [*(turn.get("tool_calls") or ()), one]
+        if not turn.get("tool_calls"):
+            found.append(turn)
             continue
-        found = _calls(record, message, turn.get("content"))
-        if calls is None:
-            calls = {**turn, "role": "assistant", "content": None, "tool_calls": []}
-        calls["tool_calls"] = [*calls["tool_calls"], *found]
-    if calls is not None:
-        yield calls
+        turn["tool_calls"] = _calls(record, message, turn["tool_calls"])
+        before = found[-1] if found and isinstance(found[-1], dict) else {}
+        if turn.get("content") or not before.get("role") == turn.get("role") == "assistant":
+            found.append(turn)
+            continue
+        if may_be_learnt(before) != may_be_learnt(turn):
+            raise record.refusal(
+                f"{message}: calls that are marked otherwise than the message before them",
+                "one mark for an answer and its calls, which the model writes as one",
+                "mark both alike",
+            )
+        turn["tool_calls"] = [*(before.get("tool_calls") or ()), *turn["tool_calls"]]
+        found[-1] = {**turn, **before, "tool_calls": turn["tool_calls"]}
+    return found
+
+
+def _read_parts(record: SourceRecord, message: str, turn: Turn) -> list[Turn]:
+    """Move thoughts and calls out of the parts of a content to where furlong has them; return the
+    results of tools that are among the parts, as messages. Raises DataError."""
+    results: list[Turn] = []
+    rest, calls, thoughts = [], [], []
+    for part in turn["content"] if isinstance(turn.get("content"), list) else ():
+        match part:
+            case {"type": "thinking" | "reasoning" as kind}:
+                thoughts.append(part.get(kind) or part.get("text") or part.get("value") or "")
+            case {"type": "tool_use", "name": str(name), "input": dict(given)}:
+                own = {"id": part.get("id"), "function": {"name": name, "arguments": given}}
+                calls.append({key: value for key, value in own.items() if value is not None})
+            case {"type": "tool_call", "value": str(text)}:
+                calls.append(_of_json(record, f"{message}: the call", text))
+            case {"type": "tool_result"}:
+                same = {"role": "tool", "tool_call_id": part.get("tool_use_id")}
+                results.append({**same, "content": part.get("content") or ""})
+            case _:
+                rest.append(part)
+    if thoughts:
+        turn["reasoning_content"] = "".join(thoughts)
+    if calls:
+        turn["tool_calls"] = [*(turn.get("tool_calls") or ()), *calls]
+    if thoughts or calls or results:
+        turn["content"] = rest or ("" if thoughts else None)
+    return results
+
+
+def _without_tags(turn: Any) -> list[Any]:
+    """A result of a tool without the tags that the template writes around it; each of several
+    becomes a message."""
+    said = turn.get("content") if isinstance(turn, dict) and turn.get("role") == "tool" else None
+    if not isinstance(said, str) or not said.strip() or _RESPONSE.sub("", said):
+        return [turn]
+    return [{**turn, "content": one} for one in _RESPONSE.findall(said)]
 
 
 def _calls(record: SourceRecord, message: str, given: Any) -> list[Any]:
@@ -280,14 +336,15 @@ def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:
     """The text of a part of a content. Raises DataError for what is no text."""
     if isinstance(part, str):
         return part
-    if isinstance(part, dict) and part.get("type") in ("text", None):
-        text = part.get("text")
+    if isinstance(part, dict) and part.get("type") in _TEXTS:
+        text = part.get("text", part.get("value"))
         if isinstance(text, str) and not any(part.get(key) for key in _MEDIA):
             return text
     raise record.refusal(
         f"{message}: a part {str(part)[:40]}",
         'content as a string, or parts such as {"type": "text", "text": "..."}',
-        "remove the record, or the part: images and sound are not trained on",
+        "write the part as a text, or remove it or the record: texts, thoughts and calls alone are"
+        " trained on",
     )
 
 

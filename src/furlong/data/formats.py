@@ -284,9 +284,10 @@ def read_whole(
     read = shape.read
     if reading.format == "alpaca" and tokenizer.chat_template is None:
         read = instruction_text
-    unread = Unread(notes, str(getattr(tokenizer, "chat_template", "")))
+    template = str(getattr(tokenizer, "chat_template", ""))
+    unread = Unread(notes, template)
     for given in records:
-        record = _checked(given, reading)
+        record = _checked(given, reading, template)
         found = read(record)
         unread.take(record, shape.needed + shape.optional, found)
         yield record, found
@@ -342,15 +343,15 @@ def decide_format(first: SourceRecord, fields: Mapping[str, Any]) -> Format:
     raise _lacks(first, *known, names=names)
 
 
-def _checked(given: SourceRecord, reading: Reading) -> SourceRecord:
-    """The record with furlong's names and values. Raises DataError if its shape cannot take it
-    whole."""
+def _checked(given: SourceRecord, reading: Reading, template: str) -> SourceRecord:
+    """The record with furlong's names and values. `template`: the text of the chat template. Raises
+    DataError if its shape cannot take it whole."""
     assert reading.format != "auto"
     shape = FORMATS[reading.format]
     record, names = renamed(given, reading.fields)
     if not all(field in record.fields for field in shape.needed):
         raise _lacks(given, reading.format, names=names)
-    record = read_values(record, reading.fields, shape.needed + shape.optional)
+    record = read_values(record, reading.fields, shape.needed + shape.optional, template)
     check_fields(record, reading.format)
     return record
 

@@ -69,8 +69,8 @@ class Unread:
                 f"{name} beside {len(one.input_ids):,} input_ids, which would not be read",
                 "input_ids of one sequence, and labels if not every token is learnt",
                 "remove padding, write packed sequences as records of their own, and write labels:"
-                f" {IGNORE_INDEX} where a token is not learnt (data.fields: {{labels: ...}} if they"
-                f" have another name); {_TAKE_OUT} if it says nothing of the kind",
+                f" {IGNORE_INDEX} where a token is not learnt; {_TAKE_OUT} if it says none of"
+                " this",
             )
         sizes = (len(turns), len(turns) - 1, sum(turn["role"] == "assistant" for turn in turns))
         is_of_turns = _is_numbers(value) and len(value) > 1 and len(value) in sizes
