@@ -65,13 +65,13 @@ def test_replicas_take_what_the_other_sizes_leave(sizes, num_processes, layout):
     ("sizes", "num_processes", "given", "change"),
     [
         ({"dp": 3}, 2, "dp 3 x sp 1 x pp 1 = 3, and 2 processes", "start 3"),
-        ({"dp": 2}, 1, "dp 2 x sp 1 x pp 1 = 2, and 1 process\n", "or set other sizes"),
+        ({"dp": 2}, 1, "dp 2 x sp 1 x pp 1 = 2, and 1 process\n", "or remove parallel"),
         ({"dp": 2, "sp": 2, "pp": 2}, 4, "dp 2 x sp 2 x pp 2 = 8, and 4 processes", "start 8"),
         (
             {"pp": 3},
             4,
             "dp auto x sp 1 x pp 3 = a multiple of 3, and 4 processes",
-            "other sizes of parallel",
+            "remove parallel",
         ),
         ({"sp": 2, "pp": 2}, 1, "a multiple of 4, and 1 process\n", "--nproc-per-node 4"),
     ],

@@ -114,7 +114,7 @@ def no_section(key: str, value: object, source: str) -> ConfigError:
     return refusal(
         f"{key} = {shortened(value)}",
         f"a section with keys among {', '.join(known)}",
-        f"write {key.rpartition('.')[2]}: {{{known[0]}: ...}}",
+        f"write {key}: {{{known[0]}: {example_of(f'{key}.{known[0]}') or '...'}}}",
         source,
     )
 

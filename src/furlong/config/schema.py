@@ -830,11 +830,14 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
     required, and what to change."""
     data, train, loss = run.data, run.train, run.train.loss
     for first, second in _EITHER_OR:
+        has_none = getattr(train, first) is None
         yield (
-            (getattr(train, first) is None) == (getattr(train, second) is None),
+            has_none == (getattr(train, second) is None),
             f"train.{first} and train.{second}",
             "one of the two, not both and not none",
-            f"set or remove one of them; --train.{first}=null removes a file's",
+            f"add train.{first} or train.{second}"
+            if has_none
+            else f"remove train.{second}, or train.{first} (as a flag --train.{first}=null)",
         )
     yield (
         bool(train.min_lr) and train.min_lr >= train.lr,
@@ -846,7 +849,7 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         data.min_len > data.max_seq_len,
         "data.min_len and data.max_seq_len",
         "data.min_len of at most data.max_seq_len",
-        "change one of them",
+        f"lower data.min_len, or set data.max_seq_len to {data.min_len}",
     )
     yield (
         run.chunks.sample is not None and run.chunks.size == "auto",
@@ -862,20 +865,20 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         "names of what has adapters",
         "remove model.lora.target_modules, or name modules or parameters",
     )
-    for target, budget in (("disk", run.memory.disk), ("cpu", run.memory.cpu)):
-        yield (
-            budget == 0 and offloads_to(run.offload, target),
-            f"offload and memory.{target}",
-            f"memory.{target} above 0, for what is to live there",
-            f"add memory.{target}, such as memory.{target}: 64GiB, or change offload",
-        )
+    yield (  # memory.cpu: 0 is refused where it is known that there is a GPU
+        run.memory.disk == 0 and offloads_to(run.offload, "disk"),
+        "offload and memory.disk",
+        "memory.disk above 0, for what is to live there",
+        "add memory.disk, such as 64GiB, or remove offload",
+    )
     for name in ("keep_best", "early_stopping"):
         is_held_out = data.eval is not None or bool(data.eval_share)
         yield (
             bool(getattr(train, name)) and not (is_held_out and train.eval_every_steps != 0),
             f"train.{name} and {'train.eval_every_steps' if is_held_out else 'data.eval'}",
             "held-out data, and evaluations of them while the run goes on",
-            f"set data.eval or data.eval_share, train.eval_every_steps, or remove train.{name}",
+            f"add {'train.eval_every_steps' if is_held_out else 'data.eval or data.eval_share'},"
+            f" or remove train.{name}",
         )
     own = FORMAT_OF_LOSS.get(loss)
     for keys, shapes in (
@@ -883,14 +886,16 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         ("train.loss and data.train", {source.format for source in data.train}),
         ("train.loss and data.eval", {source.format for source in data.eval or ()}),
     ):
+        odd = shapes & {*FORMAT_OF_LOSS.values()} if own is None else shapes - {own, None, "auto"}
+        fitting = next((one for one, of in FORMAT_OF_LOSS.items() if of in odd), "sft")
+        is_set = keys.startswith("data.format")
         yield (
-            bool(
-                shapes & {*FORMAT_OF_LOSS.values()} if own is None else shapes - {own, None, "auto"}
-            ),
+            bool(odd),
             keys,
             "preference (chosen + rejected) with dpo, unpaired (an answer and its label) with kto,"
             " and another shape with sft",
-            "remove the format, or change train.loss",
+            f"remove {'data.format' if is_set else 'the format of the source'}, or set train.loss"
+            f" to {fitting}",
         )
     yield (
         run.model.dtype == "float64" and train.optimizer.endswith(("bit", "fp8")),
@@ -901,8 +906,8 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
     yield (
         data.too_long == "split" and train.is_of_pairs,
         "data.too_long and train.loss",
-        "answers that stay whole: error, truncate or drop",
-        "change data.too_long",
+        "answers that stay whole",
+        "set data.too_long to error, truncate or drop",
     )
     yield (
         data.streaming and any({"[", "+"} & {*(source.split or "")} for source in data.train),

@@ -147,7 +147,8 @@ def layout_of(parallel: ParallelConfig, num_processes: int) -> Layout:
         given=f"{shown}, and {num_processes} process{'es' * (num_processes > 1)}",
         required="sizes that multiply to the number of processes",
         source="parallel, and the number of processes that were started",
-        change=f"start {product}: {_COMMAND.format(product)}; or set other sizes of parallel",
+        change=f"start {product}: {_COMMAND.format(product)}; or remove parallel: each process is"
+        " then a replica",
     )
 
 

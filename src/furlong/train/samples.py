@@ -27,7 +27,9 @@ def encode_prompts(config: RunConfig, tokenizer: Any) -> list[tuple[str, list[in
                 number,
                 given=f"{len(ids)} tokens",
                 required=f"1 to {most}: data.max_seq_len less log.sample_tokens",
-                change="give another text, or change these two",
+                change="lower log.sample_tokens, or raise data.max_seq_len"
+                if ids
+                else "give another text",
             )
         prompts.append((str(text), [int(each) for each in ids]))
     return prompts

@@ -1,0 +1,290 @@
+"""Every change that a refusal offers in keys of a run is made: the run then starts, or is refused
+for another reason; no message leads back to itself."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+import yaml
+from data.tiny_tokenizers import byte_tokenizer
+from helpers.mends import Followed, Run
+
+from furlong.config.schema import _OPTIONS, all_keys
+from furlong.config.sources import parse_run
+from furlong.data.tokenize import tokenizer_of
+from furlong.errors import UserError
+from furlong.train.build import load_splits
+from furlong.train.objective import objective_of
+from furlong.train.trainer import Trainer
+
+TINY = {
+    "vocab_size": 260, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 512, "vocab_size": 260}
+PACKED = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", TINY),
+    "base": ("llama", TINY),
+    "gpt2": ("gpt2", GPT2),
+    "mamba": (
+        "mamba",
+        {"vocab_size": 260, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+    ),
+    "dropping": ("llama", {**TINY, "attention_dropout": 0.1}),
+    "packed": ("llama", {**TINY, "quantization_config": PACKED}),
+}
+TURNS = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+DATA: dict[str, list[Any]] = {
+    "texts": [{"text": "some words " * 9}] * 4,
+    "chats": [{"messages": TURNS}] * 4,
+    "long_chats": [{"messages": [{"role": "user", "content": "q" * 400}, TURNS[1]]}] * 4,
+    "long_texts": [{"text": "w" * 400}] * 4,
+    "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4,
+    "labelled": [{"prompt": "a", "completion": "b", "label": True},
+                 {"prompt": "a", "completion": "c", "label": False}] * 2,
+    "chapters": [{"chapter": "some words"}] * 4,
+    "questions": [{"question": "a", "answer": "b"}] * 4,
+    "prompts": [{"prompt": "a", "completion": "b"}] * 4,
+    "bots": [{"messages": [{**TURNS[0], "role": "USER"}, {**TURNS[1], "role": "ASSISTANT"}]}] * 4,
+    "long_pairs": [{"prompt": "a", "chosen": "b" * 400, "rejected": "c" * 99}] * 4,
+}  # fmt: skip
+
+
+class Doors:
+    """Opens the door of a verb for a run, each time with another folder of the run."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.came: dict[str, UserError | None] = {}
+
+    def __call__(self, run: Run) -> None:
+        """Raises the error of the run, of which many are asked for twice."""
+        if (seen := repr(run)) not in self.came:
+            self.came[seen] = None
+            try:
+                self._open(run)
+            except UserError as error:
+                self.came[seen] = error
+        if (known := self.came[seen]) is not None:
+            raise known
+
+    def _open(self, run: Run) -> None:
+        keys = {"out": f"{tempfile.mkdtemp(dir=self.home / 'runs')}/run"} | dict(run.keys)
+        if keys["model.name"] in MODELS:
+            keys["model.name"] = str(self.home / keys["model.name"])
+        for key in ("data.train", "data.eval"):
+            if isinstance(keys.get(key), str) and keys[key] in DATA:
+                keys[key] = str(self.home / f"{keys[key]}.jsonl")
+        file = self.home / "run.yaml"
+        file.write_text(yaml.safe_dump(Run(keys).sections()))
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(self.home):
+            arguments = [str(file), *run.flags]
+            if run.verb not in ("config", "data", "train"):
+                import_module(f"furlong.cli.{run.verb}").run(arguments)
+                return
+            config = parse_run(arguments)
+            if run.verb == "data":
+                own = objective_of(config.train).format
+                load_splits(config.data, tokenizer_of(config), own)
+            elif run.verb == "train":
+                with Trainer(config):  # starts, and takes no step
+                    pass
+
+
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory: pytest.TempPathFactory) -> Doors:
+    """The doors of a folder with tiny models, without weights, and files of records."""
+    home = tmp_path_factory.mktemp("mends")
+    for name, (family, settings) in MODELS.items():
+        tokenizer = byte_tokenizer(None) if name == "base" else byte_tokenizer()
+        tokenizer.save_pretrained(home / name)
+        transformers.AutoConfig.for_model(family, **settings).save_pretrained(home / name)
+    for name, records in DATA.items():
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (home / f"{name}.jsonl").write_text(lines)
+    (home / "held-out.jsonl").write_text((home / "texts.jsonl").read_text())
+    (home / "runs").mkdir()
+    return Doors(home)
+
+
+BASE = {
+    "model.name": "llama", "model.init": "random", "model.dtype": "float32",
+    "data.train": "texts", "data.max_seq_len": 512, "train.steps": 1, "train.sequences_per_step": 2,
+}  # fmt: skip
+
+
+def _of_options() -> Iterator[tuple[str, Run]]:
+    """A run for each key that is an option of another one, with a value of that one for which it
+    is none."""
+    unfit = {
+        "train.optimizer": "adafactor", "train.loss_type": "ipo", "train.schedule": "constant",
+        "chunks.order": "chunk-first", "model.dtype": "float64", "data.too_long": "drop",
+        "data.streaming": True, "data.eval": "texts", "log.samples": [], "model.init": "random",
+    }  # fmt: skip
+    values = {
+        "data.join": True, "data.streaming": True, "data.train_on": "all",
+        "train.betas": [0.8, 0.9], "train.label_smoothing": 0.1, "train.loss_type": "robust",
+        "train.state_dtype": "bfloat16", "train.min_lr": 1e-9, "model.lora": {"rank": 4},
+        "log.sample_tokens": 9, "train.epochs": 1,
+    }  # fmt: skip
+    for key, of, fitting, _ in _OPTIONS:
+        keys = {key: values.get(key, (all_keys()[key].examples or [0.5])[0])}
+        if of in unfit or fitting:
+            keys[of] = unfit.get(of, "kto" if fitting == ("sft",) else "sft")
+        if key == "train.label_smoothing" or (key == "train.beta"):
+            keys["train.loss"] = "dpo" if of == "train.loss_type" else "sft"
+        if of == "model.dtype":
+            keys |= {"model.lora": {"rank": 4}, "model.init": "pretrained"}
+        if "train.epochs" in keys:
+            keys["train.steps"] = None
+        yield f"{key} of {of}", Run(keys, "config")
+
+
+def _rows() -> Iterator[tuple[str, Run]]:
+    long = {"data.train": "long_texts"}
+    sampled = {"chunks.sample": {"rate": 0.5}}
+    pairs = {"data.train": "pairs", "train.loss": "dpo"}
+    of_config: dict[str, dict[str, Any]] = {
+        "min_lr": {"train.min_lr": 1.0},
+        "min_len": {"data.min_len": 1000},
+        "no targets": {"model.lora": {"target_modules": []}, "model.init": "pretrained"},
+        "keep_best": {"train.keep_best": True},
+        "early_stopping": {
+            "train.early_stopping": 2, "data.eval": "texts", "train.eval_every_steps": 0,
+        },
+        "format of the loss": {"data.format": "preference"},
+        "loss of the format": {"data.format": "chat", "train.loss": "kto"},
+        "format of a source": {"data.train": [{"path": "a", "format": "preference"}]},
+        "float64": {"model.dtype": "float64", "train.optimizer": "adamw_8bit"},
+        "split pairs": {**pairs, "data.too_long": "split"},
+        "steps and epochs": {"train.steps": 3, "train.epochs": 2},
+        "neither": {"train.steps": None},
+        "two shares": {"train.sequences_per_step": 3, "train.tokens_per_step": 2000},
+        "a near key": {"train.warmup_step": 3},
+        "a key elsewhere": {"data.lr": 3e-4},
+        "a section as a value": {"chunks.sample": 0.25},
+        "a wrong value": {"train.optimizer": "adam"},
+        "a wrong number": {"train.lr": -1},
+        "a wrong layout": {"parallel.dp": 0},
+    }  # fmt: skip
+    for name, keys in of_config.items():
+        yield name, Run(keys, "config")
+    of_data: dict[str, dict[str, Any]] = {
+        "long texts": {**long, "data.max_seq_len": 99},
+        "long chats": {"data.train": "long_chats", "data.max_seq_len": 99},
+        "long chats split": {
+            "data.train": "long_chats", "data.max_seq_len": 99, "data.too_long": "split",
+        },
+        "long pairs": {"data.train": "long_pairs", "train.loss": "dpo", "data.max_seq_len": 99},
+        "pairs": {"data.train": "pairs"},
+        "labelled": {"data.train": "labelled"},
+        "pairs with kto": {"data.train": "pairs", "train.loss": "kto"},
+        "labelled with dpo": {"data.train": "labelled", "train.loss": "dpo"},
+        "no pairs": {"train.loss": "dpo"},
+        "no labels": {"train.loss": "kto"},
+        "join": {"data.train": "chats", "data.join": True},
+        "chapters": {"data.train": "chapters"},
+        "questions": {"data.train": "questions"},
+        "bots": {"data.train": "bots"},
+        "min_len": {"data.train": "texts", "data.min_len": 500},
+        "no template": {"data.train": "chats", "model.name": "base"},
+        "limit": {"data.eval_share": 50},
+    }  # fmt: skip
+    for name, keys in of_data.items():
+        yield f"data: {name}", Run(keys, "data")
+    of_start: dict[str, dict[str, Any]] = {
+        "to disk": {"offload": "disk"},
+        "to cpu": {"offload": {"kv": "cpu"}, "memory.cpu": 0},
+        "cpu on a cpu": {"memory.cpu": "1GiB"},
+        "sample without a size": {**sampled, **long},
+        "a sample of one chunk": {**sampled, **long, "chunks.size": 500},
+        "a sample of all": {"chunks.sample": {"chunks": 50}, **long, "chunks.size": 64},
+        "a sample of labels": {**sampled, **long, "chunks.size": 64},
+        "a sample of pairs": {**sampled, **pairs, "chunks.size": 64},
+        "a sample with a method": {**sampled, **long, "chunks.size": 64, "chunks.method": "seco"},
+        "keep all of pairs": {**pairs, "chunks.keep": "all"},
+        "layer-first pairs": {**pairs, "chunks.order": "layer-first"},
+        "retained pairs": {**pairs, "chunks.num_retained": 2},
+        "a method of pairs": {**pairs, "chunks.method": "seco"},
+        "options of a method": {"chunks.method": "spaco", "chunks.size": 64},
+        "little memory": {"memory.device": "150KiB"},
+        "little disk": {"memory.device": "1MiB", "offload": "disk", "memory.disk": "1KiB"},
+        "rope": {"data.max_seq_len": 4096},
+        "short rope": {
+            "data.max_seq_len": 4096, "model.rope": {"rope_type": "yarn", "factor": 2},
+        },
+        "rope without a factor": {"model.rope": {"rope_type": "linear"}},
+        "learned positions": {"model.name": "gpt2", "data.max_seq_len": 4096},
+        "rope of learned positions": {
+            "model.name": "gpt2", "model.rope": {"rope_type": "yarn", "factor": 2},
+        },
+        "attention dropout": {"model.name": "dropping"},
+        "stages without their order": {"chunks.stage_layers": 1, "chunks.order": "chunk-first"},
+        "a large step": {"train.sequences_per_step": 64},
+        "long samples": {"log.samples": ["word"], "log.sample_tokens": 512},
+        "samples without a template": {
+            "model.name": "base", "log.samples": [[{"role": "user", "content": "a"}]],
+        },
+        "kernels": {"model.kernels": "liger"},
+        "packed": {"model.name": "packed", "model.init": "pretrained"},
+        "packed twice": {
+            "model.name": "packed", "model.init": "pretrained", "model.quantize": "nf4",
+            "model.lora": {"rank": 4},
+        },
+        "data around the run": {"data.train": ".", "out": "runs/here"},
+        "revision of a folder": {"model.revision": "main"},
+        "no weights": {"model.init": "pretrained"},
+        "one machine": {"parallel.pp": 4},
+    }  # fmt: skip
+    for name, keys in of_start.items():
+        yield f"start: {name}", Run(keys)
+    of_plans: dict[str, tuple[dict[str, Any], str]] = {
+        "too many chunks": ({"data.max_seq_len": 5000, "chunks.size": 2}, "--lengths=4500"),
+        "stages of a pipeline": ({"parallel.pp": 4}, "--devices=4"),
+        "a wrong product": ({"parallel.sp": 3, "parallel.dp": 1}, "--devices=4"),
+        "layer-first in a pipeline": (
+            {"parallel.pp": 2, "chunks.order": "layer-first"}, "--devices=2",
+        ),
+        "divided states": ({"model.name": "mamba", "parallel.sp": 2}, "--devices=2"),
+        "pairs": (pairs, "--devices=2"),
+        "samples": ({**sampled, **long, "chunks.size": 64}, "--devices=2"),
+        "own chunks": ({"chunks.method": "infinipipe", "chunks.size": 64}, "--devices=1"),
+    }  # fmt: skip
+    for name, (keys, flag) in of_plans.items():
+        yield f"plan: {name}", Run(keys, "plan", (flag,))
+
+
+SLOW = ("plan: too many chunks",)
+WAITING = (
+    "data: pairs with kto", "data: pairs", "data: labelled with dpo", "data: questions",
+    "data: bots", "data: min_len", "start: to cpu", "start: cpu on a cpu",
+    "start: options of a method", "start: rope without a factor", "plan: a wrong product",
+    "plan: pairs",
+)  # fmt: skip
+"""Refusals whose change leads nowhere yet."""
+ROWS = {name: replace(run, keys=BASE | dict(run.keys)) for name, run in (*_rows(), *_of_options())}
+
+
+def _marked() -> Iterator[Any]:
+    for name in ROWS:
+        marks = [pytest.mark.slow] if name in SLOW else []
+        marks += [pytest.mark.xfail] if name in WAITING else []
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", _marked())
+def test_the_change_that_is_offered_works(name: str, doors: Doors) -> None:
+    followed = Followed(doors)
+    followed.follow(ROWS[name])
+    assert not followed.faults, "\n\n".join(followed.faults)
