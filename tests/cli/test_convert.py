@@ -26,6 +26,13 @@ TUNE = (
     "checkpointer: {_component_: x, checkpoint_dir: M}\n"
     "optimizer: {_component_: torch.AdamW, lr: 1e-4}\n"
 )
+_HEAD, _LOGS = "model.apply_lora_to_output", "metric_logger.log_dir"
+_AWAY = "activation_checkpointing_offload"
+WARM = "lr_scheduler: {{_component_: x.get_{}_schedule_with_warmup, num_warmup_steps: 5}}\n"
+PRETRAIN = (
+    "base_model: M\npretraining_dataset: [{path: d.jsonl, type: pretrain}]\nlearning_rate: 1e-4\n"
+)
+INSTRUCT = TRL + "use_slow_tokenizer: true\n"
 
 
 def made(folder: Path, text: str, *, name: str = "", command: int | None = None) -> Conversion:
@@ -152,6 +159,80 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         (FACTORY.replace("sft", "pt") + "eval_dataset: c/d", "data.eval", "c/d"),
         (TUNE + "tokenizer: {_component_: x, max_seq_len: 99}", "data.max_seq_len", 99),
         (TUNE, "data.train_on", "all"),
+        (TUNE + WARM.format("cosine"), "train.warmup_steps", 5),
+        (TUNE + WARM.format("cosine"), "train.schedule", "cosine"),
+        (TUNE + "output_dir: a\nlogs: {output_dir: '${output_dir}'}", "out", "a"),
+        (
+            TUNE.replace(
+                "torchtune.datasets.alpaca_dataset", "x.text_completion_dataset,\n source: c"
+            ),
+            "data.train",
+            {"path": "c", "format": "text"},
+        ),
+        (TRL + "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 7", "train.warmup_steps", 7),
+        (TRL + "lr_scheduler_type: constant\nwarmup_steps: 7", "train.warmup_steps", 0),
+        (
+            SWIFT.replace("swift", "megatron") + "--lr_decay_style constant --lr_warmup_iters 9",
+            "train.warmup_steps",
+            9,
+        ),
+        (
+            TRL + "evaluation_strategy: epoch\ndataset_test_split: t",
+            "data.eval",
+            {"path": "a/b", "split": "t"},
+        ),
+        (
+            AXOLOTL + "adapter: lora\nlora_target_linear: false\nlora_target_modules: [q, v]",
+            "model.lora.target_modules",
+            ["q", "v"],
+        ),
+        (PRETRAIN + "sample_packing: true\nmax_steps: 9", "data.too_long", "split"),
+        (PRETRAIN + "sample_packing: true\nmax_steps: 9", "data.streaming", True),
+        (PRETRAIN, "data.too_long", "truncate"),
+        (AXOLOTL.replace("completion", "llama3.ultra") + "rl: kto", "data.chat_template", "llama3"),
+        (
+            AXOLOTL.replace("completion", "llama3.ultra") + "rl: kto",
+            "data.train",
+            {
+                "path": "a/b",
+                "format": "auto",
+                "fields": {"instruction": "prompt", "output": "completion"},
+            },
+        ),
+        (
+            AXOLOTL.replace("completion", "chatml.intel") + "rl: dpo",
+            "data.train",
+            {"path": "a/b", "format": "auto", "fields": {"instruction": "question"}},
+        ),
+        (FACTORY, "data.too_long", "error"),
+        (FACTORY.replace("sft", "pt") + "packing: false", "data.too_long", "truncate"),
+        (
+            TRL.replace("dataset_name: a/b", "dataset_mixer: {a/b: 1.0, c/d: 0.5, e/f: 9}"),
+            "data.train",
+            ["a/b", {"path": "c/d", "weight": 0.5}, {"path": "e/f", "limit": 9}],
+        ),
+        (
+            TRL.replace("dataset_name", "dataset_splits: [train_x, test_x]\ndataset_mixer").replace(
+                "a/b", "{a/b: 1.0}\neval_strategy: epoch"
+            ),
+            "data.eval",
+            [{"path": "a/b", "split": "test_x"}],
+        ),
+        (
+            "n=4\nNPROC_PER_NODE=2 swift sft --model M --tuner_type full --dataset a/b "
+            "--gradient_accumulation_steps $(expr 16 / $n) --per_device_train_batch_size $((2*3))",
+            BATCH,
+            48,
+        ),
+        (SWIFT.replace("NPROC_PER_NODE=8", "CUDA_VISIBLE_DEVICES=0,1"), BATCH, 16),
+        (
+            SWIFT.replace("NPROC_PER_NODE=8", "CUDA_VISIBLE_DEVICES=0,1")
+            + "--gradient_accumulation_steps 3",
+            BATCH,
+            3,
+        ),
+        (INSTRUCT, "train.epochs", 2),
+        (INSTRUCT + "dpo_beta: 5", "train.loss", "dpo"),
     ],
 )
 def test_values_are_those_that_the_recipe_comes_to(
@@ -216,6 +297,28 @@ def test_values_are_those_that_the_recipe_comes_to(
             "refused",
         ),
         (TUNE.replace("_dataset}", "_dataset, column_map: {input: x}}"), "dataset[]", "refused"),
+        (TUNE, "dataset", "refused"),
+        (TUNE.replace("lora_rank", "apply_lora_to_output: false, lora_rank"), _HEAD, "needless"),
+        (TUNE.replace("lora_rank", "apply_lora_to_output: true, lora_rank"), _HEAD, "refused"),
+        (TUNE + "dataset_val: {_component_: x}\nrun_val_every_n_steps:", "dataset_val", "needless"),
+        (TUNE + "output_dir: a\nmetric_logger: {log_dir: '${output_dir}/b'}", _LOGS, "needless"),
+        (
+            SWIFT.replace("full", "lora") + "--target_modules all-linear all-router",
+            "target_modules",
+            "refused",
+        ),
+        (SWIFT + "--lazy_preprocess true", "lazy_preprocess", "needless"),
+        (TRL + "activation_checkpointing_offload: true", _AWAY, "needless"),
+        (TRL + "deepspeed: {scheduler: {type: WarmupLR}}", "deepspeed", "refused"),
+        (TRL + "deepspeed: {optimizer: {type: AdamW}}", "deepspeed", "needless"),
+        (TRL + "average_tokens_across_devices: false", "average_tokens_across_devices", "refused"),
+        (AXOLOTL + "pretrain_multipack_attn: false", "pretrain_multipack_attn", "refused"),
+        (AXOLOTL + "adapter: lora\nlora_target_linear: false", "lora_target_linear", "refused"),
+        (AXOLOTL + "processor_type: AutoProcessor", "processor_type", "refused"),
+        (AXOLOTL.replace("completion", "zephyr.nectar") + "rl: dpo", "datasets", "refused"),
+        (AXOLOTL.replace("completion", "user_defined.default") + "rl: kto", "datasets", "refused"),
+        (TRL.replace("M\n", "google/gemma-4-E2B-it\n"), "model_name_or_path", "refused"),
+        (TRL.replace("M\n", "google/gemma-3-1b-it\n"), "model_name_or_path", "ours"),
     ],
 )
 def test_what_is_not_taken_says_whether_the_run_is_another(
@@ -286,6 +389,64 @@ def test_sources_of_axolotl_and_names_of_llama_factory(tmp_path: Path) -> None:
     assert of.verdicts["eval_dataset"].kind == "refused"
 
 
+def test_keys_name_the_dialect_whatever_script_is_called(tmp_path: Path) -> None:
+    """And one process is meant where nobody says how many."""
+    recipe = TRL.replace("dataset_name: a/b", "dataset_mixture: {datasets: [{id: a/b}]}")
+    direct = convert(read_recipe(made(tmp_path, recipe).recipe.file), None)
+    call = (
+        f"accelerate launch --num_processes 1 scripts/sft.py --config {tmp_path}/a.yaml --seed 42"
+    )
+    called = made(tmp_path, call)
+    assert called.recipe.dialect == "TRL" and called.run == direct.run
+    assert direct.run["data.train_on"] == "conversations" and BATCH in direct.remarks
+    flags = "--model_name_or_path M --dataset_name a/b --learning_rate 1e-4"
+    taken = {
+        f"python ctrl/train.py {flags}": ("transformers", True),
+        f"python train.py {flags} --assistant_only_loss true": ("TRL", False),
+        "torchrun swift/cli/sft.py --model M --dataset a/b --tuner_type lora": ("ms-swift", False),
+        f"python my/trl/sft.py {flags}": ("TRL", False),
+    }
+    for text, (dialect, is_doubted) in taken.items():
+        recipe_of = made(tmp_path, text, name="a.sh").recipe
+        assert (recipe_of.dialect, bool(recipe_of.doubt)) == (dialect, is_doubted), text
+    assert "data.train" in made(tmp_path, TRL).remarks  # transformers' scripts take such keys, too
+    shared = convert(
+        read_recipe(made(tmp_path, AXOLOTL + "context_parallel_size: 4").recipe.file), None
+    )
+    assert shared.run[BATCH] == 1
+
+
+def test_a_model_at_hand_says_what_it_cannot(tmp_path: Path) -> None:
+    config = {"max_position_embeddings": 100, "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = TRL.replace("M\n", f"{tmp_path}\n") + "max_length: 300"
+    assert made(tmp_path, text).verdicts["max_length"].kind == "refused"
+    assert "factor: 3" in made(tmp_path, text).verdicts["max_length"].text
+    recipe = read_recipe(tmp_path / "a.yaml")
+    for flags in ({"model.rope": {"rope_type": "yarn", "factor": 3}}, {"data.max_seq_len": 100}):
+        assert convert(recipe, 1, flags).is_whole
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')  # no rotary
+    assert convert(recipe, 1).is_whole
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
+    assert convert(recipe, 1).verdicts["model_name_or_path"].kind == "refused"
+
+
+def test_a_file_of_deepspeed_beside_the_recipe_is_read(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"scheduler": {"type": "WarmupDecayLR"}}')
+    of = made(tmp_path, TRL + "deepspeed: ds.json")
+    assert of.verdicts["deepspeed"].kind == "refused"
+    assert convert(of.recipe, 1, {"train.schedule": "linear"}).is_whole
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"offload_param": {"device": "cpu"}}}')
+    assert made(tmp_path, TRL + "deepspeed: ds.json").verdicts["deepspeed"].kind == "lost"
+
+
+def test_images_of_a_data_set_are_told(tmp_path: Path) -> None:
+    info = {"mm": {"file_name": "m.json", "columns": {"images": "images"}}}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    assert made(tmp_path, FACTORY.replace("a/b", "mm")).verdicts["dataset"].kind == "refused"
+
+
 def test_what_trl_does_without_dropout_is_without(tmp_path: Path) -> None:
     keys = "use_peft: true\nlora_dropout: 0.1\n"
     assert made(tmp_path, TRL + keys).run["model.lora.dropout"] == 0.1
@@ -327,7 +488,6 @@ def test_the_file_loads_and_has_a_line_for_each_key(
         ("a.yaml", "model: {name: x}", "keys model"),
         ("a.yaml", AXOLOTL.replace("base_model: M", "base_model:"), "no model"),
         ("a.yaml", TRL.replace("dataset_name: a/b\n", ""), "no data.train"),
-        ("a.yaml", TRL, "not how many they are"),
         ("a.yaml", AXOLOTL.replace("{path: a/b, type: completion}", "a/b"), "datasets: its value"),
         ("a.py", "lr = 1", "a file that ends in .py"),
         ("a.sh", "echo 1", "no command with flags"),
@@ -336,6 +496,8 @@ def test_the_file_loads_and_has_a_line_for_each_key(
         ("a.sh", SWIFT + "--y 2 \\ \n--x 1", "--x 1, without a command"),
         ("a.sh", SWIFT + "--tensor_parallel_size 3", "8 processes, of which 3"),
         ("a.sh", "foo --a 1 --b 2", "foo --a 1"),
+        ("a.sh", "python3 -m verl.trainer.main_ppo data.train_files=a trainer.n=1", "verl."),
+        ("a.sh", "python train.py --lr 1 --epochs 2", "an unknown trainer: train.py"),
         ("a.yaml", TRL + "loss_type: dr_grpo\nreward_funcs: [a]\nbeta: 0.04", "a recipe of grpo"),
         ("a.yaml", FACTORY.replace("sft", "ppo"), "a recipe of ppo"),
         ("a.sh", "accelerate launch --num_processes 1 trl grpo --model M --x 1", "of grpo"),
@@ -346,7 +508,7 @@ def test_the_file_loads_and_has_a_line_for_each_key(
 def test_what_is_no_recipe_is_told(tmp_path: Path, name: str, text: str, given: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError) as caught:
-        convert(read_recipe(tmp_path / name), None if "how many" in given or name == "a.sh" else 8)
+        convert(read_recipe(tmp_path / name), None if name == "a.sh" else 8)
     assert given in caught.value.given
 
 

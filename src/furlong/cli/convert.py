@@ -39,7 +39,10 @@ def run(arguments: Sequence[str]) -> int:
         "--out", metavar="RUN.yaml", help="new file; default: NAME.furlong.yaml here"
     )
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="processes of the recipe, where it does not say"
+        "--devices",
+        type=int,
+        metavar="N",
+        help="processes of the recipe, where it does not say; else one",
     )
     parser.add_argument(
         "--command", type=int, metavar="N", help="which of several commands of a script, from 1"

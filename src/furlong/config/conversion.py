@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from furlong.config.foreign import Kind, Verdict, answer_to, foreign_table
 from furlong.config.messages import config_error, key_of, meet
-from furlong.config.recipes import Recipe
+from furlong.config.recipes import Recipe, file_near
 from furlong.config.schema import RunConfig, all_keys, words_of
 from furlong.config.sources import check_sections, put, read_yaml
 from furlong.errors import refusal
@@ -41,6 +41,8 @@ class Conversion:
         self.num_processes = num_processes or recipe.num_processes
         self.run: dict[str, Any] = {}
         """Values by whole keys of ours."""
+        self.given: dict[str, _Given] = {}
+        """Keys that go into one of ours, with those of the trainer's defaults, by ours."""
         self.verdicts: dict[str, Verdict] = {}
         """By their keys, as the recipe writes them."""
         self.of_flags = set(of_flags)
@@ -86,6 +88,10 @@ class Conversion:
         own = self.own(given)
         return [*own.values()][-1] if own else next(iter(given.values()))
 
+    def theirs(self, target: str) -> Any:
+        """The value that goes into a key of ours, under whatever name the recipe has it."""
+        return self.last(given) if (given := self.given.get(target)) else None
+
     def say(self, verdict: Verdict, names: Iterable[str]) -> None:
         self.verdicts |= {name: verdict for name in names if name in self.recipe.keys}
 
@@ -98,23 +104,23 @@ def convert(
     recipe: Recipe, num_processes: int | None, flags: Mapping[str, Any] | None = None
 ) -> Conversion:
     """The run of a recipe, under `flags`: values of keys of ours. Raises ConfigError for a recipe
-    that needs the number of processes and does not have it, for one of a loss that no run has, and
-    for a run that lacks a key."""
+    of a loss that no run has, and for a run that lacks a key."""
     made = Conversion(recipe, num_processes, flags or ())
-    by_target: dict[str, _Given] = {}
     for name, value in (recipe.defaults | recipe.keys).items():
         verdict = _verdict(name, value)
         if verdict.kind == "ours":
-            by_target.setdefault(verdict.text, {})[name] = value
+            made.given.setdefault(verdict.text, {})[name] = value
         else:
             made.say(verdict, [name])
     if recipe.loss_by_keys and "train.loss" not in made.of_flags:
         made.run["train.loss"] = _loss(made, "train.loss", {"": recipe.loss_by_keys})
+        if "beta" in recipe.keys and "loss_type" not in recipe.keys:
+            made.remarks["train.loss"] = "by beta alone, which recipes of KTO and ORPO have, too"
     order = [text.partition(",")[0] for text in foreign_table()["ours"]]
     for target in sorted(
-        by_target, key=lambda key: order.index(key) if key in order else len(order)
+        made.given, key=lambda key: order.index(key) if key in order else len(order)
     ):
-        _read(made, target, by_target[target])
+        _read(made, target, made.given[target])
     for key, value in (flags or {}).items():
         _put(made, key, value)
     _finish(made)
@@ -125,6 +131,8 @@ _OF_PLANS = ("chunks.", "offload.", "memory.")
 """Sections whose names, such as size, mean something else to others."""
 _PLAIN_PLUGINS = r"cut_cross_entropy|\.liger\.|\.kernels\."
 _COMPUTED = re.compile(r"\$(\w|\{|\()|^<[^|<>]* [^<>]*>$")
+_MEANT_ON = ("pretrain_multipack_attn", "average_tokens_across_devices", "disable_dropout")
+"""Keys without which others compute something else than furlong."""
 _OFF = (None, False, 0, "", "false", "none", "no", "null", "off")
 
 
@@ -152,6 +160,10 @@ def _verdict(name: str, value: Any) -> Verdict:
     plugins = value if name == "plugins" and isinstance(value, list) else []
     if plugins and all(re.search(_PLAIN_PLUGINS, str(one)) for one in plugins):
         return _needless("what they do stands under keys of its own")
+    if name == "deepspeed" and isinstance(value, Mapping) and value.get("scheduler"):
+        return _refused("its scheduler takes the place of the recipe's: write train.schedule")
+    if name in _MEANT_ON and value is False:
+        return _refused(answer.text)
     if name in ("deepspeed", "fsdp", "fsdp_config") and _offloads(value):
         return _lost("weights and optimizer states stay on the device, divided over all processes")
     text = value.lower() if isinstance(value, str) else value
@@ -205,17 +217,21 @@ def _finish(made: Conversion) -> None:
 
     Values that no run may have are given up, each with its reason.
     """
+    if made.recipe.doubt:
+        made.remarks["data.train"] = made.recipe.doubt
     if made.run.get("data.join") is True:
         made.run["data.too_long"] = "split"
     elif "data.max_seq_len" not in made.run and "data.too_long" in made.of_defaults:
         del made.run["data.too_long"]  # there is no limit
     if made.recipe.dialect == "ms-swift" and "train.lr" not in made.run:
         made.run["train.lr"] = 1e-4 if "model.lora.rank" in made.run else 1e-5
+    if made.recipe.dialect == "axolotl" and "pretraining_dataset" in made.given["data.train"]:
+        _pretrain(made)
     source = str(made.recipe.file)
     while True:
         try:
             RunConfig.model_validate(check_sections(made.values, source))
-            return
+            return _check_positions(made)
         except ValidationError as error:
             errors = error.errors()
         given_up = [_give_up(made, one) for one in errors]
@@ -227,6 +243,16 @@ def _finish(made: Conversion) -> None:
                 raise refusal(f"{name}: {verdict.text}", "sources of data", change, source)
         if not any(given_up):
             raise config_error(errors, source, set())
+
+
+def _pretrain(made: Conversion) -> None:
+    """Read texts as axolotl's pretraining_dataset does: streamed, and in windows where it packs."""
+    is_windows = made.value("sample_packing") is True
+    made.run["data.too_long"] = "split" if is_windows else "truncate"
+    if is_windows:
+        made.remarks["data.too_long"] = "axolotl's windows share 256 tokens, here they share none"
+    if isinstance(made.run.get("train.steps"), int):
+        made.run["data.streaming"] = True
 
 
 def _give_up(made: Conversion, error: ErrorDetails) -> bool:
@@ -266,14 +292,46 @@ def _same(made: Conversion, target: str, given: _Given) -> Any:
     return _word(target, value) if target in foreign_table()["values"] else value
 
 
+_VISION = (
+    r"\bVL\b|VL-|Vision|Omni|(?i:gemma-?(3-(4|12|27)b|3n|4)|llava|pixtral|internvl|paligemma|idefics|"
+    r"smolvlm|mistral-small-(3\.[12]|2503|2506)|ministral-3-|minicpm-[vo]|voxtral)"
+)
+
+
 def _model(made: Conversion, target: str, given: _Given) -> Any:
     if "model_name" in given and len(given) > 1:  # a persona, in ms-swift
         made.say(_refused("a persona belongs into the records"), ["model_name"])
         del given["model_name"]
     name = made.last(given)
-    if re.search(r"\bVL\b|VL-|Vision|Omni", str(name)):
-        made.say(_refused("a model with vision: its text model alone is trained"), given)
+    config = _config_at_hand(str(name))
+    is_trained = str(config.get("model_type")).startswith(("qwen3_5", "llama4"))
+    if re.search(_VISION, str(name)) or ("vision_config" in config and not is_trained):
+        made.say(_refused("a model with vision: its text model alone is trained, if at all"), given)
     return name
+
+
+def _config_at_hand(name: str) -> Mapping[str, Any]:
+    """The config of a model's folder; empty without one."""
+    try:
+        config = json.loads(Path(name, "config.json").expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, Mapping) else {}
+
+
+def _check_positions(made: Conversion) -> None:
+    """Tell a length beyond the positions of a model at hand."""
+    config = _config_at_hand(str(made.run.get("model.name")))
+    config = config.get("text_config") or config
+    positions, length = config.get("max_position_embeddings"), made.run.get("data.max_seq_len")
+    has_rope = any(key.startswith("rope") for key in config) and "model.rope" not in made.run
+    if has_rope and isinstance(positions, int) and isinstance(length, int) and length > positions:
+        reason = (
+            f"the model has {positions:,} positions: add --data.max_seq_len={positions}, or"
+            f" --model.rope={{rope_type: yarn, factor: {math.ceil(length / positions)}}}"
+        )
+        of_length = made.own(made.given.get("data.max_seq_len", {}))
+        made.say(_refused(reason), of_length or made.given["model.name"])
 
 
 def _dtype(made: Conversion, target: str, given: _Given) -> Any:
@@ -321,11 +379,21 @@ def _rank(made: Conversion, target: str, given: _Given) -> Any:
     return rank
 
 
+_NO_MODULES = frozenset(("none", "all-router", "all-embedding", "all-norm"))
+
+
 def _target_modules(made: Conversion, target: str, given: _Given) -> Any:
-    value = made.last(given)
+    if given.get("lora_target_linear") is False:
+        del given["lora_target_linear"]
+        made.say(_needless("the modules are named"), ["lora_target_linear"])
+    value = made.last(given) if given else "none"
     all_of_them = ("all", "all-linear", ["all-linear"])
     if given.get("lora_target_linear") is True or value in all_of_them:
         return "all-linear"
+    if not _NO_MODULES.isdisjoint(value if isinstance(value, list) else [value]):
+        reason = "write model.lora.target_modules: the names of the layers"
+        made.say(_refused(reason), [*given, "lora_target_linear"])
+        return None
     if made.recipe.dialect == "torchtune":
         names = [
             {"output_proj": "o_proj"}.get(name, name)
@@ -394,8 +462,15 @@ def _scaled(made: Conversion, kind: str) -> dict[str, Any] | None:
 
 
 def _length(made: Conversion, target: str, given: _Given) -> Any:
-    if "data.too_long" not in made.run and made.value("truncation_strategy") is None:
+    if "data.too_long" not in made.run and made.theirs("data.too_long") is None:
         made.run["data.too_long"] = "truncate"
+    is_of_answers = made.run.get("data.format") != "text" and "model" not in made.recipe.keys
+    if made.recipe.dialect == "LLaMA-Factory" and is_of_answers:
+        made.run["data.too_long"] = "error"
+        made.remarks["data.too_long"] = (
+            "LLaMA-Factory shortens a long record's prompts and keeps its answers; here such a"
+            " record is refused: raise data.max_seq_len to its length"
+        )
     return made.last(given)
 
 
@@ -430,6 +505,8 @@ def _batch(made: Conversion, target: str, given: _Given) -> Any:
         if accumulated is None and made.recipe.dialect == "ms-swift":  # up to 16 sequences
             accumulated = max(1, math.ceil(16 / micro / (made.num_processes or 1)))
         total = micro * (1 if accumulated is None else accumulated) * _replicas(made)
+        if made.num_processes is None:
+            made.remarks[target] = "for one replica, as nobody says how many: add --devices=N"
     packs = ("sample_packing", "packing", "neat_packing", "pack_samples", "packed")
     dataset, length = own.get("dataset"), made.run.get("data.max_seq_len")
     is_packed = (
@@ -439,6 +516,8 @@ def _batch(made: Conversion, target: str, given: _Given) -> Any:
         or (isinstance(dataset, Mapping) and dataset.get("packed") is True)
     )
     if is_packed and isinstance(length, int) and made.is_sft:
+        if remark := made.remarks.pop(target, ""):
+            made.remarks["train.tokens_per_step"] = remark
         return made.take("train.tokens_per_step", total * length)
     return total
 
@@ -451,26 +530,20 @@ _SHARING = re.compile(
 
 
 def _replicas(made: Conversion) -> int:
-    """Processes of which each has sequences of its own. Raises ConfigError where nobody says."""
-    if made.num_processes is None:
-        raise refusal(
-            f"{made.recipe.file}: a batch for each of its processes, not how many they are",
-            "the number of processes that the recipe is started with",
-            "add --devices=N",
-        )
+    """Processes of which each has sequences of its own; one where nobody says how many."""
     keys = made.recipe.keys
     inner = keys.get("parallelism_config")
     shared = 1
     for key, value in chain(keys.items(), inner.items() if isinstance(inner, Mapping) else ()):
         if _SHARING.match(key.rpartition(".")[2]) and isinstance(value, int):
             shared *= max(1, value)
-    if made.num_processes % shared:
+    if (made.num_processes or shared) % shared:
         raise refusal(
             f"{made.num_processes} processes, of which {shared} share a sequence or a layer",
             f"a multiple of {shared}",
             "add --devices=N, the number of processes that the recipe is started with",
         )
-    return made.num_processes // shared
+    return (made.num_processes or shared) // shared
 
 
 def _steps(made: Conversion, target: str, given: _Given) -> Any:
@@ -498,7 +571,8 @@ def _min_lr(made: Conversion, target: str, given: _Given) -> Any:
 
 
 def _warmup(made: Conversion, target: str, given: _Given) -> Any:
-    if made.value("lr_scheduler_type", "lr_scheduler") == "constant":
+    is_megatron = "lr_decay_style" in made.given.get("train.schedule", {})  # which warms up, too
+    if made.theirs("train.schedule") == "constant" and not is_megatron:
         made.run[target] = 0.0
         return _needless("constant has no warm-up")
     own = made.own(given)
@@ -691,8 +765,8 @@ def _template(made: Conversion, target: str, given: _Given) -> Any:
     folder = files("furlong").joinpath("data/templates")
     names = [file.name.removesuffix(".jinja") for file in folder.iterdir()]
     known = {re.sub(r"[^a-z0-9]", "", name): name for name in names}
-    if made.run.get(target) == "alpaca":
-        return _needless("the words of Alpaca take its place")
+    if target in made.run:
+        return _needless("the type of the data has its own template")
     if dialect == "LLaMA-Factory" and value in _OF_NO_MODEL:
         return _refused("write data.chat_template: a file with that template")
     if value.startswith(("tokenizer_default", "default")):
@@ -801,15 +875,15 @@ _DATA_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", 
 
 def _axolotl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     named = given.get("datasets") or given["pretraining_dataset"]
-    if named == given.get("pretraining_dataset") and isinstance(named, str):
-        named = [{"path": named, "type": "pretrain"}]
+    if named == given.get("pretraining_dataset"):  # of which axolotl reads the first alone
+        named = [{"path": named}] if isinstance(named, str) else named[:1]
+        named = [{"type": "pretrain"} | one for one in named]
     found = [source for one in named for source in _axolotl_source(made, one)]
-    formats = {source.get("format") for source in found}
-    if "alpaca" in formats and formats <= {"alpaca", "text"}:
-        made.run["data.chat_template"] = "alpaca"
-    elif "alpaca" in formats:
-        reason = "Alpaca's words and a chat template: two runs, or one of both"
-        made.say(_refused(reason), ["datasets"])
+    templates = {source.pop("template", None) for source in found if source.get("format") != "text"}
+    if len(templates) > 1:
+        made.say(_refused("sources of several chat templates: several runs"), ["datasets"])
+    elif template := next(iter(templates), None):
+        made.run["data.chat_template"] = template
     return found
 
 
@@ -828,14 +902,22 @@ def _axolotl_source(made: Conversion, one: Mapping[str, Any]) -> list[dict[str, 
     paths = files if is_local else [f"hf://datasets/{path}/{file}" for file in files]
     if files:
         source.pop("split", None)
-    kind = str(one.get("type") or "").partition(".")[0]
+    kind, _, part = str(one.get("type") or "").partition(".")
+    prompts: dict[str, str] = foreign_table()["prompts of axolotl"]
     names: dict[str, Any] = {}
     if kind in ("completion", "pretrain", "pretraining_dataset"):
         source["format"] = "text"
         names = {"text": one.get("field") or one.get("text_column")}
     elif kind in ("alpaca", "sharegpt"):
-        source["format"] = kind
-    elif kind == "chat_template" or (made.value("rl") in ("dpo", "kto") and kind):
+        source |= {"format": kind} | ({"template": "alpaca"} if kind == "alpaca" else {})
+    elif made.value("rl") and kind in ("chatml", "llama3") and part in prompts:
+        source |= {"format": "auto", "template": kind}
+        names = {"instruction": prompts[part]}
+        if made.value("rl") == "kto":
+            names |= {"output" if prompts[part] else "messages": "completion"}
+        elif part == "ultra":  # its answers are whole conversations
+            names = {}
+    elif kind == "chat_template" or (made.value("rl") and kind == "passthrough"):
         is_chat = kind == "chat_template" and not made.value("rl")
         source["format"] = "chat" if is_chat else "auto"
         names = {name: one.get(f"field_{name}") for name in ("messages", "chosen", "rejected")}
@@ -845,10 +927,14 @@ def _axolotl_source(made: Conversion, one: Mapping[str, Any]) -> list[dict[str, 
         roles = (one.get("roles") or {}).items()
         names["roles"] = {name: ours for ours, theirs in roles for name in theirs if name != ours}
     elif kind:
-        made.say(_refused(f"datasets.type {one['type']} is not known"), ["datasets"])
+        reason = f"datasets.type {one['type']} is not known"
+        made.say(_refused(reason), {"datasets", "pretraining_dataset"} & made.recipe.keys.keys())
     if fields := {ours: name for ours, name in names.items() if name and name != ours}:
         source["fields"] = fields
     return [source | {"path": file} for file in paths or [path]]
+
+
+_MEDIA = frozenset(("images", "videos", "audios"))
 
 
 def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
@@ -858,8 +944,7 @@ def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     names = names if isinstance(names, list) else [name.strip() for name in str(names).split(",")]
     is_list = str(names[0]).endswith((".yaml", ".yml"))
     place = names[0] if is_list else f"{given.get('dataset_dir', 'data')}/dataset_info.json"
-    above: list[str | Path] = ["", *made.recipe.file.resolve().parents]
-    file = next((one for folder in above if (one := Path(folder, place)).is_file()), Path())
+    file = file_near(made.recipe.file, place) or Path()
     entries: dict[str, Any] = {}
     if file.is_file():
         entries = read_yaml(file.read_text(encoding="utf-8"), str(file), "mend the line")
@@ -875,6 +960,9 @@ def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
             found.append({"path": name})
             continue
         source = _source(made, "dataset", entry)
+        if media := _MEDIA & (entry.get("columns") or {}).keys():
+            reason = f"{name} has {', '.join(sorted(media))}: text alone is trained on"
+            made.say(_refused(reason), given)
         if "path" not in source:  # a file beside the list
             limit = {"limit": source["limit"]} if "limit" in source else {}
             source = {"path": str(file.parent / entry["file_name"])} | limit
@@ -913,15 +1001,22 @@ def _swift_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
 
 
 def _mixed_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
-    """open-instruct's list of ids, each with its weight, or with its number of records."""
+    """Ids of a list or a mapping, each with its weight, or with its number of records."""
     words = given.get("mixer_list") or given.get("dataset_mixer_list")
+    if isinstance(mixer := given.get("dataset_mixer"), Mapping):
+        words = [*chain.from_iterable(mixer.items())]
     if words is None:
         return [{"path": str(next(iter(given.values())))}]
     found = []
     for path, amount in zip(words[::2], words[1::2], strict=True):
         measure = {"weight" if isinstance(amount, float) else "limit": amount}
         found.append({"path": path} | (measure if measure != {"weight": 1.0} else {}))
-    return found
+    splits = given.get("dataset_splits") or ["train"]
+    tests = [{"path": path, "split": one} for path in words[::2] for one in splits if "test" in one]
+    if tests and _evaluates(made):
+        made.run["data.eval"] = tests
+    parts = [{"split": one} if one != "train" else {} for one in splits if "train" in one]
+    return [one | part for one in found for part in parts]
 
 
 def _arctic_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
@@ -937,6 +1032,8 @@ def _arctic_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
 
 def _torchtune_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     values = next(iter(given.values()))
+    if isinstance(values, list):
+        return [*chain.from_iterable(_torchtune_sources(made, {"": one}) for one in values)]
     if not isinstance(values, Mapping):
         raise ValueError("no mapping")
     kind = str(values.get("_component_", "")).rpartition(".")[2]
@@ -947,6 +1044,9 @@ def _torchtune_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     if format:
         is_sharegpt = values.get("conversation_style") == "sharegpt"
         source["format"] = "sharegpt" if format == "chat" and is_sharegpt else format
+    if format == "alpaca":
+        reason = "Alpaca's words around the instruction are missing: write them into the records"
+        made.say(_refused(reason), ["dataset"])
     if values.get("train_on_input", "alpaca" in kind):
         made.run["data.train_on"] = "all"
     if values.get("conversation_column"):
@@ -957,6 +1057,8 @@ def _torchtune_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
 
 
 def _trl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
+    if "dataset_mixer" in given:
+        return _mixed_sources(made, given)
     mixture = given.get("dataset_mixture") or {"datasets": given.get("datasets")}
     if mixture.get("test_split_size"):
         made.run["data.eval_share"] = mixture["test_split_size"]
@@ -978,13 +1080,19 @@ def _trl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     return found
 
 
+def _evaluates(made: Conversion) -> bool:
+    return made.value("eval_strategy", "evaluation_strategy") not in (None, "no")
+
+
 def _eval_sources(made: Conversion, target: str, given: _Given) -> Any:
     if "dataset_test_split" in given:
         path = made.value("dataset_name")
         config = made.value("dataset_config", "dataset_config_name")
-        if path and made.value("eval_strategy") not in (None, "no"):
+        if path and _evaluates(made):
             source = {"path": path, "split": given["dataset_test_split"]}
             return source | ({"name": config} if config else {})
+        return _needless("nothing is evaluated")
+    if "dataset_val" in given and made.value("run_val_every_n_steps") is None:
         return _needless("nothing is evaluated")
     aside = Conversion(made.recipe, made.num_processes)
     aside.run = {key: made.run[key] for key in ("train.loss", "data.format") if key in made.run}

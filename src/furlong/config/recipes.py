@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from furlong.config.foreign import foreign_table
+from furlong.config.foreign import answer_to, foreign_table
 from furlong.config.sources import read_text, read_yaml
 from furlong.errors import ConfigError, refusal
 
@@ -38,11 +40,15 @@ class Recipe(NamedTuple):
     environment: dict[str, str]
     """Variables that its script sets."""
     file: Path
+    doubt: str = ""
+    """Why it may be another trainer's."""
 
     @property
     def loss_by_keys(self) -> str | None:
-        """The loss of a recipe of TRL by keys that only such recipes have; None: sft, or the recipe
-        says so."""
+        """The loss of a recipe by keys that only such recipes have; None: sft, or the recipe says
+        so."""
+        if self.dialect == "open-instruct" and self.keys.keys() & {"dpo_beta", "dpo_loss_type"}:
+            return "dpo"
         if self.dialect != "TRL" or "stage" in self.keys:
             return None
         if not _OF_ROLLOUTS.isdisjoint(self.keys):
@@ -73,13 +79,42 @@ def read_recipe(file: Path, command: int | None = None) -> Recipe:
     dialect = _dialect_of(values)
     if dialect is None:
         raise _no_recipe(file, f"keys {', '.join(list(values)[:5])}")
+    environment = {name: str(one) for name, one in (values.pop("ENV", None) or {}).items()}
     keys = dict(_flat(values)) if dialect in ("torchtune", "Arctic Training") else values
+    for _ in range(3 * (dialect == "torchtune")):  # ${output_dir}, and what that is made of
+        keys = {name: _resolved(one, keys) for name, one in keys.items()}
     # Numbers may be in quotation marks, mappings JSON in a text.
     keys = {
         name: _value(one) if isinstance(one, str) and not _OF_WORDS.search(name) else one
         for name, one in keys.items()
     }
-    return Recipe(dialect, keys, None, {}, file)
+    _read_deepspeed(keys, file)
+    is_trl = dialect == "TRL" and _OF_TRL.isdisjoint(keys)
+    doubt = "no key is TRL's alone: a script of transformers learns answers alone" if is_trl else ""
+    return Recipe(dialect, keys, _processes({}, environment), environment, file, doubt)
+
+
+def file_near(file: Path, path: str) -> Path | None:
+    """The file that a recipe names: here, beside the recipe, or below a folder above it."""
+    places: list[str | Path] = ["", *file.resolve().parents]
+    return next((one for place in places if (one := Path(place, path)).is_file()), None)
+
+
+def _read_deepspeed(keys: dict[str, Any], file: Path) -> None:
+    name = keys.get("deepspeed")
+    if isinstance(name, str) and (found := file_near(file, name)):
+        keys["deepspeed"] = _mapping_of(found, read_text(found, "a file of DeepSpeed"))
+
+
+def _resolved(value: Any, keys: Mapping[str, Any]) -> Any:
+    """The value with other keys of the file, ${output_dir}, in their places."""
+    if isinstance(value, Mapping):
+        return {name: _resolved(one, keys) for name, one in value.items()}
+    if not isinstance(value, str):
+        return value
+    if (whole := _KEY.fullmatch(value)) and whole[1] in keys:
+        return keys[whole[1]]
+    return _KEY.sub(lambda found: str(keys.get(found[1], found[0])), value)
 
 
 def _mapping_of(file: Path, text: str) -> dict[str, Any]:
@@ -90,18 +125,23 @@ def _mapping_of(file: Path, text: str) -> dict[str, Any]:
 
 
 def _no_recipe(file: Path, given: str) -> ConfigError:
+    change = "name the YAML file that is called, or the script"
+    if file.suffix == ".py":
+        change = (
+            "keep the script: take furlong.integrations.Trainer in the place of its Trainer, or"
+            " wrap its model in furlong.chunked (docs/python.md)"
+        )
     return refusal(
         given,
         "a recipe of axolotl, LLaMA-Factory, TRL, ms-swift, torchtune or Arctic Training (YAML), or"
         " a shell script with the flags of one of the first four or of open-instruct",
-        "name the YAML file that is called, or the script; of a Python script write down the keys"
-        " that it sets, as YAML",
+        change,
         str(file),
     )
 
 
-def _dialect_of(keys: Mapping[str, Any]) -> Dialect | None:
-    """Whose recipe it is, by keys that only one trainer has."""
+def _dialect_of(keys: Mapping[str, Any], *, is_call: bool = False) -> Dialect | None:
+    """Whose recipe it is, by keys that only one trainer has; `is_call`: flags of a script."""
     if "base_model" in keys:
         return "axolotl"
     if any(isinstance(value, Mapping) and "_component_" in value for value in keys.values()):
@@ -112,12 +152,24 @@ def _dialect_of(keys: Mapping[str, Any]) -> Dialect | None:
         return "ms-swift"
     if not _OF_FACTORY.isdisjoint(keys):
         return "LLaMA-Factory"
-    return "TRL" if "model_name_or_path" in keys else None
+    if not is_call and not _OF_INSTRUCT.isdisjoint(keys):
+        return "open-instruct"
+    is_trl = not (is_call and _OF_TRL.isdisjoint(keys))
+    return "TRL" if "model_name_or_path" in keys and is_trl else None
 
 
 _OF_ROLLOUTS = frozenset(("reward_funcs", "num_generations", "steps_per_generation"))
 _OF_FACTORY = frozenset(("cutoff_len", "finetuning_type", "stage", "template"))
-_WHOLE = frozenset(("dataset", "peft_config", "role_mapping", "deepspeed"))
+_OF_INSTRUCT = frozenset(("checkpointing_steps", "with_tracking", "use_slow_tokenizer"))
+_OF_TRL = frozenset(
+    (
+        "max_length", "max_prompt_length", "packing", "packing_strategy", "assistant_only_loss",
+        "completion_only_loss", "dataset_mixer", "dataset_mixture", "dataset_text_field",
+        "dataset_kwargs", "dataset_num_proc", "loss_type", "beta", "chat_template_path", "use_peft",
+    )
+)  # fmt: skip
+_WHOLE = frozenset(("dataset", "dataset_val", "peft_config", "role_mapping", "deepspeed"))
+_KEY = re.compile(r"\$\{([\w.]+)\}")
 _OF_DEEPSPEED = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 
 
@@ -141,6 +193,10 @@ _ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
 _PER_NODE = ("nproc_per_node", "gpus", "num_gpus", "launch.num_gpus")
 _NUM_NODES = ("nnodes", "num_nodes", "num_machines")
+_NAMED_TRL = re.compile(r"(?<![a-z])(trl|open_r1|run_sft|run_dpo)")
+_OVERRIDE = re.compile(r"\+*\w+(\.\w+)+=")
+_COMPUTED = re.compile(r"\$\(\(([^()]*)\)\)")
+_SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 _LOSS = re.compile("dpo|kto|grpo|rloo|gkd|reward|(?<![a-z])(or|c|p)po")
 """The loss of a script, by its name."""
 _RUNNERS: dict[str, Dialect] = {
@@ -167,7 +223,7 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
                 "remove blanks behind backslashes; write the flags of an array into the command",
                 str(file),
             )
-        elif sum(word.startswith("--") for word in words) > 1:
+        elif sum(word.startswith("--") or bool(_OVERRIDE.match(word)) for word in words) > 1:
             expanded = (_expanded_words(word, environment) for word in words)
             found.append((list(chain.from_iterable(expanded)), dict(environment)))
     if not found:
@@ -179,15 +235,28 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
         change = f"choose one: --command=1 to {len(found)}"
         raise refusal(given, "one command", change, str(file))
     words, environment = found[chosen - 1]
-    dialect, launch, keys = _split_call(words)
-    if dialect is None:
-        raise _no_recipe(file, " ".join(words[:3]))
+    program, dialect, launch, keys, own = _split_call(words)
     for name, flags in (("config", keys), ("config_file", launch)):
         if isinstance(named := flags.pop(name, None), str):  # a recipe, or accelerate's settings
-            here, beside = Path(named), file.parent / named
-            inner = here if here.is_file() else beside
-            flags |= _mapping_of(inner, read_text(inner, f"the file of --{name}")) | flags
-    return Recipe(dialect, keys, _processes(launch | keys, environment), environment, file)
+            inner = file_near(file, named) or Path(named)
+            values = _mapping_of(inner, read_text(inner, f"the file of --{name}"))
+            if name == "config":
+                dialect = dialect or _dialect_of(values)
+            flags |= values | flags
+    dialect, doubt = dialect or _dialect_of(keys, is_call=True), ""
+    if dialect is None and any(_NAMED_TRL.search(word) for word in words):
+        dialect = "TRL"
+    answers = (answer_to(key) for key in keys)
+    if not any(one is not None and one.target == "model.name" for one in answers):
+        raise _no_recipe(file, f"a command of an unknown trainer: {program or ' '.join(words[:3])}")
+    if dialect is None:
+        dialect = "transformers"
+        doubt = f"{program} is taken as transformers' Trainer; what its code does besides is unseen"
+    _read_deepspeed(keys, file)
+    if dialect == "ms-swift" and {"NPROC_PER_NODE", "NNODES"}.isdisjoint(environment):
+        environment.pop("CUDA_VISIBLE_DEVICES", None)  # one process, whose layers are shared out
+    num_processes = _processes(launch | keys, environment)
+    return Recipe(dialect, own | keys, num_processes, environment, file, doubt)
 
 
 def _commands(file: Path, text: str) -> Iterator[list[str]]:
@@ -235,6 +304,9 @@ def _single(words: Sequence[str]) -> Iterator[list[str]]:
 def _words(command: str) -> list[str]:
     """The words of a command. A # within a word begins no comment."""
     marked = re.sub(r"(?<=\S)#", "\0", command)
+    for each in re.finditer(r"\$\(expr ([^()]*)\)|\$\(\(([^()]*)\)\)", marked):
+        sum_ = re.sub(r"[\s\\]", "", each[1] or each[2] or "")
+        marked = marked.replace(each[0], f"$(({sum_}))")
     return [word.replace("\0", "#") for word in shlex.split(marked, comments=True)]
 
 
@@ -245,7 +317,16 @@ def _expanded(word: str, environment: Mapping[str, str]) -> str:
         given = environment.get(found[1] or found[3], found[2])
         return found[0] if given is None else given
 
-    return _VARIABLE.sub(value, word)
+    def number(found: re.Match[str]) -> str:
+        """The result of a shell's integer arithmetic with one operator."""
+        first, *rest = (environment.get(one, one) for one in re.findall(r"\w+|\W", found[1]))
+        try:
+            (sign,) = {*rest[::2]}
+            return str(reduce(_SIGNS[sign], map(int, [first, *rest[1::2]])))
+        except (ValueError, LookupError, ZeroDivisionError):
+            return found[0]
+
+    return _COMPUTED.sub(number, _VARIABLE.sub(value, word))
 
 
 def _expanded_words(word: str, environment: Mapping[str, str]) -> list[str]:
@@ -255,11 +336,14 @@ def _expanded_words(word: str, environment: Mapping[str, str]) -> list[str]:
     return shlex.split(value) if is_of_flags else [value]
 
 
-def _split_call(words: Sequence[str]) -> tuple[Dialect | None, dict[str, Any], dict[str, Any]]:
-    """Whose call it is, the launcher's flags, and the training's own."""
+def _split_call(
+    words: Sequence[str],
+) -> tuple[str, Dialect | None, dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The program that is called, whose it is where its name says so, the launcher's flags, the
+    training's own, and keys that the name stands for."""
     for place, word in enumerate(words):
         name, verb = word.rpartition("/")[2], [*words, ""][place + 1]
-        dialect: Dialect = "TRL"
+        dialect: Dialect | None = None
         own: dict[str, Any] = {}
         start = place + 2
         if name in _RUNNERS and verb in ("sft", "pt", "rlhf", "train"):
@@ -268,23 +352,17 @@ def _split_call(words: Sequence[str]) -> tuple[Dialect | None, dict[str, Any], d
             if name == "megatron" or verb == "pt":
                 own["stage"] = "megatron" if name == "megatron" else verb
         elif name == "trl" and verb.isalpha():
-            own = {"stage": verb}
-        elif name.endswith(".py") and name != "mason.py":
-            start = place + 1
-            if name == "train.py" and not _OF_FACTORY.isdisjoint(_flags(words[start:])):
-                dialect = "LLaMA-Factory"
-            elif "open_instruct" in word or name == "OLMo2-7B-sft.py":
+            dialect, own = "TRL", {"stage": verb}
+        elif (name.endswith(".py") and name != "mason.py") or (name == "-m" and verb):
+            start, name = (place + 2, verb) if name == "-m" else (place + 1, name)
+            if "open_instruct" in word or name == "OLMo2-7B-sft.py":
                 dialect = "open-instruct"
-            elif not re.search("trl|open_r1|run_sft|run_dpo", word):
-                dialect = "transformers"
             if found := _LOSS.search(name):
                 own = {"stage": found[0]}
-        elif name == "-m" and verb:
-            dialect = "TRL" if "trl" in verb else "transformers"
         else:
             continue
-        return dialect, _flags(words[:place]), own | _flags(words[start:])
-    return None, {}, {}
+        return name, dialect, _flags(words[:place]), _flags(words[start:]), own
+    return "", None, {}, {}, {}
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
