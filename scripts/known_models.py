@@ -32,16 +32,23 @@ def _sized(
     }  # fmt: skip
 
 
-def _qwen2_5(*sizes: int, **more: Any) -> dict[str, Any]:
-    return _sized("qwen2", *sizes, use_sliding_window=False, **more)
+def _qwen2_5(*sizes: int, positions: int = 131072, **more: Any) -> dict[str, Any]:
+    given = {"use_sliding_window": False, "max_position_embeddings": positions}
+    return _sized("qwen2", *sizes, **given, **more)
 
 
 def _qwen3(*sizes: int, **more: Any) -> dict[str, Any]:
-    return _sized("qwen3", *sizes, 151936, head_dim=128, use_sliding_window=False, **more)
+    given = {"use_sliding_window": False, "max_position_embeddings": 40960}
+    return _sized("qwen3", *sizes, 151936, head_dim=128, **given, **more)
 
 
-def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
-    return _sized("llama", *sizes, **more)
+def _llama(positions: int, *sizes: int, scaled: float = 0, **more: Any) -> dict[str, Any]:
+    if scaled:
+        more["rope_parameters"] = {
+            "rope_type": "llama3", "factor": scaled, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5,
+        }  # fmt: skip
+    return _sized("llama", *sizes, max_position_embeddings=positions, **more)
 
 
 def _gpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
@@ -54,7 +61,7 @@ def _gpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
 
 _TIED = {"tie_word_embeddings": True}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "Qwen2.5-0.5B": _qwen2_5(896, 24, 14, 2, 4864, 151936, **_TIED),
+    "Qwen2.5-0.5B": _qwen2_5(896, 24, 14, 2, 4864, 151936, positions=32768, **_TIED),
     "Qwen2.5-1.5B": _qwen2_5(1536, 28, 12, 2, 8960, 151936, **_TIED),
     "Qwen2.5-7B": _qwen2_5(3584, 28, 28, 4, 18944, 152064),
     "Qwen2.5-14B": _qwen2_5(5120, 48, 40, 8, 13824, 152064),
@@ -73,11 +80,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         max_position_embeddings=262144,
     ),
     "Olmo-Hybrid-7B": {"model_type": "olmo_hybrid"},  # the defaults of its class
-    "Llama-2-7B": _llama(4096, 32, 32, 32, 11008, 32000),
-    "Llama-2-13B": _llama(5120, 40, 40, 40, 13824, 32000),
-    "Llama-3-8B": _llama(4096, 32, 32, 8, 14336, 128256),
-    "Llama-3.1-8B": _llama(4096, 32, 32, 8, 14336, 128256),
-    "Llama-3.2-1B": _llama(2048, 16, 32, 8, 8192, 128256, **_TIED),
+    "Llama-2-7B": _llama(4096, 4096, 32, 32, 32, 11008, 32000),
+    "Llama-2-13B": _llama(4096, 5120, 40, 40, 40, 13824, 32000),
+    "Llama-3-8B": _llama(8192, 4096, 32, 32, 8, 14336, 128256),
+    "Llama-3.1-8B": _llama(131072, 4096, 32, 32, 8, 14336, 128256, scaled=8.0),
+    "Llama-3.2-1B": _llama(131072, 2048, 16, 32, 8, 8192, 128256, scaled=32.0, **_TIED),
     "GPT-2.7B": _gpt(2560, 32, 32),
     "GPT-6.7B": _gpt(4096, 32, 32),
     "GPT-7B": _gpt(4096, 32, 32),

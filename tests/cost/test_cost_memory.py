@@ -119,7 +119,7 @@ def test_lora_trains_its_adapters_only():
     assert training.weights(LLAMA8, (32,), WHOLE).trained == adapters
     assert state.weights == 2 * LLAMA8.num_parameters + 6 * adapters
     assert state.gradients + state.optimizer == 12 * adapters
-    with_mlp = Lora(rank=8, mlp=True).layer_parameters(LLAMA8, 0)
+    with_mlp = Lora(rank=8, modules="all-linear").layer_parameters(LLAMA8, 0)
     assert with_mlp - Lora(rank=8).layer_parameters(LLAMA8, 0) == 8 * 3 * (4096 + 14336)
 
 

@@ -177,7 +177,7 @@ def test_evaluation_pays_the_head_forward_only():
     assert alone == pytest.approx(model.costs(train).compute_s(train.actions[0][0], 0) + head)
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=64, mlp=True)])
+@pytest.mark.parametrize("lora", [None, Lora(rank=64, modules="all-linear")])
 def test_checkpointed_layers_are_paid_in_the_backward(lora):
     """InfiniPipe, Eq. 11: l layers of the stage's 32 take l / 32 of its forward, adapters too."""
     model = CostModel(SHAPE, A100, Training(lora=lora))

@@ -25,8 +25,10 @@ from furlong.families import FAMILIES
 from furlong.kv.arena import Arena
 from furlong.kv.pools import DevicePool
 from furlong.kv.store import KVStore
+from furlong.models.build import add_adapters, model_of_config
 from furlong.models.decoder import HFDecoder
 from furlong.models.describe import describe, describe_file
+from furlong.models.shrink import shrink_config
 from furlong.ops.backends.select import Kind, choose_backend
 from furlong.plan.passes import Pass
 from furlong.plan.plan import Chunk, Slice
@@ -209,7 +211,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
     ],
 )
 def test_frozen_matrices_save_no_input(name, dtype, adapters):
-    lora = Lora(1, mlp=len(adapters) > 4)
+    lora = Lora(1, adapters)
     shape = shape_of(name)
     expected = counted(shape, replace(Training.in_dtype(dtype), lora=lora))
     real = real_bytes_per_token(config(name), dtype, adapters)
@@ -219,6 +221,31 @@ def test_frozen_matrices_save_no_input(name, dtype, adapters):
         model = get_peft_model(model, LoraConfig(r=1, target_modules=list(adapters)))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sum(lora.layer_parameters(shape, n) for n in range(shape.num_layers)) == trained
+
+
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "parameters"),
+    [
+        ("deepseek_v3", "all-linear", ()), ("qwen2_moe", "all-linear", EXPERTS),
+        ("qwen3_5_moe_text", "all-linear", ()), ("phimoe", ("q_proj", "v_proj"), EXPERTS[1:]),
+        ("gpt_oss", r".*layers\.[01]\..*\.[qv]_proj", EXPERTS), ("gpt2", "all-linear", ()),
+        ("mamba2", "all-linear", ()), ("glm4_moe", ("mlp.gate_proj", "o_proj"), ()),
+        ("zamba2", "all-linear", ()), ("granitemoehybrid", "all-linear", ("router.weight",)),
+    ],
+)  # fmt: skip
+def test_adapters_are_counted_as_peft_makes_them(family, modules, parameters):
+    config = shrink_config(AutoConfig.for_model(family), max_seq_len=64)
+    lora = {
+        "rank": 3, "alpha": 6.0, "dropout": 0.0, "target_modules": modules,
+        "target_parameters": parameters,
+    }  # fmt: skip
+    model = add_adapters(model_of_config(config, family, dtype=torch.bfloat16), lora)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    shape, counted = describe(config), Lora(3, modules, parameters)
+    assert sum(counted.layer_parameters(shape, n) for n in range(shape.num_layers)) == trained
 
 
 # the table of bytes at a chunk's end, by class defaults or published sizes

@@ -31,7 +31,7 @@ MODELS = {
     "cpu, bfloat16": lambda: CostModel(shape_of_values(SMALL), CPU),
     "lora": lambda: CostModel(
         model_shape("Qwen2.5-0.5B"), Machine.named("A100-80"),
-        Training(lora=Lora(8, attention=True, mlp=True)),
+        Training(lora=Lora(8, "all-linear")),
     ),
     "one layer": lambda: CostModel(
         shape_of_values(SMALL | {"num_hidden_layers": 1}), Machine.named("H100")

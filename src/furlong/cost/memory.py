@@ -242,9 +242,12 @@ def stage_bytes(
     in compute dtype and in float32, with their log-softmax and both gradients.
     """
     element = training.compute_bytes
-    adapters = 0 if training.lora is None else training.lora.attention + 2 * training.lora.mlp
     first = sum(stages[:stage])
     own = shape.layers[first : first + stages[stage]]
+    adapters = [
+        0 if training.lora is None else training.lora.saves(shape, n)
+        for n in range(first, first + len(own))
+    ]
     is_last = stage == len(stages) - 1
     hidden = element * shape.hidden_size
     wide = max(element, _FLOAT32)
@@ -260,7 +263,10 @@ def stage_bytes(
         for each in own
     ]
     return StageBytes(
-        graph_layers=tuple(factor * of_dtype(each.saved, element, adapters) for each in own),
+        graph_layers=tuple(
+            factor * of_dtype(each.saved, element, column)
+            for each, column in zip(own, adapters, strict=True)
+        ),
         attention_layers=tuple(
             element * layer.output_size + lse if layer.attends else 0.0 for layer in own
         ),
@@ -273,7 +279,7 @@ def stage_bytes(
         state=sum(states),
         largest_state=max(states),
         widest_saved=max(element * max(widest, shape.q_size), wide * shape.hidden_size),
-        ends=factor * of_dtype(shape.final_saved, element, adapters) if is_last else 0.0,
+        ends=factor * of_dtype(shape.final_saved, element, adapters[-1]) if is_last else 0.0,
         logit=logit if is_last else 0.0,
         head_gradient=shape.embedding_parameters * element if makes_one else 0.0,
     )

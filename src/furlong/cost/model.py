@@ -155,8 +155,9 @@ class CostModel:
         made = 0  # whole weights that a layer makes of codes, or of experts and their adapters
         if training.packed_bytes is not None:
             made = shape.hidden_size * max(shape.q_size, *(n.width for n in shape.layers))
-        if training.lora is not None and training.lora.experts:
-            made += sum(layer.expert_parameters for layer in shape.layers)
+        if training.lora is not None:
+            bare = [sum(n for *_, n in layer) for layer in training.lora.adapted(shape)]
+            made += sum(bare) + 2 * max(bare)  # and what one layer adds to them, and its gradient
         return PlanMemory(
             self.shape, self.training, budget,
             activation_factor=machine.activation_factor,

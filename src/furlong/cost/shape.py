@@ -20,6 +20,9 @@ from furlong.families import family_of
 from furlong.files import read_object, user_cache, write_json
 from furlong.plan.rows import inner_size
 
+Matrix = tuple[str, int, str, int]
+"""Name, widths in and out (of all experts together), kind and number of weights of what may have
+adapters: a linear layer where tokens meet ("mixer") or not ("mlp"), or a "bare" parameter."""
 NO_ATTENTION = 1
 """The window of a layer without attention: a token sees itself alone."""
 SavedBytes = tuple[float, float, float, float]
@@ -62,8 +65,8 @@ class LayerShape:
     """Numbers of the states that leave a chunk, in compute dtype."""
     scan_flops: int = 0
     """FLOPs of the recurrence and its convolution."""
-    lora: tuple[int, int] = (0, 0)
-    """Widths in and out, added up, of the matrices of attention and of those of the MLP."""
+    adaptable: tuple[Matrix, ...] = ()
+    """Linear layers and bare parameters of the layer, which adapters may change."""
     saved: tuple[SavedBytes, SavedBytes] = ((0.0,) * 4, (0.0,) * 4)
     """By dtype (2 and 4 bytes an element)."""
     scan_saved: tuple[float, float] = (0.0, 0.0)
@@ -128,6 +131,8 @@ class ModelShape:
     """Parameters behind the layers beside the head's matrix: the final norm's, the head's bias."""
     final_saved: tuple[SavedBytes, SavedBytes] = ((0.0,) * 4, (0.0,) * 4)
     """Bytes per token that are saved beside the layers, the final hidden states included."""
+    layers_name: str = "model.layers"
+    """The name of the list of layers in the model."""
     num_positions: int | None = None
     """Positions that the model knows; None where its config names no number."""
     original_positions: int | None = None

@@ -16,11 +16,13 @@ those of its layers so; what is beside the layers is gathered and summed whole a
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
-from furlong.cost.shape import ModelShape
+from furlong.cost.shape import Matrix, ModelShape
 
 ZeroStage = Literal[0, 1, 2, 3]
 PACKED_BYTES = {False: 0.5 + 4 / 64, True: 0.5 + 1 / 64 + 4 / (64 * 256)}
@@ -35,25 +37,45 @@ class Lora:
     """Adapters of peft: for a matrix (in, out), rank * (in + out) trained parameters."""
 
     rank: int
-    attention: bool = True
-    """Whether the q, k, v and output matrices have them."""
-    mlp: bool = False
-    """Whether the MLP's matrices have them."""
-    experts: bool = False
-    """Whether all experts have them, on both of their parameters."""
+    modules: str | tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """`model.lora.target_modules`."""
+    parameters: tuple[str, ...] = ()
+    """`model.lora.target_parameters`."""
     embedding: bool = False
     head: bool = False
     """Whether a copy of the input embeddings, or of the head, is trained whole beside them."""
 
     def layer_parameters(self, shape: ModelShape, layer: int) -> int:
-        own = shape.layers[layer]
-        attention, mlp = own.lora
-        # of each expert (D, 2F) and (F, D)
-        experts = (
-            2 * shape.hidden_size * own.num_experts + own.expert_parameters // shape.hidden_size
+        return self.rank * sum(width for _, width, *_ in self.adapted(shape)[layer])
+
+    @lru_cache(maxsize=256)  # noqa: B019 (few adapters and shapes)
+    def adapted(self, shape: ModelShape) -> tuple[tuple[Matrix, ...], ...]:
+        """Return the matrices of each layer that have adapters."""
+        return tuple(
+            tuple(m for m in layer.adaptable if self._has(f"{shape.layers_name}.{n}.", m))
+            for n, layer in enumerate(shape.layers)
         )
-        experts *= self.experts and own.expert_parameters > 0
-        return self.rank * (self.attention * attention + self.mlp * mlp + experts)
+
+    def _has(self, prefix: str, matrix: Matrix) -> bool:
+        name, _, kind, _ = matrix
+        name = prefix + name
+        if kind == "bare":
+            return _ends(name, self.parameters)
+        if self.modules == "all-linear" or _ends(f"{name}.weight", self.parameters):
+            return True
+        if isinstance(self.modules, str):
+            return re.fullmatch(self.modules, name) is not None
+        return _ends(name, self.modules)
+
+    def saves(self, shape: ModelShape, layer: int) -> int:
+        """The column of `SavedBytes` for a layer."""
+        kinds = {kind for _, _, kind, _ in self.adapted(shape)[layer]}
+        return ("mixer" in kinds) + 2 * ("mlp" in kinds)
+
+
+def _ends(name: str, wanted: Iterable[str]) -> bool:
+    """Whether a whole name is one that is wanted or ends with it, as peft compares them."""
+    return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
 @dataclass(frozen=True, slots=True)

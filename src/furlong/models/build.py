@@ -45,6 +45,7 @@ from furlong.models.folder import (
     with_adapters,
 )
 from furlong.models.placeholders import (
+    NO_OUT_PROJ,
     adapted_elsewhere,
     all_linear,
     hold,
@@ -205,7 +206,7 @@ def _seed(name: str, seed: int) -> None:
     torch.default_generator.manual_seed(crc32(f"{seed}/{name}".encode()))
 
 
-def add_adapters(model: nn.Module, lora: dict[str, Any], whole: nn.Module | None = None) -> Any:
+def add_adapters(model: Any, lora: dict[str, Any], whole: nn.Module | None = None) -> Any:
     """The model with adapters, its own weights frozen.
 
     `lora` holds keys of `model.lora`, at least `rank`, `alpha`, `dropout`, `target_modules`.
@@ -224,7 +225,7 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], whole: nn.Module | None
     found = adapted.base_model.targeted_module_names
     saved, modules = lora.get("modules_to_save") or (), lora["target_modules"]
     weights = [*adapted.base_model.targeted_parameter_names, *(f"{name}.weight" for name in found)]
-    if "out_proj" in (adapted.peft_config["default"].exclude_modules or ()):
+    if modules == "all-linear" and model.config.model_type in NO_OUT_PROJ:
         print("model.lora: no adapters in out_proj, where peft takes none in models of this family")
     for key, wanted, known in (
         ("target_modules", () if isinstance(modules, str) else modules, found),
@@ -281,10 +282,6 @@ def merge_adapters(model: Any) -> Any:
     return model.merge_and_unload()
 
 
-_NO_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
-"""Model types in which peft refuses adapters of `out_proj`, which fused kernels read themselves."""
-
-
 def _adapted(model: Any, lora: dict[str, Any]) -> Any:
     import_safely()
     import peft
@@ -319,8 +316,6 @@ def _adapted(model: Any, lora: dict[str, Any]) -> Any:
     settings.target_modules, settings.target_parameters = targets, list(parameters) or None
     settings.modules_to_save = list(saved) or None
     excluded = adapted_elsewhere(model)
-    if modules == "all-linear" and config.model_type in _NO_OUT_PROJ:
-        excluded.append("out_proj")
     settings.exclude_modules = excluded or settings.exclude_modules
     settings.ensure_weight_tying = is_tied
     try:

@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
-from furlong.cost.shape import NO_ATTENTION, LayerShape, ModelShape
+from furlong.cost.shape import NO_ATTENTION, LayerShape, Matrix, ModelShape
 from furlong.errors import ConfigError
 from furlong.families import ATTENTION_DROPOUTS, INNER_CHUNKS, family_of, for_all_layers
 from furlong.models.build import model_of_config, read_config
 from furlong.models.decoder import HFDecoder
 from furlong.models.folder import reason
 from furlong.models.mixers import SliceRows
-from furlong.models.placeholders import PlaceholderLayer, in_place_of, layer_list
+from furlong.models.placeholders import PlaceholderLayer, all_linear, in_place_of, layer_list
 from furlong.models.rope import num_positions
 from furlong.models.support import refuse_config
 from furlong.ops.attention import AttentionRule
@@ -44,8 +45,9 @@ _ELEMENTWISE = 9
 """FLOPs of a scan without products, per number of its state: Gu and Dao 2023."""
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm}
-_ADAPTERS = ((True, False), (False, True), (True, True))
-"""Whether the matrices of attention and of the MLP have adapters, in the order of `SavedBytes`."""
+_LINEAR = (nn.Linear, Conv1D)
+_ADAPTERS = (("mixer",), ("mlp",), ("mixer", "mlp"))
+"""Kinds of linear layers that have adapters, in the order of `SavedBytes`."""
 
 
 @lru_cache(maxsize=64)
@@ -88,6 +90,7 @@ def describe_file(file: str | Path) -> ModelShape:
 class _Layer:
     """A layer while a chunk passes it; scans and bytes are those of all tokens together."""
 
+    module: nn.Module | None = None
     matrices: int = 0
     before_kv: int = 0
     experts: nn.Module | None = None
@@ -103,13 +106,9 @@ class _Layer:
     states: Mapping[Any, Tensor] = field(default_factory=dict)
     met: set[nn.Module] = field(default_factory=set)
     """Modules within which tokens meet."""
-    attending: set[nn.Module] = field(default_factory=set)
-    """Modules within which they meet in attention."""
     products: dict[nn.Module, list[tuple[int, int]]] = field(default_factory=dict)
     """By the module that has them, widths in and out of matrices that a token is multiplied with;
     those of a number of experts count as one."""
-    linears: dict[nn.Module, list[nn.Linear]] = field(default_factory=dict)
-    """Matrices that may have an adapter, by the module that has them."""
 
 
 class _AnyDtype(TorchDispatchMode):
@@ -127,7 +126,7 @@ class _Chunk(_AnyDtype):
     def __init__(self, model: HFDecoder, num_tokens: int) -> None:
         super().__init__()
         layers, base = model.layers, model.base
-        self.layers = [_Layer() for _ in layers]
+        self.layers = [_Layer(module) for module in layers]
         self.end = _Layer()
         self.config, self.decoder = model.config, model.decoder
         self.before: list[nn.Module] = []
@@ -136,6 +135,7 @@ class _Chunk(_AnyDtype):
         self._places = dict(zip(layers, self.layers, strict=True))
         self._weights = {_storage(p): (p, m) for m in base.modules() for p in m.parameters(False)}
         self._parents = {child: module for module in base.modules() for child in module.children()}
+        self.linears = {base.get_submodule(name) for name in all_linear(base)}
         with _AnyDtype():
             self._mixers = {mixer.module for mixer in model.probed.mixers}
         self._layer: _Layer | None = None
@@ -208,11 +208,34 @@ class _Chunk(_AnyDtype):
             layer.experts, layer.num_active = holder, visits
             count = count // len(weight) * visits
         layer.matrices += count
-        if isinstance(holder, nn.Linear):
-            parent = self._parents[holder]
-            layer.linears.setdefault(parent, []).append(holder)
-            holder = parent
+        if isinstance(holder, _LINEAR):
+            holder = self._parents[holder]
         layer.products.setdefault(holder, []).append((visits * b.shape[-2], b.shape[-1]))
+
+    def linear_layers(self, layer: _Layer) -> dict[str, tuple[Any, str]]:
+        """By name in a layer, its linear layers, and whether tokens meet there ("mixer") or not
+        ("mlp")."""
+        assert layer.module is not None
+        inside, found = dict(layer.module.named_modules()), {}
+        for name, module in inside.items():
+            if module in self.linears:
+                ends = [i for i, letter in enumerate(name) if letter == "."] or [0]
+                met = any(inside[name[:end]] in layer.met for end in ends)
+                found[name] = module, "mixer" if met else "mlp"
+        return found
+
+    def matrices(self, layer: _Layer, new: frozenset[str]) -> Iterator[Matrix]:
+        """Yield what adapters may change in the modules of a layer that are named in `new`."""
+        assert layer.module is not None
+        linears = self.linear_layers(layer)
+        for name, (module, kind) in linears.items():
+            if name in new:
+                yield name, sum(module.weight.shape), kind, module.weight.numel()
+        for name, weight in layer.module.named_parameters():
+            is_bare = name.rpartition(".")[0] in new.difference(linears)
+            if is_bare and weight.ndim in (2, 3):
+                count = weight.shape[0] if weight.ndim == 3 else 1
+                yield name, count * sum(weight.shape[-2:]), "bare", weight.numel()
 
     def attend(
         self, what: Pass, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule,
@@ -222,7 +245,6 @@ class _Chunk(_AnyDtype):
         found.heads = len(q), len(k), q.shape[-1], rule.value_width or q.shape[-1]
         found.window = rule.window or rule.block
         found.stored = found.stored or len(k) * sum(found.heads[2:])
-        found.attending.update(self._running)
         return _Attention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
 
     def take_latents(self, what: Pass, layer: int, latents: Tensor, expand: Any) -> Tensor:
@@ -274,9 +296,7 @@ def _measured(config: Any, source: str) -> ModelShape:
     except Exception:  # a layer that asks for what another one has made
         chunks = _chunks(_built(config, source))
         kept = list(range(len(kinds)))
-    shapes = {
-        kinds[n]: _layer_shape([c.layers[n] for c in chunks], kinds[n][0], config) for n in kept
-    }
+    shapes = {kinds[n]: _layer_shape(chunks, n, kinds[n], config) for n in kept}
     return _model_shape(whole, tuple(shapes[kind] for kind in kinds), chunks)
 
 
@@ -290,17 +310,19 @@ def _built(config: Any, source: str, kept: Sequence[int] | None = None) -> HFDec
     return HFDecoder(base, max_seq_len=num_positions(config))
 
 
-def _kinds(model: HFDecoder) -> list[tuple[int, Any]]:
-    """For each layer the number of its own parameters, and all else that tells it from others."""
+def _kinds(model: HFDecoder) -> list[tuple[int, frozenset[str], Any]]:
+    """For each layer the number of parameters and the names of modules that no layer before it has,
+    and all else that tells it from others."""
     lists = [x for x in vars(model.config).values() if isinstance(x, list)]
     lists = [x for x in lists if len(x) == model.num_layers]
     seen: set[int] = set()
     found = []
     for n, layer in enumerate(model.layers):
         new = {id(p): p.numel() for p in layer.parameters() if id(p) not in seen}
-        seen |= new.keys()
+        names = frozenset(name for name, m in layer.named_modules() if id(m) not in seen)
+        seen |= new.keys() | {id(m) for m in layer.modules()}
         shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-        found.append((sum(new.values()), (shapes, *(str(values[n]) for values in lists))))
+        found.append((sum(new.values()), names, (shapes, *(str(values[n]) for values in lists))))
     return found
 
 
@@ -322,7 +344,7 @@ def _num_tokens(config: Any) -> int:
     return max(_TOKENS, *(2 * size for size in sizes if isinstance(size, int)), 0)
 
 
-def _passed(model: HFDecoder, adapted: Sequence[nn.Linear]) -> _Chunk:
+def _passed(model: HFDecoder, adapted: Sequence[nn.Module]) -> _Chunk:
     """A chunk that has passed the model: under adapters of these matrices; none: all is trained."""
     num_tokens = _num_tokens(model.config)
     if adapted:
@@ -341,21 +363,10 @@ def _passed(model: HFDecoder, adapted: Sequence[nn.Linear]) -> _Chunk:
     return chunk
 
 
-def _adapted(chunk: _Chunk, in_attention: bool, in_mlp: bool) -> list[nn.Linear]:
-    """The matrices that have adapters."""
-    hidden_size = chunk.config.hidden_size
-    found = []
-    for layer in chunk.layers:
-        for part, has in zip(_adaptable(layer, hidden_size), (in_attention, in_mlp), strict=True):
-            found += part if has else []
-    return found
-
-
-def _adaptable(layer: _Layer, hidden_size: int) -> tuple[list[nn.Linear], list[nn.Linear]]:
-    """Matrices of attention, and of an MLP without experts."""
-    attention = chain(*(own for m, own in layer.linears.items() if m in layer.attending))
-    mlp = chain(*(own for m, own in layer.linears.items() if _is_mlp(layer, m, hidden_size)))
-    return list(attention), [] if layer.experts else list(mlp)
+def _adapted(chunk: _Chunk, *kinds: str) -> list[nn.Module]:
+    """The linear layers of these kinds."""
+    found = [chunk.linear_layers(layer).values() for layer in chunk.layers]
+    return [module for module, kind in chain(*found) if kind in kinds]
 
 
 def _is_mlp(layer: _Layer, module: nn.Module, hidden_size: int) -> bool:
@@ -363,8 +374,11 @@ def _is_mlp(layer: _Layer, module: nn.Module, hidden_size: int) -> bool:
     return module not in layer.met and layer.products[module][-1][1] == hidden_size
 
 
-def _layer_shape(layers: Sequence[_Layer], parameters: int, config: Any) -> LayerShape:
-    """The numbers of a layer, from its passes in both dtypes and with all adapters."""
+def _layer_shape(
+    chunks: Sequence[_Chunk], n: int, kind: tuple[int, frozenset[str], Any], config: Any
+) -> LayerShape:
+    """The numbers of layer `n`, from its passes in both dtypes and with all adapters."""
+    layers, parameters = [chunk.layers[n] for chunk in chunks], kind[0]
     layer, num_tokens, hidden = layers[0], _num_tokens(config), config.hidden_size
     heads, kv_heads, dim, value = layer.heads
     states = [(x.dtype == torch.float32, x.numel()) for x in layer.states.values()]
@@ -389,9 +403,7 @@ def _layer_shape(layers: Sequence[_Layer], parameters: int, config: Any) -> Laye
         state_float32=wide,
         state_columns=sum(count for is_wide, count in states if not is_wide),
         scan_flops=round(scan_flops + layer.convolution_flops / num_tokens),
-        lora=tuple(  # type: ignore[arg-type]
-            sum(m.in_features + m.out_features for m in part) for part in _adaptable(layer, hidden)
-        ),
+        adaptable=tuple(chunks[0].matrices(layer, kind[1])),
         saved=(tuple(saved[:4]), tuple(saved[4:])),  # type: ignore[arg-type]
         scan_saved=(layers[0].scan_saved / num_tokens, layers[4].scan_saved / num_tokens),
     )
@@ -401,6 +413,7 @@ def _model_shape(
     whole: HFDecoder, layers: tuple[LayerShape, ...], chunks: Sequence[_Chunk]
 ) -> ModelShape:
     config, base, decoder = whole.config, whole.base, whole.decoder
+    first = next(name for name, module in base.named_modules() if module is whole.layers[0])
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     attending = next((n.heads for n in chunks[0].layers if n.heads[0]), (1, 1, 0, 0))
     own = {id(p) for layer in whole.layers for p in layer.parameters()}
@@ -424,6 +437,7 @@ def _model_shape(
         entrance_parameters=entrance,
         final_parameters=sum(beside.values()) - entrance + (0 if bias is None else len(bias)),
         final_saved=(tuple(ends[:4]), tuple(ends[4:])),  # type: ignore[arg-type]
+        layers_name=first.rpartition(".")[0],
         num_positions=num_positions(config),
         original_positions=_original_positions(config),
     )

@@ -164,16 +164,21 @@ def adapted_elsewhere(base: Any) -> list[str]:
 _ROUTED = {"gate", "router", "experts"}
 """Parts of the names of modules that choose experts, and of the experts among which they choose."""
 
+NO_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""Model types in which peft refuses adapters of `out_proj`, which fused kernels read themselves."""
+
 
 def all_linear(base: Any) -> list[str]:
     """Names of the linear layers of a model but head, routers and their experts: `all-linear`."""
-    head = base.get_output_embeddings()
+    head, bare = base.get_output_embeddings(), set(_ROUTED)
+    if base.config.model_type in NO_OUT_PROJ:
+        bare.add("out_proj")
     return [
         name
         for name, module in base.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
         and module is not head
-        and _ROUTED.isdisjoint(name.split("."))
+        and bare.isdisjoint(name.split("."))
     ]
 
 

@@ -10,8 +10,7 @@ finds the longest one that a decision could still train.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf
@@ -119,7 +118,6 @@ _MIN_STEPS = 4
 """
 _MOST_TIMES = 8
 """Devices whose number multiplies `_MAX_TOKENS`, at most."""
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MOST_LAYOUTS = 3
 """Layouts that are named, of those that are slower and of those that do not fit."""
 _NEEDS = {
@@ -332,10 +330,9 @@ def training_of(model: ModelConfig, packed: Mapping[str, Any] | None = None) -> 
     training, lora = Training.in_dtype(model.dtype), model.lora
     if lora is None:
         return training
-    attention, mlp = _adapted_parts(lora.target_modules)
     ends = {name.rpartition(".")[2] for name in lora.modules_to_save}
     found = Lora(
-        lora.rank, attention=attention, mlp=mlp, experts=bool(lora.target_parameters),
+        lora.rank, lora.target_modules, lora.target_parameters,
         embedding="embed_tokens" in ends, head="lm_head" in ends,
     )  # fmt: skip
     per_weight = None
@@ -345,19 +342,6 @@ def training_of(model: ModelConfig, packed: Mapping[str, Any] | None = None) -> 
             is_double = bool(packed.get("bnb_4bit_use_double_quant"))
         per_weight = PACKED_BYTES[is_double]
     return replace(training, lora=found, packed_bytes=per_weight)
-
-
-def _adapted_parts(modules: str | Collection[str]) -> tuple[bool, bool]:
-    """Whether the matrices of attention and those of the MLP have adapters."""
-    if modules == "all-linear":
-        return True, True
-    if not isinstance(modules, str):
-        names = {name.rpartition(".")[2] for name in modules}
-        return bool(names & _ATTENTION), bool(names - _ATTENTION)
-    fits = re.compile(modules).fullmatch
-    attention = any(fits(f"model.layers.0.self_attn.{name}") for name in _ATTENTION)
-    mlp = any(fits(f"model.layers.0.mlp.{name}_proj") for name in ("gate", "up", "down"))
-    return (attention, mlp) if attention or mlp else (True, True)
 
 
 def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape) -> Training:
