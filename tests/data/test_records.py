@@ -318,3 +318,84 @@ def test_shards_of_mds_are_documents_of_tokens(tmp_path: Path, kind: str) -> Non
         (tmp_path / "shard.00000.mds").write_bytes(broken)
         with pytest.raises(DataError):
             list(read_records(listing, Notes(), ("input_ids",)))
+
+
+POINTER = b"version https://git-lfs" + b".github.com/spec/v1\noid sha256:" + b"ab" * 32
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz"])
+def test_a_pointer_of_git_lfs_is_no_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / "0.txt").write_text("a book")
+    (tmp_path / name).write_bytes(POINTER)
+    for path in (tmp_path / name, tmp_path):
+        if path == tmp_path and name != "a.txt":
+            continue
+        with pytest.raises(DataError) as caught:
+            read(path)
+        assert "git lfs pull" in caught.value.change and name in caught.value.source
+
+
+def test_a_pointer_among_the_files_of_datasets_is_none(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "d")
+    (arrow,) = (tmp_path / "d").glob("*.arrow")
+    arrow.write_bytes(POINTER)
+    with pytest.raises(DataError, match="git lfs pull"):
+        read(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "is_iconv"),
+    [
+        ("a.npy", b"\x93NUMPY\x01\0v\0", False), ("a.tar", b"a" + b"\0" * 511, False),
+        ("a.xz", b"\xfd7zXZ\0", False), ("a.zip", b"PK\x03\x04\x14\0", False),
+        ("a.txt", "text".encode("utf-16"), True), ("a.txt", "Война и мир".encode("cp1251"), True),
+    ],
+)  # fmt: skip
+def test_iconv_is_offered_for_texts_alone(
+    tmp_path: Path, name: str, content: bytes, is_iconv: bool
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / name)
+    assert ("iconv" in caught.value.change) == is_iconv
+
+
+MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("a.json", MESSAGES),
+        ("a.traj.json", MESSAGES),
+        ("a.json", [MESSAGES]),
+        ("a.jsonl", MESSAGES),
+    ],
+)
+def test_a_conversation_alone_is_a_record(tmp_path: Path, name: str, value: Any) -> None:
+    (tmp_path / name).write_text(json.dumps(value))
+    assert [fields for fields, _ in found(tmp_path / name)] == [{"messages": MESSAGES}]
+
+
+def test_messages_of_several_conversations_stay_apart(tmp_path: Path) -> None:
+    rows = [{**turn, "conversation_id": 1} for turn in MESSAGES]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    assert [fields for fields, _ in found(tmp_path / "a.json")] == rows
+    (tmp_path / "a.json").write_text(json.dumps([*MESSAGES, {"text": "x"}]))
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / "a.json")
+    assert caught.value.source.endswith("row 3")
+
+
+def test_halves_of_pairs_and_sequences_of_fasta_are_counted(tmp_path: Path) -> None:
+    notes = Notes()
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n{"text": "\\ud83d"}\n')
+    read(tmp_path / "a.jsonl", notes)
+    assert notes == {records.HALVES: [1, 0, 2]}
+    (tmp_path / "a.fa").write_text(">one\nMKV\nLL*\n>two\nACD\n")
+    notes.clear()
+    assert len(read(tmp_path / "a.fa", notes)) == 1
+    assert [own[0] for own in notes.values()] == [2]
+    (tmp_path / "mail.txt").write_text("> you said\n> that\n\nYes.\n")
+    notes.clear()
+    assert read(tmp_path / "mail.txt", notes) and not notes

@@ -87,6 +87,25 @@ def test_one_of_several_splits_must_be_named(tmp_path: Path, files: tuple[str, .
         ]
 
 
+@pytest.mark.parametrize("name", ["a.traj", "a.jsonlines", "a.jl", "a.ipynb", "a", "a.txt"])
+@pytest.mark.parametrize(
+    "content", ['{"text": "x"}', '{\n "text": "x"\n}', '\ufeff[{"text": "x"}]']
+)
+def test_records_are_known_by_their_content(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    for path in (tmp_path, tmp_path / name):
+        assert list_files(Source(path=str(path))).files[0].kind in ("json", "json lines")
+    if name == "a.traj":  # beside texts, as in a repository, it is one of them
+        (tmp_path / "b.py").write_text("{}")
+        assert [kind for _, kind in names(tmp_path)] == ["text", "text"]
+
+
+@pytest.mark.parametrize("content", ["{% if a %}", "{'a': 1}", "[1]", "[a](b)", "{ it: is }", ""])
+def test_texts_are_no_records(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    assert names(tmp_path) == [("a.txt", "text")]
+
+
 def test_a_folder_of_datasets_is_one_file(tmp_path: Path) -> None:
     write(tmp_path, "train/state.json", "train/dataset_info.json", "train/data-0.arrow")
     write(tmp_path, "test/state.json", "test/dataset_info.json", "test/data-0.arrow")

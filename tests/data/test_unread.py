@@ -10,12 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from helpers.mds import mds_shard
 from tiny_tokenizers import CHATML, byte_tokenizer
 
 from furlong.config.schema import DataConfig, Source
 from furlong.data.dataset import load_data
-from furlong.data.formats import Reading, encode
+from furlong.data.formats import Reading, encode, read_whole
 from furlong.data.records import Notes, SourceRecord
 from furlong.data.stream import StreamSet
 from furlong.data.tokenize import IGNORE_INDEX
@@ -85,6 +86,21 @@ def test_what_differs_among_answers_is_refused_by_name(marks: Any) -> None:
 def test_the_renaming_that_is_offered_works() -> None:
     own = two_answers({"learn": False}, {"learn": True})
     assert learnt(own, fields={"weight": "learn"}) == ["good<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"question": "q", "answer": "good"}, {"query": "q", "response": "good", "history": []},
+        {"problem": "q", "solution": "good"}, {"input": "q", "output": "good"},
+        {"prompt": "q", "response": "good"}, {"instruction": "q", "input": "", "response": "good"},
+        {"history": [USER, said("good")], "info": {}, "environment": "main"},
+    ],
+)  # fmt: skip
+def test_the_fields_that_are_offered_work(own: dict[str, Any]) -> None:
+    change = refused(own).change
+    offered = yaml.safe_load(change[change.index("{") : change.index("}") + 1])
+    assert learnt(own, fields=offered)[0].startswith("good")
 
 
 def test_keys_of_answers_that_cannot_mark_are_left_alone() -> None:
@@ -167,23 +183,25 @@ def test_marks_of_a_whole_record_are_refused() -> None:
 
 
 def test_answers_that_teach_little_are_counted() -> None:
+    def counts(*records: dict[str, Any]) -> dict[str, list[int]]:
+        notes = Notes()
+        own = [SourceRecord(one, 0, at, f"a.jsonl:{at}") for at, one in enumerate(records, 1)]
+        list(read_whole(own, byte_tokenizer(), Reading("chat"), notes))
+        return dict(notes)
+
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": None}}}
     tool = {"name": "f", "parameters": {"properties": {"b": {}, "c": None}}}
     broken = {"type": "function", "function": {"name": "f", "arguments": "{a"}}
-    notes = Notes()
-    learnt(
+    counted = counts(
         {"messages": [USER, said("x"), USER, said(" ")]},
         {"messages": [USER, said("", tool_calls=[call, broken])], "tools": [tool]},
-        notes=notes,
     )
-    counted = {what: own[::2] for what, own in notes.items()}
     for part in ("an empty answer", "null arguments", "null properties", "no JSON object"):
         (what,) = [what for what in counted if part in what]
-        assert counted[what] == [1, 1 if "empty" in what else 2]
-    notes.clear()
+        assert counted[what][::2] == [1, 1 if "empty" in what else 2]
     call["function"]["arguments"] = {"b": None}  # the tool has it
-    learnt({"messages": [USER, said("", tool_calls=[call])], "tools": [tool]}, notes=notes)
-    assert not any("null arguments" in what for what in notes)
+    known = counts({"messages": [USER, said("", tool_calls=[call])], "tools": [tool]})
+    assert not any("null arguments" in what for what in known)
 
 
 def load(path: Path, tmp_path: Path, tokenizer: Any = None, **options: Any) -> Any:
@@ -269,7 +287,8 @@ def test_a_column_of_json_keeps_its_nulls(tmp_path: Path) -> None:
     own = datasets.Dataset.from_list(rows, features=features)
     own.to_parquet(tmp_path / "a.parquet")
     own.save_to_disk(tmp_path / "disk")
-    template = CHATML.replace("message['content']", "(message.tool_calls or '') | string")
+    template = CHATML.replace("message['content']", "message['content'] + SAID")
+    template = template.replace("SAID", "((message.tool_calls or '') | string)")
     for path in (tmp_path / "a.parquet", tmp_path / "disk"):
         (one,) = load(path, tmp_path, byte_tokenizer(template))
         assert "'b': None" in byte_tokenizer().decode(one.input_ids)

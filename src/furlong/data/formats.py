@@ -31,7 +31,7 @@ from furlong.data.fields import (
     tools_of,
 )
 from furlong.data.pairs import EMPTY, check_pair, is_of_texts, read_pair, with_mismatches
-from furlong.data.records import BLANK, Notes, SourceRecord
+from furlong.data.records import BLANK, Notes, SourceRecord, is_message
 from furlong.data.rendering import rendering
 from furlong.data.sources import printable
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Item, Rendered, tokenized
@@ -184,6 +184,8 @@ FORMATS: dict[Format, Shape] = {
         lost=_INTO_PROMPT,
     ),
 }  # fmt: skip
+_ASKED = ("instruction", "prompt", "query", "question", "problem", "input", "inputs", "source")
+_SAID = ("completion", "response", "answer", "solution", "output", "outputs", "target", "targets")
 _OF_ANSWERS: tuple[Format, ...] = ("completion", "chat", "alpaca")
 FIELDS = frozenset(
     (
@@ -397,9 +399,11 @@ def _lacks(
     known = sorted(record.fields, key=lambda name: name not in FIELDS)
     given = [printable(name) + null.get(name, "") * (name in FIELDS) for name in known[:12]]
     name = "name the data's fields in data.fields"
-    change = (
-        f"{name}, such as {{text: chapter}}, or set data.format to the shape that the records have"
-    )
+    change = f"{name}, such as {{text: chapter}}, or set data.format to the records' shape"
+    if found := _renaming(record.fields):
+        change = f"set data.fields to {found}, if that is what they are"
+    elif is_message(record.fields):
+        change = 'write each conversation as one record: {"messages": [...]}, or as one .json file'
     if formats == ("preference",):
         change = f"{name}: {{prompt: ..., chosen: ..., rejected: ...}}, or set train.loss to sft"
     elif {"chosen", "rejected"} <= record.fields.keys():
@@ -409,6 +413,22 @@ def _lacks(
         change = f"{name}: {{label: ..., completion: ...}}, or set train.loss to sft"
     return record.refusal(
         f"a record with {', '.join(given) or 'no field'}", f"the fields {required}", change
+    )
+
+
+def _renaming(fields: Mapping[str, Any]) -> str:
+    """The `data.fields` by which a record of other names can be read; empty where none is seen."""
+    for name, value in fields.items():
+        if isinstance(value, list) and value and all(map(is_message, value)):
+            return f"{{messages: {name}}}"
+    texts = [name for name, value in fields.items() if isinstance(value, str) or value is ...]
+    asked, said = (next((n for n in names if n in texts), "") for names in (_ASKED, _SAID))
+    if not asked or not said:
+        return ""
+    return (
+        f"{{output: {said}}}"
+        if asked == "instruction"
+        else f"{{prompt: {asked}, completion: {said}}}"
     )
 
 

@@ -11,7 +11,7 @@ import io
 import json
 import re
 import sys
-from codecs import utf_8_decode
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE, utf_8_decode
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
@@ -31,6 +31,7 @@ of memory for each while it works."""
 
 BINARY, BLANK = "binary files left out", "blank texts left out"
 REPLACED = "bytes that are no UTF-8 replaced"
+HALVES = "records with halves of UTF-16 pairs replaced"
 
 _MARK = b"\xef\xbb\xbf"  # Windows begins a text in UTF-8 with it
 _BYTES_LOOKED_AT = 8192
@@ -44,6 +45,7 @@ _REQUIRED = {
 }
 _A_TABLE = "names in the first row and as many cells in each other; those with line ends in quotes"
 _NEXT = re.compile(r"[^\s,]")
+_FASTA = re.compile(r"^>.*\n[A-Za-z*-]+$", re.MULTILINE)
 IS_MEDIA = re.compile(r"(^|_)(image|img|picture|video|audio|pixel)s?(_(url|path|value|byte)s?)?$")
 """Names of fields that hold no text."""
 
@@ -130,8 +132,18 @@ def read_records(
             required="UTF-8 text, or records as .jsonl, .json, .csv, .parquet or .arrow, also as"
             " .gz or .zst, and not empty",
             source=key,
-            change="convert the files (iconv -t utf-8), or name others or another slice",
+            change="name files of text or records: unpack archives, and write arrays of token ids"
+            " into .parquet with a column input_ids"
+            if BINARY in notes and _has_nul(files[0])
+            else "convert the files (iconv -t utf-8), or name others or another slice",
         )
+
+
+def _has_nul(file: SourceFile) -> bool:
+    """Whether a file is neither in UTF-8 nor in UTF-16, but something else than text."""
+    with _open(file) as opened:
+        head = opened.read(_BYTES_LOOKED_AT)
+    return b"\0" in head and not head.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
 
 
 def _slices(listing: Listing, key: str) -> list[tuple[int, Items[SourceFile], int, int]]:
@@ -226,6 +238,9 @@ def _read_text(file: SourceFile, note: Note, fields: Collection[str], skip: int)
         note(BLANK, line=0)
     else:
         note(REPLACED, line=0, number=num_replaced)
+        num_parts = len(_FASTA.findall(text)) if text.startswith(">") else 0
+        if num_parts > 1:
+            note("sequences of FASTA in the text of one file", line=0, number=num_parts)
         yield 0, {"text": text}
 
 
@@ -233,7 +248,7 @@ def _read_json_lines(file: SourceFile, note: Note, fields: Collection[str], skip
     for at, line in _lines(file, note):
         if at > skip and line.strip():
             try:
-                yield at, _record(json.loads(line), line)
+                yield at, _record(json.loads(line), line, partial(note, line=at))
             except (ValueError, RecursionError) as error:
                 raise _broken(file, at, line, error) from error
 
@@ -255,11 +270,7 @@ def _read_csv(file: SourceFile, note: Note, fields: Collection[str], skip: int) 
             elif len(row) != len(columns):
                 raise ValueError(f"{len(row)} cells in a table of {len(columns)} columns")
             else:
-                cells = zip(columns, row, strict=True)
-                yield (
-                    rows.line_num,
-                    {name: cell if name in fields else None for name, cell in cells},
-                )
+                yield rows.line_num, dict(zip(columns, row, strict=True))
     except csv.Error as error:
         if "field limit" in str(error):
             raise too_large(file.origin(rows.line_num), "a cell", MAX_LINE_BYTES) from error
@@ -292,6 +303,8 @@ def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int)
         pieces = _texts(opened, file, note)
         text, begin, at = next(pieces, "").removeprefix("\ufeff"), 0, 0
         is_list = is_closed = False
+        talk, talk_chars = list[Any](), 0
+        record: Mapping[str, Any] = {}
         while True:
             if (found := _NEXT.search(text, begin)) is None:
                 if not (text := next(pieces, "")):
@@ -309,7 +322,12 @@ def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int)
                     if is_closed:
                         raise ValueError("it follows the end of the list")
                     value, stop = decode(text, begin)
-                    record = _record(value, text[begin:stop])
+                    if (is_list and not at and is_message(value)) or talk:
+                        if not is_message(value):
+                            raise ValueError("it follows messages, and is none")
+                        talk.append(value)
+                    else:
+                        record = _record(value, text[begin:stop], partial(note, line=at + 1))
                 except (ValueError, RecursionError) as error:
                     if rest > MAX_LINE_BYTES:
                         raise too_large(file.origin(at + 1), "a record", MAX_LINE_BYTES) from error
@@ -319,10 +337,15 @@ def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int)
                         raise _broken(file, at + 1, text[begin:], error) from error
                     text, begin = text[begin:] + more, 0
                     continue
-                at, begin = at + 1, stop
-                yield at, record
+                at, begin, talk_chars = at + 1, stop, talk_chars + stop - begin
+                if talk_chars > MAX_LINE_BYTES and talk:
+                    raise too_large(file.origin(0), "a record", MAX_LINE_BYTES)
+                if not talk:
+                    yield at, record
         if is_list and not is_closed:
             raise _broken(file, at, "", ValueError("the file ends within the list"))
+        if talk:  # the file is one conversation
+            yield 1, _record(talk, json.dumps(talk), partial(note, line=1))
 
 
 def _texts(opened: BinaryIO, file: SourceFile, note: Note) -> Iterator[str]:
@@ -343,11 +366,24 @@ def _texts(opened: BinaryIO, file: SourceFile, note: Note) -> Iterator[str]:
             return
 
 
-def _record(value: Any, text: str) -> Mapping[str, Any]:
+def _record(value: Any, text: str, note: Callable[..., None]) -> Mapping[str, Any]:
+    if isinstance(value, list) and value and all(map(is_message, value)):
+        value = {"messages": value}  # a conversation alone
     if not isinstance(value, dict):
         raise ValueError(f"it is of type {type(value).__name__}")
-    # Half of a UTF-16 pair can be written in JSON; no tokenizer takes it.
-    return _without_surrogates(value) if "\\ud" in text or "\\uD" in text else value
+    if "\\ud" in text or "\\uD" in text:
+        # Half of a UTF-16 pair can be written in JSON; no tokenizer takes it.
+        whole = _without_surrogates(value)
+        note(HALVES, number=int(whole != value))
+        return whole  # type: ignore[no-any-return]
+    return value
+
+
+def is_message(value: Any) -> bool:
+    """Whether a value is a message, and no record that says which conversation it belongs to."""
+    keys = value.keys() if isinstance(value, dict) else set[str]()
+    is_message = keys >= {"role", "content"} or keys >= {"from", "value"}
+    return is_message and not any(key.endswith("_id") and key != "tool_call_id" for key in keys)
 
 
 def _broken(file: SourceFile, at: int, text: str, error: Exception) -> DataError:

@@ -13,9 +13,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
@@ -30,6 +30,8 @@ Codec = Literal["gzip", "zstd", "bz2"]
 _KINDS: dict[str, Kind] = {
     ".jsonl": "json lines",
     ".ndjson": "json lines",
+    ".jsonlines": "json lines",
+    ".jl": "json lines",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".mds": "mds",  # of MosaicML's streaming
@@ -56,8 +58,12 @@ _CARD_ENDINGS = frozenset((".md", ".json", ".yaml", ".yml", ".gitattributes"))
 _CARD_FILES = frozenset(
     ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 )
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\{\s*"[^"\\\n]*"\s*:|\[\s*[\[{])')
 _MAX_NAMED = 3
 _BUFFER_BYTES = 2**20
+_BYTES_LOOKED_AT = 4096
+_AS_TEXTS = "records read as texts"
 _MEND_CARD = "mend the card, or name the files that are meant"
 
 
@@ -88,13 +94,23 @@ class SourceFile:
         is_of_lines = self.kind in ("json lines", "csv", "tsv")
         return f"{path}:{line}" if is_of_lines else f"{path}, row {line}"
 
-    def open(self) -> BinaryIO:
-        """Its bytes as they are. Raises OSError, or what `client_error` is."""
+    def open(self) -> io.BufferedReader:
+        """Its bytes as they are. Raises OSError, or what `client_error` is, and DataError for what
+        Git LFS leaves in the place of a file."""
         if self.address is None:
-            return self.path.open("rb")
-        import fsspec  # type: ignore[import-untyped]
+            opened = self.path.open("rb")
+        else:
+            import fsspec  # type: ignore[import-untyped]
 
-        return io.BufferedReader(fsspec.open(self.address, "rb").open(), _BUFFER_BYTES)
+            opened = io.BufferedReader(fsspec.open(self.address, "rb").open(), _BUFFER_BYTES)
+        if opened.peek(len(_POINTER)).startswith(_POINTER):
+            raise DataError(
+                given="a pointer of Git LFS in the place of the file",
+                required="the file itself",
+                source=self.origin(0),
+                change="git lfs pull in the repository that it belongs to, or fetch the file anew",
+            )
+        return opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +200,25 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
     parts = []
     try:
         for split, part in _splits_in(source, key):
-            found = find(_Meant(source, split, key, notes))
+            found = _by_content(find(_Meant(source, split, key, notes)), notes)
             files += found
             parts.append((len(found), part))
     except (OSError, client_error()) as error:
         raise unreadable(source.path, key, error) from error
     is_whole = len(parts) == 1 and not parts[0][1]
     return Listing(tuple(files), notes, () if is_whole else tuple(parts))
+
+
+def _by_content(files: list[SourceFile], notes: list[str]) -> list[SourceFile]:
+    """The files, as records where no name says so and each of them holds JSON. Raises OSError."""
+    for file in files:
+        if file.kind != "text" or file.codec is not None:
+            return files
+        with file.open() as opened:
+            if not _JSON.match(opened.peek(_BYTES_LOOKED_AT)):
+                return files
+    notes[:] = [note for note in notes if not note.startswith(_AS_TEXTS)]
+    return [replace(file, kind="json") for file in files]
 
 
 def is_hub_name(path: str) -> bool:
@@ -552,8 +580,7 @@ def _kind_among(names: list[Path], meant: _Meant) -> tuple[list[Path], bool]:
         others = [name for name in described if _kind_of(name) == "text"]
         if not records or (others and not is_of_hub):
             if records:
-                told = f"records read as texts: {len(records):,} ({_some(records)})"
-                meant.notes.append(told)
+                meant.notes.append(f"{_AS_TEXTS}: {len(records):,} ({_some(records)})")
             return names, False
     if others and not is_of_hub:
         raise meant.refusal(
