@@ -200,8 +200,8 @@ def test_the_type_of_the_model_reaches_further(tmp_path: Path) -> None:
     del llama3["rope_type"]
     assert reached(scaled("llama3", 16 * SHORT, **llama3), 32 * SHORT) == [of("llama3", 16)]
     # Vicuna counts the positions before its scaling, Together those behind it
-    assert reached(scaled("linear", SHORT, factor=4.0), 128) == [of("linear", 4), of("linear", 16)]
-    assert reached(scaled("linear", SHORT, factor=4.0), 250)[0] == of("linear", 8)
+    assert reached(scaled("linear", SHORT, factor=4.0), 128) == [of("linear", 16), of("linear", 4)]
+    assert reached(scaled("linear", SHORT, factor=4.0), 250)[1] == of("linear", 8)
     vicuna = scaled("linear", SHORT, factor=4.0)
     vicuna.max_sequence_length = 128
     assert reached(vicuna, 128) == [of("linear", 4)]
@@ -212,6 +212,37 @@ def test_the_type_of_the_model_reaches_further(tmp_path: Path) -> None:
     both = [of("yarn", 16), {"rope_type": "default"}]
     assert reached(scaled("default", SHORT), 512, str(tmp_path)) == both
     assert reached(scaled("linear", SHORT, factor=4.0), 99, str(tmp_path)) == [of("linear", 4)]
+
+
+def test_what_transformers_would_refuse_is_not_named() -> None:
+    """Phi-3 of 4K positions knows longrope alone, whose factors nobody can guess."""
+    config = Phi3Config(hidden_size=32, num_attention_heads=4, max_position_embeddings=SHORT,
+                        num_hidden_layers=2, pad_token_id=0, vocab_size=64)  # fmt: skip
+    assert reached(config, 40) == []
+
+
+def test_a_model_without_a_head_dim_is_built_with_yarn() -> None:
+    config = AutoConfig.for_model("mixtral", hidden_size=32, num_attention_heads=4,
+                                  num_hidden_layers=1, max_position_embeddings=SHORT)  # fmt: skip
+    apply_rope(config, CHANGES["yarn"])
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_a_static_base_by_the_name_of_dynamic_stays_itself() -> None:
+    config = AutoConfig.for_model(
+        "hunyuan_v1_dense", hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64, pad_token_id=0,
+        max_position_embeddings=SHORT,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1e3, "factor": 1.0},
+    )  # fmt: skip
+    (rope,) = reached(config, 40)
+    model = AutoModelForCausalLM.from_config(config).double()
+    apply_rope(config := deepcopy(config), rope, max_seq_len=40)
+    other = AutoModelForCausalLM.from_config(config).double()
+    other.load_state_dict(model.state_dict())
+    ids = torch.arange(3, 43)[None]
+    assert torch.allclose(model(input_ids=ids).logits, other(input_ids=ids).logits, rtol=1e-5)
 
 
 def test_a_larger_factor_that_is_asked_for_is_large_enough() -> None:

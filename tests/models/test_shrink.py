@@ -134,3 +134,9 @@ def test_what_is_no_decoder_is_refused() -> None:
         shrink("Gemma3Config")
     with pytest.raises(UnsupportedModelError, match="names no num_hidden_layers"):
         shrink("ResNetConfig")
+
+
+def test_heads_of_a_state_space_that_nothing_reads() -> None:
+    """LFM2's files name num_heads, and no expansion."""
+    config = transformers.Lfm2Config(num_heads=24)
+    assert shrink_config(config, max_seq_len=64).hidden_size < config.hidden_size

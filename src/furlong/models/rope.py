@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,8 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
         entry.clear()
         entry.update({key: value for key, value in kept.items() if value is not None} | given)
     text.max_position_embeddings = positions
+    if getattr(text, "head_dim", 0) is None:  # Mixtral's, which transformers' YaRN multiplies by
+        text.head_dim = text.hidden_size // text.num_attention_heads
     if hasattr(text, "original_max_position_embeddings"):
         text.original_max_position_embeddings = original  # it comes before rope_parameters
     if new := [told for told in _complaints(text) if told not in known]:
@@ -103,7 +107,7 @@ def check_length(
     elif has_rope:
         factor = _scaled_entries(config.get_text_config())[0]["factor"]
         change = f"raise model.rope.factor to {math.ceil(factor * max_seq_len / positions)}"
-    elif ropes := _reaching(config.get_text_config(), positions, max_seq_len, source):
+    elif ropes := _reaching(config, positions, max_seq_len, source):
         change = f"{lower}, or set model.rope: {'; or '.join(ropes)}"
     raise ConfigError(
         given=f"data.max_seq_len = {max_seq_len:,} for a model of {positions:,} positions"
@@ -154,45 +158,47 @@ _LENGTHS = ("model_max_length", "max_sequence_length", "seq_length")
 of positions before it was extended."""
 
 
-def _reaching(text: Any, positions: int, wanted: int, source: str | None) -> list[str]:
-    """Values of model.rope with which the model reaches `wanted` tokens, the likeliest first: its
-    own type with a larger factor. Each with its reason where there are two."""
+def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> list[str]:
+    """Values of model.rope that reach `wanted` tokens, the likeliest first: the model's type with a
+    larger factor. What transformers would refuse is left out."""
+    text = config.get_text_config()
     entries = _scaled_entries(text)
-    own, rope_type = entries[0], _type_of(entries[0])
-    trained = max((n for key in _LENGTHS if isinstance(n := getattr(text, key, 0), int)), default=0)
+    own, rope_type, more = entries[0], _type_of(entries[0]), math.ceil(wanted / positions)
+    reach = [n for key in _LENGTHS if isinstance(n := getattr(text, key, 0), int)]
     file = Path(source or "", "tokenizer_config.json")
-    of_tokenizer = (
-        read_object(file, source=str(file), change="mend it").get(_LENGTHS[0])
-        if file.is_file()
-        else 0
+    of_tokenizer = read_object(file, source=str(file), change="mend it") if file.is_file() else {}
+    in_config, in_tokenizer = (
+        any(isinstance(n, int) and wanted <= n < _NO_LENGTH for n in lengths)
+        for lengths in (reach, [of_tokenizer.get(_LENGTHS[0])])
     )
-    fits_tokenizer = isinstance(of_tokenizer, int) and wanted <= of_tokenizer < _NO_LENGTH
-    if rope_type in ("default", "dynamic"):
-        yarn = _in_yaml(rope_type="yarn", factor=math.ceil(wanted / positions))
-        if alpha := own.get("alpha"):  # Hunyuan's static base, by any name
-            dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-            theta = own["rope_theta"] * alpha ** (dim / (dim - 2))
-            return [_in_yaml(rope_type="default", rope_theta=theta)]
-        if rope_type == "default" and wanted <= trained:
-            return [_in_yaml(rope_type="default")]
-        if rope_type == "default" and fits_tokenizer:
-            why = f" if it was trained up to the {of_tokenizer:,} tokens of {file.name}"
-            return [yarn, _in_yaml(rope_type="default") + why]
-        return [yarn]
-    if rope_type not in (*_WITH_ORIGINAL_LENGTH, "linear"):
-        return []
-    original = _original_length(text, entries)
-    factor = own.get("factor") or positions / original
-    raised = math.ceil(factor * wanted / positions)
-    if rope_type != "linear":
-        is_enough = wanted <= factor * original
-        return [_in_yaml(rope_type=rope_type, factor=factor if is_enough else raised)]
-    # whether these positions are those before the scaling or behind it, nothing says
-    fewest = _in_yaml(rope_type=rope_type, factor=max(factor, math.ceil(wanted / positions)))
-    if wanted <= trained or fits_tokenizer:
-        return [fewest]
-    why = f" if its {positions:,} positions are those that it has with the factor {factor:g}"
-    return [fewest, _in_yaml(rope_type=rope_type, factor=raised) + why]
+    factor = own.get("factor") or positions / _original_length(text, entries)
+    ropes: list[tuple[dict[str, Any], str]] = [({"rope_type": "yarn", "factor": more}, "")]
+    if alpha := own.get("alpha"):  # Hunyuan's larger base, which it calls dynamic
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        theta = own["rope_theta"] * alpha ** (dim / (dim - 2))
+        ropes = [({"rope_type": "default", "rope_theta": theta}, "")]
+    elif rope_type == "default" and in_config:
+        ropes = [({"rope_type": "default"}, "")]
+    elif rope_type == "default" and in_tokenizer:
+        ropes.append(({"rope_type": "default"}, f" if it was trained so far ({file.name})"))
+    elif rope_type == "linear":  # nothing says whether the positions are those before or after it
+        less = {"rope_type": rope_type, "factor": max(factor, more)}
+        ropes = [({"rope_type": rope_type, "factor": math.ceil(factor * wanted / positions)}, "")]
+        ropes.append((less, f" if its {positions:,} positions are those before that scaling"))
+        ropes = [(less, "")] if in_config or in_tokenizer else ropes
+    elif rope_type in _WITH_ORIGINAL_LENGTH:
+        is_enough = wanted <= factor * _original_length(text, entries)
+        raised = factor if is_enough else math.ceil(factor * wanted / positions)
+        ropes = [({"rope_type": rope_type, "factor": raised}, "")]
+    elif rope_type not in ("default", "dynamic"):
+        ropes = []
+    found = []
+    for rope, why in ropes:
+        floats = {key: x if isinstance(x, str) else float(x) for key, x in rope.items()}
+        with suppress(ConfigError):
+            apply_rope(deepcopy(config), floats, max_seq_len=wanted)
+            found.append(_in_yaml(**rope) + why)
+    return found
 
 
 _NO_LENGTH = 10**9

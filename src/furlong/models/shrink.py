@@ -79,10 +79,10 @@ def _shrink_states(values: dict[str, Any], hidden: int, *, attends: bool) -> Non
         values[_KEY_HEADS] = min(values[_KEY_HEADS], 2)
         values[_VALUE_HEADS] = values[_KEY_HEADS] * shared
     # few heads in few groups, as wide as makes up the inner width
-    heads_key = _first(values, _STATE_HEADS)
-    if heads_key is None:
+    heads_key, expand = _first(values, _STATE_HEADS), _first(values, ("mamba_expand", "expand"))
+    if heads_key is None or expand is None:  # LFM2's file has heads that nothing reads
         return
-    inner = int(values["hidden_size"] * values[_first(values, ("mamba_expand", "expand")) or ""])
+    inner = int(values["hidden_size"] * values[expand])
     if values.get("mamba_d_ssm"):
         inner = values["mamba_d_ssm"] = max(1, round(values["mamba_d_ssm"] / hidden * 4)) * (
             values["hidden_size"] // 4
