@@ -32,6 +32,7 @@ WARM = "lr_scheduler: {{_component_: x.get_{}_schedule_with_warmup, num_warmup_s
 PRETRAIN = (
     "base_model: M\npretraining_dataset: [{path: d.jsonl, type: pretrain}]\nlearning_rate: 1e-4\n"
 )
+V1 = "model: M\ntemplate: x\ntrain_dataset: a/b\nlearning_rate: 1e-4\n"
 INSTRUCT = TRL + "use_slow_tokenizer: true\n"
 
 
@@ -232,6 +233,14 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
             3,
         ),
         (INSTRUCT, "train.epochs", 2),
+        (SWIFT.replace("swift sft", "megatron rlhf") + "--rlhf_type kto", "train.loss", "kto"),
+        (SWIFT.replace("swift sft", "megatron rlhf"), "train.loss", "dpo"),
+        (
+            V1 + "peft_config: {name: lora, r: 4, target_modules: all}",
+            "model.lora.target_modules",
+            "all-linear",
+        ),
+        (AXOLOTL + "batch_size: 4\nmicro_batch_size: 2", BATCH, 32),
         (INSTRUCT + "dpo_beta: 5", "train.loss", "dpo"),
     ],
 )
@@ -286,6 +295,7 @@ def test_values_are_those_that_the_recipe_comes_to(
         (AXOLOTL + "dataset_exact_deduplication: true", "dataset_exact_deduplication", "refused"),
         (TRL + "loss_type: dft", "loss_type", "refused"),
         (TRL + "size: 5", "size", "refused"),
+        (TRL + "parallel: 2", "parallel", "refused"),
         (AXOLOTL + "cosine_min_lr_ratio: x", "cosine_min_lr_ratio", "refused"),
         (AXOLOTL + "max_grad_norm: x", "max_grad_norm", "refused"),
         (FACTORY.replace("full", "lora") + "lora_rank: .inf", "lora_rank", "refused"),
@@ -314,6 +324,13 @@ def test_values_are_those_that_the_recipe_comes_to(
         (TRL + "average_tokens_across_devices: false", "average_tokens_across_devices", "refused"),
         (AXOLOTL + "pretrain_multipack_attn: false", "pretrain_multipack_attn", "refused"),
         (AXOLOTL + "adapter: lora\nlora_target_linear: false", "lora_target_linear", "refused"),
+        (SWIFT + "--task_type seq_cls", "task_type", "refused"),
+        (SWIFT + "--task_type causal_lm", "task_type", "needless"),
+        (SWIFT + "--external_plugins p.py", "external_plugins", "refused"),
+        (TUNE + "loss: {_component_: torchtune.rlhf.loss.DPOLoss}", "loss._component_", "refused"),
+        (TUNE + "loss: {_component_: x.LinearCrossEntropyLoss}", "loss._component_", "needless"),
+        (V1 + "peft_config: {name: freeze}", "peft_config", "refused"),
+        (V1 + "peft_config: {name: lora, use_dora: true}", "peft_config", "refused"),
         (AXOLOTL + "processor_type: AutoProcessor", "processor_type", "refused"),
         (AXOLOTL.replace("completion", "zephyr.nectar") + "rl: dpo", "datasets", "refused"),
         (AXOLOTL.replace("completion", "user_defined.default") + "rl: kto", "datasets", "refused"),

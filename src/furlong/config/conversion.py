@@ -131,8 +131,6 @@ _OF_PLANS = ("chunks.", "offload.", "memory.")
 """Sections whose names, such as size, mean something else to others."""
 _PLAIN_PLUGINS = r"cut_cross_entropy|\.liger\.|\.kernels\."
 _COMPUTED = re.compile(r"\$(\w|\{|\()|^<[^|<>]* [^<>]*>$")
-_MEANT_ON = ("pretrain_multipack_attn", "average_tokens_across_devices", "disable_dropout")
-"""Keys without which others compute something else than furlong."""
 _OFF = (None, False, 0, "", "false", "none", "no", "null", "off")
 
 
@@ -148,9 +146,7 @@ def _verdict(name: str, value: Any) -> Verdict:
     if answer is None:
         last = f".{name}".rpartition(".")[2]
         own = [
-            key
-            for key in all_keys()
-            if key.rpartition(".")[2] == last and not key.startswith(_OF_PLANS)
+            key for key in all_keys() if key.endswith(f".{last}") and not key.startswith(_OF_PLANS)
         ]
         return Verdict("ours", own[0]) if len(own) == 1 else _refused("furlong does not know it")
     if answer.kind == "ours":
@@ -162,8 +158,9 @@ def _verdict(name: str, value: Any) -> Verdict:
         return _needless("what they do stands under keys of its own")
     if name == "deepspeed" and isinstance(value, Mapping) and value.get("scheduler"):
         return _refused("its scheduler takes the place of the recipe's: write train.schedule")
-    if name in _MEANT_ON and value is False:
-        return _refused(answer.text)
+    words: list[str] = foreign_table()["harmless"].get(name, [""])
+    if not any(word in str(value).lower() for word in words):
+        return _refused(f"the same is computed with {' or '.join(words)} alone")
     if name in ("deepspeed", "fsdp", "fsdp_config") and _offloads(value):
         return _lost("weights and optimizer states stay on the device, divided over all processes")
     text = value.lower() if isinstance(value, str) else value
@@ -225,7 +222,9 @@ def _finish(made: Conversion) -> None:
         del made.run["data.too_long"]  # there is no limit
     if made.recipe.dialect == "ms-swift" and "train.lr" not in made.run:
         made.run["train.lr"] = 1e-4 if "model.lora.rank" in made.run else 1e-5
-    if made.recipe.dialect == "axolotl" and "pretraining_dataset" in made.given["data.train"]:
+    if made.recipe.dialect == "axolotl" and "pretraining_dataset" in made.given.get(
+        "data.train", ()
+    ):
         _pretrain(made)
     source = str(made.recipe.file)
     while True:
@@ -266,6 +265,7 @@ def _give_up(made: Conversion, error: ErrorDetails) -> bool:
     if target in ("model.name", "data.train") or target in made.of_flags:
         raise config_error([error], str(made.recipe.file), {f"--{key}" for key in made.of_flags})
     value, words = made.run.pop(target), words_of(error)
+    made.remarks.pop(target, None)
     reason = foreign_table()["otherwise"].get(target, f"{target} takes {words}, not {value!r}")
     if error["type"] == "extra_forbidden":
         reason = f"there is no {key_of(error['loc'])}"
@@ -303,17 +303,18 @@ def _model(made: Conversion, target: str, given: _Given) -> Any:
         made.say(_refused("a persona belongs into the records"), ["model_name"])
         del given["model_name"]
     name = made.last(given)
-    config = _config_at_hand(str(name))
+    config = _config_at_hand(name)
     is_trained = str(config.get("model_type")).startswith(("qwen3_5", "llama4"))
     if re.search(_VISION, str(name)) or ("vision_config" in config and not is_trained):
         made.say(_refused("a model with vision: its text model alone is trained, if at all"), given)
     return name
 
 
-def _config_at_hand(name: str) -> Mapping[str, Any]:
+def _config_at_hand(name: Any) -> Mapping[str, Any]:
     """The config of a model's folder; empty without one."""
     try:
-        config = json.loads(Path(name, "config.json").expanduser().read_text(encoding="utf-8"))
+        file = Path(str(name), "config.json").expanduser()
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, Mapping) else {}
@@ -321,15 +322,16 @@ def _config_at_hand(name: str) -> Mapping[str, Any]:
 
 def _check_positions(made: Conversion) -> None:
     """Tell a length beyond the positions of a model at hand."""
-    config = _config_at_hand(str(made.run.get("model.name")))
+    config = _config_at_hand(made.run.get("model.name"))
     config = config.get("text_config") or config
     positions, length = config.get("max_position_embeddings"), made.run.get("data.max_seq_len")
     has_rope = any(key.startswith("rope") for key in config) and "model.rope" not in made.run
     if has_rope and isinstance(positions, int) and isinstance(length, int) and length > positions:
-        reason = (
-            f"the model has {positions:,} positions: add --data.max_seq_len={positions}, or"
-            f" --model.rope={{rope_type: yarn, factor: {math.ceil(length / positions)}}}"
-        )
+        reason = f"the model has {positions:,} positions: add --data.max_seq_len={positions}"
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if rope.get("rope_type", rope.get("type", "default")) == "default":
+            factor = math.ceil(length / positions)
+            reason += f", or --model.rope={{rope_type: yarn, factor: {factor}}}"
         of_length = made.own(made.given.get("data.max_seq_len", {}))
         made.say(_refused(reason), of_length or made.given["model.name"])
 
@@ -347,8 +349,8 @@ def _dtype(made: Conversion, target: str, given: _Given) -> Any:
 
 def _adapters(made: Conversion, target: str, given: _Given) -> Any:
     kind = made.last(given)
-    options = kind if isinstance(kind, Mapping) else {}
-    word = "lora" if options else str(kind).lower()
+    options = dict(kind) if isinstance(kind, Mapping) else {}
+    word = str(options.pop("name", "lora") if options else kind).lower()
     if word in ("full", "none", "false", "no"):
         return _needless("every weight is trained without model.lora")
     if word not in ("lora", "qlora", "true"):
@@ -357,7 +359,9 @@ def _adapters(made: Conversion, target: str, given: _Given) -> Any:
     for name, value in options.items():
         ours = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}.get(name, name)
         if f"model.lora.{ours}" in all_keys():
-            made.run[f"model.lora.{ours}"] = value
+            made.run[f"model.lora.{ours}"] = "all-linear" if value == "all" else value
+        elif value not in _OFF:
+            return _refused(f"model.lora has no {name}")
     return taken
 
 
@@ -444,18 +448,10 @@ def _rope(made: Conversion, target: str, given: _Given) -> Any:
 
 
 def _scaled(made: Conversion, kind: str) -> dict[str, Any] | None:
-    """RoPE of a kind with the factor that the length asks for, by the model's config; None without
-    one."""
-    from transformers import PretrainedConfig
-
+    """RoPE of a kind with the factor that the length asks for, by the config of a model at hand."""
     length = made.value("max_model_len", "cutoff_len", "max_length")
-    name = str(Path(str(made.run.get("model.name"))).expanduser())
-    try:
-        revision = made.run.get("model.revision")
-        config, _ = PretrainedConfig.get_config_dict(name, revision=revision)
-    except (OSError, ValueError):
-        return None
-    if not isinstance(length, int):
+    config = _config_at_hand(made.run.get("model.name"))
+    if not config or not isinstance(length, int):
         return None
     own = config.get("max_position_embeddings", length)
     return {"rope_type": kind, "factor": float(max(1, math.ceil(length / own)))}
@@ -502,6 +498,9 @@ def _batch(made: Conversion, target: str, given: _Given) -> Any:
         said = (values.get(name) for values in (own, given) for name in _MICRO)
         micro = next(filter(None, said), 1)
         accumulated = made.value("gradient_accumulation_steps", "accumulate_grad_batches")
+        is_said = made.recipe.dialect != "axolotl" or "gradient_accumulation_steps" in own
+        if not is_said and own.get("batch_size"):  # that of a device, accumulated
+            micro, accumulated = own["batch_size"], 1
         if accumulated is None and made.recipe.dialect == "ms-swift":  # up to 16 sequences
             accumulated = max(1, math.ceil(16 / micro / (made.num_processes or 1)))
         total = micro * (1 if accumulated is None else accumulated) * _replicas(made)
@@ -1068,7 +1067,7 @@ def _trl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
         "dataset_name", "train_file", "train_files", "train_file_path", "dataset", "data_path",
         "tokenized_mds_train",
     )  # fmt: skip
-    values = next(given[name] for name in names if name in given)
+    (values, *_) = [given[name] for name in names if name in given]
     config = given.get("dataset_config") or given.get("dataset_config_name")
     split = given.get("dataset_train_split", "train")
     beside = ({"name": config} if config else {}) | ({"split": split} if split != "train" else {})

@@ -79,7 +79,8 @@ def read_recipe(file: Path, command: int | None = None) -> Recipe:
     dialect = _dialect_of(values)
     if dialect is None:
         raise _no_recipe(file, f"keys {', '.join(list(values)[:5])}")
-    environment = {name: str(one) for name, one in (values.pop("ENV", None) or {}).items()}
+    environment = values.pop("ENV", None) if dialect == "ms-swift" else None
+    environment = {name: str(one) for name, one in (environment or {}).items()}
     keys = dict(_flat(values)) if dialect in ("torchtune", "Arctic Training") else values
     for _ in range(3 * (dialect == "torchtune")):  # ${output_dir}, and what that is made of
         keys = {name: _resolved(one, keys) for name, one in keys.items()}
@@ -89,8 +90,7 @@ def read_recipe(file: Path, command: int | None = None) -> Recipe:
         for name, one in keys.items()
     }
     _read_deepspeed(keys, file)
-    is_trl = dialect == "TRL" and _OF_TRL.isdisjoint(keys)
-    doubt = "no key is TRL's alone: a script of transformers learns answers alone" if is_trl else ""
+    doubt = "" if _dialect_of(values, is_call=True) or dialect != "TRL" else _DOUBT
     return Recipe(dialect, keys, _processes({}, environment), environment, file, doubt)
 
 
@@ -142,32 +142,18 @@ def _no_recipe(file: Path, given: str) -> ConfigError:
 
 def _dialect_of(keys: Mapping[str, Any], *, is_call: bool = False) -> Dialect | None:
     """Whose recipe it is, by keys that only one trainer has; `is_call`: flags of a script."""
-    if "base_model" in keys:
-        return "axolotl"
     if any(isinstance(value, Mapping) and "_component_" in value for value in keys.values()):
         return "torchtune"
     if isinstance(data := keys.get("data"), Mapping) and "sources" in data:
         return "Arctic Training"
-    if "tuner_type" in keys or "train_type" in keys or "rlhf_type" in keys:
-        return "ms-swift"
-    if not _OF_FACTORY.isdisjoint(keys):
-        return "LLaMA-Factory"
-    if not is_call and not _OF_INSTRUCT.isdisjoint(keys):
-        return "open-instruct"
-    is_trl = not (is_call and _OF_TRL.isdisjoint(keys))
-    return "TRL" if "model_name_or_path" in keys and is_trl else None
+    table: dict[Dialect, list[str]] = foreign_table()["dialects"]
+    found = (name for name, own in table.items() if not keys.keys().isdisjoint(own))
+    found = (name for name in found if not is_call or name != "open-instruct")  # accelerate's, too
+    return next(found, "TRL" if "model_name_or_path" in keys and not is_call else None)
 
 
+_DOUBT = "no key is TRL's alone: a script of transformers learns answers alone"
 _OF_ROLLOUTS = frozenset(("reward_funcs", "num_generations", "steps_per_generation"))
-_OF_FACTORY = frozenset(("cutoff_len", "finetuning_type", "stage", "template"))
-_OF_INSTRUCT = frozenset(("checkpointing_steps", "with_tracking", "use_slow_tokenizer"))
-_OF_TRL = frozenset(
-    (
-        "max_length", "max_prompt_length", "packing", "packing_strategy", "assistant_only_loss",
-        "completion_only_loss", "dataset_mixer", "dataset_mixture", "dataset_text_field",
-        "dataset_kwargs", "dataset_num_proc", "loss_type", "beta", "chat_template_path", "use_peft",
-    )
-)  # fmt: skip
 _WHOLE = frozenset(("dataset", "dataset_val", "peft_config", "role_mapping", "deepspeed"))
 _KEY = re.compile(r"\$\{([\w.]+)\}")
 _OF_DEEPSPEED = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
@@ -348,9 +334,9 @@ def _split_call(
         start = place + 2
         if name in _RUNNERS and verb in ("sft", "pt", "rlhf", "train"):
             dialect = _RUNNERS[name]
-            own = {"rlhf_type": "dpo"} if verb == "rlhf" else {}
             if name == "megatron" or verb == "pt":
                 own["stage"] = "megatron" if name == "megatron" else verb
+            own |= {"rlhf_type": "dpo"} if verb == "rlhf" else {}  # the last one is the loss
         elif name == "trl" and verb.isalpha():
             dialect, own = "TRL", {"stage": verb}
         elif (name.endswith(".py") and name != "mason.py") or (name == "-m" and verb):
