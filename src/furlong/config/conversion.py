@@ -505,7 +505,9 @@ def _batch(made: Conversion, target: str, given: _Given) -> Any:
             accumulated = max(1, math.ceil(16 / micro / (made.num_processes or 1)))
         total = micro * (1 if accumulated is None else accumulated) * _replicas(made)
         if made.num_processes is None:
-            made.remarks[target] = "for one replica, as nobody says how many: add --devices=N"
+            made.remarks[target] = (
+                "for one replica, as no number of processes is given: --devices=N"
+            )
     packs = ("sample_packing", "packing", "neat_packing", "pack_samples", "packed")
     dataset, length = own.get("dataset"), made.run.get("data.max_seq_len")
     is_packed = (

@@ -124,12 +124,12 @@ def _mapping_of(file: Path, text: str) -> dict[str, Any]:
     return dict(values)
 
 
-def _no_recipe(file: Path, given: str) -> ConfigError:
+def _no_recipe(file: Path, given: str, *, is_code: bool = False) -> ConfigError:
     change = "name the YAML file that is called, or the script"
-    if file.suffix == ".py":
+    if is_code or file.suffix == ".py":
         change = (
-            "keep the script: take furlong.integrations.Trainer in the place of its Trainer, or"
-            " wrap its model in furlong.chunked (docs/python.md)"
+            "keep that trainer: take furlong.integrations.Trainer where it takes transformers'"
+            " Trainer, or wrap its model in furlong.chunked (docs/python.md)"
         )
     return refusal(
         given,
@@ -146,7 +146,7 @@ def _dialect_of(keys: Mapping[str, Any], *, is_call: bool = False) -> Dialect | 
         return "torchtune"
     if isinstance(data := keys.get("data"), Mapping) and "sources" in data:
         return "Arctic Training"
-    table: dict[Dialect, list[str]] = foreign_table()["dialects"]
+    table: dict[Any, list[str]] = foreign_table()["dialects"]
     found = (name for name, own in table.items() if not keys.keys().isdisjoint(own))
     found = (name for name in found if not is_call or name != "open-instruct")  # accelerate's, too
     return next(found, "TRL" if "model_name_or_path" in keys and not is_call else None)
@@ -234,7 +234,8 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
         dialect = "TRL"
     answers = (answer_to(key) for key in keys)
     if not any(one is not None and one.target == "model.name" for one in answers):
-        raise _no_recipe(file, f"a command of an unknown trainer: {program or ' '.join(words[:3])}")
+        given = f"a command of an unknown trainer: {program or ' '.join(words[:3])}"
+        raise _no_recipe(file, given, is_code=True)
     if dialect is None:
         dialect = "transformers"
         doubt = f"{program} is taken as transformers' Trainer; what its code does besides is unseen"
