@@ -17,27 +17,22 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import resource
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from harness import console
+from harness import console, each_alone
 from model_gradients import CHUNK_SIZE, CUT_KEEPS, KEEPS, LENS, OUTCOMES, Row, measure
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 RIGHT = ("widened", "rounded", "exact")
 """Outcomes that must not be lost, the better one last."""
-_LIMIT_BYTES = 6 * 2**30
 _PRELOADED = ["torch", "transformers.modeling_utils", "furlong.api", "model_gradients"]
 
 INTRODUCTION = """\
@@ -68,59 +63,10 @@ def measure_all(
     tell: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """A Row per model type, each from its own process, which is ended after `limit_s` seconds."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    waiting, rows = list(model_types), []
-    running: dict[Connection, tuple[str, Any, float]] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            ours, theirs = context.Pipe(duplex=False)
-            model_type = waiting.pop(0)
-            process = context.Process(target=_measure_alone, args=(model_type, theirs))
-            process.start()
-            theirs.close()
-            running[ours] = (model_type, process, time.monotonic() + limit_s)
-        next_end_s = min(end for _, _, end in running.values()) - time.monotonic()
-        answered = wait(list(running), timeout=max(next_end_s, 0))
-        for connection, (model_type, process, end) in list(running.items()):
-            if connection not in answered and time.monotonic() < end:
-                continue
-            row = _row_of(model_type, connection, process, limit_s, connection in answered)
-            del running[connection]
-            rows.append(row)
-            tell(row)
+    rows = each_alone(
+        measure, model_types, _not_run, preload=_PRELOADED, jobs=jobs, limit_s=limit_s, tell=tell
+    )
     return sorted(rows, key=lambda row: (list(OUTCOMES).index(row.outcome), row.model_type))
-
-
-def _row_of(
-    model_type: str, connection: Connection, process: Any, limit_s: float, has_answered: bool
-) -> Row:
-    detail = f"no answer within {limit_s:g} s"
-    if has_answered:
-        try:
-            row: Row = connection.recv()
-            process.join()
-            return row
-        except EOFError:
-            process.join()
-            detail = f"its process ended with {process.exitcode}"
-    process.kill()
-    process.join()
-    return _not_run(model_type, detail)
-
-
-def _measure_alone(model_type: str, connection: Connection) -> None:
-    """One model type in a process of its own, which is quiet and cannot eat the machine."""
-    resource.setrlimit(resource.RLIMIT_DATA, (_LIMIT_BYTES, _LIMIT_BYTES))
-    for descriptor in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    try:
-        row = measure(model_type)
-    except Exception as error:  # a family's own code in a place where nobody thought of it
-        row = _not_run(model_type, f"the measurement fails: {type(error).__name__}: {error}")
-    connection.send(row)
 
 
 def _not_run(model_type: str, reason: str) -> Row:

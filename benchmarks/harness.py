@@ -13,13 +13,18 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from measuring import Measurement
 from rich.console import Console
@@ -32,6 +37,7 @@ AGREEMENT = 1e-4
 
 _PACKAGES = ("furlong", "torch", "transformers", "trl")
 _STDERR_LINES_SHOWN = 20
+_LIMIT_BYTES = 6 * 2**30
 _ALLOCATOR_PREFIXES = (
     "MALLOC_",
     "GLIBC_TUNABLES",
@@ -40,6 +46,7 @@ _ALLOCATOR_PREFIXES = (
     "PYTORCH_ALLOC",
 )
 
+Answer = TypeVar("Answer")
 console = Console(width=120, highlight=False)
 
 
@@ -55,6 +62,73 @@ def read_alone(command: Sequence[str]) -> dict[str, Any]:
         raise ContenderError(f"{' '.join(command)} ended with {finished.returncode}:\n{tail}")
     values: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
     return values
+
+
+def each_alone(
+    measure: Callable[[str], Answer],
+    names: Sequence[str],
+    failed: Callable[[str, str], Answer],
+    *,
+    preload: list[str],
+    jobs: int,
+    limit_s: float,
+    tell: Callable[[Answer], None],
+) -> list[Answer]:
+    """The answer of `measure` for every name, each from a process of its own.
+
+    A process that raises, dies, or runs past `limit_s` seconds is answered for by `failed`, which
+    gets the name and the reason. Processes start with the modules of `preload`.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(preload)
+    waiting, answers = list(names), []
+    running: dict[Connection, tuple[str, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            ours, theirs = context.Pipe(duplex=False)
+            name = waiting.pop(0)
+            process = context.Process(target=_answer_alone, args=(measure, name, failed, theirs))
+            process.start()
+            theirs.close()
+            running[ours] = (name, process, time.monotonic() + limit_s)
+        next_end_s = min(end for _, _, end in running.values()) - time.monotonic()
+        ready = wait(list(running), timeout=max(next_end_s, 0))
+        for connection, (name, process, end) in list(running.items()):
+            if connection not in ready and time.monotonic() < end:
+                continue
+            detail, answer = f"no answer within {limit_s:g} s", None
+            if connection in ready:
+                with suppress(EOFError):
+                    answer = connection.recv()
+                process.join()
+                detail = f"its process ended with {process.exitcode}"
+            process.kill()
+            process.join()
+            del running[connection]
+            answers.append(failed(name, detail) if answer is None else answer)
+            tell(answers[-1])
+    return answers
+
+
+def _answer_alone(
+    measure: Callable[[str], Answer],
+    name: str,
+    failed: Callable[[str, str], Answer],
+    connection: Connection,
+) -> None:
+    """Send the answer for one name, from a process that is quiet and cannot eat the machine."""
+    import torch  # not all benchmarks load it in their first process
+
+    resource.setrlimit(resource.RLIMIT_DATA, (_LIMIT_BYTES, _LIMIT_BYTES))
+    for descriptor in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try:
+        answer = measure(name)
+    except Exception as error:  # code of others in a place where nobody thought of it
+        answer = failed(name, f"the measurement fails: {type(error).__name__}: {error}")
+    connection.send(answer)
 
 
 def run_rounds(

@@ -105,7 +105,12 @@ _QUIRKS: dict[str, dict[str, Any]] = {
 def small_config(config_class: type) -> Any:
     """A config of that class with small numbers."""
     config = config_class()
-    return config_class.from_dict(_shrink(config, config.to_dict()))
+    return config_class.from_dict(shrink(config))
+
+
+def shrink(config: Any) -> dict[str, Any]:
+    """The values of a config with small numbers."""
+    return _shrink(config, config.to_dict())
 
 
 def _shrink(config: Any, values: dict[str, Any]) -> dict[str, Any]:
