@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import furlong
 from furlong.models.asked import Answers, answers_of, positions_of
+from furlong.models.decoder import HFDecoder
 from furlong.testing import reference_loss, take_grads
 
 SIZES: dict[str, Any] = {
@@ -77,3 +78,11 @@ def test_effects_are_seen() -> None:
 def test_how_positions_are_told_apart(family: str, keys: dict[str, Any], kind: str) -> None:
     sizes = SIZES if family != "gpt2" else {k: v for k, v in SIZES.items() if k != "head_dim"}
     assert positions_of(AutoConfig.for_model(family, **sizes | keys)) == kind
+
+
+def test_a_decoder_without_positions_takes_more_of_them() -> None:
+    """Granite 4's and SmolLM3's without RoPE, whose configs hold RoPE parameters."""
+    config = AutoConfig.for_model("smollm3", **SIZES | {"no_rope_layers": [0, 0]})
+    model = AutoModelForCausalLM.from_config(config)
+    assert HFDecoder(model, max_seq_len=999).longest_tokens == 999
+    assert HFDecoder(build("llama"), max_seq_len=999).longest_tokens == 256

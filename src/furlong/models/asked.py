@@ -1,13 +1,8 @@
-"""Ask a tiny model of the same class what a model does: a key of its config is no proof.
-
-Whether a later token, the length of a call or a position changes the logits, and whether a loss has
-more terms than the cross-entropy, is computed. Answers are kept for each class and config.
-"""
+"""Ask a tiny model of the same class what a model does: a key of its config is no proof."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -23,6 +18,7 @@ _LEAST = 1e-4
 """The least relative change of logits that is no rounding: scans compute in float32."""
 _SPREAD = 5
 """Tokens and positions matter more where weights are larger than transformers draws them."""
+Positions = Literal["rotary", "table", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,68 +36,15 @@ class Answers:
 def answers_of(model: Any) -> Answers:
     """The effects of a transformers model, by its class and config."""
     text = model.config.get_text_config()
-    is_text = text is model.config  # a subclass of a family's has its own code
-    model_class: Any = type(model) if is_text else None
-    return _answers(model_class, type(text), _plain(text))  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=64)
-def _answers(model_class: Any, config_class: Any, text: str) -> Answers:
-    ids = _ids()
-    other = ids.clone()
-    other[0, -1] = (other[0, -1] + 1) % VOCAB_SIZE
-    half = _NUM_TOKENS // 2
-    try:
-        config = shrink_config(config_class.from_dict(json.loads(text)), max_seq_len=0)
-        run = partial(_tiny(model_class, config), use_cache=False)
-        out = run(input_ids=ids, labels=ids)
-        own = cross_entropy(out.logits[0, :-1].double(), ids[0, 1:])
-        later, short = run(input_ids=other).logits, run(input_ids=ids[:, :half]).logits
-    except Exception:  # a family's own code may do anything with small sizes
-        return Answers()
-    has_loss = out.loss is not None and not torch.isclose(out.loss.double(), own, rtol=_LEAST)
-    return Answers(
-        sees_later=_differs(out.logits[:, :-1], later[:, :-1]),
-        depends_on_length=_differs(out.logits[:, :half], short),
-        adds_loss=getattr(out, "aux_loss", None) is not None or has_loss,
-    )
-
-
-Positions = Literal["rotary", "table", "none"]
+    # a subclass of a family's has its own code
+    own: Any = type(model) if text is model.config else None
+    return _answers(_key(text), own)
 
 
 def positions_of(config: Any) -> Positions:
     """How a decoder of this config tells positions apart: by RoPE, by a table with an entry for
-    each, or not at all outside of what its layers are."""
-    text = config.get_text_config()
-    return _positions(type(text), _plain(text))  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=64)
-def _positions(config_class: Any, text: str) -> Positions:
-    def logits(change: Callable[[Any], None]) -> tuple[list[Any], Tensor]:
-        config: Any = shrink_config(config_class.from_dict(json.loads(text)), max_seq_len=0)
-        change(config)
-        model = _tiny(None, config)
-        shapes = [x.shape for x in model.state_dict().values()]
-        return shapes, model(input_ids=_ids(), use_cache=False).logits
-
-    def turn(config: Any) -> None:
-        for entry in rope_entries(config):
-            entry |= {"rope_type": "linear", "factor": 3.0}
-
-    has_rope = bool(rope_entries(config_class.from_dict(json.loads(text))))
-    try:
-        shapes, truth = logits(lambda config: None)
-        if has_rope and _differs(truth, logits(turn)[1]):
-            return "rotary"
-    except Exception:  # a family's own code may do anything with small sizes
-        return "rotary" if has_rope else "table"
-    try:
-        fewer = logits(lambda config: setattr(config, "max_position_embeddings", _FEW_POSITIONS))
-    except Exception:  # there is no such position
-        return "table"
-    return "none" if fewer[0] == shapes and not _differs(truth, fewer[1]) else "table"
+    each, or by neither, for any number of them."""
+    return _positions(_key(config.get_text_config()))
 
 
 def rope_entries(config: Any) -> list[dict[str, Any]]:
@@ -112,28 +55,60 @@ def rope_entries(config: Any) -> list[dict[str, Any]]:
     )
 
 
-def _plain(config: Any) -> str:
-    return json.dumps(config.to_dict(), sort_keys=True, default=str)
-
-
-def _ids() -> Tensor:
+@lru_cache(maxsize=64)
+def _answers(key: tuple[Any, str], model_class: Any) -> Answers:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(5, VOCAB_SIZE, (1, _NUM_TOKENS), generator=generator, device="cpu")
+    ids = torch.randint(5, VOCAB_SIZE, (1, _NUM_TOKENS), generator=generator, device="cpu")
+    other, half = ids.clone(), _NUM_TOKENS // 2
+    other[0, -1] = 4
+    try:
+        run = partial(_tiny(_small(key), model_class), use_cache=False)
+        out, later, short = run(ids, labels=ids), run(other).logits, run(ids[:, :half]).logits
+        own = cross_entropy(out.logits[0, :-1].double(), ids[0, 1:])
+    except Exception:  # a family's own code may do anything with small sizes
+        return Answers()
+    return Answers(
+        sees_later=_differs(out.logits[:, :-1], later[:, :-1]),
+        depends_on_length=_differs(out.logits[:, :half], short),
+        adds_loss=getattr(out, "aux_loss", None) is not None or _differs(out.loss, own),
+    )
 
 
-def _tiny(model_class: Any, config: Any) -> Any:
-    """A tiny model in float64 on the CPU, frozen."""
+@lru_cache(maxsize=64)
+def _positions(key: tuple[Any, str]) -> Positions:
+    plain, turned, few = _small(key), _small(key), _small(key)
+    has_rope = bool(rope_entries(plain))
+    for entry in rope_entries(turned):
+        entry |= {"rope_type": "linear", "factor": 3.0}
+    few.max_position_embeddings = _FEW_POSITIONS
+    ids = torch.arange(5, 5 + _NUM_TOKENS, device="cpu")[None]
+    try:
+        truth = _tiny(plain)(ids, use_cache=False).logits
+        if has_rope and _differs(truth, _tiny(turned)(ids, use_cache=False).logits):
+            return "rotary"
+        return "table" if _differs(truth, _tiny(few)(ids, use_cache=False).logits) else "none"
+    except Exception:  # there is no such position, or the family's code fails in small
+        return "rotary" if has_rope else "table"
+
+
+def _key(config: Any) -> tuple[Any, str]:
+    return type(config), json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+def _small(key: tuple[Any, str]) -> Any:
+    return shrink_config(key[0].from_dict(json.loads(key[1])), max_seq_len=0)
+
+
+def _tiny(config: Any, model_class: Any = None) -> Any:
+    """A model in float64 on the CPU, frozen."""
     from transformers import AutoModelForCausalLM
 
-    make: Any = (
-        AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
-    )
+    make = model_class._from_config if model_class else AutoModelForCausalLM.from_config
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
-        model = make(
-            config, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-        ).eval()
-        for parameter in model.requires_grad_(False).parameters():
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        model = make(config, dtype=torch.float64, **eager).eval().requires_grad_(False)
+        for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(_SPREAD)
     return model

@@ -586,49 +586,42 @@ def read_config(
     return config
 
 
-_NOT_CHANGED = (
-    "model_type",
-    "architectures",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-)
+_NOT_CHANGED = ("model_type", "architectures", "auto_map", "dtype", "quantization_config")
 
 
-def apply_changes(config: Any, changes: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Change keys of a transformers config (model.config), in place; returns each key with its
-    values before and after.
+def apply_changes(config: Any, changes: Mapping[str, Any]) -> list[str]:
+    """Change keys of a transformers config (model.config), in place; returns what has changed.
 
-    Keys are those of the decoder or, beside it, of the whole model: nested by dots or as mappings.
+    Keys are those of the decoder or else of the whole model, nested by dots or as mappings.
     Raises ConfigError for a key that the config does not have, and for a value of another type.
     """
-    found = []
+    said = []
     for key, value in _leaves(changes):
         *outer, name = key.split(".")
         roots = config.get_text_config(), config
         holders = [reduce(lambda x, part: getattr(x, part, None), outer, root) for root in roots]
-        holder = next((x for x in holders if own_key(x, name) in _keys_of(x)), None)
-        given, source = f"model.config with {key}: {value!r}", "model.config"
+        known = [list(x.to_dict()) if hasattr(x, "to_dict") else [] for x in holders]
+        found = [x for x, keys in zip(holders, known, strict=True) if own_key(x, name) in keys]
+        required, change = "a key of the model's config.json", f"remove {key}"
         if name.startswith("rope_"):
-            change = "set model.rope in its place"
-            raise model_error(given, "a key other than those of the RoPE", change, source)
-        if holder is None or name.startswith("_") or name in _NOT_CHANGED:
-            near = get_close_matches(name, [*_keys_of(roots[0]), *_keys_of(config)], n=1)
-            change = f"did you mean {near[0]}?" if near else f"remove {key}"
-            raise model_error(given, "a key of the model's config.json", change, source)
-        old = getattr(holder, name)
+            found, change = [], "set model.rope in its place"
+        elif near := get_close_matches(name, [x for keys in known for x in keys], n=1):
+            change = f"did you mean {near[0]}?"
+        old = getattr(found[0], name) if found else None
         try:
+            if not found or name.startswith("_") or name in _NOT_CHANGED:
+                raise TypeError
+            required, change = f"a value as {key} has it, such as {old!r}", f"mend {key}"
             if type(old) is float and isinstance(value, int | str) and not isinstance(value, bool):
                 value = float(value)
-            if None not in (old, value) and _kind_of(old) != _kind_of(value):
-                raise ValueError(f"{old!r} is of another type")
-            setattr(holder, name, value)
-        except (ValueError, StrictDataclassError) as error:
-            required = f"a value as {key} has it, such as {old!r} ({reason(error)})"
-            raise model_error(given, required, f"mend {key}", source) from error
-        found.append((key, old, value))
-    return found
+            if None not in (old, value) and not isinstance(value, type(old) | float):
+                raise TypeError
+            setattr(found[0], name, value)
+        except (TypeError, ValueError, StrictDataclassError) as error:
+            given = f"model.config with {key}: {value!r}"
+            raise model_error(given, required, change, "model.config") from error
+        said.append(f"{key} {old!r} -> {value!r}")
+    return said
 
 
 def _leaves(values: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
@@ -637,27 +630,6 @@ def _leaves(values: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, A
             yield from _leaves(value, f"{outer}{key}.")
         else:
             yield f"{outer}{key}", value
-
-
-def _keys_of(config: Any) -> list[str]:
-    return list(config.to_dict()) if hasattr(config, "to_dict") else []
-
-
-def _kind_of(value: Any) -> Any:
-    return float if type(value) is int else type(value)
-
-
-def _check_same_weights(model: Any, plain: Any, changes: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a config is changed in what shapes the weights of a checkpoint."""
-    before, after = ({n: p.shape for n, p in m.named_parameters()} for m in (plain, model))
-    if others := sorted(name for name, _ in before.items() ^ after.items()):
-        raise model_error(
-            f"model.config with {', '.join(changes)}, by which {others[0]} has another shape, or is"
-            " there no more",
-            "keys that leave the weights as they are",
-            "remove what shapes them from model.config, or set model.init: random",
-            "model.config",
-        )
 
 
 def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
@@ -825,10 +797,16 @@ def check_model(
     model = model_of_config(config, source, dtype=torch.float32)
     if changes:
         plain = read_config(source, revision=revision)
-        if init == "pretrained":
-            _check_same_weights(model, model_of_config(plain, source, dtype=torch.float32), changes)
-        told = (f"{key} {old!r} -> {new!r}" for key, old, new in apply_changes(plain, changes))
-        print(f"model.config: {', '.join(told)}")
+        whole = model_of_config(plain, source, dtype=torch.float32)
+        print(f"model.config: {', '.join(apply_changes(plain, changes))}")
+        before, after = ({n: p.shape for n, p in m.named_parameters()} for m in (whole, model))
+        if init == "pretrained" and (others := sorted(dict(before.items() ^ after.items()))):
+            raise model_error(
+                f"model.config with {', '.join(changes)}, which changes the shape of {others[0]}",
+                "keys that leave the weights of the model's files as they are",
+                "remove what shapes them, or set model.init: random",
+                "model.config",
+            )
     if is_packed or quantize is not None:
         require_linear(model, source)
     HFDecoder(model.train(), max_seq_len=max_seq_len)

@@ -243,7 +243,7 @@ class HFDecoder:
         self.device = device or next(model.parameters()).device
         self.config = base.config.get_text_config()
         self.max_seq_len = max_seq_len
-        bounds = (n for n in (max_seq_len, num_positions(self.config)) if n is not None)
+        bounds = (n for n in (max_seq_len, num_positions(self.config, max_seq_len or 0)) if n)
         self.longest_tokens = min(bounds, default=None)  # of a sequence; None without a bound
         self.num_layers = int(self.config.num_hidden_layers)
         self._has_head = base.get_output_embeddings() is not None

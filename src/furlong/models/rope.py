@@ -86,7 +86,7 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
     if hasattr(text, "original_max_position_embeddings"):
         text.original_max_position_embeddings = original  # it comes before rope_parameters
     if new := [told for told in _complaints(text) if told not in known]:
-        raise _refused(_shown(given), new[0])
+        raise _refused(f"model.rope = {_in_yaml(**given)}", new[0])
 
 
 def check_length(
@@ -99,16 +99,15 @@ def check_length(
     positions = num_positions(config, max_seq_len)
     if positions is None or max_seq_len <= positions:
         return
-    lower = f"lower data.max_seq_len to {positions}, with data.too_long: split or truncate for"
-    lower += " longer records"
-    required, change = f"at most {positions:,}, or a RoPE that reaches further", lower
+    required = f"at most {positions:,}, or a RoPE that reaches further"
+    change = f"lower data.max_seq_len to {positions}, with data.too_long for longer records"
     if positions_of(config) == "table":
         required = f"at most {positions:,}: each position has an entry in a table, and no RoPE"
     elif has_rope:
         factor = _scaled_entries(config.get_text_config())[0]["factor"]
         change = f"raise model.rope.factor to {math.ceil(factor * max_seq_len / positions)}"
     elif ropes := _reaching(config, positions, max_seq_len, source):
-        change = f"{lower}, or set model.rope: {'; or '.join(ropes)}"
+        change += f", or set model.rope: {'; or '.join(ropes)}"
     raise ConfigError(
         given=f"data.max_seq_len = {max_seq_len:,} for a model of {positions:,} positions"
         + (" after model.rope" if has_rope else ""),
@@ -154,55 +153,45 @@ def _original_length(text: Any, entries: list[dict[str, Any]]) -> int:
 
 
 _LENGTHS = ("model_max_length", "max_sequence_length", "seq_length")
-"""Keys by which some config.json name the length that the model was trained for, beside the number
-of positions before it was extended."""
+"""Keys by which a file names the length for which its model was trained, beside its positions."""
 
 
 def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> list[str]:
     """Values of model.rope that reach `wanted` tokens, the likeliest first: the model's type with a
     larger factor. What transformers would refuse is left out."""
-    text = config.get_text_config()
-    entries = _scaled_entries(text)
-    own, rope_type, more = entries[0], _type_of(entries[0]), math.ceil(wanted / positions)
-    reach = [n for key in _LENGTHS if isinstance(n := getattr(text, key, 0), int)]
-    file = Path(source or "", "tokenizer_config.json")
-    of_tokenizer = read_object(file, source=str(file), change="mend it") if file.is_file() else {}
-    in_config, in_tokenizer = (
-        any(isinstance(n, int) and wanted <= n < _NO_LENGTH for n in lengths)
-        for lengths in (reach, [of_tokenizer.get(_LENGTHS[0])])
+    text, file = config.get_text_config(), Path(source or "", "tokenizer_config.json")
+    entries, more = _scaled_entries(text), float(math.ceil(wanted / positions))
+    own, rope_type, original = entries[0], _type_of(entries[0]), _original_length(text, entries)
+    factor = own.get("factor") or positions / original
+    raised = {"rope_type": rope_type, "factor": float(math.ceil(factor * wanted / positions))}
+    named = read_object(file, source=str(file), change="mend it") if file.is_file() else {}
+    # from a billion on a tokenizer's model_max_length stands for none
+    by_config, by_tokenizer = (
+        any(isinstance(n := files.get(key), int) and wanted <= n < 10**9 for key in _LENGTHS)
+        for files in (vars(text), named)
     )
-    factor = own.get("factor") or positions / _original_length(text, entries)
-    ropes: list[tuple[dict[str, Any], str]] = [({"rope_type": "yarn", "factor": more}, "")]
+    ropes: list[tuple[dict[str, Any], str]] = [(raised, "")]
     if alpha := own.get("alpha"):  # Hunyuan's larger base, which it calls dynamic
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         theta = own["rope_theta"] * alpha ** (dim / (dim - 2))
         ropes = [({"rope_type": "default", "rope_theta": theta}, "")]
-    elif rope_type == "default" and in_config:
-        ropes = [({"rope_type": "default"}, "")]
-    elif rope_type == "default" and in_tokenizer:
-        ropes.append(({"rope_type": "default"}, f" if it was trained so far ({file.name})"))
-    elif rope_type == "linear":  # nothing says whether the positions are those before or after it
-        less = {"rope_type": rope_type, "factor": max(factor, more)}
-        ropes = [({"rope_type": rope_type, "factor": math.ceil(factor * wanted / positions)}, "")]
-        ropes.append((less, f" if its {positions:,} positions are those before that scaling"))
-        ropes = [(less, "")] if in_config or in_tokenizer else ropes
-    elif rope_type in _WITH_ORIGINAL_LENGTH:
-        is_enough = wanted <= factor * _original_length(text, entries)
-        raised = factor if is_enough else math.ceil(factor * wanted / positions)
-        ropes = [({"rope_type": rope_type, "factor": raised}, "")]
-    elif rope_type not in ("default", "dynamic"):
-        ropes = []
+    elif rope_type in ("default", "dynamic"):
+        ropes = [({"rope_type": "yarn", "factor": more}, "")]
+        if rope_type == "default" and (by_config or by_tokenizer):
+            why = "" if by_config else f" if it was trained so far, as {file.name} says"
+            ropes = [*([] if by_config else ropes), ({"rope_type": rope_type}, why)]
+    elif rope_type == "linear":  # nothing says whether its positions are those before or after it
+        less = raised | {"factor": max(factor, more)}
+        why = f" if its {positions:,} positions are those before that scaling"
+        ropes = [(less, "")] if by_config or by_tokenizer else [(raised, ""), (less, why)]
+    elif wanted <= factor * original:
+        ropes = [(raised | {"factor": factor}, "")]
     found = []
     for rope, why in ropes:
-        floats = {key: x if isinstance(x, str) else float(x) for key, x in rope.items()}
         with suppress(ConfigError):
-            apply_rope(deepcopy(config), floats, max_seq_len=wanted)
+            apply_rope(deepcopy(config), rope, max_seq_len=wanted)
             found.append(_in_yaml(**rope) + why)
     return found
-
-
-_NO_LENGTH = 10**9
-"""From here on a tokenizer's model_max_length stands for none."""
 
 
 def _complaints(text: Any) -> list[str]:
@@ -228,15 +217,8 @@ def _complaints(text: Any) -> list[str]:
 
 
 def _in_yaml(**values: Any) -> str:
-    return f"{{{', '.join(f'{key}: {_short(value)}' for key, value in values.items())}}}"
-
-
-def _short(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _shown(given: Mapping[str, Any]) -> str:
-    return f"model.rope = {_in_yaml(**given)}"
+    whole = {k: int(x) for k, x in values.items() if isinstance(x, float) and x.is_integer()}
+    return f"{{{', '.join(f'{key}: {value}' for key, value in (values | whole).items())}}}"
 
 
 def _refused(
