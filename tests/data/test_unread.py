@@ -93,7 +93,8 @@ def test_the_renaming_that_is_offered_works() -> None:
     [
         {"question": "q", "answer": "good"}, {"query": "q", "response": "good", "history": []},
         {"problem": "q", "solution": "good"}, {"input": "q", "output": "good"},
-        {"prompt": "q", "response": "good"}, {"instruction": "q", "input": "", "response": "good"},
+        {"prompt": "q", "response": "good"}, {"system": "s", "query": "q", "response": "good"},
+        {"instruction": "q", "input": "", "response": "good"},
         {"history": [USER, said("good")], "info": {}, "environment": "main"},
     ],
 )  # fmt: skip
@@ -101,6 +102,16 @@ def test_the_fields_that_are_offered_work(own: dict[str, Any]) -> None:
     change = refused(own).change
     offered = yaml.safe_load(change[change.index("{") : change.index("}") + 1])
     assert learnt(own, fields=offered)[0].startswith("good")
+
+
+def test_pairs_of_other_names_are_offered_as_pairs() -> None:
+    own = {f"{name}_messages": [USER, said(name)] for name in ("chosen", "rejected")}
+    change = refused(own).change
+    assert "train.loss" in change
+    offered = yaml.safe_load(change[change.index("{") : change.index("}") + 1])
+    found = learnt(own, format="preference", fields=offered)
+    assert found == ["chosen<|im_end|>\n", "rejected<|im_end|>\n"]
+    assert "train.loss" not in refused(own, format="preference").change
 
 
 def test_keys_of_answers_that_cannot_mark_are_left_alone() -> None:

@@ -186,6 +186,7 @@ FORMATS: dict[Format, Shape] = {
 }  # fmt: skip
 _ASKED = ("instruction", "prompt", "query", "question", "problem", "input", "inputs", "source")
 _SAID = ("completion", "response", "answer", "solution", "output", "outputs", "target", "targets")
+_PAIR = ("chosen", "rejected")
 _OF_ANSWERS: tuple[Format, ...] = ("completion", "chat", "alpaca")
 FIELDS = frozenset(
     (
@@ -400,17 +401,21 @@ def _lacks(
     given = [printable(name) + null.get(name, "") * (name in FIELDS) for name in known[:12]]
     name = "name the data's fields in data.fields"
     change = f"{name}, such as {{text: chapter}}, or set data.format to the records' shape"
-    if found := _renaming(record.fields):
-        change = f"set data.fields to {found}, if that is what they are"
-    elif is_message(record.fields):
-        change = 'write each conversation as one record: {"messages": [...]}, or as one .json file'
-    if formats == ("preference",):
+    pair = {own: next((n for n in record.fields if n.startswith(own)), "") for own in _PAIR}
+    if all(pair.values()):
+        fields = ", ".join(f"{own}: {theirs}" for own, theirs in pair.items() if own != theirs)
+        change = f"set data.fields to {{{fields}}}" if fields else ""
+        loss = "set train.loss to dpo, which learns from pairs of answers"
+        change = " and ".join(filter(None, [change, loss * (formats != ("preference",))]))
+    elif formats == ("preference",):
         change = f"{name}: {{prompt: ..., chosen: ..., rejected: ...}}, or set train.loss to sft"
-    elif {"chosen", "rejected"} <= record.fields.keys():
-        change = f"set train.loss to dpo, which learns from pairs of answers; or {name}"
     elif formats == ("unpaired",):
         required = "label, with prompt + completion, messages, or instruction + output"
         change = f"{name}: {{label: ..., completion: ...}}, or set train.loss to sft"
+    elif found := _renaming(record.fields):
+        change = f"set data.fields to {{{found}}}, if that is what they are"
+    elif is_message(record.fields):
+        change = 'write each conversation as one record: {"messages": [...]}, or as one .json file'
     return record.refusal(
         f"a record with {', '.join(given) or 'no field'}", f"the fields {required}", change
     )
@@ -420,16 +425,14 @@ def _renaming(fields: Mapping[str, Any]) -> str:
     """The `data.fields` by which a record of other names can be read; empty where none is seen."""
     for name, value in fields.items():
         if isinstance(value, list) and value and all(map(is_message, value)):
-            return f"{{messages: {name}}}"
+            return f"messages: {name}"
     texts = [name for name, value in fields.items() if isinstance(value, str) or value is ...]
     asked, said = (next((n for n in names if n in texts), "") for names in (_ASKED, _SAID))
     if not asked or not said:
         return ""
-    return (
-        f"{{output: {said}}}"
-        if asked == "instruction"
-        else f"{{prompt: {asked}, completion: {said}}}"
-    )
+    if asked != "instruction" and not any(fields.get(name) for name in ("system", "history")):
+        return f"prompt: {asked}, completion: {said}"
+    return f"instruction: {asked}, output: {said}"
 
 
 def _integers(record: SourceRecord, field: str, lowest: int) -> npt.NDArray[np.int32]:

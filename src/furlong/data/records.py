@@ -37,6 +37,7 @@ _MARK = b"\xef\xbb\xbf"  # Windows begins a text in UTF-8 with it
 _BYTES_LOOKED_AT = 8192
 _BUFFER_BYTES = 2**20
 _ROWS_PER_BATCH = 64
+_MAX_MESSAGES = 100_000
 _MAX_REPLACED_SHARE = 0.1
 _NO_TEXT = "a binary file, or text in another encoding than UTF-8"
 _REQUIRED = {
@@ -297,14 +298,31 @@ def _lines(file: SourceFile, note: Note) -> Iterator[tuple[int, str]]:
 
 
 def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
+    """Objects as they are; a file of messages is one conversation."""
+    rows = _json_objects(file, note)
+    talk: list[Mapping[str, Any]] = []
+    for at, record in rows:
+        if at == 1 and is_message(record):
+            talk.append(record)
+        elif not talk:
+            yield at, record
+        elif not is_message(record):
+            raise _broken(file, at, "", ValueError("it follows messages, and is none"))
+        elif at > _MAX_MESSAGES:
+            raise too_large(file.origin(0), "a conversation", MAX_LINE_BYTES)
+        else:
+            talk.append(record)
+    if talk:
+        yield 1, {"messages": talk}
+
+
+def _json_objects(file: SourceFile, note: Note) -> Rows:
     """Objects one after another, or the list that holds them; only the one at hand is held."""
     decode = json.JSONDecoder().raw_decode
     with _open(file) as opened:
         pieces = _texts(opened, file, note)
         text, begin, at = next(pieces, "").removeprefix("\ufeff"), 0, 0
         is_list = is_closed = False
-        talk, talk_chars = list[Any](), 0
-        record: Mapping[str, Any] = {}
         while True:
             if (found := _NEXT.search(text, begin)) is None:
                 if not (text := next(pieces, "")):
@@ -322,12 +340,7 @@ def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int)
                     if is_closed:
                         raise ValueError("it follows the end of the list")
                     value, stop = decode(text, begin)
-                    if (is_list and not at and is_message(value)) or talk:
-                        if not is_message(value):
-                            raise ValueError("it follows messages, and is none")
-                        talk.append(value)
-                    else:
-                        record = _record(value, text[begin:stop], partial(note, line=at + 1))
+                    record = _record(value, text[begin:stop], partial(note, line=at + 1))
                 except (ValueError, RecursionError) as error:
                     if rest > MAX_LINE_BYTES:
                         raise too_large(file.origin(at + 1), "a record", MAX_LINE_BYTES) from error
@@ -337,15 +350,10 @@ def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int)
                         raise _broken(file, at + 1, text[begin:], error) from error
                     text, begin = text[begin:] + more, 0
                     continue
-                at, begin, talk_chars = at + 1, stop, talk_chars + stop - begin
-                if talk_chars > MAX_LINE_BYTES and talk:
-                    raise too_large(file.origin(0), "a record", MAX_LINE_BYTES)
-                if not talk:
-                    yield at, record
+                at, begin = at + 1, stop
+                yield at, record
         if is_list and not is_closed:
             raise _broken(file, at, "", ValueError("the file ends within the list"))
-        if talk:  # the file is one conversation
-            yield 1, _record(talk, json.dumps(talk), partial(note, line=1))
 
 
 def _texts(opened: BinaryIO, file: SourceFile, note: Note) -> Iterator[str]:

@@ -15,6 +15,7 @@ from furlong.data.tokenize import IGNORE_INDEX, Encoded, Rendered
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _PLACEHOLDER = re.compile(r"<\|?(image|video|audio)")
 _ALIGNED = re.compile("mask|position|label|weight|segment|seq_?len")
+_EMPTY_ANSWER = "an empty answer"
 _TAKE_OUT = "remove the field from the records"
 
 
@@ -33,58 +34,18 @@ class Unread:
         """Count what of a record is not read; `found` is what its shape made of it. Raises
         DataError for what could say that something else is learnt."""
         self._notes.num_records += 1
-        one, conversations = None, list[Turns]()
-        if not isinstance(found, str):
-            one, conversations = found[0], [own for own in found if isinstance(own, Turns)]
+        made = () if isinstance(found, str) else found
         for name, value in record.fields.items():
             if name not in read and value not in _EMPTY:
                 self._notes.unread[str(name)] += 1
-                self._check_field(record, str(name), value, one)
-        for turns in conversations:
-            for what in dict.fromkeys(_remarks(turns)):
-                self._notes.add(f"conversations with {what}", record.file, record.line)
-            for turn in turns.turns[turns.first :]:
+                if refusal := _refusal(str(name), value, *made[:1]):
+                    raise record.refusal(*refusal)
+        for own in made:
+            for what in dict.fromkeys(_remarks(own)):
+                self._notes.add(f"records with {what}", record.file, record.line)
+            for turn in own.turns[own.first :] if isinstance(own, Turns) else ():
                 if turn["role"] == "assistant":
                     self._check_answer(record, turn)
-        if isinstance(one, Rendered) and one.ranges and not _is_said(one):
-            self._notes.add("records with an empty answer", record.file, record.line)
-
-    def _check_field(self, record: SourceRecord, name: str, value: Any, one: Any) -> None:
-        turns = one.turns if isinstance(one, Turns) else []
-        if name in ("chosen", "rejected") and turns and turns[-1]["role"] != "assistant":
-            raise record.refusal(
-                f"{name} beside a conversation that ends before its answer",
-                "an answer in the conversation, or a loss that learns from pairs",
-                "set train.loss to dpo, or add the answer that is to be learnt",
-            )
-        text = one.text if isinstance(one, Rendered) else ""
-        if IS_MEDIA.search(name) and (turns or _PLACEHOLDER.search(text)):
-            raise record.refusal(
-                f"{name} beside a text, images or sound that the text is about",
-                "text alone: images and sound are not trained on",
-                f"remove the records with {name}; {_TAKE_OUT} where the text does not need it",
-            )
-        if isinstance(one, Encoded) and _marks_tokens(name, value, one):
-            raise record.refusal(
-                f"{name} beside {len(one.input_ids):,} input_ids, which would not be read",
-                "input_ids of one sequence, and labels if not every token is learnt",
-                "remove padding, write packed sequences as records of their own, and write labels:"
-                f" {IGNORE_INDEX} where a token is not learnt; {_TAKE_OUT} if it says none of"
-                " this",
-            )
-        sizes = (len(turns), len(turns) - 1, sum(turn["role"] == "assistant" for turn in turns))
-        is_of_turns = _is_numbers(value) and len(value) > 1 and len(value) in sizes
-        is_mark = name in MARKS and not isinstance(value, str)
-        is_weight = is_mark and ("weight" in name or "scale" in name)
-        is_list = (is_of_turns or is_mark) and isinstance(value, list)
-        if (is_list and _is_off(value) and _differs(name, value)) or (
-            not isinstance(value, list) and ((is_mark and not value) or (is_weight and value != 1))
-        ):
-            raise record.refusal(
-                f"{name} = {str(value)[:40]} beside what is learnt, which would not be read",
-                "marks in the messages: weight: 0 in those of the assistant that are not learnt",
-                f"write them there, leave out records that are not to be learnt, or {_TAKE_OUT}",
-            )
 
     def _check_answer(self, record: SourceRecord, turn: Turn) -> None:
         """Raises DataError for a number or bool that answers have, and not all of them the same."""
@@ -110,8 +71,54 @@ class Unread:
         self._num_answers += 1
 
 
-def _remarks(own: Turns) -> Iterator[str]:
-    """Name the answers and calls of a conversation that may teach something else than was meant."""
+def _refusal(name: str, value: Any, one: Any = None) -> tuple[str, str, str] | None:
+    """Return what was given, what is required and what to change where a field that is not read
+    could say what is trained on."""
+    turns = one.turns if isinstance(one, Turns) else []
+    if name in ("chosen", "rejected") and turns and turns[-1]["role"] != "assistant":
+        return (
+            f"{name} beside a conversation that ends before its answer",
+            "an answer in the conversation, or a loss that learns from pairs",
+            "set train.loss to dpo, or add the answer that is to be learnt",
+        )
+    text = one.text if isinstance(one, Rendered) else ""
+    if IS_MEDIA.search(name) and (turns or _PLACEHOLDER.search(text)):
+        return (
+            f"{name} beside a text, images or sound that the text is about",
+            "text alone: images and sound are not trained on",
+            f"remove the records with {name}; {_TAKE_OUT} where the text does not need it",
+        )
+    if isinstance(one, Encoded) and _marks_tokens(name, value, one):
+        return (
+            f"{name} beside {len(one.input_ids):,} input_ids, which would not be read",
+            "input_ids of one sequence, and labels if not every token is learnt",
+            "remove padding, write packed sequences as records of their own, and write labels:"
+            f" {IGNORE_INDEX} where a token is not learnt; {_TAKE_OUT} if it says none of this",
+        )
+    if isinstance(value, list):
+        sizes = (len(turns), len(turns) - 1, sum(turn["role"] == "assistant" for turn in turns))
+        may_mark = name in MARKS or (len(value) > 1 and len(value) in sizes)
+        is_mark = may_mark and _is_numbers(value) and _is_off(value) and _differs(name, value)
+    else:
+        is_weight = "weight" in name or "scale" in name
+        is_mark = name in MARKS and isinstance(value, bool | int | float)
+        is_mark = is_mark and (not value or (is_weight and value != 1))
+    if not is_mark:
+        return None
+    return (
+        f"{name} = {str(value)[:40]} beside what is learnt, which would not be read",
+        "marks in the messages: weight: 0 in those of the assistant that are not learnt",
+        f"write them there, leave out records that are not to be learnt, or {_TAKE_OUT}",
+    )
+
+
+def _remarks(own: Any) -> Iterator[str]:
+    """Name the answers and calls of a record that may teach something else than was meant."""
+    ranges = own.ranges or () if isinstance(own, Rendered) else ()
+    if ranges and not any(own.text[start:stop].strip() for start, stop in ranges):
+        yield _EMPTY_ANSWER
+    if not isinstance(own, Turns):
+        return
     known: dict[Any, Any] = {}
     for tool in own.tools or ():
         function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
@@ -125,18 +132,16 @@ def _remarks(own: Turns) -> Iterator[str]:
         if turn["role"] == "assistant":
             said = [value for key, value in turn.items() if key != "role" and key not in MARKS]
             if not any(one.strip() if isinstance(one, str) else one for one in said):
-                yield "an empty answer"
+                yield _EMPTY_ANSWER
         for call in turn.get("tool_calls") or ():
             function = call.get("function", {})
             given, schema = function.get("arguments"), known.get(function.get("name"), {})
             if isinstance(given, str):
                 yield "arguments of a call that are no JSON object"
-            elif any(value is None and key not in schema for key, value in (given or {}).items()):
+            elif isinstance(given, dict) and any(
+                value is None and key not in schema for key, value in given.items()
+            ):
                 yield "null arguments of a call, as a table of many calls writes them"
-
-
-def _is_said(one: Rendered) -> bool:
-    return any(one.text[start:stop].strip() for start, stop in one.ranges or ())
 
 
 def _is_numbers(value: Any) -> bool:
