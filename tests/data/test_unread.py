@@ -29,9 +29,12 @@ def said(content: str, **marks: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **marks}
 
 
+WITH_CALLS = CHATML.replace("['content']", "['content'] + (message.tool_calls or '') | string")
+
+
 def learnt(*records: dict[str, Any], notes: Notes | None = None, **reading: Any) -> list[str]:
     """What is learnt of each record."""
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(WITH_CALLS)
     own = [SourceRecord(one, 0, at, f"a.jsonl:{at}") for at, one in enumerate(records, start=1)]
     decided = Reading(**reading).decided(own[0])
     counted = Notes() if notes is None else notes
@@ -298,8 +301,6 @@ def test_a_column_of_json_keeps_its_nulls(tmp_path: Path) -> None:
     own = datasets.Dataset.from_list(rows, features=features)
     own.to_parquet(tmp_path / "a.parquet")
     own.save_to_disk(tmp_path / "disk")
-    template = CHATML.replace("message['content']", "message['content'] + SAID")
-    template = template.replace("SAID", "((message.tool_calls or '') | string)")
     for path in (tmp_path / "a.parquet", tmp_path / "disk"):
-        (one,) = load(path, tmp_path, byte_tokenizer(template))
+        (one,) = load(path, tmp_path, byte_tokenizer(WITH_CALLS))
         assert "'b': None" in byte_tokenizer().decode(one.input_ids)

@@ -706,7 +706,8 @@ def _missing(
                 break
         else:
             missing.append(one)
-    return sorted(missing, key=lambda one: one[0])
+    order = {id(one): at for at, one in enumerate(wanted)}
+    return sorted(missing, key=lambda one: order[id(one)])
 
 
 def _parts(text: str, ranges: list[tuple[int, int]]) -> list[str]:
