@@ -30,7 +30,7 @@ def test_a_run_on_data_of_others(tiny_run: TinyRun, tmp_path: Path, capsys: Any)
     )
     sources = [{"path": str(chats), "fields": NAMES}, {"path": str(tasks), "format": "alpaca"}]
     flags = (
-        f"--data.train={json.dumps(sources)}", "--data.chat_template=chatml",
+        f"--data.train={json.dumps(sources)}", "--data.chat_template=mistral",
         "--data.train_on=last", "--data.pad_token=<end>", "--data.eot_tokens=[<end>]",
         "--data.chat_template_kwargs={enable_thinking: false}", "--train.sequences_per_step=2",
         "--train.epochs=2", "--train.eval_every_steps=0",
@@ -40,7 +40,7 @@ def test_a_run_on_data_of_others(tiny_run: TinyRun, tmp_path: Path, capsys: Any)
     told = capsys.readouterr().out
     assert "format chat by the field talk" in told and "format alpaca" in told
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
-    assert "<|im_start|>" in tokenizer.chat_template and tokenizer.pad_token == "<end>"
+    assert "[INST]" in tokenizer.chat_template and tokenizer.pad_token == "<end>"
     generation = GenerationConfig.from_pretrained(out / "model")
     assert tokenizer.eos_token_id in np.atleast_1d(generation.eos_token_id)
     changed = (*flags, "--data.train_on=all", "--resume", "--train.epochs=3")
