@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_tokenizers import byte_tokenizer, word_tokenizer
+from tiny_tokenizers import CHATML, byte_tokenizer, word_tokenizer
 
 from furlong.config.schema import DataConfig, Source
 from furlong.data.dataset import SEQUENCES, DataSet, load_data
@@ -189,6 +189,25 @@ def test_a_template_that_writes_the_time_makes_other_data(tmp_path: Path) -> Non
     second = load(tmp_path, chats, tokenizer=tokenizer).fingerprint
     changed = {name for name in first if first[name] != second[name]}
     assert changed == {f"the sequences of {chats}", SEQUENCES}
+
+
+def test_tokens_of_a_template_that_writes_the_date_are_of_one_day(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer('{{ strftime_now("%d %b %Y") }}' + CHATML)
+    chats = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
+    settings = DataConfig(train=[str(chats)], cache_dir=str(tmp_path / "cache"))
+
+    def first_text(day: str | None, **kwargs: Any) -> str:
+        own = settings.model_copy(update={"chat_template_kwargs": kwargs})
+        (one,) = load_splits(own, tokenizer, None, day=day)["train"]
+        return str(tokenizer.decode(one.input_ids))
+
+    assert first_text("2026-01-31").startswith("31 Jan 2026<|im_start|>user")
+    assert first_text("2026-02-01").startswith("01 Feb 2026<")
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 2
+    assert first_text("2026-01-31").startswith("31 Jan 2026<")
+    assert first_text("2026-02-01", strftime_now="2025-12-24").startswith("24 Dec 2025<")
+    with pytest.raises(DataError, match="isoformat"):
+        first_text(None, strftime_now="yesterday")
 
 
 def test_weights_make_the_mixture(tmp_path: Path, texts: Path) -> None:

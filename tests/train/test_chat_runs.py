@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 from helpers.tiny_runs import TinyRun
 from transformers import AutoTokenizer, GenerationConfig
+from transformers.utils import chat_template_utils
 
 from furlong.cli.main import main
+from furlong.train import trainer
 
 TALK = [
     {"who": "me", "says": "word1 word2"},
@@ -46,6 +49,44 @@ def test_a_run_on_data_of_others(tiny_run: TinyRun, tmp_path: Path, capsys: Any)
     changed = (*flags, "--data.train_on=all", "--resume", "--train.epochs=3")
     assert main(tiny_run.arguments(out, *changed)) == 2
     assert "data.train_on = 'all', the run has 'last'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_a_run_goes_on_with_the_day_of_its_start(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: str
+) -> None:
+    """Also of a stream, and where the tokens are not in the cache any more."""
+    template = "{{ strftime_now('%Y') }} {% for m in messages %}{{ m.content }} {% endfor %}"
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2"}]
+    chats.write_text(f"{json.dumps({'messages': turns})}\n" * 9)
+    flags = (
+        f"--data.train={chats}", f"--data.chat_template={template}", "--train.save_every_steps=1",
+        f"--data.streaming={streaming}", "--train.epochs=null", "--train.eval_every_steps=0",
+        "--chunks.size=16",
+    )  # fmt: skip
+    out = tmp_path / "out"
+    for steps in (1, 2):
+        cache = f"--data.cache_dir={tmp_path / str(steps)}"
+        own = (*flags, cache, f"--train.steps={steps}", *["--resume"] * (steps - 1))
+        assert main(tiny_run.arguments(out, *own)) == 0
+        monkeypatch.setattr(trainer, "date", Later)
+        monkeypatch.setattr(chat_template_utils, "datetime", Later)
+
+
+class Later(datetime):
+    """A clock of another year."""
+
+    @classmethod
+    def today(cls) -> Later:
+        return cls(2031, 1, 1)
+
+    def __str__(self) -> str:
+        return self.date().isoformat()
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Later:
+        return cls.today()
 
 
 def test_a_run_with_another_tokenizer(tiny_run: TinyRun, tmp_path: Path, capsys: Any) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +46,10 @@ _LINKS = (
 _READ = frozenset(("role", "content", "tool_calls", *_THOUGHTS, *MARKS))
 _THINK = re.compile("</?think>")
 _TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+DATE = "strftime_now"
+"""The function by which a template writes the date, and the key of `chat_template_kwargs` that
+holds the day for it."""
+_DATE = re.compile(rf"{DATE}\(\s*(['\"])(.*?)\1\s*\)")
 # A template may write the time.
 _NUMBER = re.compile("[0-9]")
 # No template has it in a text of its own.
@@ -560,11 +565,15 @@ class _Template:
                 for turn in turns
             ]
         self._before()
+        source = _TAG.sub(_with_mark, self._text) if tags else self._text
         try:
+            if DATE in own.kwargs:
+                day = date.fromisoformat(str(own.kwargs[DATE]))
+                source = _DATE.sub(lambda call: json.dumps(day.strftime(call[2])), source)
             (text,), _ = render_jinja_template(
                 conversations=[turns],
                 tools=own.tools,
-                chat_template=_TAG.sub(_with_mark, self._text) if tags else self._text,
+                chat_template=source,
                 add_generation_prompt=prompt,
                 **{**self._tokenizer.special_tokens_map, **own.kwargs},
             )

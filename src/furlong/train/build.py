@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import date
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from furlong.api import Engine
 from furlong.config.schema import DataConfig, Format, RunConfig, TrainConfig
+from furlong.data.chat import DATE
 from furlong.data.dataset import DataSet, describe_shared, load_data
 from furlong.data.loader import (
     Batch,
@@ -103,16 +105,28 @@ def fused(config: RunConfig, model: Any) -> Any:
     return model
 
 
+def _dated(settings: DataConfig, tokenizer: Any, day: str | None = None) -> DataConfig:
+    """The settings of data with the day that the tokenizer's chat template writes, if it does:
+    what the settings give, `day`, or today."""
+    if DATE not in str(tokenizer.chat_template):
+        return settings
+    kwargs = {DATE: day or str(date.today()), **settings.chat_template_kwargs}
+    return settings.model_copy(update={"chat_template_kwargs": kwargs})
+
+
 def load_splits(
     settings: DataConfig,
     tokenizer: Any,
     format: Format | None,
     seed: int = 0,
     say: Callable[[str], None] = print,
+    day: str | None = None,
 ) -> dict[str, Any]:
     """The data sets `train` and, if there is one, `eval`; prints what was found. `format`: that of
-    the loss, None is the settings' own. `seed`, `say`: see `StreamSet`."""
+    the loss, None is the settings' own. `seed`, `say`: see `StreamSet`. `day`: for templates that
+    write the date, None is today."""
     data: dict[str, Any] = {}
+    settings = _dated(settings, tokenizer, day)
     if settings.streaming:
         data["train"] = StreamSet(settings, tokenizer, seed=seed, say=say)
     for split, named in (("train", settings.train), ("eval", settings.eval)):

@@ -97,8 +97,7 @@ def check_data(checkpoint: Checkpoint, fingerprint: dict[str, str]) -> None:
         causes = [name for name in found if name != SEQUENCES] or [SEQUENCES]
         raise checkpoint.refusal(
             f"{', '.join(causes)}: changed since the checkpoint was written",
-            "the same files, weights, shares and limits, and the same tokenizer, whose chat"
-            " template writes no date",
+            "the same files, weights, shares and limits, and the same tokenizer",
             "restore what has changed, or start anew with another out",
         )
 

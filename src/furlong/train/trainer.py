@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -216,10 +217,12 @@ class Trainer:
 
     def _load_data(self) -> None:
         config, processes, checkpoint = self.config, self.processes, self.run.checkpoint
+        state = {} if checkpoint is None else checkpoint.state
+        self.day: str = state.get("day") or processes.from_first(lambda: str(date.today()))
         with patience("reading the data", speaks=processes.is_first):
             read = partial(
                 build.load_splits, config.data, self.tokenizer, self.objective.format,
-                config.train.seed, self.say,
+                config.train.seed, self.say, self.day,
             )  # fmt: skip
             self.data = processes.first_of_each_machine(read)
         self.train_data: DataSet | StreamSet = self.data["train"]
@@ -523,6 +526,7 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
             "options": values_of(shrunk(self.decision, self.fitting.options)),
             "data_fingerprint": self.train_data.fingerprint,
+            "day": self.day,
             "longest_tokens": self.longest_tokens,
             **self.fingerprints,
             "architecture": self.run_model.architecture,
