@@ -287,7 +287,7 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
     """A run file with the user's settings over the shrunk model and random tokens."""
     shrunk.save_pretrained(home / "config")
     model = build_model(str(home / "config"), init="random", dtype=torch.float32)
-    export_model(model, _any_tokenizer(), home / "model", dtype=torch.float32)
+    export_model(model, None, home / "model", dtype=torch.float32)
     draw = random.Random(0)
     lines = (
         json.dumps({"input_ids": draw.choices(range(4, VOCAB_SIZE), k=draw.randint(2, length))})
@@ -334,16 +334,6 @@ def _without_cpu(offload: Any) -> Any:
     if isinstance(offload, Mapping):
         return {kind: _without_cpu(target) for kind, target in offload.items()}
     return "none" if offload == "cpu" else offload
-
-
-def _any_tokenizer() -> Any:
-    """A run loads one, though its data are token ids."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"<end>": 2, "word": 3}, unk_token="<end>"))
-    )
 
 
 def _start(program: str, file: Path, out: Path, *flags: str) -> subprocess.Popen[bytes]:

@@ -45,7 +45,7 @@ BAD: dict[str, tuple[str, str, tuple[str, ...], str, str]] = {
     ),
     "held-out data": ("a.jsonl", lines(TEXT), ("--data.eval=nowhere",), "nowhere", "data.eval"),
     "cache": ("a.txt", "abc", ("--data.cache_dir=/dev/null",), "File exists", "cache_dir"),
-    "no tokenizer": ("a.txt", "abc", ("--model.name=bare",), "without a tokenizer", "model.name"),
+    "no tokenizer": ("a.txt", "abc", ("--model.name=bare",), "without a tokenizer", "a.txt"),
     "no place for a run": ("a.txt", "abc", ("--out=a.txt/run",), "a.txt is no folder", "out"),
     "too long a name": ("a.txt", "abc", (f"--out={'a' * 300}",), "name too long", "out"),
 }  # fmt: skip

@@ -78,8 +78,7 @@ def test_a_run_file_says_where_data_and_tokenizer_are(
     ("arguments", "told"),
     [
         ([], "the following arguments are required"),
-        (["data"], "data without a tokenizer"),
-        (["a.yaml", "b.yaml"], "data without a tokenizer"),
+        (["a.yaml", "b.yaml"], "a.yaml: no such file"),
         (["a.yaml", "--format=text"], "--format with a run file"),
         (["a.yaml", "--split=train"], "--split with a run file"),
         (["a.yaml", "--name=en"], "--name with a run file"),
@@ -98,6 +97,18 @@ def test_a_wrong_command_line_is_told(arguments: list[str], told: str, capsys: A
     assert [line.split(":")[0] for line in message.splitlines()] == [
         "given", "required", "from", "change",
     ]  # fmt: skip
+
+
+def test_token_ids_are_counted_without_a_tokenizer_and_texts_are_not(
+    data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    ids, out = tmp_path / "ids.jsonl", tmp_path / "lengths.json"
+    ids.write_text('{"input_ids": [1, 2, 3]}\n')
+    assert main(["lengths", str(ids), f"--out={out}"]) == 0
+    assert read_lengths(out).counts == ((3, 1),)
+    assert main(["lengths", str(data)]) == 2
+    told = capsys.readouterr().err
+    assert f"{data}:1" in told and "--tokenizer" in told and "input_ids" in told
 
 
 def test_of_pairs_both_answers_are_counted(tokenizer: Path, tmp_path: Path, capsys: Any) -> None:

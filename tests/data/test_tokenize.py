@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tiny_tokenizers import CHATML, CHATML_WITH_TAGS, byte_tokenizer, word_tokenizer
-from tokenizers import normalizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
-from furlong.config.schema import Format
+from furlong.config.schema import DataConfig, Format
 from furlong.data import tokenize
 from furlong.data.formats import Reading, encode
 from furlong.data.records import BLANK, Notes, SourceRecord
@@ -198,3 +201,171 @@ def test_a_sequence_counts_what_is_learnt() -> None:
     labels = np.array([5, -100, 3, 4], np.int32)
     sequence = Sequence(0, "x", np.arange(4, dtype=np.int32), labels)
     assert (sequence.seq_len, sequence.num_valid_tokens) == (4, 2)
+
+
+PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+"""As tokenizer.json of Llama 2 and Mistral 7B has it."""
+
+
+def save(folder: Path, backend: Tokenizer, **config: Any) -> str:
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def bytes_backend(*splitters: Any) -> Tokenizer:
+    marks = ["<s>", "</s>", "<end>"]
+    symbols = [*marks, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocab = {symbol: i for i, symbol in enumerate([*symbols, "12", "123"])}
+    backend = Tokenizer(models.BPE(vocab, [("1", "2"), ("12", "3")]))
+    levels = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splitters, levels]) if splitters else levels
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(marks)
+    return backend
+
+
+def pieces_backend() -> Tokenizer:
+    words = ["▁", "▁[", "[", "A", "]", "▁a", "▁▁", "a", "▁b", "b"]
+    symbols = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *words]
+    vocab = {symbol: i for i, symbol in enumerate(symbols)}
+    merges = [("▁", "["), ("▁", "a"), ("▁", "b"), ("▁", "▁")]
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = PREPEND
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "text"),
+    [
+        (bytes_backend(DIGITS), "GPT2Tokenizer", "in 123123 they 12345"),
+        (bytes_backend(DIGITS), "Qwen2Tokenizer", "123"),
+        (pieces_backend(), "LlamaTokenizer", " a b"),
+        (pieces_backend(), "LlamaTokenizer", "<s>[A] a</s><s>[A] b</s>"),
+        (bytes_backend(), "GemmaTokenizer", "no <unk> here"),
+        (bytes_backend(DIGITS), "NobodysTokenizer", "123"),
+    ],
+)
+def test_ids_are_those_of_tokenizer_json_in_an_export_too(
+    backend: Tokenizer, kind: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>", "legacy": True}
+    tokenizer = load_tokenizer(save(tmp_path / "model", backend, **known))
+    expected = backend.encode(text, add_special_tokens=False).ids
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == expected
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    said = capsys.readouterr().out
+    files = write(tokenizer, tmp_path / "export")
+    assert files["tokenizer.json"] == (tmp_path / "model" / "tokenizer.json").read_bytes()
+    written = json.loads(files["tokenizer_config.json"])
+    is_other = kind not in ("NobodysTokenizer",)
+    assert (" of " in said) == is_other
+    assert written == known | ({"tokenizer_class": "PreTrainedTokenizerFast"} if said else {})
+    again = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert again(text, add_special_tokens=False)["input_ids"] == expected
+
+
+def write(tokenizer: Any, folder: Path) -> dict[str, bytes]:
+    folder.mkdir()
+    for name, content in tokenizer.source_files.items():
+        (folder / name).write_bytes(content)
+    return dict(tokenizer.source_files)
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+def test_flags_of_begin_and_end_are_applied_as_by_transformers_4_or_told(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSeek asks for a BOS that its tokenizer.json leaves out, Cohere for no EOS beside it."""
+    known = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>"}
+    is_applied = kind != "PreTrainedTokenizerFast"
+    for flags, processor in (
+        ({"add_bos_token": True, "add_eos_token": False}, "$A"),
+        ({"add_bos_token": False}, "<s> $A"),
+        ({"add_bos_token": True, "add_eos_token": False}, "<s> $A </s> <end>"),
+    ):
+        backend = bytes_backend()
+        backend.post_processor = processors.TemplateProcessing(
+            single=processor, special_tokens=[("<s>", 0), ("</s>", 1), ("<end>", 2)]
+        )
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        tokenizer = load_tokenizer(save(folder, backend, **known, **flags))
+        (one,), _ = run([{"text": "a"}], tokenizer)
+        begins = flags["add_bos_token"] if is_applied else "<s>" in processor
+        tail = [1] if is_applied or "<end>" not in processor else [1, 2, 1]
+        middle = backend.encode("a", add_special_tokens=False).ids
+        assert one.input_ids.tolist() == [0] * begins + middle + tail
+        assert "add_" in capsys.readouterr().out
+        assert json.loads(tokenizer.source_files["tokenizer_config.json"]) == known | flags
+
+
+@pytest.mark.parametrize(
+    ("processor", "text", "ids"),
+    [
+        ("<s> $A", "<s>a", [0, 2, 1]),
+        ("<s> $A", "a<s>", [0, 2, 0, 1]),
+        (None, "<s>a", [0, 2, 1]),
+        ("<s> $A </s>", "<s>a</s>", [0, 2, 1]),
+        ("<s> $A", "<s>a <stop>\n", [0, 2, 5]),
+        (None, "<stop> a", [5, 2, 1]),
+    ],
+)
+def test_marks_that_a_text_has_already_are_not_added(
+    processor: str | None, text: str, ids: list[int]
+) -> None:
+    tokenizer = word_tokenizer(processor)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    (sequence,), told = run([{"text": text}], tokenizer)
+    assert sequence.input_ids.tolist() == ids
+    assert len(told) == (processor is not None and text.startswith("<s>")) + ("<stop>\n" in text)
+    (pair,), _ = run([{"prompt": text, "completion": " b"}], tokenizer, "completion")
+    ends = pair.input_ids[-2:].tolist(), pair.labels[-2:].tolist()
+    assert ends == ([3, 1], [3, 1])
+    (pair,), _ = run([{"prompt": "<s>a", "completion": " b<stop>"}], tokenizer, "completion")
+    assert pair.labels.tolist() == [-100, -100, 3, 5]
+
+
+def test_what_a_run_sets_of_a_tokenizer_is_all_that_changes_in_its_export(tmp_path: Path) -> None:
+    """A special token is cut out of texts, in the run as where the export is loaded."""
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
+    name = save(tmp_path / "model", bytes_backend(), **kind)
+    for file in ("chat_template.jinja", "special_tokens_map.json", "README.md", "config.json"):
+        (tmp_path / "model" / file).write_text("{}")
+    settings = DataConfig(train="x", eos_token="12", pad_token="<end>", chat_template="{{ 1 }}")
+    tokenizer = load_tokenizer(name, settings=settings)
+    files = write(tokenizer, tmp_path / "export")
+    changed = kind | {"eos_token": "12", "pad_token": "<end>", "chat_template": "{{ 1 }}"}
+    assert json.loads(files["tokenizer_config.json"]) == changed
+    assert json.loads(files["special_tokens_map.json"]) == {"eos_token": "12", "pad_token": "<end>"}
+    assert files["chat_template.jinja"] == b"{{ 1 }}"
+    assert files.keys() == {
+        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+    }  # fmt: skip
+    again = AutoTokenizer.from_pretrained(tmp_path / "export")
+    for text in ("a123b12", "12</s>"):
+        assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert (again.eos_token, again.pad_token, again.chat_template) == ("12", "<end>", "{{ 1 }}")
+
+
+def test_token_ids_need_no_tokenizer_and_texts_are_refused_without_one(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tmp_path), is_needed=False)
+    (sequence,), _ = run([{"input_ids": [1, 2]}], tokenizer, "tokens")
+    assert sequence.input_ids.tolist() == [1, 2]
+    fingerprint(tokenizer)
+    for record, format in (({"text": "a"}, "text"), ({"messages": TURNS}, "chat")):
+        with pytest.raises(ConfigError) as caught:
+            run([record], tokenizer, cast(Format, format))
+        assert caught.value.source == "file:1"
+        assert {"model.tokenizer", "input_ids"} <= set(re.findall(r"[\w.]+", caught.value.change))
+    with pytest.raises(ConfigError):
+        load_tokenizer(
+            str(tmp_path), is_needed=False, settings=DataConfig(train="x", eos_token="a")
+        )
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError):
+        load_tokenizer(str(tmp_path), is_needed=False)

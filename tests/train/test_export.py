@@ -141,3 +141,24 @@ def test_what_cannot_be_exported_is_told(
     assert part in message
     assert len(message.splitlines()) == 4
     assert sorted(run.rglob("*")) == before
+
+
+def test_a_model_without_a_tokenizer_trains_on_token_ids_in_every_verb(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As models of proteins and of music have none."""
+    model, run, data = tmp_path / "model", tmp_path / "run", tmp_path / "ids.jsonl"
+    shutil.copytree(tiny_run.folder / "model", model)
+    for file in [*model.glob("*token*"), *model.glob("chat_template*")]:
+        file.unlink()
+    data.write_text('{"input_ids": [5, 6, 7, 8]}\n' * 4)
+    flags = (f"--model.name={model}", f"--data.train={data}", "--data.eval=null")
+    assert main(tiny_run.arguments(run, *flags, "--train.epochs=1")) == 0
+    assert main(["lengths", str(run / "config.json")]) == 0
+    assert main(["export", str(run), f"--out={tmp_path / 'again'}"]) == 0
+    assert not [*(run / "model").glob("*token*"), *(tmp_path / "again").glob("*token*")]
+    AutoModelForCausalLM.from_pretrained(run / "model")
+    capsys.readouterr()
+    sampled = (*flags, "--log.samples=[a]", "--train.eval_every_steps=1")
+    assert main(tiny_run.arguments(tmp_path / "other", *sampled)) == 2
+    assert "log.samples" in capsys.readouterr().err

@@ -100,18 +100,17 @@ def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
 
 
 def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str]:
-    if chosen.tokenizer is None:
-        required = "--tokenizer, the hub id or folder of a model"
-        raise refusal("data without a tokenizer", required, "add --tokenizer T, or name a run file")
     tell_loading()
     from furlong.config.schema import DataConfig, Source
     from furlong.data.dataset import load_data
-    from furlong.data.tokenize import load_tokenizer
+    from furlong.data.tokenize import NoTokenizer, load_tokenizer
     from furlong.models.folder import check_name
 
     sources = [Source(path=path, name=chosen.name, split=chosen.split) for path in chosen.data]
-    check_name(chosen.tokenizer, "--tokenizer")
-    tokenizer = load_tokenizer(chosen.tokenizer, "--tokenizer")
+    tokenizer: Any = NoTokenizer("data without --tokenizer")
+    if chosen.tokenizer is not None:
+        check_name(chosen.tokenizer, "--tokenizer")
+        tokenizer = load_tokenizer(chosen.tokenizer, "--tokenizer")
     settings = DataConfig(train=tuple(sources), format=chosen.format or "auto")
     settings = settings.model_copy(update={"max_seq_len": None})
     data = load_data(sources, tokenizer, settings, key="data")

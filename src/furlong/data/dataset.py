@@ -31,7 +31,7 @@ from furlong.data.loader import Mixture, Units, each_alone, rows_of
 from furlong.data.pairs import require_answers
 from furlong.data.records import Notes, SourceRecord, left_out, read_records
 from furlong.data.sources import Listing, list_files, printable, unreadable
-from furlong.data.tokenize import IGNORE_INDEX, Encoded, Sequence, fingerprint
+from furlong.data.tokenize import IGNORE_INDEX, Encoded, Sequence, fingerprint, token_in_words
 from furlong.errors import DataError
 from furlong.units import count_words, format_count, format_seconds, plural
 
@@ -287,7 +287,8 @@ class DataSet:
             for row in range(len(part.index)):
                 highest = int(max(map(np.max, part.tokens(row))))
                 if highest >= vocab_size:
-                    raise unknown_token(highest, vocab_size, part.origin(row))
+                    told = part.notes["highest_token"] if highest == part.notes["highest"] else ""
+                    raise unknown_token(told or f"token id {highest}", vocab_size, part.origin(row))
 
     def describe(self) -> list[str]:
         """Lines that tell what was found: one per source, one for all."""
@@ -454,13 +455,14 @@ def _overlap(one: TokenizedSource, other: TokenizedSource) -> list[str]:
     ]
 
 
-def unknown_token(token: int, vocab_size: int, origin: str) -> DataError:
+def unknown_token(given: str, vocab_size: int, origin: str) -> DataError:
     """The message about a token id or label that a model does not know."""
     return DataError(
-        given=f"token id {token}",
+        given=given,
         required=f"ids below {vocab_size}, the model's vocab_size",
         source=origin,
-        change="use the tokenizer that belongs to the model",
+        change="remove it from the records, as a text model lacks the tokens of images, or use the"
+        " tokenizer that belongs to the model",
     )
 
 
@@ -553,6 +555,7 @@ def _encoded(
     for record, sequences in encode(chain((first,), records), tokenizer, own, notes):
         for one in sequences:
             highest = max(int(one.input_ids.max()), int(one.labels.max()))
-            facts["highest"] = max(facts["highest"], highest)
+            if highest > facts["highest"]:
+                facts |= {"highest": highest, "highest_token": token_in_words(highest, tokenizer)}
         yield record, sequences
     facts |= {"unused": notes.unread, "num_records": notes.num_records}

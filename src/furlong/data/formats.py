@@ -34,7 +34,14 @@ from furlong.data.pairs import EMPTY, check_pair, is_of_texts, read_pair, with_m
 from furlong.data.records import BLANK, Notes, SourceRecord, is_message
 from furlong.data.rendering import rendering
 from furlong.data.sources import printable
-from furlong.data.tokenize import IGNORE_INDEX, Encoded, Item, Rendered, tokenized
+from furlong.data.tokenize import (
+    IGNORE_INDEX,
+    Encoded,
+    Item,
+    NoTokenizer,
+    Rendered,
+    tokenized,
+)
 from furlong.data.unread import Unread
 from furlong.errors import DataError
 
@@ -308,6 +315,8 @@ def _encoded(
                 continue
             own: list[Rendered | Encoded] = []
             for one in found:
+                if not isinstance(one, Encoded) and isinstance(tokenizer, NoTokenizer):
+                    raise tokenizer.refusal(record.origin)
                 if isinstance(one, Turns):
                     # A template runs apart.
                     render = render or stack.enter_context(rendering(tokenizer, reading.eot_tokens))

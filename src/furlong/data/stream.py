@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from furlong.data.formats import Reading, encode, read_whole
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.records import Notes, SourceRecord, left_out, read_records
 from furlong.data.sources import list_files, printable
-from furlong.data.tokenize import Encoded, Sequence, fingerprint
+from furlong.data.tokenize import Encoded, Sequence, fingerprint, token_in_words
 from furlong.errors import DataError
 from furlong.plan.lengths import StepSize
 from furlong.units import count_words
@@ -281,6 +281,7 @@ class StreamSet:
         self._settings, self._seed, self.say, self._key = settings, seed, say, key
         own = copy.deepcopy(tokenizer)  # the thread's
         self._tokenizer = fingerprint(tokenizer)
+        self._told = partial(token_in_words, tokenizer=tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._vocab_size: int | None = None
         self._readers = [
@@ -408,6 +409,6 @@ class StreamSet:
             for one in block.sequences:
                 highest = int(max(one.input_ids.max(), one.labels.max()))
                 if highest >= vocab_size:
-                    raise unknown_token(highest, vocab_size, one.origin)
+                    raise unknown_token(self._told(highest), vocab_size, one.origin)
         for line in block.notes:
             self.say(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from copy import copy
@@ -20,14 +20,33 @@ from furlong.config.schema import DataConfig, RunConfig
 from furlong.data.records import MAX_TEXT_BYTES, Notes, SourceRecord, too_large
 from furlong.data.training_templates import template_text
 from furlong.errors import ConfigError
-from furlong.models.folder import check_name
+from furlong.models.folder import check_name, hushed, model_file
 
 IGNORE_INDEX = -100
 """The label of a token that adds no loss."""
 NO_EOS = "sequences without an end, since the tokenizer has no EOS"
+HAS_BOS = "texts that begin with {} already, which is not added again"
+HAS_END = "texts that end with {}, a special token, to which no EOS is added"
 
 _TEXTS_PER_CALL = 64
 _CHARS_PER_CALL = 2**20
+
+_FILES = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab*.json", "vocab*.txt",
+    "merges.txt", "tokenizer*.model", "s*piece*.model", "*.tiktoken", "tekken.json",
+    "chat_template*", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+"""The files of a tokenizer in a model's folder."""
+_CONFIG = "tokenizer_config.json"
+_PROBES = (
+    "a", "The cat sat.", " leading", "    four  and   more ", "tab\tnew\n\n line\r\n", "it's WE'LL",
+    "1234567 3.14 0x1F", "def f(x):\n    return x**2  # 10\n", "https://a.b/c?d=e_f&g=%20",
+    "naïve cafe\u0301", "नमस्ते दुनिया, कैसे हो", "สวัสดีครับ", "العَرَبِيَّة", "עִבְרִית", "한국어 조선말",
+    "漢字かな交じり文。", "Привет, мир", "Ελληνικά", "தமிழ்", "বাংলা ভাষা", "tiếng Việt", "👩‍👩‍👧 🇩🇪 ✈️",
+)  # fmt: skip
+"""Texts of which tokenizers that are alike make the same ids."""
+_FLAGGED = ("Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX")
+"""Tokenizers whose `add_bos_token` and `add_eos_token` transformers 4 put into effect."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,25 +107,60 @@ def load_tokenizer(
     *,
     revision: str | None = None,
     settings: DataConfig | None = None,
+    is_needed: bool = True,
 ) -> Any:
-    """The tokenizer of a hub id or folder, which `source` named, of a `revision` of the hub's, with
-    the chat template and the special tokens of `settings`. Raises ConfigError."""
-    from transformers import AutoTokenizer
+    """Load the tokenizer of a hub id or folder, which `source` named.
+
+    A `tokenizer.json` is read as it is: some classes of transformers build another tokenizer beside
+    its vocabulary. `settings` may change the chat template and special tokens. The attribute
+    `source_files` of the result holds the files that an export of it consists of. `is_needed`:
+    False gives `NoTokenizer` where there is no file of a tokenizer.
+
+    Raises:
+        ConfigError: there is no tokenizer, it cannot be read, or it lacks a token of `settings`.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(os.path.expanduser(name))
+    path = str(folder) if folder.is_dir() else name
+    tokenizer: Any = None
     cause: Exception | None = None
+    reason = "there is no vocabulary"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else name,
-            trust_remote_code=False,
-            revision=revision or "main",
-        )
-        # Without files transformers may build a tokenizer of the family that knows no word.
-        is_found = bool(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
-        reason = "there is no vocabulary"
+        with hushed():
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, trust_remote_code=False, revision=revision or "main"
+            )
     except Exception as error:  # the tokenizers' Rust code raises plain ones for a broken file
-        is_found, cause, reason = False, error, str(error).strip().split("\n")[0]
-    if not is_found:
+        cause, reason = error, str(error).strip().split("\n")[0]
+    found = (model_file(path, one, revision) for one in ("tokenizer.json", _CONFIG, "config.json"))
+    home = next((file.parent for file in found if file is not None), folder)
+    files = {
+        file.relative_to(home).as_posix(): file.read_bytes()
+        for pattern in _FILES
+        for file in sorted(home.glob(pattern))
+        if file.is_file()
+    }
+    flags = json.loads(files.get(_CONFIG, b"{}"))
+    if "tokenizer.json" in files and type(tokenizer) is not PreTrainedTokenizerFast:
+        other = tokenizer
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(home))
+        except Exception as error:
+            tokenizer, cause, reason = None, error, str(error).strip().split("\n")[0]
+        else:
+            # tokens that the class names where tokenizer_config.json does not
+            for key, token in getattr(other, "special_tokens_map", {}).items():
+                if getattr(tokenizer, key, None) is None and token in tokenizer.get_vocab():
+                    setattr(tokenizer, key, token)
+            if what := _difference(tokenizer, other, reason):
+                print(f"{name}: tokenizer.json is read as it is, for AutoTokenizer {what}")
+                files[_CONFIG] = _changed(files, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    # Without files transformers may build a tokenizer of the family that knows no word.
+    if tokenizer is None or not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        if not (files or is_needed):
+            none = NoTokenizer(f"{name} without a tokenizer: {reason}")
+            return none if settings is None else _as_set(none, settings)
         raise ConfigError(
             given=f"{name} without a tokenizer: {reason}",
             required="tokenizer files beside config.json, in UTF-8",
@@ -114,24 +168,135 @@ def load_tokenizer(
             change="save the model's tokenizer into the folder; of the hub, check the whole id"
             " (Qwen/Qwen2.5-0.5B) and the connection",
         ) from cause
+    tokenizer.name_or_path, tokenizer.source_files = name, files
+    if "tokenizer.json" in files:
+        _apply_flags(tokenizer, flags)
     return tokenizer if settings is None else _as_set(tokenizer, settings)
 
 
+def _changed(files: Mapping[str, bytes], values: Mapping[str, Any], name: str = _CONFIG) -> bytes:
+    """Return a JSON file of a tokenizer with other values of some keys."""
+    kept = json.loads(files.get(name, b"{}"))
+    return (json.dumps({**kept, **values}, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _difference(own: Any, other: Any, reason: str) -> str:
+    """Return in words how another tokenizer differs on some texts, or nothing."""
+
+    def ids(tokenizer: Any, text: str) -> Any:
+        try:
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception:  # a class may ask for a token that the vocabulary lacks
+            return None
+
+    if other is None:
+        return f"cannot: {reason}"
+    marks = list(own.get_added_vocab())[:16]
+    texts = (*_PROBES, *(f" {mark}[A] {mark} b\n{mark}c  {mark}" for mark in marks))
+    number = sum(ids(own, text) != ids(other, text) for text in texts)
+    what = f"({type(other).__name__}) makes other ids of {number} of {len(texts)} texts"
+    return what if number else ""
+
+
+def _apply_flags(tokenizer: Any, flags: Mapping[str, Any]) -> None:
+    """Put flags of tokenizer_config.json into effect as transformers 4 did, or print that they are
+    not: transformers 5 drops them beside a tokenizer.json.
+
+    `legacy` decides how transformers makes a tokenizer.json, and nothing where there is one.
+    """
+    from tokenizers import pre_tokenizers
+
+    prefix, splitter = flags.get("add_prefix_space"), tokenizer.backend_tokenizer.pre_tokenizer
+    if isinstance(prefix, bool) and isinstance(splitter, pre_tokenizers.ByteLevel):
+        splitter.add_prefix_space = prefix
+    before, after = _added(tokenizer, _PROBES)
+    does = {"add_bos_token": bool(before), "add_eos_token": bool(after)}
+    asked = does | {key: flags[key] for key in does if isinstance(flags.get(key), bool)}
+    if tokenizer.bos_token_id is None or asked == does:
+        return
+    kind = str(flags.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
+    if is_applied := kind in _FLAGGED:
+        tokenizer._add_eos_token = asked["add_eos_token"]
+        tokenizer.add_bos_token = asked["add_bos_token"]
+    what = "is applied" if is_applied else "is not applied: tokenizer.json decides"
+    for key in does:
+        if asked[key] != does[key]:
+            print(f"{tokenizer.name_or_path}: {key} = {json.dumps(asked[key])} of {_CONFIG} {what}")
+
+
+def _added(tokenizer: Any, texts: Iterable[str]) -> tuple[list[int], list[int]]:
+    """Return the ids that the post-processor puts before and after a text, by the first of these
+    that has tokens."""
+    for text in texts:
+        try:
+            found = tokenizer(text, return_special_tokens_mask=True, verbose=False)
+            ids, mask = found["input_ids"], found["special_tokens_mask"]
+        except Exception:  # a vocabulary without this character and without an unknown token
+            continue
+        if 0 in mask:
+            return ids[: mask.index(0)], ids[len(mask) - mask[::-1].index(0) :]
+    return [], []
+
+
+def with_begin(text: str, tokenizer: Any) -> list[int]:
+    """Return the ids of a text that is to be continued, with the begin that the tokenizer adds
+    unless it is there."""
+    before, _ = _added(tokenizer, (text[:64], *_PROBES))
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids if ids[: len(before)] == before else [*before, *ids]
+
+
+class NoTokenizer:
+    """Stands for the tokenizer of a model that has none: token ids need none."""
+
+    is_fast, eos_token_id, chat_template = True, None, None
+    source_files: Mapping[str, bytes] = {}
+
+    def __init__(self, given: str) -> None:
+        self.given = given
+
+    def refusal(self, source: str, also: str = "") -> ConfigError:
+        """Return the error for what cannot be had without a tokenizer; `also`: another change."""
+        return ConfigError(
+            given=self.given,
+            required="a tokenizer for texts and messages; records of token ids need none",
+            source=source,
+            change="save the model's tokenizer into its folder, name one in model.tokenizer (for"
+            f" data without a run file: --tokenizer), or {also or 'give token ids (input_ids)'}",
+        )
+
+
+def token_in_words(token: int, tokenizer: Any) -> str:
+    """Return a token's id, with its text where a tokenizer knows it."""
+    known = not isinstance(tokenizer, NoTokenizer) and tokenizer.convert_ids_to_tokens(token)
+    return f"token id {token}{f', which is {known}' if known else ''}"
+
+
 def tokenizer_of(config: RunConfig) -> Any:
-    """The tokenizer of a run: the model's own, or that of `model.tokenizer`. Raises ConfigError."""
+    """Return the tokenizer of a run: that of `model.tokenizer`, else the model's, or `NoTokenizer`
+    where the model has no file of one. Raises ConfigError."""
     name, source, revision = config.model.name, "model.name", config.model.revision
     if config.model.tokenizer is not None:
         name, source, revision = config.model.tokenizer, "model.tokenizer", None
     check_name(name, source)
-    return load_tokenizer(name, source, revision=revision, settings=config.data)
+    is_needed = source == "model.tokenizer"
+    return load_tokenizer(
+        name, source, revision=revision, settings=config.data, is_needed=is_needed
+    )
 
 
 def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
-    """The tokenizer with what a run sets of it. Raises ConfigError."""
-    named = {"eos_token": settings.eos_token, "pad_token": settings.pad_token}
-    tokens = [(f"data.{name}", token) for name, token in named.items() if token is not None]
-    known = tokenizer.get_vocab()
+    """Return the tokenizer with what a run sets of it. Raises ConfigError."""
+    given = {"eos_token": settings.eos_token, "pad_token": settings.pad_token}
+    named = {name: token for name, token in given.items() if token is not None}
+    tokens = [(f"data.{name}", token) for name, token in named.items()]
     tokens += [("data.eot_tokens", token) for token in settings.eot_tokens]
+    if isinstance(tokenizer, NoTokenizer):
+        if tokens or settings.chat_template is not None:
+            key = tokens[0][0] if tokens else "data.chat_template"
+            raise tokenizer.refusal(key, f"remove {key}")
+        return tokenizer
+    known = tokenizer.get_vocab()
     for key, token in tokens:
         if token not in known:
             raise ConfigError(
@@ -140,11 +305,21 @@ def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
                 source=key,
                 change="name another token, or write the new one into the model's folder first",
             )
-    for name, own in named.items():
-        if own is not None:
-            setattr(tokenizer, name, own)
+    files = dict(tokenizer.source_files)
+    changes: dict[str, Any] = dict(named)
+    if named:
+        tokenizer.add_special_tokens(named)  # as it is where an export is loaded
+        for name in {"special_tokens_map.json"} & files.keys():
+            files[name] = _changed(files, named, name)
     if settings.chat_template is not None:
-        tokenizer.chat_template = template_text(settings.chat_template)
+        changes["chat_template"] = text = template_text(settings.chat_template)
+        tokenizer.chat_template = text
+        files = {name: own for name, own in files.items() if "chat_template" not in name}
+        if text is not None and "chat_template.jinja" in tokenizer.source_files:
+            files["chat_template.jinja"] = text.encode()
+    if changes:
+        files[_CONFIG] = _changed(files, changes)
+    tokenizer.source_files = files
     return tokenizer
 
 
@@ -153,6 +328,8 @@ def fingerprint(tokenizer: Any) -> str:
     import tokenizers
     import transformers
 
+    if isinstance(tokenizer, NoTokenizer):
+        return hashlib.sha256(b"no tokenizer").hexdigest()
     parts: dict[str, Any] = {
         "class": type(tokenizer).__name__,
         "versions": [transformers.__version__, tokenizers.__version__],
@@ -187,7 +364,7 @@ def tokenized(
     """
     for batch in _batches(items):
         texts = [(record, one) for record, own in batch for one in own if isinstance(one, Rendered)]
-        encoded = iter(_encode(texts, tokenizer) if texts else ())
+        encoded = iter(_encode(texts, tokenizer, notes) if texts else ())
         for record, own in batch:
             if _has_own_end(own) and tokenizer.eos_token_id is None:
                 notes.add(NO_EOS, record.file, record.line, len(own))
@@ -221,7 +398,9 @@ def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
         yield batch
 
 
-def _encode(batch: Items[tuple[SourceRecord, Rendered]], tokenizer: Any) -> list[Encoded]:
+def _encode(
+    batch: Items[tuple[SourceRecord, Rendered]], tokenizer: Any, notes: Notes
+) -> list[Encoded]:
     by_template = batch[0][1].by_template
     masked = any(rendered.ranges is not None for _, rendered in batch)
     if masked and not tokenizer.is_fast:
@@ -235,7 +414,7 @@ def _encode(batch: Items[tuple[SourceRecord, Rendered]], tokenizer: Any) -> list
         with _whole_tokens(tokenizer, masked):
             found = tokenizer(
                 [rendered.text for _, rendered in batch],
-                add_special_tokens=not by_template,
+                add_special_tokens=False,  # they are added below, where the text lacks them
                 return_attention_mask=False,
                 return_token_type_ids=False,
                 return_offsets_mapping=masked,
@@ -254,20 +433,36 @@ def _encode(batch: Items[tuple[SourceRecord, Rendered]], tokenizer: Any) -> list
                 "a text that the tokenizer can split",
                 "remove the record, or shorten its runs of one character, such as spaces",
             ) from None
-        return [one for item in batch for one in _encode([item], tokenizer)]
+        return [one for item in batch for one in _encode([item], tokenizer, notes)]
+    before, after = ([], []) if by_template else _added(tokenizer, (r.text[:64] for _, r in batch))
     eos: int | None = None if by_template else tokenizer.eos_token_id
+    if eos is not None and after[-1:] != [eos]:
+        after = [*after, eos]
+    special = (
+        {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special} if after else ()
+    )
+    ends = tuple(special - {tokenizer.bos_token, tokenizer.unk_token}) if special else ()
     encoded = []
-    for number, (_, rendered) in enumerate(batch):
-        ids = np.asarray(found["input_ids"][number], dtype=np.int32)
-        if eos is not None and (not len(ids) or ids[-1] != eos):
-            ids = np.append(ids, np.int32(eos))
+    for number, (record, rendered) in enumerate(batch):
+        own, ranges = np.asarray(found["input_ids"][number], dtype=np.int32), rendered.ranges
+        begin, end, text = before, after, rendered.text.rstrip()
+        if before and own[: len(before)].tolist() == before:
+            begin = []
+            notes.add(HAS_BOS.format(tokenizer.decode(before)), record.file, record.line)
+        if own[-len(after) :].tolist() == after or (eos is not None and own[-1:].tolist() == [eos]):
+            end = []
+        elif text.endswith(ends) and (ranges is None or (ranges and ranges[-1][0] < len(text))):
+            end = []
+            told = max((one for one in ends if text.endswith(one)), key=len)
+            notes.add(HAS_END.format(told), record.file, record.line)
+        ids = np.concatenate([begin, own, end]).astype(np.int32)
         labels = ids
-        if rendered.ranges is not None:
+        if ranges is not None:
             chars = np.asarray(found["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
             learnt = np.zeros(len(ids), dtype=bool)
-            learnt[: len(chars)] = _within(chars, rendered.ranges)
+            learnt[len(begin) : len(begin) + len(own)] = _within(chars, ranges)
             # That the completion ends here is learnt, whoever wrote the EOS.
-            learnt[-1:] |= eos is not None and bool(rendered.ranges)
+            learnt[len(ids) - max(len(end), 1) :] |= eos is not None and bool(ranges)
             labels = np.where(learnt, ids, np.int32(IGNORE_INDEX))
         encoded.append(Encoded(ids, labels))
     return encoded

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from difflib import get_close_matches
 from functools import reduce
@@ -40,6 +39,7 @@ from furlong.models.folder import (
     check_generation,
     check_readable,
     check_sizes,
+    hushed,
     model_error,
     reason,
     with_adapters,
@@ -450,7 +450,7 @@ def build_model(
             check_packed(config, source, quantize, has_adapters=lora is not None)
             model = _load_weights(source, config, loaded_dtype, layers, revision, quantize)
         if unpacked and packed_linears(model):
-            with _hushed():
+            with hushed():
                 model = model.dequantize(loaded_dtype)
             # what packed the weights of a file as they were read cannot be undone as they are saved
             model._weight_conversions = [
@@ -503,7 +503,11 @@ def export_model(
             config.save_pretrained(aside / BASE)
             with (aside / "README.md").open("a", encoding="utf-8") as opened:
                 opened.write(f"\n{_BASE_TOLD.format(folder=folder.name, base=BASE)}\n")
-        if tokenizer is not None:
+        if (files := getattr(tokenizer, "source_files", None)) is not None:
+            for name, content in files.items():
+                (aside / name).parent.mkdir(exist_ok=True)
+                (aside / name).write_bytes(content)
+        elif tokenizer is not None:
             tokenizer.save_pretrained(aside)
     if has_other_base:
         print(f"warning: {_BASE_TOLD.format(folder=folder, base=BASE)}")
@@ -529,7 +533,7 @@ def _end_by(file: Path, tokenizer: Any) -> None:
 
 def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
     is_adapter = hasattr(model, "peft_config")
-    with _hushed(is_reading=False):
+    with hushed(is_reading=False):
         if is_adapter:
             for adapters in model.peft_config.values():
                 base = adapters.base_model_name_or_path or ""
@@ -693,7 +697,7 @@ def _load_weights(
         others, config = placeholders(whole, layers), whole.config
         opened = holding_class(type(whole), others)
     try:
-        with _hushed():
+        with hushed():
             model, loaded = opened.from_pretrained(
                 source,
                 config=config,
@@ -747,24 +751,6 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         name: casts.setdefault(x.data_ptr(), x.to(dtype)) if x.is_floating_point() else x
         for name, x in model.state_dict().items()
     }
-
-
-@contextmanager
-def _hushed(*, is_reading: bool = True) -> Iterator[None]:
-    """Without transformers' reports, which are told as errors here, and without bars but for a
-    reading on a terminal."""
-    from transformers.utils import logging
-
-    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    if not (is_reading and sys.stderr.isatty()):
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bar:
-            logging.enable_progress_bar()
 
 
 def check_model(

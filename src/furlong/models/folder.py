@@ -7,7 +7,9 @@ name. Which model a name stands for is told as far as files can tell: nothing he
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -115,6 +117,24 @@ def model_file(source: str, name: str, revision: str | None = None) -> Path | No
     except OSError:  # neither in the cache nor at the hub
         return None
     return None if found is None else Path(found)
+
+
+@contextmanager
+def hushed(*, is_reading: bool = True) -> Iterator[None]:
+    """Without transformers' reports, which are told as errors here, and without bars but for a
+    reading on a terminal."""
+    from transformers.utils import logging
+
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not (is_reading and sys.stderr.isatty()):
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()
 
 
 def reason(error: BaseException, values: Mapping[str, Any] | None = None) -> str:

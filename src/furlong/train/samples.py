@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from furlong.config.schema import RunConfig
+from furlong.data.tokenize import NoTokenizer, with_begin
 from furlong.errors import ConfigError
 from furlong.runtime.distributed.fsdp import reshard
 from furlong.runtime.rng import RNGState
@@ -18,10 +19,15 @@ def encode_prompts(config: RunConfig, tokenizer: Any) -> list[tuple[str, list[in
     """Text and tokens of each of `log.samples`. Raises ConfigError for what cannot be one."""
     most = config.data.max_seq_len - config.log.sample_tokens
     prompts = []
+    if config.log.samples and isinstance(tokenizer, NoTokenizer):
+        raise tokenizer.refusal("log.samples", "remove log.samples")
     for number, prompt in enumerate(config.log.samples):
         is_text = isinstance(prompt, str)
         text = prompt if is_text else _rendered(config, prompt, tokenizer, number)
-        ids = tokenizer(text, add_special_tokens=is_text)["input_ids"]
+        if is_text:
+            ids = with_begin(str(text), tokenizer)
+        else:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not 0 < len(ids) <= most:
             raise _refused(
                 number,
