@@ -449,6 +449,8 @@ def test_a_model_at_hand_says_what_it_cannot(tmp_path: Path) -> None:
 
 
 def test_a_file_of_deepspeed_beside_the_recipe_is_read(tmp_path: Path) -> None:
+    missing = made(tmp_path, TRL + "deepspeed: ds.json").verdicts["deepspeed"]
+    assert missing.kind == "needless" and "ds.json" in missing.text
     (tmp_path / "ds.json").write_text('{"scheduler": {"type": "WarmupDecayLR"}}')
     of = made(tmp_path, TRL + "deepspeed: ds.json")
     assert of.verdicts["deepspeed"].kind == "refused"

@@ -163,6 +163,8 @@ def _verdict(name: str, value: Any) -> Verdict:
         return _refused(f"the same is computed with {' or '.join(words)} alone")
     if name in ("deepspeed", "fsdp", "fsdp_config") and _offloads(value):
         return _lost("weights and optimizer states stay on the device, divided over all processes")
+    if name == "deepspeed" and str(value).endswith(".json"):  # nobody could read it
+        return _needless(f"{answer.text}; {value} is not at hand: a scheduler in it is not seen")
     text = value.lower() if isinstance(value, str) else value
     is_off = text in _OFF or (text == 1 and name.endswith(("size", "degree", "tp")))
     return _needless(answer.text) if is_off else answer
