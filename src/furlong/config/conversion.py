@@ -250,6 +250,7 @@ def _pretrain(made: Conversion) -> None:
     """Read texts as axolotl's pretraining_dataset does: streamed, and in windows where it packs."""
     is_windows = made.value("sample_packing") is True
     made.run["data.too_long"] = "split" if is_windows else "truncate"
+    made.of_defaults.discard("data.too_long")
     if is_windows:
         made.remarks["data.too_long"] = "axolotl's windows share 256 tokens, here they share none"
     if isinstance(made.run.get("train.steps"), int):
@@ -465,6 +466,7 @@ def _length(made: Conversion, target: str, given: _Given) -> Any:
     is_of_answers = made.run.get("data.format") != "text" and "model" not in made.recipe.keys
     if made.recipe.dialect == "LLaMA-Factory" and is_of_answers:
         made.run["data.too_long"] = "error"
+        made.of_defaults.discard("data.too_long")
         made.remarks["data.too_long"] = (
             "LLaMA-Factory shortens a long record's prompts and keeps its answers; here such a"
             " record is refused: raise data.max_seq_len to its length"
