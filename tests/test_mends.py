@@ -56,7 +56,6 @@ DATA: dict[str, list[Any]] = {
     "chapters": [{"chapter": "some words"}] * 4,
     "questions": [{"question": "a", "answer": "b"}] * 4,
     "prompts": [{"prompt": "a", "completion": "b"}] * 4,
-    "bots": [{"messages": [{**TURNS[0], "role": "USER"}, {**TURNS[1], "role": "ASSISTANT"}]}] * 4,
     "long_pairs": [{"prompt": "a", "chosen": "b" * 400, "rejected": "c" * 99}] * 4,
 }  # fmt: skip
 
@@ -196,7 +195,6 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "join": {"data.train": "chats", "data.join": True},
         "chapters": {"data.train": "chapters"},
         "questions": {"data.train": "questions"},
-        "bots": {"data.train": "bots"},
         "min_len": {"data.train": "texts", "data.min_len": 500},
         "no template": {"data.train": "chats", "model.name": "base"},
         "limit": {"data.eval_share": 50},
@@ -267,8 +265,7 @@ def _rows() -> Iterator[tuple[str, Run]]:
 
 SLOW = ("plan: too many chunks",)
 WAITING = (
-    "data: pairs with kto", "data: pairs", "data: labelled with dpo", "data: questions",
-    "data: bots", "data: min_len", "start: to cpu", "start: cpu on a cpu",
+    "start: to cpu", "start: cpu on a cpu",
     "start: options of a method", "start: rope without a factor", "plan: a wrong product",
     "plan: pairs",
 )  # fmt: skip

@@ -36,6 +36,10 @@ from furlong.errors import DataError
 from furlong.units import count_words, format_count, format_seconds, plural
 
 _MAX_LISTED = 8
+_LOOK = (
+    "check that the right files are named, and what their first records hold; add text or answers"
+    " of the assistant"
+)
 _NAME_ONCE = (
     "name it once, or slices that share no record; {path: ..., weight: 2.0} draws from a source"
     " twice as often"
@@ -359,7 +363,10 @@ class DataSet:
             + (f", {self.num_short:,} too short" if self.num_short else "")
             + "".join(left_out(part.notes["left_out"], part.listing) for part in self.parts),
             self._key,
-        )
+            "lower data.min_len" if self.num_short
+            else "raise data.max_seq_len" if self.above.total()
+            else _LOOK,
+        )  # fmt: skip
 
 
 def format_in_words(facts: Mapping[str, Any]) -> str:
@@ -488,14 +495,13 @@ def not_split(given: str, limit: int, origin: str) -> DataError:
     )
 
 
-def nothing_to_learn(given: str, key: str) -> DataError:
+def nothing_to_learn(given: str, key: str, change: str = _LOOK) -> DataError:
     """The message about sequences without a label."""
     return DataError(
         given=given,
         required="at least one token that is to be predicted from one before it",
         source=key,
-        change="check that the right files are named, and what their first records hold; add text"
-        " or answers of the assistant, raise data.max_seq_len or lower data.min_len",
+        change=change,
     )
 
 

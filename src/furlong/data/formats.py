@@ -413,16 +413,17 @@ def _lacks(
     pair = {own: next((n for n in record.fields if n.startswith(own)), "") for own in _PAIR}
     if all(pair.values()):
         fields = ", ".join(f"{own}: {theirs}" for own, theirs in pair.items() if own != theirs)
-        change = f"set data.fields to {{{fields}}}" if fields else ""
+        change = f"set data.fields: {{{fields}}}" if fields else ""
         loss = "set train.loss to dpo, which learns from pairs of answers"
         change = " and ".join(filter(None, [change, loss * (formats != ("preference",))]))
     elif formats == ("preference",):
-        change = f"{name}: {{prompt: ..., chosen: ..., rejected: ...}}, or set train.loss to sft"
+        loss = "kto" if "label" in record.fields else "sft"
+        change = f"{name}: {{prompt: ..., chosen: ..., rejected: ...}}, or set train.loss to {loss}"
     elif formats == ("unpaired",):
         required = "label, with prompt + completion, messages, or instruction + output"
         change = f"{name}: {{label: ..., completion: ...}}, or set train.loss to sft"
     elif found := _renaming(record.fields):
-        change = f"set data.fields to {{{found}}}, if that is what they are"
+        change = f"set data.fields: {{{found}}}, if that is what they are"
     elif is_message(record.fields):
         change = 'write each conversation as one record: {"messages": [...]}, or as one .json file'
     return record.refusal(

@@ -65,7 +65,7 @@ class Unread:
                     f"an answer with {key} = {str(value)[:40]}, where another one has"
                     f" {str(first)[:40]}; nothing reads it",
                     "marks of answers that are not learnt as weight: 0",
-                    f"set data.fields to {{weight: {key}}} if 0 or false says that an answer is not"
+                    f"set data.fields: {{weight: {key}}} if 0 or false says that an answer is not"
                     f" learnt; otherwise write weight: 0 into such answers, or remove {key}",
                 )
         self._num_answers += 1
