@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tiny_tokenizers import byte_tokenizer
 
 from furlong.config.schema import DataConfig
@@ -19,7 +20,12 @@ from furlong.data.chat import ChatTemplate, Turns
 from furlong.data.formats import Reading, encode
 from furlong.data.records import Notes, SourceRecord
 from furlong.data.tokenize import IGNORE_INDEX, Rendered, load_tokenizer
-from furlong.data.training_templates import TOOL, template_text, training_templates
+from furlong.data.training_templates import (
+    TOOL,
+    fitting_templates,
+    template_text,
+    training_templates,
+)
 from furlong.errors import ConfigError, DataError
 
 MODELS = {
@@ -235,7 +241,10 @@ def test_a_known_template_is_not_rendered_for_every_answer() -> None:
     found = template.render(turns)
     count.clear()
     assert template.render(turns) == found and len(count) < 5
-    unknown = ChatTemplate(byte_tokenizer("x" + own_template("llama3"))).render(turns)
+    count.clear()
+    text = "x" + own_template("llama3")
+    unknown = ChatTemplate(byte_tokenizer(text), lambda: count.append(1)).render(turns)
+    assert len(count) < 80  # most of them once for a template
     shifted = tuple((start + 1, stop + 1) for start, stop in found.ranges or ())
     assert (unknown.text, unknown.ranges) == ("x" + found.text, shifted)
 
@@ -248,6 +257,82 @@ def test_empty_thoughts_are_learnt_only_where_the_record_has_them() -> None:
     empty = {**ANSWER, "content": f"<think>\n\n</think>\n\n{ANSWER['content']}"}
     _, (said,), _ = encoded(own_template("qwen3"), [USER, empty])
     assert said == "<think>\n\n</think>\n\nFour.\n\n<|im_end|>\n"
+
+
+def of_trl(name: str) -> str:
+    spec = find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent / "chat_templates"
+    return (folder / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+TALK = [USER, {**ANSWER, "content": "yo"}, USER, {**ANSWER, "content": "sure"}]
+THINKING = [turn if turn["role"] == "user" else turn | {"reasoning_content": "hm"} for turn in TALK]
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "said"),
+    [
+        ("nemotron_3_nano", TALK, ["yo<|im_end|>\n", "sure<|im_end|>\n"]),
+        ("phi3", TALK, ["yo<|end|>\n", "sure<|end|>\n<end>"]),
+        ("phi3_5", TALK * 6, ["yo<|end|>\n", "sure<|end|>\n"] * 5 + ["yo<|end|>\n",
+         "sure<|end|>\n<end>"]),
+        ("glm4moe", TALK * 6, ["yo", "sure"] * 6),
+        ("qwen3_8", THINKING[:2], ["hm\n</think>\n\nyo<|im_end|>\n"]),
+    ],
+)  # fmt: skip
+def test_templates_of_other_models_are_masked(name: str, turns: Any, said: list[str]) -> None:
+    """Prompts without thoughts, tails of every text, and many turns, as the prefixes have them."""
+    found = [answer.removeprefix("\n<think></think>\n") for answer in
+             learnt(rendered(of_trl(name), turns, None))]  # fmt: skip
+    assert found == said
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "change"),
+    [
+        ("nemotron_3_nano", THINKING, "chat_template_kwargs: {truncate_history_thinking: false}"),
+        ("qwen3_6", TALK, "chat_template_kwargs: {preserve_thinking: true}"),
+        ("lfm2_2_5", THINKING, "chat_template_kwargs: {preserve_thinking: true}"),
+        ("glm4moe", THINKING, "train_on: last"),
+    ],
+)
+def test_the_change_that_is_offered_was_tried(name: str, turns: Any, change: str) -> None:
+    with pytest.raises(DataError) as caught:
+        encoded(of_trl(name), turns)
+    assert change in caught.value.change
+    key, value = change.split(": ", 1)
+    assert encoded(of_trl(name), turns, **{key: yaml.safe_load(value)})[1]
+
+
+def test_a_mark_that_is_no_token_is_refused_with_templates_that_fit() -> None:
+    """None of which is refused, then; without any that name marks there is one that names none."""
+    marks = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    for own, fitting in (([], "mistral"), (marks, "llama3"), (marks, "llama3.1")):
+        tokenizer = byte_tokenizer(None)
+        tokenizer.add_special_tokens({"additional_special_tokens": own})
+        for name in (None, "gemma3"):
+            tokenizer.chat_template = name and training_templates()[name]
+            # the marks of ChatML are in every tokenizer of these tests
+            with pytest.raises(ConfigError) as caught:
+                ChatTemplate(tokenizer).render(Turns("x", TALK))
+            assert ("llama3" in caught.value.change) == bool(own)
+        if own:
+            tokenizer.chat_template = training_templates()[fitting]
+            assert ChatTemplate(tokenizer).render(Turns("x", TALK)).notes == ()
+    has = {"<|im_start|>", "<|im_end|>"}.__contains__
+    assert set(fitting_templates(has)) == {"chatml", "qwen2.5", "qwen3", "qwen3.5"}
+    assert fitting_templates(lambda mark: False) == ["mistral"]
+
+
+def test_remarks_on_the_end_of_a_conversation_and_on_the_template_are_true() -> None:
+    turns = [ANSWER, USER, ANSWER]
+    assert "no prompt for an answer" in encoded(own_template("llama3.1"), turns)[2][0]
+    assert encoded(own_template("llama3.1"), [USER, BARE_CALL, RESULT, LAST])[2] == []
+    (told,) = encoded(own_template("gpt-oss"), [USER, BARE_CALL])[2]
+    assert "<|call|>" in told and "generation_config" in told
+    (told,) = encoded(of_trl("glm4moe"), TALK)[2]
+    assert "without a special token" in told and "eot_tokens" not in told
 
 
 def test_the_end_of_a_turn_is_learnt_if_it_is_named() -> None:
