@@ -232,7 +232,7 @@ def test_a_loss_in_what_is_learnt_is_refused(template: str, turns: Any, lost: st
             ChatTemplate(byte_tokenizer(template)).render(
                 Turns("a.jsonl:3", turns, is_learnt_whole=is_whole)
             )
-        assert lost in caught.value.given and caught.value.source == "a.jsonl:3"
+        assert lost in caught.value.given and "a.jsonl:3" in caught.value.source
 
 
 def test_calls_are_given_as_the_template_takes_them() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -145,7 +146,7 @@ class ChatTemplate:
                 f"conversations by furlong's training template {name}, since the model's own"
                 f" {error.why}"
             )
-        unknown = sorted(m for m in template.marks if m in text and not self._has_token(m))
+        unknown = sorted(m for m in template.marks if m in text and m not in self._added)
         if unknown:
             raise ConfigError(
                 given=f"a chat template that writes {', '.join(unknown)}, no token of"
@@ -159,14 +160,9 @@ class ChatTemplate:
             notes += self._on_the_end(turns, template, text, ranges)
         return Rendered(text, None if ranges is None else tuple(ranges), True, tuple(notes))
 
-    def _has_token(self, mark: str) -> bool:
-        return mark in self._added or self._tokenizer.convert_tokens_to_ids(mark) not in (
-            None, self._tokenizer.unk_token_id,
-        )  # fmt: skip
-
     def _offer(self) -> str:
         """The change that gives the tokenizer a template whose marks it has."""
-        names = " or ".join(fitting_templates(self._has_token))
+        names = " or ".join(fitting_templates(self._added.__contains__))
         return f"set data.chat_template to {names}, or use the tokenizer of a chat model"
 
     def _change(self, own: Turns, template: _Template) -> str | None:
@@ -179,7 +175,7 @@ class ChatTemplate:
         ]  # fmt: skip
         tries += [
             (f"set data.chat_template: {name}", self._of(training_templates()[name]), own)
-            for name in fitting_templates(self._has_token)
+            for name in fitting_templates(self._added.__contains__)
         ]
         asked = [n for n, turn in enumerate(own.turns, start=1) if turn["role"] == "user"]
         last = replace(own, first=max([own.first, *asked[-1:]]))
@@ -377,18 +373,14 @@ class _Template:
             beside = own.turns[max(number - 1, 0) : number + 2]
             kind = tuple((turn["role"], _is_thinking(turn), *sorted(turn)) for turn in beside)
             kinds.setdefault((kind, number > 0), []).append(number)
-        first = {
-            n for group in kinds.values() for n in (group[0], group[len(group) // 2], group[-1])
-        }
-        found = {number: self._added(own, text, number) for number in sorted(first)}
+        models = {n for of in kinds.values() for n in (of[0], of[len(of) // 2], of[-1])}
+        found = {number: self._added(own, text, number) for number in sorted(models)}
         contents = self._contents(own, text) if len(found) < len(_learnt(own)) else {}
         for group in kinds.values():
             known = set[tuple[str, str]]()
-            for number in sorted(group, key=lambda n: n not in first):
-                start, stop = (
-                    contents.get(number - 1, (0, 0))[1],
-                    contents.get(number + 1, (0, 0))[0],
-                )
+            for number in sorted(group, key=lambda n: n not in models):
+                _, start = contents.get(number - 1, (0, 0))
+                stop, _ = contents.get(number + 1, (0, 0))
                 if number not in found:
                     alike = (
                         (start + len(before), stop - len(behind))
@@ -475,17 +467,19 @@ class _Template:
         """Remarks on what the text of a conversation lacks. Raises CannotBeMaskedError for an
         answer that is learnt, or the question to one, of which something is lost."""
         learnt = _learnt(own)
-        places = {number: (0, len(text)) for number in range(-1, len(own.turns))}
+        places = dict.fromkeys(range(-1, len(own.turns)), (0, len(text)))
         if ranges and len(ranges) == len(learnt):
-            places |= dict(zip(learnt, ranges, strict=True))
-            for number, turn in enumerate(own.turns):
-                if number not in learnt and turn["role"] not in ("system", "developer"):
-                    start = max((places[n][1] for n in learnt if n < number), default=0)
-                    stop = min((places[n][0] for n in learnt if n > number), default=len(text))
-                    places[number] = start, stop
-        missing = _missing(own, text, places)
+            places |= zip(learnt, ranges, strict=True)
+            borders = (
+                [0, *(stop for _, stop in ranges)],
+                [*(start for start, _ in ranges), len(text)],
+            )
+            for number in places.keys() - {-1, *learnt}:
+                if own.turns[number]["role"] not in ("system", "developer"):
+                    at = bisect(learnt, number)
+                    places[number] = borders[0][at], borders[1][at]
         remarks, tried = dict[str, None](), Counter[tuple[Any, ...]]()
-        for number, path, value in missing:
+        for number, path, value in _missing(own, text, places):
             role = own.turns[number]["role"] if number >= 0 else ""
             what = f"{path[0]} of role {role}" if role else "tools"
             kind = (what, number in learnt)
@@ -498,7 +492,15 @@ class _Template:
                 continue
             is_asked = role in ("user", "tool", "function") and any(n > number for n in learnt)
             if number in learnt or is_asked:
-                raise self._lost(own, number, path, value)
+                what = f"{path[0]} of message {number + 1} ({str(value).strip()[:_SHOWN_CHARS]!r})"
+                raise self._refusal(
+                    own, f"{what}, which the chat template leaves out",
+                    f"leaves out {path[0]} of some messages",
+                    "all that an answer that is learnt says, and what it answers, in the text",
+                    "give each call a message of the assistant, with its result behind it"
+                    if path[0] == "tool_calls" and path[1]
+                    else "set data.chat_template to one that writes it, or take it from the record",
+                )  # fmt: skip
             tried[kind] = _MOST_TRIED
             remarks[f"{what} that the template does not write"] = None
         given = {key for turn in own.turns for key in turn if turn[key] not in ("", [], {}, None)}
@@ -521,22 +523,6 @@ class _Template:
         turns = [shape(changed if n == number else turn) for n, turn in enumerate(own.turns)]
         tools = changed["tools"] if number < 0 else own.tools
         return self._tried(replace(own, turns=turns, tools=tools)) != text
-
-    def _lost(
-        self, own: Turns, number: int, path: tuple[Any, ...], value: Any
-    ) -> CannotBeMaskedError:
-        what = f"{path[0]} of message {number + 1} ({str(value).strip()[:_SHOWN_CHARS]!r})"
-        change = "set data.chat_template to one that writes it, or remove it from the record"
-        if path[0] == "tool_calls" and path[1]:
-            change = "give each call a message of the assistant, with its result behind it"
-        error = CannotBeMaskedError(
-            given=f"{what}, which the chat template of {self._tokenizer.name_or_path} leaves out",
-            required="a text with all that an answer that is learnt says, and what it answers",
-            source=own.origin,
-            change=change,
-        )
-        error.why = f"leaves out {path[0]} of some messages"
-        return error
 
     def _tried(self, own: Turns) -> str | None:
         with suppress(DataError):  # it may ask for what was taken out
@@ -594,14 +580,21 @@ class _Template:
     def _cannot_be_masked(
         self, own: Turns, reason: str, why: str = "cannot be masked by its tags"
     ) -> CannotBeMaskedError:
-        error = CannotBeMaskedError(
-            given=f"a chat template that cannot be masked: {reason}",
-            required="a template with {% generation %} tags, or one whose text for a conversation"
+        return self._refusal(
+            own,
+            f"a chat template that cannot be masked: {reason}",
+            why,
+            "a template with {% generation %} tags, or one whose text for a conversation"
             " begins with its text for every earlier part of it",
-            source=f"{own.origin} and the chat template of {self._tokenizer.name_or_path}",
-            change="set data.chat_template to a template with {% generation %} and"
+            "set data.chat_template to a template with {% generation %} and"
             " {% endgeneration %} around the answers (TRL ships such files)",
         )
+
+    def _refusal(
+        self, own: Turns, given: str, why: str, required: str, change: str
+    ) -> CannotBeMaskedError:
+        source = f"{own.origin} and the chat template of {self._tokenizer.name_or_path}"
+        error = CannotBeMaskedError(given=given, required=required, source=source, change=change)
         error.why = why
         return error
 
