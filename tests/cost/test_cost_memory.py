@@ -123,6 +123,18 @@ def test_lora_trains_its_adapters_only():
     assert with_mlp - Lora(rank=8).layer_parameters(LLAMA8, 0) == 8 * 3 * (4096 + 14336)
 
 
+def test_whole_weights_are_made_of_experts_with_adapters_alone():
+    shape = model_shape("Qwen3-30B-A3B-Instruct-2507")
+
+    def overhead(lora):
+        return CostModel(shape, Machine.named("H100"), Training(lora=lora)).memory().overhead_bytes
+
+    experts = Lora(8, "all-linear", ("experts.gate_up_proj", "experts.down_proj"))
+    assert overhead(Lora(8, "all-linear")) == overhead(None)
+    weights = shape.layers[0].expert_parameters * (shape.num_layers + 2)
+    assert overhead(experts) - overhead(None) == 2 * weights
+
+
 def test_a_rank_with_both_ends_holds_a_tied_head_once():
     tied = shape_of_values(TINY | {"tie_word_embeddings": True})
 

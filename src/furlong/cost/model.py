@@ -156,7 +156,10 @@ class CostModel:
         if training.packed_bytes is not None:
             made = shape.hidden_size * max(shape.q_size, *(n.width for n in shape.layers))
         if training.lora is not None:
-            bare = [sum(n for *_, n in layer) for layer in training.lora.adapted(shape)]
+            bare = [
+                sum(count for _, _, kind, count in layer if kind == "bare")
+                for layer in training.lora.adapted(shape)
+            ]
             made += sum(bare) + 2 * max(bare)  # and what one layer adds to them, and its gradient
         return PlanMemory(
             self.shape, self.training, budget,
