@@ -162,7 +162,7 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         (TUNE, "data.train_on", "all"),
         (TUNE + WARM.format("cosine"), "train.warmup_steps", 5),
         (TUNE + WARM.format("cosine"), "train.schedule", "cosine"),
-        (TUNE + "output_dir: a\nlogs: {output_dir: '${output_dir}'}", "out", "a"),
+        (TUNE + "output_dir: a\nprofiler: {output_dir: b}", "out", "a"),
         (
             TUNE.replace(
                 "torchtune.datasets.alpaca_dataset", "x.text_completion_dataset,\n source: c"
@@ -183,7 +183,7 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
             {"path": "a/b", "split": "t"},
         ),
         (
-            AXOLOTL + "adapter: lora\nlora_target_linear: false\nlora_target_modules: [q, v]",
+            AXOLOTL + "adapter: lora\nlora_target_modules: [q, v]\nlora_target_linear: false",
             "model.lora.target_modules",
             ["q", "v"],
         ),
