@@ -521,6 +521,10 @@ def _batch(made: Conversion, target: str, given: _Given) -> Any:
         or (isinstance(dataset, Mapping) and dataset.get("packed") is True)
     )
     if is_packed and isinstance(length, int) and made.is_sft:
+        is_apart = made.value("neat_packing") is True or "2" in str(made.value("flash_attn"))
+        if made.recipe.dialect == "LLaMA-Factory" and not (is_apart or made.run.get("data.join")):
+            reason = "packed sequences see each other there, without neat_packing; here they do not"
+            made.say(_refused(reason), ["packing"])
         if remark := made.remarks.pop(target, ""):
             made.remarks["train.tokens_per_step"] = remark
         return made.take("train.tokens_per_step", total * length)
