@@ -100,7 +100,9 @@ def test_records_are_known_by_their_content(tmp_path: Path, name: str, content: 
         assert [kind for _, kind in names(tmp_path)] == ["text", "text"]
 
 
-@pytest.mark.parametrize("content", ["{% if a %}", "{'a': 1}", "[1]", "[a](b)", "{ it: is }", ""])
+@pytest.mark.parametrize(
+    "content", ["{% if a %}", "{'a': 1}", "[1]", "[[a]] b", "[a](b)", "{ it: is }", ""]
+)
 def test_texts_are_no_records(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.txt").write_text(content)
     assert names(tmp_path) == [("a.txt", "text")]

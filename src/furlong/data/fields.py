@@ -79,7 +79,10 @@ def read_values(
         marks = values.get("loss_mask") if name == "messages" and isinstance(own, list) else None
         if isinstance(marks, list) and own and len(marks) == len(own):
             turns = zip(own, values.pop("loss_mask"), strict=True)
-            own = [{**turn, "loss_mask": mark} for turn, mark in turns if isinstance(turn, dict)]
+            own = [
+                {**turn, "loss_mask": mark} if isinstance(turn, dict) else turn
+                for turn, mark in turns
+            ]
         if name in CONVERSATIONS and isinstance(own, list):
             own = _turns(record, name, own, fields)
             if "<tool_response>" in template:
@@ -235,12 +238,15 @@ def _turns(
             found += results
             if not turn["content"]:
                 continue
-        if one := turn.pop("function_call", None):  # as OpenAI had it
-            turn["tool_calls"] = [*(turn.get("tool_calls") or ()), one]
-        if not turn.get("tool_calls"):
+        given_calls = (
+            turn.get("tool_calls"),
+            turn.pop("function_call", None),
+        )  # the older name of OpenAI
+        calls = [call for one in given_calls if one for call in _calls(record, message, one)]
+        if not calls:
             found.append(turn)
             continue
-        turn["tool_calls"] = _calls(record, message, turn["tool_calls"])
+        turn["tool_calls"] = calls
         before = found[-1] if found and isinstance(found[-1], dict) else {}
         if turn.get("content") or not before.get("role") == turn.get("role") == "assistant":
             found.append(turn)
@@ -251,8 +257,7 @@ def _turns(
                 "one mark for an answer and its calls, which the model writes as one",
                 "mark both alike",
             )
-        turn["tool_calls"] = [*(before.get("tool_calls") or ()), *turn["tool_calls"]]
-        found[-1] = {**turn, **before, "tool_calls": turn["tool_calls"]}
+        found[-1] = {**turn, **before, "tool_calls": [*(before.get("tool_calls") or ()), *calls]}
     return found
 
 
@@ -276,9 +281,9 @@ def _read_parts(record: SourceRecord, message: str, turn: Turn) -> list[Turn]:
             case _:
                 rest.append(part)
     if thoughts:
-        turn["reasoning_content"] = "".join(thoughts)
+        turn["reasoning_content"] = "".join(map(str, thoughts))
     if calls:
-        turn["tool_calls"] = [*(turn.get("tool_calls") or ()), *calls]
+        turn["function_call"] = calls
     if thoughts or calls or results:
         turn["content"] = rest or ("" if thoughts else None)
     return results

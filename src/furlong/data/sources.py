@@ -59,7 +59,7 @@ _CARD_FILES = frozenset(
     ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 )
 _POINTER = b"version https://git-lfs.github.com/spec/"
-_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\{\s*"[^"\\\n]*"\s*:|\[\s*[\[{])')
+_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*)*\{\s*"[^"\\\n]*"\s*:')
 _MAX_NAMED = 3
 _BUFFER_BYTES = 2**20
 _BYTES_LOOKED_AT = 4096
