@@ -141,7 +141,7 @@ def load_tokenizer(
         for file in sorted(home.glob(pattern))
         if file.is_file()
     }
-    flags = json.loads(files.get(_CONFIG, b"{}"))
+    flags, what = json.loads(files.get(_CONFIG, b"{}")), ""
     if "tokenizer.json" in files and type(tokenizer) is not PreTrainedTokenizerFast:
         other = tokenizer
         try:
@@ -154,8 +154,8 @@ def load_tokenizer(
                 if getattr(tokenizer, key, None) is None and token in tokenizer.get_vocab():
                     setattr(tokenizer, key, token)
             if what := _difference(tokenizer, other, reason):
-                print(f"{name}: tokenizer.json is read as it is, for AutoTokenizer {what}")
-                files[_CONFIG] = _changed(files, {"tokenizer_class": "PreTrainedTokenizerFast"})
+                print(f"{name}: tokenizer.json is read as it is (by PreTrainedTokenizerFast), for"
+                      f" AutoTokenizer {what}")  # fmt: skip
     # Without files transformers may build a tokenizer of the family that knows no word.
     if tokenizer is None or not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         if not (files or is_needed):
@@ -169,8 +169,8 @@ def load_tokenizer(
             " (Qwen/Qwen2.5-0.5B) and the connection",
         ) from cause
     tokenizer.name_or_path, tokenizer.source_files = name, files
-    if "tokenizer.json" in files:
-        _apply_flags(tokenizer, flags)
+    if "tokenizer.json" in files and not _apply_flags(tokenizer, flags) and what:
+        files[_CONFIG] = _changed(files, {"tokenizer_class": "PreTrainedTokenizerFast"})
     return tokenizer if settings is None else _as_set(tokenizer, settings)
 
 
@@ -198,9 +198,9 @@ def _difference(own: Any, other: Any, reason: str) -> str:
     return what if number else ""
 
 
-def _apply_flags(tokenizer: Any, flags: Mapping[str, Any]) -> None:
-    """Put flags of tokenizer_config.json into effect as transformers 4 did, or print that they are
-    not: transformers 5 drops them beside a tokenizer.json.
+def _apply_flags(tokenizer: Any, flags: Mapping[str, Any]) -> bool:
+    """Put flags of tokenizer_config.json into effect as transformers 4 did by its class, or print
+    that they are not: transformers 5 drops them beside a tokenizer.json. Return whether they are.
 
     `legacy` decides how transformers makes a tokenizer.json, and nothing where there is one.
     """
@@ -213,7 +213,7 @@ def _apply_flags(tokenizer: Any, flags: Mapping[str, Any]) -> None:
     does = {"add_bos_token": bool(before), "add_eos_token": bool(after)}
     asked = does | {key: flags[key] for key in does if isinstance(flags.get(key), bool)}
     if tokenizer.bos_token_id is None or asked == does:
-        return
+        return False
     kind = str(flags.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
     if is_applied := kind in _FLAGGED:
         tokenizer._add_eos_token = asked["add_eos_token"]
@@ -222,6 +222,7 @@ def _apply_flags(tokenizer: Any, flags: Mapping[str, Any]) -> None:
     for key in does:
         if asked[key] != does[key]:
             print(f"{tokenizer.name_or_path}: {key} = {json.dumps(asked[key])} of {_CONFIG} {what}")
+    return is_applied
 
 
 def _added(tokenizer: Any, texts: Iterable[str]) -> tuple[list[int], list[int]]:
