@@ -116,6 +116,7 @@ def test_a_change_of_the_config_that_a_message_names_is_taken(folder: Path, caps
         vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64, attn_pdrop=0.1
     ).save_pretrained(folder)
     assert_refused(folder, "model.config: {attn_pdrop: 0}", capsys)
+    assert_refused(folder, "model.config: {attn_pdrop: ...}", capsys, "--model.attn_pdrop=0")
     assert_refused(folder, "attn_pdrop", capsys, "--model.config", "{attn_dropp: 0}")
     assert_refused(folder, "attn_pdrop", capsys, "--model.config", "{attn_pdrop: none at all}")
     assert_refused(folder, "model.rope", capsys, "--model.config", "{rope_theta: 1e6}")

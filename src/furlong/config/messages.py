@@ -90,6 +90,8 @@ def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
         return f"write offload as a mapping: {{{name}: cpu}}"
     by_name = {one.rpartition(".")[2]: one for one in (*known, *all_keys())}
     close = [by_name[one] for one in difflib.get_close_matches(name, by_name, n=1, cutoff=_NEAR)]
+    if not close and section in ("model", "model.config"):
+        return f"set model.config: {{{name}: ...}} for a key of its config.json, or remove it"
     return f"did you mean {prefix}{close[0]}?" if close else "remove it: furlong has none"
 
 
