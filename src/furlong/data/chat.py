@@ -178,7 +178,7 @@ class ChatTemplate:
             for name in fitting_templates(self._added.__contains__)
         ]
         asked = [n for n, turn in enumerate(own.turns, start=1) if turn["role"] == "user"]
-        last = replace(own, first=max([own.first, *asked[-1:]]))
+        last = replace(own, first=max(own.first, asked[-1] if asked else 0))
         tries.append(("set data.train_on: last", template, last))
         first = next((n for n, turn in enumerate(own.turns) if turn["role"] == "assistant"), 0)
         for change, other, conversation in tries:
