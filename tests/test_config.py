@@ -200,7 +200,7 @@ def test_options_that_fit_a_loss(run_file: Path) -> None:
         ("train: {steps: " + "9" * 6000 + "}", "Exceeds the limit", "", "line"),
         ("out: !!float ''", "index", "", "line"),
         ("[" * 900, "recursion", "", "line"),
-        (f"{RUN}out: [{'long, ' * 99}]", "'long',...", "out", "set out"),
+        (f"{RUN}out: [{'long, ' * 99}]", "'long', ...", "out", "set out"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_names_what_is_meant(

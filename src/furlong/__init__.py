@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from furlong.version import __version__ as __version__
@@ -46,6 +47,16 @@ __all__ = [
     "forward_backward",
     "unchunked",
 ]
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    """False for what torchao logs as transformers imports it, wherever it is installed: which of
+    its kernels are for other machines, and that torch will soon not need what it does."""
+    return not record.getMessage().startswith(("Failed to load", "<enum "))
+
+
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).addFilter(_says_something)
 
 # Names are resolved on first use (PEP 562): importing furlong loads neither torch nor transformers.
 _HOME = {

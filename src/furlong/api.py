@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, in_short
 from furlong.kv.pools import Storage
 from furlong.models.decoder import HFDecoder
 from furlong.ops.loss import label_losses
@@ -96,7 +96,7 @@ class Engine:
         is_float = isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
         if compute_dtype is not None and not is_float:
             raise ConfigError(
-                given=f"compute_dtype {compute_dtype!r:.60}",
+                given=f"compute_dtype {in_short(repr(compute_dtype), 60)}",
                 required="a floating-point dtype of torch, or None",
                 source="the arguments of furlong.Engine or forward_backward",
                 change="pass compute_dtype=torch.bfloat16, or leave it out",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,8 +49,18 @@ def difference_words(found: Mapping[str, tuple[Any, Any]], where: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    return in_short(json.dumps(value, default=str), 80)
+
+
+def in_short(text: object, most: int = 300) -> str:
+    """The text in one line of about `most` characters; a longer one ends with "..." behind a
+    sentence, else behind a word."""
+    line = re.sub(r"\s*\n\s*", " ", str(text).strip())
+    if len(line) <= most:
+        return line
+    head = line[: most + 1]
+    whole = max(head.rfind(f"{mark} ") for mark in ".;!?") + 1 or head.rfind(" ")
+    return f"{head[:whole].rstrip()} ..." if whole > most // 2 else f"{head[:most]}..."
 
 
 class FurlongError(Exception):
@@ -57,8 +68,10 @@ class FurlongError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error of another library."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error of another library, with the lines that it announces, in short."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    last = next((i for i, line in enumerate(lines) if not line.rstrip().endswith((":", ","))), 0)
+    return in_short("\n".join(lines[: last + 1]))
 
 
 def reason_of(error: BaseException) -> str:
@@ -146,7 +159,7 @@ def first_error(error: ValidationError) -> str:
     place = ".".join(map(str, odd["loc"])) or "text"
     if odd["type"] == "missing":  # what it is missing from may be long
         return f"no {place}"
-    return f"{place} = {odd['input']!r:.80}: {odd['msg']}"
+    return f"{place} = {in_short(repr(odd['input']), 80)}: {odd['msg']}"
 
 
 def look_up(name: str, known: Mapping[str, _T], *, kind: str, source: str) -> _T:

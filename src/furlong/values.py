@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, in_short
 
 Extras = Mapping[str, Tensor]
 TokenFunction = Callable[[Tensor, Tensor, Extras], Tensor]
@@ -106,7 +106,7 @@ def require_function(function: object, name: str) -> None:
         name_of = getattr(function, "__name__", "")
         shown = f"furlong.values.{name_of}" if uncalled else repr(function)
         raise ConfigError(
-            given=f"{name} {shown:.60}",
+            given=f"{name} {in_short(shown, 60)}",
             required="a function of logits (t, V), labels (t,) and extras (t, ...)",
             source="the arguments of furlong.Engine's methods",
             change=f"call it: {shown}()" if uncalled else "pass furlong.values.log_prob()",
@@ -139,7 +139,7 @@ def _extra(extras: Extras, name: str) -> Tensor:
 def _require_temperature(temperature: float) -> None:
     if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
         raise ConfigError(
-            given=f"temperature {temperature!r:.60}", required="a number above 0",
+            given=f"temperature {in_short(repr(temperature), 60)}", required="a number above 0",
             source="the arguments of a function of furlong.values",
             change="pass the temperature that the tokens were sampled with, or leave it out",
         )  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import difflib
 import faulthandler
-import logging
 import os
 import sys
 import warnings
@@ -70,8 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a place, where mapped memory loses its file
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).addFilter(_says_something)
     # what it warns of while it reads a config, again for each copy, is checked here
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -88,12 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(end, file=sys.stderr)
             return 128 + end.number
         return code or _check_written(out, given)
-
-
-def _says_something(record: logging.LogRecord) -> bool:
-    """False for what torchao tells as transformers imports it, wherever it is installed: which of
-    its kernels are for other machines, and that torch will soon not need what it does."""
-    return not record.getMessage().startswith(("Failed to load", "<enum "))
 
 
 def _check_written(out: Output, arguments: list[str]) -> int:

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from furlong.config.foreign import answer_to, foreign_table
 from furlong.config.schema import Source, all_keys, keys_below, words_of
-from furlong.errors import ConfigError, refusal
+from furlong.errors import ConfigError, in_short, refusal
 
 NO_FILE = "no run file"
 """The source of values that no run file gave."""
@@ -106,8 +106,7 @@ def example_of(key: str) -> str:
 
 def shortened(value: object) -> str:
     """A value for people."""
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+    return "null" if value is None else in_short(repr(value), _SHOWN_CHARS)
 
 
 def no_section(key: str, value: object, source: str) -> ConfigError:

@@ -30,6 +30,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, to_json
 from typing_extensions import TypedDict
 
 from furlong.config.adapter import with_keys_of_adapter
+from furlong.errors import in_short
 from furlong.units import parse_bytes
 
 _WORDS = {
@@ -935,7 +936,7 @@ def _given(run: RunConfig, keys: str) -> str:
 def _shown(value: Any) -> str:
     """A value of a run as a run file has it, in short."""
     text = value if isinstance(value, str) else to_json(value).decode()
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    return in_short(text, 60)
 
 
 @cache

@@ -27,7 +27,7 @@ from furlong.config.messages import (
     unknown_flags,
 )
 from furlong.config.schema import RunConfig, Source, all_keys, keys_below, kinds_of, section_of
-from furlong.errors import refusal
+from furlong.errors import in_short, refusal
 
 
 def read_yaml(text: str, source: str, change: str) -> Any:
@@ -47,9 +47,9 @@ def _reason(error: Exception, text: str) -> str:
     """The fault of a YAML text, and its line."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
-        return " ".join(str(error).split())
+        return in_short(error)
     lines = text.splitlines()
-    shown = lines[mark.line].strip()[:80] if mark.line < len(lines) else "the end"
+    shown = in_short(lines[mark.line], 80) if mark.line < len(lines) else "the end"
     problem, _, _ = str(getattr(error, "problem", "")).partition(" with value")
     return f"{problem} in line {mark.line + 1}, column {mark.column + 1}: {shown}"
 
@@ -226,7 +226,9 @@ def _value(key: str, texts: Sequence[str]) -> Any:
     value = _read(key, text)
     if (below := keys_below(key)) and not isinstance(value, Mapping | None):
         required = f"one of its keys: {', '.join(below)}"
-        raise refusal(f"--{key} {text[:40]}", required, f"did you mean --{key}.{below[0]}?")
+        raise refusal(
+            f"--{key} {in_short(text, 40)}", required, f"did you mean --{key}.{below[0]}?"
+        )
     return value
 
 

@@ -5,7 +5,6 @@ Several methods on one batch: a table, and the refusals below it.
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from furlong.cost.memory import PARTS
+from furlong.errors import in_short
 from furlong.plan.plan import TARGETS, ChunkPlan
 from furlong.plan.text import KIND_WORDS, offload_in_words
 from furlong.report.report import PlanReport, Wait
@@ -259,7 +259,7 @@ def format_comparison(rows: Sequence[Row]) -> str:
         if row.report is None:
             reasons.setdefault(row.refusal, []).append(row.method)
     for reason, methods in reasons.items():
-        lines.append(textwrap.shorten(f"{', '.join(methods)}: no plan: {reason}", _WIDTH))
+        lines.append(in_short(f"{', '.join(methods)}: no plan: {reason}", _WIDTH))
     return "\n".join(lines)
 
 

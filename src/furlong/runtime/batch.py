@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from furlong.errors import ConfigError, DataError
+from furlong.errors import ConfigError, DataError, in_short
 from furlong.models.decoder import HFDecoder
 from furlong.ops.loss import IGNORE_INDEX, labelled_rows
 from furlong.plan.plan import ChunkPlan, Slice
@@ -262,7 +262,7 @@ def whole_number(value: object, name: str) -> int:
         number = -1
     if not 0 < number < 2**63:
         raise ConfigError(
-            given=f"{name} {str(value)[:60]}",
+            given=f"{name} {in_short(value, 60)}",
             required="a whole number above 0 (None: the default)",
             source="the arguments of furlong.Engine or forward_backward",
             change=f"pass {name} as an int",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from furlong.cost.memory import PlanMemory
 from furlong.cost.training import Training
-from furlong.errors import DataError, PlanError, UserError
+from furlong.errors import DataError, PlanError, UserError, in_short
 from furlong.kv.pools import CpuPool
 from furlong.models.decoder import HFDecoder
 from furlong.models.describe import describe
@@ -90,7 +90,9 @@ def batch_for(
     others = [seq_id for seq_id in own if seq_id not in range(len(plan.seq_lens))]
     if missing or others:
         raise refused_data(
-            f"no sequence {missing[0]}" if missing else f"a sequence {others[0]!r:.60}",
+            f"no sequence {missing[0]}"
+            if missing
+            else f"a sequence {in_short(repr(others[0]), 60)}",
             f"at least those of list {session.rank} of the plan that this process reads: "
             f"{_listed(needed)}",
             "pass a mapping of seq_id to sequence, or all sequences of the batch in a list",

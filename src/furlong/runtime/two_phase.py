@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from furlong.cost.machine import card_budget_bytes, free_ram_budget_bytes
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, in_short
 from furlong.kv.pools import Pools
 from furlong.plan.plan import ChunkPlan, Forward
 from furlong.planners.decide import with_keep
@@ -388,7 +388,7 @@ def token_values(
         require_two_phases(options)
         if gradients not in get_args(Gradients):
             raise ConfigError(
-                given=f"gradients={gradients!r:.60}", required="returned or added",
+                given=f"gradients={in_short(repr(gradients), 60)}", required="returned or added",
                 source="the arguments of the engine",
                 change="added adds to .grad without a second copy; returned is what autograd "
                 "expects",

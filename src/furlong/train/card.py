@@ -9,13 +9,11 @@ from typing import Any
 from furlong.config.schema import HubConfig, RunConfig
 from furlong.data.dataset import SEQUENCES
 from furlong.data.sources import is_hub_name
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, in_short
 from furlong.planners.decide import division_in_words
 from furlong.planners.options import option_values, value_in_words
 from furlong.planners.spaco import Sampling, sampling_in_words
 from furlong.train.run_folder import decision_of
-
-_TOLD_LENGTH = 300
 
 
 def model_card(config: RunConfig, state: Mapping[str, Any]) -> str:
@@ -134,9 +132,8 @@ def push(settings: HubConfig, folder: Path, message: str) -> None:
 
 
 def _refused(settings: HubConfig, error: Exception, change: str) -> ConfigError:
-    words = " ".join(str(error).split())[:_TOLD_LENGTH]
     return ConfigError(
-        given=f"hub.repo = {settings.repo}: {words}",
+        given=f"hub.repo = {settings.repo}: {in_short(error)}",
         required="a repository of the hub that can be reached, and that your token may write to",
         source="hub.repo",
         change=change,

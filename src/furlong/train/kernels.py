@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from furlong.errors import ConfigError, UserError
+from furlong.errors import ConfigError, UserError, reason_of
 from furlong.models.decoder import HFDecoder
 from furlong.runtime.check import GRADIENTS, Run, cut_embeddings, differences, random_ids
 from furlong.runtime.precision import compute_parameters
@@ -53,7 +53,7 @@ def put_kernels(adapter: HFDecoder, kernels: Literal["liger", "hub"], dtype: tor
         except UserError:
             raise
         except Exception as error:  # of another library: missing, or without a GPU
-            raise _refusal(kernels, f"which fails: {type(error).__name__}: {error}") from error
+            raise _refusal(kernels, f"which fails: {reason_of(error)}") from error
     if all(m.__dict__.get("forward") == before[id(m)] for m in base.modules()):
         raise _refusal(kernels, f"which has nothing for {type(base).__name__}")
     for name, relative in errors.items():

@@ -16,7 +16,7 @@ from furlong.config.schema import LogConfig
 from furlong.cost.machine import known_card
 from furlong.cost.seconds import sequence_flops
 from furlong.cost.shape import ModelShape
-from furlong.errors import ConfigError, differing
+from furlong.errors import ConfigError, differing, in_short
 from furlong.files import write_json
 from furlong.planners.candidates import CHUNKS
 from furlong.simulate.predict import Prediction
@@ -348,7 +348,7 @@ def open_trackers(
             )
         except Exception as error:  # settings, log-in, the connection: each has types of its own
             raise ConfigError(
-                given=f"log.{name} = {asked}: {' '.join(str(error).split())}",
+                given=f"log.{name} = {asked}: {in_short(error)}",
                 required=f"a run that {name} lets begin",
                 source=f"log.{name}",
                 change=f"log in to {name}, set it to be offline, or no log.{name}; then go on with"

@@ -9,7 +9,7 @@ import torch
 
 from furlong.config.schema import RunConfig
 from furlong.data.tokenize import NoTokenizer, with_begin
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, first_line
 from furlong.runtime.distributed.fsdp import reshard
 from furlong.runtime.rng import RNGState
 from furlong.train.evaluation import evaluating
@@ -60,7 +60,7 @@ def _rendered(config: RunConfig, messages: Any, tokenizer: Any, number: int) -> 
     except Exception as error:  # a template may raise what it likes
         raise _refused(
             number,
-            given=f"messages that the chat template refuses: {error}",
+            given=f"messages that the chat template refuses: {first_line(error)}",
             required="messages such as {role: user, content: ...}",
             change="mend them, or write a text",
         ) from error

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from furlong.errors import first_line
 from furlong.ops.backends.base import Backend, Block
 from furlong.ops.backends.cpu_flash import CPUFlash
 from furlong.ops.backends.cuda_flash import CUDAFlash, flash_3
@@ -101,7 +102,7 @@ class ProbedBackend(Backend):
                 logging.getLogger(__name__).warning(
                     "attention backend %s refuses a %s of %d rows and %d keys on %s for %s (%s): "
                     "the next one takes its place", type(own).__name__, what, q.shape[1],
-                    k.shape[1], kind.device, kind, _first_line(error),
+                    k.shape[1], kind.device, kind, first_line(error),
                 )  # fmt: skip
 
 
@@ -165,7 +166,7 @@ def _probe(backend: Backend, kind: Kind) -> str | None:
         try:
             given = _computed(backend, dout, q, k, v, block)
         except _REFUSALS as error:
-            return _first_line(error)
+            return first_line(error)
         for value, truth in zip(given, expected, strict=True):
             relative = float((value.double() - truth).norm() / truth.norm())
             if not relative <= tolerance:
@@ -227,7 +228,3 @@ def _computed(
 ) -> tuple[Tensor, ...]:
     out, lse = backend.forward(q, k, v, block)
     return out, lse, *backend.backward(dout, q, k, v, out, lse, block)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -33,6 +33,7 @@ from furlong.errors import (
     LinkError,
     NoMemoryElsewhereError,
     in_four_parts,
+    in_short,
     reason_of,
 )
 from furlong.models.decoder import HFDecoder
@@ -149,8 +150,8 @@ def require_same(ranks: Ranks, facts: Mapping[str, object], brought: _T) -> list
             first, before = firsts.setdefault(key, (process, value))
             if value != before:
                 raise ConfigError(
-                    given=f"{key}: {value!s:.60} on process {process}, {before!s:.60} on process "
-                    f"{first}",
+                    given=f"{key}: {in_short(value, 60)} on process {process},"
+                    f" {in_short(before, 60)} on process {first}",
                     required="the same on all processes",
                     source="the model, plan, sequences and options that each process has passed",
                     change="load one checkpoint, draw weights and data with one seed, and deal "
