@@ -18,16 +18,17 @@ _DOTTED = "|".join(sorted((re.escape(k) for k in all_keys() if "." in k), key=le
 _SECTIONS = "|".join(key for key in all_keys() if "." not in key)
 # A key of one word is an English word too: it counts between a verb or dashes and its value.
 KEY = re.compile(
-    rf"(?<![\w./-])(?:(?P<flag>--(?!resume)[a-z][a-z-]*)(?![\w.-])|(?:--)?(?P<key>{_DOTTED}|"
+    rf"(?<![\w./-])(?:(?P<flag>--(?!resume|help)[a-z][a-z-]*)(?![\w.-])|(?:--)?(?P<key>model\.config\.[\w.]+|{_DOTTED}|"
     rf"(?:{_SECTIONS})(?=: [{{\w]|=)|offload(?= to )|(?<=remove )(?:hub|offload|parallel)"
     rf"|(?<=mean )(?:{_SECTIONS})))(?![\w-]|\.\w|/)"
 )
-_VERB = re.compile(
-    r"\b(set|add|remove|raise|lower|leave|use|change|write|name|with|without|no|mean|draw)\b"
-)
+ASKING = "set|add|give|remove|raise|lower|leave|use|change|write|name"
+VERB = re.compile(rf"\b({ASKING}|with|without|no|mean|draw)\b")
 _VALUE = re.compile(r"[\w.<|>/-]+(?:,\d{3})*")
 _REMOVING = ("remove", "leave", "without", "no")
 _NO_VALUES = {"a", "an", "the", "what", "your", "another", "it", "its", "one", "which"}
+VALUES = {"--tokenizer": "llama", "--hardware": "H100", "--lengths": 1000, "--devices": 1}
+"""What somebody has in mind who is asked for a flag."""
 _IT = re.compile(r"\b(?P<verb>set|remove|lower|raise|leave) it\b")
 
 
@@ -55,8 +56,9 @@ class Run:
         keys, flags = dict(self.keys), list(self.flags)
         for edit in edits:
             flags = [f for f in flags if f.split("=")[0] not in (edit.key, f"--{edit.key}")]
-            if edit.key.startswith("--"):
-                flags += [] if edit.is_removed else [f"{edit.key}={edit.value}"]
+            if edit.key.startswith("--") or not self.keys:  # a command line without a run file
+                flag = f"--{edit.key.removeprefix('--')}={edit.value}"
+                flags += [] if edit.is_removed else [flag]
                 continue
             old = keys.get(edit.key)
             keys = {k: v for k, v in keys.items() if not f"{k}.".startswith(f"{edit.key}.")}
@@ -88,12 +90,12 @@ def ways(error: UserError, run: Run) -> list[tuple[Edit, ...]]:
     change, verb, end = error.change, "", 0
     for match in KEY.finditer(change):
         before = change[end : match.start()]
-        verbs = _VERB.findall(before)
+        verbs = VERB.findall(before)
         verb = verbs[-1] if verbs else verb
-        is_joined = found and re.search(rf"\b(?:and|with) (?:{_VERB.pattern} )?$", before)
+        is_joined = found and re.search(rf"\b(?:and|with) (?:{VERB.pattern} )?$", before)
         is_joined = is_joined and not re.search(r"\bor\b|;", before)
         end = match.end()
-        if before.endswith("("):  # which explains what stands before it
+        if re.search(r"\((?:and )?$", before):  # which explains what stands before it
             continue
         edits = _edits(verb, match["key"] or match["flag"], change[end:], error, run)
         if is_joined:
@@ -119,15 +121,16 @@ def _edits(verb: str, key: str, after: str, error: UserError, run: Run) -> list[
         return [(Edit(old, is_removed=True), Edit(key, run.keys.get(old)))]
     if fold := re.match(r" ([\d.]+)-fold", after):
         return [(Edit(key, _present(run, key) * float(fold[1])),)]
-    if flow := re.match(r"(?:: ?|=)(?=[\w{\[\"'])", after):
+    if flow := re.match(r"(?:: ?|=| to (?=[{\[]))(?=[\w{\[\"'])", after):
         text = _balanced(after[flow.end() :])
         others = re.match(r"(?: or [a-z]+(?= |$|,))*", after[flow.end() + len(text) :])
         values = [text, *(others[0].split(" or ")[1:] if others and text.isalpha() else [])]
         return [] if "..." in text else [(Edit(key, _of_yaml(value)),) for value in values]
     if words := re.match(r" (?:back )?to (.+)", after):
         values, rest = [], words[1]
-        while (one := _VALUE.match(rest)) and not (KEY.match(rest) or _VERB.match(rest)):
-            if values and one[0] in _NO_VALUES:
+        while (one := _VALUE.match(rest)) and not (KEY.match(rest) or VERB.match(rest)):
+            is_prose = re.match(r" (?!or |and |with )[a-z]", rest[one.end() :])
+            if values and (is_prose or one[0] in _NO_VALUES):
                 break
             values.append(one[0].rstrip("."))
             rest = rest[one.end() :]
@@ -135,6 +138,8 @@ def _edits(verb: str, key: str, after: str, error: UserError, run: Run) -> list[
                 break
             rest = rest[more.end() :]
         values = [value for value in values if value not in ("less", "more")]
+        if "another" in values and key.endswith("_dir"):
+            return [(Edit(key, "elsewhere", is_example=True),)]
         if _NO_VALUES & set(values):
             return []
         return [(Edit(key, _of_yaml(value.replace(",", ""))),) for value in values]
@@ -151,7 +156,9 @@ def _edits(verb: str, key: str, after: str, error: UserError, run: Run) -> list[
         ]
         value = max(fits) if fits else present * 1000 if verb == "raise" else present // 2
         return [(Edit(key, value, is_example=True),)]
-    if verb in ("add", "set", "use", "name") and not key.startswith("--"):
+    if key.startswith("--"):
+        return [(Edit(key, VALUES[key], is_example=True),)] if verb == "add" else []
+    if verb in ("add", "set", "use", "name"):
         inner = keys_below(key)
         example = example_of(f"{key}.{inner[0]}" if inner else key)
         value = _of_yaml(example) if example else None

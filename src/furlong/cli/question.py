@@ -179,11 +179,16 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     num_devices: int = prod(sizes.values()) if own.devices is None else own.devices
     check_num_devices(num_devices, "--devices")
     if config.train.is_of_pairs:
-        if num_devices > 1 or own.compare or own.sequences is not None:
+        changes = {
+            "give --devices=1": num_devices > 1,
+            "leave --compare out": own.compare,
+            "leave --sequences out": own.sequences is not None,
+        }
+        if any(changes.values()):
             raise refusal(
                 f"--devices, --sequences or --compare with train.loss: {config.train.loss}",
                 "one device, and one call of a step, which takes a pair or an answer in two phases",
-                "leave it out, or plan with --train.loss=sft",
+                " and ".join(change for change, is_needed in changes.items() if is_needed),
             )
         sizes = {}
     spec = spec_of(THIS_CPU if own.hardware is None else own.hardware, num_devices)

@@ -607,8 +607,11 @@ def apply_changes(config: Any, changes: Mapping[str, Any]) -> list[str]:
         known = [list(x.to_dict()) if hasattr(x, "to_dict") else [] for x in holders]
         found = [x for x, keys in zip(holders, known, strict=True) if own_key(x, name) in keys]
         required, change = "a key of the model's config.json", f"remove {key}"
-        if name.startswith("rope_"):
-            found, change = [], "set model.rope in its place"
+        if rope := next((part for part in key.split(".") if part.startswith("rope_")), None):
+            found, whole = [], changes.get(rope)
+            whole = {"rope_type": "default"} | (whole if isinstance(whole, dict) else {name: value})
+            shown = ", ".join(f"{key}: {value}" for key, value in whole.items())
+            change = f"remove model.config.{rope}, and set model.rope: {{{shown}}}"
         elif near := get_close_matches(name, [x for keys in known for x in keys], n=1):
             change = f"did you mean {near[0]}?"
         old = getattr(found[0], name) if found else None

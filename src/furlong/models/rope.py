@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -21,6 +22,8 @@ from furlong.files import read_object
 from furlong.models.asked import positions_of, rope_entries
 
 _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
+_LIKELY = {"factor": 4, "low_freq_factor": 1, "high_freq_factor": 4}
+"""Values that a type of RoPE is given most often, by the key that it lacks."""
 _KEPT = ("rope_theta", "partial_rotary_factor")
 
 
@@ -86,7 +89,14 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
     if hasattr(text, "original_max_position_embeddings"):
         text.original_max_position_embeddings = original  # it comes before rope_parameters
     if new := [told for told in _complaints(text) if told not in known]:
-        raise _refused(f"model.rope = {_in_yaml(**given)}", new[0])
+        missing = re.findall(r"'(\w+)'", new[0].rpartition(": ")[2]) if "Missing" in new[0] else []
+        likely = {key: _LIKELY[key] for key in missing if key in _LIKELY}
+        whole = f"set model.rope: {_in_yaml(**given, **likely)}"
+        raise _refused(
+            f"model.rope = {_in_yaml(**given)}",
+            new[0],
+            whole if likely else "mend or remove model.rope",
+        )
 
 
 def check_length(
@@ -221,10 +231,7 @@ def _in_yaml(**values: Any) -> str:
     return f"{{{', '.join(f'{key}: {value}' for key, value in (values | whole).items())}}}"
 
 
-def _refused(
-    given: str, required: str,
-    change: str = "mend model.rope; a common one is {rope_type: yarn, factor: 4}",
-) -> ConfigError:  # fmt: skip
+def _refused(given: str, required: str, change: str) -> ConfigError:
     return ConfigError(
         given=given,
         required=required,

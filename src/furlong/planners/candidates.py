@@ -228,7 +228,7 @@ def _not_in_stages(space: Space, height: int) -> ConfigError:
         f" which {shape.whole}",
         required="one stage of all layers: its decoder is not divided between them",
         source="chunks.order, chunks.stage_layers and the model's layers",
-        change="set chunks.order to chunk-first",
+        change="remove chunks.order and chunks.stage_layers",
     )
 
 

@@ -445,7 +445,7 @@ def _nothing_offered(question: Question, error: Exception | None) -> ConfigError
         given=f"{method}{words} on {count_words(question.num_devices, 'device')}",
         required=f"{needed}, and options and a batch for which the method has a plan that fits",
         source="chunks.method",
-        change="give it what it needs, leave the keys that are given out, or use another method",
+        change="remove chunks.method, give it what it needs, or leave out the keys that are given",
     )
 
 

@@ -72,9 +72,7 @@ def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]
     else:
         required = f"sizes that multiply to {count_words(num_devices, 'device')}"
         source = "the sizes of parallel and the number of devices"
-        change = f"use {count_words(product, 'device')}, or change the sizes"
-        if product < num_devices:
-            change += "; auto lets a size follow the others"
+        change = f"use {count_words(product, 'device')}, or remove parallel, of which dp takes all"
     return ConfigError(given=given, required=required, source=source, change=change)
 
 

@@ -178,7 +178,7 @@ def offload_budgets(
             given=f"{key} = {value} on a CPU",
             required="memory.device alone: on a CPU it is the budget of everything in RAM",
             source=key,
-            change="leave the CPU out, and add what it gives to memory.device; or offload to disk",
+            change=f"remove {key} (memory.device says how much RAM a run may take)",
         )
     for name, num_bytes in (("cpu", cpu_bytes), ("disk", disk)):
         if name in named and num_bytes == 0:
@@ -186,7 +186,7 @@ def offload_budgets(
                 given=f"offload to {name} with memory.{name} = 0",
                 required=f"memory.{name} above 0, for what is to live there",
                 source=f"offload and memory.{name}",
-                change=f"add memory.{name}, such as 64GiB, or change offload",
+                change=f"add memory.{name}, such as 64GiB, or remove offload",
             )
     return cpu_bytes, disk
 
