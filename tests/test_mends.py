@@ -41,6 +41,7 @@ GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 512, "vocab_size
 PACKED = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", TINY),
+    "bare": ("llama", TINY),
     "base": ("llama", TINY),
     "gpt2": ("gpt2", GPT2),
     "mamba": (
@@ -61,6 +62,7 @@ DATA: dict[str, list[Any]] = {
     "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4,
     "labelled": [{"prompt": "a", "completion": "b", "label": True},
                  {"prompt": "a", "completion": "c", "label": False}] * 2,
+    "ids": [{"input_ids": [1, 2, 3] * 9}] * 4,
     "chapters": [{"chapter": "some words"}] * 4,
     "questions": [{"question": "a", "answer": "b"}] * 4,
     "prompts": [{"prompt": "a", "completion": "b"}] * 4,
@@ -134,8 +136,9 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> Doors:
     """The doors of a folder with tiny models, without weights, and files of records."""
     home = tmp_path_factory.mktemp("mends")
     for name, (family, settings) in MODELS.items():
-        tokenizer = byte_tokenizer(None) if name == "base" else byte_tokenizer()
-        tokenizer.save_pretrained(home / name)
+        if name != "bare":
+            tokenizer = byte_tokenizer(None) if name == "base" else byte_tokenizer()
+            tokenizer.save_pretrained(home / name)
         transformers.AutoConfig.for_model(family, **settings).save_pretrained(home / name)
     for name, records in DATA.items():
         lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -273,6 +276,9 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "long samples": {"log.samples": ["word"], "log.sample_tokens": 512},
         "samples without a template": {
             "model.name": "base", "log.samples": [[{"role": "user", "content": "a"}]],
+        },
+        "samples of ids": {
+            "model.name": "bare", "data.train": "ids", "log.samples": ["word"],
         },
         "kernels": {"model.kernels": "liger"},
         "a RoPE of the config": {"model.config": {"rope_parameters": {"rope_theta": 1e6}}},

@@ -70,7 +70,9 @@ class FurlongError(Exception):
 def first_line(error: BaseException) -> str:
     """The first line of an error of another library, with the lines that it announces, in short."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    last = next((i for i, line in enumerate(lines) if not line.rstrip().endswith((":", ","))), 0)
+    last = next(
+        (i for i, line in enumerate(lines) if not line.rstrip().endswith((":", ",", " or"))), 0
+    )
     return in_short("\n".join(lines[: last + 1]))
 
 

@@ -27,8 +27,14 @@ VERB = re.compile(rf"\b({ASKING}|with|without|no|mean|draw)\b")
 _VALUE = re.compile(r"[\w.<|>/-]+(?:,\d{3})*")
 _REMOVING = ("remove", "leave", "without", "no")
 _NO_VALUES = {"a", "an", "the", "what", "your", "another", "it", "its", "one", "which"}
-VALUES = {"--tokenizer": "llama", "--hardware": "H100", "--lengths": 1000, "--devices": 1}
-"""What somebody has in mind who is asked for a flag."""
+VALUES = {
+    "--tokenizer": "llama",
+    "model.tokenizer": "llama",
+    "--hardware": "H100",
+    "--lengths": 1000,
+    "--devices": 1,
+}
+"""What somebody has in mind who is asked for a flag, or for a key."""
 _IT = re.compile(r"\b(?P<verb>set|remove|lower|raise|leave) it\b")
 
 
@@ -160,7 +166,7 @@ def _edits(verb: str, key: str, after: str, error: UserError, run: Run) -> list[
         return [(Edit(key, VALUES[key], is_example=True),)] if verb == "add" else []
     if verb in ("add", "set", "use", "name"):
         inner = keys_below(key)
-        example = example_of(f"{key}.{inner[0]}" if inner else key)
+        example = VALUES.get(key) or example_of(f"{key}.{inner[0]}" if inner else key)
         value = _of_yaml(example) if example else None
         return (
             [(Edit(key, {inner[0]: value} if inner else value, is_example=True),)]

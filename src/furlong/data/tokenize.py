@@ -19,7 +19,7 @@ import numpy.typing as npt
 from furlong.config.schema import DataConfig, RunConfig
 from furlong.data.records import MAX_TEXT_BYTES, Notes, SourceRecord, too_large
 from furlong.data.training_templates import template_text
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, first_line
 from furlong.models.folder import check_name, hushed, model_file
 
 IGNORE_INDEX = -100
@@ -132,7 +132,7 @@ def load_tokenizer(
                 path, trust_remote_code=False, revision=revision or "main"
             )
     except Exception as error:  # the tokenizers' Rust code raises plain ones for a broken file
-        cause, reason = error, str(error).strip().split("\n")[0]
+        cause, reason = error, first_line(error)
     found = (model_file(path, one, revision) for one in ("tokenizer.json", _CONFIG, "config.json"))
     home = next((file.parent for file in found if file is not None), folder)
     files = {
@@ -147,7 +147,7 @@ def load_tokenizer(
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(home))
         except Exception as error:
-            tokenizer, cause, reason = None, error, str(error).strip().split("\n")[0]
+            tokenizer, cause, reason = None, error, first_line(error)
         else:
             # tokens that the class names where tokenizer_config.json does not
             for key, token in getattr(other, "special_tokens_map", {}).items():
@@ -262,8 +262,8 @@ class NoTokenizer:
             given=self.given,
             required="a tokenizer for texts and messages; records of token ids need none",
             source=source,
-            change="save the model's tokenizer into its folder, name one in model.tokenizer (for"
-            f" data without a run file: --tokenizer), or {also or 'give token ids (input_ids)'}",
+            change="save the model's tokenizer into its folder, name one in model.tokenizer (of"
+            f" files alone add --tokenizer T), or {also or 'give token ids (input_ids)'}",
         )
 
 
