@@ -94,7 +94,8 @@ def test_a_preset_says_whether_its_longest_would_fit(
     plan: Any, preset: str, longest: int, fits: bool
 ) -> None:
     flags = (
-        "--sequences=4", "--model.name=Qwen2.5-0.5B", "--hardware=RTX4090", "--chunks.method=seco",
+        "--sequences=4", "--model.name=Qwen2.5-0.5B", "--model.rope={rope_type: yarn, factor: 8}",
+        "--hardware=RTX4090", "--chunks.method=seco",
     )  # fmt: skip
     found = plan(preset, *flags)
     assert found["batch"]["longest_tokens"] < found["batch"]["longest_of_data_tokens"] == longest

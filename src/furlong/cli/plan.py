@@ -232,7 +232,7 @@ def _show_found(
     values = question.to_json() | {
         "method": method, "options": option_values(decision.options),
         "auto": decision.words, "parallel": decision.layout_words,
-    } | report.to_json()  # fmt: skip
+    } | _values_of(report, question.refused)  # fmt: skip
     if (sampling := decision.options.sampling) is not None:
         drawn, chunks = num_drawn(plan), len(plan.chunks)
         above["sample"] = (
@@ -258,7 +258,7 @@ def _show_found(
     }  # fmt: skip
     below = {
         "longest": longest_words,
-        "runs here": runs_words(report, question.model.hardware.name),
+        "runs here": runs_words(report, question.model.hardware.name, question.refused),
         "auto": decision.words,
         "parallel": decision.layout_words,
         "smallest": smallest,
@@ -279,7 +279,7 @@ def _show_found(
 def _longest(question: PlanQuestion, answer: Answer) -> tuple[str, dict[str, Any]]:
     """Whether the data's longest sequence fits, and the longest that would: words and values."""
     tokens, own = question.batch.longest_tokens, max(question.batch.seq_lens)
-    positions = question.num_positions
+    positions = question.model.shape.num_positions
     most = None if positions is None or positions < own else positions
     longest = longest_sequence(answer, start=own, num_positions=most)
     fits, count = tokens <= max(longest.num_tokens, own), format_count(longest.num_tokens)
@@ -300,8 +300,6 @@ def _longest(question: PlanQuestion, answer: Answer) -> tuple[str, dict[str, Any
         f"{'two of one length' if answer.question.pair else 'alone'}, planned in the same way,"
         f" {would[longest.limit]}"
     )
-    if positions is not None and positions < tokens:
-        words += f"\nbut the model has {positions:,} positions: longer sequences need model.rope"
     return words, values
 
 
@@ -374,7 +372,8 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
     if chosen.json:
         print(json.dumps(question.to_json() | {"methods": comparison_json(rows)}, indent=1))
     else:
-        print(_lines(question.lines()))
+        refused = f"no, furlong train refuses {question.refused}" if question.refused else ""
+        print(_lines(question.lines() | {"runs here": refused}))
         print(format_comparison(rows))
     if not panels:
         raise refusal(
@@ -404,7 +403,10 @@ def _show_saved(file: str, flags: RunFlags) -> None:
     spec = spec_of(hardware)
     if config.memory.cpu != "auto":
         spec = replace(spec, host_bytes=config.memory.cpu)
-    model = cost_model_of(config, spec, num_devices, calibrate=not chosen.no_calibration)
+    longest = max(plan.seq_lens)
+    model, refused = cost_model_of(
+        config, spec, num_devices, longest, calibrate=not chosen.no_calibration
+    )
     if sum(plan.stages) != model.shape.num_layers:
         raise refusal(
             f"a model of {count_words(model.shape.num_layers, 'layer')}, {config.model.name}",
@@ -414,7 +416,8 @@ def _show_saved(file: str, flags: RunFlags) -> None:
     budget = config.memory.device
     report = report_plan(plan, model, None if budget == "auto" else budget)
     above = {"devices": f"{num_devices} x {spec.name}, {config.model.name}"}
-    _show_page(report, chosen, above, {"runs here": runs_words(report)}, report.to_json())
+    below = {"runs here": runs_words(report, refused=refused)}
+    _show_page(report, chosen, above, below, _values_of(report, refused))
     _draw([report.panel(Path(file).stem)], chosen)
 
 
@@ -461,6 +464,10 @@ def _load(file: str) -> tuple[ChunkPlan, dict[str, Any]]:
     required = "run and hardware as furlong plan --out writes them"
     change = "make the plan again, or remove made_for"
     raise refusal(f"made_for = {saved!r:.80}", required, change, file)
+
+
+def _values_of(report: PlanReport, refused: str) -> dict[str, Any]:
+    return report.to_json() | ({"runs_here": False} if refused else {})
 
 
 def _show_page(

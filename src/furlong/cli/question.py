@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from math import floor, prod
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.cli.output import check_replaced
 from furlong.cost.machine import THIS_CPU, Machine, one_of, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape, cached_shape, is_known_model, known_models, model_shape
+from furlong.cost.shape import (
+    ModelShape,
+    cached_shape,
+    is_known_model,
+    known_models,
+    known_name,
+    model_shape,
+)
 from furlong.data.sources import walk
 from furlong.errors import UserError, refusal
+from furlong.files import read_object
+from furlong.models.folder import check_floats
 from furlong.plan.lengths import (
     MAX_TOKENS,
     Lengths,
@@ -91,17 +99,8 @@ class PlanQuestion:
     num_devices: int
     given: Mapping[str, Any]
     """Sizes of the layout, and options."""
-
-    @property
-    def num_positions(self) -> int | None:
-        """Positions of the model after the run's `model.rope`; None where they are unknown."""
-        shape, rope = self.model.shape, self.config.model.rope
-        if rope is None or shape.num_positions is None:
-            return shape.num_positions
-        original = rope.original_max_position_embeddings or shape.original_positions
-        if rope.factor is not None:
-            return floor(rope.factor * (original or shape.num_positions))
-        return max(shape.num_positions, self.config.data.max_seq_len)
+    refused: str
+    """The reason for which furlong train refuses the lengths or the weights; "" if it does not."""
 
     def lines(self) -> dict[str, str]:
         """The lines over an answer, by their first words; empty ones are left out."""
@@ -219,11 +218,15 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     is_here = is_run and spec.name == THIS_CPU
     budget, budget_words = spec.budget(config.memory.device, num_devices if is_here else None)
     spec = replace(spec, host_bytes=cpu_bytes)
-    model = cost_model_of(config, spec, num_devices, calibrate=not own.no_calibration)
+    model, refused = cost_model_of(
+        config, spec, num_devices, config.data.max_seq_len if is_run else batch.longest_tokens,
+        calibrate=not own.no_calibration,
+    )  # fmt: skip
     return PlanQuestion(
         config=config, is_run=is_run, batch=batch, model=model,
         limits=Limits(budget, cpu_bytes, disk_bytes, model.hardware.margin(MARGIN)),
         budget_words=budget_words, num_devices=num_devices, given=options | sizes,
+        refused=refused,
     )  # fmt: skip
 
 
@@ -418,26 +421,51 @@ def spec_of(name: str, num_devices: int = 1) -> Machine:
 
 
 def cost_model_of(
-    config: RunConfig, spec: Machine, num_devices: int, *, calibrate: bool
-) -> CostModel:
-    """The cost model of a run on a device, as it was calibrated if it was. Raises ConfigError."""
+    config: RunConfig, spec: Machine, num_devices: int, longest: int, *, calibrate: bool
+) -> tuple[CostModel, str]:
+    """The cost model of a run of sequences of `longest` tokens on a device, as it was calibrated if
+    it was; and why furlong train refuses these lengths or the model's weights, "" if it does not.
 
-    def measure(file: Path) -> ModelShape:
-        from furlong.models.describe import describe_file  # transformers takes seconds
-
-        return describe_file(file)
-
-    file, packed = _config_file(config.model.name, config.model.revision), None
+    Raises UserError for a model that furlong train refuses whatever they are.
+    """
+    model, known, name = config.model, None, config.model.name.rpartition("/")[2]
+    file = _config_file(model.name, model.revision)
     if file is None:
-        shape = model_shape(config.model.name.rpartition("/")[2])
+        values = known = known_models()[known_name(name)]["config"]
     else:
-        shape = cached_shape(file, measure)
-        packed = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
-    is_shared, dtype = num_devices > 1, config.model.dtype
-    training = with_optimizer(training_of(config.model, packed), config.train, shape)
+        change = "give a model's config.json, or a folder that holds it"
+        values = read_object(file, source="the model's name", change=change)
+    source, packed = str(file or name), values.get("quantization_config")
+    asked = model.model_dump(mode="json", include={"config", "rope", "quantize"})
+    asked |= {"longest": longest if model.rope else 0, "lora": model.lora is not None}
+
+    def measure() -> ModelShape:
+        from furlong.train.run_model import planned_config, planned_shape  # torch takes seconds
+
+        return planned_shape(model, planned_config(model, source, known, longest), source, longest)
+
+    if known is not None and not (model.config or model.rope):
+        shape = model_shape(name)
+    else:
+        shape = cached_shape({"file": values, **asked}, measure)
+    refused = ""
+    try:
+        if longest > (shape.num_positions or longest):
+            from furlong.models.rope import check_length
+            from furlong.train.run_model import planned_config
+
+            check_length(
+                planned_config(model, source, known, longest), longest,
+                has_rope=model.rope is not None, source=None if file is None else str(file.parent),
+            )  # fmt: skip
+        check_floats(values, source)
+    except UserError as error:
+        refused = f"{error.given}; required: {error.required}; to mend it: {error.change}"
+    is_shared, dtype = num_devices > 1, model.dtype
+    training = with_optimizer(training_of(model, packed), config.train, shape)
     training = replace(training, zero_stage=1 if is_shared else 0, gathers=is_shared)
     measured = spec.calibrated(dtype) if calibrate else spec.computing_in(dtype)
-    return CostModel(shape, measured, training)
+    return CostModel(shape, measured, training), refused
 
 
 def _config_file(name: str, revision: str | None) -> Path | None:

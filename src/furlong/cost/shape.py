@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
@@ -17,7 +17,7 @@ from typing import Any
 
 from furlong.errors import look_up
 from furlong.families import family_of
-from furlong.files import read_object, user_cache, write_json
+from furlong.files import user_cache, write_json
 from furlong.plan.rows import inner_size
 
 Matrix = tuple[str, int, str, int]
@@ -260,26 +260,30 @@ def is_known_model(name: str) -> bool:
     return last in {known.lower() for known in known_models()} and publisher in ("", own)
 
 
+def known_name(name: str) -> str:
+    """The name of a known model, as it is written. Raises ConfigError that names the nearest."""
+    names = {known: known for known in known_models()}
+    return look_up(name, names, kind="model", source="the model's name")
+
+
 def model_shape(name: str) -> ModelShape:
     """The shape of a model by name. Raises ConfigError that names the nearest."""
-    names = {known: known for known in known_models()}
-    return _known_shape(look_up(name, names, kind="model", source="the model's name"))
+    return _known_shape(known_name(name))
 
 
-def cached_shape(config_file: Path, measure: Callable[[Path], ModelShape]) -> ModelShape:
-    """The shape of a config.json as it was measured before by the same furlong, torch and
-    transformers, else as `measure` finds it. Raises ConfigError for what is no config."""
-    change = "give a model's config.json, or a folder that holds it"
-    config = read_object(config_file, source="the model's name", change=change)
+def cached_shape(about: Mapping[str, Any], measure: Callable[[], ModelShape]) -> ModelShape:
+    """The shape of a model as it was measured before by the same furlong, torch and transformers,
+    else as `measure` finds it. `about`: a config.json, as parsed, and what is made of it."""
     versions = [metadata.version(name) for name in ("furlong", "torch", "transformers")]
-    about = json.dumps([config, versions, sorted(LayerShape.__dataclass_fields__)], sort_keys=True)
-    key = hashlib.sha256(about.encode()).hexdigest()[:16]
+    fields = sorted(LayerShape.__dataclass_fields__)
+    text = json.dumps([about, versions, fields], sort_keys=True, default=str)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
     file = user_cache() / f"shape-{key}.json"
     with suppress(
         OSError, ValueError, KeyError, TypeError, AttributeError
     ):  # no file, or a damaged one
         return ModelShape.from_values(json.loads(file.read_text(encoding="utf-8")))
-    shape = measure(config_file)
+    shape = measure()
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, shape.to_values())

@@ -34,12 +34,15 @@ from furlong.models.folder import (
     GENERATION,
     check_config_values,
     check_export_folder,
+    check_floats,
     check_folder,
     check_folder_files,
     check_generation,
     check_readable,
     check_sizes,
+    check_type,
     hushed,
+    is_in_4_bits,
     model_error,
     reason,
     with_adapters,
@@ -551,14 +554,15 @@ def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
 
 def read_config(
     source: str, *, revision: str | None = None, changes: Mapping[str, Any] | None = None,
-    rope: dict[str, Any] | None = None, max_seq_len: int | None = None,
+    rope: dict[str, Any] | None = None, max_seq_len: int | None = None, as_floats: bool = False,
 ) -> Any:  # fmt: skip
     """The transformers config of a hub id or folder, with `changes` (model.config) and `rope`
-    (model.rope) written into it.
+    (model.rope) written into it. `as_floats`: of weights that are quantized, but for the 4 bits of
+    bitsandbytes, as if they were not.
 
     Raises ConfigError, also if the model has fewer positions than `max_seq_len`.
     """
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     if Path(source).is_dir():
         check_folder_files(Path(source))
@@ -567,19 +571,26 @@ def read_config(
         named: dict[str, Any] = {} if revision is None else {"revision": revision}
         values, _ = PreTrainedConfig.get_config_dict(source, **named)
         check_config_values(values, source)
+        check_type(values, CONFIG_MAPPING, source)
         named |= _OWN_KERNELS
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **named)
         refuse_config(config, f"model type {config.model_type}", f"{source}, config.json")
         apply_changes(config, changes or {})
+        if as_floats and not is_in_4_bits(getattr(config, "quantization_config", None)):
+            for own in (config, config.get_text_config()):
+                vars(own).pop("quantization_config", None)
         check_sizes(config, source)
         check_rope(config, source)
         if rope is not None:
             apply_rope(config, rope, max_seq_len=max_seq_len)
         if max_seq_len is not None:
             check_length(config, max_seq_len, has_rope=rope is not None, source=source)
+        if not as_floats:  # last, for the bfloat16 checkpoint mends nothing else
+            check_floats(values, source)
     except UserError:
         raise
     except Exception as error:  # a family's own code may make anything of a broken file
+        check_floats(values, source)
         raise model_error(
             f"{source}, config.json: {reason(error, values)}",
             "a model whose config.json transformers can read without remote code",
@@ -674,6 +685,8 @@ def _check_kind(config: Any, source: str) -> None:
 
 
 _WHOLE_WEIGHTS = "every weight (safetensors) of the model that config.json describes"
+_OLD_BUFFERS = ("inv_freq", "masked_bias", "attn.bias", "attention.bias")
+"""Ends of the names of buffers that old checkpoints hold."""
 _USE_WHOLE = "use the whole model's folder with its own config.json, or model.init: random"
 
 
@@ -681,7 +694,7 @@ def _load_weights(
     source: str, config: Any, dtype: torch.dtype, layers: range | None, revision: str | None,
     quantize: str | Mapping[Any, Any] | None,
 ) -> Any:  # fmt: skip
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     _check_kind(config, source)
     named = _OWN_KERNELS | ({} if revision is None else {"revision": revision})
@@ -699,8 +712,12 @@ def _load_weights(
         whole = model_of_config(config, source, dtype=dtype)
         others, config = placeholders(whole, layers), whole.config
         opened = holding_class(type(whole), others)
+    # a vision tower beside the text, say, which a family leaves out in silence
+    tells_all = patch.object(
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_keys_to_ignore_on_load_unexpected", None
+    )
     try:
-        with hushed():
+        with hushed(), tells_all:
             model, loaded = opened.from_pretrained(
                 source,
                 config=config,
@@ -728,7 +745,11 @@ def _load_weights(
         _require_tied(model, source)
     settle(model, dtype)
     elsewhere = tuple(f"{name}." for name in others)
-    if unused := sorted(key for key in loaded["unexpected_keys"] if not key.startswith(elsewhere)):
+    unused = sorted(
+        key for key in loaded["unexpected_keys"]
+        if not (key.startswith(elsewhere) or key.endswith(_OLD_BUFFERS))
+    )  # fmt: skip
+    if unused:
         print(f"{source}: {len(unused)} tensors are no weights of the model and are left out,"
               f" {unused[0]} among them")  # fmt: skip
     return model
@@ -776,16 +797,17 @@ def check_model(
     """
     source = check_folder(name, revision)
     config = read_config(
-        source, revision=revision, changes=changes, rope=rope, max_seq_len=max_seq_len
-    )
+        source, revision=revision, changes=changes, rope=rope, max_seq_len=max_seq_len,
+        as_floats=True,
+    )  # fmt: skip
+    model = check_decoder(config, source, quantize, max_seq_len=max_seq_len).base
+    plain = read_config(source, revision=revision)  # quantized weights are refused after all else
     is_packed = getattr(config, "quantization_config", None) is not None
     if init == "pretrained":
         check_packed(config, source, quantize, has_adapters=has_adapters)
         check_weights(source, are_packed=is_packed)
         check_generation(source, revision)
-    model = model_of_config(config, source, dtype=torch.float32)
     if changes:
-        plain = read_config(source, revision=revision)
         whole = model_of_config(plain, source, dtype=torch.float32)
         print(f"model.config: {', '.join(apply_changes(plain, changes))}")
         before, after = ({n: p.shape for n, p in m.named_parameters()} for m in (whole, model))
@@ -796,10 +818,16 @@ def check_model(
                 "remove what shapes them, or set model.init: random",
                 "model.config",
             )
-    if is_packed or quantize is not None:
-        require_linear(model, source)
-    HFDecoder(model.train(), max_seq_len=max_seq_len)
     _check_memory(model, source, is_packed or quantize is not None)
+
+
+def check_decoder(config: Any, source: str, quantize: object, *, max_seq_len: int) -> HFDecoder:
+    """The decoder of a config, on meta. Raises UserError where its family, or what its config says,
+    cannot be trained in chunks."""
+    model = model_of_config(config, source, dtype=torch.float32)
+    if quantize is not None or getattr(config, "quantization_config", None) is not None:
+        require_linear(model, source)
+    return HFDecoder(model.train(), max_seq_len=max_seq_len)
 
 
 def _check_memory(model: torch.nn.Module, source: str, is_packed: bool) -> None:

@@ -64,6 +64,7 @@ from furlong.models.placeholders import (
 from furlong.models.rope import num_positions
 from furlong.models.support import (
     COMPILED_CALL,
+    OTHER_FAMILY,
     bare_model,
     call_root,
     compiled_in_place,
@@ -532,5 +533,7 @@ def _child_name(base: nn.Module, decoder: nn.Module) -> str:
         given=f"{type(base).__name__} holds its decoder inside another module",
         required="a model that is a decoder and a head",
         source="the model's modules",
-        change="train the text model alone",
+        change=OTHER_FAMILY
+        if base.config.get_text_config() is base.config  # type: ignore[operator, union-attr]
+        else "train a causal language model: no command takes the text out of this one",
     )

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from furlong.cost.shape import NO_ATTENTION, LayerShape, Matrix, ModelShape
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, UserError
 from furlong.families import ATTENTION_DROPOUTS, INNER_CHUNKS, family_of, for_all_layers
-from furlong.models.build import model_of_config, read_config
+from furlong.models.build import model_of_config
 from furlong.models.decoder import HFDecoder
 from furlong.models.folder import reason
 from furlong.models.mixers import SliceRows
@@ -66,7 +65,7 @@ def _described(config_class: type, text: str, source: str) -> ModelShape:
     except Exception as error:  # a family's own code may do anything on meta
         raise ConfigError(
             given=f"model type {config.model_type}, whose layers cannot be measured:"
-            f" {reason(error)}",
+            f" {error.given if isinstance(error, UserError) else reason(error)}",
             required="a decoder that transformers can build and run on the meta device",
             source=source,
             change="train without predictions: give chunks.size, chunks.keep and the layout",
@@ -79,11 +78,6 @@ def describe(config: Any, source: str = "the model's config") -> ModelShape:
     text = config.get_text_config()
     values = json.dumps(text.to_dict(), sort_keys=True, default=str)
     return _described(type(text), values, source)  # type: ignore[arg-type]
-
-
-def describe_file(file: str | Path) -> ModelShape:
-    """The shape of a config.json, or of the folder that holds one. Raises UserError."""
-    return describe(read_config(str(file)), str(file))
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,16 +45,6 @@ def check_config_values(values: Mapping[str, Any], source: str) -> None:
     """Raise UserError for what a config.json, as parsed, must not ask for."""
     where = f"{source}, {CONFIG}"
     for key, value in _entries(values):
-        if key == "quantization_config" and value is not None and not is_in_4_bits(value):
-            method = value.get("quant_method") if isinstance(value, Mapping) else None
-            raise UnsupportedModelError(
-                given=f"quantized weights: {key} with quant_method {method or 'unnamed'}",
-                required="weights in float, or in the 4 bits of bitsandbytes (load_in_4bit) under"
-                " adapters",
-                source=where,
-                change="use the model's checkpoint in bfloat16 or float32, usually the one that the"
-                " quantized one was made of; model.quantize: nf4 makes 4 bits of it",
-            )
         if key in _COMMANDS and value is not None:
             required = "weights and modules as the model's family has them"
             given = f"{key} in {CONFIG}, which {_COMMANDS[key]}"
@@ -62,6 +52,39 @@ def check_config_values(values: Mapping[str, Any], source: str) -> None:
         for ends, limit in _LIMITS:
             if key.endswith(ends) and type(value) in (int, float) and value > limit:
                 raise model_error(f"{key} = {value!r}", f"at most {limit:,}", source=where)
+
+
+def check_type(values: Mapping[str, Any], known: Container[str], source: str) -> None:
+    """Raise UnsupportedModelError for a model type that transformers does not know by itself."""
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind in known:
+        return
+    has_code = "auto_map" in values
+    raise UnsupportedModelError(
+        given=f"model type {kind}, " + (
+            "whose code lies beside the model (auto_map) and is not run" if has_code
+            else "which the installed transformers does not know"),
+        required="a model type of transformers, whose own code computes it",
+        source=f"{source}, {CONFIG}",
+        change="use a conversion of the model to a type of transformers, whose name often ends in"
+        " -hf, or train a model of another family",
+    )  # fmt: skip
+
+
+def check_floats(values: Mapping[str, Any], source: str) -> None:
+    """Raise UnsupportedModelError where a config.json, as parsed, says that weights are quantized
+    otherwise than in the 4 bits of bitsandbytes."""
+    for key, value in _entries(values):
+        if key == "quantization_config" and value is not None and not is_in_4_bits(value):
+            method = value.get("quant_method") if isinstance(value, Mapping) else None
+            raise UnsupportedModelError(
+                given=f"quantized weights: {key} with quant_method {method or 'unnamed'}",
+                required="weights in float, or in the 4 bits of bitsandbytes (load_in_4bit) under"
+                " adapters",
+                source=f"{source}, {CONFIG}",
+                change="use the model's checkpoint in bfloat16 or float32, usually the one that the"
+                " quantized one was made of; model.quantize: nf4 makes 4 bits of it",
+            )
 
 
 def is_in_4_bits(quantization: object) -> bool:
@@ -149,7 +172,9 @@ def reason(error: BaseException, values: Mapping[str, Any] | None = None) -> str
                 return f"{key} = {value!r}, which transformers does not know"
     if not text or isinstance(error, (LookupError, AttributeError, TypeError, AssertionError)):
         text = f"{type(error).__name__} {text}".strip()
-    return text if len(text) <= 300 else text[:300] + " ..."
+    if len(text) > 300:  # whole sentences
+        text = (text[:300].rpartition(". ")[0] or text[:1000].partition(". ")[0]).rstrip(".") + "."
+    return text
 
 
 def _entries(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

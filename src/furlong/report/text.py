@@ -68,9 +68,11 @@ def format_report(report: PlanReport) -> str:
     return "\n".join([*lines, *("  " + row for row in _memory_table(report))])
 
 
-def runs_words(report: PlanReport, train_on: str = "") -> str:
+def runs_words(report: PlanReport, train_on: str = "", refused: str = "") -> str:
     """Whether this release runs the plan. `train_on`: the device on which a run would decide for
-    this very plan, one for each of the report's processes."""
+    this very plan, one for each of the report's processes. `refused`: why it would not."""
+    if refused:
+        return f"no, furlong train refuses {refused}"
     if report.missing:
         own = "furlong train makes a plan of its own"
         return f"no, it needs {report.missing}; {own}"

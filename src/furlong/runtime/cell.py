@@ -19,6 +19,7 @@ from furlong.kv.store import KVStore
 from furlong.models.attention import KVReady
 from furlong.models.decoder import HFDecoder
 from furlong.models.mixers import Event, SliceRows, States, receive_states, send_states
+from furlong.models.support import OTHER_FAMILY
 from furlong.ops.attention import (
     AttentionRule,
     LaterGrads,
@@ -361,7 +362,9 @@ class Cell:
                     required=f"each of layers {', '.join(map(str, layers))} once, in the order in "
                     "which they run",
                     source="the model's forward, and layer_idx of its attention modules",
-                    change="number them anew after layers are removed, copied or moved "
+                    change=OTHER_FAMILY
+                    if not met
+                    else "number them anew after layers are removed, copied or moved "
                     "(layer.self_attn.layer_idx = its place), and skip none (layerdrop 0)",
                 )
 

@@ -58,7 +58,7 @@ from furlong.models.rope import num_positions, switching_lengths
 from furlong.models.shrink import LONGEST_TOKENS, shrink_config
 from furlong.models.support import compiled_in_place, shortest_window
 from furlong.ops.backends.base import Backend
-from furlong.ops.backends.select import is_of_machine
+from furlong.ops.backends.select import ProbedBackend, is_of_machine
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.plan.passes import Pass
 from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Order, Recompute, Slice
@@ -116,6 +116,24 @@ def self_check(model: HFDecoder, backend: Backend, heights: Sequence[int] | None
         if heights != whole:
             errors.append(_check_cuts(twin, held_by(twin, heights), backend, heights))
     return max(errors)
+
+
+def check_twin(model: HFDecoder) -> None:
+    """Raise UnsupportedModelError where a tiny twin of a model, which may be on meta, is refused on
+    the CPU. A class that cannot be made small, or does not run so, is not asked."""
+    try:
+        twin = tiny_twin(model, all_layers=False)
+    except UnsupportedModelError:
+        return
+    for dtype in (torch.float64, torch.float32):  # some families overflow in what is no float32
+        twin.base.to(dtype)
+        try:
+            _check(twin, ProbedBackend())
+        except UnsupportedModelError as error:
+            if error.change != _WHOLE[-1]:
+                raise
+        else:
+            return
 
 
 def check_packed_linears(model: HFDecoder) -> None:

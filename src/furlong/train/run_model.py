@@ -10,19 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
-from furlong.config.schema import RunConfig, TrainConfig, offloads_to
+from furlong.config.schema import ModelConfig, RunConfig, TrainConfig, offloads_to
 from furlong.cost.machine import Machine, free_ram_budget_bytes, one_of, this_cpu
 from furlong.cost.model import CostModel
+from furlong.cost.shape import ModelShape
 from furlong.data.dataset import DataSet
 from furlong.data.stream import StreamSet
 from furlong.errors import ConfigError, difference_words, differing
 from furlong.kv.disk import NamelessFile
 from furlong.kv.pools import Storage
-from furlong.models.build import read_config
+from furlong.models.build import apply_changes, check_decoder, read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder
-from furlong.models.rope import switching_lengths
+from furlong.models.quantized import check_packed
+from furlong.models.rope import apply_rope, switching_lengths
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Layout
 from furlong.planners.decide import (
@@ -39,6 +42,7 @@ from furlong.planners.orders import even_heights
 from furlong.planners.question import MARGIN, Limits, Question, offload_budgets
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import check_sampling
+from furlong.runtime.check import check_twin
 from furlong.train.objective import objective_of
 from furlong.train.processes import Launch, layout_of, sizes_of
 from furlong.train.run_folder import Checkpoint
@@ -181,6 +185,29 @@ def longest_of(
         f" {by} has {longest:,}"
     )
     return longest
+
+
+def planned_config(
+    model: ModelConfig, source: str, known: Mapping[str, Any] | None, longest: int
+) -> Any:
+    """The config of a model that is planned, with `model.config` and, for sequences of `longest`
+    tokens, `model.rope`. `known`: its own, where no file at `source` has it. Raises UserError."""
+    if known is None:
+        config = read_config(source, changes=model.config, as_floats=True)
+    else:
+        config = AutoConfig.for_model(**known)
+        apply_changes(config, model.config)
+    if model.rope is not None:
+        apply_rope(config, model.rope.model_dump(mode="json"), max_seq_len=longest)
+    return config
+
+
+def planned_shape(model: ModelConfig, config: Any, source: str, longest: int) -> ModelShape:
+    """The shape of a model that is planned. Raises UserError where furlong train refuses it at its
+    start, whatever its weights and the lengths of the data are."""
+    check_packed(config, source, model.quantize, has_adapters=model.lora is not None)
+    check_twin(check_decoder(config, source, model.quantize, max_seq_len=longest))
+    return describe(config, source)
 
 
 def step_size(settings: TrainConfig) -> StepSize:
