@@ -149,7 +149,9 @@ def test_labels_that_truncation_cuts_off_do_not_count(tmp_path: Path) -> None:
 def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path, texts: Path) -> None:
     data = load(tmp_path, texts)
     data.check_vocabulary(5)
-    with pytest.raises(DataError, match=r"token id 4[\s\S]*below 4[\s\S]*texts\.jsonl:3"):
+    with pytest.raises(
+        DataError, match=r"token id 4, which is c\b[\s\S]*below 4[\s\S]*texts\.jsonl:3"
+    ):
         data.check_vocabulary(4)
     file = write_lines(tmp_path / "a.jsonl", {"input_ids": [1, 2], "labels": [-100, 7]})
     with pytest.raises(DataError, match="token id 7"):

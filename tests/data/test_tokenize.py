@@ -17,7 +17,7 @@ from furlong.config.schema import DataConfig, Format
 from furlong.data import tokenize
 from furlong.data.formats import Reading, encode
 from furlong.data.records import BLANK, Notes, SourceRecord
-from furlong.data.tokenize import Encoded, Sequence, fingerprint, load_tokenizer
+from furlong.data.tokenize import Encoded, Sequence, fingerprint, load_tokenizer, token_in_words
 from furlong.errors import ConfigError, DataError
 
 TURNS = [
@@ -369,6 +369,7 @@ def test_token_ids_need_no_tokenizer_and_texts_are_refused_without_one(tmp_path:
     (sequence,), _ = run([{"input_ids": [1, 2]}], tokenizer, "tokens")
     assert sequence.input_ids.tolist() == [1, 2]
     fingerprint(tokenizer)
+    assert token_in_words(7, tokenizer) == "token id 7"
     for record, format in (({"text": "a"}, "text"), ({"messages": TURNS}, "chat")):
         with pytest.raises(ConfigError) as caught:
             run([record], tokenizer, cast(Format, format))
