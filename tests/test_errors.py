@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import furlong
 from furlong.errors import first_line, in_short
 
 
@@ -32,3 +36,13 @@ def test_a_text_is_cut_behind_a_sentence_or_a_word(text: str, short: str) -> Non
 )
 def test_the_first_line_of_an_error_has_the_lines_that_it_announces(text: str, line: str) -> None:
     assert first_line(ValueError(text)) == line
+
+
+def test_texts_are_cut_in_one_place() -> None:
+    root = Path(furlong.__file__).parent
+    cut = re.compile(r"![rs]:\.\d+\}|str\(\w+\)(\.\w+\(\))*\[:\w+\]|\[:\d+\]\}?( ?\.\.\.|!r)")
+    places = {
+        file.name for file in root.rglob("*.py") if cut.search(file.read_text(encoding="utf-8"))
+    }
+    # errors of Python alone, and samples of a model, which are no sentences
+    assert places <= {"units.py", "timeline.py", "metrics.py", "chat.py"}

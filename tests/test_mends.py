@@ -360,6 +360,7 @@ ELSEWHERE = {
     "config/adapter.py: remove model.lora.": f"{_NEEDS}an adapter of peft",
     "config/conversion.py: ": "remarks on a recipe's keys, no refusals",
     "config/messages.py: a run: its file": _USAGE,
+    "config/messages.py: set model.config": "a value that only the user knows",
     "data/chat.py: set data.chat_template": _TRIED,
     "data/chat.py: set data.train_on": _TRIED,
     "data/formats.py: set data.chat_template": "conversations under a loss of pairs",
@@ -403,6 +404,12 @@ def test_the_change_that_is_offered_works(name: str, doors: Doors) -> None:
     followed = Followed(doors)
     followed.follow(ROWS[name])
     assert not followed.faults, "\n\n".join(followed.faults)
+    for error in followed.errors:
+        parts = (error.given, error.required, error.source, error.change)
+        assert all(parts) and len(str(error)) < 2500, error
+        assert not any(re.search(r"^(given|required|change): ", part, re.M) for part in parts), (
+            error
+        )
 
 
 def _literals() -> Iterator[tuple[str, re.Pattern[str]]]:

@@ -11,7 +11,7 @@ from furlong.cli.output import writing
 from furlong.config.conversion import Conversion, convert
 from furlong.config.recipes import read_recipe
 from furlong.config.sources import FlagParser, read_flags
-from furlong.errors import refusal
+from furlong.errors import in_short, refusal
 
 _DESCRIPTION = (
     "Write a run file from a recipe of axolotl, LLaMA-Factory, TRL, ms-swift, torchtune or Arctic"
@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
 def _written(name: str, value: Any) -> str:
     """A key of theirs in one short line."""
     text = " ".join(str(value).split())
-    text = text if len(text) <= 60 else f"{text[:57]}..."
+    text = in_short(text, 60)
     return f"{name}: {text}"
 
 

@@ -25,7 +25,7 @@ from furlong.cli.question import (
 )
 from furlong.config.sources import FlagParser, RunFlags, is_run_file, read_flags
 from furlong.cost.machine import known_machines
-from furlong.errors import PlanError, UserError, refusal
+from furlong.errors import PlanError, UserError, in_short, refusal
 from furlong.plan.check import check
 from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
@@ -463,7 +463,7 @@ def _load(file: str) -> tuple[ChunkPlan, dict[str, Any]]:
             return plan, saved
     required = "run and hardware as furlong plan --out writes them"
     change = "make the plan again, or remove made_for"
-    raise refusal(f"made_for = {saved!r:.80}", required, change, file)
+    raise refusal(f"made_for = {in_short(repr(saved), 80)}", required, change, file)
 
 
 def _values_of(report: PlanReport, refused: str) -> dict[str, Any]:

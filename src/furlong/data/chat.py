@@ -34,7 +34,7 @@ from furlong.data.training_templates import (
     marks_of,
     training_templates,
 )
-from furlong.errors import ConfigError, DataError
+from furlong.errors import ConfigError, DataError, in_short
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # transformers gives each as the others
@@ -65,7 +65,6 @@ _MANY = 2
 _MOST_TRIED = 3
 """Values of a kind that are tried one by one where the text has them in no known form."""
 _SHOWN_CHARS = 24
-_REASON_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,7 +563,7 @@ class _Template:
                 **{**self._tokenizer.special_tokens_map, **own.kwargs},
             )
         except Exception as error:  # a template is a program of someone else's
-            reason = " ".join(str(error).split())[:_REASON_CHARS]
+            reason = in_short(error)
             if type(error).__name__ != "TemplateError":  # which a template raises on purpose
                 reason = f"{type(error).__name__}: {reason}"
             part = "the prompt behind" if prompt else "the conversation up to"

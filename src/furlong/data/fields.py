@@ -12,6 +12,7 @@ from typing import Any
 
 from furlong.config.schema import TURN_FIELDS
 from furlong.data.records import SourceRecord
+from furlong.errors import in_short
 
 Turn = dict[str, Any]
 
@@ -307,7 +308,7 @@ def _calls(record: SourceRecord, message: str, given: Any) -> list[Any]:
         own = around.get("function", around)
         if not isinstance(own, dict) or not isinstance(own.get("name"), str):
             raise record.refusal(
-                f"{message}: a call {str(call)[:40]}",
+                f"{message}: a call {in_short(call, 40)}",
                 '{"type": "function", "function": {"name": "...", "arguments": {...}}}',
             )
         arguments = {} if (said := own.get("arguments")) is None else said
@@ -332,7 +333,7 @@ def _of_json(record: SourceRecord, what: str, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise record.refusal(
-            f"{what}: a text {text.strip()[:40]!r} that is no JSON",
+            f"{what}: a text {in_short(text, 40)!r} that is no JSON",
             "a list or an object, or its JSON as a text",
         ) from error
 
@@ -346,7 +347,7 @@ def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:
         if isinstance(text, str) and not any(part.get(key) for key in _MEDIA):
             return text
     raise record.refusal(
-        f"{message}: a part {str(part)[:40]}",
+        f"{message}: a part {in_short(part, 40)}",
         'content as a string, or parts such as {"type": "text", "text": "..."}',
         "write the part as a text, or remove it or the record: texts, thoughts and calls alone are"
         " trained on",
@@ -380,7 +381,7 @@ def _history(record: SourceRecord) -> list[tuple[str, str]]:
                 found += [("user", asked), ("assistant", said)]
             case _:
                 raise record.refusal(
-                    f"a history with {str(pair)[:40]}",
+                    f"a history with {in_short(pair, 40)}",
                     'history: [["an instruction", "its output"], ...]',
                 )
     return found

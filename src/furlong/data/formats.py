@@ -43,7 +43,7 @@ from furlong.data.tokenize import (
     tokenized,
 )
 from furlong.data.unread import Unread
-from furlong.errors import DataError
+from furlong.errors import DataError, in_short
 
 _INT32 = np.iinfo(np.int32)
 _INTO_PROMPT = {"system": "into prompt", "history": "into prompt"}
@@ -133,7 +133,7 @@ def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...
     label = record.fields["label"]
     if label not in (0, 1):
         raise record.refusal(
-            f"label: {str(label)[:40]!r}",
+            f"label: {in_short(label, 40)!r}",
             "true or 1 for an answer that is wanted, false or 0 for one that is not",
         )
     has = {name for name, value in record.fields.items() if value is not None}
@@ -260,7 +260,7 @@ class Reading:
         own = record.fields.get("chat_template_kwargs") or {}
         if not isinstance(own, dict) or refused_kwargs(own):
             raise record.refusal(
-                f"chat_template_kwargs {str(own)[:60]}",
+                f"chat_template_kwargs {in_short(own, 60)}",
                 "an object with names that the chat template reads, and the rendering does not set",
             )
         turns = replace(turns, kwargs={**self.chat_template_kwargs, **own})

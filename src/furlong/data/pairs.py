@@ -27,7 +27,7 @@ from furlong.data.chat import Turns
 from furlong.data.fields import Turn, answers, instruction_turns, messages_of, tools_of
 from furlong.data.records import SourceRecord
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Rendered
-from furlong.errors import DataError
+from furlong.errors import DataError, in_short
 
 SAME = "pairs with the same answers left out"
 EMPTY = "pairs with an empty answer left out"
@@ -138,7 +138,7 @@ def _conversations(record: SourceRecord) -> tuple[list[Turn], list[Turn], int]:
         )
     if prompt is not None and ("user", prompt.strip()) not in map(_said, chosen[:first]):
         raise record.refusal(
-            f"a prompt {prompt[:40]!r} that is no turn of the user in both conversations",
+            f"a prompt {in_short(prompt, 40)!r} that is no turn of the user in both conversations",
             "the prompt among the turns with which chosen and rejected begin",
             'write prompt as [{"role": "user", "content": "..."}] if it precedes them, or remove'
             " the record",

@@ -21,7 +21,7 @@ from itertools import chain, count, islice
 from typing import Any, BinaryIO
 
 from furlong.data.sources import Listing, SourceFile, client_error, printable, unreadable
-from furlong.errors import DataError
+from furlong.errors import DataError, in_short
 from furlong.units import count_words, format_bytes
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -400,7 +400,7 @@ def _broken(file: SourceFile, at: int, text: str, error: Exception) -> DataError
     if isinstance(error, json.JSONDecodeError):
         reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
     return DataError(
-        given=f"{text.strip()[:60]!r}: {reason}",
+        given=f"{in_short(text, 60)!r}: {reason}",
         required=_REQUIRED.get(file.kind, _A_TABLE),
         source=file.origin(at),
         change="mend or remove it",
@@ -440,7 +440,7 @@ def _read_table(file: SourceFile, note: Note, fields: Collection[str], skip: int
         if file.address and isinstance(error, OSError):  # a connection
             raise
         raise DataError(
-            given=f"{file.origin(0)}: {' '.join(str(error).split())[:200]}",
+            given=f"{file.origin(0)}: {in_short(error)}",
             required=f"what datasets or pyarrow reads as {file.kind} (Arrow's stream, not Feather)",
             source=file.origin(0),
             change="write the file again, or remove it",

@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, Valida
 
 from furlong.config.schema import Source
 from furlong.config.sources import read_yaml
-from furlong.errors import DataError
+from furlong.errors import DataError, in_short
 
 Kind = Literal["text", "json lines", "json", "csv", "tsv", "parquet", "arrow", "mds", "dataset"]
 Codec = Literal["gzip", "zstd", "bz2"]
@@ -468,7 +468,7 @@ def _configs_in(text: str, card: Path, meant: _Meant) -> dict[str, _CardConfig]:
         else:
             reason = str(error)
         raise meant.refusal(
-            f"{printable(card)}: {' '.join(reason.split())[:200]}",
+            f"{printable(card)}: {in_short(reason)}",
             "configs of a data set's card, each with config_name and data_files",
             _MEND_CARD,
         ) from error

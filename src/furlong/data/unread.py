@@ -11,6 +11,7 @@ from furlong.data.chat import Turns
 from furlong.data.fields import MARKS, Turn
 from furlong.data.records import IS_MEDIA, Notes, SourceRecord
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Rendered
+from furlong.errors import in_short
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _PLACEHOLDER = re.compile(r"<\|?(image|video|audio)")
@@ -62,8 +63,8 @@ class Unread:
                 if re.search(rf"""[.'"]{re.escape(key)}\b""", self._template):
                     continue
                 raise record.refusal(
-                    f"an answer with {key} = {str(value)[:40]}, where another one has"
-                    f" {str(first)[:40]}; nothing reads it",
+                    f"an answer with {key} = {in_short(value, 40)}, where another one has"
+                    f" {in_short(first, 40)}; nothing reads it",
                     "marks of answers that are not learnt as weight: 0",
                     f"set data.fields: {{weight: {key}}} if 0 or false says that an answer is not"
                     f" learnt; otherwise write weight: 0 into such answers, or remove {key}",
@@ -106,7 +107,7 @@ def _refusal(name: str, value: Any, one: Any = None) -> tuple[str, str, str] | N
     if not is_mark:
         return None
     return (
-        f"{name} = {str(value)[:40]} beside what is learnt, which would not be read",
+        f"{name} = {in_short(value, 40)} beside what is learnt, which would not be read",
         "marks in the messages: weight: 0 in those of the assistant that are not learnt",
         f"write them there, leave out records that are not to be learnt, or {_TAKE_OUT}",
     )

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, in_short
 from furlong.kv.arena import MIN_SLAB_BYTES, Arena, Extents, Piece, Slabs, aligned, poison_bytes
 from furlong.kv.disk import PAGE_BYTES, NamelessFile
 from furlong.plan.plan import Offload, OffloadTarget
@@ -772,7 +772,7 @@ class Storage:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
                 raise ConfigError(
-                    given=f"{name} = {value!r:.60}",
+                    given=f"{name} = {in_short(repr(value), 60)}",
                     required="bytes as a whole number of at least 0, or None",
                     source="furlong.Storage", change=f"pass such a {name}, or leave it out",
                 )  # fmt: skip

@@ -36,7 +36,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from furlong.cost.shape import ModelShape
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, in_short
 from furlong.plan.check import check
 from furlong.plan.plan import (
     COMPUTING,
@@ -411,7 +411,7 @@ def require_two_phases(options: ChunkOptions) -> None:
         return
     name, required = odd
     raise ConfigError(
-        given=f"chunks.{name} = {getattr(options, name)!r:.60}",
+        given=f"chunks.{name} = {in_short(repr(getattr(options, name)), 60)}",
         required=required,
         source="the options of token_values, hidden_states or furlong.chunked",
         change=f"leave {name} out",

@@ -32,7 +32,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, in_short
 from furlong.plan.check import check
 from furlong.plan.plan import (
     Action,
@@ -146,7 +146,9 @@ def sampling_of(value: object) -> Sampling | None:
     if value is None or isinstance(value, Sampling):
         return value
     if not isinstance(value, Mapping):
-        raise _unusable(f"sample = {value!r:.80}", "a furlong.Sampling, a mapping, or none")
+        raise _unusable(
+            f"sample = {in_short(repr(value), 80)}", "a furlong.Sampling, a mapping, or none"
+        )
     names = list(Sampling.__dataclass_fields__)
     if unknown := [str(name) for name in value if name not in names]:
         raise _unusable(f"sample with {', '.join(unknown)}", f"among {', '.join(names)}")
