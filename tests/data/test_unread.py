@@ -92,6 +92,22 @@ def test_the_renaming_that_is_offered_works() -> None:
 
 
 @pytest.mark.parametrize(
+    ("own", "what"),
+    [
+        (two_answers({"toxic": True}, {"toxic": False}), "toxic"),
+        ({"messages": [USER, said("bad"), USER, said("good")], "images": ["a"]}, "images"),
+        ({"messages": [USER, said("bad"), USER, said("good")], "scores": [0.2, 0.7]}, "scores"),
+        ({"messages": [USER, said("bad"), USER, said("good")], "train": False}, "train"),
+    ],
+)
+def test_what_says_nothing_of_the_text_is_taken_out_by_name(own: dict[str, Any], what: str) -> None:
+    assert f"data.fields: {{unused: [{what}]}}" in refused(own).change
+    notes = Notes()
+    (one,) = learnt(own, fields={"unused": [what]}, notes=notes)
+    assert ("good" in one, what in notes.unread) == (True, False)
+
+
+@pytest.mark.parametrize(
     "own",
     [
         {"question": "q", "answer": "good"}, {"query": "q", "response": "good", "history": []},

@@ -192,16 +192,19 @@ RECORD_FIELDS = (
 """Fields of a record that data.fields may rename."""
 TURN_FIELDS = ("role", "content", "tool_calls", "reasoning_content", "weight")
 """Fields of a message that it may rename."""
+OTHER_FIELDS: dict[str, type] = {"roles": dict, "unused": list}
+"""Keys of data.fields that name no field: roles renames roles, unused lists fields of records and
+of messages that are taken out before anything is read."""
 
 
 def _known_fields(fields: dict[str, Any]) -> dict[str, Any]:
     for name, their in fields.items():
-        known = (*RECORD_FIELDS, *TURN_FIELDS, "roles")
-        if name not in known or isinstance(their, str) == (name == "roles"):
+        known = (*RECORD_FIELDS, *TURN_FIELDS, *OTHER_FIELDS)
+        if name not in known or not isinstance(their, OTHER_FIELDS.get(name, str)):
             raise told(
                 given=f"data.fields with {name}: {their!r}",
                 required=f"furlong's own name in front, one of {', '.join(known)}, and the data's"
-                " behind it; roles: {the data's: furlong's}",
+                " behind it; roles: {the data's: furlong's}; unused: [the data's]",
                 change="write {text: chapter} for texts in the field chapter, or"
                 " {roles: {human: user}}",
             )
@@ -214,7 +217,7 @@ def _known_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-Fields = Annotated[dict[str, str | dict[str, str]], AfterValidator(_known_fields)]
+Fields = Annotated[dict[str, str | list[str] | dict[str, str]], AfterValidator(_known_fields)]
 Format = Literal[
     "text", "chat", "sharegpt", "alpaca", "completion", "tokens", "preference", "unpaired"
 ]
@@ -338,7 +341,8 @@ class DataConfig(BaseModel):
     is preference: chosen + rejected; with kto unpaired: prompt + completion + label."""
     fields: Fields = Field(default={}, examples=[{"text": "chapter"}])
     """Names that fields have in the data, by furlong's: {text: chapter}, also those of messages,
-    {role: from, content: value}, and of roles, {roles: {human: user}}."""
+    {role: from, content: value}, and of roles, {roles: {human: user}}. {unused: [images]} takes
+    fields of records and of messages out before they are read."""
     chat_template: Name | None = _null("qwen3")
     """Chat template: a file, a text, or a name (alpaca, chatml, gemma, gemma3, gpt-oss, llama3,
     llama3.1, mistral, qwen2.5, qwen3, qwen3.5); null = the tokenizer's."""

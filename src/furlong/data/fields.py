@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from furlong.config.schema import TURN_FIELDS
+from furlong.config.schema import OTHER_FIELDS, TURN_FIELDS
 from furlong.data.records import SourceRecord
 from furlong.errors import in_short
 
@@ -37,12 +37,13 @@ _ROLES = {
     **{role: role for role in ("user", "assistant", "system", "tool", "developer")},  # ASSISTANT
 }
 _TEXTS = ("text", "input_text", "output_text", None)
+_NO_COLUMNS = (*TURN_FIELDS, *OTHER_FIELDS)
 _RESPONSE = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 
 
 def columns(fields: Mapping[str, Any]) -> frozenset[str]:
     """The names that furlong's fields have in the data, which are read besides its own."""
-    renamed = (theirs for ours, theirs in fields.items() if ours not in (*TURN_FIELDS, "roles"))
+    renamed = (theirs for ours, theirs in fields.items() if ours not in _NO_COLUMNS)
     return frozenset((*renamed, *chain(*_ALIASES.values())))
 
 
@@ -52,8 +53,8 @@ def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceReco
     if not record.line:  # a file of text
         return record, {}
     given, values = record.fields, dict(record.fields)
-    names = {our: their for our, their in fields.items() if our not in (*TURN_FIELDS, "roles")}
-    for own in (*names, *names.values()):
+    names = {our: their for our, their in fields.items() if our not in _NO_COLUMNS}
+    for own in (*names, *names.values(), *fields.get("unused", ())):
         values.pop(own, None)
     values |= {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
     for own, aliases in _ALIASES.items():
@@ -228,7 +229,11 @@ def _turns(
         for ours, theirs in (("role", "from"), ("content", "value")):
             if ours not in fields and given.get(ours) is None:
                 others[theirs] = ours
-        turn: Turn = {str(others.get(name, name)): value for name, value in given.items()}
+        turn: Turn = {
+            str(others.get(name, name)): value
+            for name, value in given.items()
+            if name not in fields.get("unused", ())
+        }
         role = turn.get("role")
         if isinstance(role, str):
             turn["role"] = roles.get(role, roles.get(role.lower(), role))

@@ -17,7 +17,6 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _PLACEHOLDER = re.compile(r"<\|?(image|video|audio)")
 _ALIGNED = re.compile("mask|position|label|weight|segment|seq_?len")
 _EMPTY_ANSWER = "an empty answer"
-_TAKE_OUT = "remove the field from the records"
 
 
 class Unread:
@@ -66,8 +65,8 @@ class Unread:
                     f"an answer with {key} = {in_short(value, 40)}, where another one has"
                     f" {in_short(first, 40)}; nothing reads it",
                     "marks of answers that are not learnt as weight: 0",
-                    f"set data.fields: {{weight: {key}}} if 0 or false says that an answer is not"
-                    f" learnt; otherwise write weight: 0 into such answers, or remove {key}",
+                    f"set data.fields: {{unused: [{key}]}} if it says nothing of what is learnt, or"
+                    f" {{weight: {key}}} if 0 or false says that an answer is not",
                 )
         self._num_answers += 1
 
@@ -76,6 +75,7 @@ def _refusal(name: str, value: Any, one: Any = None) -> tuple[str, str, str] | N
     """Return what was given, what is required and what to change where a field that is not read
     could say what is trained on."""
     turns = one.turns if isinstance(one, Turns) else []
+    leave_out = f"set data.fields: {{unused: [{name}]}}"
     if name in ("chosen", "rejected") and turns and turns[-1]["role"] != "assistant":
         return (
             f"{name} beside a conversation that ends before its answer",
@@ -87,14 +87,14 @@ def _refusal(name: str, value: Any, one: Any = None) -> tuple[str, str, str] | N
         return (
             f"{name} beside a text, images or sound that the text is about",
             "text alone: images and sound are not trained on",
-            f"remove the records with {name}; {_TAKE_OUT} where the text does not need it",
+            f"remove the records with {name}, or {leave_out} if their texts do not need it",
         )
     if isinstance(one, Encoded) and _marks_tokens(name, value, one):
         return (
             f"{name} beside {len(one.input_ids):,} input_ids, which would not be read",
             "input_ids of one sequence, and labels if not every token is learnt",
             "remove padding, write packed sequences as records of their own, and write labels:"
-            f" {IGNORE_INDEX} where a token is not learnt; {_TAKE_OUT} if it says none of this",
+            f" {IGNORE_INDEX} where a token is not learnt; or {leave_out} if it says none of this",
         )
     if isinstance(value, list):
         sizes = (len(turns), len(turns) - 1, sum(turn["role"] == "assistant" for turn in turns))
@@ -109,7 +109,8 @@ def _refusal(name: str, value: Any, one: Any = None) -> tuple[str, str, str] | N
     return (
         f"{name} = {in_short(value, 40)} beside what is learnt, which would not be read",
         "marks in the messages: weight: 0 in those of the assistant that are not learnt",
-        f"write them there, leave out records that are not to be learnt, or {_TAKE_OUT}",
+        f"write them there, leave out records that are not to be learnt, or {leave_out} if it says"
+        " none of this",
     )
 
 
