@@ -248,6 +248,19 @@ def test_adapters_are_counted_as_peft_makes_them(family, modules, parameters):
     assert sum(counted.layer_parameters(shape, n) for n in range(shape.num_layers)) == trained
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt2", {"pad_token_id": 0}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
+    ],
+)
+def test_families_that_look_at_ids_or_positions_are_measured(family, changes):
+    found = describe(config_of(family, num_key_value_heads=None, **changes))
+    plain = config_of(family, num_key_value_heads=None, pad_token_id=None)
+    assert found.layers == describe(plain).layers
+
+
 # the table of bytes at a chunk's end, by class defaults or published sizes
 KIMI = (["linear_attention"] * 3 + ["full_attention"]) * 6 + ["linear_attention"] * 2 + [FULL]
 PUBLISHED = {

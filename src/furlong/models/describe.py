@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from furlong.cost.shape import NO_ATTENTION, LayerShape, Matrix, ModelShape
 from furlong.errors import ConfigError, UserError
 from furlong.families import ATTENTION_DROPOUTS, INNER_CHUNKS, family_of, for_all_layers
+from furlong.models.asked import rope_entries
 from furlong.models.build import model_of_config
 from furlong.models.decoder import HFDecoder
 from furlong.models.folder import reason
@@ -55,6 +56,10 @@ def _described(config_class: type, text: str, source: str) -> ModelShape:
     for name in ATTENTION_DROPOUTS:
         if getattr(config, name, None):
             setattr(config, name, 0.0)
+    # what looks at ids and positions, of which meta has none, and is no work
+    config.pad_token_id = None
+    for entry in rope_entries(config):
+        entry["rope_type"] = "default"
     try:
         refuse_config(config, f"a model of type {config.model_type}", source)
         # whatever the caller's state is, and leaving it as it is
