@@ -169,11 +169,11 @@ def _small(folder: Path, fact: Mapping[str, Any]) -> dict[str, Any]:
     """The small values, or the published ones of a config that transformers cannot read."""
     values: dict[str, Any] = fact["config"]
     try:
-        return shrunk(folder, values) | fact.get("small", {})
+        values = shrunk(folder, values)
     except Exception:  # what is refused is whatever it is
-        if "refused" in fact:
-            return values
-        raise
+        if "refused" not in fact:
+            raise
+    return values | fact.get("small", {})
 
 
 def shrunk(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
