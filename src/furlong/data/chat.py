@@ -23,9 +23,10 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
-from furlong.data.fields import MARKS, Turn, answers, may_be_learnt
+from furlong.data.fields import MARKS, Turn, answers, may_be_learnt, num_common
 from furlong.data.tokenize import Rendered
 from furlong.data.training_templates import (
     PROBES,
@@ -38,12 +39,7 @@ from furlong.errors import ConfigError, DataError, in_short
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # transformers gives each as the others
-_LINKS = (
-    "tool_call_id",
-    "id",
-    "name",
-    "is_error",
-)  # of a result to its call, which stands before it
+_LINKS = ("tool_call_id", "id", "name", "is_error")  # of a result to the call before it
 _READ = frozenset(("role", "content", "tool_calls", *_THOUGHTS, *MARKS))
 _THINK = re.compile("</?think>")
 _TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -51,20 +47,22 @@ DATE = "strftime_now"
 """The function by which a template writes the date, and the key of `chat_template_kwargs` that
 holds the day for it."""
 _DATE = re.compile(rf"{DATE}\(\s*(['\"])(.*?)\1\s*\)")
-# A template may write the time.
-_NUMBER = re.compile("[0-9]")
-# No template has it in a text of its own.
-_PROBE = "furlong-3f9c"
+_NUMBER = re.compile("[0-9]")  # a template may write the time
+_PROBE = "furlong-3f9c"  # stands in no template
 _OPEN, _CLOSE = f"{_PROBE}(", f"){_PROBE}"
 _MARK = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
 _EMPTY = re.compile(r"<think>\s*</think>")
 # The prompt may hold where they begin.
 _EMPTY_FIRST = re.compile(r"\s*(<think>)?\s*</think>\s*")
+_CANNOT = "a chat template that cannot be masked"
 _MANY = 2
 """Answers above which a known template is masked by furlong's own, where both write the same."""
 _MOST_TRIED = 3
 """Values of a kind that are tried one by one where the text has them in no known form."""
 _SHOWN_CHARS = 24
+
+Range = tuple[int, int]
+"""Characters of a text, half-open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +81,10 @@ class Turns:
 
 
 class CannotBeMaskedError(DataError):
-    """A template that loses some of what is said, or by whose text nobody can tell who says it."""
+    """The template loses some of what is said, or its text does not show who says it."""
 
     why = ""
-    """The fault of the template, as a predicate: "the model's own ..."."""
+    """The fault of the template, as a predicate of "the model's own"."""
 
 
 class ChatTemplate:
@@ -110,8 +108,7 @@ class ChatTemplate:
         self._trained_by: dict[_Template, tuple[str, _Template] | None] = {}
 
     def render(self, turns: Turns) -> Rendered:
-        """The text of a conversation, with what the assistant says from its first turn on that may
-        be learnt.
+        """Return the text of a conversation, with the ranges that are trained on.
 
         Raises DataError for a conversation or a template that cannot be rendered or masked, and
         ConfigError for a tokenizer without a template.
@@ -124,9 +121,8 @@ class ChatTemplate:
                     given=f"message {number} of role {role!r}",
                     required=f"one of {', '.join(sorted(_ROLES))}, or a role of the chat template",
                     source=turns.origin,
-                    change="name the role in data.fields: {roles: {"
-                    + f"{role}: user}}}}, or rename it; what is to be learnt is said by the"
-                    " assistant",
+                    change=f"name the role in data.fields: {{roles: {{{role}: user}}}}, or rename"
+                    " it; what is to be learnt is said by the assistant",
                 )
         try:
             text, ranges, notes = self._masked(turns, template)
@@ -154,19 +150,19 @@ class ChatTemplate:
                 source="data.chat_template, or the model's own",
                 change=self._offer(),
             )
-        if ranges is not None:
-            ranges = self._as_generated(turns, text, ranges)
-            notes += self._on_the_end(turns, template, text, ranges)
-        return Rendered(text, None if ranges is None else tuple(ranges), True, tuple(notes))
+        if turns.is_learnt_whole:
+            return Rendered(text, None, True, tuple(notes))
+        ranges = self._as_generated(turns, text, ranges)
+        notes += self._on_the_end(turns, template, text, ranges)
+        return Rendered(text, tuple(ranges), True, tuple(notes))
 
     def _offer(self) -> str:
-        """The change that gives the tokenizer a template whose marks it has."""
         names = " or ".join(fitting_templates(self._added.__contains__))
         return f"set data.chat_template to {names}, or use the tokenizer of a chat model"
 
     def _change(self, own: Turns, template: _Template) -> str | None:
-        """The change with which a conversation can be trained on, where one was tried with
-        success: a switch of the template, or a template that writes the same prompt."""
+        """Return the first change with which the conversation can be trained on and its prompt
+        stays the same: a switch of the template, another template, or the last answers alone."""
         tries = [
             (f"set data.chat_template_kwargs: {{{name}: {json.dumps(value)}}}", template,
              replace(own, kwargs={**own.kwargs, name: value}))
@@ -176,9 +172,7 @@ class ChatTemplate:
             (f"set data.chat_template: {name}", self._of(training_templates()[name]), own)
             for name in fitting_templates(self._added.__contains__)
         ]
-        asked = [n for n, turn in enumerate(own.turns, start=1) if turn["role"] == "user"]
-        last = replace(own, first=max(own.first, asked[-1] if asked else 0))
-        tries.append(("set data.train_on: last", template, last))
+        tries.append(("set data.train_on: last", template, last_round(own)))
         first = next((n for n, turn in enumerate(own.turns) if turn["role"] == "assistant"), 0)
         for change, other, conversation in tries:
             with suppress(DataError):
@@ -189,9 +183,9 @@ class ChatTemplate:
         return None
 
     def _on_the_end(
-        self, own: Turns, template: _Template, text: str, ranges: list[tuple[int, int]]
+        self, own: Turns, template: _Template, text: str, ranges: list[Range]
     ) -> Iterator[str]:
-        """Name what is learnt of where to stop, unless it is a token by which the model stops."""
+        """Yield a remark unless the last answer ends with a token by which the model stops."""
         if not ranges:
             return
         end = _end_of(text[slice(*ranges[-1])], self._stops)
@@ -205,8 +199,8 @@ class ChatTemplate:
             if template not in self._ends:
                 self._ends[template] = None
                 with suppress(DataError):  # the end of a plain answer
-                    probe = replace(own, turns=PROBES[0][0], first=0, tools=None, kwargs={})
-                    said, found = self._ranges(probe, template)
+                    probe = Turns(own.origin, PROBES[0][0])
+                    said, found, _ = self._masked(probe, template, is_proved=False)
                     self._ends[template] = _end_of(_parts(said, found)[-1], self._stops)
             if end != self._ends[template]:
                 yield (
@@ -230,37 +224,28 @@ class ChatTemplate:
         return self._templates.setdefault(text, _Template(text, self._tokenizer, self._before))
 
     def _masked(
-        self, own: Turns, template: _Template
-    ) -> tuple[str, list[tuple[int, int]] | None, list[str]]:
-        """Return the text of a conversation, the ranges that are trained on (None: all of it), and
-        remarks. Calls are given in the first shape in which nothing is lost. Raises DataError."""
+        self, own: Turns, template: _Template, *, is_proved: bool = True
+    ) -> tuple[str, list[Range], list[str]]:
+        """Return the text of a conversation, the ranges that are trained on (none where all of it
+        is), and remarks. Calls are given in the first shape in which nothing is lost. Raises
+        DataError."""
         errors: list[DataError] = []
         for shape in _shapes(own):
             shaped = replace(own, turns=[shape(turn) for turn in own.turns])
             try:
                 if own.is_learnt_whole:
-                    text, ranges = template.write(shaped), None
+                    text, ranges = template.write(shaped), list[Range]()
                 else:
                     text, ranges = self._ranges_of(shaped, template)
-                return text, ranges, template.proved(own, shape, text, ranges)
+                return text, ranges, template.proved(own, shape, text, ranges) if is_proved else []
             except DataError as error:
                 errors.append(error)
         raise next((one for one in errors if isinstance(one, CannotBeMaskedError)), errors[0])
 
-    def _ranges(self, own: Turns, template: _Template) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation and the ranges that are trained on, unproved."""
-        *others, last = (
-            replace(own, turns=[shape(turn) for turn in own.turns]) for shape in _shapes(own)
-        )
-        for shaped in others:
-            with suppress(DataError):
-                return self._ranges_of(shaped, template)
-        return self._ranges_of(last, template)
-
-    def _ranges_of(self, own: Turns, template: _Template) -> tuple[str, list[tuple[int, int]]]:
-        num_answers = sum(turn["role"] == "assistant" for turn in own.turns)
+    def _ranges_of(self, own: Turns, template: _Template) -> tuple[str, list[Range]]:
         if template.has_tags:
             return template.by_tags(own)
+        num_answers = sum(turn["role"] == "assistant" for turn in own.turns)
         if num_answers > _MANY and (known := self._training_template(template, own)):
             # Tags take two renderings in all, prefixes more.
             with suppress(DataError):
@@ -270,7 +255,7 @@ class ChatTemplate:
         return template.by_prefixes(own)
 
     def _training_template(self, template: _Template, own: Turns) -> tuple[str, _Template] | None:
-        """The name of furlong's own template that writes the answers of this one, and itself."""
+        """Return the name and template of furlong that writes the same answers, if one does."""
         if template not in self._trained_by:
             ours = ((name, self._of(text)) for name, text in training_templates().items())
             found = (one for one in ours if self._writes_the_same(own, template, one[1]))
@@ -278,33 +263,31 @@ class ChatTemplate:
         return self._trained_by[template]
 
     def _writes_the_same(self, own: Turns, template: _Template, other: _Template) -> bool:
-        """Whether another template writes the probes as this one does, and learns of them the
-        same: whole texts where there is one answer, else the last answer."""
+        """Whether both templates write the same probes: the whole text where there is one answer,
+        else the last answer."""
         num_same = 0
         for turns, has_tools in PROBES:
-            tools = [TOOL] if has_tools else None
-            probe = replace(own, turns=turns, first=len(turns) - 1, tools=tools, kwargs={})
+            probe = Turns(own.origin, turns, [TOOL] if has_tools else None, len(turns) - 1)
             try:
-                text, ranges = self._ranges(probe, template)
+                text, ranges, _ = self._masked(probe, template, is_proved=False)
             except DataError:
                 continue  # there is nothing to compare it with
             try:
-                others, found = self._ranges(probe, other)
+                others, found, _ = self._masked(probe, other, is_proved=False)
             except DataError:
                 return False
-            said = self._as_generated(probe, text, ranges)
-            others_said = self._as_generated(probe, others, found)
+            said = _parts(text, self._as_generated(probe, text, ranges))
             is_first = sum(turn["role"] == "assistant" for turn in turns) == 1
-            if _parts(text, said) != _parts(others, others_said) or (is_first and text != others):
+            if said != _parts(others, self._as_generated(probe, others, found)) or (
+                is_first and text != others
+            ):
                 return False
             num_same += 1
         return num_same > len(PROBES) // 2
 
-    def _as_generated(
-        self, own: Turns, text: str, ranges: list[tuple[int, int]]
-    ) -> list[tuple[int, int]]:
-        """The ranges of a text with the mark that ends a turn, and without the thoughts of an
-        answer that has none: a template writes them empty, and no record."""
+    def _as_generated(self, own: Turns, text: str, ranges: list[Range]) -> list[Range]:
+        """Return the ranges with the mark that ends a turn, and without the empty thoughts that a
+        template writes where a record has none."""
         is_own = any(_EMPTY.search(turn.get("content", "")) for turn in own.turns)
         found = []
         for start, stop in ranges:
@@ -329,39 +312,33 @@ class _Template:
         """Whether it writes contents of parts alone; None where nobody has tried."""
 
     def names(self, role: str) -> bool:
-        """Whether the template asks for a role."""
         return f"'{role}'" in self._text or f'"{role}"' in self._text
 
     @cached_property
     def switches(self) -> list[str]:
-        """The names that the template may be given."""
+        """The names of `chat_template_kwargs` that the template reads."""
         from transformers.utils.chat_template_utils import _get_template_variables
 
-        names = _get_template_variables(self._text)
-        return sorted(
-            name
-            for name in names
-            if name not in ("messages", "tools", "documents", "add_generation_prompt")
-            and not name.endswith("_token")
-        )
+        set_here = {"messages", "tools", "documents", "add_generation_prompt"}
+        names = _get_template_variables(self._text) - set_here
+        return sorted(name for name in names if not name.endswith("_token"))
 
-    def by_tags(self, own: Turns) -> tuple[str, list[tuple[int, int]]]:
+    def by_tags(self, own: Turns) -> tuple[str, list[Range]]:
         """The text of a conversation, and what of it its tags say is learnt. Raises DataError."""
         text = self.write(own)
         marked, ranges = self._marked(own)
         if _NUMBER.sub("0", marked) != _NUMBER.sub("0", text):
-            raise self._cannot_be_masked(
-                own, "it works on the text between its {% generation %} tags"
-            )
+            what = "it works on the text between its {% generation %} tags"
+            raise self._refusal(own, f"{_CANNOT}: {what}")
         if not any(start < stop for start, stop in ranges) and answers(own.turns):
-            raise self._cannot_be_masked(own, "its {% generation %} tags enclose no answer")
+            raise self._refusal(own, f"{_CANNOT}: its {{% generation %}} tags enclose no answer")
         for number in reversed(range(own.first, len(own.turns))):
             if not may_be_learnt(own.turns[number]):
                 start, stop = (self._num_ranges(own, n, ranges) for n in (number, number + 1))
                 ranges = ranges[:start] + ranges[stop:]
         return text, ranges[self._num_ranges(own, own.first, ranges) :]
 
-    def by_prefixes(self, own: Turns) -> tuple[str, list[tuple[int, int]]]:
+    def by_prefixes(self, own: Turns) -> tuple[str, list[Range]]:
         """The text of a conversation, and what each answer adds to its prompt. Raises DataError.
 
         Prefixes are rendered for the first answer of each kind, one amid and the last one. Of those
@@ -391,7 +368,7 @@ class _Template:
                     known.add((text[start : found[number][0]], text[found[number][1] : stop]))
         return text, [found[number] for number in sorted(found)]
 
-    def _contents(self, own: Turns, text: str) -> dict[int, tuple[int, int]]:
+    def _contents(self, own: Turns, text: str) -> dict[int, Range]:
         """Where the contents of users and tools stand in the text, by number of the message, if
         marks around them change nothing else."""
         turns, marked = [*own.turns], []
@@ -404,8 +381,8 @@ class _Template:
         is_same = found == text and len(ranges) == len(marked)
         return dict(zip(marked, ranges, strict=True)) if is_same else {}
 
-    def _added(self, own: Turns, text: str, number: int) -> tuple[int, int]:
-        """The range that an answer adds to its prompt, by the text of both. Raises DataError."""
+    def _added(self, own: Turns, text: str, number: int) -> Range:
+        """Return the range that an answer adds to its prompt. Raises DataError."""
         try:
             prompt = self.write(own, number, prompt=True)
             if not text.startswith(prompt) and not _is_thinking(own.turns[number]):
@@ -415,15 +392,12 @@ class _Template:
         except DataError as error:
             if number:
                 raise
-            raise self._cannot_be_masked(
-                own,
-                "it writes no prompt for an answer that no message precedes",
-                "writes no prompt for an answer that begins a conversation",
-            ) from error
+            why = "writes no prompt for an answer that begins a conversation"
+            raise self._refusal(own, f"{_CANNOT}: it {why}", why) from error
         if not text.startswith(prompt):
-            raise self._cannot_be_masked(
+            raise self._refusal(
                 own,
-                f"the prompt for message {number + 1} is not what precedes the answer:"
+                f"{_CANNOT}: the prompt for message {number + 1} is not what precedes the answer:"
                 f" {_difference(prompt, text)}",
                 "writes other prompts than those before the answers",
             )
@@ -436,47 +410,39 @@ class _Template:
                 break
             upto = less_one
         if not text.startswith(upto):
-            raise self._cannot_be_masked(
+            raise self._refusal(
                 own,
-                f"message {number + 1} is another text once messages follow it:"
+                f"{_CANNOT}: message {number + 1} is another text once messages follow it:"
                 f" {_difference(upto, text)}",
                 "writes earlier answers anew",
             )
         return len(prompt), len(upto)
 
-    def _num_ranges(self, own: Turns, num_turns: int, ranges: list[tuple[int, int]]) -> int:
-        """How many of `ranges` are of the first turns. Raises DataError."""
+    def _num_ranges(self, own: Turns, num_turns: int, ranges: list[Range]) -> int:
+        """Return how many of `ranges` belong to the first turns. Raises DataError."""
         found = self._marked(own, num_turns)[1] if num_turns else []
         if ranges[: len(found)] != found:
-            raise self._cannot_be_masked(
-                own, f"what is learnt of message {num_turns} changes behind it"
-            )
+            what = f"what is learnt of message {num_turns} changes behind it"
+            raise self._refusal(own, f"{_CANNOT}: {what}")
         return len(found)
 
-    def _marked(
-        self, own: Turns, num_turns: int | None = None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The first turns as text, and the ranges between tags, wherever the template writes what
-        they enclose: transformers counts characters where it renders them."""
+    def _marked(self, own: Turns, num_turns: int | None = None) -> tuple[str, list[Range]]:
+        """Return the first turns as text, and the ranges between tags where the template writes
+        them: transformers counts characters where it renders them."""
         return _unmarked(self.write(own, num_turns, tags=True))
 
-    def proved(
-        self, own: Turns, shape: Shape, text: str, ranges: list[tuple[int, int]] | None
-    ) -> list[str]:
-        """Remarks on what the text of a conversation lacks. Raises CannotBeMaskedError for an
-        answer that is learnt, or the question to one, of which something is lost."""
+    def proved(self, own: Turns, shape: Shape, text: str, ranges: list[Range]) -> list[str]:
+        """Return remarks on what the text of a conversation lacks. Raises CannotBeMaskedError where
+        it lacks a part of an answer that is trained on, or of what that answers."""
         learnt = _learnt(own)
         places = dict.fromkeys(range(-1, len(own.turns)), (0, len(text)))
         if ranges and len(ranges) == len(learnt):
             places |= zip(learnt, ranges, strict=True)
-            borders = (
-                [0, *(stop for _, stop in ranges)],
-                [*(start for start, _ in ranges), len(text)],
-            )
+            edges = [0, *chain(*ranges), len(text)]
             for number in places.keys() - {-1, *learnt}:
                 if own.turns[number]["role"] not in ("system", "developer"):
-                    at = bisect(learnt, number)
-                    places[number] = borders[0][at], borders[1][at]
+                    at = 2 * bisect(learnt, number)
+                    places[number] = edges[at], edges[at + 1]
         remarks, tried = dict[str, None](), Counter[tuple[Any, ...]]()
         for number, path, value in _missing(own, text, places):
             role = own.turns[number]["role"] if number >= 0 else ""
@@ -576,21 +542,15 @@ class _Template:
             ) from error
         return str(text)
 
-    def _cannot_be_masked(
-        self, own: Turns, reason: str, why: str = "cannot be masked by its tags"
-    ) -> CannotBeMaskedError:
-        return self._refusal(
-            own,
-            f"a chat template that cannot be masked: {reason}",
-            why,
-            "a template with {% generation %} tags, or one whose text for a conversation"
-            " begins with its text for every earlier part of it",
-            "set data.chat_template to a template with {% generation %} and"
-            " {% endgeneration %} around the answers (TRL ships such files)",
-        )
-
     def _refusal(
-        self, own: Turns, given: str, why: str, required: str, change: str
+        self,
+        own: Turns,
+        given: str,
+        why: str = "cannot be masked by its tags",
+        required: str = "a template with {% generation %} tags, or one whose text for a"
+        " conversation begins with its text for every earlier part of it",
+        change: str = "set data.chat_template to a template with {% generation %} and"
+        " {% endgeneration %} around the answers (TRL ships such files)",
     ) -> CannotBeMaskedError:
         source = f"{own.origin} and the chat template of {self._tokenizer.name_or_path}"
         error = CannotBeMaskedError(given=given, required=required, source=source, change=change)
@@ -617,20 +577,21 @@ def _with_null(turn: Turn) -> Turn:
 def _as_openai_has_it(turn: Turn) -> Turn:
     """A turn with calls as they come from OpenAI, which some templates count on: arguments are a
     text, and there is a content, if only null."""
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _json(call["function"])}}
-        for call in turn.get("tool_calls", ())
-    ]
+    calls = deepcopy(turn.get("tool_calls", ()))
+    for function in (call["function"] for call in calls):
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return _with_null({**turn, "tool_calls": calls}) if calls else turn
 
 
-def _json(function: Mapping[str, Any]) -> str:
-    arguments = function["arguments"]
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def last_round(own: Turns) -> Turns:
+    """Return the conversation, of which only the answers after the last message of the user are
+    trained on."""
+    asked = [n for n, turn in enumerate(own.turns, start=1) if turn["role"] == "user"]
+    return replace(own, first=max([own.first, *asked[-1:]]))
 
 
 def _learnt(own: Turns) -> list[int]:
-    """The numbers of the answers that are learnt."""
     return [
         number
         for number, turn in enumerate(own.turns)
@@ -681,10 +642,11 @@ def _forms(value: Any) -> Iterator[str]:
 
 
 def _missing(
-    own: Turns, text: str, places: Mapping[int, tuple[int, int]]
+    own: Turns, text: str, places: Mapping[int, Range]
 ) -> list[tuple[int, tuple[Any, ...], Any]]:
-    """The values of a conversation that its text has in no known form, by the number of the
-    message (-1: of the tools): each needs characters of its own in the place of its message."""
+    """Return the values of a conversation that its text has in no known form, with the number of
+    the message (-1: of the tools). Two values do not share characters, and each stands in the place
+    of its message."""
     wanted = [(n, *found) for n, turn in enumerate(own.turns) for found in _values(turn)]
     for number, tool in enumerate(own.tools or ()):
         inner, path = (tool["function"], ("function",)) if "function" in tool else (tool, ())
@@ -692,7 +654,7 @@ def _missing(
             (-1, ("tools", number, *path, key), inner.get(key)) for key in ("name", "description")
         ]
     wanted = [one for one in wanted if one[2] is not None and str(one[2]).strip()]
-    taken, begins, missing = bytearray(len(text)), dict[tuple[str, int], int](), []
+    taken, begins, missing = bytearray(len(text)), dict[tuple[str, int], int](), set[int]()
     # A short value may stand within a long one, which needs its place.
     for one in sorted(wanted, key=lambda one: -len(str(one[2]))):
         start, stop = places[one[0]]
@@ -706,12 +668,11 @@ def _missing(
                 taken[at : at + size] = b"\1" * size
                 break
         else:
-            missing.append(one)
-    order = {id(one): at for at, one in enumerate(wanted)}
-    return sorted(missing, key=lambda one: order[id(one)])
+            missing.add(id(one))
+    return [one for one in wanted if id(one) in missing]
 
 
-def _parts(text: str, ranges: list[tuple[int, int]]) -> list[str]:
+def _parts(text: str, ranges: list[Range]) -> list[str]:
     return [text[start:stop] for start, stop in ranges]
 
 
@@ -724,8 +685,8 @@ def _with_mark(tag: re.Match[str]) -> str:
     return f"{{%{before} generation %}}{{{{ '{_OPEN}' }}}}{{% set furlong = 0 {behind}%}}"
 
 
-def _unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and the ranges that they enclosed."""
+def _unmarked(marked: str) -> tuple[str, list[Range]]:
+    """Return the text without marks, and the ranges that they enclosed."""
     pieces, opened, ranges, num_chars = [], [], [], 0
     for piece in _MARK.split(marked):
         if piece == _OPEN:
@@ -739,9 +700,6 @@ def _unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _difference(part: str, whole: str) -> str:
-    """Where `whole` stops beginning with `part`, for people."""
-    at = next(
-        (i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b),
-        min(len(part), len(whole)),
-    )
+    """Show where `whole` stops beginning with `part`."""
+    at = num_common(part, whole)
     return f"{part[at : at + _SHOWN_CHARS]!r} became {whole[at : at + _SHOWN_CHARS]!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -187,6 +187,12 @@ def answers(turns: list[Turn]) -> bool:
 def may_be_learnt(turn: Mapping[str, Any]) -> bool:
     """Whether no mark of a message says that it is not learnt."""
     return all(turn.get(mark, True) for mark in MARKS)
+
+
+def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of turns or characters with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def text_of(record: SourceRecord, field: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from furlong.config.schema import FORMAT_OF_LOSS, DataConfig, Format, Source, refused_kwargs
-from furlong.data.chat import Turns
+from furlong.data.chat import Turns, last_round
 from furlong.data.fields import (
     MARKS,
     answers,
@@ -145,7 +145,7 @@ def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...
         return found
     (one,) = found
     if isinstance(one, Turns):
-        own = one if format == "completion" else _last_round(one)
+        own = one if format == "completion" else last_round(one)
         return (own,) if answers(own.turns[own.first :]) else EMPTY
     assert isinstance(one, Rendered)
     ((start, stop),) = one.ranges or ((0, 0),)
@@ -271,7 +271,7 @@ class Reading:
                 f"remove the marks ({', '.join(MARKS)}), or set data.train_on to assistant",
             )
         if self.train_on == "last":
-            return _last_round(turns)
+            return last_round(turns)
         return replace(turns, is_learnt_whole=self.is_learnt_whole)
 
 
@@ -387,13 +387,6 @@ def check_fields(record: SourceRecord, format: Format) -> None:
             "remove the record, or set train.loss to kto; a label that says something else needs"
             " another name",
         )
-
-
-def _last_round(turns: Turns) -> Turns:
-    """A conversation of which what the assistant says behind the last message of the user is
-    learnt."""
-    asked = [n for n, turn in enumerate(turns.turns, start=1) if turn["role"] == "user"]
-    return replace(turns, first=max([turns.first, *asked[-1:]]))
 
 
 def _lacks(

@@ -19,12 +19,11 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 
 from furlong.data.chat import Turns
-from furlong.data.fields import Turn, answers, instruction_turns, messages_of, tools_of
+from furlong.data.fields import Turn, answers, instruction_turns, messages_of, num_common, tools_of
 from furlong.data.records import SourceRecord
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Rendered
 from furlong.errors import DataError, in_short
@@ -84,7 +83,7 @@ def _texts(record: SourceRecord, chosen: str, rejected: str) -> tuple[Rendered, 
         return SAME
     prompt = record.fields.get("prompt")
     if prompt is None:
-        start = _common(chosen, rejected)
+        start = num_common(chosen, rejected)
         # Sums of log-probabilities of a pair do not depend on where in them the prompt ends:
         # tokens that both have add the same to both.
         foreign = next((name for name in _PROMPTS if name in record.fields), None)
@@ -114,7 +113,7 @@ def _conversations(record: SourceRecord) -> tuple[list[Turn], list[Turn], int]:
     """The turns of both conversations, and how many of them are the prompt. Raises DataError."""
     chosen, rejected = (_answer(record, name) for name in ("chosen", "rejected"))
     prompt = record.fields.get("prompt")
-    if prompt is None and (asked := _asked(record)) and not _common(chosen, rejected):
+    if prompt is None and (asked := _asked(record)) and not num_common(chosen, rejected):
         return asked + chosen, asked + rejected, len(asked)
     if prompt is not None and not isinstance(prompt, str):
         turns = messages_of(record, "prompt")
@@ -129,7 +128,7 @@ def _conversations(record: SourceRecord) -> tuple[list[Turn], list[Turn], int]:
                 "remove the prompt's messages from both answers",
             )
         return turns + chosen, turns + rejected, first
-    first = _common(chosen, rejected)
+    first = num_common(chosen, rejected)
     if not first:
         raise record.refusal(
             "two conversations that begin differently, without a prompt",
@@ -187,13 +186,6 @@ def _repeated(prompt: str, chosen: str, rejected: str) -> int:
         if own.strip() and chosen.startswith(own) and rejected.startswith(own):
             return len(own)
     return 0
-
-
-def _common(chosen: Items[Any], rejected: Items[Any]) -> int:
-    """The number of turns or characters with which both begin."""
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    shorter = min(len(chosen), len(rejected))
-    return next((number for number, (a, b) in pairs if a != b), shorter)
 
 
 def require_answers(pair: Items[Encoded], limit: int, origin: str, noun: str = "pair") -> None:
