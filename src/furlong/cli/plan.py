@@ -232,7 +232,7 @@ def _show_found(
     values = question.to_json() | {
         "method": method, "options": option_values(decision.options),
         "auto": decision.words, "parallel": decision.layout_words,
-    } | _values_of(report, question.refused)  # fmt: skip
+    } | report.to_json()  # fmt: skip
     if (sampling := decision.options.sampling) is not None:
         drawn, chunks = num_drawn(plan), len(plan.chunks)
         above["sample"] = (
@@ -267,7 +267,7 @@ def _show_found(
         f" {answer.num_pruned} were left out by their bounds ({format_seconds(answer.seconds)})",
     }
     tell("drawing it")
-    _show_page(report, chosen, above, below, values)
+    _show_page(report, chosen, above, below, values, question.refused)
     if chosen.out is not None:
         with writing(chosen.out):
             chosen.out.write_text(save_plan(plan, question.made_for()), encoding="utf-8")
@@ -417,7 +417,7 @@ def _show_saved(file: str, flags: RunFlags) -> None:
     report = report_plan(plan, model, None if budget == "auto" else budget)
     above = {"devices": f"{num_devices} x {spec.name}, {config.model.name}"}
     below = {"runs here": runs_words(report, refused=refused)}
-    _show_page(report, chosen, above, below, _values_of(report, refused))
+    _show_page(report, chosen, above, below, report.to_json(), refused)
     _draw([report.panel(Path(file).stem)], chosen)
 
 
@@ -466,18 +466,14 @@ def _load(file: str) -> tuple[ChunkPlan, dict[str, Any]]:
     raise refusal(f"made_for = {in_short(repr(saved), 80)}", required, change, file)
 
 
-def _values_of(report: PlanReport, refused: str) -> dict[str, Any]:
-    return report.to_json() | ({"runs_here": False} if refused else {})
-
-
 def _show_page(
     report: PlanReport, chosen: Namespace, above: Mapping[str, str], below: Mapping[str, str],
-    values: Mapping[str, Any],
+    values: Mapping[str, Any], refused: str,
 ) -> None:  # fmt: skip
     """Print a plan between lines `above` and `below`, whose empty ones are left out, or `values`
-    as JSON."""
+    as JSON. `refused`: why furlong train refuses the run, if it does."""
     if chosen.json:
-        print(json.dumps(values, indent=1))
+        print(json.dumps({**values, **({"runs_here": False} if refused else {})}, indent=1))
     else:
         print("\n".join([_lines(above), format_report(report), _lines(below)]))
 

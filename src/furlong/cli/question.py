@@ -423,8 +423,8 @@ def spec_of(name: str, num_devices: int = 1) -> Machine:
 def cost_model_of(
     config: RunConfig, spec: Machine, num_devices: int, longest: int, *, calibrate: bool
 ) -> tuple[CostModel, str]:
-    """The cost model of a run of sequences of `longest` tokens on a device, as it was calibrated if
-    it was; and why furlong train refuses these lengths or the model's weights, "" if it does not.
+    """Return the cost model of a run of sequences of `longest` tokens on a device, calibrated if it
+    was, and why furlong train refuses these lengths or the weights, "" if it does not.
 
     Raises UserError for a model that furlong train refuses whatever they are.
     """

@@ -117,9 +117,7 @@ def convert(
         if "beta" in recipe.keys and "loss_type" not in recipe.keys:
             made.remarks["train.loss"] = "by beta alone, which recipes of KTO and ORPO have, too"
     order = [text.partition(",")[0] for text in foreign_table()["ours"]]
-    for target in sorted(
-        made.given, key=lambda key: order.index(key) if key in order else len(order)
-    ):
+    for target in sorted(made.given, key=lambda key: [*order, key].index(key)):
         _read(made, target, made.given[target])
     for key, value in (flags or {}).items():
         _put(made, key, value)
@@ -224,9 +222,8 @@ def _finish(made: Conversion) -> None:
         del made.run["data.too_long"]  # there is no limit
     if made.recipe.dialect == "ms-swift" and "train.lr" not in made.run:
         made.run["train.lr"] = 1e-4 if "model.lora.rank" in made.run else 1e-5
-    if made.recipe.dialect == "axolotl" and "pretraining_dataset" in made.given.get(
-        "data.train", ()
-    ):
+    is_axolotl = made.recipe.dialect == "axolotl"
+    if is_axolotl and "pretraining_dataset" in made.given.get("data.train", ()):
         _pretrain(made)
     source = str(made.recipe.file)
     while True:
@@ -324,7 +321,7 @@ def _config_at_hand(name: Any) -> Mapping[str, Any]:
 
 
 def _check_positions(made: Conversion) -> None:
-    """Tell a length beyond the positions of a model at hand."""
+    """Refuse a length beyond the positions of a model at hand."""
     config = _config_at_hand(made.run.get("model.name"))
     config = config.get("text_config") or config
     positions, length = config.get("max_position_embeddings"), made.run.get("data.max_seq_len")
@@ -402,12 +399,9 @@ def _target_modules(made: Conversion, target: str, given: _Given) -> Any:
         made.say(_refused(reason), [*given, "lora_target_linear"])
         return None
     if made.recipe.dialect == "torchtune":
-        names = [
-            {"output_proj": "o_proj"}.get(name, name)
-            for name in made.value("lora_attn_modules") or []
-        ]
-        of_mlp = ["gate_proj", "up_proj", "down_proj"]
-        return names + of_mlp * bool(made.value("apply_lora_to_mlp"))
+        names = made.value("lora_attn_modules") or []
+        of_mlp = ["gate_proj", "up_proj", "down_proj"] * bool(made.value("apply_lora_to_mlp"))
+        return ["o_proj" if name == "output_proj" else name for name in names] + of_mlp
     return re.split(r"\s*,\s*", value) if isinstance(value, str) and "," in value else value
 
 
@@ -509,9 +503,8 @@ def _batch(made: Conversion, target: str, given: _Given) -> Any:
             accumulated = max(1, math.ceil(16 / micro / (made.num_processes or 1)))
         total = micro * (1 if accumulated is None else accumulated) * _replicas(made)
         if made.num_processes is None:
-            made.remarks[target] = (
-                "for one replica, as no number of processes is given: --devices=N"
-            )
+            remark = "for one replica, as no number of processes is given: --devices=N"
+            made.remarks[target] = remark
     packs = ("sample_packing", "packing", "neat_packing", "pack_samples", "packed")
     dataset, length = own.get("dataset"), made.run.get("data.max_seq_len")
     is_packed = (
@@ -603,9 +596,8 @@ def _optimizer(made: Conversion, target: str, given: _Given) -> Any:
 
 def _betas(made: Conversion, target: str, given: _Given) -> Any:
     value = made.last(given)
-    if isinstance(value, list | tuple):
-        return list(value)
-    return [made.value(f"adam_beta{place}") for place in (1, 2)]
+    is_pair = isinstance(value, list | tuple)
+    return list(value) if is_pair else [made.value("adam_beta1"), made.value("adam_beta2")]
 
 
 def _grad_norm(made: Conversion, target: str, given: _Given) -> Any:
@@ -1150,10 +1142,8 @@ _BY_TARGET: dict[str, Callable[[Conversion, str, _Given], Any]] = {
     "train.betas": _betas,
     "train.groups": _groups,
     "train.max_grad_norm": _grad_norm,
-    "train.save_every_steps": _saves,
-    "train.eval_every_steps": _saves,
-    "train.saves_per_epoch": _saves,
-    "train.evals_per_epoch": _saves,
+    **dict.fromkeys(("train.save_every_steps", "train.eval_every_steps"), _saves),
+    **dict.fromkeys(("train.saves_per_epoch", "train.evals_per_epoch"), _saves),
     "train.num_checkpoints": lambda made, _, given: max(0, made.last(given)) or 1000,
     "train.save_weights_only": _flag,
     "train.keep_best": _flag,

@@ -6,7 +6,7 @@ import json
 import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from itertools import chain
@@ -326,8 +326,8 @@ def _expanded_words(word: str, environment: Mapping[str, str]) -> list[str]:
 def _split_call(
     words: Sequence[str],
 ) -> tuple[str, Dialect | None, dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The program that is called, whose it is where its name says so, the launcher's flags, the
-    training's own, and keys that the name stands for."""
+    """Return the program that is called, its trainer where the name tells it, the flags of the
+    launcher and of the training, and the keys that the name stands for."""
     for place, word in enumerate(words):
         name, verb = word.rpartition("/")[2], [*words, ""][place + 1]
         dialect: Dialect | None = None
@@ -381,12 +381,10 @@ def _value(word: str) -> Any:
     """A flag's value: a number, a truth value, JSON, or the text itself."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
-    for kind in (int, float):
+    numbers: tuple[Callable[[str], Any], ...] = (int, float)
+    for read in (json.loads,) if word[:1] in ("{", "[") else numbers:
         with suppress(ValueError):
-            return kind(word)
-    if word[:1] in ("{", "["):
-        with suppress(ValueError):
-            return json.loads(word)
+            return read(word)
     return word
 
 

@@ -290,9 +290,7 @@ def _shared(sources: tuple[Source, ...]) -> tuple[Source, ...]:
 
 
 Sources = Annotated[
-    tuple[Source, ...],
-    BeforeValidator(_listed),
-    Field(min_length=1, examples=["books.jsonl"]),
+    tuple[Source, ...], BeforeValidator(_listed), Field(min_length=1, examples=["books.jsonl"])
 ]
 
 

@@ -135,8 +135,6 @@ class ModelShape:
     """The name of the list of layers in the model."""
     num_positions: int | None = None
     """Positions that the model knows; None where its config names no number."""
-    original_positions: int | None = None
-    """Positions before its RoPE was scaled; None where the config names no number."""
 
     def __hash__(self) -> int:
         """Quick, for a shape is part of many keys: of few sizes, and none of the layers' values."""

@@ -23,7 +23,7 @@ Positions = Literal["rotary", "table", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The effects of a decoder; all of them where a tiny one cannot be made."""
+    """The effects of a decoder; all are assumed where no tiny one can be built."""
 
     sees_later: bool = True
     """Whether logits change with a later token."""
@@ -34,25 +34,26 @@ class Answers:
 
 
 def answers_of(model: Any) -> Answers:
-    """The effects of a transformers model, by its class and config."""
+    """Return what a transformers model does, by its class and config."""
     text = model.config.get_text_config()
-    # a subclass of a family's has its own code
+    # a subclass of a family's class has its own code
     own: Any = type(model) if text is model.config else None
     return _answers(_key(text), own)
 
 
 def positions_of(config: Any) -> Positions:
     """How a decoder of this config tells positions apart: by RoPE, by a table with an entry for
-    each, or by neither, for any number of them."""
+    each, or by neither; then it takes any number of them."""
     return _positions(_key(config.get_text_config()))
 
 
-def rope_entries(config: Any) -> list[dict[str, Any]]:
-    """The RoPE parameters of a text config, one for all layers or one per layer type."""
+def rope_entries(config: Any, *, but: str = "") -> list[dict[str, Any]]:
+    """The RoPE parameters of a text config, one for all layers or one per layer type, `but` one."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    return [x for x in parameters.values() if isinstance(x, dict)] or [parameters] * bool(
-        parameters
-    )
+    layered = {key: entry for key, entry in parameters.items() if isinstance(entry, dict)}
+    if parameters and not layered:
+        return [parameters]
+    return [entry for key, entry in layered.items() if key != but]
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from difflib import get_close_matches
@@ -294,7 +294,11 @@ def _adapted(model: Any, lora: dict[str, Any]) -> Any:
     saved = lora.get("modules_to_save") or ()
     settings = peft.LoraConfig(task_type="CAUSAL_LM")
     # a copy of one of two tied weights would be trained alone
-    is_tied = bool(config.get_text_config().tie_word_embeddings and _names_ends(model, saved))
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+    of_ends = [own for own, module in model.named_modules() if module in ends]
+    is_tied = bool(config.get_text_config().tie_word_embeddings) and any(
+        _ends(own, name) for own in of_ends for name in saved
+    )
     if adapter := lora.get("adapter"):
         settings = peft.LoraConfig.from_pretrained(os.path.dirname(adapter_file(adapter, ADAPTER)))
         settings.inference_mode = False
@@ -318,8 +322,7 @@ def _adapted(model: Any, lora: dict[str, Any]) -> Any:
         parameters = [name for name in parameters if not layers[name]]
     settings.target_modules, settings.target_parameters = targets, list(parameters) or None
     settings.modules_to_save = list(saved) or None
-    excluded = adapted_elsewhere(model)
-    settings.exclude_modules = excluded or settings.exclude_modules
+    settings.exclude_modules = adapted_elsewhere(model) or settings.exclude_modules
     settings.ensure_weight_tying = is_tied
     try:
         with warnings.catch_warnings(), patch.object(conversion, _RENAMES, lambda *_, **__: None):
@@ -364,13 +367,6 @@ def _write_as_peft_reads(adapted: Any) -> None:
         settings.lora_dropout = 0.0  # peft takes none beside target_parameters; layers have theirs
 
 
-def _names_ends(model: Any, names: Iterable[str]) -> bool:
-    """Whether one of these is the name of the input embeddings or of the head."""
-    ends = {model.get_input_embeddings(), model.get_output_embeddings()}
-    whole = [own for own, module in model.named_modules() if module in ends]
-    return any(_ends(own, name) for own in whole for name in names)
-
-
 def _ends(own: str, name: str) -> bool:
     """Whether a whole name is `name` or ends with it, as peft compares them."""
     return own == name or own.endswith(f".{name}")
@@ -399,8 +395,7 @@ BASE = "base"
 """The folder of an export of adapters that holds the changed config of their base."""
 _BASE_TOLD = (
     "the adapters belong to their base with another config (model.config, model.rope), which peft"
-    " does not set:"
-    " load them with AutoModelForCausalLM.from_pretrained('{folder}',"
+    " does not set: load them with AutoModelForCausalLM.from_pretrained('{folder}',"
     " config=AutoConfig.from_pretrained('{folder}/{base}')), or merge them: furlong export RUN"
     " --merge"
 )
@@ -429,11 +424,10 @@ def build_model(
     `name` is a hub id or a local folder; `init="random"` needs config.json only and draws from
     `seed`, each module by its name. `quantize` is `model.quantize`, `lora` holds the keys of
     `model.lora` and freezes everything else. `changes` are those of `model.config`. `rope` holds
-    `rope_type` and its keys (models.rope);
-    `max_seq_len` is the run's longest sequence, for which the model must have positions. `layers`:
-    those that this process holds (None: all); nothing of other stages is built or read
-    (models.placeholders). `unpacked`: weights in 4 bits are made what they stand for, in floats.
-    Raises ConfigError or UnsupportedModelError.
+    `rope_type` and its keys (models.rope); `max_seq_len` is the run's longest sequence, for which
+    the model must have positions. `layers`: those that this process holds (None: all); nothing of
+    other stages is built or read (models.placeholders). `unpacked`: weights in 4 bits are made what
+    they stand for, in floats. Raises ConfigError or UnsupportedModelError.
     """
     source = check_folder(name, revision)
     trained_dtype = torch.promote_types(dtype, torch.float32)
@@ -488,9 +482,8 @@ def export_model(
     """Writes a folder that transformers (or, for adapters, peft) loads; returns it.
 
     Weights are written in `dtype`. `has_other_config`: the base of adapters computes something else
-    than its own files say; the folder `BASE` then holds its config, and this is told.
-    `card`: README.md. The
-    folder appears whole or not at all. Raises ConfigError if it is there already.
+    than its own files say; the folder `BASE` then holds its config, and this is printed. `card`:
+    README.md. The folder appears whole or not at all. Raises ConfigError if it is there already.
     """
     folder = Path(folder)
     check_export_folder(folder)

@@ -144,7 +144,7 @@ class _Chunk(_AnyDtype):
 
     @contextmanager
     def watching(self, decoder: nn.Module) -> Iterator[None]:
-        """Within it the chunk passes."""
+        """Count what the decoder does while the chunk passes it."""
         with ExitStack() as stack:
             for module in decoder.modules():
                 stack.callback(module.register_forward_pre_hook(self._begin).remove)
@@ -438,12 +438,4 @@ def _model_shape(
         final_saved=(tuple(ends[:4]), tuple(ends[4:])),  # type: ignore[arg-type]
         layers_name=first.rpartition(".")[0],
         num_positions=num_positions(config),
-        original_positions=_original_positions(config),
     )
-
-
-def _original_positions(config: Any) -> int | None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    value = rope.get("original_max_position_embeddings")
-    value = value or getattr(config, "original_max_position_embeddings", None)
-    return value if isinstance(value, int) else None

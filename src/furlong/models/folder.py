@@ -144,8 +144,8 @@ def model_file(source: str, name: str, revision: str | None = None) -> Path | No
 
 @contextmanager
 def hushed(*, is_reading: bool = True) -> Iterator[None]:
-    """Without transformers' reports, which are told as errors here, and without bars but for a
-    reading on a terminal."""
+    """Silence transformers' reports, which are errors here, and bars except for reading on a
+    terminal."""
     from transformers.utils import logging
 
     verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

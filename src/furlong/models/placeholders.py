@@ -169,7 +169,7 @@ NO_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 
 
 def all_linear(base: Any) -> list[str]:
-    """Names of the linear layers of a model but head, routers and their experts: `all-linear`."""
+    """Return the names of the linear layers without head, routers and experts: `all-linear`."""
     head, bare = base.get_output_embeddings(), set(_ROUTED)
     if base.config.model_type in NO_OUT_PROJ:
         bare.add("out_proj")

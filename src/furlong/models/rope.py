@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
-from logging.handlers import BufferingHandler
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, refusal
 from furlong.files import read_object
 from furlong.models.asked import positions_of, rope_entries
 
@@ -25,6 +25,9 @@ _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
 _LIKELY = {"factor": 4, "low_freq_factor": 1, "high_freq_factor": 4}
 """Values that a type of RoPE is given most often, by the key that it lacks."""
 _KEPT = ("rope_theta", "partial_rotary_factor")
+_SOURCE = "model.rope, as the installed transformers checks it"
+_scaled_entries = partial(rope_entries, but="sliding_attention")
+"""The RoPE parameters that grow with the length: not those of layers with a sliding window."""
 
 
 def num_positions(config: Any, wanted: int = 0) -> int | None:
@@ -40,7 +43,7 @@ def num_positions(config: Any, wanted: int = 0) -> int | None:
 
 
 def switching_lengths(config: Any) -> list[int]:
-    """Tokens up to which RoPE of type longrope has its short factors, of each type of layers."""
+    """Return the lengths up to which longrope has its short factors, one per type of layers."""
     text = config.get_text_config()
     return [_original_length(text, [x]) for x in rope_entries(text) if _type_of(x) == "longrope"]
 
@@ -64,7 +67,8 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
     changed = _scaled_entries(text)
     if not changed or positions_of(text) != "rotary":
         given_type = f"model.rope for a model of type {text.model_type}, which has no RoPE"
-        raise _refused(given_type, "a model that rotates queries and keys", "remove model.rope")
+        required = "a model that rotates queries and keys"
+        raise refusal(given_type, required, "remove model.rope", _SOURCE)
     known, before = _complaints(text), num_positions(config) or 0
     original = int(given.get("original_max_position_embeddings") or _original_length(text, changed))
     is_own_type = _type_of(changed[0]) == given["rope_type"]
@@ -89,14 +93,11 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
     if hasattr(text, "original_max_position_embeddings"):
         text.original_max_position_embeddings = original  # it comes before rope_parameters
     if new := [told for told in _complaints(text) if told not in known]:
-        missing = re.findall(r"'(\w+)'", new[0].rpartition(": ")[2]) if "Missing" in new[0] else []
-        likely = {key: _LIKELY[key] for key in missing if key in _LIKELY}
+        missing = new[0].rpartition(": ")[2] if "Missing" in new[0] else ""
+        likely = {key: value for key, value in _LIKELY.items() if f"'{key}'" in missing}
         whole = f"set model.rope: {_in_yaml(**given, **likely)}"
-        raise _refused(
-            f"model.rope = {_in_yaml(**given)}",
-            new[0],
-            whole if likely else "mend or remove model.rope",
-        )
+        change = whole if likely else "mend or remove model.rope"
+        raise refusal(f"model.rope = {_in_yaml(**given)}", new[0], change, _SOURCE)
 
 
 def check_length(
@@ -142,15 +143,6 @@ def check_rope(config: Any, source: str) -> None:
                 )
 
 
-def _scaled_entries(text: Any) -> list[dict[str, Any]]:
-    """The RoPE parameters that grow with the length: not those of layers with a sliding window."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    layered = {key: entry for key, entry in parameters.items() if isinstance(entry, dict)}
-    return [entry for key, entry in layered.items() if key != "sliding_attention"] or (
-        [parameters] if parameters and not layered else []
-    )
-
-
 def _type_of(entry: Mapping[str, Any]) -> str:
     return str(entry.get("rope_type", "default"))
 
@@ -167,8 +159,8 @@ _LENGTHS = ("model_max_length", "max_sequence_length", "seq_length")
 
 
 def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> list[str]:
-    """Values of model.rope that reach `wanted` tokens, the likeliest first: the model's type with a
-    larger factor. What transformers would refuse is left out."""
+    """Return values of model.rope that reach `wanted` tokens, the likeliest first: the model's type
+    with a larger factor. What transformers would refuse is left out."""
     text, file = config.get_text_config(), Path(source or "", "tokenizer_config.json")
     entries, more = _scaled_entries(text), float(math.ceil(wanted / positions))
     own, rope_type, original = entries[0], _type_of(entries[0]), _original_length(text, entries)
@@ -205,36 +197,19 @@ def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> l
 
 
 def _complaints(text: Any) -> list[str]:
-    """All that transformers refuses or warns of in a config's RoPE parameters."""
-    logger, told = logging.getLogger("transformers.modeling_rope_utils"), BufferingHandler(1000)
-    before = logger.level, logger.propagate
-    logger.addHandler(told)
-    logger.setLevel(logging.WARNING)
-    logger.propagate = False
-    refused = []
-    try:
-        text.standardize_rope_params()
-        text.validate_rope()
-    except (KeyError, TypeError, ValueError) as error:
-        refused = [str(error.args[0] if error.args else error)]
-    finally:
-        logger.removeHandler(told)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+    """Return all that transformers refuses or warns of in a config's RoPE parameters."""
+    told: list[str] = []
+    logger = logging.getLogger("transformers.modeling_rope_utils")
+    with patch.object(logger, "warning", told.append):
+        try:
+            text.standardize_rope_params()
+            text.validate_rope()
+        except (KeyError, TypeError, ValueError) as error:
+            told.insert(0, str(error.args[0] if error.args else error))
     # the number of positions is rounded to a whole one, hence no ratio to the last digit
-    messages = [record.getMessage() for record in told.buffer]
-    return refused + [message for message in messages if "implicit factor" not in message]
+    return [message for message in told if "implicit factor" not in message]
 
 
 def _in_yaml(**values: Any) -> str:
     whole = {k: int(x) for k, x in values.items() if isinstance(x, float) and x.is_integer()}
     return f"{{{', '.join(f'{key}: {value}' for key, value in (values | whole).items())}}}"
-
-
-def _refused(given: str, required: str, change: str) -> ConfigError:
-    return ConfigError(
-        given=given,
-        required=required,
-        source="model.rope, as the installed transformers checks it",
-        change=change,
-    )

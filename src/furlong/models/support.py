@@ -283,14 +283,12 @@ def _ends(model: Any) -> list[tuple[str, Any]]:
 
 
 def _of_text(tells: Callable[[Any], object], effect: str = "") -> Callable[[Any], object]:
-    """Tells by the config of the decoder; with an `effect`, one of `Answers`, by what a tiny model
-    of its class does where the config says so."""
-
-    def tell(model: Any) -> object:
-        found = tells(model.config.get_text_config())
-        return found if found and (not effect or getattr(answers_of(model), effect)) else ""
-
-    return tell
+    """A test by the decoder's config; with an `effect`, one of `Answers`, where the config says so
+    also by what a tiny model of the class does."""
+    return lambda model: (
+        (found := tells(model.config.get_text_config()))
+        and (getattr(answers_of(model), effect) if effect else found)
+    )
 
 
 def set_in_config(values: dict[str, Any]) -> str:
@@ -392,8 +390,7 @@ def shortest_window(model: nn.Module) -> int | None:
 
 def rope_types(text_config: Any) -> set[str]:
     """The RoPE types of a text config, one for all layers or one per layer type."""
-    entries = rope_entries(text_config) or [{}]
-    return {str(entry.get("rope_type", "default")) for entry in entries}
+    return {str(entry.get("rope_type", "default")) for entry in rope_entries(text_config)}
 
 
 def _layer_types(text: Any) -> set[str]:

@@ -129,11 +129,10 @@ def check_twin(model: HFDecoder) -> None:
         twin.base.to(dtype)
         try:
             _check(twin, ProbedBackend())
+            return
         except UnsupportedModelError as error:
             if error.change != _WHOLE[-1]:
                 raise
-        else:
-            return
 
 
 def check_packed_linears(model: HFDecoder) -> None:
@@ -169,8 +168,8 @@ def check_packed_linears(model: HFDecoder) -> None:
 
 
 def _twins(model: HFDecoder) -> list[HFDecoder]:
-    """The twin of a model of which its own check tells too little. In 16 bits a class that cannot
-    be made small does without."""
+    """Return the twin of a model whose own check sees too little; none in 16 bits for a class that
+    cannot be made small."""
     try:
         is_told = not hides_lengths(model) and not _is_narrow(model)
         # scans compute in float32, and the errors of many layers add up
@@ -238,8 +237,8 @@ def _compare(trial: _Trial, truth: Run) -> tuple[dict[str, float], float]:
 
 @contextmanager
 def _rounded_again(model: HFDecoder, *, seed: int) -> Iterator[None]:
-    """Within it what attentions and the modules in them return is moved by at most half a unit in
-    the last place."""
+    """Move what attentions and the modules in them return by at most half a unit in the last
+    place."""
     generator = torch.Generator(device=model.device).manual_seed(seed)
 
     def move(module: Any, _: Any, output: Any) -> Any:
@@ -549,13 +548,13 @@ def hides_lengths(model: HFDecoder) -> bool:
     """Whether a model does something else beyond some tokens, which a short check does not see:
     windows, attention blocks, queries that grow with their position, RoPE with two sets of factors
     (PhiMoE scales attention by the last position of each call, too)."""
-    types = getattr(model.config, "layer_types", None) or ()
-    if CHUNKED in types or any(scales_by_position(module) for module in model.attention_modules):
-        return True
-    if switching_lengths(model.config):
-        return True
     limit = model.longest_tokens or 2**31
-    return (shortest_window(model.base) or limit) < limit
+    return (
+        CHUNKED in (getattr(model.config, "layer_types", None) or ())
+        or any(scales_by_position(module) for module in model.attention_modules)
+        or bool(switching_lengths(model.config))
+        or (shortest_window(model.base) or limit) < limit
+    )
 
 
 def held_by(twin: HFDecoder, heights: Sequence[int]) -> list[HFDecoder]:

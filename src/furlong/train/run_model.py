@@ -159,8 +159,8 @@ def longest_of(
     config: RunConfig, model: RunModel, data: Mapping[str, DataSet | StreamSet],
     checkpoint: Checkpoint | None,
 ) -> int:  # fmt: skip
-    """Tokens of the run's longest sequence, by which RoPE of type longrope chooses its factors once
-    and for all; without one data.max_seq_len, as nothing depends on it. Prints the choice.
+    """Return the tokens of the run's longest sequence, by which RoPE of type longrope chooses its
+    factors once for the run, and print the choice; data.max_seq_len for other models.
 
     Raises CheckpointError where the run that goes on chose the other ones.
     """
