@@ -44,7 +44,6 @@ from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError
 from furlong.files import checksum, os_errors_told, user_cache, whole_folder, write_json
 
-# 11: calls are written as the template takes them, and what a template loses is refused.
 # 12: texts that begin with BOS, or end with a special token, get no other one.
 VERSION = 12
 

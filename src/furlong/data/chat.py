@@ -73,11 +73,11 @@ class Turns:
     turns: list[Turn]
     tools: list[Any] | None = None
     first: int = 0
-    """The first turn that may be learnt."""
+    """The first turn that may be trained on."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Other names that the template is given."""
+    """Other variables of the template."""
     is_learnt_whole: bool = False
-    """Whether all of its text is learnt."""
+    """Whether all of its text is trained on."""
 
 
 class CannotBeMaskedError(DataError):
@@ -96,8 +96,8 @@ class ChatTemplate:
         before: Callable[[], object] = lambda: None,
         eot_tokens: Iterable[str] = (),
     ) -> None:
-        """`before` is called whenever the template is about to run. `eot_tokens` are learnt where
-        they follow an answer."""
+        """`before` is called whenever the template is about to run. `eot_tokens` are trained on
+        where they follow an answer."""
         self._tokenizer, self._before = tokenizer, before
         ends = self._eot_tokens = tuple(eot_tokens)
         self._end = re.compile(rf"\s*({'|'.join(map(re.escape, ends))})") if ends else None
@@ -309,7 +309,7 @@ class _Template:
         self.has_tags = bool(_TAG.search(text))
         self.marks = marks_of(text)
         self._takes_parts = None if "text" in text else False
-        """Whether it writes contents of parts alone; None where nobody has tried."""
+        """Whether it writes contents of parts alone; None before the first conversation."""
 
     def names(self, role: str) -> bool:
         return f"'{role}'" in self._text or f'"{role}"' in self._text
@@ -324,7 +324,7 @@ class _Template:
         return sorted(name for name in names if not name.endswith("_token"))
 
     def by_tags(self, own: Turns) -> tuple[str, list[Range]]:
-        """The text of a conversation, and what of it its tags say is learnt. Raises DataError."""
+        """Return the text of a conversation, and the ranges between its tags. Raises DataError."""
         text = self.write(own)
         marked, ranges = self._marked(own)
         if _NUMBER.sub("0", marked) != _NUMBER.sub("0", text):
@@ -339,10 +339,12 @@ class _Template:
         return text, ranges[self._num_ranges(own, own.first, ranges) :]
 
     def by_prefixes(self, own: Turns) -> tuple[str, list[Range]]:
-        """The text of a conversation, and what each answer adds to its prompt. Raises DataError.
+        """Return the text of a conversation, and what each answer adds to its prompt. Raises
+        DataError.
 
-        Prefixes are rendered for the first answer of each kind, one amid and the last one. Of those
-        between, the text up to the contents beside them must be as it is there."""
+        Rendering a prefix for every answer takes time that is quadratic in their number. Prefixes
+        are rendered for the first, one middle and the last answer of each kind; other answers are
+        found by the same text between them and the contents beside them."""
         text = self.write(own)
         kinds: dict[Any, list[int]] = {}
         for number in _learnt(own):
@@ -369,8 +371,8 @@ class _Template:
         return text, [found[number] for number in sorted(found)]
 
     def _contents(self, own: Turns, text: str) -> dict[int, Range]:
-        """Where the contents of users and tools stand in the text, by number of the message, if
-        marks around them change nothing else."""
+        """Return where the contents of users and tools stand in the text, by number of the message,
+        if marks around them change nothing else."""
         turns, marked = [*own.turns], []
         for number, turn in enumerate(turns):
             if turn["role"] in ("user", "tool") and (content := turn.get("content", "").strip()):
@@ -497,8 +499,8 @@ class _Template:
     def write(
         self, own: Turns, num_turns: int | None = None, *, prompt: bool = False, tags: bool = False
     ) -> str:
-        """The first turns as text, with a generation prompt, or with marks where the tags are.
-        Raises DataError."""
+        """Return the first turns as text, with a generation prompt, or with marks where the tags
+        are. Raises DataError."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if self._takes_parts is None:
@@ -563,19 +565,18 @@ Shape = Callable[[Turn], Turn]
 
 
 def _shapes(own: Turns) -> list[Shape]:
-    """Ways to give calls, in the order in which they are tried."""
     has_calls = any(turn.get("tool_calls") for turn in own.turns)
     return [dict, _with_null, _as_openai_has_it] if has_calls else [dict]
 
 
 def _with_null(turn: Turn) -> Turn:
-    """A turn with calls that says nothing beside them has no content, not an empty one."""
+    """Replace the empty content of a turn with calls by None."""
     is_silent = turn.get("tool_calls") and not (turn.get("content") or "").strip()
     return {**turn, "content": None} if is_silent else turn
 
 
 def _as_openai_has_it(turn: Turn) -> Turn:
-    """A turn with calls as they come from OpenAI, which some templates count on: arguments are a
+    """Return a turn with calls as OpenAI writes them, which some templates expect: arguments are a
     text, and there is a content, if only null."""
     calls = deepcopy(turn.get("tool_calls", ()))
     for function in (call["function"] for call in calls):
@@ -604,7 +605,6 @@ def _is_thinking(turn: Turn) -> bool:
 
 
 def _end_of(text: str, stops: Iterable[str]) -> str | None:
-    """The special token that ends a text."""
     text = text.rstrip()
     return next((stop for stop in stops if text.endswith(stop)), None)
 
@@ -632,7 +632,7 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 
 
 def _forms(value: Any) -> Iterator[str]:
-    """How a template may write a value."""
+    """Yield the texts by which a template may write a value."""
     if not isinstance(value, str):
         yield from (json.dumps(value), str(value))
         return
@@ -677,8 +677,8 @@ def _parts(text: str, ranges: list[Range]) -> list[str]:
 
 
 def _with_mark(tag: re.Match[str]) -> str:
-    """A tag with what writes its mark. The assignment stands where the template trims the white
-    space beside the tag, which it would not do beside the mark."""
+    """Return a tag with the expression that writes its mark. The assignment stands where the
+    template trims the white space beside the tag, which it would not do beside the mark."""
     before, is_end, behind = tag.groups()
     if is_end:
         return f"{{%{before} set furlong = 0 %}}{{{{ '{_CLOSE}' }}}}{{% endgeneration {behind}%}}"

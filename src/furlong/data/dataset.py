@@ -7,7 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from itertools import chain, combinations
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from furlong.data.tokenize import IGNORE_INDEX, Encoded, Sequence, fingerprint, 
 from furlong.errors import DataError
 from furlong.units import count_words, format_count, format_seconds, plural
 
+SPLIT = ("text", "tokens")
+"""Formats whose sequences may be cut anywhere."""
 _MAX_LISTED = 8
 _LOOK = (
     "check that the right files are named, and what their first records hold; add text or answers"
@@ -338,10 +341,10 @@ class DataSet:
         for number, part in enumerate(self.parts):
             own = lens[self._offsets[number] : self._offsets[number + 1]]
             format = part.notes["format"]
-            if format not in ("text", "tokens") and (own > limit).any():
+            if format not in SPLIT and (own > limit).any():
                 row = int(own.argmax())
-                given = f"a sequence of {own[row]:,} tokens, format {format}"
-                raise not_split(given, limit, part.origin(row))
+                given = f"a sequence of {own[row]:,} tokens"
+                raise above_limit(given, limit, part.origin(row), format)
 
     def _too_long(
         self, lens: npt.NDArray[np.int64], num_above: int, limit: int, num_units: int
@@ -474,24 +477,16 @@ def unknown_token(given: str, vocab_size: int, origin: str) -> DataError:
 
 
 def above_limit(given: str, limit: int, origin: str, format: str) -> DataError:
-    """The message about a sequence that is too long."""
-    ways = "truncate, drop or split" if format in ("text", "tokens") else "truncate or drop"
+    """Return the error of a sequence that is too long."""
+    ways, required = "truncate, drop or split", f"at most data.max_seq_len = {limit:,}"
+    if format not in SPLIT:
+        ways = "truncate or drop"
+        required += f"; texts and tokens are split, but no answers (format {format})"
     return DataError(
         given=given,
-        required=f"at most data.max_seq_len = {limit:,}",
+        required=required,
         source=origin,
         change=f"raise data.max_seq_len, or set data.too_long to {ways}",
-    )
-
-
-def not_split(given: str, limit: int, origin: str) -> DataError:
-    """The message about a sequence that is too long and has no other place to be cut."""
-    return DataError(
-        given=given,
-        required=f"texts and tokens, or at most data.max_seq_len = {limit:,}: an answer is not"
-        " learnt without what it answers",
-        source=origin,
-        change="raise data.max_seq_len, or set data.too_long to truncate or drop",
     )
 
 
@@ -547,18 +542,15 @@ def _encoded(
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
     """The sequences of a source; fills `facts`."""
     notes = Notes()
-    records = read_records(listing, notes, reading.columns, key, limit)
-    first: SourceRecord = next(records)
+    records = partial(read_records, listing, fields=reading.columns, key=key, limit=limit)
+    first = next(records(notes=Notes()))
     own = reading.decided(first)
     facts |= {**own.facts(first), "highest": -1, "left_out": notes}
     if any(file.kind in ("json lines", "json", "csv", "tsv") for file in listing.files):
-        # What cannot be read is told before anything is tokenized, which takes far longer.
-        for _ in read_whole(chain((first,), records), tokenizer, own, Notes()):
+        # Refuse what cannot be read before anything is tokenized, which takes far longer.
+        for _ in read_whole(records(notes=Notes()), tokenizer, own, Notes()):
             pass
-        notes.clear()
-        records = read_records(listing, notes, reading.columns, key, limit)
-        first = next(records)
-    for record, sequences in encode(chain((first,), records), tokenizer, own, notes):
+    for record, sequences in encode(records(notes=notes), tokenizer, own, notes):
         for one in sequences:
             highest = max(int(one.input_ids.max()), int(one.labels.max()))
             if highest > facts["highest"]:

@@ -1,11 +1,12 @@
-"""Fields of a record under furlong's names, whoever wrote it, and the turns and texts in them:
-fields that a run renames, turns of `from` and `value`, other names of roles, JSON in a text."""
+"""Fields of a record under furlong's names, and the turns and texts in them: fields that a run
+renames, turns of `from` and `value`, other names of roles, JSON in a text."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -22,8 +23,7 @@ CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 MARKS = (
     "weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale",
 )  # fmt: skip
-"""Fields of a message by which other trainers choose what is learnt."""
-
+"""Fields of a message by which other trainers choose what is trained on."""
 
 _ALIASES = {"messages": ("conversations", "conversation"), "tools": ("functions",)}
 _JSON = ("messages", "tools", "chat_template_kwargs")  # tables and .csv hold them as texts
@@ -42,13 +42,13 @@ _RESPONSE = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.D
 
 
 def columns(fields: Mapping[str, Any]) -> frozenset[str]:
-    """The names that furlong's fields have in the data, which are read besides its own."""
+    """Return the names that furlong's fields have in the data."""
     renamed = (theirs for ours, theirs in fields.items() if ours not in _NO_COLUMNS)
     return frozenset((*renamed, *chain(*_ALIASES.values())))
 
 
 def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceRecord, dict[str, str]]:
-    """The record with furlong's names of its fields, and the names of those that had others.
+    """Return the record with furlong's names of its fields, and the names of those that had others.
     `fields` are `data.fields`."""
     if not record.line:  # a file of text
         return record, {}
@@ -68,7 +68,7 @@ def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceReco
 def read_values(
     record: SourceRecord, fields: Mapping[str, Any], used: Collection[str], template: str = ""
 ) -> SourceRecord:
-    """The record with turns as furlong has them, and objects where they lie there as JSON. `used`:
+    """Return the record with turns as furlong has them, and objects instead of their JSON. `used`:
     the fields that its shape looks at; `template`: the text of the chat template. Raises
     DataError."""
     values = dict(record.fields)
@@ -76,16 +76,13 @@ def read_values(
         own = values.get(name)
         if name in _JSON and isinstance(own, str) and own.strip():
             own = _of_json(record, name, own)
-        if name in CONVERSATIONS and isinstance(own, dict) and name not in ("messages", "prompt"):
+        if name in ("completion", "chosen", "rejected") and isinstance(own, dict):
             own = [own]  # one turn
-        marks = values.get("loss_mask") if name == "messages" and isinstance(own, list) else None
-        if isinstance(marks, list) and own and len(marks) == len(own):
-            turns = zip(own, values.pop("loss_mask"), strict=True)
-            own = [
-                {**turn, "loss_mask": mark} if isinstance(turn, dict) else turn
-                for turn, mark in turns
-            ]
         if name in CONVERSATIONS and isinstance(own, list):
+            marks = values.get("loss_mask") if name == "messages" else None
+            if isinstance(marks, list) and own and len(marks) == len(own):
+                pairs = zip(own, values.pop("loss_mask"), strict=True)
+                own = [{**t, "loss_mask": m} if isinstance(t, dict) else t for t, m in pairs]
             own = _turns(record, name, own, fields)
             if "<tool_response>" in template:
                 own = [turn for one in own for turn in _without_tags(one)]
@@ -96,15 +93,14 @@ def read_values(
 
 
 def _put_system(record: SourceRecord, values: dict[str, Any], used: Collection[str]) -> None:
-    """Put what `system` says before the turns of a record, unless they say it. Raises DataError."""
+    """Put the text of `system` before the turns of a record, unless it is there. Raises
+    DataError."""
     answers = ("chosen", "rejected") if "chosen" in used else ("messages",)
     heads = [n for n in CONVERSATIONS if isinstance(values.get(n), list) and n in used]
     heads = ["prompt"] if "prompt" in heads else [n for n in heads if n in answers]
-    said = values.get("system")
-    if not heads or said is None:
+    if not heads or values.get("system") is None:
         return
-    if not isinstance(said, str):
-        raise record.refusal(f"system of type {type(said).__name__}", "a text in the field system")
+    said = text_of(record, "system")
     for name in heads:
         turns = [turn for turn in values[name] if isinstance(turn, dict)]
         if not said.strip() or any(turn.get("content") == said for turn in turns):
@@ -120,7 +116,7 @@ def _put_system(record: SourceRecord, values: dict[str, Any], used: Collection[s
 
 
 def tools_of(record: SourceRecord) -> list[Any] | None:
-    """The tools that a conversation may call, each with its type. Raises DataError."""
+    """Return the tools that a conversation may call, each with its type. Raises DataError."""
     tools = record.fields.get("tools")
     if not tools:
         return None
@@ -143,7 +139,7 @@ def tools_of(record: SourceRecord) -> list[Any] | None:
 
 
 def messages_of(record: SourceRecord, field: str) -> list[Turn]:
-    """The turns of the conversation in `field`, without keys that have no value. Raises
+    """Return the turns of the conversation in `field`, without keys that have no value. Raises
     DataError."""
     messages = record.fields[field]
     required = f'{field}: [{{"role": "user", "content": "..."}}, ...]'
@@ -185,7 +181,7 @@ def answers(turns: list[Turn]) -> bool:
 
 
 def may_be_learnt(turn: Mapping[str, Any]) -> bool:
-    """Whether no mark of a message says that it is not learnt."""
+    """Whether no mark of a message excludes it from the loss."""
     return all(turn.get(mark, True) for mark in MARKS)
 
 
@@ -196,7 +192,7 @@ def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def text_of(record: SourceRecord, field: str) -> str:
-    """A field that must be a text. Raises DataError."""
+    """Return a field that must be a text. Raises DataError."""
     text = record.fields[field]
     if not isinstance(text, str):
         raise record.refusal(
@@ -208,8 +204,8 @@ def text_of(record: SourceRecord, field: str) -> str:
 
 
 def instruction_turns(record: SourceRecord, answer: str | None = None) -> list[Turn]:
-    """The turns of a record: its system message, its history, instruction and input as one message
-    of the user, and the answer in the field of that name. Raises DataError."""
+    """Return the turns of a record: its system message, its history, instruction and input as one
+    message of the user, and the answer in the field of that name. Raises DataError."""
     system = optional_text(record, "system")
     asked = (text_of(record, "instruction"), optional_text(record, "input"))
     said = [("system", system)] * bool(system) + _history(record)
@@ -222,8 +218,8 @@ def instruction_turns(record: SourceRecord, answer: str | None = None) -> list[T
 def _turns(
     record: SourceRecord, field: str, turns: list[Any], fields: Mapping[str, Any]
 ) -> list[Any]:
-    """Turns with roles and contents as furlong names them. Calls without a text belong to the
-    message of the assistant right before them. What is no turn comes as it is. Raises DataError."""
+    """Return turns with roles and contents as furlong names them. Calls without a text join the
+    assistant's message right before them; what is no turn stays as it is. Raises DataError."""
     roles = {**_ROLES, **fields.get("roles", {})}
     renamed = {theirs: ours for ours, theirs in fields.items() if ours in TURN_FIELDS}
     found: list[Any] = []
@@ -231,10 +227,11 @@ def _turns(
         if not isinstance(given, dict):
             found.append(given)
             continue
-        others: dict[Any, str] = dict(renamed)
-        for ours, theirs in (("role", "from"), ("content", "value")):
-            if ours not in fields and given.get(ours) is None:
-                others[theirs] = ours
+        others: dict[Any, str] = renamed | {
+            theirs: ours
+            for theirs, ours in (("from", "role"), ("value", "content"))
+            if ours not in fields and given.get(ours) is None
+        }
         turn: Turn = {
             str(others.get(name, name)): value
             for name, value in given.items()
@@ -250,17 +247,13 @@ def _turns(
             found += results
             if not turn["content"]:
                 continue
-        given_calls = (
-            turn.get("tool_calls"),
-            turn.pop("function_call", None),
-        )  # the older name of OpenAI
-        calls = [call for one in given_calls if one for call in _calls(record, message, one)]
-        if not calls:
-            found.append(turn)
-            continue
-        turn["tool_calls"] = calls
+        both = turn.get("tool_calls"), turn.pop("function_call", None)  # OpenAI's older name
+        calls = [call for one in both if one for call in _calls(record, message, one)]
+        if calls:
+            turn["tool_calls"] = calls
         before = found[-1] if found and isinstance(found[-1], dict) else {}
-        if turn.get("content") or not before.get("role") == turn.get("role") == "assistant":
+        are_answers = before.get("role") == turn.get("role") == "assistant"
+        if not calls or turn.get("content") or not are_answers:
             found.append(turn)
             continue
         if may_be_learnt(before) != may_be_learnt(turn):
@@ -274,8 +267,8 @@ def _turns(
 
 
 def _read_parts(record: SourceRecord, message: str, turn: Turn) -> list[Turn]:
-    """Move thoughts and calls out of the parts of a content to where furlong has them; return the
-    results of tools that are among the parts, as messages. Raises DataError."""
+    """Move thoughts and calls from the parts of a content to keys of the turn, and return the
+    results of tools among the parts as messages. Raises DataError."""
     results: list[Turn] = []
     rest, calls, thoughts = [], [], []
     for part in turn["content"] if isinstance(turn.get("content"), list) else ():
@@ -302,8 +295,8 @@ def _read_parts(record: SourceRecord, message: str, turn: Turn) -> list[Turn]:
 
 
 def _without_tags(turn: Any) -> list[Any]:
-    """A result of a tool without the tags that the template writes around it; each of several
-    becomes a message."""
+    """Return each result of a tool as a message without the tags that the template writes around
+    it."""
     said = turn.get("content") if isinstance(turn, dict) and turn.get("role") == "tool" else None
     if not isinstance(said, str) or not said.strip() or _RESPONSE.sub("", said):
         return [turn]
@@ -311,7 +304,7 @@ def _without_tags(turn: Any) -> list[Any]:
 
 
 def _calls(record: SourceRecord, message: str, given: Any) -> list[Any]:
-    """Calls of tools, their arguments as objects. Raises DataError."""
+    """Return calls of tools with their arguments as objects. Raises DataError."""
     calls = _of_json(record, f"{message}: the call", given) if isinstance(given, str) else given
     found = []
     for call in calls if isinstance(calls, list) else [calls]:
@@ -324,19 +317,12 @@ def _calls(record: SourceRecord, message: str, given: Any) -> list[Any]:
             )
         arguments = {} if (said := own.get("arguments")) is None else said
         if isinstance(arguments, str):
-            # What the assistant said and is no JSON stays as it is.
-            arguments = _object(arguments)
+            with suppress(ValueError, RecursionError):  # what the assistant said may be no JSON
+                value = json.loads(arguments) if arguments.strip() else {}
+                arguments = value if isinstance(value, dict) else arguments
         function = {"function": {**own, "arguments": arguments}}
         found.append({"type": "function", **(around if own is not call else {}), **function})
     return found
-
-
-def _object(text: str) -> Any:
-    try:
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
 
 
 def _of_json(record: SourceRecord, what: str, text: str) -> Any:
@@ -350,7 +336,7 @@ def _of_json(record: SourceRecord, what: str, text: str) -> Any:
 
 
 def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:
-    """The text of a part of a content. Raises DataError for what is no text."""
+    """Return the text of a part of a content. Raises DataError for what is no text."""
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type") in _TEXTS:
@@ -366,7 +352,7 @@ def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:
 
 
 def _check_marks(record: SourceRecord, turn: Turn, message: str) -> None:
-    """Raises DataError for a mark that asks for more than learning an answer or not."""
+    """Raise DataError for a mark that is more than a switch of an answer."""
     for mark in MARKS:
         value = turn.get(mark, True)
         others = mark != "weight" and value and mark in turn and turn["role"] != "assistant"
@@ -383,7 +369,6 @@ def optional_text(record: SourceRecord, field: str) -> str:
 
 
 def _history(record: SourceRecord) -> list[tuple[str, str]]:
-    """Earlier instructions and outputs, by who said them. Raises DataError."""
     found = []
     history = record.fields.get("history") or []
     for pair in history if isinstance(history, list) else [history]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -62,7 +61,7 @@ Read = Callable[[SourceRecord], tuple[Rendered | Turns | Encoded, ...] | str]
 
 
 def read_tokens(record: SourceRecord) -> tuple[Encoded]:
-    """Token ids as they are; without labels every token is one."""
+    """Return token ids as they are; without labels every token is one."""
     ids = _integers(record, "input_ids", lowest=0)
     labels = ids
     if record.fields.get("labels") is not None:
@@ -84,18 +83,18 @@ def read_tokens(record: SourceRecord) -> tuple[Encoded]:
 
 
 def read_chat(record: SourceRecord) -> tuple[Turns] | str:
-    """A conversation, of which the assistant's answers are learnt."""
+    """Return a conversation, of which the assistant's answers are trained on."""
     turns = messages_of(record, "messages")
     return (Turns(record.origin, turns, tools_of(record)),) if turns else BLANK
 
 
 def read_instruction(record: SourceRecord) -> tuple[Turns]:
-    """An instruction and its output as a conversation, with those of its history."""
+    """Return an instruction and its output as a conversation, after those of its history."""
     return (Turns(record.origin, instruction_turns(record, "output"), tools_of(record)),)
 
 
 def instruction_text(record: SourceRecord) -> tuple[Rendered]:
-    """The record in Alpaca's words, of which the output is learnt. Raises DataError."""
+    """Return the record in Alpaca's words; its output is trained on. Raises DataError."""
     if record.fields.get("history"):
         raise record.refusal(
             "a history, with a tokenizer that has no chat template",
@@ -111,7 +110,7 @@ def instruction_text(record: SourceRecord) -> tuple[Rendered]:
 
 
 def read_completion(record: SourceRecord) -> tuple[Rendered | Turns] | str:
-    """A prompt and a completion, of which the latter is learnt; both texts, or both messages."""
+    """Return a prompt and a completion, which is trained on: two texts, or two lists of turns."""
     if isinstance(record.fields["prompt"], list):
         prompt = messages_of(record, "prompt")
         turns = prompt + messages_of(record, "completion")
@@ -122,7 +121,7 @@ def read_completion(record: SourceRecord) -> tuple[Rendered | Turns] | str:
 
 
 def read_text(record: SourceRecord) -> tuple[Rendered] | str:
-    """A text, all of which is learnt."""
+    """Return a text, all of which is trained on."""
     text = text_of(record, "text")
     return (Rendered(text),) if text.strip() else BLANK
 
@@ -195,13 +194,8 @@ _ASKED = ("instruction", "prompt", "query", "question", "problem", "input", "inp
 _SAID = ("completion", "response", "answer", "solution", "output", "outputs", "target", "targets")
 _PAIR = ("chosen", "rejected")
 _OF_ANSWERS: tuple[Format, ...] = ("completion", "chat", "alpaca")
-FIELDS = frozenset(
-    (
-        *chain(*(shape.needed + shape.optional for shape in FORMATS.values())),
-        "loss_mask",  # beside messages
-    )
-)
-"""The fields that are read."""
+FIELDS = frozenset(["loss_mask"]).union(*(one.needed + one.optional for one in FORMATS.values()))
+"""The fields that are read; `loss_mask` stands beside messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +211,7 @@ class Reading:
 
     @property
     def is_learnt_whole(self) -> bool:
-        """Whether all of the text is learnt."""
+        """Whether all of the text is trained on."""
         is_answer = self.train_on == "conversations" and self.format == "completion"
         return self.train_on in ("all", "conversations") and not is_answer
 
@@ -255,8 +249,8 @@ class Reading:
         return {"format": self.format, "fields": [names.get(name, name) for name in needed]}
 
     def turns(self, turns: Turns, record: SourceRecord) -> Turns:
-        """A conversation with what its template is given, and what of it is learnt. Raises
-        DataError."""
+        """Return the conversation with the template's variables and what of it is trained on.
+        Raises DataError."""
         own = record.fields.get("chat_template_kwargs") or {}
         if not isinstance(own, dict) or refused_kwargs(own):
             raise record.refusal(
@@ -295,11 +289,15 @@ def read_whole(
     if reading.format == "alpaca" and tokenizer.chat_template is None:
         read = instruction_text
     template = str(getattr(tokenizer, "chat_template", ""))
-    unread = Unread(notes, template)
+    unread, used = Unread(notes, template), shape.needed + shape.optional
     for given in records:
-        record = _checked(given, reading, template)
+        record, names = renamed(given, reading.fields)
+        if not all(field in record.fields for field in shape.needed):
+            raise _lacks(given, reading.format, names=names)
+        record = read_values(record, reading.fields, used, template)
+        check_fields(record, reading.format)
         found = read(record)
-        unread.take(record, shape.needed + shape.optional, found)
+        unread.take(record, used, found)
         yield record, found
 
 
@@ -355,19 +353,6 @@ def decide_format(first: SourceRecord, fields: Mapping[str, Any]) -> Format:
     raise _lacks(first, *known, names=names)
 
 
-def _checked(given: SourceRecord, reading: Reading, template: str) -> SourceRecord:
-    """The record with furlong's names and values. `template`: the text of the chat template. Raises
-    DataError if its shape cannot take it whole."""
-    assert reading.format != "auto"
-    shape = FORMATS[reading.format]
-    record, names = renamed(given, reading.fields)
-    if not all(field in record.fields for field in shape.needed):
-        raise _lacks(given, reading.format, names=names)
-    record = read_values(record, reading.fields, shape.needed + shape.optional, template)
-    check_fields(record, reading.format)
-    return record
-
-
 def check_fields(record: SourceRecord, format: Format) -> None:
     """Raises DataError if fields of a record, with furlong's names, would be lost in its shape."""
     shape = FORMATS[format]
@@ -389,14 +374,11 @@ def check_fields(record: SourceRecord, format: Format) -> None:
         )
 
 
-def _lacks(
-    record: SourceRecord, *formats: Format, names: Mapping[str, str] | None = None
-) -> DataError:
-    """The refusal of a record without the fields of any of these shapes. `names`: what the data's
-    fields are called."""
-    own = names or {}
+def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}) -> DataError:
+    """Return the refusal of a record without the fields of any of these shapes. `names`: what the
+    data's fields are called."""
     required = " or ".join(
-        " + ".join(own.get(name, name) for name in FORMATS[format].needed) for format in formats
+        " + ".join(names.get(name, name) for name in FORMATS[format].needed) for format in formats
     )
     null = {name: " (null)" for name, value in record.fields.items() if value is None}
     known = sorted(record.fields, key=lambda name: name not in FIELDS)

@@ -213,7 +213,7 @@ def _read_files(
 
 
 def _open(file: SourceFile) -> BinaryIO:
-    """The bytes of a file, decompressed as they are read."""
+    """Open the bytes of a file, decompressed as they are read."""
     if file.codec is None:
         return file.open()
     import pyarrow
@@ -281,7 +281,7 @@ def _read_csv(file: SourceFile, note: Note, fields: Collection[str], skip: int) 
 
 
 def _lines(file: SourceFile, note: Note) -> Iterator[tuple[int, str]]:
-    """The lines of a file of records, from 1."""
+    """Yield the lines of a file of records, numbered from 1."""
     with _open(file) as opened:
         for at in count(1):
             line = opened.readline(MAX_LINE_BYTES + 1)
@@ -357,7 +357,6 @@ def _json_objects(file: SourceFile, note: Note) -> Rows:
 
 
 def _texts(opened: BinaryIO, file: SourceFile, note: Note) -> Iterator[str]:
-    """The text of a file in pieces."""
     rest = b""
     while True:
         read = opened.read(_BUFFER_BYTES)
@@ -374,7 +373,7 @@ def _texts(opened: BinaryIO, file: SourceFile, note: Note) -> Iterator[str]:
             return
 
 
-def _record(value: Any, text: str, note: Callable[..., None]) -> Mapping[str, Any]:
+def _record(value: Any, text: str, note: Note) -> Mapping[str, Any]:
     if isinstance(value, list) and value and all(map(is_message, value)):
         value = {"messages": value}  # a conversation alone
     if not isinstance(value, dict):
@@ -395,7 +394,6 @@ def is_message(value: Any) -> bool:
 
 
 def _broken(file: SourceFile, at: int, text: str, error: Exception) -> DataError:
-    """The message about what is no record."""
     reason = str(error)
     if isinstance(error, json.JSONDecodeError):
         reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
@@ -448,14 +446,13 @@ def _read_table(file: SourceFile, note: Note, fields: Collection[str], skip: int
 
 
 def _without_null(value: Any, feature: Any) -> Any:
-    """A cell without the keys that a table fills with null where other rows alone have them: those
-    of its structs. What a column of JSON says stays."""
+    """Return a cell without the null keys of its structs, with which a table fills keys that other
+    rows have. A column of JSON stays as it is."""
     if isinstance(value, dict) and isinstance(feature, dict):
         known = {key: own for key, own in value.items() if own is not None}
         return {key: _without_null(own, feature[key]) for key, own in known.items()}
-    if isinstance(value, list) and isinstance(of := getattr(feature, "feature", None), dict):
-        return [_without_null(item, of) for item in value]
-    if isinstance(value, list) and getattr(of, "feature", None) is not None:
+    of = getattr(feature, "feature", None)
+    if isinstance(value, list) and (isinstance(of, dict) or getattr(of, "feature", None)):
         return [_without_null(item, of) for item in value]
     return value
 
@@ -463,10 +460,9 @@ def _without_null(value: Any, feature: Any) -> Any:
 def _table_rows(
     file: SourceFile, fields: Collection[str], skip: int
 ) -> tuple[int, Iterator[dict[str, Any]]]:
-    """The number of the first row that is read, and the rows of a file. Of columns that are not in
-    `fields` those of numbers are decoded, of pictures and sound it is seen whether they are there,
-    and of others nothing is read: their value is `...`. Row groups that end before `skip` are not
-    read.
+    """Return the number of the first row that is read, and the rows of a file. Besides `fields`,
+    columns of numbers are decoded; those of pictures and sound are `...` or None; others are not
+    read and are `...`. Row groups that end before `skip` are not read.
 
     pyarrow reads them and `datasets` decodes its own types: its reader would take the path for a
     pattern, lock files in its cache, and fail on a file without rows.
@@ -493,9 +489,7 @@ def _table_rows(
     if file.kind == "dataset":
         batches = disk.iter(_ROWS_PER_BATCH)
     elif table is not None:
-        groups = [
-            table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)
-        ]
+        groups = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
         while groups and first + groups[0] <= skip + 1:
             first += groups.pop(0)
         numbers = range(table.num_row_groups - len(groups), table.num_row_groups)
@@ -546,8 +540,8 @@ def _decode(content: bytes) -> tuple[str, int]:
 
 
 def _read_mds(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
-    """Documents of tokens in a shard of MosaicML's streaming format, which `indices` of a row cut
-    it into. `mask` marks the tokens that are learnt: if it is read, it becomes labels."""
+    """Yield the documents of tokens in a shard of MosaicML's streaming format, into which
+    `indices` cut a row. `mask` marks the tokens that are trained on: if read, it becomes labels."""
     import numpy as np
 
     with _open(file) as opened:
@@ -578,7 +572,7 @@ def _read_mds(file: SourceFile, note: Note, fields: Collection[str], skip: int) 
 
 
 def _mds_row(data: bytes, kinds: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Arrays of a row: sizes of the columns that have no fixed one, then the columns themselves."""
+    """Return the arrays of a row: the sizes of columns without a fixed one precede the columns."""
     import numpy as np
 
     sizes, at = [], 0
@@ -588,9 +582,8 @@ def _mds_row(data: bytes, kinds: Mapping[str, Any], names: Collection[str]) -> d
             at += 4
         sizes.append(int(size))
     found = {}
-    for name, kind, size in zip(
-        kinds["column_names"], kinds["column_encodings"], sizes, strict=True
-    ):
+    named = zip(kinds["column_names"], kinds["column_encodings"], sizes, strict=True)
+    for name, kind, size in named:
         value, at = data[at : at + size], at + size
         what, _, form = kind.partition(":")
         if name not in names or what != "ndarray":

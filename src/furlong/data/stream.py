@@ -24,11 +24,11 @@ from furlong.config.schema import DataConfig, Source
 from furlong.data.cache import key_of
 from furlong.data.dataset import (
     SEQUENCES,
+    SPLIT,
     above_limit,
     check_joined,
     format_in_words,
     named_source,
-    not_split,
     nothing_to_learn,
     refuse_repeated,
     unknown_token,
@@ -234,16 +234,10 @@ class Reader:
             if (num_tokens := len(one.input_ids)) <= limit:
                 own.append(one)
                 continue
-            if too_long == "split" and self.reading.format not in ("text", "tokens"):
-                given = f"a sequence of {num_tokens:,} tokens, format {self.reading.format}"
-                raise not_split(given, limit, record.origin)
-            if too_long == "error":
-                raise above_limit(
-                    f"a sequence of {num_tokens:,} tokens",
-                    limit,
-                    record.origin,
-                    str(self.reading.format),
-                )
+            format = self.reading.format
+            if too_long == "error" or (too_long == "split" and format not in SPLIT):
+                given = f"a sequence of {num_tokens:,} tokens"
+                raise above_limit(given, limit, record.origin, format)
             self._notes.add(f"longer than {limit:,} tokens: {too_long}", record.file, record.line)
             stop = {"truncate": limit, "drop": 0, "split": num_tokens}[too_long]
             cut = [slice(first, first + limit) for first in range(0, stop, limit)]

@@ -79,7 +79,7 @@ class Sequence:
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
     """A record, or an answer of one, as tokens: (T,) int32 both; `labels` is `input_ids` itself
-    where all are learnt."""
+    where all are trained on."""
 
     input_ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
@@ -280,10 +280,8 @@ def tokenizer_of(config: RunConfig) -> Any:
     if config.model.tokenizer is not None:
         name, source, revision = config.model.tokenizer, "model.tokenizer", None
     check_name(name, source)
-    is_needed = source == "model.tokenizer"
-    return load_tokenizer(
-        name, source, revision=revision, settings=config.data, is_needed=is_needed
-    )
+    is_needed, settings = source == "model.tokenizer", config.data
+    return load_tokenizer(name, source, revision=revision, settings=settings, is_needed=is_needed)
 
 
 def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
@@ -439,10 +437,9 @@ def _encode(
     eos: int | None = None if by_template else tokenizer.eos_token_id
     if eos is not None and after[-1:] != [eos]:
         after = [*after, eos]
-    special = (
-        {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special} if after else ()
-    )
-    ends = tuple(special - {tokenizer.bos_token, tokenizer.unk_token}) if special else ()
+    added = tokenizer.added_tokens_decoder.values() if after else ()
+    special = (str(token) for token in added if token.special)
+    ends = tuple(t for t in special if t not in (tokenizer.bos_token, tokenizer.unk_token))
     encoded = []
     for number, (record, rendered) in enumerate(batch):
         own, ranges = np.asarray(found["input_ids"][number], dtype=np.int32), rendered.ranges
@@ -454,15 +451,15 @@ def _encode(
             end = []
         elif text.endswith(ends) and (ranges is None or (ranges and ranges[-1][0] < len(text))):
             end = []
-            told = max((one for one in ends if text.endswith(one)), key=len)
-            notes.add(HAS_END.format(told), record.file, record.line)
+            longest = max((one for one in ends if text.endswith(one)), key=len)
+            notes.add(HAS_END.format(longest), record.file, record.line)
         ids = np.concatenate([begin, own, end]).astype(np.int32)
         labels = ids
         if ranges is not None:
             chars = np.asarray(found["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
             learnt = np.zeros(len(ids), dtype=bool)
             learnt[len(begin) : len(begin) + len(own)] = _within(chars, ranges)
-            # That the completion ends here is learnt, whoever wrote the EOS.
+            # The end of the completion is trained on, whoever wrote the EOS.
             learnt[len(ids) - max(len(end), 1) :] |= eos is not None and bool(ranges)
             labels = np.where(learnt, ids, np.int32(IGNORE_INDEX))
         encoded.append(Encoded(ids, labels))
@@ -471,8 +468,8 @@ def _encode(
 
 @contextmanager
 def _whole_tokens(tokenizer: Any, masked: bool) -> Iterator[None]:
-    """Within it the characters of a token are all of them: with `trim_offsets` a post-processor
-    leaves out the white space, and of white space alone (the indents of code) nothing stays."""
+    """Count white space to its token inside the context: with `trim_offsets` a post-processor
+    leaves it out, and a token of white space alone (an indent of code) has no characters."""
     own: Any = tokenizer.backend_tokenizer.post_processor if masked else None
     state = b"" if own is None else own.__getstate__()
     if (trims := b'"trim_offsets":true') not in state:

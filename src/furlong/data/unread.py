@@ -1,5 +1,5 @@
 """Fields of records that nothing reads: counted over all records of a source, and refused where
-they could say what is trained on, by their shape and not by their name."""
+their shape says that they may choose what is trained on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EMPTY_ANSWER = "an empty answer"
 
 
 class Unread:
-    """The fields of one source that nothing reads, and what of its answers teaches little."""
+    """Counts the fields of one source that nothing reads, and remarks on its answers."""
 
     def __init__(self, notes: Notes, template: str) -> None:
         """`template`: the text of the chat template, which reads the keys that it names."""
@@ -31,8 +31,8 @@ class Unread:
     def take(
         self, record: SourceRecord, read: Collection[str], found: tuple[Any, ...] | str
     ) -> None:
-        """Count what of a record is not read; `found` is what its shape made of it. Raises
-        DataError for what could say that something else is learnt."""
+        """Count the fields of a record that are not read; `found` is what its shape made of it.
+        Raises DataError for a field that may choose what is trained on."""
         self._notes.num_records += 1
         made = () if isinstance(found, str) else found
         for name, value in record.fields.items():
@@ -48,7 +48,7 @@ class Unread:
                     self._check_answer(record, turn)
 
     def _check_answer(self, record: SourceRecord, turn: Turn) -> None:
-        """Raises DataError for a number or bool that answers have, and not all of them the same."""
+        """Raise DataError for a bool or number that differs between answers."""
         marks = {
             key: value
             for key, value in turn.items()
@@ -58,9 +58,10 @@ class Unread:
         for key in marks.keys() | self._marks.keys():
             value = marks.get(key)
             first = self._marks.setdefault(key, None if self._num_answers else value)
-            if (value != first or isinstance(value, list)) and (_is_off(value) or _is_off(first)):
-                if re.search(rf"""[.'"]{re.escape(key)}\b""", self._template):
-                    continue
+            may_mark = (value != first or isinstance(value, list)) and (
+                _is_off(value) or _is_off(first)
+            )
+            if may_mark and not re.search(rf"""[.'"]{re.escape(key)}\b""", self._template):
                 raise record.refusal(
                     f"an answer with {key} = {in_short(value, 40)}, where another one has"
                     f" {in_short(first, 40)}; nothing reads it",
@@ -72,8 +73,8 @@ class Unread:
 
 
 def _refusal(name: str, value: Any, one: Any = None) -> tuple[str, str, str] | None:
-    """Return what was given, what is required and what to change where a field that is not read
-    could say what is trained on."""
+    """Return the parts of the message about a field that is not read and may choose what is
+    trained on: given, required and change."""
     turns = one.turns if isinstance(one, Turns) else []
     leave_out = f"set data.fields: {{unused: [{name}]}}"
     if name in ("chosen", "rejected") and turns and turns[-1]["role"] != "assistant":
@@ -102,8 +103,8 @@ def _refusal(name: str, value: Any, one: Any = None) -> tuple[str, str, str] | N
         is_mark = may_mark and _is_numbers(value) and _is_off(value) and _differs(name, value)
     else:
         is_weight = "weight" in name or "scale" in name
-        is_mark = name in MARKS and isinstance(value, bool | int | float)
-        is_mark = is_mark and (not value or (is_weight and value != 1))
+        is_off = not value or (is_weight and value != 1)
+        is_mark = name in MARKS and isinstance(value, bool | int | float) and is_off
     if not is_mark:
         return None
     return (
@@ -115,7 +116,7 @@ def _refusal(name: str, value: Any, one: Any = None) -> tuple[str, str, str] | N
 
 
 def _remarks(own: Any) -> Iterator[str]:
-    """Name the answers and calls of a record that may teach something else than was meant."""
+    """Yield remarks on empty answers, and on calls that a table has changed."""
     ranges = own.ranges or () if isinstance(own, Rendered) else ()
     if ranges and not any(own.text[start:stop].strip() for start, stop in ranges):
         yield _EMPTY_ANSWER
@@ -151,7 +152,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether it is a bool, a number below 1 as weights are, or a list with one of either."""
+    """Whether it is a bool, a number of [0, 1) as weights are, or holds one of these."""
     if isinstance(value, dict):
         return any(isinstance(one, bool) for one in value.values())
     if isinstance(value, list):
@@ -160,13 +161,13 @@ def _is_off(value: Any) -> bool:
 
 
 def _differs(name: str, value: list[Any]) -> bool:
-    """Whether numbers tell some of what they stand for from others, or switch all of it off."""
+    """Whether the numbers differ, or switch all that they belong to off."""
     is_off = not value[0] and ("position" in name or not name.endswith("_ids"))
     return is_off or len(set(value)) > 1
 
 
 def _marks_tokens(name: str, value: Any, own: Encoded) -> bool:
-    """Whether numbers beside tokens say something of them: of each one, or where parts end."""
+    """Whether numbers beside tokens mark each of them, or the ends of packed sequences."""
     if not _is_numbers(value) or name == "special_tokens_mask":  # a tokenizer's, of its own marks
         return False
     num_tokens = len(own.input_ids)
