@@ -415,9 +415,7 @@ def missing(flag: str) -> UserError:
 def spec_of(name: str, num_devices: int = 1) -> Machine:
     """Hardware by name. This machine's rates are the assumed ones of `furlong train`, so that both
     decide alike; several devices are so many processes on it."""
-    if name != THIS_CPU:
-        return Machine.named(name)
-    return one_of(this_cpu(), num_devices)
+    return one_of(this_cpu(), num_devices) if name == THIS_CPU else Machine.named(name)
 
 
 def cost_model_of(

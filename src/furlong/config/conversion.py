@@ -68,7 +68,7 @@ class Conversion:
 
     @property
     def is_sft(self) -> bool:
-        """Whether the run learns what has labels."""
+        """Whether the loss is the cross-entropy of labels."""
         return self.run.get("train.loss") in (None, "sft")
 
     def value(self, *names: str) -> Any:
@@ -224,7 +224,15 @@ def _finish(made: Conversion) -> None:
         made.run["train.lr"] = 1e-4 if "model.lora.rank" in made.run else 1e-5
     is_axolotl = made.recipe.dialect == "axolotl"
     if is_axolotl and "pretraining_dataset" in made.given.get("data.train", ()):
-        _pretrain(made)
+        # it streams texts, in windows where it packs
+        is_windows = made.value("sample_packing") is True
+        made.run["data.too_long"] = "split" if is_windows else "truncate"
+        made.of_defaults.discard("data.too_long")
+        if is_windows:
+            remark = "axolotl's windows share 256 tokens, here they share none"
+            made.remarks["data.too_long"] = remark
+        if isinstance(made.run.get("train.steps"), int):
+            made.run["data.streaming"] = True
     source = str(made.recipe.file)
     while True:
         try:
@@ -241,17 +249,6 @@ def _finish(made: Conversion) -> None:
                 raise refusal(f"{name}: {verdict.text}", "sources of data", change, source)
         if not any(given_up):
             raise config_error(errors, source, set())
-
-
-def _pretrain(made: Conversion) -> None:
-    """Read texts as axolotl's pretraining_dataset does: streamed, and in windows where it packs."""
-    is_windows = made.value("sample_packing") is True
-    made.run["data.too_long"] = "split" if is_windows else "truncate"
-    made.of_defaults.discard("data.too_long")
-    if is_windows:
-        made.remarks["data.too_long"] = "axolotl's windows share 256 tokens, here they share none"
-    if isinstance(made.run.get("train.steps"), int):
-        made.run["data.streaming"] = True
 
 
 def _give_up(made: Conversion, error: ErrorDetails) -> bool:

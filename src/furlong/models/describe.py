@@ -368,11 +368,6 @@ def _adapted(chunk: _Chunk, *kinds: str) -> list[nn.Module]:
     return [module for module, kind in chain(*found) if kind in kinds]
 
 
-def _is_mlp(layer: _Layer, module: nn.Module, hidden_size: int) -> bool:
-    """Whether a module in which no tokens meet leads back to the model's width."""
-    return module not in layer.met and layer.products[module][-1][1] == hidden_size
-
-
 def _layer_shape(
     chunks: Sequence[_Chunk], n: int, kind: tuple[int, frozenset[str], Any], config: Any
 ) -> LayerShape:
@@ -385,6 +380,8 @@ def _layer_shape(
     scan_flops = max(layer.scan_flops / num_tokens, _ELEMENTWISE * wide)
     experts = list(layer.experts.parameters()) if layer.experts else []
     saved = [one.saved / num_tokens for one in layers]
+    # the last matrices of modules in which no tokens meet; an MLP's leads back to the model's width
+    apart = [products[-1] for m, products in layer.products.items() if m not in layer.met]
     return LayerShape(
         parameters=parameters,
         matrices=layer.matrices,
@@ -392,7 +389,7 @@ def _layer_shape(
         expert_parameters=sum(p.numel() for p in experts),
         num_experts=len(experts[0]) if experts else 1,
         num_active=layer.num_active,
-        width=sum(p[-1][0] for m, p in layer.products.items() if _is_mlp(layer, m, hidden)),
+        width=sum(inner for inner, outer in apart if outer == hidden),
         window=layer.window,
         key_flops=2 * heads * (dim + value),
         query_size=heads * dim,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -135,11 +135,10 @@ def model_file(source: str, name: str, revision: str | None = None) -> Path | No
     if os.path.isdir(source):
         file = Path(source) / name
         return file if file.exists() else None
-    try:
+    with suppress(OSError):  # neither in the cache nor at the hub
         found = cached_file(source, name, revision=revision or "main")
-    except OSError:  # neither in the cache nor at the hub
-        return None
-    return None if found is None else Path(found)
+        return None if found is None else Path(found)
+    return None
 
 
 @contextmanager

@@ -84,9 +84,9 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
     if given["rope_type"] == "longrope":
         given.setdefault("factor", positions / original)
     for entry in changed:
-        kept = {key: entry[key] for key in (entry if is_own_type else _KEPT) if key in entry}
+        kept = {k: v for k, v in entry.items() if v is not None and (is_own_type or k in _KEPT)}
         entry.clear()
-        entry.update({key: value for key, value in kept.items() if value is not None} | given)
+        entry.update(kept | given)
     text.max_position_embeddings = positions
     if getattr(text, "head_dim", 0) is None:  # Mixtral's, which transformers' YaRN multiplies by
         text.head_dim = text.hidden_size // text.num_attention_heads

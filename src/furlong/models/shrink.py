@@ -114,7 +114,9 @@ def shown_layers(config: Any) -> Sequence[int]:
     seen = sorted(n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < each)
     if (first := max(3, seen[-1] + 2)) <= MAX_LAYERS:
         return range(min(before, first))
-    return seen if _lists_layers(config) else range(min(before, MAX_LAYERS))
+    keys = (*_NUMBERS, *(own_key(config, name) for name in _KINDS))
+    is_listed = any(config.to_dict().get(key) is not None for key in keys)  # else by a rule
+    return seen if is_listed else range(min(before, MAX_LAYERS))
 
 
 def cut_layers(config: Any, values: dict[str, Any], kept: Sequence[int]) -> None:
@@ -128,12 +130,6 @@ def cut_layers(config: Any, values: dict[str, Any], kept: Sequence[int]) -> None
             values[name] = [value[n] for n in kept]
     if key in values:  # Nemotron-H counts its list
         values[key] = len(kept)
-
-
-def _lists_layers(config: Any) -> bool:
-    """Whether a config has its types of layers as a list, not as a rule."""
-    keys = (*_NUMBERS, *(own_key(config, name) for name in _KINDS))
-    return any(config.to_dict().get(key) is not None for key in keys)
 
 
 def own_key(config: Any, name: str) -> str:

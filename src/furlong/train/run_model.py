@@ -355,14 +355,11 @@ def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -
     named = config.memory.disk_dir
     folder = Path(config.out if named is None else named).expanduser()
     if disk_bytes and (offload == "auto" or offloads_to(offload, "disk")):
-        # The run's own folder appears later: until then the one it will be in stands for it.
-        NamelessFile(_existing(folder) if named is None else folder).close()
+        # The run's folder appears later: until then the one that it will be in stands for it.
+        above = (folder, *folder.absolute().parents)
+        existing = next(place for place in above if os.path.isdir(place))
+        NamelessFile(existing if named is None else folder).close()
     return Storage(cpu_bytes, disk_bytes, folder)
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the one above it that is there."""
-    return next(f for f in (folder, *folder.absolute().parents) if os.path.isdir(f))
 
 
 def _machine_of(device: torch.device) -> Machine:
