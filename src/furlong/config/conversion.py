@@ -274,7 +274,7 @@ def _give_up(made: Conversion, error: ErrorDetails) -> bool:
 
 
 def _word(target: str, value: Any) -> str:
-    """A value as ours, for which others have words of their own."""
+    """Translate another trainer's word for a value."""
     word = str(value).lower().rpartition(".")[2]
     words: dict[str, list[str]] = foreign_table()["values"][target]
     return next((ours for ours, theirs in words.items() if word in theirs), word)
@@ -529,7 +529,7 @@ _SHARING = re.compile(
 
 
 def _replicas(made: Conversion) -> int:
-    """Processes of which each has sequences of its own; one where nobody says how many."""
+    """Return how many processes have different sequences; one where nobody says."""
     keys = made.recipe.keys
     inner = keys.get("parallelism_config")
     shared = 1
@@ -751,7 +751,7 @@ def _special_tokens(made: Conversion, target: str, given: _Given) -> Any:
 
 
 _OF_NO_MODEL = ("default", "empty", "fewshot", "alpaca", "vicuna")
-"""Templates of LLaMA-Factory that are its own."""
+"""Templates of LLaMA-Factory that no model has."""
 
 
 def _template(made: Conversion, target: str, given: _Given) -> Any:

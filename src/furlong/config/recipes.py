@@ -18,15 +18,9 @@ from furlong.config.sources import read_text, read_yaml
 from furlong.errors import ConfigError, refusal
 
 Dialect = Literal[
-    "TRL",
-    "transformers",
-    "axolotl",
-    "LLaMA-Factory",
-    "ms-swift",
-    "torchtune",
-    "Arctic Training",
+    "TRL", "transformers", "axolotl", "LLaMA-Factory", "ms-swift", "torchtune", "Arctic Training",
     "open-instruct",
-]
+]  # fmt: skip
 
 
 class Recipe(NamedTuple):
@@ -152,7 +146,7 @@ def _dialect_of(keys: Mapping[str, Any], *, is_call: bool = False) -> Dialect | 
     return next(found, "TRL" if "model_name_or_path" in keys and not is_call else None)
 
 
-_DOUBT = "no key is TRL's alone: a script of transformers learns answers alone"
+_DOUBT = "no key is TRL's alone: a script of transformers trains on answers alone"
 _OF_ROLLOUTS = frozenset(("reward_funcs", "num_generations", "steps_per_generation"))
 _WHOLE = frozenset(("dataset", "dataset_val", "peft_config", "role_mapping", "deepspeed"))
 _KEY = re.compile(r"\$\{([\w.]+)\}")

@@ -349,7 +349,7 @@ class DataConfig(BaseModel):
     )
     """Names that the chat template is given; a record's own chat_template_kwargs come before it."""
     train_on: Literal["assistant", "all", "last", "conversations"] = "assistant"
-    """Part of conversations and completions that is learnt: answers, all of the text, the answers
+    """Part of conversations and completions to train on: answers, all of the text, the answers
     behind the last message of the user, or, as TRL does, whole conversations but of prompt and
     completion the completion alone."""
     eos_token: Name | None = _null("<|im_end|>")
@@ -359,7 +359,7 @@ class DataConfig(BaseModel):
     eot_tokens: Annotated[tuple[Name, ...], BeforeValidator(_listed)] = Field(
         default=(), examples=["<|eot_id|>"]
     )
-    """Tokens that are learnt where they follow an answer and the template's tags leave them out."""
+    """Tokens to train on where they follow an answer and the template's tags leave them out."""
     max_seq_len: Positive = 131072
     """Most tokens in a sequence."""
     too_long: TooLong = "error"

@@ -16,8 +16,6 @@ from furlong.models.shrink import VOCAB_SIZE, shrink_config
 _NUM_TOKENS, _FEW_POSITIONS = 20, 8
 _LEAST = 1e-4
 """The least relative change of logits that is no rounding: scans compute in float32."""
-_SPREAD = 5
-"""Tokens and positions matter more where weights are larger than transformers draws them."""
 Positions = Literal["rotary", "table", "none"]
 
 
@@ -108,10 +106,15 @@ def _tiny(config: Any, model_class: Any = None) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
         eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        model = make(config, dtype=torch.float64, **eager).eval().requires_grad_(False)
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(_SPREAD)
+        return spread(make(config, dtype=torch.float64, **eager).eval().requires_grad_(False))
+
+
+@torch.no_grad()
+def spread(model: Any) -> Any:
+    """Make the weights of a tiny model larger, in place, so that attention and positions matter."""
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.mul_(5)
     return model
 
 

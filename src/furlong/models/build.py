@@ -210,7 +210,7 @@ def _seed(name: str, seed: int) -> None:
 
 
 def add_adapters(model: Any, lora: dict[str, Any], whole: nn.Module | None = None) -> Any:
-    """The model with adapters, its own weights frozen.
+    """Return the model with adapters and with its weights frozen.
 
     `lora` holds keys of `model.lora`, at least `rank`, `alpha`, `dropout`, `target_modules`.
     `whole`, for a model that holds one stage: the whole model, on meta, which is changed. A stage

@@ -55,14 +55,8 @@ def _call(base: nn.Module, run: Callable[[], _T]) -> _T:
 
 
 VERIFIED_ADAPTERS = (
-    "LORA",
-    "IA3",
-    "VERA",
-    "OFT",
-    "LN_TUNING",
-    "TRAINABLE_TOKENS",
-    "ADAPTION_PROMPT",
-)
+    "LORA", "IA3", "VERA", "OFT", "LN_TUNING", "TRAINABLE_TOKENS", "ADAPTION_PROMPT",
+)  # fmt: skip
 """peft's types whose gradients were compared with those of the whole forward; LORA is also DoRA
 and adapters of bare parameters (`target_parameters`)."""
 
@@ -196,7 +190,7 @@ _WRAPPED: tuple[Row, ...] = (
 
 
 def _first(parameters: Iterable[tuple[str, Any]], tells: Callable[[Any], object]) -> str:
-    """The name of the first parameter or module that something is told of."""
+    """Return the name of the first parameter or module for which `tells` is true; else ""."""
     return next((name for name, x in parameters if tells(x)), "")
 
 

@@ -48,6 +48,7 @@ from furlong.errors import UnsupportedModelError, UserError
 from furlong.families import CHUNKED, family_of
 from furlong.kv.arena import Arena
 from furlong.kv.pools import Pools, Storage
+from furlong.models.asked import spread
 from furlong.models.attention import CellAttention, bound, own_forward, scales_by_position
 from furlong.models.build import draw_weights
 from furlong.models.decoder import HFDecoder
@@ -517,10 +518,6 @@ def random_like(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=generator, device="cpu").to(x)
 
 
-_SPREAD = 5
-"""Attention matters more where weights are larger than transformers draws them."""
-
-
 def tiny_twin(model: HFDecoder, *, all_layers: bool = True) -> HFDecoder:
     """The whole twin of a model, in float64 on the CPU, in the model's mode."""
     longest = model.max_seq_len
@@ -535,12 +532,9 @@ def tiny_twin(model: HFDecoder, *, all_layers: bool = True) -> HFDecoder:
         base.set_attn_implementation("eager")  # SDPA has no softcap
     if hasattr(base, "set_experts_implementation"):
         base.set_experts_implementation("eager")  # the others know no float64
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]):
         draw_weights(base, 0, torch.device("cpu"))
-        for parameter in base.parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(_SPREAD)
-    base.train(model.base.training)
+    base = spread(base).train(model.base.training)
     return HFDecoder(base, max_seq_len=longest and LONGEST_TOKENS, needs_head=False)
 
 
@@ -687,7 +681,7 @@ _AS_TWIN = (
 
 @contextmanager
 def _refused(model: HFDecoder, what: str, *others: str) -> Iterator[None]:
-    """Whatever a family's own code raises within it becomes a refusal; see `refusal`."""
+    """Turn whatever a family's code raises in the block into a refusal; see `refusal`."""
     try:
         yield
     except Exception as error:
