@@ -225,9 +225,7 @@ def key_of(*parts: object) -> str:
 
 
 def write_tokens(
-    place: Path,
-    encoded: Iterable[tuple[SourceRecord, Items[Encoded]]],
-    facts: dict[str, Any],
+    place: Path, encoded: Iterable[tuple[SourceRecord, Items[Encoded]]], facts: dict[str, Any]
 ) -> Arrays:
     """Write what `encoded` yields, sequence by sequence, and map it.
 

@@ -326,7 +326,8 @@ class _Template:
     def by_tags(self, own: Turns) -> tuple[str, list[Range]]:
         """Return the text of a conversation, and the ranges between its tags. Raises DataError."""
         text = self.write(own)
-        marked, ranges = self._marked(own)
+        # transformers counts characters where it renders them, not where the template writes them.
+        marked, ranges = _unmarked(self.write(own, tags=True))
         if _NUMBER.sub("0", marked) != _NUMBER.sub("0", text):
             what = "it works on the text between its {% generation %} tags"
             raise self._refusal(own, f"{_CANNOT}: {what}")
@@ -422,16 +423,11 @@ class _Template:
 
     def _num_ranges(self, own: Turns, num_turns: int, ranges: list[Range]) -> int:
         """Return how many of `ranges` belong to the first turns. Raises DataError."""
-        found = self._marked(own, num_turns)[1] if num_turns else []
+        _, found = _unmarked(self.write(own, num_turns, tags=True)) if num_turns else ("", [])
         if ranges[: len(found)] != found:
             what = f"what is learnt of message {num_turns} changes behind it"
             raise self._refusal(own, f"{_CANNOT}: {what}")
         return len(found)
-
-    def _marked(self, own: Turns, num_turns: int | None = None) -> tuple[str, list[Range]]:
-        """Return the first turns as text, and the ranges between tags where the template writes
-        them: transformers counts characters where it renders them."""
-        return _unmarked(self.write(own, num_turns, tags=True))
 
     def proved(self, own: Turns, shape: Shape, text: str, ranges: list[Range]) -> list[str]:
         """Return remarks on what the text of a conversation lacks. Raises CannotBeMaskedError where
@@ -617,9 +613,16 @@ def _values(turn: Turn) -> Iterator[tuple[tuple[Any, ...], Any]]:
         pieces = _THINK.split(said) if turn["role"] == "assistant" else [said]
         yield from (((key,), piece) for piece in pieces)
     for number, call in enumerate(turn.get("tool_calls") or ()):
-        own, path = (call["function"], ("function",)) if "function" in call else (call, ())
-        for key in ("name", "arguments"):
-            yield from _leaves(own.get(key), ("tool_calls", number, *path, key))
+        yield from _of_function(call, ("tool_calls", number), ("name", "arguments"))
+
+
+def _of_function(
+    given: Mapping[str, Any], path: tuple[Any, ...], keys: Iterable[str]
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the values of a call or a tool, whose function may be wrapped."""
+    own, path = (given["function"], (*path, "function")) if "function" in given else (given, path)
+    for key in keys:
+        yield from _leaves(own.get(key), (*path, key))
 
 
 def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -649,10 +652,8 @@ def _missing(
     of its message."""
     wanted = [(n, *found) for n, turn in enumerate(own.turns) for found in _values(turn)]
     for number, tool in enumerate(own.tools or ()):
-        inner, path = (tool["function"], ("function",)) if "function" in tool else (tool, ())
-        wanted += [
-            (-1, ("tools", number, *path, key), inner.get(key)) for key in ("name", "description")
-        ]
+        said = _of_function(tool, ("tools", number), ("name", "description"))
+        wanted += [(-1, *found) for found in said]
     wanted = [one for one in wanted if one[2] is not None and str(one[2]).strip()]
     taken, begins, missing = bytearray(len(text)), dict[tuple[str, int], int](), set[int]()
     # A short value may stand within a long one, which needs its place.

@@ -33,14 +33,7 @@ from furlong.data.pairs import EMPTY, check_pair, is_of_texts, read_pair, with_m
 from furlong.data.records import BLANK, Notes, SourceRecord, is_message
 from furlong.data.rendering import rendering
 from furlong.data.sources import printable
-from furlong.data.tokenize import (
-    IGNORE_INDEX,
-    Encoded,
-    Item,
-    NoTokenizer,
-    Rendered,
-    tokenized,
-)
+from furlong.data.tokenize import IGNORE_INDEX, Encoded, Item, NoTokenizer, Rendered, tokenized
 from furlong.data.unread import Unread
 from furlong.errors import DataError, in_short
 
@@ -200,7 +193,7 @@ FIELDS = frozenset(["loss_mask"]).union(*(one.needed + one.optional for one in F
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How records become sequences: what a run, or one source of it, says of that."""
+    """How records of a run, or of one source of it, become sequences."""
 
     format: Format | Literal["auto"] = "auto"
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -217,7 +210,7 @@ class Reading:
 
     @classmethod
     def of(cls, settings: DataConfig, source: Source, format: Format | None = None) -> Reading:
-        """That of a source of a run. `format`: what the loss asks for, of each source."""
+        """Return the reading of a source of a run. `format`: what the loss asks for."""
         return cls(
             format or source.format or settings.format,
             {**settings.fields, **(source.fields or {})}, settings.chat_template_kwargs,
@@ -235,14 +228,14 @@ class Reading:
         return asdict(self)
 
     def decided(self, first: SourceRecord) -> Reading:
-        """With the format that `auto` finds in the first record of a source. Raises DataError."""
+        """Return a reading with the format of a source's first record. Raises DataError."""
         if self.format != "auto":
             same: Format = "chat" if self.format == "sharegpt" else self.format
             return replace(self, format=same)
         return replace(self, format=decide_format(first, self.fields))
 
     def facts(self, first: SourceRecord) -> dict[str, Any]:
-        """The format, and which fields of a source whose first record this is it looks at."""
+        """Return the format and the names of its fields in a source's first record."""
         assert self.format != "auto"
         _, names = renamed(first, self.fields)
         needed = FORMATS[self.format].needed if first.line else ()
@@ -388,9 +381,9 @@ def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}
     pair = {own: next((n for n in record.fields if n.startswith(own)), "") for own in _PAIR}
     if all(pair.values()):
         fields = ", ".join(f"{own}: {theirs}" for own, theirs in pair.items() if own != theirs)
-        change = f"set data.fields: {{{fields}}}" if fields else ""
-        loss = "set train.loss to dpo, which learns from pairs of answers"
-        change = " and ".join(filter(None, [change, loss * (formats != ("preference",))]))
+        changes = [f"set data.fields: {{{fields}}}"] * bool(fields)
+        changes += ["set train.loss to dpo, for pairs of answers"] * (formats != ("preference",))
+        change = " and ".join(changes)
     elif formats == ("preference",):
         loss = "kto" if "label" in record.fields else "sft"
         change = f"{name}: {{prompt: ..., chosen: ..., rejected: ...}}, or set train.loss to {loss}"
@@ -407,7 +400,7 @@ def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}
 
 
 def _renaming(fields: Mapping[str, Any]) -> str:
-    """The `data.fields` by which a record of other names can be read; empty where none is seen."""
+    """Return `data.fields` for a record of other names, or an empty text."""
     for name, value in fields.items():
         if isinstance(value, list) and value and all(map(is_message, value)):
             return f"messages: {name}"

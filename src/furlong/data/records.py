@@ -421,20 +421,14 @@ def _read_table(file: SourceFile, note: Note, fields: Collection[str], skip: int
     import datasets
     import pyarrow
 
+    errors = (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError)
     try:
         if file.kind == "dataset":
             for part in file.parts:
                 SourceFile(part, "arrow").open().close()
         first, rows = _table_rows(file, fields, skip)
         yield from enumerate(rows, start=first)
-    except (
-        pyarrow.ArrowException,
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        datasets.exceptions.DatasetsError,
-    ) as error:
+    except (*errors, datasets.exceptions.DatasetsError) as error:
         if file.address and isinstance(error, OSError):  # a connection
             raise
         raise DataError(
@@ -470,36 +464,33 @@ def _table_rows(
     import datasets
     import pyarrow.parquet
 
-    first, table, batches = 1, None, None
+    first, table = 1, None
     if file.kind == "dataset":
         disk = datasets.load_from_disk(str(file.path)).with_format("arrow")
-        schema = disk.features.arrow_schema
+        schema, batches = disk.features.arrow_schema, disk.iter(_ROWS_PER_BATCH)
     elif file.kind == "parquet":
         table = pyarrow.parquet.ParquetFile(file.open())
         schema = table.schema_arrow
     else:
         stream = pyarrow.ipc.open_stream(file.open())
         schema = stream.schema
+        batches = (
+            batch.slice(start, _ROWS_PER_BATCH)
+            for batch in stream
+            for start in range(0, batch.num_rows, _ROWS_PER_BATCH)
+        )
     read = [name for name in schema.names if name in fields or _is_plain(schema.field(name).type)]
     media = [name for name in schema.names if name not in read and IS_MEDIA.search(name)]
     wanted, others = [*read, *media], dict.fromkeys({*schema.names} - {*read, *media}, ...)
     typed = [schema.field(column) for column in read]
     # of other columns `datasets` may not know the type
     used = datasets.Features.from_arrow_schema(pyarrow.schema(typed, metadata=schema.metadata))
-    if file.kind == "dataset":
-        batches = disk.iter(_ROWS_PER_BATCH)
-    elif table is not None:
+    if table is not None:
         groups = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
         while groups and first + groups[0] <= skip + 1:
             first += groups.pop(0)
         numbers = range(table.num_row_groups - len(groups), table.num_row_groups)
         batches = table.iter_batches(_ROWS_PER_BATCH, row_groups=[*numbers], columns=wanted)
-    else:
-        batches = (
-            batch.slice(start, _ROWS_PER_BATCH)
-            for batch in stream
-            for start in range(0, batch.num_rows, _ROWS_PER_BATCH)
-        )
 
     def rows() -> Iterator[dict[str, Any]]:
         for batch in batches:

@@ -95,8 +95,8 @@ class SourceFile:
         return f"{path}:{line}" if is_of_lines else f"{path}, row {line}"
 
     def open(self) -> io.BufferedReader:
-        """Its bytes as they are. Raises OSError, or what `client_error` is, and DataError for what
-        Git LFS leaves in the place of a file."""
+        """Open its bytes as they are. Raises OSError or `client_error()`, and DataError for a
+        pointer of Git LFS."""
         if self.address is None:
             opened = self.path.open("rb")
         else:
@@ -210,7 +210,8 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
 
 
 def _by_content(files: list[SourceFile], notes: list[str]) -> list[SourceFile]:
-    """The files, as records where no name says so and each of them holds JSON. Raises OSError."""
+    """Return the files, as records if each of them holds JSON under another name. Raises
+    OSError."""
     for file in files:
         if file.kind != "text" or file.codec is not None:
             return files
@@ -663,13 +664,12 @@ def _refuse_incomplete(records: Iterable[Path], dangling: Iterable[Path], meant:
 
 
 def _some(paths: Items[Path]) -> str:
-    """The names of the first paths."""
     named = ", ".join(printable(path.name) for path in paths[:_MAX_NAMED])
     return named + ", ..." * (len(paths) > _MAX_NAMED)
 
 
 def _plain(file: Path) -> Path:
-    """A file's name without the ending that says how it is compressed."""
+    """Return the name of a file without the ending of its compression."""
     return file.with_suffix("") if file.suffix.lower() in _CODECS else file
 
 

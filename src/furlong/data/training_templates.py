@@ -55,13 +55,13 @@ _MARK = re.compile(r"<[|｜][^\s<>'\"|｜]+[|｜]>|<(?:start|end)_of_\w+>")
 
 
 def marks_of(template: str) -> frozenset[str]:
-    """The special tokens that the text of a template names."""
+    """Return the special tokens that the text of a template names."""
     return frozenset(_MARK.findall(template))
 
 
 def fitting_templates(has_token: Callable[[str], bool]) -> list[str]:
-    """The names of furlong's templates whose marks are tokens of a vocabulary; without such one
-    those that name no mark."""
+    """Return the names of furlong's templates whose special tokens a vocabulary has, or else of
+    those that name none."""
     marks = {name: marks_of(text) for name, text in training_templates().items()}
     fitting = [name for name, own in marks.items() if own and all(map(has_token, own))]
     return fitting or [name for name, own in marks.items() if not own]
