@@ -1,8 +1,8 @@
 """One official tokenizer: the ids, masks and exports of furlong, beside its files and templates.
 
-The files come from packages of npm and PyPI, by the ordinary clients. Truth is
-`tokenizers.Tokenizer.from_file` for ids, transformers' `apply_chat_template` for conversations, and
-TRL's training template, where it ships one, for what is trained on.
+The files come from packages of npm and PyPI, by the ordinary clients. Truth is the tokenizers
+library's reading of tokenizer.json for ids, the released template for conversations, and TRL's
+training template, where it ships one, for what is trained on.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoTokenizer
 from transformers import PreTrainedTokenizerFast as _Fast
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from furlong.config.schema import DataConfig
 from furlong.data.chat import ChatTemplate, Turns
@@ -208,8 +209,9 @@ class Asked:
         if self.package.training is not None:
             templates.append((_TEMPLATES / self.package.training).read_text("utf-8"))
         rendered = [t for one in templates for t in self.rendered(one, record)]
-        # furlong's templates keep the thoughts of all answers, as documented
-        keeps_more = name == "thoughts" and not _lost(record["messages"], text)
+        # furlong's templates keep the thoughts of all answers and text beside calls, as documented
+        leaves_out = name == "thoughts" or any(_lost(record["messages"], t) for t in rendered[:1])
+        keeps_more = leaves_out and not _lost(record["messages"], text)
         if text not in rendered and ids not in map(self.ids, rendered) and not keeps_more:
             found.append(f"ids of {text!r}, the template writes {rendered[:1]}")
         said = self.raw.decode([i for i, own in zip(ids, learnt, strict=True) if own], False)
@@ -233,7 +235,7 @@ class Asked:
             self.raw.decode([i for i, *by in marked if by == only], False)
             for only in ([True, False], [False, True])
         )
-        if more or not re.fullmatch(self.package.differs, less):
+        if more or (less and not re.fullmatch(self.package.differs, less)):
             found.append(f"furlong alone trains on {more!r}, TRL alone on {less!r}")
         return found
 
@@ -246,9 +248,11 @@ class Asked:
         for as_text, own in product((False, True), empty):
             turns = [_spelled(turn, as_text, own) for turn in record["messages"]]
             with suppress(Exception):  # whatever a template raises
-                text = self.plain.apply_chat_template(
-                    turns, tools=record.get("tools"), chat_template=template, tokenize=False
-                )
+                # apply_chat_template takes null keys out of messages, where templates ask for none
+                text = _compile_jinja_template(template).render(
+                    messages=turns, tools=record.get("tools"), bos_token=self.package.bos or "",
+                    eos_token=self.package.eos, add_generation_prompt=False,
+                )  # fmt: skip
                 written.append(text)
         return written
 
