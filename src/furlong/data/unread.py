@@ -58,9 +58,8 @@ class Unread:
         for key in marks.keys() | self._marks.keys():
             value = marks.get(key)
             first = self._marks.setdefault(key, None if self._num_answers else value)
-            may_mark = (value != first or isinstance(value, list)) and (
-                _is_off(value) or _is_off(first)
-            )
+            differs = value != first or isinstance(value, list)
+            may_mark = differs and (_is_off(value) or _is_off(first))
             if may_mark and not re.search(rf"""[.'"]{re.escape(key)}\b""", self._template):
                 raise record.refusal(
                     f"an answer with {key} = {in_short(value, 40)}, where another one has"
@@ -83,8 +82,7 @@ def _refusal(name: str, value: Any, one: Any = None) -> tuple[str, str, str] | N
             "an answer in the conversation, or a loss that learns from pairs",
             "set train.loss to dpo, or add the answer that is to be learnt",
         )
-    text = one.text if isinstance(one, Rendered) else ""
-    if IS_MEDIA.search(name) and (turns or _PLACEHOLDER.search(text)):
+    if IS_MEDIA.search(name) and (turns or _PLACEHOLDER.search(getattr(one, "text", ""))):
         return (
             f"{name} beside a text, images or sound that the text is about",
             "text alone: images and sound are not trained on",
