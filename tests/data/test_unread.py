@@ -107,6 +107,58 @@ def test_what_says_nothing_of_the_text_is_taken_out_by_name(own: dict[str, Any],
     assert ("good" in one, what in notes.unread) == (True, False)
 
 
+TOOLS = [{"name": "f", "parameters": {}}]
+
+
+@pytest.mark.parametrize(
+    ("own", "format", "fields", "lost"),
+    [
+        ({"instruction": "q", "input": "i", "chosen": "a", "rejected": "b"},
+         "preference", {"prompt": "instruction"}, "input"),
+        ({"prompt": "q", "ctx": "i", "chosen": [said("a")], "rejected": [said("b")]},
+         "preference", {"input": "ctx", "instruction": "prompt"}, None),
+        ({"prompt": [USER], "input": "i", "chosen": [said("a")], "rejected": [said("b")]},
+         "preference", {}, "input"),
+        ({"prompt": [USER], "history": [["a", "b"]], "instruction": "i", "chosen": [said("a")],
+          "rejected": [said("b")]}, "preference", {}, "history"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "functions": TOOLS},
+         "preference", {}, "tools"),
+        ({"prompt": "q", "completion": "a", "tools": TOOLS}, "auto", {}, "tools"),
+        ({"prompt": "q", "completion": "a", "ctx": "i"}, "auto", {"input": "ctx"}, "input"),
+        ({"prompt": [USER], "completion": [said("a")], "tools": TOOLS}, "auto", {}, None),
+    ],
+)  # fmt: skip
+def test_what_the_branch_of_a_shape_does_not_read_is_refused(
+    own: dict[str, Any], format: Any, fields: dict[str, Any], lost: str | None
+) -> None:
+    if lost is None:
+        assert learnt(own, format=format, fields=fields)
+        return
+    error = refused(own, format=format, fields=fields)
+    assert error.given.startswith(f"{lost} beside")
+    change = error.change
+    unused = yaml.safe_load(change[change.index("{") : change.index("}") + 1])
+    assert learnt(own, format=format, fields={**fields, **unused})
+
+
+def test_tools_in_the_words_of_alpaca_and_of_labels_are_refused() -> None:
+    own = {"instruction": "q", "output": "a", "tools": TOOLS}
+    assert learnt(own) == ["a<|im_end|>\n"]
+    bare = byte_tokenizer(None)
+    for format, one in (("alpaca", own), ("unpaired", {"prompt": "q", "completion": "a", **own})):
+        record = SourceRecord({**one, "label": True}, 0, 1, "a.jsonl:1")
+        with pytest.raises(DataError, match="tools"):
+            list(read_whole([record], bare, Reading(format), Notes()))  # type: ignore[arg-type]
+
+
+def test_what_the_branch_of_a_shape_does_not_read_is_counted() -> None:
+    notes = Notes()
+    beside = {"messages": [USER], "instruction": "i", "chat_template_kwargs": {"a": 1}}
+    learnt({"prompt": "q", "chosen": "a", "rejected": "b", **beside}, format="preference",
+           notes=notes)  # fmt: skip
+    assert notes.unread == dict.fromkeys(beside, 1)
+
+
 @pytest.mark.parametrize(
     "own",
     [

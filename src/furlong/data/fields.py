@@ -52,11 +52,12 @@ def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceReco
     `fields` are `data.fields`."""
     if not record.line:  # a file of text
         return record, {}
-    given, values = record.fields, dict(record.fields)
+    given, values, unused = record.fields, dict(record.fields), fields.get("unused", ())
     names = {our: their for our, their in fields.items() if our not in _NO_COLUMNS}
-    for own in (*names, *names.values(), *fields.get("unused", ())):
+    for own in (*names, *names.values(), *unused):
         values.pop(own, None)
-    values |= {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
+    known = given.keys() - unused
+    values |= {ours: given[theirs] for ours, theirs in names.items() if theirs in known}
     for own, aliases in _ALIASES.items():
         found = next((name for name in aliases if values.get(name) is not None), None)
         if found is not None and values.get(own) is None and own not in names:

@@ -6,7 +6,7 @@ for preference and unpaired, which the loss asks for; then it holds for the whol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -38,7 +38,10 @@ from furlong.data.unread import Unread
 from furlong.errors import DataError, in_short
 
 _INT32 = np.iinfo(np.int32)
-_INTO_PROMPT = {"system": "into prompt", "history": "into prompt"}
+_INTO_PROMPT = {
+    **dict.fromkeys(("system", "history", "input"), "into prompt"),
+    "tools": "into the texts, or the texts as messages",
+}
 
 _ALONE = (
     "Below is an instruction that describes a task. Write a response that appropriately completes"
@@ -168,7 +171,8 @@ FORMATS: dict[Format, Shape] = {
         ("prompt", "completion"), read_completion, _AROUND, lost=_INTO_PROMPT
     ),
     "alpaca": Shape(
-        ("instruction", "output"), read_instruction, (*_INSTRUCTION, *_AROUND)
+        ("instruction", "output"), read_instruction, (*_INSTRUCTION, *_AROUND),
+        lost={"tools": "into instruction, or set data.chat_template, such as chatml"},
     ),
     "text": Shape(("text",), read_text),  # a text file is one record
     # two answers to one prompt, for train.loss: dpo
@@ -282,16 +286,36 @@ def read_whole(
     if reading.format == "alpaca" and tokenizer.chat_template is None:
         read = instruction_text
     template = str(getattr(tokenizer, "chat_template", ""))
-    unread, used = Unread(notes, template), shape.needed + shape.optional
+    unread, known = Unread(notes, template), shape.needed + shape.optional
     for given in records:
         record, names = renamed(given, reading.fields)
         if not all(field in record.fields for field in shape.needed):
             raise _lacks(given, reading.format, names=names)
-        record = read_values(record, reading.fields, used, template)
-        check_fields(record, reading.format)
-        found = read(record)
+        record = read_values(record, reading.fields, known, template)
+        fields = _Looked(record.fields)
+        found = read(replace(record, fields=fields))
+        is_turns = not isinstance(found, str) and isinstance(found[0], Turns)
+        looked = fields.looked | {"chat_template_kwargs"} if is_turns else fields.looked
+        used = known if isinstance(found, str) else looked
+        check_fields(record, reading.format, used, names)
         unread.take(record, used, found)
         yield record, found
+
+
+class _Looked(dict[str, Any]):
+    """The fields of a record, and the names of those that have been looked up."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.looked: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.looked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.looked.add(name)
+        return super().get(name, default)
 
 
 def _encoded(
@@ -346,16 +370,22 @@ def decide_format(first: SourceRecord, fields: Mapping[str, Any]) -> Format:
     raise _lacks(first, *known, names=names)
 
 
-def check_fields(record: SourceRecord, format: Format) -> None:
-    """Raises DataError if fields of a record, with furlong's names, would be lost in its shape."""
+def check_fields(
+    record: SourceRecord,
+    format: Format,
+    used: Collection[str] = (),
+    names: Mapping[str, str] = {},
+) -> None:
+    """Raises DataError if fields of a record, with furlong's names, would be lost in its shape.
+    `used`: those that were read; `names`: what the data's fields are called."""
     shape = FORMATS[format]
     for name, where in shape.lost.items():
-        is_read = format in FORMAT_OF_LOSS.values() and record.fields.get("instruction") is not None
-        if record.fields.get(name) and not is_read:
+        if record.fields.get(name) and name not in used:
             raise record.refusal(
                 f"{name} beside {shape.needed[0]}, which would be lost",
                 f"all that the model reads in {' and '.join(shape.needed)}",
-                f"write {name} {where}, and remove the field",
+                f"write {name} {where}, and remove the field, or set data.fields:"
+                f" {{unused: [{names.get(name, name)}]}} if {' and '.join(shape.needed)} hold it",
             )
     label = record.fields.get("label")
     if format in _OF_ANSWERS and str(label).lower() in ("false", "0", "0.0"):

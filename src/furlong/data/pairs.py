@@ -32,7 +32,7 @@ SAME = "pairs with the same answers left out"
 EMPTY = "pairs with an empty answer left out"
 
 # Other programs' names of a prompt: beside texts without `prompt` they would be lost.
-_PROMPTS = ("input", "question", "query", "messages", "system")
+_PROMPTS = ("input", "question", "query", "messages")
 _PAIR = "prompt, chosen and rejected, or whole texts or conversations that begin alike"
 
 
@@ -113,7 +113,7 @@ def _conversations(record: SourceRecord) -> tuple[list[Turn], list[Turn], int]:
     """The turns of both conversations, and how many of them are the prompt. Raises DataError."""
     chosen, rejected = (_answer(record, name) for name in ("chosen", "rejected"))
     prompt = record.fields.get("prompt")
-    if prompt is None and (asked := _asked(record)) and not num_common(chosen, rejected):
+    if prompt is None and not num_common(chosen, rejected) and (asked := _asked(record)):
         return asked + chosen, asked + rejected, len(asked)
     if prompt is not None and not isinstance(prompt, str):
         turns = messages_of(record, "prompt")
