@@ -32,6 +32,9 @@ WARM = "lr_scheduler: {{_component_: x.get_{}_schedule_with_warmup, num_warmup_s
 PRETRAIN = (
     "base_model: M\npretraining_dataset: [{path: d.jsonl, type: pretrain}]\nlearning_rate: 1e-4\n"
 )
+QLORA = TUNE.replace("lora_llama3_8b", "qlora_llama3_8b")
+ADAM = TUNE.replace("torch.AdamW", "torch.optim.Adam")
+CHAT = AXOLOTL.replace("completion", "chat_template")
 V1 = "model: M\ntemplate: x\ntrain_dataset: a/b\nlearning_rate: 1e-4\n"
 INSTRUCT = TRL + "use_slow_tokenizer: true\n"
 
@@ -242,6 +245,21 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         ),
         (AXOLOTL + "batch_size: 4\nmicro_batch_size: 2", BATCH, 32),
         (INSTRUCT + "dpo_beta: 5", "train.loss", "dpo"),
+        ("A='--lr 1'\nA+=' --lr 1e-3'\n" + SWIFT + "$A", "train.lr", 1e-3),
+        ("A=' --lr 1e-3'\nA+=' --seed 1'\n" + SWIFT + "$A", "train.lr", 1e-3),
+        ("A=(--lr 1)\nA+=(\n# no\n --seed 2 # no\n)\n" + SWIFT + '"${A[@]}"', "train.lr", 1),
+        ("A=(--lr 1)\nA+=(\n# no\n --seed 2 # no\n)\n" + SWIFT + '"${A[@]}"', "train.seed", 2),
+        ("if x; then\n " + SWIFT + "--lr 2\nfi", "train.lr", 2),
+        ("export LR\nLR=1\ncd x && LR=2\n" + SWIFT + "--lr $LR", "train.lr", 2),
+        (QLORA, "model.quantize", {"type": "nf4", "double": True}),
+        (
+            TUNE.replace("lora_rank", "quantize_base: true, lora_rank"),
+            "model.quantize",
+            {"type": "nf4", "double": True},
+        ),
+        (ADAM, "train.weight_decay", 0.0),
+        (TUNE, "train.weight_decay", 0.01),
+        (FACTORY + "template: qwen3", "data.chat_template", "qwen3"),
     ],
 )
 def test_values_are_those_that_the_recipe_comes_to(
@@ -300,7 +318,37 @@ def test_values_are_those_that_the_recipe_comes_to(
         (AXOLOTL + "max_grad_norm: x", "max_grad_norm", "refused"),
         (FACTORY.replace("full", "lora") + "lora_rank: .inf", "lora_rank", "refused"),
         (FACTORY + "template: default", "template", "refused"),
-        ("A=(--lr 1)\n" + SWIFT + '"${A[@]}"', "${A[@]}", "refused"),
+        ("A=($(cat f))\n" + SWIFT + '"${A[@]}"', "${A[@]}", "refused"),
+        ("if x; then\n A=(--lr 1)\nfi\n" + SWIFT + '"${A[@]}"', "${A[@]}", "refused"),
+        (
+            "LR=1\nif x; then\n LR=2\nfi\n" + SWIFT + "--learning_rate $LR",
+            "learning_rate",
+            "refused",
+        ),
+        ("LR=1\n[ x ] && LR=2\n" + SWIFT + "--learning_rate $LR", "learning_rate", "refused"),
+        ("LR=1\ncase x in\n a) LR=2;;\nesac\n" + SWIFT + "--lr $LR", "lr", "refused"),
+        ("LR=1\nf() {\n local LR=$1\n" + SWIFT + "--lr $LR\n}\nf 2", "lr", "refused"),
+        ("LR=1\nfor LR in 2 3; do\n" + SWIFT + "--lr $LR\ndone", "lr", "refused"),
+        ("LR=1\nread -r LR <<< 2\n" + SWIFT + "--lr $LR", "lr", "refused"),
+        (QLORA.replace("qlora", "qdora"), "model._component_", "refused"),
+        (QLORA.replace("qlora", "lora"), "model._component_", "needless"),
+        (QLORA.replace("qlora_llama3_8b", "llama3_classifier_8b"), "model._component_", "refused"),
+        (TUNE + "tokenizer: {_component_: x, path: y}", "tokenizer.path", "needless"),
+        (TUNE + "tokenizer: {prompt_template: x.y}", "tokenizer.prompt_template", "refused"),
+        (TUNE + "tokenizer: {prompt_template: null}", "tokenizer.prompt_template", "needless"),
+        (TUNE + "tokenizer: {truncation_type: left}", "tokenizer.truncation_type", "refused"),
+        (ADAM.replace("lr:", "weight_decay: 0.1, lr:"), "optimizer.weight_decay", "refused"),
+        (FACTORY.replace("sft", "dpo") + "ref_model: N", "ref_model", "refused"),
+        (FACTORY.replace("sft", "dpo") + "ref_model: M", "ref_model", "needless"),
+        (TRL + "beta: 0.1\nref_model_name_or_path: N", "ref_model_name_or_path", "refused"),
+        (TRL + "beta: 0.1\nsync_ref_model: true", "sync_ref_model", "refused"),
+        (FACTORY + "template: qwen3_nothink", "template", "refused"),
+        (FACTORY + "template: llama2_zh", "template", "refused"),
+        (FACTORY + "template: alpaca", "template", "refused"),
+        (SWIFT + "--template qwen3_thinking", "template", "refused"),
+        (SWIFT + "--template chatml", "template", "ours"),
+        (CHAT + "train_on_inputs: true", "train_on_inputs", "refused"),
+        (AXOLOTL + "train_on_inputs: true", "train_on_inputs", "ours"),
         (
             TRL.replace("dataset_name: a/b", "datasets: [{path: a/b, fraction: 0.3}]"),
             "datasets[]",
@@ -559,3 +607,11 @@ def test_what_only_the_data_decide_is_remarked(
     assert main(["convert", name, "--out=b.yaml", *["--devices=8"] * name.endswith("l")]) == 0
     said = of.remarks[key]
     assert said in capsys.readouterr().out and said in Path("b.yaml").read_text()
+
+
+def test_the_empty_thought_of_llama_factory_is_remarked(tmp_path: Path) -> None:
+    thinking, plain, off = "template: qwen3", "template: chatml", "enable_thinking: false"
+    key = "data.chat_template"
+    assert key in made(tmp_path, FACTORY + thinking).remarks
+    assert key not in made(tmp_path, FACTORY + plain).remarks
+    assert key not in made(tmp_path, f"{FACTORY}{thinking}\n{off}").remarks

@@ -300,6 +300,9 @@ def _model(made: Conversion, target: str, given: _Given) -> Any:
         made.say(_refused("a persona belongs into the records"), ["model_name"])
         del given["model_name"]
     name = made.last(given)
+    refs = {one: made.recipe.keys.get(one) for one in ("ref_model", "ref_model_name_or_path")}
+    others = [one for one, value in refs.items() if value not in (None, "", name)]
+    made.say(_refused("the reference is the model that a run begins with"), others)
     config = _config_at_hand(name)
     is_trained = str(config.get("model_type")).startswith(("qwen3_5", "llama4"))
     if re.search(_VISION, str(name)) or ("vision_config" in config and not is_trained):
@@ -405,14 +408,18 @@ def _target_modules(made: Conversion, target: str, given: _Given) -> Any:
 def _quantize(made: Conversion, target: str, given: _Given) -> Any:
     bits = given.get("quantization_bit", given.get("quant_bits"))
     method = str(made.value("quant_method", "quantization_method") or "bnb").lower()
-    is_four = given.get("load_in_4bit") is True or given.get("use_qlora") is True or bits == 4
+    builder = str(given.get("model._component_", "")).rpartition(".")[2]  # torchtune's
+    if re.search("dora|classifier|reward|vision|clip|flamingo", builder):
+        return _refused(f"{builder}: text models with LoRA or all weights alone are trained")
+    flags = ("load_in_4bit", "use_qlora", "quantize_base", "model.quantize_base")
+    is_four = bits == 4 or builder.startswith("qlora") or any(given.get(n) is True for n in flags)
     if not is_four and bits is None:
         return _needless("nothing is quantized")
     if bits not in (None, 4) or method not in ("bnb", "bitsandbytes"):
         return _refused("model.quantize has nf4 and fp4 of bitsandbytes")
     kind = made.value("bnb_4bit_quant_type", "quantization_type") or "nf4"
     double = made.value("bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quantization")
-    return {"type": kind, "double": bool(double)}
+    return {"type": kind, "double": bool(double) or made.recipe.dialect == "torchtune"}
 
 
 def _rope(made: Conversion, target: str, given: _Given) -> Any:
@@ -588,6 +595,12 @@ def _optimizer(made: Conversion, target: str, given: _Given) -> Any:
     if given.get("use_muon") is True:
         return "muon"
     named = {name: value for name, value in given.items() if name != "use_muon"}
+    if made.recipe.dialect == "torchtune" and str(made.last(named)).endswith(".Adam"):
+        decay = made.given["train.weight_decay"]
+        decay["weight_decay"] = 0.0
+        if any(made.own(decay).values()):
+            reason = "Adam adds it to the gradient, adamw takes it off the weights"
+            made.say(_refused(reason), decay)
     return _word(target, made.last(named)) if named else _needless("adamw is the default")
 
 
@@ -750,10 +763,6 @@ def _special_tokens(made: Conversion, target: str, given: _Given) -> Any:
     return _refused("new tokens are written into the model's folder first") if tokens else verdict
 
 
-_OF_NO_MODEL = ("default", "empty", "fewshot", "alpaca", "vicuna")
-"""Templates of LLaMA-Factory that no model has."""
-
-
 def _template(made: Conversion, target: str, given: _Given) -> Any:
     from importlib.resources import files
 
@@ -765,19 +774,23 @@ def _template(made: Conversion, target: str, given: _Given) -> Any:
     known = {re.sub(r"[^a-z0-9]", "", name): name for name in names}
     if target in made.run:
         return _needless("the type of the data has its own template")
-    if dialect == "LLaMA-Factory" and value in _OF_NO_MODEL:
-        return _refused("write data.chat_template: a file with that template")
-    if value.startswith(("tokenizer_default", "default")):
+    if value.startswith("tokenizer_default") or (value == "default" and dialect == "axolotl"):
         return _needless("the model's own chat template is the default")
     if "{%" in value or "{{" in value or Path(value).suffix in (".jinja", ".j2"):
         return value
     if plain in known:
+        is_thinking = "<think>" in folder.joinpath(f"{known[plain]}.jinja").read_text("utf-8")
+        if (
+            is_thinking
+            and dialect == "LLaMA-Factory"
+            and made.value("enable_thinking") is not False
+        ):
+            made.remarks[target] = "LLaMA-Factory trains on the empty thought that it adds, too"
         return known[plain]
     if "/" in value:
         return _refused("write data.chat_template: the file chat_template.jinja of that model")
-    if dialect in ("LLaMA-Factory", "ms-swift"):
-        return _needless("the model's own chat template is taken: compare it with theirs")
-    return _refused("write data.chat_template: a file with that template")
+    reason = "a file with that template; or remove the key, which takes the model's"
+    return _refused(f"write data.chat_template: {reason}")
 
 
 def _train_on(made: Conversion, target: str, given: _Given) -> Any:
@@ -790,6 +803,10 @@ def _train_on(made: Conversion, target: str, given: _Given) -> Any:
             said[name] = foreign_table()["train_on"].get(name, {}).get(text)
     reason = "assistant, all, or last: no other choice, and no other weight of tokens"
     made.say(_refused(reason), [name for name, word in said.items() if word is None])
+    is_chat = '"chat"' in json.dumps(made.run.get("data.train"))
+    if said.get("train_on_inputs") == "all" and is_chat and made.recipe.dialect == "axolotl":
+        made.say(_refused("axolotl passes over it in a chat_template"), ["train_on_inputs"])
+        return None
     first = next((one for one in ("all", "conversations", "last") if one in said.values()), None)
     return first or _needless("answers alone are learnt by default")
 

@@ -166,6 +166,7 @@ def _flat(keys: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]
 
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+_OF_ARRAY = re.compile(r"\s*\w+\+?=\(")
 _OF_WORDS = re.compile(
     "(name|project|entity|path|dir|id|revision|token|template|model|dataset_config)$"
 )
@@ -189,13 +190,31 @@ _RUNNERS: dict[str, Dialect] = {
 def _of_script(file: Path, text: str, command: int | None) -> Recipe:
     environment: dict[str, str] = {}
     found: list[tuple[list[str], dict[str, str]]] = []
+    blocks: list[str] = []
+    is_sure = is_test = False
     for words in _commands(file, text):
+        sign = words[0] if words[:1] in (["&&"], ["||"]) else ""
+        words = words[bool(sign) :]
+        is_sure = not sign or (sign == "&&" and is_sure and not is_test)
+        is_test = words[:1] in (["["], ["[["], ["test"])
+        while words and words[0] in ("then", "else", "do"):
+            words = words[1:]
+        is_call = _is_call(
+            [*chain.from_iterable(_expanded_words(one, environment) for one in words)]
+        )
+        _follow(blocks, words)
+        if not is_call and (blocks or not is_sure or words[:1] in _UNSURE):
+            for name in _names_in(words):
+                environment |= {name: f"${{{name}}}", f"{name}[@]": f"${{{name}[@]}}"}
+            continue
         while words and _ASSIGNMENT.match(words[0]):
-            name, _, value = words.pop(0).partition("=")
-            environment[name.rstrip("+")] = _expanded(value, environment)
-        if words[:1] == ["export"]:
-            pairs = (word.partition("=") for word in words[1:])
-            environment |= {name: _expanded(value, environment) for name, _, value in pairs}
+            ends = (n for n, word in enumerate(words, 1) if word.endswith(")"))
+            size = next(ends, len(words)) if _OF_ARRAY.match(words[0]) else 1
+            _assign(words[:size], environment)
+            words = words[size:]
+        if words[:1] in (["export"], ["declare"], ["readonly"], ["typeset"]):
+            for word in filter(_ASSIGNMENT.match, words[1:]):
+                _assign([word], environment)
         elif words[:1] and words[0].startswith("--"):
             raise refusal(
                 f"{' '.join(words[:2])}, without a command",
@@ -203,7 +222,7 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
                 "remove blanks behind backslashes; write the flags of an array into the command",
                 str(file),
             )
-        elif sum(word.startswith("--") or bool(_OVERRIDE.match(word)) for word in words) > 1:
+        elif is_call:
             expanded = (_expanded_words(word, environment) for word in words)
             found.append((list(chain.from_iterable(expanded)), dict(environment)))
     if not found:
@@ -240,6 +259,47 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
     return Recipe(dialect, own | keys, num_processes, environment, file, doubt)
 
 
+_UNSURE = (["read"], ["unset"], ["mapfile"], ["readarray"], ["printf"], ["getopts"], ["local"])
+_BLOCKS = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done"}
+_BLOCKS |= {"case": "esac", "function": "}"}
+
+
+def _is_call(words: Sequence[str]) -> bool:
+    flags = sum(word.startswith("--") or bool(_OVERRIDE.match(word)) for word in words)
+    return flags > 1 and words[0] != "echo" and not _OF_ARRAY.match(words[0])
+
+
+def _follow(blocks: list[str], words: Sequence[str]) -> None:
+    """Enter or leave the blocks of a script, whose commands run only sometimes."""
+    first = next(iter(words), "")
+    if end := _BLOCKS.get(first, "}" * ("()" in "".join(words[:2]))):
+        blocks.append(end)
+    elif blocks and first == blocks[-1]:
+        blocks.pop()
+
+
+def _names_in(words: Sequence[str]) -> list[str]:
+    """Variables that a command may set."""
+    is_named = bool(words) and (words[:1] in _UNSURE or words[0] in ("for", "while", "select"))
+    found = (_ASSIGNMENT.match(word) for word in words)
+    names = [one[0].rstrip("+=") for one in found if one]
+    return names + [word for word in words[1:] if is_named and word.isidentifier()]
+
+
+def _assign(words: Sequence[str], environment: dict[str, str]) -> None:
+    """Set a variable of a script to its value, or to the words of an array."""
+    name, _, value = words[0].partition("=")
+    given = _expanded(value, environment)
+    is_more, name = name.endswith("+"), name.rstrip("+")
+    if _OF_ARRAY.match(words[0]):
+        items = [value[1:], *words[1:]]
+        items[-1] = items[-1][:-1]
+        name = f"{name}[@]"
+        given = shlex.join(_expanded(one, environment) for one in items if one)
+        given = f"${{{name}}}" if "$(" in given or "`" in given else f" {given}"
+    environment[name] = environment.get(name, "") * is_more + given
+
+
 def _commands(file: Path, text: str) -> Iterator[list[str]]:
     """The commands of a script as words. A comment ends a command that goes on in the next line, as
     in a shell; flags behind it would be lost, so they are refused."""
@@ -247,7 +307,7 @@ def _commands(file: Path, text: str) -> Iterator[list[str]]:
     for number, line in enumerate([*text.splitlines(), "#"], 1):
         is_comment = line.lstrip().startswith("#")
         if is_comment:
-            ended_by_comment |= bool(pending)
+            ended_by_comment |= bool(pending) and not _OF_ARRAY.match(pending)
         elif ended_by_comment and line.lstrip().startswith("--"):
             raise refusal(
                 f"line {number}: flags behind a comment, which ends the command",
@@ -266,6 +326,8 @@ def _commands(file: Path, text: str) -> Iterator[list[str]]:
             words = []
             if not is_comment:
                 continue
+        if words and _OF_ARRAY.match(words[0]) and not any(one.endswith(")") for one in words):
+            continue  # an array goes on in the next line
         pending = ""
         yield from _single(words)
 
@@ -276,7 +338,7 @@ def _single(words: Sequence[str]) -> Iterator[list[str]]:
     for word in words:
         if word.endswith(";") or word in ("&&", "||", "|", "&"):
             yield [*own, word[:-1]] if word[:-1].strip("&|") else own
-            own = []
+            own = [word] if word in ("&&", "||") else []
         else:
             own.append(word)
     yield own
@@ -312,6 +374,9 @@ def _expanded(word: str, environment: Mapping[str, str]) -> str:
 
 def _expanded_words(word: str, environment: Mapping[str, str]) -> list[str]:
     """A word of a command; several where a variable of the script holds flags."""
+    if _ARRAY.fullmatch(word):
+        value = environment.get(word[2:-1].replace("[*]", "[@]"), word)
+        return [word] if "$" in value else shlex.split(value)
     value = _expanded(word, environment)
     is_of_flags = _VARIABLE.fullmatch(word) and value.lstrip().startswith("--")
     return shlex.split(value) if is_of_flags else [value]
@@ -393,6 +458,7 @@ def _processes(flags: Mapping[str, Any], environment: Mapping[str, str]) -> int 
         each = place.count(",") + 1
     if each is None and "NPROC_PER_NODE" in environment:
         each = _value(environment["NPROC_PER_NODE"])
-    if each is None and (visible := environment.get("CUDA_VISIBLE_DEVICES")):
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    if each is None and visible and "$" not in visible:
         each = visible.count(",") + 1
     return each * nodes if isinstance(each, int) and isinstance(nodes, int) else None
