@@ -52,6 +52,24 @@ def test_the_pattern_of_layers_is_shown_once_and_the_window_is_short() -> None:
     small = shrink("SmolLM3Config", num_hidden_layers=36)
     assert len(small.no_rope_layers) == small.num_hidden_layers
     assert shrink("MistralConfig", sliding_window=None).sliding_window is None
+    # Phi-3.5-MoE publishes a window as long as its positions, which masks nothing
+    spans = shrink("MistralConfig", sliding_window=131072, max_position_embeddings=131072)
+    assert spans.sliding_window > LONGEST_TOKENS
+
+
+def test_keys_of_single_layers_become_small_with_their_layers() -> None:
+    """Full attention of Gemma 4 has wider heads, and its class sets the type of the last layer."""
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 5
+    small = shrink(
+        "Gemma4TextConfig", num_hidden_layers=30, layer_types=kinds, global_head_dim=512,
+        head_dim=256, num_attention_heads=16, num_key_value_heads=8, num_global_key_value_heads=2,
+        num_kv_shared_layers=0, enable_moe_block=True, num_experts=128, top_k_experts=8,
+        moe_intermediate_size=704,
+    )  # fmt: skip
+    assert small.layer_types == [*kinds[:6], "full_attention"]
+    assert [small.per_layer_config[n].head_dim for n in (0, 5, 6)] == [8, 16, 16]
+    model = transformers.AutoModelForCausalLM.from_config(small)
+    assert model(torch.arange(5, 15)[None], use_cache=False).logits.isfinite().all()
 
 
 def test_softcaps_sinks_and_experts_stay() -> None:

@@ -36,10 +36,10 @@ MAX_LAYERS = 8
 # sequences of the self-check and of the proof.
 _LENGTHS = {"sliding_window": WINDOW, "window_size": WINDOW, ATTENTION_BLOCK: 8, "floor_scale": 4}
 _SMALL = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4) | {
-    "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
-    "topk_group": 1, "kv_lora_rank": HEAD_DIM, "q_lora_rank": HEAD_DIM, "v_head_dim": HEAD_DIM,
-    "qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": HEAD_DIM,
-    "hidden_size_per_layer_input": HEAD_DIM,
+    "num_experts_per_tok": 2, "top_k_experts": 2, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "kv_lora_rank": HEAD_DIM,
+    "q_lora_rank": HEAD_DIM, "v_head_dim": HEAD_DIM, "qk_nope_head_dim": HEAD_DIM,
+    "qk_rope_head_dim": HEAD_DIM, "hidden_size_per_layer_input": HEAD_DIM,
 }  # fmt: skip
 _SMALL_STATES = dict.fromkeys(
     (*INNER_CHUNKS, "mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim",
@@ -58,6 +58,8 @@ _KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
 # Lists with an entry for each layer, and with the numbers of layers.
 _KINDS = ("layer_types", "mlp_layer_types")
 _NUMBERS = ("attn_layer_indices", "hybrid_layer_ids")
+# Keys of single layers, by their numbers.
+_OVERRIDES = "per_layer_config"
 
 
 def _shrink_states(values: dict[str, Any], hidden: int, *, attends: bool) -> None:
@@ -113,6 +115,8 @@ def shown_layers(config: Any) -> Sequence[int]:
     each = 2 if family_of(config.model_type).shares_block else 1
     seen = sorted(n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < each)
     if (first := max(3, seen[-1] + 2)) <= MAX_LAYERS:
+        if first < before and config.to_dict().get(_OVERRIDES):  # Gemma 4 sets the last one's type
+            return [*range(first - 1), before - 1]
         return range(min(before, first))
     keys = (*_NUMBERS, *(own_key(config, name) for name in _KINDS))
     is_listed = any(config.to_dict().get(key) is not None for key in keys)  # else by a rule
@@ -128,6 +132,9 @@ def cut_layers(config: Any, values: dict[str, Any], kept: Sequence[int]) -> None
             values[name] = [n for n, old in enumerate(kept) if old in (value or ())]
         elif isinstance(value, list) and len(value) == before and "factor" not in name:
             values[name] = [value[n] for n in kept]
+        elif name == _OVERRIDES:
+            by_number = {int(n): own for n, own in (value or {}).items()}
+            values[name] = {new: by_number[n] for new, n in enumerate(kept) if n in by_number}
     if key in values:  # Nemotron-H counts its list
         values[key] = len(kept)
 
@@ -154,11 +161,14 @@ def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) ->
             raise _refused(config, f"names no {name}")
     for key in ("quantization_config", "dtype", "torch_dtype", "architectures"):
         values.pop(key, None)
+    num_positions = values.get("max_position_embeddings")
     if not all_layers:
         cut_layers(config, values, shown_layers(config))
     for key, longest in _LENGTHS.items():
-        if isinstance(values.get(key), int | float):
-            values[key] = min(values[key], longest)
+        length = values.get(key)
+        # a window as long as all positions masks nothing
+        if isinstance(length, int | float) and length < (num_positions or 2**63):
+            values[key] = min(length, longest)
     _shrink_widths(config, values)
     _shrink_tokens(values)
     _shrink_rope(values, max_seq_len)
@@ -205,6 +215,11 @@ def _shrink_heads(config: Any, values: dict[str, Any], hidden: int) -> int:
         values[dim_name] = HEAD_DIM
     if values.get("num_key_value_heads"):
         values["num_key_value_heads"] = few_kv_heads
+    for own in (values.get(_OVERRIDES) or {}).values():
+        if head_dim and own.get(dim_name):
+            own[dim_name] = HEAD_DIM * own[dim_name] // head_dim
+        if own.get("num_key_value_heads"):
+            own["num_key_value_heads"] = min(own["num_key_value_heads"], few_kv_heads)
     values[heads_name] = few_heads
     return narrow
 
