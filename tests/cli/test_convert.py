@@ -35,6 +35,10 @@ PRETRAIN = (
 QLORA = TUNE.replace("lora_llama3_8b", "qlora_llama3_8b")
 ADAM = TUNE.replace("torch.AdamW", "torch.optim.Adam")
 CHAT = AXOLOTL.replace("completion", "chat_template")
+CLM = "--model_name_or_path M --train_file t.json --learning_rate 1e-4"
+DROPOUT = {"attention_dropout": 0.1}
+SLICE = CHAT.replace("a/b", "json, data_files: [d.jsonl], split: 'train[:50%]'")
+MIXTURE = TRL.replace("dataset_name: a/b\n", "") + "dataset_mixture: {datasets: [{id: a/b, "
 V1 = "model: M\ntemplate: x\ntrain_dataset: a/b\nlearning_rate: 1e-4\n"
 INSTRUCT = TRL + "use_slow_tokenizer: true\n"
 
@@ -251,6 +255,32 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         ("A=(--lr 1)\nA+=(\n# no\n --seed 2 # no\n)\n" + SWIFT + '"${A[@]}"', "train.seed", 2),
         ("if x; then\n " + SWIFT + "--lr 2\nfi", "train.lr", 2),
         ("export LR\nLR=1\ncd x && LR=2\n" + SWIFT + "--lr $LR", "train.lr", 2),
+        ("torchrun --nproc_per_node 1 run_clm.py --block_size 64 " + CLM, "data.join", True),
+        ("torchrun --nproc_per_node 1 run_clm.py --seed 1 " + CLM, "data.max_seq_len", 1024),
+        (
+            "torchrun --nproc_per_node 1 run_clm.py --do_eval --validation_file e.json " + CLM,
+            "data.eval",
+            "e.json",
+        ),
+        (SWIFT + "--model_revision 0012345", "model.revision", "0012345"),
+        (TRL + "model_init_kwargs: {attention_dropout: 0.1}", "model.config", DROPOUT),
+        (AXOLOTL + "overrides_of_model_config: {attention_dropout: 0.1}", "model.config", DROPOUT),
+        (TRL + "model_init_kwargs: {dtype: float32}", "model.dtype", "float32"),
+        (
+            AXOLOTL + "overrides_of_model_config: {rope_scaling: {type: linear, factor: 2}}",
+            "model.rope",
+            {"rope_type": "linear", "factor": 2},
+        ),
+        (
+            SLICE,
+            "data.train",
+            {"path": "d.jsonl", "split": "train[:50%]", "format": "chat"},
+        ),
+        (
+            MIXTURE + "columns: [prompt, completion]}]}",
+            "data.train",
+            {"path": "a/b", "format": "completion"},
+        ),
         (QLORA, "model.quantize", {"type": "nf4", "double": True}),
         (
             TUNE.replace("lora_rank", "quantize_base: true, lora_rank"),
@@ -347,6 +377,14 @@ def test_values_are_those_that_the_recipe_comes_to(
         (FACTORY + "template: alpaca", "template", "refused"),
         (SWIFT + "--template qwen3_thinking", "template", "refused"),
         (SWIFT + "--template chatml", "template", "ours"),
+        (SLICE.replace("[d.jsonl]", "[d.jsonl, e.jsonl]"), "datasets", "refused"),
+        (MIXTURE + "columns: [question]}]}", "dataset_mixture", "refused"),
+        (TRL + "model_init_kwargs: {no_such: 1}", "model_init_kwargs", "refused"),
+        (TRL + "model_init_kwargs: {use_cache: false}", "model_init_kwargs", "needless"),
+        (TRL.replace("M\n", "Qwen/Qwen2-Audio-7B\n"), "model_name_or_path", "refused"),
+        (TRL.replace("M\n", "zai-org/GLM-4.5V\n"), "model_name_or_path", "refused"),
+        (TRL.replace("M\n", "deepseek-ai/DeepSeek-OCR\n"), "model_name_or_path", "refused"),
+        (TRL.replace("M\n", "zai-org/GLM-4.5-Air\n"), "model_name_or_path", "ours"),
         (CHAT + "train_on_inputs: true", "train_on_inputs", "refused"),
         (AXOLOTL + "train_on_inputs: true", "train_on_inputs", "ours"),
         (

@@ -82,7 +82,7 @@ def run_file(made: Conversion) -> str:
                 of_default = [f"default of {made.recipe.dialect}"] * (key in made.of_defaults)
                 before = ", ".join(theirs.get(key, of_default)) or None
                 if key in made.remarks:
-                    before = f"{before}; {made.remarks[key]}"
+                    before = "; ".join(filter(None, (before, made.remarks[key])))
                 section.yaml_set_comment_before_after_key(name, before, indent=2 * key.count("."))
         return section
 

@@ -290,7 +290,8 @@ def _same(made: Conversion, target: str, given: _Given) -> Any:
 
 
 _VISION = (
-    r"\bVL\b|VL-|Vision|Omni|(?i:gemma-?(3-(4|12|27)b|3n|4)|llava|pixtral|internvl|paligemma|idefics|"
+    r"VL-|(?i:(?<![a-z])(vl2?|vision|omni|audio|tts|asr|ocr|speech|multimodal|[45](\.\d)?v)(?![a-z])|"
+    r"ovis|emu3|janus|molmo|florence|cogvlm|cogagent|whisper|gemma-?(3-(4|12|27)b|3n|4)|llava|pixtral|internvl|paligemma|idefics|"
     r"smolvlm|mistral-small-(3\.[12]|2503|2506)|ministral-3-|minicpm-[vo]|voxtral)"
 )
 
@@ -428,8 +429,14 @@ def _rope(made: Conversion, target: str, given: _Given) -> Any:
         made.say(_needless(reason), ["max_model_len"])
     rope: dict[str, Any] = {}
     for name, value in given.items():
-        if name == "model_init_kwargs" and isinstance(value, Mapping):
-            value = value.get("rope_parameters") or value.get("rope_scaling") or {}
+        if name in ("model_init_kwargs", "overrides_of_model_config") and isinstance(
+            value, Mapping
+        ):
+            own = value.get("rope_parameters") or value.get("rope_scaling") or {}
+            rest = {key: one for key, one in value.items() if key not in _OF_ROPE}
+            if (beside := _of_config(made, rest, is_init=name == "model_init_kwargs")) or not own:
+                made.say(beside or _needless("the same is computed without"), [name])
+            value = own
         elif name == "rope_scaling_factor":
             value = {"rope_type": "yarn", "factor": value}
         elif name == "rope_theta":
@@ -443,9 +450,29 @@ def _rope(made: Conversion, target: str, given: _Given) -> Any:
             rope |= {"rope_type" if key == "type" else key: one for key, one in value.items()}
     if not given:
         return None
+    if not rope and all(name in made.verdicts for name in given):
+        return None
     if not rope:
         return _refused("its factor goes by the model's config: write model.rope with factor")
     return made.take("model.rope", {"rope_type": "default"} | rope)
+
+
+_OF_ROPE = ("rope_parameters", "rope_scaling")
+
+
+def _of_config(made: Conversion, keys: Mapping[str, Any], *, is_init: bool) -> Verdict | None:
+    """Take keys with which a model is made; the verdict on them where that is not all of RoPE's."""
+    verdict, unread = None, []
+    for key, value in keys.items():
+        answer = _verdict(key, value)
+        if answer.text == "model.dtype":
+            verdict = made.take("model.dtype", _word("model.dtype", value))
+        elif not is_init or "dropout" in key or "pdrop" in key:
+            made.run.setdefault("model.config", {})[key] = value
+            verdict = Verdict("ours", "model.config")
+        elif answer.kind in ("ours", "refused"):
+            unread.append(key)
+    return _refused(f"in it: {', '.join(unread)}") if unread else verdict
 
 
 def _scaled(made: Conversion, kind: str) -> dict[str, Any] | None:
@@ -668,7 +695,10 @@ def _loss(made: Conversion, target: str, given: _Given) -> Any:
     ours = _word(target, word)
     if word == "pt":
         made.run["data.format"] = "text"
-        if made.recipe.dialect == "LLaMA-Factory" and made.value("packing") is not False:
+        is_joined = made.recipe.dialect == "transformers" or (
+            made.recipe.dialect == "LLaMA-Factory" and made.value("packing") is not False
+        )
+        if is_joined:
             made.run["data.join"] = True  # it joins documents to fill the length
     elif word == "ipo":
         made.run["train.loss_type"] = "ipo"
@@ -915,8 +945,10 @@ def _axolotl_source(made: Conversion, one: Mapping[str, Any]) -> list[dict[str, 
     files = [files] if isinstance(files, str) else files
     is_local = path in ("json", "csv", "parquet", "text") or path.endswith(_DATA_FILES)
     paths = files if is_local else [f"hf://datasets/{path}/{file}" for file in files]
-    if files:
+    if files and "[" not in str(source.get("split")):
         source.pop("split", None)
+    elif len(files) > 1:
+        made.say(_refused("a slice of several files: one source for each"), ["datasets"])
     kind, _, part = str(one.get("type") or "").partition(".")
     prompts: dict[str, str] = foreign_table()["prompts of axolotl"]
     names: dict[str, Any] = {}
@@ -1071,6 +1103,29 @@ def _torchtune_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     return [source]
 
 
+_FORMATS = {
+    ("text",): "text", ("messages",): "chat", ("prompt", "completion"): "completion",
+    ("prompt", "chosen", "rejected"): "preference", ("chosen", "rejected"): "preference",
+    ("prompt", "completion", "label"): "unpaired",
+}  # fmt: skip
+"""The format that selected columns come to."""
+
+
+def _selected(made: Conversion, one: Mapping[str, Any]) -> dict[str, Any]:
+    """A source of a mixture, of which only some columns are kept."""
+    source = _source(made, "datasets", one, "TRL")
+    if columns := one.get("columns"):
+        shape = {*columns} - {"tools", "chat_template_kwargs"}
+        found = (each for names, each in _FORMATS.items() if {*names} == shape)
+        if (format := next(found, None)) is None:
+            reason = f"columns {columns}: write data.train with fields: {{unused: [the others]}}"
+            named = {"datasets", "dataset_mixture"} & made.recipe.keys.keys()
+            made.say(_refused(reason), named)
+        else:
+            source["format"] = format
+    return source
+
+
 def _trl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     if "dataset_mixer" in given:
         return _mixed_sources(made, given)
@@ -1078,7 +1133,10 @@ def _trl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     if mixture.get("test_split_size"):
         made.run["data.eval_share"] = mixture["test_split_size"]
     if mixture["datasets"]:
-        return [_source(made, "datasets", one, "TRL") for one in mixture["datasets"]]
+        if any(one.get("weight", 1) != 1 for one in mixture["datasets"]):
+            reason = "a weight is a part drawn once there, and here anew in each epoch"
+            made.remarks["data.train"] = reason
+        return [_selected(made, one) for one in mixture["datasets"]]
     names = (
         "dataset_name", "train_file", "train_files", "train_file_path", "dataset", "data_path",
         "tokenized_mds_train",
@@ -1112,6 +1170,8 @@ def _eval_sources(made: Conversion, target: str, given: _Given) -> Any:
     aside = Conversion(made.recipe, made.num_processes)
     aside.run = {key: made.run[key] for key in ("train.loss", "data.format") if key in made.run}
     named = dict.fromkeys(("datasets", "dataset", "data.sources"), made.last(given))
+    if isinstance(named["datasets"], str):
+        named.pop("datasets")
     if (folder := made.value("dataset_dir")) is not None:
         named["dataset_dir"] = folder
     value = _sources(aside, target, named)

@@ -119,7 +119,10 @@ def _mapping_of(file: Path, text: str) -> dict[str, Any]:
 
 
 def _no_recipe(file: Path, given: str, *, is_code: bool = False) -> ConfigError:
-    change = "name the YAML file that is called, or the script"
+    change = (
+        "name the YAML file that is called, with keys that its call changes as --section.key=value;"
+        " for another trainer's recipe write a run file (docs/start.md)"
+    )
     if is_code or file.suffix == ".py":
         change = (
             "keep that trainer: take furlong.integrations.Trainer where it takes transformers'"
@@ -405,6 +408,8 @@ def _split_call(
                 dialect = "open-instruct"
             if found := _LOSS.search(name):
                 own = {"stage": found[0]}
+            elif "run_clm" in name:  # of transformers' examples: it joins texts into blocks
+                own = {"stage": "pt", "block_size": 1024}
         else:
             continue
         return name, dialect, _flags(words[:place]), _flags(words[start:]), own
@@ -428,11 +433,13 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
             keys[name].append(word)
         else:
             name = ""
-    return {name: _of_words(given) for name, given in keys.items()}
+    return {name: _of_words(name, given) for name, given in keys.items()}
 
 
-def _of_words(words: Sequence[str]) -> Any:
+def _of_words(name: str, words: Sequence[str]) -> Any:
     values = [_value(word) for word in words]
+    if _OF_WORDS.search(name):  # 0012345 is a revision
+        values = [w if type(v) in (int, float) else v for w, v in zip(words, values, strict=True)]
     return True if not values else values[0] if len(values) == 1 else values
 
 
