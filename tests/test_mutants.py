@@ -280,8 +280,8 @@ MUTANTS = {
         "data/test_load.py::test_the_cache_knows_which_answers_are_wanted",
     ),
     "padding beside token ids is learnt": Mutant(
-        "if mask is not None and mask != [1] * num_tokens:", "if False:",
-        "data/test_formats.py::test_bad_tokens_are_named",
+        "if isinstance(one, Encoded) and _marks_tokens(name, value, one):", "if False:",
+        "data/test_unread.py::test_numbers_beside_tokens_are_refused_by_their_shape",
     ),
     "every pass over a part has the same order": Mutant(
         "(*seed, number, 1)", "(*seed, 1)",

@@ -47,7 +47,11 @@ def test_sizes_that_do_not_multiply_show_the_arithmetic():
     ("sizes", "required", "change"),
     [
         ({"pp": 30}, "at most the model's 24 layers", "set parallel.pp to 24 or less, or auto"),
-        ({"sp": 2, "pp": 5}, "multiply to 8 devices", "use 10 devices, or change the sizes"),
+        (
+            {"sp": 2, "pp": 5},
+            "multiply to 8 devices",
+            "use 10 devices, or remove parallel, of which dp takes all",
+        ),
     ],
 )
 def test_a_refusal_names_the_size_that_is_wrong(sizes, required, change):
