@@ -653,3 +653,9 @@ def test_the_empty_thought_of_llama_factory_is_remarked(tmp_path: Path) -> None:
     assert key in made(tmp_path, FACTORY + thinking).remarks
     assert key not in made(tmp_path, FACTORY + plain).remarks
     assert key not in made(tmp_path, f"{FACTORY}{thinking}\n{off}").remarks
+
+
+def test_a_loss_that_is_given_decides_which_keys_are_read(tmp_path: Path) -> None:
+    recipe = made(tmp_path, FACTORY + "pref_beta: 0.2").recipe
+    assert convert(recipe, 8, {"train.loss": "dpo"}).run["train.beta"] == 0.2
+    assert "train.beta" not in convert(recipe, 8, {"train.loss": "sft"}).run

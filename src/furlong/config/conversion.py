@@ -47,6 +47,8 @@ class Conversion:
         """By their keys, as the recipe writes them."""
         self.of_flags = set(of_flags)
         """Keys of ours that somebody gives."""
+        self.loss_given: Any = None
+        """The loss that somebody gives, before the recipe's."""
         self.of_defaults: set[str] = set()
         """Keys of ours whose value is a default of the other trainer."""
         self.remarks: dict[str, str] = {}
@@ -69,7 +71,7 @@ class Conversion:
     @property
     def is_sft(self) -> bool:
         """Whether the loss is the cross-entropy of labels."""
-        return self.run.get("train.loss") in (None, "sft")
+        return (self.loss_given or self.run.get("train.loss")) in (None, "sft")
 
     def value(self, *names: str) -> Any:
         """The recipe's value of the first of these keys that it has, else its trainer's default."""
@@ -106,6 +108,7 @@ def convert(
     """The run of a recipe, under `flags`: values of keys of ours. Raises ConfigError for a recipe
     of a loss that no run has, and for a run that lacks a key."""
     made = Conversion(recipe, num_processes, flags or ())
+    made.loss_given = (flags or {}).get("train.loss")
     for name, value in (recipe.defaults | recipe.keys).items():
         verdict = _verdict(name, value)
         if verdict.kind == "ours":
