@@ -74,14 +74,16 @@ def test_a_list_of_marks_beside_the_messages_is_read() -> None:
     [
         ({"mask": True}, {"mask": False}), ({"learn": False}, {"learn": True}),
         ({"is_masked": True}, {}), ({}, {"keep": True}), ({"reward": 0}, {"reward": 1}),
-        ({"quality": 0.25}, {"quality": 0.5}), ({"token_mask": [0, 1, 1]}, {}),
+        ({"loss_of_turn": 0.25}, {"loss_of_turn": 0.5}), ({"token_mask": [0, 1, 1]}, {}),
         ({"spans": [{"begin": 0, "end": 2, "train": False}]}, {}),
     ],
 )  # fmt: skip
 def test_what_differs_among_answers_is_refused_by_name(marks: Any) -> None:
     key = next(iter(marks[0] or marks[1]))
     error = refused(two_answers(*marks))
-    assert key in error.given and f"weight: {key}" in error.change
+    assert key in error.given and f"unused: [{key}]" in error.change
+    is_named = key in ("mask", "learn", "is_masked")
+    assert (f"weight: {key}" in error.change) == is_named
     if not isinstance(marks[0].get(key), list):  # of several records, too
         assert key in refused(*({"messages": [USER, said("a", **own)]} for own in marks)).given
 
@@ -96,8 +98,12 @@ def test_the_renaming_that_is_offered_works() -> None:
     [
         (two_answers({"toxic": True}, {"toxic": False}), "toxic"),
         ({"messages": [USER, said("bad"), USER, said("good")], "images": ["a"]}, "images"),
-        ({"messages": [USER, said("bad"), USER, said("good")], "scores": [0.2, 0.7]}, "scores"),
+        (
+            {"messages": [USER, said("bad"), USER, said("good")], "loss_by_turn": [0.2, 0.7]},
+            "loss_by_turn",
+        ),
         ({"messages": [USER, said("bad"), USER, said("good")], "train": False}, "train"),
+        (two_answers({}, {}, good=[1, 0, 1, 0]), "good"),
     ],
 )
 def test_what_says_nothing_of_the_text_is_taken_out_by_name(own: dict[str, Any], what: str) -> None:
@@ -185,6 +191,54 @@ def test_pairs_of_other_names_are_offered_as_pairs() -> None:
     assert "train.loss" not in refused(own, format="preference").change
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        two_answers({"cost": 0.01}, {"cost": 0.02}), two_answers({"score": 0.5}, {"score": 1}),
+        two_answers({"turn_idx": 1}, {"turn_idx": 3}),
+        two_answers({"logprob": -0.5}, {"logprob": 0}),
+        two_answers({"usage": {"cached": False, "n": 3}}, {"usage": {"cached": True, "n": 5}}),
+        {"messages": [USER, said("good")], "correct": [True, False]},
+        two_answers({}, {}, scores=[0.5, 0.7]), two_answers({}, {}, scores=[0.5, 0.7, 1, 0]),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_no_switch_are_counted(own: dict[str, Any]) -> None:
+    assert learnt(own, own)[1].endswith("good<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"messages": [USER], "response": "good"}, {"conversation": [USER], "output": "good"},
+        {"input": [USER], "output": "good"}, {"context": "c", "instruction": "q", "answer": "good"},
+        {"passage": "c", "question": "q", "answer": "good"},
+    ],
+)  # fmt: skip
+def test_the_fields_that_are_offered_lose_no_text(own: dict[str, Any]) -> None:
+    change = refused(own).change
+    fields = yaml.safe_load(change[change.index("{") : change.index("}") + 1])
+    record = SourceRecord(own, 0, 1, "a.jsonl:1")
+    reading = Reading(fields=fields).decided(record)
+    ((_, (one,)),) = encode([record], byte_tokenizer(), reading, Notes())
+    text = byte_tokenizer().decode(one.input_ids)
+    assert all(value in text for value in own.values() if isinstance(value, str))
+    assert learnt(own, fields=fields) == ["good<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("format", ["text", "chat", "alpaca", "completion"])
+def test_null_answers_are_left_out_and_counted(format: Any) -> None:
+    own = {"instruction": "q", "output": None, "prompt": "q", "completion": None}
+    notes = Notes()
+    assert not learnt(own | {"text": None, "messages": None}, format=format, notes=notes)
+    assert [count for count, *_ in notes.values()] == [1]
+
+
+def test_a_role_without_an_assistant_is_offered_as_the_assistant() -> None:
+    own = {"messages": [{"role": "pretrain", "content": "good"}]}
+    assert "pretrain: assistant" in refused(own).change
+    assert learnt(own, fields={"roles": {"pretrain": "assistant"}}) == ["good<|im_end|>\n"]
+
+
 def test_keys_of_answers_that_cannot_mark_are_left_alone() -> None:
     own = two_answers(
         {"timestamp": 1718000001.5, "id": 3, "model": "x", "turn": 1},
@@ -202,7 +256,8 @@ def test_keys_of_answers_that_cannot_mark_are_left_alone() -> None:
         {"seq_lengths": [2, 2]}, {"cu_seqlens": [0, 1, 4]}, {"segment_ids": [0, 0, 1, 1]},
         {"document_ids": [7, 7, 8, 8]}, {"answer_tokens": [False, True, True, True]},
         {"position_ids": [0, 1, 0, 1]}, {"advantages": [0.5, 0.1, 2.0, 0.0]},
-        {"loss_mask": [0, 0, 0, 0]}, {"attention_mask": [1, 1, 1]},
+        {"loss_mask": [0, 0, 0, 0]}, {"attention_mask": [1, 1, 1]}, {"mask": "0011"},
+        {"loss_mask": [[0, 0, 1, 1]]}, {"loss_ranges": [[2, 4]]}, {"doc_ends": [2]},
     ],
 )  # fmt: skip
 def test_numbers_beside_tokens_are_refused_by_their_shape(beside: dict[str, Any]) -> None:

@@ -117,12 +117,14 @@ class ChatTemplate:
         for number, turn in enumerate(turns.turns, start=1):
             role = turn["role"]
             if role not in _ROLES and not template.names(role):
+                is_said = any(one["role"] == "assistant" for one in turns.turns)
                 raise DataError(
                     given=f"message {number} of role {role!r}",
                     required=f"one of {', '.join(sorted(_ROLES))}, or a role of the chat template",
                     source=turns.origin,
-                    change=f"name the role in data.fields: {{roles: {{{role}: user}}}}, or rename"
-                    " it; what is to be learnt is said by the assistant",
+                    change=f"name the role in data.fields: {{roles: {{{role}:"
+                    f" {'user' if is_said else 'assistant'}}}}}, or rename it;"
+                    " what is to be learnt is said by the assistant",
                 )
         try:
             text, ranges, notes = self._masked(turns, template)

@@ -79,6 +79,8 @@ def read_values(
             own = _of_json(record, name, own)
         if name in ("completion", "chosen", "rejected") and isinstance(own, dict):
             own = [own]  # one turn
+        if name == "completion" and isinstance(own, str) and isinstance(values.get("prompt"), list):
+            own = [{"role": "assistant", "content": own}]
         if name in CONVERSATIONS and isinstance(own, list):
             marks = values.get("loss_mask") if name == "messages" else None
             if isinstance(marks, list) and own and len(marks) == len(own):

@@ -34,7 +34,7 @@ from furlong.data.records import BLANK, Notes, SourceRecord, is_message
 from furlong.data.rendering import rendering
 from furlong.data.sources import printable
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Item, NoTokenizer, Rendered, tokenized
-from furlong.data.unread import Unread
+from furlong.data.unread import SAID, Unread
 from furlong.errors import DataError, in_short
 
 _INT32 = np.iinfo(np.int32)
@@ -188,7 +188,8 @@ FORMATS: dict[Format, Shape] = {
     ),
 }  # fmt: skip
 _ASKED = ("instruction", "prompt", "query", "question", "problem", "input", "inputs", "source")
-_SAID = ("completion", "response", "answer", "solution", "output", "outputs", "target", "targets")
+_FURTHER = ("input", "context", "passage")
+_MAY_BE_NULL = frozenset(("text", "messages", "output", "completion"))
 _PAIR = ("chosen", "rejected")
 _OF_ANSWERS: tuple[Format, ...] = ("completion", "chat", "alpaca")
 FIELDS = frozenset(["loss_mask"]).union(*(one.needed + one.optional for one in FORMATS.values()))
@@ -293,12 +294,13 @@ def read_whole(
             raise _lacks(given, reading.format, names=names)
         record = read_values(record, reading.fields, known, template)
         fields = _Looked(record.fields)
-        found = read(replace(record, fields=fields))
+        is_null = any(record.fields[name] is None for name in _MAY_BE_NULL & {*shape.needed})
+        found = BLANK if is_null else read(replace(record, fields=fields))
         is_turns = not isinstance(found, str) and isinstance(found[0], Turns)
         looked = fields.looked | {"chat_template_kwargs"} if is_turns else fields.looked
         used = known if isinstance(found, str) else looked
         check_fields(record, reading.format, used, names)
-        unread.take(record, used, found)
+        unread.take(record, used, found, names.get("messages", "messages"))
         yield record, found
 
 
@@ -431,16 +433,22 @@ def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}
 
 def _renaming(fields: Mapping[str, Any]) -> str:
     """Return `data.fields` for a record of other names, or an empty text."""
+    texts = [name for name, value in fields.items() if isinstance(value, str) or value is ...]
+    asked, said = (next((n for n in names if n in texts), "") for names in (_ASKED, SAID))
     for name, value in fields.items():
         if isinstance(value, list) and value and all(map(is_message, value)):
-            return f"messages: {name}"
-    texts = [name for name, value in fields.items() if isinstance(value, str) or value is ...]
-    asked, said = (next((n for n in names if n in texts), "") for names in (_ASKED, _SAID))
+            is_asked = str(value[-1].get("role", value[-1].get("from"))) in ("user", "human")
+            return (
+                f"prompt: {name}, completion: {said}" if is_asked and said else f"messages: {name}"
+            )
     if not asked or not said:
         return ""
-    if asked != "instruction" and not any(fields.get(name) for name in ("system", "history")):
+    further = next((n for n in _FURTHER if n != asked and n in texts), "")
+    around = further or any(fields.get(name) for name in ("system", "history"))
+    if asked != "instruction" and not around:
         return f"prompt: {asked}, completion: {said}"
-    return f"instruction: {asked}, output: {said}"
+    also = f", input: {further}" if further not in ("", "input") else ""
+    return f"instruction: {asked}, output: {said}{also}"
 
 
 def _integers(record: SourceRecord, field: str, lowest: int) -> npt.NDArray[np.int32]:

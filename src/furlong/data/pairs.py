@@ -130,11 +130,9 @@ def _conversations(record: SourceRecord) -> tuple[list[Turn], list[Turn], int]:
         return turns + chosen, turns + rejected, first
     first = num_common(chosen, rejected)
     if not first:
-        raise record.refusal(
-            "two conversations that begin differently, without a prompt",
-            _PAIR,
-            "add the prompt of each record, as messages",
-        )
+        given = "without a prompt" if prompt is None else "beside a prompt that is a text"
+        change = 'add the prompt of each record as [{"role": "user", "content": "..."}]'
+        raise record.refusal(f"two conversations that begin differently, {given}", _PAIR, change)
     if prompt is not None and ("user", prompt.strip()) not in map(_said, chosen[:first]):
         raise record.refusal(
             f"a prompt {in_short(prompt, 40)!r} that is no turn of the user in both conversations",

@@ -16,6 +16,12 @@ from furlong.errors import in_short
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _PLACEHOLDER = re.compile(r"<\|?(image|video|audio)")
 _ALIGNED = re.compile("mask|position|label|weight|segment|seq_?len")
+_MARKING = re.compile(
+    "mask|(?<!s)train|(?<!g)loss|learn|weight|scale|span|range|boundar|doc_?end", re.IGNORECASE
+)
+"""Names of fields that may say what is trained on, whatever their values are."""
+SAID = ("completion", "response", "answer", "solution", "output", "outputs", "target", "targets")
+"""Names that data sets give an answer."""
 _EMPTY_ANSWER = "an empty answer"
 
 
@@ -26,19 +32,25 @@ class Unread:
         """`template`: the text of the chat template, which reads the keys that it names."""
         self._notes, self._template = notes, template
         self._marks: dict[str, Any] = {}
+        self._values: set[str] = set()  # keys of answers that are no switch
         self._num_answers = 0
 
     def take(
-        self, record: SourceRecord, read: Collection[str], found: tuple[Any, ...] | str
+        self,
+        record: SourceRecord,
+        read: Collection[str],
+        found: tuple[Any, ...] | str,
+        messages: str = "messages",
     ) -> None:
         """Count the fields of a record that are not read; `found` is what its shape made of it.
-        Raises DataError for a field that may choose what is trained on."""
+        `messages`: what the data calls this field. Raises DataError for a field that may choose
+        what is trained on."""
         self._notes.num_records += 1
         made = () if isinstance(found, str) else found
         for name, value in record.fields.items():
             if name not in read and value not in _EMPTY:
                 self._notes.unread[str(name)] += 1
-                if refusal := _refusal(str(name), value, *made[:1]):
+                if refusal := _refusal(str(name), value, messages, *made[:1]):
                     raise record.refusal(*refusal)
         for own in made:
             for what in dict.fromkeys(_remarks(own)):
@@ -53,25 +65,30 @@ class Unread:
             key: value
             for key, value in turn.items()
             if key not in (*MARKS, "tool_calls")
-            and (isinstance(value, bool | int | float) or _is_off(value))
+            and (isinstance(value, bool | int | float) or (_MARKING.search(key) and _is_off(value)))
         }
         for key in marks.keys() | self._marks.keys():
             value = marks.get(key)
             first = self._marks.setdefault(key, None if self._num_answers else value)
             differs = value != first or isinstance(value, list)
-            may_mark = differs and (_is_off(value) or _is_off(first))
+            is_named = bool(_MARKING.search(key))
+            is_switch = value in (0, 1, None) and first in (0, 1, None)
+            if not is_named and not is_switch:
+                self._values.add(key)
+            may_mark = key not in self._values and differs and (_is_off(value) or _is_off(first))
             if may_mark and not re.search(rf"""[.'"]{re.escape(key)}\b""", self._template):
                 raise record.refusal(
                     f"an answer with {key} = {in_short(value, 40)}, where another one has"
                     f" {in_short(first, 40)}; nothing reads it",
                     "marks of answers that are not learnt as weight: 0",
-                    f"set data.fields: {{unused: [{key}]}} if it says nothing of what is learnt, or"
-                    f" {{weight: {key}}} if 0 or false says that an answer is not",
+                    f"set data.fields: {{unused: [{key}]}} if it says nothing of what is learnt"
+                    + f", or {{weight: {key}}} if 0 or false says that an answer is not"
+                    * (is_named and is_switch),
                 )
         self._num_answers += 1
 
 
-def _refusal(name: str, value: Any, one: Any = None) -> tuple[str, str, str] | None:
+def _refusal(name: str, value: Any, messages: str, one: Any = None) -> tuple[str, str, str] | None:
     """Return the parts of the message about a field that is not read and may choose what is
     trained on: given, required and change."""
     turns = one.turns if isinstance(one, Turns) else []
@@ -81,6 +98,13 @@ def _refusal(name: str, value: Any, one: Any = None) -> tuple[str, str, str] | N
             f"{name} beside a conversation that ends before its answer",
             "an answer in the conversation, or a loss that learns from pairs",
             "set train.loss to dpo, or add the answer that is to be learnt",
+        )
+    is_text = isinstance(value, str) and value.strip()
+    if name in SAID and is_text and turns and turns[-1]["role"] != "assistant":
+        return (
+            f"{name}, a text, beside {messages} that end before their answer",
+            "the answer as the last message, or as the completion of the messages",
+            f"set data.fields: {{prompt: {messages}, completion: {name}}}, or {leave_out}",
         )
     if IS_MEDIA.search(name) and (turns or _PLACEHOLDER.search(getattr(one, "text", ""))):
         return (
@@ -97,7 +121,9 @@ def _refusal(name: str, value: Any, one: Any = None) -> tuple[str, str, str] | N
         )
     if isinstance(value, list):
         sizes = (len(turns), len(turns) - 1, sum(turn["role"] == "assistant" for turn in turns))
-        may_mark = name in MARKS or (len(value) > 1 and len(value) in sizes)
+        switches = len(value) > 2 and len(value) in sizes and all(one in (0, 1) for one in value)
+        is_named = bool(_MARKING.search(name)) and not isinstance(one, Encoded)
+        may_mark = switches or is_named
         is_mark = may_mark and _is_numbers(value) and _is_off(value) and _differs(name, value)
     else:
         is_weight = "weight" in name or "scale" in name
@@ -166,13 +192,18 @@ def _differs(name: str, value: list[Any]) -> bool:
 
 def _marks_tokens(name: str, value: Any, own: Encoded) -> bool:
     """Whether numbers beside tokens mark each of them, or the ends of packed sequences."""
-    if not _is_numbers(value) or name == "special_tokens_mask":  # a tokenizer's, of its own marks
+    is_named = bool(_MARKING.search(name)) and name != "special_tokens_mask"  # a tokenizer's
+    if isinstance(value, str):
+        return is_named and not value.strip("01 ,")
+    if not isinstance(value, list) or name == "special_tokens_mask":
         return False
+    if not _is_numbers(value):
+        return is_named
     num_tokens = len(own.input_ids)
     if len(value) != num_tokens:
         ends = len(value) > 2 and (value[0], value[-1]) == (0, num_tokens)
         is_packed = ends or (len(value) > 1 and sum(value) == num_tokens)
-        return is_packed or (value != [num_tokens] and bool(_ALIGNED.search(name)))
+        return is_packed or (value != [num_tokens] and (is_named or bool(_ALIGNED.search(name))))
     labelled = own.labels != IGNORE_INDEX
     is_known = value == labelled.tolist() and own.labels is not own.input_ids
     is_order = value == list(range(num_tokens)) and "mask" not in name
