@@ -72,6 +72,8 @@ DATA: dict[str, list[Any]] = {
     "marked": [{"messages": [{**TURNS[0], "weight": 0}, {**TURNS[1], "weight": 0}, *TURNS]}] * 4,
     "learnt_marks": [{"messages": [TURNS[0], {**TURNS[1], "learn": n}]} for n in (0, 1)] * 2,
     "asked": [{"messages": TURNS[:1], "chosen": "b", "rejected": "c"}] * 4,
+    "answered": [{"messages": TURNS[:1], "response": "b"}] * 4,
+    "further": [{"prompt": "a", "input": "c", "completion": "b"}] * 4,
     "calls": [{"messages": [TURNS[0], {**TURNS[1], "tool_calls": CALLS}]}] * 4,
     "long_pairs": [{"prompt": "a", "chosen": "b" * 400, "rejected": "c" * 99}] * 4,
 }  # fmt: skip
@@ -233,6 +235,8 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "questions of pairs": {"data.train": "questions_of_pairs", "train.loss": "dpo"},
         "learnt marks": {"data.train": "learnt_marks"},
         "pairs beside a question": {"data.train": "asked"},
+        "an answer beside a question": {"data.train": "answered"},
+        "an input beside a prompt": {"data.train": "further"},
         "a lost call": {"data.train": "calls"},
         "cut pairs": {
             "data.train": "asked_pairs", "train.loss": "dpo", "data.max_seq_len": 99,

@@ -159,6 +159,12 @@ def test_links_are_followed_and_a_folder_is_read_once(tmp_path: Path) -> None:
         assert left_out(folder) == []
 
 
+def test_json_beside_records_is_told(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl", "b.json", "dataset_infos.json")
+    assert names(tmp_path) == [("a.jsonl", "json lines")]
+    assert [note for note in left_out(tmp_path) if "1 left out (b.json)" in note]
+
+
 def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, "x.txt")
     for name in "abcd":

@@ -233,6 +233,13 @@ def test_null_answers_are_left_out_and_counted(format: Any) -> None:
     assert [count for count, *_ in notes.values()] == [1]
 
 
+def test_a_conversation_without_an_answer_is_not_offered_as_messages() -> None:
+    assert "messages: asked" not in refused({"asked": [USER], "meta": {"answer": "a"}}).change
+    assert "messages: asked" in refused({"asked": [USER, said("a")]}).change
+    assert "conversations" not in refused({"text": ["a", "b"]}).change
+    assert "conversations" in refused({"text": [USER]}).change
+
+
 def test_a_role_without_an_assistant_is_offered_as_the_assistant() -> None:
     own = {"messages": [{"role": "pretrain", "content": "good"}]}
     assert "pretrain: assistant" in refused(own).change

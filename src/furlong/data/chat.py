@@ -550,7 +550,7 @@ class _Template:
         required: str = "a template with {% generation %} tags, or one whose text for a"
         " conversation begins with its text for every earlier part of it",
         change: str = "set data.chat_template to a template with {% generation %} and"
-        " {% endgeneration %} around the answers (TRL ships such files)",
+        " {% endgeneration %} around the answers",
     ) -> CannotBeMaskedError:
         source = f"{own.origin} and the chat template of {self._tokenizer.name_or_path}"
         error = CannotBeMaskedError(given=given, required=required, source=source, change=change)

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from furlong.config.schema import OTHER_FIELDS, TURN_FIELDS
-from furlong.data.records import SourceRecord
+from furlong.data.records import SourceRecord, is_message
 from furlong.errors import in_short
 
 Turn = dict[str, Any]
@@ -198,10 +198,11 @@ def text_of(record: SourceRecord, field: str) -> str:
     """Return a field that must be a text. Raises DataError."""
     text = record.fields[field]
     if not isinstance(text, str):
+        is_turns = isinstance(text, list) and bool(text) and all(map(is_message, text))
         raise record.refusal(
             f"{field} of type {type(text).__name__}",
             f"a string in the field {field}",
-            f"write {field} as a string; conversations go into messages",
+            f"write {field} as a string" + "; conversations go into messages" * is_turns,
         )
     return text
 

@@ -172,7 +172,7 @@ FORMATS: dict[Format, Shape] = {
     ),
     "alpaca": Shape(
         ("instruction", "output"), read_instruction, (*_INSTRUCTION, *_AROUND),
-        lost={"tools": "into instruction, or set data.chat_template, such as chatml"},
+        lost={"tools": "into instruction"},
     ),
     "text": Shape(("text",), read_text),  # a text file is one record
     # two answers to one prompt, for train.loss: dpo
@@ -387,7 +387,7 @@ def check_fields(
                 f"{name} beside {shape.needed[0]}, which would be lost",
                 f"all that the model reads in {' and '.join(shape.needed)}",
                 f"write {name} {where}, and remove the field, or set data.fields:"
-                f" {{unused: [{names.get(name, name)}]}} if {' and '.join(shape.needed)} hold it",
+                f" {{unused: [{names.get(name, name)}]}} if nothing that is learnt needs it",
             )
     label = record.fields.get("label")
     if format in _OF_ANSWERS and str(label).lower() in ("false", "0", "0.0"):
@@ -437,7 +437,10 @@ def _renaming(fields: Mapping[str, Any]) -> str:
     asked, said = (next((n for n in names if n in texts), "") for names in (_ASKED, SAID))
     for name, value in fields.items():
         if isinstance(value, list) and value and all(map(is_message, value)):
-            is_asked = str(value[-1].get("role", value[-1].get("from"))) in ("user", "human")
+            roles = [str(turn.get("role", turn.get("from"))) for turn in value]
+            is_asked = roles[-1] in ("user", "human")
+            if is_asked and not said and not {*roles} - {"user", "human", "system"}:
+                continue  # nothing in it would be trained on
             return (
                 f"prompt: {name}, completion: {said}" if is_asked and said else f"messages: {name}"
             )

@@ -590,6 +590,11 @@ def _kind_among(names: list[Path], meant: _Meant) -> tuple[list[Path], bool]:
             "a folder of text files, or one of .jsonl, .parquet and other records",
             "name the files themselves, or folders of one kind",
         )
+    others += [
+        n
+        for n in described
+        if n not in [*records, *others] and n.suffix == ".json" and n.name not in _CARD_FILES
+    ]
     if others:
         meant.notes.append(f"files beside the records: {len(others):,} left out ({_some(others)})")
     return records, True
