@@ -45,7 +45,7 @@ from furlong.errors import ConfigError
 from furlong.files import checksum, os_errors_told, user_cache, whole_folder, write_json
 
 # 12: texts that begin with BOS, or end with a special token, get no other one.
-VERSION = 12
+VERSION = 13
 
 _SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
 _MANIFEST = "manifest.json"
