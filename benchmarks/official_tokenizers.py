@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from small_models import small_config
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoTokenizer
 from transformers import PreTrainedTokenizerFast as _Fast
-from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from furlong.config.schema import DataConfig
@@ -99,8 +100,9 @@ def complete(folder: Path, package: Package) -> None:
     bare ranks."""
     file, keys_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if (ranks := folder / _RANKS).is_file():
-        made = TikTokenConverter(str(ranks), package.pattern, False, package.added).converted()
-        made.save(str(file))
+        converter = TikTokenConverter(str(ranks), package.pattern, False, package.added)
+        converter.extract_vocab_merges_from_model = _vocab_and_merges  # transformers' own: tiktoken
+        converter.converted().save(str(file))
     keys = json.loads(keys_file.read_text("utf-8")) if keys_file.is_file() else {}
     if package.template is not None:
         keys["chat_template"] = (_TEMPLATES / package.template).read_text("utf-8")
@@ -112,6 +114,20 @@ def complete(folder: Path, package: Package) -> None:
     config.bos_token_id = tokens.token_to_id(package.bos) if package.bos else None
     config.pad_token_id = None
     config.save_pretrained(folder)
+
+
+def _vocab_and_merges(file: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The vocabulary and the merges of a file of ranks, in the order of the ranks."""
+    lines = Path(file).read_bytes().split(b"\n")
+    ranks = {b64decode(token): int(rank) for token, rank in (one.split() for one in lines if one)}
+    letters, merges = bytes_to_unicode(), []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        halves = [(token[:n], token[n:]) for n in range(1, len(token))]
+        known = [(a, b) for a, b in halves if a in ranks and b in ranks]
+        merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    vocab = {spelled[token]: rank for token, rank in ranks.items()}
+    return vocab, [(spelled[a], spelled[b]) for a, b in merges]
 
 
 def misses(folder: Path, package: Package) -> list[str]:
