@@ -14,7 +14,13 @@ import pytest
 import torch
 from data.tiny_tokenizers import word_tokenizer
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
 from furlong.models.build import (
@@ -336,3 +342,45 @@ def test_a_flawed_generation_config_is_exported_with_the_eos_of_the_tokenizer(
     assert written["eos_token_id"] == ends
     assert generation is None or written.items() >= {**generation, "eos_token_id": ends}.items()
     build_model(str(tmp_path / "export"))
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "older"),
+    [
+        ("llama", {"rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 16}},
+         {"rope_theta": 5e5, "rope_scaling": {
+             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+             "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
+        ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+         {"rope_theta": 1e6}),
+        ("phi", {"rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+         {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        ("gemma3_text", {"head_dim": 8, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}},
+         {"rope_theta": 1e6, "rope_local_base_freq": 1e4,
+          "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ],
+)  # fmt: skip
+def test_an_export_has_its_rope_under_the_keys_of_transformers_4_too(
+    family: str, keys: dict[str, Any], older: dict[str, Any], tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(family, **TINY, **keys)
+    export_model(
+        AutoModelForCausalLM.from_config(config), None, tmp_path / "out", dtype=torch.float32
+    )
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: written.get(key) for key in older} == older
+    again = AutoConfig.from_pretrained(tmp_path / "out")
+    assert again.rope_parameters == config.rope_parameters
+
+
+def test_a_head_beside_embeddings_that_the_config_ties_is_refused(folder: Path) -> None:
+    change(folder, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match="two different weights"):
+        build_model(str(folder))
+    changes = {"tie_word_embeddings": False}
+    assert not build_model(str(folder), changes=changes).config.tie_word_embeddings

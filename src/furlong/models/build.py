@@ -497,6 +497,7 @@ def export_model(
             if getattr(model, "hf_quantizer", None) and not model.hf_quantizer.pre_quantized:
                 del config.quantization_config  # of the run, not of the base's own weights
             config.save_pretrained(aside / BASE)
+            _add_older_rope(aside / BASE)
             with (aside / "README.md").open("a", encoding="utf-8") as opened:
                 opened.write(f"\n{_BASE_TOLD.format(folder=folder.name, base=BASE)}\n")
         if (files := getattr(tokenizer, "source_files", None)) is not None:
@@ -543,6 +544,31 @@ def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
         text = (folder / "config.json").read_text(encoding="utf-8")
         config = json.loads(text) | {"dtype": str(dtype).removeprefix("torch.")}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _add_older_rope(folder)
+
+
+def _add_older_rope(folder: Path) -> None:
+    """Write the RoPE of a config.json also under the keys of transformers 4, which reads no
+    `rope_parameters` and would take the defaults of the family, where 5 then reads the same."""
+    from transformers import AutoConfig
+
+    file = folder / "config.json"
+    text = file.read_text(encoding="utf-8")
+    values = json.loads(text)
+    rope = values.get("rope_parameters") or {}
+    scaled = dict(rope.get("full_attention", rope))
+    older = {
+        key: scaled.pop(key) for key in ("rope_theta", "partial_rotary_factor") & scaled.keys()
+    }
+    if "sliding_attention" in rope:
+        older["rope_local_base_freq"] = rope["sliding_attention"].get("rope_theta")
+    if scaled.get("rope_type", "default") != "default":
+        older["rope_scaling"] = scaled
+    file.write_text(json.dumps(values | older, indent=2) + "\n", encoding="utf-8")
+    with suppress(Exception), hushed():  # a family's own checks of keys that it does not know
+        if AutoConfig.from_pretrained(folder).to_dict().get("rope_parameters") == rope:
+            return
+    file.write_text(text, encoding="utf-8")
 
 
 def read_config(
@@ -678,7 +704,7 @@ def _check_kind(config: Any, source: str) -> None:
 
 
 _WHOLE_WEIGHTS = "every weight (safetensors) of the model that config.json describes"
-_OLD_BUFFERS = ("inv_freq", "masked_bias", "attn.bias", "attention.bias")
+_OLD_BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 """Ends of the names of buffers that old checkpoints hold."""
 _USE_WHOLE = "use the whole model's folder with its own config.json, or model.init: random"
 
@@ -735,7 +761,7 @@ def _load_weights(
             raise model_error(given, _WHOLE_WEIGHTS, _USE_WHOLE)
     if layers is not None:
         model.__class__ = type(whole)
-        _require_tied(model, source)
+    _require_tied(model, source)
     settle(model, dtype)
     elsewhere = tuple(f"{name}." for name in others)
     unused = sorted(
@@ -749,15 +775,15 @@ def _load_weights(
 
 
 def _require_tied(model: Any, source: str) -> None:
-    """Raise ConfigError for a stage with a head of its own where config.json has it tied: the first
-    stage, which has no head, could not know."""
+    """Raise ConfigError for a head beside other input embeddings where config.json has them tied:
+    transformers 4 ties them, 5 does not, and the first stage of a pipeline could not know."""
     tied: Any = model.config.get_text_config().tie_word_embeddings
     weights = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
     if tied and all(isinstance(w, nn.Parameter) for w in weights) and weights[0] is not weights[1]:
         raise model_error(
             f"{source}, with tie_word_embeddings in config.json and two different weights",
-            "a config that says whether head and input embeddings are one weight, for a pipeline",
-            "set tie_word_embeddings to false in config.json",
+            "a config that says whether head and input embeddings are one weight",
+            "set model.config: {tie_word_embeddings: false}, or remove the head from the weights",
         )
 
 

@@ -112,7 +112,7 @@ def refuse_unsupported(
             model,
             "has RoPE of type longrope, with one set of factors for short and one for long runs",
             "the length of the run's longest sequence, to choose the set once",
-            "pass max_seq_len to forward_backward or Engine",
+            "pass max_seq_len to forward_backward, chunked, Engine or the trainer",
         )
     if model.training:
         refuse_attention_dropout(model)
