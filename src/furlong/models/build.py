@@ -562,11 +562,16 @@ def _add_older_rope(folder: Path) -> None:
     }
     if "sliding_attention" in rope:
         older["rope_local_base_freq"] = rope["sliding_attention"].get("rope_theta")
-    if scaled.get("rope_type", "default") != "default":
+    if scaled.get("rope_type") == "longrope":  # Phi-3's config takes these three alone
+        extra = {} if "short_mscale" in scaled else {"original_max_position_embeddings", "factor"}
+        scaled = {"type": "longrope"} | {k: v for k, v in scaled.items() if k not in extra}
+        del scaled["rope_type"]
+    if scaled.get("rope_type", "default") != "default" or "type" in scaled:
         older["rope_scaling"] = scaled
     file.write_text(json.dumps(values | older, indent=2) + "\n", encoding="utf-8")
     with suppress(Exception), hushed():  # a family's own checks of keys that it does not know
-        if AutoConfig.from_pretrained(folder).to_dict().get("rope_parameters") == rope:
+        again = AutoConfig.from_pretrained(folder).to_dict().get("rope_parameters")
+        if {key: own for key, own in again.items() if key != "type"} == rope:
             return
     file.write_text(text, encoding="utf-8")
 
