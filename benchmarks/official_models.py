@@ -8,6 +8,7 @@ crossed by several chunks, and ids of padding lie amid the tokens.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import time
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 import yaml
-from model_gradients import cut
+from model_gradients import cut, worst_error
 from small_models import shrink as shrink_other
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,7 +36,7 @@ from furlong.errors import UserError, reason_of
 from furlong.families import family_of
 from furlong.models.describe import describe
 from furlong.models.shrink import VOCAB_SIZE, shrink_config
-from furlong.testing import Batch, worst_error
+from furlong.testing import Batch
 from furlong.train.build import build_run_model
 from furlong.train.run_model import read_model_config
 from furlong.verify import EXACT, RECURRENT, Float64, Subject, spread_weights
@@ -115,7 +116,7 @@ def _outcome(home: Path, fact: Mapping[str, Any]) -> tuple[str, str]:
         "\n".join(json.dumps({"input_ids": s["input_ids"].tolist()}) for s in _sequences() * 2)
     )
     keys: dict[str, Any] = {}
-    if _PACKED in fact["config"] and why is None:
+    if _PACKED in fact["config"]:
         code, told = furlong_ends("train", write_run(home, small, data, init))
         if code == 0:
             raise WrongError("trains weights whose scales it has not read")
@@ -129,7 +130,7 @@ def _outcome(home: Path, fact: Mapping[str, Any]) -> tuple[str, str]:
     if code:
         keys = {name: yaml.safe_load(text) for name, text in _OFFERED.findall(told)[:1]}
         if why is not None and not keys:
-            return "refused", _four_parts(told)
+            return "refused", "; ".join([_four_parts(told), *shown])
         if not keys:
             raise WrongError(f"refused, and no key is offered: {_four_parts(told)}")
         code, more = _train(write_run(home, small, data, init, keys))
@@ -190,7 +191,8 @@ def shrunk(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
         small = shrink_other(text)
     except Exception as error:  # a traceback, whatever it is
         raise WrongError(f"furlong verify cannot make it small: {reason_of(error)}") from error
-    if (getattr(text, "sliding_window", None) or 0) >= text.max_position_embeddings:
+    positions = getattr(text, "max_position_embeddings", None) or math.inf
+    if (getattr(text, "sliding_window", None) or 0) >= positions:
         small["sliding_window"] = text.sliding_window  # as long as the positions: no window
     name = next((n for n in values if n in whole.sub_configs and getattr(whole, n) is text), None)
     if name is None:
