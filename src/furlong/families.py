@@ -62,7 +62,7 @@ FAMILIES: dict[str, Family] = {
         Family(recurrent="in chunks"),
     ),
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), Family(recurrent="token by token")),
-    **dict.fromkeys(("bloom", "falcon"), Family(not_in_chunks=_OWN_ATTENTION)),
+    **dict.fromkeys(("bloom", "falcon", "mpt", "xglm"), Family(not_in_chunks=_OWN_ATTENTION)),
     **dict.fromkeys(("rwkv", "xlstm"), Family(not_in_chunks=_OWN_CACHE)),
     "gemma4_text": Family(whole="feeds token ids and shared keys and values to later layers"),
     "recurrent_gemma": Family(

@@ -84,6 +84,9 @@ def encoder_decoder() -> Any:
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "falcon": (lambda: build_other("falcon", alibi=True), "Falcon"),
     "bloom": (lambda: build_other("bloom", n_head=4, hidden_size=32), "Bloom"),
+    "xglm, whatever its dropout": (
+        lambda: build_other("xglm", attention_dropout=0.1), "AttentionInterface",
+    ),
     "attention dropout": (lambda: build_other("gpt2", attn_pdrop=0.1), "attention dropout 0.1"),
     "attention in both directions": (
         lambda: build_other("gemma3_text", head_dim=8, use_bidirectional_attention=True),
