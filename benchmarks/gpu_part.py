@@ -332,10 +332,8 @@ def build(config: dict[str, Any], device: Any, *, is_lora: bool) -> Any:
 
     torch.manual_seed(0)
     dtype = torch.bfloat16 if is_lora else torch.float32
-    values = {k: v for k, v in config.items() if k != "model_type"}
-    made = AutoConfig.for_model(
-        config["model_type"], **values, max_position_embeddings=_MAX_POSITIONS, use_cache=False
-    )
+    longest = {"max_position_embeddings": _MAX_POSITIONS, "use_cache": False}
+    made = AutoConfig.for_model(**{**config, **longest})
     with device:
         model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
     if is_lora:

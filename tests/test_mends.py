@@ -354,6 +354,8 @@ _PYTHON = "a call in Python"
 _SP = "of several processes with a model whose attention they cannot share"
 _NEEDS = "needs what no test has: "
 ELSEWHERE = {
+    "models/build.py: set model.config: {tie": "weights with a head of their own: followed in"
+    " tests/models/test_folders.py",
     "calibrate/run.py: leave --device": f"{_NEEDS}a machine without a GPU, asked for one",
     "cli/convert.py: remove it": "a file that is there: followed in tests/cli/test_convert.py",
     "cli/plan.py: furlong plan RUN": _USAGE,

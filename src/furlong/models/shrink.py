@@ -167,7 +167,8 @@ def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) ->
     for key, longest in _LENGTHS.items():
         length = values.get(key)
         # a window as long as all positions masks nothing
-        if isinstance(length, int | float) and length < (num_positions or 2**63):
+        masks = key != "sliding_window" or not num_positions or (length or 0) < num_positions
+        if isinstance(length, int | float) and masks:
             values[key] = min(length, longest)
     _shrink_widths(config, values)
     _shrink_tokens(values)
