@@ -62,6 +62,7 @@ def fails_on_one(processes: Processes) -> None:
 
 def fails_on_the_first(processes: Processes) -> None:
     """It holds the store, where the others look for its word."""
+    processes.any(False)  # all have joined
     if processes.is_first:
         raise ValueError("no such layer")
     dist.barrier()
