@@ -4,10 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+import torch
 
+from furlong.calibrate import measure
 from furlong.cost.machine import Collective
 
 PROGRAM = """
@@ -42,3 +45,18 @@ def test_every_collective_has_a_link(tmp_path, local, suffix):
     links = json.loads(out.read_text())
     assert set(links) == {f"{name}{suffix}" for name in get_args(Collective)}
     assert all(latency >= 0 and rate > 1e6 for latency, rate in links.values())
+
+
+def test_each_process_uses_its_card_alone(monkeypatch):
+    """Whatever names no card would lie on the first one, in a context of each process."""
+    calls = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    double = SimpleNamespace(
+        init_process_group=calls.append, get_rank=lambda: 1, barrier=lambda: None,
+        destroy_process_group=lambda: None,
+    )  # fmt: skip
+    monkeypatch.setattr(measure, "dist", double)
+    with measure.processes(torch.device("cuda", 1)) as is_first:
+        assert not is_first
+    assert calls == [torch.device("cuda", 1), "nccl"]

@@ -22,6 +22,7 @@ from furlong.errors import LinkError, PlanError
 from furlong.kv.pools import ThreadLane
 from furlong.plan.plan import Chunk, ChunkPlan, Forward, Recv, Send, Slice
 from furlong.planners.orders import plan_1f1b
+from furlong.runtime.distributed.mesh import allow_time, time_limit
 from furlong.runtime.distributed.p2p import End, Links, Neighbour, Parcel, open_links
 
 CPU = torch.device("cpu")
@@ -108,14 +109,15 @@ def slow_receiver(rank: int) -> tuple[int, list[float]]:
 
 def test_pace_strangers_and_timeouts_of_links():
     """Outputs of a stage that waits for nobody would all be held: nothing but the receiver's pace
-    keeps it back. A message to no neighbour is refused. Links have the timeout of the run."""
+    keeps it back. A message to no neighbour is refused. Links have the timeout of the run, until
+    a step is given more time; gloo's messages learn of it as they are waited for."""
     found = run_all(slow_receiver, strangers, timeouts, num_ranks=2)
     ((most, clock), _), said, ((world, *others), _) = found
     assert most <= 2
     assert clock[-1] - clock[0] > 0.15
     assert "its links lead to 1" in said[0] and "its links lead to 0" in said[1]
     assert world != timedelta(minutes=30), "gloo's own"
-    assert others == [world] * 2
+    assert others == [world] * 2 + [timedelta(hours=3)] * 5
 
 
 def nowhere(x: torch.Tensor) -> Any:
@@ -224,6 +226,12 @@ def strangers(rank: int) -> str:
 
 
 def timeouts(rank: int) -> list[timedelta | None]:
-    groups = open_links([range(2)], CPU).groups
-    backends = [group._get_backend(CPU) for group in (dist.group.WORLD, *groups)]
-    return [backend.options._timeout for backend in backends]
+    links, waited = open_links([range(2)], CPU), list[timedelta | None]()
+    groups = [dist.group.WORLD, *links.groups]
+    found = [time_limit(group) for group in groups]
+    for hours in (3, 2):
+        allow_time(timedelta(hours=hours))
+    [neighbour] = links.neighbours.values()
+    for end in (neighbour._out, neighbour._into):
+        end.wait(SimpleNamespace(wait=waited.append))
+    return [*found, *map(time_limit, groups), *waited]

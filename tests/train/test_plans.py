@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import closing
+from datetime import timedelta
 from threading import Barrier
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +16,8 @@ from furlong.errors import ElsewhereError
 from furlong.plan.check import check
 from furlong.plan.plan import Backward, Forward, Layout, Unshard
 from furlong.planners.options import ChunkOptions
-from furlong.train.batches import BatchPlanner, SharedPlans, Wanted
+from furlong.train import batches
+from furlong.train.batches import BatchEngine, BatchPlanner, SharedPlans, Wanted
 from furlong.train.processes import ALONE, Launch, Processes
 
 
@@ -97,6 +100,23 @@ def test_work_is_dealt_evenly():
 
 def shared(replica=0, processes=ALONE, layout=None):
     return SharedPlans(processes, replica, BatchPlanner(layout or Layout(), squares, 3))
+
+
+def test_collectives_of_a_step_wait_for_its_slowest_replica(monkeypatch):
+    """Whatever the limit of their groups, in training as in evaluation: a multiple of what the
+    replica that takes longest is predicted to take."""
+    allowed = []
+    monkeypatch.setattr(batches, "allow_time", allowed.append)
+    planner = BatchPlanner(Layout(2), squares, 3, seconds=lambda plan: 60.0 * sum(plan.seq_lens))
+    own = SimpleNamespace(
+        ranks=None, model=SimpleNamespace(device="cpu"), reads=lambda _: [], run=lambda *_, **__: 0
+    )
+    engine = BatchEngine(own)
+    engine._plans = SimpleNamespace(get=planner.plan)
+    batch = SimpleNamespace(seq_lens=(60, 8), num_valid_tokens=1, part=lambda *_: {})
+    for backward in (True, False):
+        engine.compute(batch, ChunkOptions(size=16), backward=backward)
+    assert [limit >= timedelta(hours=2) for limit in allowed] == [True, True]
 
 
 def test_plans_come_in_the_order_in_which_they_were_expected(monkeypatch):

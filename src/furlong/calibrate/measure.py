@@ -140,6 +140,8 @@ def processes(device: torch.device) -> Iterator[bool]:
     if world_size() == 1:
         yield True
         return
+    if device.type == "cuda":  # else each has a context on the first card as well
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield dist.get_rank() == 0

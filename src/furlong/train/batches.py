@@ -25,11 +25,12 @@ from furlong.plan.plan import ChunkPlan, Layout
 from furlong.planners.candidates import CHUNKS
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import join_kept, plan_replica
+from furlong.planners.orders import gathered_first, join_kept, plan_replica
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import num_drawn, sampled
 from furlong.runtime.distributed.consensus import together
-from furlong.train.processes import ALONE, Processes
+from furlong.runtime.distributed.mesh import allow_time
+from furlong.train.processes import ALONE, Processes, limit_of_step
 
 if TYPE_CHECKING:
     from furlong.api import Engine
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 Work = Callable[[Sequence[int]], Sequence[float]]
 """FLOPs of each sequence by its length, or whatever else is to be dealt out evenly."""
+
+Seconds = Callable[[ChunkPlan], float]
+"""Seconds that a step of a plan is predicted to take."""
 
 
 class Wanted(NamedTuple):
@@ -59,6 +63,8 @@ class Planned(NamedTuple):
     method: str
     """Names of the planners of its replicas, see `planners.search`."""
     plan: ChunkPlan
+    step_s: float = 0.0
+    """Seconds that its slowest replica is predicted to take, 0 where nothing predicts them."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class BatchPlanner:
     """Layers of each stage of a pipeline."""
     frozen_layers: int = 0
     alternatives: BatchPlans | None = None
+    seconds: Seconds = lambda plan: 0.0
 
     def plan(self, wanted: Wanted) -> Planned:
         """The checked plan of all replicas."""
@@ -91,15 +98,19 @@ class BatchPlanner:
             seq_lens, options, num_layers=self.num_layers, stages=self.stages,
             sp_size=self.layout.sp, backward=wanted.backward, frozen_layers=frozen,
         )  # fmt: skip
-        if self.alternatives is None or not wanted.backward:
-            return Planned(CHUNKS, plan)
-        return Planned(*self.alternatives.best_plan(seq_lens, plan, options, frozen_layers=frozen))
+        method = CHUNKS
+        if self.alternatives is not None and wanted.backward:
+            method, plan = self.alternatives.best_plan(
+                seq_lens, plan, options, frozen_layers=frozen
+            )
+        return Planned(method, plan, self.seconds(gathered_first(plan)))
 
     def joined(self, wanted: Wanted, found: Sequence[Planned]) -> Planned:
         """The checked plan of all replicas from their own."""
         plans = [own.plan for own in found]
         plan = join_kept(plans, self._dealt(wanted), wanted.seq_lens, self.layout.dp)
-        return Planned(", ".join(dict.fromkeys(own.method for own in found)), plan)
+        methods = ", ".join(dict.fromkeys(own.method for own in found))
+        return Planned(methods, plan, max(own.step_s for own in found))
 
     def _dealt(self, wanted: Wanted) -> Sequence[Sequence[int]]:
         """The sequences of each replica that has one."""
@@ -169,10 +180,11 @@ class BatchEngine:
         work: Work = lambda seq_lens: seq_lens,
         stages: Sequence[int] = (),
         alternatives: BatchPlans | None = None,
+        seconds: Seconds = lambda plan: 0.0,
     ) -> None:
         """`work`: what is dealt out evenly over the replicas, for each sequence. `stages`: layers
         of each stage of a pipeline. `alternatives`: other plans than those of the options, which
-        the first process may take."""
+        the first process may take. `seconds`: of a replica's plan, for which the others wait."""
         self.engine, self.processes = engine, processes
         self.method: str | None = None
         """Names of the planners of the last plan, on the first of several processes."""
@@ -182,7 +194,7 @@ class BatchEngine:
             frozen = processes.each(model.num_frozen_layers)
             layout = Layout(ranks.dp, ranks.sp, ranks.pp)
             planner = BatchPlanner(
-                layout, work, model.num_layers, stages, min(frozen), alternatives
+                layout, work, model.num_layers, stages, min(frozen), alternatives, seconds
             )
             own = ranks.replica if ranks.process == ranks.stage == 0 else None
             self._plans = SharedPlans(processes, own, planner)
@@ -234,7 +246,8 @@ class BatchEngine:
         plans = self._plans
 
         def prepare() -> tuple[str, ChunkPlan, Mapping[int, Mapping[str, Tensor]]]:
-            method, plan = plans.get(Wanted.of(batch, options, backward=backward))
+            method, plan, step_s = plans.get(Wanted.of(batch, options, backward=backward))
+            allow_time(limit_of_step(step_s))
             if backward:
                 plan = with_draw(plan, batch, options)
             return method, plan, batch.part(self.engine.reads(plan), self.device)

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _START_LIMIT = timedelta(minutes=10)
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
-"""For collectives within steps: a replica may wait for the longer sequences of another one."""
+"""For collectives within steps: a replica may wait for the longer sequences of another one. Steps
+that are predicted to take long get more, see `limit_of_step`."""
+_STEP_FACTOR = 4
 _AGREEMENT_LIMIT = timedelta(hours=12)
 """For agreements: others wait in them while one process tokenizes, saves or exports."""
 # By text: gloo's own errors are plain RuntimeErrors, and autograd passes them on.
@@ -235,6 +237,12 @@ class Processes:
 
 ALONE = Processes(Launch())
 """One process, which agrees with itself."""
+
+
+def limit_of_step(step_s: float) -> timedelta:
+    """The time after which collectives of a step end that is predicted to take `step_s`, unless
+    their groups have more: predictions for a device that was not measured are off by 2 and more."""
+    return timedelta(seconds=_STEP_FACTOR * step_s)
 
 
 def require_equal(processes: Processes, facts: Mapping[str, Any], source: str) -> None:

@@ -37,6 +37,7 @@ from furlong.runtime.distributed.mesh import make_ranks
 from furlong.runtime.profile import peak_memory_bytes
 from furlong.runtime.rng import RNGState
 from furlong.simulate.predict import predict_step
+from furlong.simulate.predict import step_s as predicted_s
 from furlong.timeline import MEASURED, MeasuredStep, Timeline
 from furlong.train import build, checkpoints
 from furlong.train.batches import BatchEngine, drawn_share, step_options
@@ -287,7 +288,8 @@ class Trainer:
         cost = self.run_model.whole_cost
         # tokens are dealt out evenly where the model's work cannot be counted
         work = (lambda seq_lens: seq_lens) if cost is None else cost.sequence_seconds
-        self.engine = BatchEngine(engine, processes, work, decision.stages, alternatives)
+        seconds = (lambda plan: 0.0) if cost is None else partial(predicted_s, cost)
+        self.engine = BatchEngine(engine, processes, work, decision.stages, alternatives, seconds)
         stack.callback(self.engine.close)
         size = checkpoints.model_size(engine, processes)
         build.announce(config, size, decision, self.device, self.storage, self.num_steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 from math import prod
 
@@ -135,6 +136,21 @@ def ranks_given(
     if process_group is not None:
         ranks = ranks_of_group(process_group, device_type)
     return ranks if ranks is not None and ranks.num_processes > 1 else None
+
+
+def time_limit(group: ProcessGroup) -> timedelta | None:
+    """The time after which what a group does ends as an error, where its backends tell it."""
+    backends = (group._get_backend(device) for device in group._device_types)
+    found = (getattr(getattr(own, "options", None), "_timeout", None) for own in backends)
+    return min((limit for limit in found if limit is not None), default=None)
+
+
+def allow_time(limit: timedelta) -> None:
+    """Let whatever this process begins in its groups from now on take so long, where a group's own
+    limit is shorter. Those of a mesh have the default of their backend, whatever the world has."""
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if (own := time_limit(group)) is not None and own < limit:
+            dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def _pool_axes(sp: int) -> tuple[int, ...]:

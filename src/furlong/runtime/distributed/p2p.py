@@ -1,8 +1,10 @@
 """Links between the stages of a pipeline: one process group per pair of neighbours and direction.
 
 A message carries no tag (NCCL has none): each direction is first in, first out, and both ends know
-its messages from the plan. A send begins right after its compute, a receive is posted at the last
-pass before the action that needs it: on a GPU it is a kernel that spins, and starts NCCL's clock.
+its messages from the plan. A send begins right after its compute. A receive is posted when it is
+needed, that of an activation at the last pass before, if its message does not depend on that pass:
+on a GPU it is a kernel that spins, and starts NCCL's clock. A pass may have to wait for the device,
+as where CUDA loads a kernel at its first call, and then waits for all that was posted before it.
 With one queue for both directions, or one per process, sends that face each other wait for ever.
 
 A send buffer is held, untouched, until its message has gone: gloo copies nothing, so the receiver
@@ -15,7 +17,7 @@ sent, for they wait for what it will never send.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,8 +31,9 @@ from torch.distributed import Work
 
 from furlong.errors import LinkError, PlanError
 from furlong.kv.pools import Event, ThreadLane
-from furlong.plan.plan import Action, Chunk, ChunkPlan, Computing, Recv, Send
+from furlong.plan.plan import Action, Chunk, ChunkPlan, Computing, Payload, Recv, Send
 from furlong.plan.text import format_action
+from furlong.runtime.distributed.mesh import time_limit
 
 _T = TypeVar("_T")
 
@@ -42,6 +45,14 @@ class End:
     begin: Callable[[Tensor], Work]
     """Begins to send a tensor, or to receive into it: in the order in which the other end does."""
     name: str
+    limit: Callable[[], timedelta | None] = lambda: None
+    """The time that a message may take by now, of a backend whose `wait` does not know it: gloo's
+    takes what its group began with. That of NCCL given any would keep the host."""
+
+    def wait(self, work: Work) -> None:
+        """Wait until a message has passed, or on a GPU let the current stream wait."""
+        limit = self.limit()
+        _ = work.wait() if limit is None else work.wait(limit)
 
     def guarded(self, text: str, act: Callable[[], _T]) -> _T:
         """Call `act`; what a backend raises names the link and the action."""
@@ -52,7 +63,8 @@ class End:
 
     def warm_up(self, device: torch.device) -> None:
         """Send or receive the first message, of one element."""
-        self.guarded("its first message", self.begin(torch.zeros(1, device=device)).wait)
+        first = self.begin(torch.zeros(1, device=device))
+        self.guarded("its first message", lambda: self.wait(first))
 
 
 _ONE_WAY_SENDS = 2
@@ -114,7 +126,7 @@ class Neighbour:
         if self._waiter is None:
             self._under_way.append((text, work, x))
         else:
-            event = self._waiter.submit(partial(_wait_holding, x, work), ())
+            event = self._waiter.submit(partial(_wait_holding, x, work, self._out), ())
             self._under_way.append((text, event, None))
 
     def recv(self, action: Recv) -> Tensor:
@@ -124,7 +136,7 @@ class Neighbour:
         self.post()  # unless a pass before it has
         assert self._posted is not None
         work, x = self._posted
-        self._into.guarded(text, work.wait)
+        self._into.guarded(text, lambda: self._into.wait(work))
         self._to_recv.popleft()
         self._posted = None
         return x
@@ -197,7 +209,7 @@ class Links:
                     text = format_action(action)
                     raise PlanError(f"rank {rank} has '{text}': its links lead to {to}")
                 messages[action.peer - rank].append(action)
-        self._rank, self._posts = rank, late_posts(own)
+        self._rank, self._posts = rank, late_posts(plan, rank)
         for step, neighbour in self.neighbours.items():
             neighbour.begin(messages[step], plan.chunks, parcel)
 
@@ -223,17 +235,59 @@ class Links:
             dist.destroy_process_group(self.groups.pop())
 
 
-def late_posts(actions: Sequence[Action]) -> dict[int, list[int]]:
-    """By action, the peers whose receives are posted before it: at the last pass before the action
-    that needs it. Others are posted when they are needed."""
+def late_posts(plan: ChunkPlan, rank: int) -> dict[int, list[int]]:
+    """By action of a rank, the peers whose receives are posted before it: of activations, at the
+    last pass before the action that needs them, unless the message depends on that pass. Others
+    are posted when they are needed.
+
+    Passes that wait for what is posted before them wait in no circle: activations go up the
+    pipeline, and one that waited for itself would lead back by gradients, which no pass waits for
+    early. With both kinds posted early two neighbours wait for each other's next message.
+    """
     found: dict[int, list[int]] = {}
-    last: int | None = None
-    for index, action in enumerate(actions):
-        if isinstance(action, Recv) and last is not None:
-            found.setdefault(last, []).append(action.peer)
+    needs = _last_needed(plan, rank)
+    last = -1
+    for index, action in enumerate(plan.actions[rank]):
+        if isinstance(action, Recv):
+            if action.payload == "activation" and needs[index] < last:
+                found.setdefault(last, []).append(action.peer)
         elif isinstance(action, Computing):
             last = index
     return found
+
+
+def _last_needed(plan: ChunkPlan, rank: int) -> dict[int, int]:
+    """For each Recv of a rank, the last of the rank's actions that come before the matching Send
+    in every run: a Send that leads there by way of other ranks, each of which keeps to the order
+    of its list; -1 if there is none. Collectives add nothing to this: those between the first and
+    the last pass come before a stage's last Backward, which needs all that its ranks have sent."""
+    needs: dict[int, int] = {}
+    sent: dict[tuple[Payload, int, int], int] = {}
+    """For each message that has been sent, the last action of `rank` that comes before it."""
+    known, places = defaultdict[int, int](lambda: -1), defaultdict[int, int](int)
+    """By rank, the last action of `rank` that comes before where it is, and where it is."""
+    stack = [rank]  # each waits for the one behind it
+    while stack:
+        own = stack[-1]
+        for index in range(places[own], len(plan.actions[own])):
+            action = plan.actions[own][index]
+            if not isinstance(action, (Send, Recv)):
+                continue
+            message = action.payload, action.chunk, action.stage
+            if isinstance(action, Send):
+                sent[message] = index if own == rank else known[own]
+            elif message in sent:
+                known[own] = max(known[own], sent[message])
+                if own == rank:
+                    needs[index] = sent[message]
+            else:
+                places[own] = index
+                stack.append(action.peer)
+                break
+        else:
+            places[own] = len(plan.actions[own])
+            stack.pop()
+    return needs
 
 
 def open_links(
@@ -243,34 +297,34 @@ def open_links(
 
     `pipelines`: the processes of each pipeline by stage, as numbers in the world; each process is
     in one. `timeout`: by default that of the world. Collective over the world: every process makes
-    all groups, in one order, and sends one element through each of its own. NCCL connects two
-    processes at the first message and blocks them until then: receives that are posted before they
-    are needed would wait for each other in a circle.
+    all groups, in one order, and sends one element through each of its own: NCCL connects two
+    processes at the first message, for which both wait, and takes memory, for which a device may
+    wait for what is posted on it.
+
+    Of 256 processes with 8 stages each makes 448 groups, in 10 ms, and holds its own: at most 4.
+    No barrier is behind a group unless TORCH_DIST_INIT_BARRIER asks for it.
     """
     me = dist.get_rank()
-    options: dict[str, Any] = {}
-    timeout = timeout or _world_timeout(device)
-    if device.type == "cuda":
-        narrow = dist.ProcessGroupNCCL.Options()
-        narrow.config.max_ctas = _MAX_CTAS
-        if timeout is not None:
-            narrow._timeout = timeout
-        options = {"backend": "nccl", "pg_options": narrow}
+    world = dist.group.WORLD
+    if timeout is None and world is not None:
+        timeout = time_limit(world)
     outs, intos, groups = {}, {}, []
     for here, there in directions(len(pipelines[0])):
         for own in pipelines:
             sender, receiver = own[here], own[there]
             name = f"the link from process {sender} to {receiver} (stages {here}, {there})"
+            options = {} if device.type == "cpu" else _narrow(timeout)
             group = dist.new_group([sender, receiver], timeout, group_desc=name, **options)
             if me not in (sender, receiver):
                 continue
             groups.append(group)
+            limit = partial(time_limit, group) if device.type == "cpu" else lambda: None
             if me == sender:
                 begin: Any = partial(dist.isend, dst=receiver, group=group)
-                end = outs[there - here] = End(begin, name)
+                end = outs[there - here] = End(begin, name, limit)
             else:
                 begin = partial(dist.irecv, src=sender, group=group)
-                end = intos[here - there] = End(begin, name)
+                end = intos[here - there] = End(begin, name, limit)
             end.warm_up(device)
     polls = device.type != "cpu"
     neighbours = {
@@ -280,12 +334,13 @@ def open_links(
     return Links(neighbours, groups)
 
 
-def _world_timeout(device: torch.device) -> timedelta | None:
-    """The timeout of the run's process group, where it is known; `new_group` would take the
-    backend's own."""
-    world = dist.group.WORLD
-    options = getattr(world and world._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
+def _narrow(timeout: timedelta | None) -> dict[str, Any]:
+    """Options of one group: `new_group` writes the group's name and ranks into them."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MAX_CTAS
+    if timeout is not None:
+        options._timeout = timeout
+    return {"backend": "nccl", "pg_options": options}
 
 
 def directions(num_stages: int) -> Iterator[tuple[int, int]]:
@@ -296,9 +351,9 @@ def directions(num_stages: int) -> Iterator[tuple[int, int]]:
         yield stage + 1, stage
 
 
-def _wait_holding(x: Tensor, work: Work) -> None:
+def _wait_holding(x: Tensor, work: Work, out: End) -> None:
     """Wait for the send of a buffer, which is held meanwhile."""
-    work.wait()
+    out.wait(work)
 
 
 def _has_gone(work: Event | Work) -> bool:
