@@ -172,6 +172,8 @@ def checksum_of(sequence: ShiftedSequence, checksum: int = 0) -> int:
 _NO_MATTER = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 """Keys of a config that may differ; the weights' own dtypes are compared."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 2**22
+"""Elements of a weight whose products are in memory at a time."""
 
 
 def require_equal(model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None) -> None:
@@ -192,21 +194,47 @@ def _form(weight: Tensor) -> str:
     """The shape, the dtype and a checksum of a weight, and whether it is trained."""
     dtype = str(weight.dtype).removeprefix("torch.")
     trained = "trained" if weight.requires_grad else "frozen"
-    return f"{dtype} {tuple(weight.shape)} {trained}, checksum {int(_sum_of_bits(weight)):x}"
+    return f"{dtype} {tuple(weight.shape)} {trained}, checksum {int(_hash_of(weight)):x}"
 
 
 def weights_checksum(parameters: Iterable[Tensor]) -> int:
     """A checksum of parameters, and of what this process has of divided ones: optimizers change
     DTensors, and `.data` any tensor, without a new version."""
     locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
-    sums = torch.stack([_sum_of_bits(own) for own in locals_])
+    sums = torch.stack([_hash_of(own) for own in locals_])
     return zlib.crc32(repr(sums.tolist()).encode())
 
 
-def _sum_of_bits(weight: Tensor) -> Tensor:
+def _hash_of(weight: Tensor) -> Tensor:
+    """A checksum (), int64, of the values of a weight and of their places, whatever its strides.
+
+    It is the sum, modulo 2**64, of the bits of each element times a factor for its index on each
+    axis. So the sums of shards add up to that of the whole weight, wherever it is cut, if indices
+    count from the start of the whole.
+    """
     own: Any = weight.detach()
-    bits: Tensor = own.contiguous().view(_INTEGERS[own.dtype.itemsize])
-    return bits.sum(dtype=torch.int64)
+    bits: Tensor = own.view(_INTEGERS[own.dtype.itemsize])
+    if not bits.ndim:
+        bits = bits[None]
+    factors = [_factors(length, axis, bits.device) for axis, length in enumerate(bits.shape)]
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    at, rows = 0, max(1, _BLOCK * len(bits) // max(1, bits.numel()))
+    for block in bits.split(rows):
+        x = block
+        if own.dtype.itemsize == 8:  # else a factor would push a sign out of the 64 bits
+            x = x ^ (x >> 32 & 0xFFFFFFFF)
+        stop = at + len(block)
+        for factor in [*factors[:0:-1], factors[0][at:stop]]:  # the last axis first
+            x = (x * factor).sum(-1)
+        total, at = total + x, stop
+    return total
+
+
+def _factors(length: int, axis: int, device: torch.device) -> Tensor:
+    """An odd int64 for each index (length,) on an axis, without a pattern."""
+    x = torch.arange(1, length + 1, device=device) * -0x61C8864680B583EB + axis
+    x = (x ^ x >> 30) * -0x40A7B892E31B1A47  # constants and shifts of splitmix64
+    return (x ^ x >> 27) * -0x6B2FB644ECCEEE15 | 1
 
 
 def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:

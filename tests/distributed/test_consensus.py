@@ -1,0 +1,48 @@
+"""Checksums by which processes compare weights: of values and of their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from furlong.runtime.distributed import consensus
+from furlong.runtime.distributed.consensus import weights_checksum
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
+
+
+def drawn(dtype: torch.dtype) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randint(200, (6, 6), dtype=torch.int64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda w: w.t().contiguous(), lambda w: w.flip(0), lambda w: w.flip(1), lambda w: -w,
+        lambda w: w.roll(1), lambda w: w[:, [1, 0, 2, 3, 4, 5]], lambda w: w.flip(0, 1),
+    ],
+)  # fmt: skip
+def test_a_weight_in_another_order_has_another_checksum(
+    dtype: torch.dtype, changed: Callable[[Tensor], Tensor]
+) -> None:
+    for weight in (drawn(dtype), torch.eye(6).cumsum(0).to(dtype)):
+        assert weights_checksum([changed(weight)]) != weights_checksum([weight])
+    vector = drawn(dtype)[0]
+    assert weights_checksum([vector.flip(0)]) != weights_checksum([vector])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_values_have_one_checksum_whatever_their_strides(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = drawn(dtype)
+    known = weights_checksum([weight, weight[0, 0], weight[:0]])
+    spread = torch.stack([weight, weight], 2)[:, :, 1].t().contiguous().t()
+    assert not spread.is_contiguous()
+    monkeypatch.setattr(consensus, "_BLOCK", 14)  # two rows and a bit
+    assert weights_checksum([spread, spread[0, 0], spread[:0]]) == known
