@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from helpers.bare_trainers import BareTrainer
 from helpers.launched import Launched
@@ -17,6 +18,8 @@ from helpers.tiny_runs import TinyRun, run_command, signal_after
 from integrations.trainers import wide_loss
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from furlong.api import Engine
 from furlong.cli.main import main
@@ -31,7 +34,14 @@ from furlong.planners.decide import training_of, with_optimizer
 from furlong.planners.options import ChunkOptions
 from furlong.train import start
 from furlong.train.memory import Fitting
-from furlong.train.optim import build_optimizer, build_schedule, make_state, state_tensors
+from furlong.train.optim import (
+    BF16AdamW,
+    build_optimizer,
+    build_schedule,
+    local,
+    make_state,
+    state_tensors,
+)
 
 NUM_STEPS = 20
 SETTINGS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "eps": 1e-7, "betas": (0.9, 0.97)}
@@ -258,6 +268,56 @@ def test_moments_in_bfloat16_have_the_right_mean() -> None:
     assert state["exp_avg_sq"].dtype == torch.bfloat16
     assert state["exp_avg_sq"].float().mean() == pytest.approx(0.999**50, rel=1e-3)
     assert model.weight.dtype == torch.float32
+
+
+def errors_of_a_step(names: list[str] | None, parts: list[Tensor]) -> list[Tensor]:
+    """By which the moments of each part differ from their exact values, after equal gradients."""
+    groups = [{"params": parts} | ({"param_names": names} if names else {})]
+    optimizer = BF16AdamW(groups, lr=1e-3)
+    make_state(optimizer)
+    torch.manual_seed(3)
+    exact = 0.1 * torch.randn(64, 64)
+    for part in parts:
+        whole = 10 * exact
+        like = isinstance(part, DTensor)
+        part.grad = DTensor.from_local(whole, part.device_mesh, part.placements) if like else whole
+    optimizer.step()
+    return [local(optimizer.state[part]["exp_avg"]).float() - exact for part in parts]
+
+
+def correlation(one: Tensor, other: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])
+
+
+def test_each_weight_is_rounded_by_draws_of_its_own() -> None:
+    """Bounds are four standard deviations of what 4,096 independent pairs show."""
+    one, other = errors_of_a_step(None, [nn.Parameter(torch.zeros(64, 64)) for _ in range(2)])
+    assert abs(correlation(one, other)) < 4 / 64
+    first, second = errors_of_a_step(["a", "b"], [one.clone(), one.clone()])
+    copy, _ = errors_of_a_step(["b", "c"], [one.clone(), one.clone()])  # as of another stage
+    assert torch.equal(second, copy) and abs(correlation(first, second)) < 4 / 64
+
+
+def test_shards_have_draws_of_their_own_and_copies_the_same() -> None:
+    """A divided weight and one that both have, as each of two processes sees them."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    found = []
+    for own in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=own, world_size=2)
+        try:
+            # equal meshes are one to torch, also of two processes: their names make them differ
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(f"seen by {own}",))
+            parts: list[Tensor] = [
+                nn.Parameter(DTensor.from_local(torch.zeros(64, 64), mesh, [how], run_check=False))
+                for how in (Shard(0), Replicate())
+            ]
+            found += errors_of_a_step(["divided", "whole"], parts)
+        finally:
+            dist.destroy_process_group()
+    first, whole, second, copy = found
+    assert abs(correlation(first, second)) < 4 / 64
+    assert torch.equal(whole, copy)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
@@ -76,9 +77,9 @@ def _groups(
                 change="correct match, or remove the group",
             ).on_all()
     ends = _ends(model) if settings.optimizer == "muon" else set(map(id, named.values()))
-    found: tuple[dict[Any, list[nn.Parameter]], ...] = ({}, {})
+    found: tuple[dict[Any, dict[str, nn.Parameter]], ...] = ({}, {})
     for own in found:
-        own |= {(settings.lr, settings.weight_decay): [], (settings.lr, 0.0): []}
+        own |= {(settings.lr, settings.weight_decay): {}, (settings.lr, 0.0): {}}
     for name, p in named.items():
         own_group = next((one for one in settings.groups if re.search(one.match, name)), None)
         lr, decay = settings.lr, settings.weight_decay if p.ndim > 1 else 0.0
@@ -86,9 +87,12 @@ def _groups(
             lr = lr if own_group.lr is None else own_group.lr
             decay = decay if own_group.weight_decay is None else own_group.weight_decay
         by_muon = p.ndim == 2 and id(p) not in ends
-        found[by_muon].setdefault((lr, decay), []).append(p)
+        found[by_muon].setdefault((lr, decay), {})[name] = p
     listed = [
-        [{"params": own, "lr": lr, "weight_decay": decay} for (lr, decay), own in part.items()]
+        [
+            {"params": [*own.values()], "param_names": [*own], "lr": lr, "weight_decay": decay}
+            for (lr, decay), own in part.items()
+        ]
         for part in found
     ]
     return listed[0], listed[1]
@@ -125,29 +129,56 @@ class BF16AdamW(torch.optim.AdamW):
 
     They are rounded up or down by chance, so that their mean is right: to the nearest, a second
     moment would never fall by the last 0.4 percent. The draws follow from the number of the step,
-    so nothing of them is saved and copies of a weight stay equal. `make_state` goes before.
+    the parameter's name (its place, in groups without names) and the part of it that this process
+    has: nothing of them is saved, and copies of a weight, as tied embeddings on two stages, stay
+    equal. `make_state` goes before.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """An update; a weight's moments are wide for as long as it is updated."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                kept = [local(state[name]) for name in ("exp_avg", "exp_avg_sq")]
-                weight = local(parameter)
-                wide = [moment.to(weight.dtype) for moment in kept]
-                adamw(
-                    [weight], [local(parameter.grad)], [wide[0]], [wide[1]], [], [state["step"]],
-                    fused=weight.is_cuda, amsgrad=False, maximize=False, lr=group["lr"],
-                    beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                )  # fmt: skip
-                draws = torch.Generator(weight.device).manual_seed(int(state["step"]))
-                for moment, exact in zip(kept, wide, strict=True):
-                    moment.copy_(_rounded(exact, draws))
+        updated = [
+            (group, name, parameter)
+            for number, group in enumerate(self.param_groups)
+            for name, parameter in zip(_names(group, number), group["params"], strict=True)
+            if parameter.grad is not None
+        ]
+        if not updated:
+            return
+        # read at once: on a GPU the host waits for it
+        steps = torch.stack([self.state[parameter]["step"] for *_, parameter in updated]).tolist()
+        for (group, name, parameter), step in zip(updated, steps, strict=True):
+            state = self.state[parameter]
+            kept = [local(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+            weight = local(parameter)
+            wide = [moment.to(weight.dtype) for moment in kept]
+            adamw(
+                [weight], [local(parameter.grad)], [wide[0]], [wide[1]], [], [state["step"]],
+                fused=weight.is_cuda, amsgrad=False, maximize=False, lr=group["lr"],
+                beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )  # fmt: skip
+            # a hash: torch's generator of a CPU begins with 32 bits of it
+            drawn_for = f"{int(step)} {name} {_part_of(parameter)}"
+            seed = xxhash.xxh3_64_intdigest(drawn_for.encode())
+            draws = torch.Generator(weight.device).manual_seed(seed)
+            for moment, exact in zip(kept, wide, strict=True):
+                moment.copy_(_rounded(exact, draws))
+
+
+def _names(group: dict[str, Any], number: int) -> list[str]:
+    """Names of a group's parameters, else their places in the optimizer."""
+    return group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
+
+
+def _part_of(parameter: Tensor) -> list[int]:
+    """Which shard of a divided parameter this process has, along each axis of the mesh that
+    divides it; processes that have the same one have the same numbers."""
+    if not isinstance(parameter, DTensor):
+        return []
+    at = parameter.device_mesh.get_coordinate() or ()
+    shared = (placement.is_replicate() for placement in parameter.placements)
+    return [i for i, is_shared in zip(at, shared, strict=True) if not is_shared]
 
 
 def _rounded(x: Tensor, draws: torch.Generator) -> Tensor:
