@@ -124,6 +124,59 @@ def test_steps_are_taken_again_from_a_state(tiny_run: TinyRun, tmp_path: Path) -
         assert again["progress"]["data"] == after["progress"]["data"]
 
 
+def test_batches_go_on_from_a_state_that_was_loaded(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Those of a loop, and those of `train`, which has looked one ahead."""
+
+    class Back(furlong.Callback):
+        seen: list[tuple[int, Any]] = []
+
+        def on_step_end(self, trainer: furlong.Trainer, figures: Any) -> None:
+            self.seen.append((trainer.progress.step, trainer.progress.data))
+            if len(self.seen) == 3:
+                trainer.load_state_dict(first)
+
+    flags = ("--train.epochs=2", "--train.save_every_steps=9")
+    with furlong.Trainer(config_of(tiny_run, tmp_path / "run", *flags)) as trainer:
+        batches = trainer.batches()
+        trainer.step(next(batches))
+        first = copy.deepcopy(trainer.state_dict())
+        places = [trainer.step(next(batches)) and trainer.progress.data for _ in range(2)]
+        trainer.load_state_dict(first)
+        assert [next(batches).next_state, next(batches).next_state] == places
+        trainer.load_state_dict(first)
+        trainer.callbacks = [Back()]
+        trainer.train()
+    steps = [step for step, _ in Back.seen]
+    assert steps == [2, 3, 4, 2, 3, 4, 5, 6]
+    assert [place for _, place in Back.seen[:2]] == places == [of for _, of in Back.seen[3:5]]
+
+
+@pytest.mark.parametrize("change", ["optimizer", "shape", "dtype", "more", "rng.cpu", "progress"])
+def test_a_state_that_is_not_whole_changes_nothing(
+    tiny_run: TinyRun, tmp_path: Path, change: str
+) -> None:
+    with furlong.Trainer(config_of(tiny_run, tmp_path / "run")) as trainer:
+        whole = copy.deepcopy(trainer.state_dict())
+        state = copy.deepcopy(whole)
+        tensors = state["tensors"]
+        norm = next(name for name in tensors if name.endswith("norm.weight"))
+        for name in [*tensors]:
+            tensors[name] = torch.ones_like(tensors[name])
+            if name.startswith(change):
+                del tensors[name]
+        if change == "shape":
+            tensors[norm] = tensors[norm][:1]
+        elif change == "dtype":
+            tensors[norm] = tensors[norm].to(torch.float16)
+        elif change == "more":
+            tensors["model.more"] = tensors[norm]
+        state.pop(change, None)
+        with pytest.raises(CheckpointError) as caught:
+            trainer.load_state_dict(state)
+        assert caught.value.source == "load_state_dict of Trainer"
+        assert same(trainer.state_dict()["tensors"], whole["tensors"])
+
+
 def test_a_run_that_has_ended_goes_on_with_more_steps(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,14 @@ from furlong.data.dataset import DataSet
 from furlong.data.loader import Batch, in_order, told_ahead
 from furlong.data.stream import StreamSet
 from furlong.data.tokenize import tokenizer_of
-from furlong.errors import ConfigError, DataError, DivergenceError
+from furlong.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    difference_words,
+    differing,
+)
 from furlong.files import write_json
 from furlong.models.build import check_model, export_model
 from furlong.planners.options import ChunkOptions
@@ -159,6 +166,7 @@ class Trainer:
         self.progress = Progress()
         self.saved_step = 0
         self._stop: StopRequest | None = None
+        self._num_loads = 0
         with ExitStack() as stack:
             self.run = run or open_run(stack, config, resume=resume, processes=processes)
             checkpoint = self.run.checkpoint
@@ -367,12 +375,7 @@ class Trainer:
         ):
             profiled = self._open_log(stack)
             self.used = self._used_memory()  # what trackers have loaded is not of the steps
-            batches = told_ahead(
-                self.batches(),
-                lambda batch: self.engine.expect(
-                    self.objective.learnt(batch), self.fitting.options
-                ),
-            )
+            batches = self._from_here(lambda: told_ahead(self.batches(), self._expect))
             loss, stopped = self._evaluate_if_due()
             while not (stopped or self.cadence.ends(self.progress)):
                 try:
@@ -401,12 +404,30 @@ class Trainer:
             return report
 
     def batches(self) -> Iterator[Batch]:
-        """The global batches from where the run is, endless."""
-        batches = build.batches_of(self.config.train, self.train_data, self.progress.data)
-        if not self.config.data.streaming:
-            return batches
-        together = self.processes.together  # each reads by itself, and may fail to
-        return iter(lambda: together(lambda: next(batches)), None)
+        """The global batches from where the run is, endless, also when `load_state_dict` has moved
+        it since the last one."""
+
+        def make() -> Iterator[Batch]:
+            batches = build.batches_of(self.config.train, self.train_data, self.progress.data)
+            if not self.config.data.streaming:
+                return batches
+            together = self.processes.together  # each reads by itself, and may fail to
+            return iter(lambda: together(lambda: next(batches)), None)
+
+        return self._from_here(make)
+
+    def _from_here(self, make: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
+        """The batches of `make`, which is called again when a state has been loaded."""
+        moved = True
+        while moved:
+            loads, moved = self._num_loads, False
+            for batch in make():
+                yield batch
+                if moved := loads != self._num_loads:
+                    break
+
+    def _expect(self, batch: Batch) -> None:
+        self.engine.expect(self.objective.learnt(batch), self.fitting.options)
 
     def step(self, batch: Batch, data_s: float = 0.0) -> StepFigures:
         """Gradients of the mean loss of the global batch, clipping, one update; it is counted in
@@ -604,15 +625,19 @@ class Trainer:
         }
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Goes back, or on, to a `state_dict` of the same layout; all processes call it."""
-        known = dict(values["tensors"])
+        """Goes back, or on, to a `state_dict` of the same layout; all processes call it.
+
+        Raises CheckpointError, on all, before anything is changed, for what is not all of one."""
+        state = self.state_dict()
+        self.processes.together(partial(_check_state, values, state))
+        known, own = dict(values["tensors"]), state["tensors"]
         rng = {name: known.pop(name) for name in [*known] if name.startswith("rng.")}
-        own = self.state_dict()["tensors"]
         for name, tensor in known.items():
             own[name].copy_(tensor)
         checkpoints.restore_generators(rng, self.processes.launch.number, self.engine.device)
         self.progress = Progress.from_dict(values["progress"])
         set_rate(self.schedule, self.progress.step)
+        self._num_loads += 1
 
     def should_stop(self) -> bool:
         """Whether a signal has asked any process to stop."""
@@ -859,6 +884,23 @@ def _check_alone() -> None:
             source="processes of Trainer, and the environment variable WORLD_SIZE",
             change="with joined(read_launch()) as processes: Trainer(..., processes=processes),"
             " both of furlong.train.processes; where each is a run of its own set WORLD_SIZE=1",
+        )
+
+
+def _check_state(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises CheckpointError unless `values` has the keys of a trainer's `own` state, and tensors
+    of the same names, shapes and dtypes."""
+
+    def forms(of: Mapping[str, Any]) -> dict[str, Any]:
+        tensors = {name: (tuple(x.shape), x.dtype) for name, x in of.get("tensors", {}).items()}
+        return dict.fromkeys(of, True) | tensors
+
+    if found := differing(forms(values), forms(own)):
+        raise CheckpointError(
+            given=f"a state with {difference_words(found, 'in this trainer')}",
+            required="the tensors and the progress of this run, with its model and its layout",
+            source="load_state_dict of Trainer",
+            change="pass all that state_dict has returned, of a trainer of the same run file",
         )
 
 
