@@ -18,8 +18,11 @@ from safetensors.torch import load_file
 import furlong
 from furlong.cli.main import main
 from furlong.config.sources import parse_run
+from furlong.data import cache
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files import checksum
 from furlong.train.objective import OBJECTIVES, Objective
+from furlong.train.processes import Launch, Processes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "subclass_trainer.py"
 PLAIN = ("--train.epochs=null", "--train.schedule=constant", "--train.warmup_steps=0")
@@ -127,12 +130,12 @@ def test_steps_are_taken_again_from_a_state(tiny_run: TinyRun, tmp_path: Path) -
 def test_batches_go_on_from_a_state_that_was_loaded(tiny_run: TinyRun, tmp_path: Path) -> None:
     """Those of a loop, and those of `train`, which has looked one ahead."""
 
-    class Back(furlong.Callback):
-        seen: list[tuple[int, Any]] = []
+    seen: list[tuple[int, Any]] = []
 
+    class Back(furlong.Callback):
         def on_step_end(self, trainer: furlong.Trainer, figures: Any) -> None:
-            self.seen.append((trainer.progress.step, trainer.progress.data))
-            if len(self.seen) == 3:
+            seen.append((trainer.progress.step, trainer.progress.data))
+            if len(seen) == 3:
                 trainer.load_state_dict(first)
 
     flags = ("--train.epochs=2", "--train.save_every_steps=9")
@@ -146,9 +149,8 @@ def test_batches_go_on_from_a_state_that_was_loaded(tiny_run: TinyRun, tmp_path:
         trainer.load_state_dict(first)
         trainer.callbacks = [Back()]
         trainer.train()
-    steps = [step for step, _ in Back.seen]
-    assert steps == [2, 3, 4, 2, 3, 4, 5, 6]
-    assert [place for _, place in Back.seen[:2]] == places == [of for _, of in Back.seen[3:5]]
+    assert [step for step, _ in seen] == [2, 3, 4, 2, 3, 4, 5, 6]
+    assert [place for _, place in seen[:2]] == places == [place for _, place in seen[3:5]]
 
 
 @pytest.mark.parametrize("change", ["optimizer", "shape", "dtype", "more", "rng.cpu", "progress"])
@@ -224,6 +226,28 @@ def test_what_is_no_callback_is_refused_at_the_start(
     with pytest.raises(ConfigError, match=r"furlong\.Callback"):
         furlong.Trainer(config, callbacks=[callback])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("local_number", [0, 1])
+def test_one_process_of_a_machine_compares_the_bytes_of_the_cache(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_number: int
+) -> None:
+    class LoadedError(Exception):
+        """The data is there."""
+
+    def choose(trainer: furlong.Trainer) -> None:
+        assert len(trainer.train_data) == 8
+        raise LoadedError
+
+    config = config_of(tiny_run, tmp_path / "run")
+    furlong.Trainer(config_of(tiny_run, tmp_path / "first")).close()  # it is tokenized
+    compared = []
+    monkeypatch.setattr(cache, "checksum", lambda file: compared.append(file) or checksum(file))
+    monkeypatch.setattr(furlong.Trainer, "_choose_plan", choose)
+    launch = Launch(local_number=local_number, num_local=2)
+    with pytest.raises(LoadedError):
+        furlong.Trainer(config, processes=Processes(launch))
+    assert bool(compared) == (local_number == 0)
 
 
 def test_one_of_several_processes_trains_with_them(

@@ -399,9 +399,11 @@ def load_data(
     *,
     format: Format | None = None,
     key: str = "data.train",
+    is_compared: bool = False,
 ) -> DataSet:
     """The data set of `sources`, tokenized or taken from the cache. `format`: what the loss asks
-    for; `key`: where the sources were named. Raises DataError and ConfigError."""
+    for; `key`: where the sources were named; `is_compared`: see `read_arrays`. Raises DataError and
+    ConfigError."""
     listings = [list_files(source, key) for source in sources]
     limits = [min(filter(None, (source.limit, settings.limit)), default=None) for source in sources]
     whole = [one for one, most in zip(listings, limits, strict=True) if not (one.slices or most)]
@@ -417,7 +419,7 @@ def load_data(
             raise unreadable(source.path, key, error) from error
         started_s = time.perf_counter()
         tokenized_s = None
-        arrays = read_arrays(place)
+        arrays = read_arrays(place, is_compared=is_compared)
         if arrays is None:
             facts: dict[str, Any] = {}
             encoded = _encoded(listing, tokenizer, own, key, facts, most)

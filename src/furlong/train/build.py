@@ -121,10 +121,12 @@ def load_splits(
     seed: int = 0,
     say: Callable[[str], None] = print,
     day: str | None = None,
+    *,
+    is_compared: bool = False,
 ) -> dict[str, Any]:
     """The data sets `train` and, if there is one, `eval`; prints what was found. `format`: that of
     the loss, None is the settings' own. `seed`, `say`: see `StreamSet`. `day`: for templates that
-    write the date, None is today."""
+    write the date, None is today. `is_compared`: see `read_arrays`."""
     data: dict[str, Any] = {}
     settings = _dated(settings, tokenizer, day)
     if settings.streaming:
@@ -132,7 +134,9 @@ def load_splits(
     for split, named in (("train", settings.train), ("eval", settings.eval)):
         if named is not None and split not in data:
             key = f"data.{split}"
-            data[split] = load_data(named, tokenizer, settings, format=format, key=key)
+            data[split] = load_data(
+                named, tokenizer, settings, format=format, key=key, is_compared=is_compared
+            )
     if settings.eval_share:
         data["train"], data["eval"] = data["train"].split_off(settings.eval_share, seed)
     said = [*data["train"].describe()]

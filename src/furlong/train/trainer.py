@@ -232,6 +232,7 @@ class Trainer:
             read = partial(
                 build.load_splits, config.data, self.tokenizer, self.objective.format,
                 config.train.seed, self.say, self.day,
+                is_compared=processes.launch.local_number > 0,
             )  # fmt: skip
             self.data = processes.first_of_each_machine(read)
         self.train_data: DataSet | StreamSet = self.data["train"]
