@@ -207,7 +207,6 @@ def measure(engine: str, run: Path) -> None:
 
 def longest_batch(config: Any) -> list[dict[str, Any]]:
     """The global batch of the run that holds its longest sequence."""
-    import torch
 
     from furlong.data.dataset import load_data
     from furlong.data.loader import sequence_tensors
@@ -218,7 +217,7 @@ def longest_batch(config: Any) -> list[dict[str, Any]]:
     sequences = load_data(config.data.train, tokenizer, config.data)
     batches = epochs_of(config.train, sequences).batches(0)
     longest = max(batches, key=lambda batch: int(sequences.seq_lens[batch].max()))
-    return [sequence_tensors(sequences[n], torch.device("cpu")) for n in longest.tolist()]
+    return [sequence_tensors(sequences[n]) for n in longest.tolist()]
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def test_passes_over_a_part_have_orders_of_their_own() -> None:
 def test_a_batch_counts_its_labels_and_makes_tensors() -> None:
     (batch, *_) = in_order(SEQUENCES, EACH[:2], StepSize(4))
     assert (batch.num_tokens, batch.num_valid_tokens) == (3, 1)
-    tensors = batch.tensors(torch.device("cpu"))
+    tensors = batch.tensors()
     assert [t["input_ids"].tolist() for t in tensors] == [[0], [1, 1]]
     assert tensors[0]["labels"].dtype == torch.int64
 
@@ -215,7 +215,7 @@ def test_a_part_of_a_batch_reads_nothing_else() -> None:
     sequences = [SEQUENCES[2], Sequence(3, "x", np.zeros(4, np.int32), unread, counted=3)]
     (batch,) = in_order(sequences, EACH[:2], StepSize(2))
     assert batch.seq_lens == (3, 4) and batch.num_valid_tokens == 2 + 3
-    part = batch.part([0], torch.device("cpu"))
+    part = batch.part([0])
     assert part.keys() == {0} and part[0]["input_ids"].tolist() == [2, 2, 2]
 
 

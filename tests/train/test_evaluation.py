@@ -52,7 +52,7 @@ def true_losses(model: LlamaForCausalLM, batches: list[Batch]) -> tuple[list[int
     """Position and loss of every token with a label."""
     positions, losses = [], []
     for batch in batches:
-        for sequence in batch.tensors(torch.device("cpu")):
+        for sequence in batch.tensors():
             with torch.no_grad():
                 logits = model(sequence["input_ids"][None]).logits[0]
             for position in range(1, len(sequence["labels"])):

@@ -82,7 +82,7 @@ def plain_loop(
     for batch in batches:
         optimizer.zero_grad()
         total = 0.0
-        for sequence in batch.tensors(torch.device("cpu")):
+        for sequence in batch.tensors():
             logits = model(input_ids=sequence["input_ids"][None], use_cache=False).logits[0]
             loss_sum = torch.nn.functional.cross_entropy(
                 logits[:-1], sequence["labels"][1:], ignore_index=IGNORE_INDEX, reduction="sum"
@@ -147,7 +147,7 @@ def test_steps_are_those_of_a_plain_loop(
 def _loss_sum(model: Any, batch: Batch) -> float:
     total = 0.0
     with torch.no_grad():
-        for sequence in batch.tensors(torch.device("cpu")):
+        for sequence in batch.tensors():
             logits = model(input_ids=sequence["input_ids"][None], use_cache=False).logits[0]
             total += torch.nn.functional.cross_entropy(
                 logits[:-1], sequence["labels"][1:], ignore_index=IGNORE_INDEX, reduction="sum"

@@ -65,7 +65,7 @@ def by_hand(model: Any, sequence: dict[str, torch.Tensor], options: ChunkOptions
 
 def test_cosine_and_error_are_those_of_the_whole_gradients():
     model, batch = make_model(), make_batch(40, 100, 70)
-    exact, drawn = by_hand(model, batch.tensors(CPU)[1], HALF)
+    exact, drawn = by_hand(model, batch.tensors()[1], HALF)
     check = check_sample(BatchEngine(Engine(model)), batch, HALF)
     assert check is not None
     assert (check.num_tokens, check.num_chunks) == (100, 7)

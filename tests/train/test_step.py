@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from furlong.planners.spaco import EXACT, sample_backwards
 from furlong.runtime.distributed.fsdp import clip_gradients
 from furlong.runtime.step import StepResult
 from furlong.timeline import Record, Timeline
+from furlong.train.batches import BatchEngine
 from furlong.train.memory import Fitting
 from furlong.train.metrics import MfuMeter
 from furlong.train.progress import Progress
@@ -195,3 +197,15 @@ def test_the_update_is_of_clipped_gradients(
     figures = trainer.step(make_batch(3))
     assert float((model.weight.detach() - before).norm()) == pytest.approx(moved_by)
     assert figures.grad_norm == pytest.approx(2.0)
+
+
+def test_the_engine_gets_sequences_on_the_cpu() -> None:
+    """On a GPU each would come back for its labels, and for the ranges of its ids."""
+    seen: list[Any] = []
+    model = SimpleNamespace(device=torch.device("meta"))
+    engine: Any = SimpleNamespace(
+        ranks=None, model=model, forward_backward=lambda sequences, *_, **__: seen.extend(sequences)
+    )
+    ids = np.arange(5, dtype=np.int32)
+    BatchEngine(engine).compute(Batch((Sequence(0, "", ids, ids),), LoaderState()), OPTIONS)
+    assert [x.device.type for x in seen[0].values()] == ["cpu", "cpu"]

@@ -47,7 +47,7 @@ class LoaderState:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences between two optimizer steps, and the state after them. Their tokens lie on
-    disk until `tensors` asks for them."""
+    disk until `tensors` asks for them; the engine reads them on the CPU and sends each chunk's."""
 
     sequences: tuple[Sequence, ...]
     """In a batch of pairs, chosen and rejected by turns."""
@@ -65,23 +65,21 @@ class Batch:
     def num_valid_tokens(self) -> int:
         return sum(sequence.num_valid_tokens for sequence in self.sequences)
 
-    def tensors(self, device: torch.device) -> list[dict[str, torch.Tensor]]:
+    def tensors(self) -> list[dict[str, torch.Tensor]]:
         """One `{"input_ids": (T,) int64, "labels": (T,) int64}` per sequence."""
-        return [sequence_tensors(sequence, device) for sequence in self.sequences]
+        return [sequence_tensors(sequence) for sequence in self.sequences]
 
-    def part(
-        self, numbers: Iterable[int], device: torch.device
-    ) -> dict[int, dict[str, torch.Tensor]]:
+    def part(self, numbers: Iterable[int]) -> dict[int, dict[str, torch.Tensor]]:
         """The same of some sequences, by their place in the batch; of the others nothing is
         read."""
-        return {number: sequence_tensors(self.sequences[number], device) for number in numbers}
+        return {number: sequence_tensors(self.sequences[number]) for number in numbers}
 
 
-def sequence_tensors(sequence: Sequence, device: torch.device) -> dict[str, torch.Tensor]:
-    """`{"input_ids": (T,) int64, "labels": (T,) int64}`, read from disk."""
+def sequence_tensors(sequence: Sequence) -> dict[str, torch.Tensor]:
+    """`{"input_ids": (T,) int64, "labels": (T,) int64}`, read from disk, on the CPU."""
     return {
-        "input_ids": torch.from_numpy(sequence.input_ids.astype(np.int64)).to(device),
-        "labels": torch.from_numpy(sequence.labels.astype(np.int64)).to(device),
+        "input_ids": torch.from_numpy(sequence.input_ids.astype(np.int64)),
+        "labels": torch.from_numpy(sequence.labels.astype(np.int64)),
     }
 
 

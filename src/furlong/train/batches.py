@@ -241,8 +241,9 @@ class BatchEngine:
         """
         if self._plans is None:
             divisor = batch.num_valid_tokens if backward else None
-            sequences = batch.tensors(self.device)
-            return self.engine.forward_backward(sequences, options, divisor, backward, watch=watch)
+            return self.engine.forward_backward(
+                batch.tensors(), options, divisor, backward, watch=watch
+            )
         plans = self._plans
 
         def prepare() -> tuple[str, ChunkPlan, Mapping[int, Mapping[str, Tensor]]]:
@@ -250,9 +251,9 @@ class BatchEngine:
             allow_time(limit_of_step(step_s))
             if backward:
                 plan = with_draw(plan, batch, options)
-            return method, plan, batch.part(self.engine.reads(plan), self.device)
+            return method, plan, batch.part(self.engine.reads(plan))
 
-        # ids come onto the device: a process that lacks memory for them tells the others
+        # a process that has no plan, or cannot read its sequences, tells the others
         self.method, plan, own = together(self.engine.ranks, prepare)
         return self.engine.run(plan, own, batch.num_valid_tokens, weights=weights, watch=watch)
 

@@ -228,7 +228,7 @@ class AnswerLoss(Objective):
 
         for number, unit in enumerate(units):
             with torch.set_grad_enabled(backward):
-                tensors = [sequence_tensors(sequence, engine.device) for sequence in unit]
+                tensors = [sequence_tensors(sequence) for sequence in unit]
                 given = engine.engine.token_values(
                     tensors, options, values.log_prob(), gradients="added", watch=watch
                 )
@@ -379,7 +379,7 @@ def log_probs(
     known = list(sequences)
     learnt = [np.flatnonzero(own.labels[1:] != IGNORE_INDEX) for own in known]
     if engine.is_alone:
-        tensors = [sequence_tensors(sequence, engine.device) for sequence in known]
+        tensors = [sequence_tensors(sequence) for sequence in known]
         found = engine.engine.token_values(tensors, options, values.log_prob())
         return [x.cpu().numpy()[at + 1] for x, at in zip(found, learnt, strict=True)]
     result = engine.compute(Batch(tuple(known), LoaderState()), options, backward=False)

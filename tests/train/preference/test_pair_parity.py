@@ -23,14 +23,13 @@ from furlong.models.build import build_model
 from furlong.plan.lengths import StepSize
 from furlong.train.optim import build_optimizer, build_schedule
 
-CPU = torch.device("cpu")
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
 BETA = 0.3
 
 
 def log_prob(model: Any, sequence: Sequence) -> Tensor:
     """The sum over the answer's tokens, by one forward of the whole sequence."""
-    tensors = sequence_tensors(sequence, CPU)
+    tensors = sequence_tensors(sequence)
     logits = model(input_ids=tensors["input_ids"][None], use_cache=False).logits[0, :-1]
     labels = tensors["labels"][1:]
     learnt = labels != IGNORE_INDEX
