@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from typing import Any
 
@@ -63,6 +64,8 @@ def test_a_template_without_end_is_an_error(
     bomb, told = BOMBS[name]
     if told == TIME:
         monkeypatch.setattr(module, "LIMIT_S", 0.3)
+        monkeypatch.setattr(module, "_LOOK_S", 0.01)  # it computes, so it does not stand still
+        monkeypatch.setattr(module, "_MOST_LOOKS", 3)
     monkeypatch.setattr(module, "LIMIT_BYTES", 2**28)
     template = bomb if where == "first" else LATER.replace("BOMB", bomb)
     before_bytes = psutil.Process().memory_info().rss
@@ -95,6 +98,23 @@ def test_a_process_that_is_killed_is_told() -> None:
         process.kill()
         with pytest.raises(DataError, match="ends its process with -9"):
             render(Turns("x", TURNS))
+
+
+@pytest.mark.parametrize("place", ["__init__", "render"])
+def test_a_process_that_waits_for_a_forked_lock_is_given_up(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another thread, which goes on in this process alone; the conversation fills the pipe."""
+    held = threading.Lock()
+    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(module, "_MOST_LOOKS", 5)
+    monkeypatch.setattr(ChatTemplate, place, lambda *_: held.acquire() and None)
+    children = psutil.Process().children()
+    long = [{"role": "user", "content": "x" * 2**20}]
+    with held, rendering(byte_tokenizer()) as render, pytest.raises(DataError) as caught:
+        render(Turns("a.jsonl:1", long))
+    assert "stands still" in caught.value.given and caught.value.source == "a.jsonl:1"
+    assert psutil.Process().children() == children
 
 
 def test_nothing_is_said_about_the_process(

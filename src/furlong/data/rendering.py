@@ -1,11 +1,13 @@
 """Conversations rendered in a process of its own, whose time and memory the system bounds.
 
 A chat template is a program that came with a tokenizer: it may loop for ever or ask for all memory,
-and within this process nothing could stop it, whatever thread it runs in.
+and within this process nothing could stop it, whatever thread it runs in. The process may also wait
+for a lock that another thread of this one held when it was forked, and which nobody gives free.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import resource
@@ -30,6 +32,9 @@ LIMIT_BYTES = 2**30
 """Memory that rendering may take beside what the process begins with."""
 
 _LOOK_S = 1.0
+_MOST_LOOKS = 60
+"""After so many looks in a row at a process that sleeps and has not computed it is given up. On a
+busy machine one that could go on is waiting for a core, and does not sleep."""
 
 
 @contextmanager
@@ -50,16 +55,32 @@ def rendering(
         process.start()
     theirs.close()
 
+    is_ready = False
+
+    def received() -> Any:
+        """The next message; raises TimeoutError where the process stands still."""
+        looks, before = 0, -1.0
+        while not ours.poll(_LOOK_S):
+            if not process.is_alive() and not ours.poll():
+                raise EOFError
+            now = _computed_s(process.pid)
+            looks, before = looks + 1 if now == before else 0, now
+            if looks == _MOST_LOOKS:
+                process.kill()
+                raise TimeoutError
+        return ours.recv()
+
     def ask(turns: Turns) -> Rendered:
+        nonlocal is_ready
         try:
+            if not is_ready:  # a long conversation is sent to one that reads it
+                is_ready = received()
             ours.send(turns)
-            while not ours.poll(_LOOK_S):
-                if not process.is_alive() and not ours.poll():
-                    raise EOFError
-            answer = ours.recv()
+            answer = received()
         except (EOFError, OSError) as error:
             process.join()
-            raise _ended(process.exitcode, tokenizer.name_or_path, turns.origin) from error
+            code = None if isinstance(error, TimeoutError) else process.exitcode
+            raise _ended(code, tokenizer.name_or_path, turns.origin) from error
         if isinstance(answer, Exception):
             raise answer
         return answer  # type: ignore[no-any-return]
@@ -91,6 +112,7 @@ def _serve(
     # Without a handler the signal ends the process, also in the midst of one long operation.
     wind_up = partial(signal.setitimer, signal.ITIMER_PROF, LIMIT_S)
     template = ChatTemplate(tokenizer, wind_up, eot_tokens)
+    connection.send(True)
     answer: Any
     while True:
         try:
@@ -105,7 +127,27 @@ def _serve(
         connection.send(answer)
 
 
+def _computed_s(pid: int | None) -> float:
+    """Seconds that a process has computed, if it sleeps; else not a number, equal to none."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_SLEEPING:
+            times = process.cpu_times()
+            return times.user + times.system
+    return math.nan
+
+
 def _ended(exit_code: int | None, tokenizer: str, origin: str) -> DataError:
+    """The error of a process that has ended, or, without a code, of one that stood still."""
+    if exit_code is None:
+        return DataError(
+            given=f"a conversation at which the process that renders it, by {tokenizer}, stands"
+            f" still: it sleeps, and has not computed for {_MOST_LOOKS * _LOOK_S:g} s",
+            required="a process that renders or ends",
+            source=origin,
+            change="start again: it waits for what another thread held when it was forked; in a"
+            " program of your own render before it starts threads",
+        )
     is_late = exit_code == -signal.SIGPROF
     reason = f"takes more than {LIMIT_S:g} s" if is_late else f"ends its process with {exit_code}"
     return DataError(
