@@ -2,7 +2,7 @@
 
 A trainer calls the model; the model calls its decoder; there the batch is cut into chunks, and what
 comes back are final hidden states with a graph. Head and loss are the caller's own, so a trainer
-runs unchanged. What makes no gradient and wants a cache, as generation does, goes the old way, and
+runs unchanged. What makes no gradient and makes a cache, as generation does, goes the old way, and
 so does everything in a copy of the model.
 
     B rows of a batch, T columns, D hidden size
@@ -11,14 +11,14 @@ so does everything in a copy of the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.kv.pools import Storage
@@ -50,6 +50,11 @@ _REFUSED = {
     "inputs_embeds": (
         "chunks are made of token ids, so that embeddings would get no gradient",
         "pass input_ids; prompt tuning and images train without furlong",
+    ),
+    "token_type_ids": (
+        "some families add an embedding of them, of zeros too",
+        "leave the key out: tokenizer(..., return_token_type_ids=False), or "
+        'dataset.remove_columns("token_type_ids")',
     ),
     "pixel_values": (_IMAGES, "train on text alone"),
     "output_router_logits": (
@@ -99,12 +104,12 @@ def chunked(
             change="call furlong.chunked first, then what wraps the decoder",
         )
     session = Session(
-        model, max_seq_len=max_seq_len, compute_dtype=None, storage=storage, needs_head=False
+        model, max_seq_len=max_seq_len, compute_dtype=None, storage=storage, is_entered=True
     )
     decoder.__dict__[_FORWARD] = ChunkedForward(session, options, share_prompts)
     decoder.__dict__["forward"] = MethodType(forward, decoder)
     if _LABELS not in decoder.__dict__:
-        hook = bare_model(model).register_forward_pre_hook(_refuse_labels, with_kwargs=True)
+        hook = bare_model(model).register_forward_pre_hook(_with_labels, with_kwargs=True)
         decoder.__dict__[_LABELS] = hook
     with session.alone(takes_autocast=True):
         try:
@@ -117,7 +122,9 @@ def chunked(
 
 def unchunked(model: _M) -> _M:
     """The model, with the decoder's own forward again."""
-    _remove(_decoder(model))
+    inside = [module for module in model.modules() if _FORWARD in module.__dict__]
+    for decoder in inside or [_decoder(model)]:  # also in what chunked would refuse by now
+        _remove(decoder)
     return model
 
 
@@ -171,23 +178,48 @@ class ChunkedForward:
         output = DecoderOutput(last_hidden_state=_joined(given["input_ids"], cells, states))
         return output.to_tuple() if given.get("return_dict") is False else output
 
-    def wants_gradients(self) -> bool:
-        return torch.is_grad_enabled() and any(
-            p.requires_grad for p in self.session.given.parameters()
-        )
+    def wants_gradients(self, given: Mapping[str, Any]) -> bool:
+        """Whether autograd would record the call: for a parameter, what is passed (embeddings, or
+        cached keys and values, of prompt tuning), or what a hook adds."""
+        if not torch.is_grad_enabled():
+            return False
+        parameters = self.session.given.parameters()
+        if any(x.requires_grad for x in chain(parameters, _tensors(given.values()))):
+            return True
+        with self.session.alone(takes_autocast=True):
+            self.session.ready()
+            return self.session.records()
 
     def is_plain(self, decoder: Any, given: Mapping[str, Any]) -> bool:
         """Whether the call goes to the decoder's own forward: it is one of ours, or makes no
-        gradient, and wants a cache or might."""
+        gradient, and has a cache or makes one."""
         if self.session.state.is_inside:
             return True
         use_cache, past = given.get("use_cache"), given.get("past_key_values")
-        is_new = use_cache is None and not decoder.training  # None is True to transformers
-        if not self.wants_gradients():
-            return bool(use_cache) or past is not None or is_new or given.get("input_ids") is None
+        if not self.wants_gradients(given):
+            # a step of training that leaves it unsaid has no use for a cache
+            caches = _makes_cache(decoder, given) and not (use_cache is None and decoder.training)
+            return caches or past is not None or given.get("input_ids") is None
+        if any(x.requires_grad for x in _tensors([past])):
+            raise _refusal(
+                decoder, "keys and values that require a gradient, as those of prefix tuning do",
+                "train adapters of another type, such as LoRA",
+                "chunks begin with token ids, so that these would get no gradient",
+            )  # fmt: skip
         if use_cache or past is not None:
             raise _refusal(decoder, "a cache together with gradients", "pass use_cache=False")
         return False
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments of a call, and those of a cache's layers."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+        for layer in getattr(value, "layers", ()):
+            yield from _tensors(vars(layer).values())
 
 
 def _makes_cache(decoder: Any, given: Mapping[str, Any]) -> bool:
@@ -256,7 +288,6 @@ class _Joined(torch.autograd.Function):
         return cells
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Raises DataError for a gradient by padding; one that overflowed has none."""
         gaps = zip([0, *ctx.stops], [*ctx.starts, len(grad)], strict=True)
@@ -267,23 +298,35 @@ class _Joined(torch.autograd.Function):
         return None, None, None, *own
 
 
-def _refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook before a language model's forward. Without a gradient a loss would not tell that it
-    was made of padding: raise DataError for the labels that make it so."""
+def _with_labels(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A hook before a model's forward, for calls with labels and without a gradient: an evaluation.
+
+    It makes no cache unless it asks for one, so that it goes through chunks. Its loss would not
+    tell that it was made of padding: raises DataError for the labels that make it so.
+    """
     decoder: Any = decoder_of(model)
     in_chunks: ChunkedForward | None = decoder.__dict__.get(_FORWARD)
     given = _named(model, args, kwargs)
     labels, mask = given.get("labels"), given.get("attention_mask")
     if (
-        in_chunks is None or in_chunks.wants_gradients()
-        or in_chunks.is_plain(decoder, given)
-        or model.get_output_embeddings() is None  # labels of something else than the next token
-        or not (isinstance(labels, Tensor) and isinstance(mask, Tensor))
-        or labels.ndim != 2 or labels.shape != mask.shape
+        in_chunks is None or labels is None or in_chunks.session.state.is_inside
+        or in_chunks.wants_gradients(given)
     ):  # fmt: skip
-        return
-    if labels_of_padding(labels, mask):
+        return None
+    if given.get("use_cache") is None and given.get("past_key_values") is None:
+        given = {**given, "use_cache": False}
+    if in_chunks.is_plain(decoder, given):
+        return None
+    if (
+        model.get_output_embeddings() is not None  # else labels are no next tokens
+        and isinstance(labels, Tensor) and isinstance(mask, Tensor)
+        and labels.ndim == 2 and labels.shape == mask.shape
+        and labels_of_padding(labels, mask)
+    ):  # fmt: skip
         raise padding_read("a loss")
+    return (), given
 
 
 def _refusal(decoder: Any, what: str, change: str, why: str | None = None) -> ConfigError:

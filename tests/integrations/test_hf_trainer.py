@@ -28,6 +28,7 @@ from furlong.kv.pools import Storage
 from furlong.testing import take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=16)
+OPTIONS_KV = furlong.ChunkOptions(size=16, keep="kv")
 BOUND = 1e-9
 
 
@@ -137,6 +138,51 @@ def test_a_batch_without_labels_is_left_out(tmp_path: Path) -> None:
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 
 
+def test_data_without_labels_evaluates_without_a_loss(tmp_path: Path) -> None:
+    data = [{"input_ids": record["input_ids"]} for record in records(5)]
+    found = []
+    for base in (Trainer, transformers.Trainer):
+        trainer = base(
+            model=build("qwen2"), args=transformers.TrainingArguments(**settings(tmp_path)),
+            eval_dataset=data, data_collator=padded("right"),
+        )  # fmt: skip
+        found.append(trainer.evaluate().keys())
+    assert found[0] == found[1] and "eval_loss" not in found[0]
+
+
+def test_changes_that_refusals_offer_are_followed(tmp_path: Path) -> None:
+    """A gradient that a hook scales, in the place of which a callback does; a `model_init`."""
+
+    class Halve(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            model.lm_head.weight.grad.mul_(0.5)
+
+    def hooked(model: Any) -> Any:
+        model.lm_head.weight.register_hook(lambda grad: 0.5 * grad)
+        return model
+
+    def trainer_of(base: type, model: Any = None, **own: Any) -> Any:
+        arguments = settings(tmp_path, max_steps=2, optim="sgd", max_grad_norm=0, data_seed=5)
+        trainer = base(
+            model=model, args=transformers.TrainingArguments(**arguments),
+            train_dataset=records(), data_collator=padded("right"), **own,
+        )  # fmt: skip
+        trainer.train()
+        return trainer.model
+
+    plain = trainer_of(transformers.Trainer, hooked(build("qwen2")))
+    with pytest.raises(UnsupportedModelError, match="on_pre_optimizer_step"):
+        trainer_of(Trainer, hooked(build("qwen2")))
+    called = trainer_of(Trainer, build("qwen2"), callbacks=[Halve()])
+    chunked = trainer_of(transformers.Trainer, furlong.chunked(hooked(build("qwen2")), OPTIONS_KV))
+    made = trainer_of(
+        transformers.Trainer,
+        model_init=lambda: furlong.chunked(hooked(build("qwen2")), OPTIONS_KV),
+    )
+    for model in (called, chunked, made):
+        assert largest_difference(model, plain) < 1e-6  # the plain loss is float32
+
+
 def test_bfloat16_computes_on_float32_weights(tmp_path: Path) -> None:
     trainer = Trainer(
         model=build("qwen2", torch.float32),
@@ -152,6 +198,7 @@ def test_bfloat16_computes_on_float32_weights(tmp_path: Path) -> None:
 
 REFUSED = {
     "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
+    "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
     "optim=lomo": {"optim": "lomo"},
     "optim=galore_adamw_layerwise": {
         "optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear",

@@ -12,6 +12,7 @@ from helpers.tiny_families import build
 from process_cases import SQUARED
 from sft_cases import ChunkedSFTTrainer, prompts_and_completions
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from trainers import (
     largest_difference,
     padded,
@@ -137,6 +138,119 @@ def test_the_own_loss_type_of_sft(tmp_path: Path) -> None:
     assert largest_difference(mine.model, wide.model) <= BOUND
     narrow = run(SFTTrainer)  # TRL's head is float32
     assert mine.losses == pytest.approx(narrow.losses, rel=1e-5)
+
+
+class Penalised(transformers.Qwen2ForCausalLM):  # type: ignore[misc]
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        if output.loss is not None and self.training:
+            output.loss = output.loss + 1e-3 * self.lm_head.weight.pow(2).sum()
+        return output
+
+
+def penalise(model: Any) -> None:
+    model.__class__ = Penalised
+
+
+def double(model: Any) -> None:
+    own = model.loss_function
+    model.loss_function = lambda *args, **kwargs: 2 * own(*args, **kwargs)
+
+
+def average(model: Any) -> None:
+    """The mean of each batch, which several batches of an update do not add up to."""
+    model.loss_function = lambda logits, labels, **_: cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    )
+
+
+def replace_forward(model: Any) -> None:
+    own = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        output["loss"] = output.loss * 1.5
+        return output
+
+    model.forward = forward
+
+
+def hook(model: Any) -> None:
+    model.register_forward_hook(lambda module, args, output: output)
+
+
+def hook_backward(model: Any) -> None:
+    model.register_full_backward_hook(lambda module, grads, others: None)
+
+
+ON_A_MODEL = [penalise, double, average, replace_forward, hook, hook_backward]
+
+
+def trainer_of(model: Any, folder: Path, base: type = Trainer, **own: Any) -> Any:
+    options = {"chunk_options": OPTIONS} if issubclass(base, Trainer) else {}
+    return base(
+        model=model, args=transformers.TrainingArguments(**settings(folder, max_steps=2)),
+        train_dataset=records(), eval_dataset=records(5), data_collator=padded("right"),
+        **options, **own,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ON_A_MODEL)
+def test_a_loss_that_stands_on_the_model_is_refused_whenever_it_is_put_there(
+    tmp_path: Path, change: Any
+) -> None:
+    model = build("qwen2")
+    change(model)
+    with pytest.raises(ConfigError) as error:
+        trainer_of(model, tmp_path)
+    assert "furlong.chunked(model)" in error.value.change
+    for call in ("train", "evaluate"):
+        trainer = trainer_of(build("qwen2"), tmp_path)
+        change(trainer.model)
+        with pytest.raises(ConfigError):
+            getattr(trainer, call)()
+
+    class Later(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            change(model)
+
+    trainer = trainer_of(build("qwen2"), tmp_path, callbacks=[Later()])
+    with pytest.raises(ConfigError):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_refused_loss_trains_behind_the_door_that_is_named(tmp_path: Path) -> None:
+    losses = []
+    for door in (lambda model: model, lambda model: furlong.chunked(model, OPTIONS)):
+        model = build("qwen2")
+        penalise(model)
+        trainer = trainer_of(door(model), tmp_path, recording(transformers.Trainer))
+        trainer.train()
+        losses.append(trainer.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # its loss is float32
+
+
+def test_what_stands_on_a_model_and_changes_no_loss_is_taken(tmp_path: Path) -> None:
+    model = build("qwen2")
+    model.loss_function = model.loss_function
+    trainer_of(model, tmp_path).train()
+    model = build("qwen2")
+    double(model)  # a loss of logits goes before it
+    trainer_of(model, tmp_path, compute_loss_func=SQUARED).train()
+
+
+def test_a_model_in_the_place_of_the_first_one_is_refused(tmp_path: Path) -> None:
+    for call in ("train", "evaluate"):
+        trainer = trainer_of(build("qwen2"), tmp_path)
+        trainer.model = trainer.model_wrapped = build("qwen2")
+        with pytest.raises(ConfigError, match="another trainer"):
+            getattr(trainer, call)()
+    trainer = trainer_of(build("qwen2"), tmp_path)
+    trainer.model = trainer.model_wrapped = with_adapters(trainer.model)  # in the same model
+    trainer.train()
+    assert any(p.grad is not None or p.any() for n, p in trainer.model.named_parameters()
+               if "lora_B" in n)  # fmt: skip
 
 
 def test_losses_of_outputs_are_refused_also_when_they_are_set_later(

@@ -139,6 +139,24 @@ def test_what_wants_a_cache_and_no_gradient_goes_the_old_way(chunked: Any) -> No
     furlong.chunked(chunked.train(), furlong.ChunkOptions(size=8, keep="kv"))
 
 
+def test_evaluation_makes_no_cache_and_goes_in_chunks() -> None:
+    """`config.use_cache` speaks where a call does not, and a call with labels asks for a loss."""
+    model = furlong.chunked(build("llama"), OPTIONS[0]).eval()
+    ids = IDS[:1]
+    with torch.no_grad():
+        assert ran(model, input_ids=ids, labels=ids) == 8
+        assert ran(model, input_ids=ids, labels=ids, use_cache=True) == 29
+        model.config.use_cache = False
+        assert ran(model, input_ids=ids) == 8
+        rows = []
+        hook = model.model.layers[0].register_forward_pre_hook(
+            lambda _, x: rows.append(x[0].shape[1])
+        )
+        model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=True)
+        assert rows == [29, 1, 1]
+        hook.remove()
+
+
 @pytest.mark.slow
 def test_copies_have_no_door(chunked: Any, tmp_path: Any) -> None:
     chunked.save_pretrained(tmp_path)

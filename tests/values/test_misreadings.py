@@ -155,9 +155,10 @@ def test_labels_of_padding_without_chunks(chunked: Any) -> None:
     call = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS}
     chunked.eval()
     with torch.no_grad():
-        found = chunked(**call).loss
-        with pytest.raises(DataError, match="what tokens of padding predict"):
-            chunked(**call, use_cache=False)
+        found = chunked(**call, use_cache=True).loss
+        for unsaid in ({}, {"use_cache": False}):
+            with pytest.raises(DataError, match="what tokens of padding predict"):
+                chunked(**call, **unsaid)
         furlong.unchunked(chunked)
         assert found == chunked(**call).loss == chunked(**call, use_cache=False).loss
     furlong.chunked(chunked.train(), OPTIONS)
@@ -169,6 +170,69 @@ def test_a_head_that_trains_alone_reads_no_padding() -> None:
     states = model.get_decoder()(input_ids=IDS, attention_mask=MASK, use_cache=False)[0]
     with pytest.raises(DataError, match="what tokens of padding predict"):
         head(states).sum().backward()
+
+
+PROMPTS = {
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "p": peft.PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=8
+    ),
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_prompts_that_are_trained_later_are_refused(kind: str) -> None:
+    """Of the model itself nothing requires a gradient."""
+    model: Any = peft.get_peft_model(
+        furlong.chunked(build("llama"), OPTIONS), PROMPTS[kind]
+    ).train()
+    with pytest.raises(ConfigError) as error:
+        model(input_ids=IDS, labels=IDS)
+    assert "gradient" in error.value.given and "unchunked(model)" in error.value.change
+    furlong.unchunked(model)(input_ids=IDS, labels=IDS).loss.backward()
+
+
+@pytest.mark.parametrize("where", ["decoder", "layer", "embeddings"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_vector_that_a_hook_adds(where: str, frozen: bool) -> None:
+    """A hook on the decoder itself runs once on the whole batch, not once more on each chunk; a
+    vector that alone is trained is no parameter of the model."""
+    found = []
+    for chunks in (False, True):
+        model: Any = build("llama").requires_grad_(not frozen)
+        vector = torch.full((32,), 0.1, dtype=torch.float64, requires_grad=True)
+
+        def add(_: Any, __: Any, output: Any, vector: Tensor = vector) -> Any:
+            if hasattr(output, "last_hidden_state"):
+                output.last_hidden_state = output.last_hidden_state * 2 + vector
+                return output
+            return output * 2 + vector
+
+        places = {"decoder": model.model, "layer": model.model.layers[0].mlp}
+        places.get(where, model.get_input_embeddings()).register_forward_hook(add)
+        if chunks:
+            furlong.chunked(model, OPTIONS)
+        model(input_ids=IDS, use_cache=False).logits.pow(2).sum().backward()
+        assert vector.grad is not None
+        found.append({"vector": vector.grad} | take_grads(model))
+    assert worst_relative_error(found[1], found[0]) <= 1e-12
+
+
+def test_gradients_of_gradients_are_refused(chunked: Any) -> None:
+    loss = chunked(input_ids=IDS, labels=IDS).loss
+    with pytest.raises(ConfigError, match="create_graph"):
+        torch.autograd.grad(loss, list(chunked.parameters()), create_graph=True)
+    weights = {name: p.detach() for name, p in chunked.named_parameters()}
+
+    def of(weights: dict[str, Tensor]) -> Tensor:
+        call = {"input_ids": IDS, "labels": IDS}
+        return torch.func.functional_call(chunked, weights, (), call).loss  # type: ignore[no-any-return]
+
+    with pytest.raises(ConfigError, match=r"torch\.func"):
+        torch.func.grad(of)(weights)
+    with pytest.raises(ConfigError, match=r"load_state_dict"):
+        of({name: x.clone().requires_grad_() for name, x in weights.items()}).backward()
 
 
 def test_noise_on_embeddings_is_refused(chunked: Any) -> None:

@@ -11,8 +11,10 @@ one tile of logits at a time; any function of the model's outputs needs no train
 
 from __future__ import annotations
 
+import inspect
+import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -23,11 +25,13 @@ import transformers
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.nn.functional import cross_entropy
 
 from furlong.api import Engine
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, ElsewhereError
 from furlong.kv.pools import Storage
-from furlong.models.support import refuse_attention_dropout
+from furlong.models.attention import own_forward
+from furlong.models.support import bare_model, refuse_attention_dropout
 from furlong.ops.loss import IGNORE_INDEX, wide
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.batch import (
@@ -38,7 +42,11 @@ from furlong.runtime.batch import (
     refused_data,
     require_type,
 )
+from furlong.runtime.check import random_ids
 from furlong.runtime.distributed.fsdp import reshard
+from furlong.runtime.rng import RNGState, modes_kept, replayed
+from furlong.runtime.session import HOOKS, fingerprint
+from furlong.testing import relative_error
 from furlong.values import (
     Extras,
     TokenFunction,
@@ -114,7 +122,12 @@ def refuse_settings(trainer: Any) -> None:
         (args.fp16, "fp16", "use bf16 or float32, which need no scaling of the loss"),
         (any(name in optimizer.lower() for name in ("lomo", "layerwise")),
          f"optim={optimizer}, which updates inside the backward", ""),
-        (trainer.model_init, "model_init", "pass the model itself"),
+        (trainer.model_init, "model_init",
+         "pass the model itself; for a search over hyperparameters, "
+         "transformers.Trainer(model_init=lambda: furlong.chunked(make()))"),
+        (args.torch_compile, "torch_compile, of a forward that chunks never call",
+         "leave it out, and compile layers in place: "
+         "for layer in model.get_decoder().layers: layer.compile()"),
         (args.n_gpu > 1, f"DataParallel over {args.n_gpu} GPUs", whole),
         (getattr(trainer.accelerator, "parallelism_config", None) is not None,
          "a parallelism_config of accelerate (tp, cp, sp)", whole),
@@ -132,11 +145,88 @@ def refuse_settings(trainer: Any) -> None:
             (isinstance(plugin.cpu_offload, CPUOffloadPolicy), "cpu_offload", ""),
             (plugin.activation_checkpointing, "activation_checkpointing",
              "leave it out: chunk_options.keep decides what is recomputed"),
-            (args.torch_compile, "torch_compile", ""),
             (has_adapters, "adapters", "leave FSDP out: each process then has the whole model"),
         ]  # fmt: skip
         found += [(is_set, f"FSDP of accelerate with {what}", do) for is_set, what, do in fsdp]
     _refuse_first(trainer, found)
+
+
+def refuse_model(trainer: Any, model: nn.Module) -> None:
+    """Raise ConfigError for a model that is not the engine's, and for hooks on modules around its
+    decoder: chunks call the decoder and the head alone."""
+    own = trainer.engine.model
+    path = next((name for name, x in model.named_modules() if x is own.decoder), "").split(".")
+    around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
+    hooks = [hook for module in around for kind in HOOKS for hook in vars(module)[kind].values()]
+    others = [hook for hook in hooks if not str(hook.__module__).startswith(_OWN_HOOKS)]
+    found = [
+        (bare_model(model) is not own.base,
+         f"a {type(model).__name__} that was put in the place of the trainer's first model",
+         "make another trainer of it"),
+        (others, f"hooks on the whole model ({', '.join(map(_name_of, others))}), which no chunk "
+         "calls", f"put them on the decoder; {_CHUNKED}"),
+    ]  # fmt: skip
+    _refuse_first(trainer, found)
+
+
+_OWN_HOOKS = ("torch.distributed.", "furlong.")
+_CHUNKED = "or give furlong.chunked(model) to the trainer without furlong, which calls it"
+
+
+def _name_of(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)
+
+
+_ASKED_TOKENS = 8
+
+
+@torch.no_grad()
+def require_model_loss(trainer: Any) -> None:
+    """Raise ConfigError unless a call of the whole model gives what chunks compute: the
+    cross-entropy of its class's logits or, for a loss of logits, these.
+
+    A few tokens, in train mode, tell of a loss that was set on the model, of a forward that was
+    overridden, and of what wraps it. Weights that are divided are gathered: all processes call it.
+    """
+    own, model = trainer.engine.model, getattr(trainer.model, "_orig_mod", trainer.model)
+    (ids,) = random_ids(own, [min(_ASKED_TOKENS, own.longest_tokens or _ASKED_TOKENS)])
+    given: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
+    labels, divisor = ids[1:], len(ids) - 1
+    if token_loss(trainer) is None:
+        given["labels"] = given["input_ids"]
+        if "_loss_function" in vars(own.base) and trainer.model_accepts_loss_kwargs:
+            divisor *= 3  # as in an update of several batches
+            given["num_items_in_batch"] = torch.tensor(divisor, device=own.device)
+        if "fused_lm_head" in inspect.signature(own.base.forward, follow_wrapped=False).parameters:
+            given["fused_lm_head"] = True  # TRL's
+    state = RNGState.read(own.device)
+    with modes_kept(model), own_forward(own.base, own.max_seq_len):
+        model.train()
+        with replayed(state, own.device):
+            logits = own.whole_logits(ids)
+        with replayed(state, own.device):
+            output = model(**given)
+    reshard(own.base)
+    if "labels" in given:
+        what, found = "loss", output.loss
+        wanted = cross_entropy(wide(logits[:-1]), labels, reduction="sum") / divisor
+    else:
+        what, found, wanted = "logits", output.logits[0], logits
+    is_narrow = trainer.args.bf16 or logits.dtype.itemsize < 4  # accelerate sets an autocast on it
+    most = 2e-2 if is_narrow else 1e-4
+    error = math.inf if found is None else relative_error(found, wanted)
+    own_loss = getattr(vars(own.base).get("_loss_function"), "__qualname__", "")
+    causes = [
+        f"its loss_function {own_loss}" if own_loss else "",
+        "" if type(own.base).__module__.startswith("transformers.") else "the forward of its class",
+        "the forward that was set on it" if "forward" in vars(own.base) else "",
+    ]
+    cause = ", ".join(filter(None, causes)) or "its config or what wraps it"
+    told = (
+        f"{own.name} whose {what}, by {cause}, is not that of chunks (relative error {error:.1e})"
+    )
+    change = f"pass compute_loss_func=furlong.integrations.TokenLoss(function), {_CHUNKED}"
+    _refuse_first(trainer, [(not error <= most, told, change)])
 
 
 def _refuse_first(trainer: Any, rows: Iterable[tuple[Any, str, str]]) -> None:
@@ -200,8 +290,7 @@ def refuse_loss(trainer: Any) -> None:
     found = [
         (is_own or not (function is None or isinstance(function, TokenLoss)),
          "a compute_loss_func or compute_loss of the trainer's own",
-         "pass compute_loss_func=furlong.integrations.TokenLoss(function); or give "
-         "furlong.chunked(model) to the trainer without furlong"),
+         f"pass compute_loss_func=furlong.integrations.TokenLoss(function), {_CHUNKED}"),
         (seed is not None, f"chunk_options with sample.seed = {seed}, the same draw in every step",
          "leave sample.seed out; draws then follow from args.seed"),
     ]  # fmt: skip
@@ -299,6 +388,27 @@ def added_up(device: torch.device, *numbers: float) -> list[float]:
     return sums.tolist()  # type: ignore[no-any-return]
 
 
+def on_all(device: torch.device, act: Callable[[], int | None]) -> float:
+    """The sum of what `act` returns on all processes. Where it raises on one, it raises on all:
+    others would wait for that one for ever."""
+    number, num_processes = (
+        (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    )
+    outcome, error = 0, None
+    try:
+        outcome = int(act() or 0)
+    except Exception as raised:
+        error = raised
+    has_failed = (error is not None and n == number for n in range(num_processes))
+    total, *failed = added_up(device, outcome, *has_failed)
+    if error is not None:
+        raise error
+    if any(failed):
+        names = ", ".join(str(n) for n, count in enumerate(failed) if count)
+        raise ElsewhereError(f"an error on process {names}, which tells it")
+    return total
+
+
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` that trains on sequences longer than memory should allow.
 
@@ -346,11 +456,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.accelerator.state.fsdp_plugin.auto_wrap_policy = None  # nothing is left to wrap
         refuse_attention_dropout(self.engine.model.base)  # from_pretrained returns it in eval mode
         self._own_loss = 0.0  # of the batches since the last update
+        self._asked: object = None  # the model of which `require_model_loss` has asked
+        if divides:
+            self._ask_together()
+        else:
+            self._refuse(self.model)
+            self._ask()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
         """Counts the labels that a token predicts: what the loss sums over, on all processes."""
+        self._ask_together()
         batches = [self._own_samples(batch) for batch in islice(epoch_iterator, num_batches)]
         return batches, torch.tensor(self._num_labels(batches), device=device)
 
@@ -359,7 +476,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> Tensor:
         """Loss and gradients of a batch. On several processes the loss of an update comes with its
         last batch, when gradients are added up; it is that of all, and 0 before."""
-        refuse_loss(self)  # it may have been set since
+        self._refuse(model)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
@@ -391,10 +508,45 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
             reshard(self.engine.model.base)  # weights that are gathered would go stale
             return found  # type: ignore[no-any-return]
+        self._refuse(self.model)
+        if inputs.get("labels") is None:  # no loss: the batch counts as one without labels
+            inputs = {**inputs, "labels": torch.full_like(inputs["input_ids"], IGNORE_INDEX)}
         loss_sum, count = self._summed(self._own_samples(inputs), 1, backward=False)
         if self._has_replicas:
             loss_sum, count = added_up(self.args.device, loss_sum, count)
         return (self._as_tensor(loss_sum / count) if count else None), None, None
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._ask_together()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _refuse(self, model: nn.Module) -> None:
+        """Raise ConfigError for a setting, a loss or a model that has been put in since."""
+        refuse_settings(self)
+        refuse_loss(self)
+        refuse_model(self, model.module if isinstance(model, Replica) else model)
+
+    def _ask_together(self) -> None:
+        """Refuse, and ask the model where it has changed on any process. A collective."""
+
+        def has_changed() -> int:
+            self._refuse(self.model)
+            return self._asked_of() != self._asked
+
+        if on_all(self.args.device, has_changed):
+            on_all(self.args.device, self._ask)
+
+    def _ask(self) -> None:
+        require_model_loss(self)
+        self._asked = self._asked_of()
+
+    def _asked_of(self) -> object:
+        """All that decides what a call of the model computes, but its weights: modules, hooks,
+        forwards, config, and numbers that a forward may read."""
+        own = vars(self.engine.model.base)
+        numbers = [(n, x) for n, x in own.items() if isinstance(x, int | float | str)]
+        loss = getattr(own.get("_loss_function"), "__code__", own.get("_loss_function"))
+        return fingerprint(self.model)[0], loss, [x for x in numbers if x[0] != "training"]
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None

@@ -231,11 +231,12 @@ class HFDecoder:
     Raises UnsupportedModelError for what is known to be inexact. Without `needs_head` the head may
     be another one, which is then the caller's own affair: hidden states stand for logits. `device`:
     where it computes, also while other tensors stand for its weights; None: where they are.
+    `is_entered`: passes run inside a call of the decoder, whose hooks and head see whole batches.
     """
 
     def __init__(
         self, model: nn.Module, *, max_seq_len: int | None = None, needs_head: bool = True,
-        device: torch.device | None = None,
+        device: torch.device | None = None, is_entered: bool = False,
     ) -> None:  # fmt: skip
         base: Any = bare_model(model)
         refuse_unsupported(base, max_seq_len, needs_head=needs_head)
@@ -247,11 +248,12 @@ class HFDecoder:
         bounds = (n for n in (max_seq_len, num_positions(self.config, max_seq_len or 0)) if n)
         self.longest_tokens = min(bounds, default=None)  # of a sequence; None without a bound
         self.num_layers = int(self.config.num_hidden_layers)
-        self._has_head = base.get_output_embeddings() is not None
+        self._has_head = not is_entered and base.get_output_embeddings() is not None
         head = base.get_output_embeddings() if self._has_head else base.get_input_embeddings()
         self.vocab_size = int(head.weight.shape[0])
         self.decoder: Any = decoder_of(base)
         self._decoder_name = _child_name(base, self.decoder)
+        self._is_entered = is_entered
         self._decodes_in: int | None = None  # the thread that is about to call the decoder
         self.attention_modules = [m for m in self.decoder.modules() if hasattr(m, "layer_idx")]
 
@@ -514,8 +516,11 @@ class HFDecoder:
     def decode(self, cache: EmptyCache | None = None, **inputs: Tensor) -> Tensor:
         """Final hidden states (1, T, D) by the decoder, of inputs with that batch axis."""
         caches = {} if cache is None else {cache_argument(self.decoder) or "": cache}
-        self._decodes_in = threading.get_ident()
-        output = self.decoder(**inputs, **caches, use_cache=False, return_dict=True)
+        if self._is_entered:
+            decode = self.decoder.forward  # a hook of the decoder would run once more per chunk
+        else:
+            decode, self._decodes_in = self.decoder, threading.get_ident()
+        output = decode(**inputs, **caches, use_cache=False, return_dict=True)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _whole(self, **inputs: Tensor) -> Tensor:

@@ -255,7 +255,8 @@ _TRAINED: tuple[Row, ...] = (
         p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))),
      "has a hook on {}: it would run once per chunk, on a part of the gradient",
      "no hooks on parameters, as optimizers inside the backward use",
-     "change .grad, or update the weights, after forward_backward"),
+     "change .grad, or update the weights, after forward_backward (a trainer's callback: in "
+     "on_pre_optimizer_step); furlong.chunked(model) takes hooks on parameters"),
 )  # fmt: skip
 
 

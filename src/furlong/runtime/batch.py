@@ -528,7 +528,8 @@ def padding_read(what: str) -> DataError:
         f"{what} of what tokens of padding predict",
         "a loss of real tokens alone: padding does not go through the chunks",
         "give padding, and the first token of a row that is padded in front, the label -100, or "
-        "pad behind",
+        'pad behind (tokenizer.padding_side = "right"); make a loss of your own of '
+        "logits[attention_mask.bool()] alone",
     )
 
 

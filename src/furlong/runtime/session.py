@@ -51,7 +51,7 @@ from furlong.runtime.distributed.fsdp import one_step, shard
 from furlong.runtime.distributed.mesh import Ranks, ranks_given, require_stages
 from furlong.runtime.distributed.p2p import Parcel
 from furlong.runtime.precision import added_gradients, compute_parameters
-from furlong.runtime.rng import independent_draws
+from furlong.runtime.rng import RNGState, independent_draws, replayed
 
 
 @dataclass
@@ -185,11 +185,11 @@ class Session:
         storage: Storage | None,
         ranks: Ranks | None = None,
         process_group: ProcessGroup | None = None,
-        needs_head: bool = True,
+        is_entered: bool = False,
     ) -> None:
         """`ranks`, or a `process_group` of replicas: the processes that call it together; None for
-        one alone. `needs_head`: see `HFDecoder`."""
-        self.given, self.storage, self._needs_head = given, storage, needs_head
+        one alone. `is_entered`: see `HFDecoder`; the head is then the caller's."""
+        self.given, self.storage, self._is_entered = given, storage, is_entered
         self.max_seq_len, self.compute_dtype = max_seq_len, compute_dtype
         self.state = _STATES.setdefault(bare_model(given), ModelState())
         self.ranks = ranks_given(ranks, process_group, self.autocast_kind)
@@ -237,7 +237,8 @@ class Session:
             self.model = HFDecoder(
                 self.given,
                 max_seq_len=self.max_seq_len,
-                needs_head=self._needs_head,
+                needs_head=not self._is_entered,
+                is_entered=self._is_entered,
                 device=self.device,
             )
             if self.ranks is not None:
@@ -288,6 +289,18 @@ class Session:
         dtype = self.compute_dtype
         unchanged = [] if dtype is None else self.model.stays_float32(dtype)
         return compute_parameters(self.model.model, dtype, unchanged=unchanged, returned=returned)
+
+    def records(self) -> bool:
+        """Whether a forward has something for autograd to record: a trained parameter, or what a
+        hook adds to a frozen model, as one token tells. Call it after `ready`."""
+        if any(parameter.requires_grad for parameter in self.model.model.parameters()):
+            return True
+        if self.ranks is not None or not torch.is_grad_enabled():
+            return False
+        device = self.model.device
+        with replayed(RNGState.read(device), device):
+            token = torch.zeros(1, dtype=torch.int64, device=device)
+            return self.model.whole_hidden(token).requires_grad
 
     @property
     def device(self) -> torch.device:
@@ -364,7 +377,7 @@ class Session:
             self.state.checked.add(key)
 
     def _key(self, now: object, heights: tuple[int, ...]) -> tuple[object, ...]:
-        return now, self.compute_dtype, self.max_seq_len, heights
+        return now, self.compute_dtype, self.max_seq_len, heights, self._is_entered
 
     def _shard(self, ranks: Ranks) -> None:
         """Divide the weights; what was checked whole is checked."""
@@ -425,13 +438,13 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
     return hash((text, kernel, modules, weights)), modes
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def _put_in(module: nn.Module, attributes: dict[str, Any]) -> tuple[Any, ...]:
     """The code of a module's forward and hooks, by its value: an address may come again, and a hook
     that is put in for each step is the same. And whether a compiled call was set on it."""
-    hooks = (tuple(map(_code, attributes[kind].values())) for kind in _HOOKS)
+    hooks = (tuple(map(_code, attributes[kind].values())) for kind in HOOKS)
     return *hooks, _code(module.forward), attributes.get(COMPILED_CALL) is not None
 
 
@@ -463,6 +476,13 @@ def refuse_mode() -> None:
             required="tensors that autograd may record, also in buffers that later calls use",
             source="the caller's code",
             change="use torch.no_grad, which is all that backward=False needs",
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise ConfigError(
+            given="a transform of torch.func (grad, vmap, jvp) around furlong",
+            required="autograd's own backward, which walks the chunks",
+            source="the caller's code",
+            change="use loss.backward() or torch.autograd.grad, of the model's own parameters",
         )
 
 

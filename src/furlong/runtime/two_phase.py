@@ -25,7 +25,6 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from furlong.cost.machine import card_budget_bytes, free_ram_budget_bytes
 from furlong.errors import ConfigError, in_short
@@ -302,8 +301,14 @@ class _Node(torch.autograd.Function):
         return tuple(run.first())
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                given="a backward with create_graph=True",
+                required="gradients of first order: chunks compute them without a graph",
+                source="the backward of token_values, hidden_states or a chunked model",
+                change="leave create_graph out, or use the model without furlong",
+            )
         _ = ctx.saved_tensors
         return None, None, *ctx.run.second(cotangents)
 
@@ -355,7 +360,8 @@ def _changed(what: str) -> ConfigError:
         required="the model that the values were computed with",
         source="the backward of token_values, hidden_states or a chunked model",
         change="step the optimizer, switch or merge adapters, or resize embeddings after the "
-        "backward",
+        "backward; in the place of torch.func.functional_call, whose weights are gone by then, "
+        "model.load_state_dict",
     )
 
 
@@ -400,7 +406,7 @@ def token_values(
     autocast = Autocast.captured(session.autocast_kind)
     with session.alone(takes_autocast=session.ranks is None):
         session.ready()
-        trains = any(parameter.requires_grad for parameter in session.model.model.parameters())
+        trains = session.records()
         if session.ranks is not None:
             trains = _any_trains(session.ranks, trains)
         differs = torch.is_grad_enabled() and trains
