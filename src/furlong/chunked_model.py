@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.kv.pools import Storage
+from furlong.models.attention import CACHE_ARGUMENTS
 from furlong.models.decoder import DecoderOutput
 from furlong.models.placeholders import decoder_of
 from furlong.models.support import bare_model
@@ -40,7 +41,7 @@ from furlong.runtime.two_phase import token_values
 _FORWARD = "furlong_forward"
 _LABELS = "furlong_labels"
 _SET = (_FORWARD, "forward", _LABELS)  # what `chunked` adds to a decoder
-_READ = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+_READ = {"input_ids", "attention_mask", "position_ids", "use_cache", *CACHE_ARGUMENTS}
 # logits_to_keep is for a head: no decoder reads it, but some trainers pass it on
 _HARMLESS = {
     "cache_position", "num_items_in_batch", "return_dict", "is_causal", "logits_to_keep",
@@ -195,18 +196,19 @@ class ChunkedForward:
         gradient, and has a cache or makes one."""
         if self.session.state.is_inside:
             return True
-        use_cache, past = given.get("use_cache"), given.get("past_key_values")
+        use_cache = given.get("use_cache")
+        caches = [given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None]
         if not self.wants_gradients(given):
             # a step of training that leaves it unsaid has no use for a cache
-            caches = _makes_cache(decoder, given) and not (use_cache is None and decoder.training)
-            return caches or past is not None or given.get("input_ids") is None
-        if any(x.requires_grad for x in _tensors([past])):
+            makes = _makes_cache(decoder, given) and not (use_cache is None and decoder.training)
+            return makes or bool(caches) or given.get("input_ids") is None
+        if any(x.requires_grad for x in _tensors(caches)):
             raise _refusal(
                 decoder, "keys and values that require a gradient, as those of prefix tuning do",
                 "train adapters of another type, such as LoRA",
                 "chunks begin with token ids, so that these would get no gradient",
             )  # fmt: skip
-        if use_cache or past is not None:
+        if use_cache or caches:
             raise _refusal(decoder, "a cache together with gradients", "pass use_cache=False")
         return False
 

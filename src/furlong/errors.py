@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from furlong.version import NEWEST_TRANSFORMERS, transformers_release, versions
+
 if TYPE_CHECKING:
     from typing import Self
 
@@ -126,6 +128,17 @@ class DataError(UserError):
 
 class UnsupportedModelError(UserError):
     """A model, or a setting of it, that cannot be trained exactly."""
+
+    def __str__(self) -> str:
+        """The four parts, after a line that says so where transformers is newer than furlong."""
+        if transformers_release() <= NEWEST_TRANSFORMERS:
+            return super().__str__()
+        major, minor = NEWEST_TRANSFORMERS
+        return (
+            f"furlong knows transformers up to {major}.{minor}, and {versions()['transformers']} is"
+            f" installed: try pip install 'transformers<{major}.{minor + 1}' first\n"
+            f"{super().__str__()}"
+        )
 
 
 class CheckpointError(UserError):

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from furlong import __version__
 from furlong.cli.main import main
 from furlong.cli.output import check_replaced
+from furlong.version import versions_in_words
 
 CALL = "import sys; from furlong.cli.main import main; code = main(sys.argv[1:]); "
 
@@ -22,7 +22,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main(["--help"]) == 0
     assert "train RUN.yaml" in capsys.readouterr().out
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"furlong {__version__}\n"
+    assert capsys.readouterr().out == f"{versions_in_words()}\n"
 
 
 def test_an_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +134,8 @@ def test_a_verb_says_so_before_it_loads_torch(tmp_path: Path, arguments: str) ->
     )  # fmt: skip
     said = finished.stderr.splitlines()[-1]
     assert (finished.returncode, said) == (7, "loading torch and transformers ...")
+    printed = finished.stdout.splitlines()
+    assert printed[:1] == ([versions_in_words()] if arguments.startswith("train") else [])
 
 
 def test_help_is_quick_and_light() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers import hybrids
+from helpers.attention_families import twin_of
 from helpers.batches import batch
 from helpers.tiny_families import VOCAB_SIZE, build
 from transformers import AutoModelForCausalLM
@@ -14,7 +16,10 @@ from transformers import AutoModelForCausalLM
 import furlong
 from furlong.errors import UnsupportedModelError
 from furlong.models.attention import attention, bound
+from furlong.models.decoder import HFDecoder
+from furlong.ops.backends.select import ProbedBackend
 from furlong.plan.passes import NOTHING
+from furlong.runtime.check import self_check
 from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 OPTIONS = furlong.ChunkOptions(size=8)
@@ -84,3 +89,21 @@ def test_values_wider_than_keys() -> None:
     )
     assert result.loss == pytest.approx(loss, rel=2e-6)
     assert worst_relative_error(take_grads(model), truth) <= 2e-6
+
+
+@pytest.mark.parametrize("takes", ["decoder", "attention"])
+def test_a_cache_goes_by_the_name_that_the_release_gives_it(
+    takes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases to 5.23 say past_key_values; later ones read that only where there is no cache."""
+    model: Any = hybrids.build("lfm2") if takes == "decoder" else twin_of("llama4")
+    kind = type(model.model if takes == "decoder" else model.model.layers[0].self_attn)
+    plain = kind.forward
+
+    def forward(self: Any, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        return plain(self, *args, **{**kwargs, "past_key_values": cache})
+
+    monkeypatch.setattr(kind, "forward", forward)
+    decoder = HFDecoder(model)
+    assert bool(decoder.probed.mixers) == (takes == "decoder")
+    assert self_check(decoder, ProbedBackend()) <= 1e-6

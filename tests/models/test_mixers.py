@@ -122,12 +122,16 @@ def test_the_check_sees_a_fault_in_every_kind(name, models, monkeypatch):
             mixer_errors(models[model_type], ProbedBackend())
 
 
-def test_kernels_that_no_test_has_run_are_checked(models, monkeypatch):
-    """Those of a GPU are of whatever package is installed there."""
+def test_mixers_that_no_test_has_run_are_checked(models, monkeypatch):
+    """Kernels of a GPU are of whatever package is installed there; releases rename arguments."""
     model = models["qwen3_next"]
     assert _has_known_mixers(model)
-    monkeypatch.setattr(model, "device", torch.device("cuda"))
-    assert not _has_known_mixers(model)
+    with monkeypatch.context() as changed:
+        changed.setattr(model, "device", torch.device("cuda"))
+        assert not _has_known_mixers(model)
+    for version in ("5.16.2", "5.25.0.dev0", "6.0.0"):
+        monkeypatch.setattr("importlib.metadata.version", lambda _, version=version: version)
+        assert not _has_known_mixers(model)
 
 
 def test_a_clamp_that_is_missing_for_one_token_is_seen(monkeypatch):

@@ -15,10 +15,11 @@ from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 
 import furlong
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
+from furlong.models.attention import CACHE_ARGUMENTS
 from furlong.testing import take_grads, worst_relative_error
 
 BOUND = 1e-12
@@ -124,6 +125,8 @@ def test_what_wants_a_cache_and_no_gradient_goes_the_old_way(chunked: Any) -> No
     with torch.no_grad():
         assert ran(chunked, input_ids=ids) == 8  # it trains
         assert ran(chunked, input_ids=ids, use_cache=True) == 29
+        for name in CACHE_ARGUMENTS:  # of whatever release the caller was written for
+            assert ran(chunked, input_ids=ids, **{name: DynamicCache()}) == 29
         chunked.eval()
         assert ran(chunked, input_ids=ids, use_cache=False) == 8
         assert ran(chunked, input_ids=ids) == 29

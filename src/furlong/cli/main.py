@@ -19,7 +19,7 @@ from typing import NoReturn
 from furlong.cli.output import Output, lasting_output
 from furlong.errors import ConfigError, UserError
 from furlong.train.stop import QuietEnd
-from furlong.version import __version__
+from furlong.version import versions_in_words
 
 _VERBS = ("train", "plan", "lengths", "calibrate", "export", "verify", "convert")
 # Verbs whose result is what they print: elsewhere it lies in files.
@@ -105,7 +105,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(_HELP, end="")
         return 0
     if verb == "--version":
-        print(f"furlong {__version__}")
+        print(versions_in_words())
         return 0
     close = difflib.get_close_matches(verb, [*_VERBS, "--help", "--version"], n=1)
     raise ConfigError(

@@ -14,6 +14,7 @@ from furlong.cli.output import speaker_only, tell_loading
 from furlong.config.schema import RunConfig
 from furlong.config.sources import parse_run
 from furlong.errors import ConfigError, UserError
+from furlong.version import versions_in_words
 
 if TYPE_CHECKING:
     from furlong.train.processes import Processes
@@ -61,6 +62,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _train(arguments: Sequence[str], processes: Processes) -> int:
     config = processes.together(partial(_parse, arguments))
+    print(versions_in_words())
     from furlong.train.start import open_run
 
     with ExitStack() as stack:

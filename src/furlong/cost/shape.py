@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from furlong.errors import look_up
 from furlong.families import family_of
 from furlong.files import user_cache, write_json
 from furlong.plan.rows import inner_size
+from furlong.version import versions
 
 Matrix = tuple[str, int, str, int]
 """Name, widths in and out (of all experts together), kind and number of weights of what may have
@@ -272,9 +272,8 @@ def model_shape(name: str) -> ModelShape:
 def cached_shape(about: Mapping[str, Any], measure: Callable[[], ModelShape]) -> ModelShape:
     """The shape of a model as it was measured before by the same furlong, torch and transformers,
     else as `measure` finds it. `about`: a config.json, as parsed, and what is made of it."""
-    versions = [metadata.version(name) for name in ("furlong", "torch", "transformers")]
     fields = sorted(LayerShape.__dataclass_fields__)
-    text = json.dumps([about, versions, fields], sort_keys=True, default=str)
+    text = json.dumps([about, versions(), fields], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     file = user_cache() / f"shape-{key}.json"
     with suppress(

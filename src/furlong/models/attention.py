@@ -14,6 +14,7 @@ cache of ours while a cell computes.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -298,14 +299,25 @@ def _has_latents(module: nn.Module) -> bool:
     )
 
 
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""Names under which the modules of transformers' releases take a cache."""
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """Return the name under which a module's forward takes a cache, None if it takes none."""
+    takes = inspect.signature(type(module).forward).parameters  # not a forward put before it
+    return next((name for name in CACHE_ARGUMENTS if name in takes), None)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _give_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    bound = BoundCell.to(module)
-    if bound is None:
+    bound, name = BoundCell.to(module), cache_argument(module)
+    if bound is None or name is None:
         return None
-    return args, {**kwargs, "past_key_values": LayerCache(module, bound)}
+    # Under its present name: transformers drops an older one beside it, even if that says None.
+    return args, {**kwargs, name: LayerCache(module, bound)}
 
 
 _PINNED = "pinned"

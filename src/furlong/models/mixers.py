@@ -294,12 +294,6 @@ class Probed:
     """Elements of the tuple that a layer returns; 0: hidden states alone."""
 
 
-def cache_argument(decoder: nn.Module) -> str | None:
-    """The name under which a decoder takes a cache, None if it takes none."""
-    takes = inspect.signature(type(decoder).forward).parameters  # not a forward put before it
-    return next((name for name in ("past_key_values", "cache_params") if name in takes), None)
-
-
 class Probe(SliceCache):
     """The cell and the cache of a decoder that is watched, of a whole sequence: it notes which
     modules touch states, and what layers do."""

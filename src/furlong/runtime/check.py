@@ -25,7 +25,8 @@ by less than float32 rounds. So one mixer of each kind is a stage of its own, wh
 hidden states, whole and in chunks, one of them of a single token. The loss is at the last chunk,
 and gradients are compared by the rows that reach it through the recurrent state alone: those in
 front of what its convolution joins. On a CPU, families with a row in `furlong.families` have been
-compared; on other devices their kernels may be those of any package.
+compared on each release of transformers that `furlong.version` names; on other releases code may
+differ, and on other devices kernels may be those of any package.
 
     T tokens, D hidden size, K tokens that a convolution joins
 """
@@ -71,6 +72,7 @@ from furlong.runtime.executor import Executor, Layers
 from furlong.runtime.head import OutputHead
 from furlong.runtime.rng import RNGState, modes_kept, replayed
 from furlong.testing import relative_error
+from furlong.version import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS, transformers_release
 
 Run = dict[str, Tensor]
 """Tensors to compare, by name."""
@@ -257,12 +259,13 @@ def _rounded_again(model: HFDecoder, *, seed: int) -> Iterator[None]:
 
 
 def _has_known_mixers(model: HFDecoder) -> bool:
-    """Whether a test has compared the model's mixers: transformers' own, of a family with a row, on
-    a CPU."""
+    """Whether a test has compared the model's mixers: those of a tested transformers, of a family
+    with a row, on a CPU."""
     kinds = {type(mixer.module).__module__ for mixer in model.probed.mixers}
     is_theirs = all(module.startswith("transformers.") for module in kinds)
     is_known = is_theirs and family_of(model.config.model_type).recurrent != "none"
-    return is_known and model.device.type == "cpu"
+    is_tested = OLDEST_TRANSFORMERS <= transformers_release() <= NEWEST_TRANSFORMERS
+    return is_known and is_tested and model.device.type == "cpu"
 
 
 def _check_cuts(

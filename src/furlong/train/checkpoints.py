@@ -50,7 +50,7 @@ from furlong.errors import CheckpointError, differing
 from furlong.files import TEMPORARY, SummedFile, os_errors_told, publish, sync, write_json
 from furlong.models.quantized import scales_of
 from furlong.train.optim import local, make_state, state_tensors
-from furlong.train.processes import ALONE, Processes, versions
+from furlong.train.processes import ALONE, Processes
 from furlong.train.run_folder import (
     FORMAT_VERSION,
     MANIFEST,
@@ -62,6 +62,7 @@ from furlong.train.run_folder import (
     remove_old,
 )
 from furlong.units import format_seconds
+from furlong.version import versions
 
 if TYPE_CHECKING:
     from furlong.api import Engine

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import version
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -30,7 +29,6 @@ from furlong.errors import (
     first_line,
 )
 from furlong.plan.plan import Layout
-from furlong.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup, Store
@@ -265,11 +263,6 @@ def require_equal(processes: Processes, facts: Mapping[str, Any], source: str) -
             )
 
     processes.together(compare)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what computes, by package; nothing is imported."""
-    return {"furlong": __version__} | {name: version(name) for name in ("torch", "transformers")}
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from furlong.errors import ConfigError
 from furlong.models.folder import check_files
 from furlong.planners.decide import given_options
 from furlong.train.objective import objective_of
-from furlong.train.processes import ALONE, Processes, layout_of, require_equal, versions
+from furlong.train.processes import ALONE, Processes, layout_of, require_equal
 from furlong.train.run_folder import RunFolder, open_run_folder
+from furlong.version import versions
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 """Packages by the name of the key below `log` that asks for one."""
