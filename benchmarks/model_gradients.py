@@ -299,7 +299,8 @@ def own_rounding(model: nn.Module, sequences: Batch, truth: dict[str, Tensor]) -
 
     They are padded on the right, which a causal model does not see: every token keeps its loss and
     its gradient. Sums over tokens take another order and rows lie elsewhere in vector registers, so
-    that what moves is transformers' rounding to float32 (or else nothing, to 1e-15).
+    that what moves is transformers' rounding to float32 (or else nothing, to 1e-15). Logits in
+    float32 (mllama's) have gradients that are rounded at the scale of the loss: it is another one.
     """
     width = max(len(s["labels"]) for s in sequences) + _NUM_MORE
     ids = torch.full((len(sequences), width), FIRST_PLAIN_TOKEN)
@@ -310,8 +311,10 @@ def own_rounding(model: nn.Module, sequences: Batch, truth: dict[str, Tensor]) -
     logits = model(input_ids=ids, use_cache=False).logits
     targets = labels[:, 1:].flatten()
     loss = cross_entropy(logits[:, :-1].flatten(0, 1).double(), targets, ignore_index=-100)
-    loss.backward()
-    return worst_error(_take_grads(model), truth)[0]
+    scale = 1 if logits.dtype == torch.float64 else 3
+    (scale * loss).backward()
+    moved = {name: gradient / scale for name, gradient in _take_grads(model).items()}
+    return worst_error(moved, truth)[0]
 
 
 def _one_line(text: str) -> str:
