@@ -40,7 +40,8 @@ FLOORS = (
     ("timeline",),
     ("plan", "config"),
     ("files",),
-    ("errors", "families", "units"),
+    ("errors", "units"),
+    ("families",),
     ("version",),
 )
 FIRST_FLOOR_WITHOUT_TORCH = FLOORS.index(("planners",))

@@ -197,7 +197,7 @@ class ChunkedForward:
         if self.session.state.is_inside:
             return True
         use_cache = given.get("use_cache")
-        caches = [given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None]
+        caches = _caches(given)
         if not self.wants_gradients(given):
             # a step of training that leaves it unsaid has no use for a cache
             makes = _makes_cache(decoder, given) and not (use_cache is None and decoder.training)
@@ -222,6 +222,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
         for layer in getattr(value, "layers", ()):
             yield from _tensors(vars(layer).values())
+
+
+def _caches(given: Mapping[str, Any]) -> list[Any]:
+    """Return the caches among arguments of a call, under the names of any release."""
+    return [given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None]
 
 
 def _makes_cache(decoder: Any, given: Mapping[str, Any]) -> bool:
@@ -317,7 +322,7 @@ def _with_labels(
         or in_chunks.wants_gradients(given)
     ):  # fmt: skip
         return None
-    if given.get("use_cache") is None and given.get("past_key_values") is None:
+    if given.get("use_cache") is None and not _caches(given):
         given = {**given, "use_cache": False}
     if in_chunks.is_plain(decoder, given):
         return None

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from furlong.version import NEWEST_TRANSFORMERS, transformers_release, versions
+from furlong.families import NEWEST_RELEASE, installed_release, versions
 
 if TYPE_CHECKING:
     from typing import Self
@@ -131,9 +131,9 @@ class UnsupportedModelError(UserError):
 
     def __str__(self) -> str:
         """The four parts, after a line that says so where transformers is newer than furlong."""
-        if transformers_release() <= NEWEST_TRANSFORMERS:
+        if installed_release() <= NEWEST_RELEASE:
             return super().__str__()
-        major, minor = NEWEST_TRANSFORMERS
+        major, minor = NEWEST_RELEASE
         return (
             f"furlong knows transformers up to {major}.{minor}, and {versions()['transformers']} is"
             f" installed: try pip install 'transformers<{major}.{minor + 1}' first\n"

@@ -1,4 +1,5 @@
-"""The decoder families of transformers: the keys of their configs, and what is special about some.
+"""The decoder families of transformers: the keys of their configs, what is special about some, and
+the releases on which all have been compared.
 
 A family is trained if the engine's self-check finds it exact; its work and memory are measured
 (`models.describe`).
@@ -6,8 +7,15 @@ A family is trained if the engine's self-check finds it exact; its work and memo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from furlong.version import __version__
+
+OLDEST_RELEASE, NEWEST_RELEASE = (5, 21), (5, 24)
+"""The first and the last release of transformers on which `benchmarks/families.py --check` has
+passed. Before 5.21 recurrent layers read their states in another way."""
 
 # Keys by their meaning: families spell them differently.
 ATTENTION_DROPOUTS = (
@@ -85,3 +93,20 @@ def for_all_layers(config: Any, name: str, default: Any = None) -> Any:
         return getattr(config, name, default)
     except RuntimeError:  # transformers' own, of a config that has one value per layer
         return default
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of what computes, by package; import none of them."""
+    from importlib.metadata import version
+
+    return {"furlong": __version__} | {name: version(name) for name in ("torch", "transformers")}
+
+
+def versions_in_words() -> str:
+    """Return the versions in one line, as `furlong --version` prints them."""
+    return ", ".join(f"{name} {number}" for name, number in versions().items())
+
+
+def installed_release() -> tuple[int, ...]:
+    """Return the numbers (major, minor) of the installed transformers."""
+    return tuple(map(int, re.findall(r"\d+", versions()["transformers"])[:2]))

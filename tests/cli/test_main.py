@@ -13,7 +13,7 @@ import pytest
 
 from furlong.cli.main import main
 from furlong.cli.output import check_replaced
-from furlong.version import versions_in_words
+from furlong.families import versions_in_words
 
 CALL = "import sys; from furlong.cli.main import main; code = main(sys.argv[1:]); "
 

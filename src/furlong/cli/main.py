@@ -18,8 +18,8 @@ from typing import NoReturn
 
 from furlong.cli.output import Output, lasting_output
 from furlong.errors import ConfigError, UserError
+from furlong.families import versions_in_words
 from furlong.train.stop import QuietEnd
-from furlong.version import versions_in_words
 
 _VERBS = ("train", "plan", "lengths", "calibrate", "export", "verify", "convert")
 # Verbs whose result is what they print: elsewhere it lies in files.

@@ -14,7 +14,7 @@ from furlong.cli.output import speaker_only, tell_loading
 from furlong.config.schema import RunConfig
 from furlong.config.sources import parse_run
 from furlong.errors import ConfigError, UserError
-from furlong.version import versions_in_words
+from furlong.families import versions_in_words
 
 if TYPE_CHECKING:
     from furlong.train.processes import Processes

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from furlong.errors import look_up
-from furlong.families import family_of
+from furlong.families import family_of, versions
 from furlong.files import user_cache, write_json
 from furlong.plan.rows import inner_size
-from furlong.version import versions
 
 Matrix = tuple[str, int, str, int]
 """Name, widths in and out (of all experts together), kind and number of weights of what may have

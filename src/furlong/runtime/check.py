@@ -25,8 +25,8 @@ by less than float32 rounds. So one mixer of each kind is a stage of its own, wh
 hidden states, whole and in chunks, one of them of a single token. The loss is at the last chunk,
 and gradients are compared by the rows that reach it through the recurrent state alone: those in
 front of what its convolution joins. On a CPU, families with a row in `furlong.families` have been
-compared on each release of transformers that `furlong.version` names; on other releases code may
-differ, and on other devices kernels may be those of any package.
+compared on the releases of transformers that are named there; on others code may differ, and on
+other devices kernels may be those of any package.
 
     T tokens, D hidden size, K tokens that a convolution joins
 """
@@ -46,7 +46,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from furlong.errors import UnsupportedModelError, UserError
-from furlong.families import CHUNKED, family_of
+from furlong.families import (
+    CHUNKED,
+    NEWEST_RELEASE,
+    OLDEST_RELEASE,
+    family_of,
+    installed_release,
+)
 from furlong.kv.arena import Arena
 from furlong.kv.pools import Pools, Storage
 from furlong.models.asked import spread
@@ -72,7 +78,6 @@ from furlong.runtime.executor import Executor, Layers
 from furlong.runtime.head import OutputHead
 from furlong.runtime.rng import RNGState, modes_kept, replayed
 from furlong.testing import relative_error
-from furlong.version import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS, transformers_release
 
 Run = dict[str, Tensor]
 """Tensors to compare, by name."""
@@ -264,7 +269,7 @@ def _has_known_mixers(model: HFDecoder) -> bool:
     kinds = {type(mixer.module).__module__ for mixer in model.probed.mixers}
     is_theirs = all(module.startswith("transformers.") for module in kinds)
     is_known = is_theirs and family_of(model.config.model_type).recurrent != "none"
-    is_tested = OLDEST_TRANSFORMERS <= transformers_release() <= NEWEST_TRANSFORMERS
+    is_tested = OLDEST_RELEASE <= installed_release() <= NEWEST_RELEASE
     return is_known and is_tested and model.device.type == "cpu"
 
 

@@ -47,6 +47,7 @@ from torch.distributed.tensor import DTensor
 
 from furlong.data.dataset import SEQUENCES
 from furlong.errors import CheckpointError, differing
+from furlong.families import versions
 from furlong.files import TEMPORARY, SummedFile, os_errors_told, publish, sync, write_json
 from furlong.models.quantized import scales_of
 from furlong.train.optim import local, make_state, state_tensors
@@ -62,7 +63,6 @@ from furlong.train.run_folder import (
     remove_old,
 )
 from furlong.units import format_seconds
-from furlong.version import versions
 
 if TYPE_CHECKING:
     from furlong.api import Engine

@@ -9,15 +9,15 @@ import pytest
 
 import furlong
 from furlong.errors import UnsupportedModelError
-from furlong.version import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
+from furlong.families import NEWEST_RELEASE, OLDEST_RELEASE
 
 REFUSED = UnsupportedModelError(given="a", required="b", source="c", change="d")
 
 
 def test_the_requirement_is_what_has_been_tested() -> None:
     file = Path(furlong.__file__).parents[2] / "pyproject.toml"
-    major, minor = NEWEST_TRANSFORMERS
-    oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+    major, minor = NEWEST_RELEASE
+    oldest = ".".join(map(str, OLDEST_RELEASE))
     required = f"transformers>={oldest},<{major}.{minor + 1}"
     assert required in tomllib.loads(file.read_text("utf-8"))["project"]["dependencies"]
 
@@ -26,7 +26,7 @@ def test_the_requirement_is_what_has_been_tested() -> None:
 def test_a_refusal_on_a_newer_transformers_says_so_first(
     newer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    major, minor = NEWEST_TRANSFORMERS
+    major, minor = NEWEST_RELEASE
     installed = f"{major}.{minor + newer}.3"
     monkeypatch.setattr("importlib.metadata.version", lambda _: installed)
     first, *others = str(REFUSED).splitlines()
