@@ -86,8 +86,9 @@ def chunked(
     are equal, at least a chunk of them, share their computation. The other arguments are those of
     `furlong.Engine`. Call it before a trainer is made of the model, for its reference model too,
     and before or after adapters are added; `unchunked` undoes it, and another call sets other
-    options. Autocast, hooks, data parallelism and `torch.autograd.grad` work as ever. Logits are
-    the model's own, of all tokens at once.
+    options. Autocast, hooks, `DistributedDataParallel` around the model and `torch.autograd.grad`
+    work as ever. Logits are the model's own, of all tokens at once. Evaluation goes in chunks where
+    it makes no cache: with labels, or where `use_cache`, unsaid that of the config, is False.
 
     Raises UnsupportedModelError, by name, for a model that cannot be trained exactly; a call of the
     model raises ConfigError or DataError for what chunks do not know. The head may be any, such

@@ -23,7 +23,7 @@ from trainers import padded, recording, records, settings, wide_loss, with_adapt
 from trl import SFTConfig
 
 import furlong
-from furlong.errors import UserError
+from furlong.errors import FurlongError
 from furlong.integrations import TokenLoss, Trainer
 
 OPTIONS = furlong.ChunkOptions(size=16)
@@ -59,6 +59,8 @@ class Run:
     """Layers that the model of the second process has more."""
     metrics: bool = False
     """Whether an evaluation asks for logits."""
+    hooked: bool = False
+    """Whether the second process puts a hook on its model when the trainer is made."""
     sft: bool = False
     loss: Any = None
     """A `compute_loss_func` of its own."""
@@ -154,8 +156,11 @@ def refused(folder: Path, runs: dict[str, Run]) -> None:
     found = {}
     for name, run in runs.items():
         try:
-            run.trainer(folder / name).train()
-        except UserError as error:
+            trainer = run.trainer(folder / name)
+            if run.hooked and os.environ["RANK"] == "1":
+                trainer.model.register_forward_hook(lambda *called: None)
+            trainer.train()
+        except FurlongError as error:
             found[name] = str(error)
     leave(folder, found)
 

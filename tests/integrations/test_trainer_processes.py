@@ -138,7 +138,8 @@ REFUSED = {
 
 
 def test_processes_refuse_by_name(tmp_path: Path) -> None:
-    first, second = on_processes(tmp_path, REFUSED, refused)
+    first, second = on_processes(tmp_path, REFUSED | {"hook": Run(hooked=True)}, refused)
+    assert "on process 1" in first.pop("hook") and "hooks on the whole" in second.pop("hook")
     assert first == second and first.keys() == REFUSED.keys()
     for name, said in first.items():
         assert re.match(rf"given: .*{re.escape(name)}", said), said

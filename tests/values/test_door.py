@@ -6,15 +6,18 @@ import copy
 import gc
 import pickle
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from helpers import hybrids
+from helpers.ranks import run_ranks
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 
 import furlong
@@ -284,3 +287,31 @@ def test_states_of_recurrent_layers_are_relayed_behind_a_door(family: str) -> No
         finally:
             furlong.unchunked(model)
         assert worst_relative_error(take_grads(model), truth) <= 2e-6
+
+
+def on_replica(rank: int) -> tuple[dict[str, Tensor], int]:
+    """Gradients of two batches of this process's own, and the rows of the longest call."""
+    model: Any = furlong.chunked(build("llama"), OPTIONS[0])
+    rows: list[int] = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[1]))
+    replica = DistributedDataParallel(model)
+    for number, ids in enumerate(batches_of(rank)):
+        with nullcontext() if number else replica.no_sync():
+            replica(input_ids=ids, use_cache=False).logits.pow(2).sum().backward()
+    return take_grads(model), max(rows)
+
+
+def batches_of(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(3, 96, (2, n), generator=generator) for n in (21, 34)]
+
+
+@pytest.mark.slow
+def test_replicas_of_ddp_add_up() -> None:
+    model = build("llama")
+    for ids in (ids for rank in range(2) for ids in batches_of(rank)):
+        (model(input_ids=ids).logits.pow(2).sum() / 2).backward()
+    truth = take_grads(model)
+    for grads, rows in run_ranks(on_replica, num_ranks=2):
+        assert worst_relative_error(grads, truth) <= BOUND
+        assert rows <= 16  # in the check at the start; chunks have 8

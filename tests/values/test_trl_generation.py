@@ -12,14 +12,18 @@ from transformers import AutoModelForCausalLM
 from trl import (
     DistillationConfig,
     DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     RLOOConfig,
     RLOOTrainer,
     SFTConfig,
     SFTTrainer,
 )
-from trl_cases import LAYERS, common, compare, small, tokenizer, words
+from trl_cases import LAYERS, SIZE, common, compare, small, tokenizer, words
 
 pytestmark = pytest.mark.slow
 GENERATED = {
@@ -112,3 +116,37 @@ def test_sft(tmp_path: Path, changes: dict[str, Any]) -> None:
         )  # fmt: skip
 
     compare(make)
+
+
+PAIRED = [{"prompt": words(i, 8), "chosen": words(i + 1, 5), "rejected": words(i + 2, 3)}
+          for i in range(16)]  # fmt: skip
+MARKED = [{"prompt": words(i, 8), "completion": words(i + 1, 5), "label": bool(i % 2)}
+          for i in range(16)]  # fmt: skip
+LOADING: dict[type, tuple[type, Dataset, dict[str, Any]]] = {
+    DPOTrainer: (DPOConfig, Dataset.from_list(PAIRED), {}),
+    KTOTrainer: (KTOConfig, Dataset.from_list(MARKED), {}),
+    GRPOTrainer: (GRPOConfig, prompts(), GENERATED),
+    RLOOTrainer: (RLOOConfig, prompts(), GENERATED),
+}
+
+
+@pytest.mark.parametrize("trainer_class", LOADING)
+def test_a_reference_that_the_trainer_loads_itself(tmp_path: Path, trainer_class: type) -> None:
+    """One line behind the constructor chunks it, as docs/post-training.md says."""
+    config, data, changes = LOADING[trainer_class]
+    rows: dict[bool, list[int]] = {False: [], True: []}
+
+    def make(of: Any) -> Any:
+        trainer: Any = trainer_class(
+            model=of(saved(tmp_path / "model")), train_dataset=data, processing_class=tokenizer(),
+            args=config(**common(tmp_path, **changes, model_init_kwargs={"dtype": "auto"})),
+            **{"reward_funcs": share_of_digits} if changes else {},
+        )  # fmt: skip
+        trainer.ref_model = of(widen_norms(trainer.ref_model))
+        decoder = trainer.ref_model.get_decoder()
+        own = rows["forward" in vars(decoder)]
+        decoder.layers[0].register_forward_pre_hook(lambda _, x: own.append(x[0].shape[1]))
+        return trainer
+
+    compare(make)
+    assert max(rows[True]) <= SIZE < max(rows[False])

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.functional import cross_entropy
 
 from furlong.api import Engine
-from furlong.errors import ConfigError, ElsewhereError
+from furlong.errors import ConfigError, ElsewhereError, reason_of
 from furlong.kv.pools import Storage
 from furlong.models.attention import own_forward
 from furlong.models.support import bare_model, refuse_attention_dropout
@@ -394,18 +394,20 @@ def on_all(device: torch.device, act: Callable[[], int | None]) -> float:
     number, num_processes = (
         (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     )
-    outcome, error = 0, None
+    outcome, error = 0, None  # type: int, Exception | None
     try:
         outcome = int(act() or 0)
     except Exception as raised:
         error = raised
     has_failed = (error is not None and n == number for n in range(num_processes))
     total, *failed = added_up(device, outcome, *has_failed)
+    if any(failed) and num_processes > 1:
+        reasons: list[str] = [""] * num_processes
+        dist.all_gather_object(reasons, reason_of(error) if error is not None else "")
+        [(where, reason), *_] = [(n, reason) for n, reason in enumerate(reasons) if reason]
+        error = error or ElsewhereError(f"an error on process {where} ({reason})")
     if error is not None:
         raise error
-    if any(failed):
-        names = ", ".join(str(n) for n, count in enumerate(failed) if count)
-        raise ElsewhereError(f"an error on process {names}, which tells it")
     return total
 
 
