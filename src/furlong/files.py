@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -72,16 +72,21 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     What writers that were killed a day ago or more have left beside it is removed.
     """
     aside = _aside(folder)
-    for left in folder.parent.glob(f".{folder.name}.*{TEMPORARY}"):
-        with suppress(OSError):
-            if left.stat().st_mtime < time.time() - _STALE_S:
-                shutil.rmtree(left, ignore_errors=True)
+    remove_stale(folder.parent.glob(f".{folder.name}.*{TEMPORARY}"))
     aside.mkdir(parents=True)
     try:
         yield aside
         publish(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_stale(folders: Iterable[Path]) -> None:
+    """Remove those folders of which nothing has changed for a day: their writers were killed."""
+    for folder in folders:
+        with suppress(OSError):
+            if folder.stat().st_mtime < time.time() - _STALE_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(aside: Path, folder: Path) -> None:

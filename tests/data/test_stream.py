@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_tokenizers import byte_tokenizer
 
 from furlong.config.schema import DataConfig
 from furlong.data import stream
 from furlong.data.loader import Batch, LoaderState
-from furlong.data.stream import StreamSet
-from furlong.errors import DataError
+from furlong.data.stream import SharedBlocks, StreamSet
+from furlong.errors import DataError, LinkError, UserError
 from furlong.plan.lengths import StepSize
 
 THREE = StepSize(3)
@@ -39,10 +45,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def open_stream(path: Any, said: list[str] | None = None, **settings: Any) -> StreamSet:
+    shared = settings.pop("shared", None)
     own: dict[str, Any] = {"train": path if isinstance(path, list) else str(path)}
     config = DataConfig(**(own | {"max_seq_len": 64, "streaming": True} | settings))
     say = (lambda line: None) if said is None else said.append
-    return StreamSet(config, byte_tokenizer(), seed=3, say=say)
+    return StreamSet(config, byte_tokenizer(), seed=3, say=say, shared=shared)
 
 
 def drawn(batches: Iterator[Batch], count: int) -> list[list[tuple[str, bytes]]]:
@@ -170,6 +177,98 @@ def test_a_file_of_two_sources_is_refused_with_advice_for_streams(folder: Path) 
     with pytest.raises(DataError, match="two sources name") as caught:
         open_stream([half, half])
     assert "share" in caught.value.change and "weight" not in caught.value.change
+
+
+def open_two(folder: Path, path: Any, **settings: Any) -> tuple[StreamSet, StreamSet]:
+    """The streams of two processes of a machine, of which the first one reads."""
+    opened = partial(SharedBlocks, folder), partial(SharedBlocks, folder, os.getpid())
+    first, second = (open_stream(path, shared=one, **settings) for one in opened)
+    return first, second
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_one_process_reads_for_another(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, join: bool
+) -> None:
+    """It has the same batches and states, also from another place on; what both have drawn goes."""
+    alone, states = [], []
+    data = open_stream(folder, join=join)
+    for batch in islice(data.batches(THREE, LoaderState()), 12):
+        alone.append(batch)
+        states.append(LoaderState(sources=json.loads(json.dumps(batch.next_state.sources))))
+    data.close()
+    encoded, plain = [], stream.Reader._encode
+    monkeypatch.setattr(
+        stream.Reader, "_encode", lambda self, start: encoded.append(self) or plain(self, start)
+    )
+    both = open_two(tmp_path / "shared", folder, join=join)
+    assert len(both[0].sample) > 0  # the first one plans
+    for begin in (0, 8, 2):
+        state = states[begin - 1] if begin else LoaderState()
+        drawn = [data.batches(THREE, state) for data in both]
+        for expected in alone[begin : begin + 4]:
+            for own in map(next, drawn):
+                assert own.next_state == expected.next_state
+                for one, other in zip(own.sequences, expected.sequences, strict=True):
+                    assert one.origin == other.origin and one.seq_id == other.seq_id
+                    assert np.array_equal(one.input_ids, other.input_ids)
+                    assert np.array_equal(one.labels, other.labels)
+            # that at hand and the next one, and those of a batch
+            assert len([*(tmp_path / "shared").glob("[!.]*")]) <= (6 if join else 4)
+    assert encoded and {*encoded} <= {*both[0]._readers}
+    for data in reversed(both):
+        data.close()
+    assert not (tmp_path / "shared").exists()
+
+
+def test_the_error_of_the_process_that_reads_is_that_of_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join([json.dumps({"text": "ab"})] * 7 + ["{"]))
+    both = open_two(tmp_path / "shared", file)
+    told = []
+    for data in both:
+        with pytest.raises(DataError) as caught:
+            drawn(data.batches(THREE, LoaderState()), 9)
+        told.append((caught.value.given, caught.value.source, caught.value.change))
+    assert told[0] == told[1] and f"{file}:8" in told[0][1]
+    for data in reversed(both):
+        data.close()
+
+
+@pytest.mark.parametrize("room", ["for an error", "none"])
+def test_a_full_disk_ends_all(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: str
+) -> None:
+    both, plain = open_two(tmp_path / "shared", folder), stream.write_arrays
+
+    def write(place: Path, fill: Any) -> Any:
+        if room == "none" or isinstance(fill, partial):
+            raise OSError(errno.ENOSPC, "No space left on device", str(place))
+        return plain(place, fill)
+
+    monkeypatch.setattr(stream, "write_arrays", write)
+    told = []
+    for data in both:
+        with pytest.raises(UserError) as caught:
+            next(data.batches(THREE, LoaderState()))
+        told.append(caught.value.given)
+    assert "No space left" in told[0] and (told[1] == told[0]) == (room == "for an error")
+    for data in reversed(both):
+        data.close()
+
+
+def test_who_waits_for_a_process_that_has_gone_ends(folder: Path, tmp_path: Path) -> None:
+    first, second = open_two(tmp_path / "shared", folder)
+    first.close()
+    with pytest.raises(DataError, match="which is gone"):
+        next(second.batches(THREE, LoaderState()))
+    second.close()
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        one = open_stream(folder, shared=partial(SharedBlocks, tmp_path / "other", ended.pid))
+        ended.kill()
+    with pytest.raises(LinkError):
+        next(one.batches(THREE, LoaderState()))
+    one.close()
 
 
 def test_a_token_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from furlong.config.schema import ParallelConfig
 from furlong.errors import ConfigError
 from furlong.plan.plan import Layout
+from furlong.train import processes
 from furlong.train.processes import Launch, command_like, layout_of, read_launch
 
 TORCHRUN = {
@@ -90,3 +91,25 @@ def test_the_command_for_as_many_processes():
     assert command(Launch()) == "furlong train a.json --resume"
     assert command(Launch(num_processes=2, num_local=2)) == several
     assert "torchrun --nnodes 2 --rdzv" in command(Launch(num_processes=16, num_local=8))
+
+
+@pytest.mark.parametrize(
+    ("machines", "local_numbers", "firsts"),
+    [
+        ("aabb", (0, 1, 0, 1), [0, 0, 2, 2]),
+        ("abab", (0, 0, 1, 1), [0, 1, 0, 1]),
+        ("xxxx", (0, 1, 0, 1), [0, 0, 2, 2]),  # two machines of one name
+    ],
+)
+def test_the_first_process_of_a_machine_speaks_for_it(machines, local_numbers, firsts, monkeypatch):
+    told = [
+        (name, local, n)
+        for n, (name, local) in enumerate(zip(machines, local_numbers, strict=True))
+    ]
+    found = []
+    for number, (name, local) in enumerate(zip(machines, local_numbers, strict=True)):
+        own = processes.Processes(Launch(number, 4, local, 2))
+        monkeypatch.setattr(processes, "gethostname", lambda name=name: name)
+        monkeypatch.setattr(own, "each", lambda value: told)
+        found.append(own.from_first_of_machine(number))
+    assert found == firsts

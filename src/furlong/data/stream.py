@@ -1,27 +1,34 @@
-"""Sequences of sources that are read while a run trains, and are nowhere kept on disk.
+"""Sequences of sources that are read while a run trains; no tokens are kept on disk.
 
 A source is read in blocks, file after file, in an order of the files that seed and epoch fix; each
 block is shuffled, and a thread reads the next one meanwhile. Where a run is in a source follows
 from the record in front of a block and the number of sequences that it has drawn of it: a run that
-goes on reads that block again, and compares its checksum.
+goes on reads that block again, and compares its checksum. Of the processes of one machine, which
+all draw the same, one reads and writes each block into a folder, from which the others map it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator
+import os
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import xxhash
 
 from furlong.config.schema import DataConfig, Source
-from furlong.data.cache import key_of
+from furlong.data.cache import Arrays, Kinds, key_of, read_arrays, write_arrays, writing
 from furlong.data.dataset import (
     SEQUENCES,
     SPLIT,
@@ -38,7 +45,8 @@ from furlong.data.loader import Batch, LoaderState
 from furlong.data.records import Notes, SourceRecord, left_out, read_records
 from furlong.data.sources import list_files, printable
 from furlong.data.tokenize import Encoded, Sequence, fingerprint, token_in_words
-from furlong.errors import DataError
+from furlong.errors import DataError, LinkError, UserError
+from furlong.files import remove_stale
 from furlong.plan.lengths import StepSize
 from furlong.units import count_words
 
@@ -46,6 +54,7 @@ BLOCK_TOKENS = 2**24
 """Tokens of the blocks of all sources together: 128 MiB with labels, and the same again for those
 that are read ahead."""
 BLOCK_RECORDS = 10_000
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,123 @@ class StreamBlock:
     """Lines about what was left out here for the first time."""
 
 
+class SharedBlocks:
+    """The folder by which one process of a machine gives the others its blocks, or its error.
+
+    All draw the same sequences, so that each asks for the blocks that the first one reads, and no
+    block is waited for that has gone: at the start of a batch all have ended the one before.
+    """
+
+    def __init__(self, folder: Path, reader: int | None = None) -> None:
+        """`reader`: the process that reads; None: this one. Raises ConfigError for a folder that
+        cannot be written."""
+        self._folder = folder
+        self._reader = None if reader is None else psutil.Process(reader)
+        if self._reader is None:
+            with writing(folder):
+                remove_stale(folder.parent.iterdir())
+
+    def block(
+        self, key: str, start: Position, read: Callable[[], StreamBlock],
+        is_wanted: Callable[[], bool],
+    ) -> StreamBlock | None:  # fmt: skip
+        """The block of a key: that of `read`, which the others then have, or theirs; None where it
+        has come to be not wanted. Raises UserError as `read` does."""
+        place = self._folder / key
+        if self._reader is not None:
+            found = self._await(place, self._reader, is_wanted)
+            return None if found is None else _unpacked(start, found)
+        try:
+            block = read()
+            if is_wanted():  # else it may be cut short
+                self._write(place, partial(_packed, block))
+            return block
+        except UserError as error:
+            parts = ("given", "required", "source", "change")
+            told = {"error": {name: getattr(error, name) for name in parts}}
+            try:  # there may be room where there is none for a block
+                self._write(place, lambda aside: ({}, told))
+            except UserError:
+                self.close()  # which the others see
+            raise
+
+    def keep(self, keys: Iterable[str]) -> None:
+        """Remove the blocks of other keys: call it at the start of a batch."""
+        if self._reader is None:
+            known = {*keys}
+            os.utime(self._folder)  # it is not stale
+            for place in self._folder.iterdir():
+                if place.name not in known and not place.name.startswith("."):
+                    shutil.rmtree(place, ignore_errors=True)
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        if self._reader is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self, place: Path, fill: Callable[[Path], tuple[Kinds, dict[str, Any]]]) -> None:
+        with writing(self._folder):
+            write_arrays(place, fill)
+
+    def _await(
+        self, place: Path, reader: psutil.Process, is_wanted: Callable[[], bool]
+    ) -> Arrays | None:
+        while is_wanted():
+            if (found := read_arrays(place, is_compared=True)) is not None:
+                return found
+            if not _lives(reader):
+                raise LinkError(f"process {reader.pid}, which reads data.train for this one, ended")
+            if not self._folder.exists():
+                raise DataError(
+                    given=f"{self._folder}, which is gone",
+                    required="the blocks of the process that reads data.train for this one",
+                    source="data.cache_dir, by default furlong in the user's cache directory",
+                    change="leave it there while the run trains, and see what that process says",
+                )
+            time.sleep(_LOOK_S)
+        return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _packed(block: StreamBlock, aside: Path) -> tuple[Kinds, dict[str, Any]]:
+    """Write a block's arrays; their kinds, and the rest of it."""
+    own = block.sequences
+    with (aside / "input_ids.bin").open("wb") as ids, (aside / "labels.bin").open("wb") as labels:
+        for one in own:
+            ids.write(one.input_ids.tobytes())
+            labels.write(one.labels.tobytes())
+    stops = np.cumsum([one.seq_len for one in own], dtype=np.int64)
+    (aside / "stops.bin").write_bytes(stops.tobytes())
+    num_tokens = int(stops[-1]) if own else 0
+    kinds: Kinds = {
+        "input_ids": ("int32", (num_tokens,)), "labels": ("int32", (num_tokens,)),
+        "stops": ("int64", (len(own),)),
+    }  # fmt: skip
+    origins = [one.origin for one in own]
+    return kinds, {"end": asdict(block.end), "checksum": block.checksum, "origins": origins}
+
+
+def _unpacked(start: Position, found: Arrays) -> StreamBlock:
+    """The block that `_packed` has written; what was left out is told by the process that read it.
+    Raises DataError where that could not."""
+    facts, arrays = found.facts, found.arrays
+    if "error" in facts:
+        raise DataError(**facts["error"])
+    ids, labels = arrays["input_ids"], arrays["labels"]
+    bounds = pairwise([0, *arrays["stops"].tolist()])
+    sequences = [
+        Sequence(number, origin, ids[first:stop], labels[first:stop])
+        for number, (origin, (first, stop)) in enumerate(zip(facts["origins"], bounds, strict=True))
+    ]
+    return StreamBlock(start, Position(**facts["end"]), sequences, facts["checksum"], [])
+
+
 class Reader:
     """The sequences of a source one after another; a thread reads the next block meanwhile."""
 
@@ -101,6 +227,8 @@ class Reader:
         """Reads the first record, which decides the format. `check`: what each block goes through
         before it is drawn from. Raises DataError."""
         self.source, self._settings, self._key = source, settings, key
+        self.shared: SharedBlocks | None = None
+        self._num_moves = self._move = 0
         self._tokenizer, self._seed = tokenizer, (seed, number)
         self._thread, self._check = thread, check
         self._most_tokens = BLOCK_TOKENS // len(settings.train)
@@ -124,6 +252,7 @@ class Reader:
 
     def go_to(self, cursor: Cursor) -> None:
         """Draw from a cursor on."""
+        self._num_moves += 1
         self.cursor = cursor
         self.block: StreamBlock | None = None
         self._next: Future[StreamBlock] | None = None
@@ -131,9 +260,9 @@ class Reader:
     def peek(self) -> Sequence:
         """The sequence that is drawn next. Raises DataError."""
         while self.block is None or self.cursor.drawn == len(self.block.sequences):
-            coming = self._next or self._thread.submit(self.read, self.cursor.block)
+            coming = self._next or self._ask(self.cursor.block)
             block = coming.result()
-            self._next = self._thread.submit(self.read, block.end)
+            self._next = self._ask(block.end)
             if self.block is not None:
                 self.cursor = replace(self.cursor, block=block.start, drawn=0, checksum="")
             elif self.cursor.checksum not in ("", block.checksum):
@@ -158,9 +287,40 @@ class Reader:
         self.cursor = replace(own, drawn=own.drawn + 1, num_tokens=num_tokens)
         return sequence
 
+    @property
+    def keys(self) -> list[str]:
+        """Keys of the blocks that are drawn from here on, as far as they are known."""
+        known = [self.cursor.block]
+        if self.block is not None:
+            known += [self.block.start, self.block.end]
+        return [self._key_of(start) for start in known]
+
+    def _key_of(self, start: Position) -> str:
+        return key_of(self._seed, asdict(start))
+
+    def _ask(self, start: Position) -> Future[StreamBlock]:
+        """Let the thread read the block that begins behind a record."""
+        move = self._num_moves
+
+        def read() -> StreamBlock:
+            self._move = move  # which only the thread looks at
+            return self.read(start)
+
+        return self._thread.submit(read)
+
     def read(self, start: Position) -> StreamBlock:
         """The block that begins behind a record; one that the end of an epoch cuts is smaller.
         Raises DataError."""
+        if self.shared is None:
+            return self._read(start)
+
+        def is_wanted() -> bool:
+            return not self.is_closed and self._move == self._num_moves
+
+        found = self.shared.block(self._key_of(start), start, partial(self._read, start), is_wanted)
+        return found or StreamBlock(start, start, [], "", [])  # which nobody draws from
+
+    def _read(self, start: Position) -> StreamBlock:
         if start != self._at:
             self._encoded = self._encode(start)
         end, found, num_tokens = Position(start.epoch + 1), list[tuple[str, Encoded]](), 0
@@ -270,8 +430,10 @@ class StreamSet:
     def __init__(
         self, settings: DataConfig, tokenizer: Any, *, seed: int = 0,
         say: Callable[[str], None] = print, key: str = "data.train",
+        shared: Callable[[], SharedBlocks] | None = None,
     ) -> None:  # fmt: skip
-        """`say`: tells what is left out, when it is read. Raises UserError."""
+        """`say`: tells what is left out, when it is read. `shared`: the blocks of this machine, if
+        several processes draw them. Raises UserError."""
         self._settings, self._seed, self.say, self._key = settings, seed, say, key
         own = copy.deepcopy(tokenizer)  # the thread's
         self._tokenizer = fingerprint(tokenizer)
@@ -284,6 +446,9 @@ class StreamSet:
         ]
         once = "name it once; a larger share draws from it more often"
         refuse_repeated([reader.listing for reader in self._readers], key, once)
+        self._shared = None if shared is None else shared()
+        for reader in self._readers:
+            reader.shared = self._shared
 
     @property
     def longest(self) -> int:
@@ -364,6 +529,8 @@ class StreamSet:
         """Endless, from a state on."""
         self._begin(state)
         while True:
+            if self._shared is not None:
+                self._shared.keep(key for reader in self._readers for key in reader.keys)
             own, num_tokens = list[Sequence](), 0
             while size.sequences is None or len(own) < size.sequences:
                 reader = self._due()
@@ -381,6 +548,8 @@ class StreamSet:
         self._thread.shutdown(cancel_futures=True)
         for reader in self._readers:
             reader.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def _begin(self, state: LoaderState) -> None:
         cursors = [Cursor.of(values) for values in state.sources] or [Cursor()] * len(self._readers)

@@ -22,7 +22,7 @@ from furlong.data.loader import (
     describe_batches,
     iterate_batches,
 )
-from furlong.data.stream import StreamSet
+from furlong.data.stream import SharedBlocks, StreamSet
 from furlong.errors import ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.build import build_model
@@ -123,14 +123,15 @@ def load_splits(
     day: str | None = None,
     *,
     is_compared: bool = False,
+    shared: Callable[[], SharedBlocks] | None = None,
 ) -> dict[str, Any]:
     """The data sets `train` and, if there is one, `eval`; prints what was found. `format`: that of
-    the loss, None is the settings' own. `seed`, `say`: see `StreamSet`. `day`: for templates that
-    write the date, None is today. `is_compared`: see `read_arrays`."""
+    the loss, None is the settings' own. `seed`, `say`, `shared`: see `StreamSet`. `day`: for
+    templates that write the date, None is today. `is_compared`: see `read_arrays`."""
     data: dict[str, Any] = {}
     settings = _dated(settings, tokenizer, day)
     if settings.streaming:
-        data["train"] = StreamSet(settings, tokenizer, seed=seed, say=say)
+        data["train"] = StreamSet(settings, tokenizer, seed=seed, say=say, shared=shared)
     for split, named in (("train", settings.train), ("eval", settings.eval)):
         if named is not None and split not in data:
             key = f"data.{split}"

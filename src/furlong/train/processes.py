@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
+from socket import gethostname
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from furlong.config.schema import ParallelConfig
@@ -224,6 +225,14 @@ class Processes:
         """The outcome of `work` on the first process, which alone does it."""
         result: Any = self.together(work if self.is_first else lambda: None)
         return self.each(result)[0]  # type: ignore[no-any-return]
+
+    def from_first_of_machine(self, value: _T) -> _T:
+        """The value of this machine's first process. A collective."""
+        here, launch = gethostname(), self.launch
+        told = self.each((here, launch.local_number, value))
+        # machines may have one name: then numbers go on within each
+        before = reversed(told[: launch.number + 1])
+        return next((own for name, local, own in before if (name, local) == (here, 0)), value)
 
     def first_of_each_machine(self, work: Callable[[], _T]) -> _T:
         """The outcome of `work`; the first process of each machine does it before the others, who

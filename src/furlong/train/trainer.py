@@ -9,6 +9,7 @@ All processes of a run make one, and call the same methods.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 
@@ -26,7 +28,7 @@ from furlong.config.sources import build_run, load_run
 from furlong.data.cache import cache_folder
 from furlong.data.dataset import DataSet
 from furlong.data.loader import Batch, in_order, told_ahead
-from furlong.data.stream import StreamSet
+from furlong.data.stream import SharedBlocks, StreamSet
 from furlong.data.tokenize import tokenizer_of
 from furlong.errors import (
     CheckpointError,
@@ -232,7 +234,7 @@ class Trainer:
             read = partial(
                 build.load_splits, config.data, self.tokenizer, self.objective.format,
                 config.train.seed, self.say, self.day,
-                is_compared=processes.launch.local_number > 0,
+                is_compared=processes.launch.local_number > 0, shared=self._shared_blocks(),
             )  # fmt: skip
             self.data = processes.first_of_each_machine(read)
         self.train_data: DataSet | StreamSet = self.data["train"]
@@ -255,6 +257,18 @@ class Trainer:
             an_epoch = config.train.model_copy(update={"steps": None, "epochs": 1.0})
             per_epoch = build.steps_of(an_epoch, self.train_data)
         self.cadence = Cadence.of(config.train, self.num_steps, per_epoch)
+
+    def _shared_blocks(self) -> Callable[[], SharedBlocks] | None:
+        """Return a function that opens the blocks of a stream, which one process of this machine
+        reads for the others; None where each reads for itself. A collective."""
+        config, processes = self.config, self.processes
+        if not config.data.streaming or processes.num_processes == 1:
+            return None
+        reader, name = processes.from_first_of_machine((os.getpid(), uuid4().hex))
+        if processes.launch.num_local == 1:
+            return None
+        folder = cache_folder(config.data.cache_dir) / "streams" / name
+        return partial(SharedBlocks, folder, None if reader == os.getpid() else reader)
 
     def _choose_plan(self) -> None:
         """The first process chooses for all, unless a run that goes on has chosen."""
