@@ -152,8 +152,7 @@ class _Bench(Session):
         if ranks.pp > 1:
             hold(model, placeholders(model, trial.stage_layers[ranks.stage]))
         super().__init__(model, max_seq_len=None, compute_dtype=None, storage=None, ranks=ranks)
-        with self.alone():
-            self.ready()
+        with self.call("a trial"):
             if len(trial.plan.stages) > 1:
                 self.require_checked(trial.plan.stages)
         if trial.sleeps_by is not None:
@@ -187,8 +186,7 @@ class _Bench(Session):
                 pace.begin(action)
 
         self.model.model.zero_grad(set_to_none=True)
-        with self.alone():
-            self.ready()
+        with self.call("a step of a trial"):
             result = take_step(self, plan, batch, None, _nothing, clock=now_s, begun=begun)
         self._clocked.pace = None
         return Ran(self.ranks.plan_rank, began[0], result.timeline.records)

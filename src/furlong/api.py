@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Unpack
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from furlong.runtime.batch import (
     shift_labels,
     whole_number,
 )
-from furlong.runtime.distributed.consensus import together
+from furlong.runtime.distributed.consensus import each_of, require_same, together
 from furlong.runtime.distributed.fsdp import clip_gradients
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.head import LossHead
@@ -41,6 +42,8 @@ from furlong.runtime.session import Session
 from furlong.runtime.step import (
     StepResult,
     batch_for,
+    drawn_seed,
+    facts_of,
     planned_batch,
     planner_of,
     read_sequences,
@@ -114,8 +117,8 @@ class Engine:
                 f"{num_processes} processes: gradients are this process's own and nobody adds them "
                 "up", stacklevel=2,
             )  # fmt: skip
-        with self._session.alone():
-            self._session.ready()
+        with self._session.call("the making of an engine"):
+            pass
 
     @property
     def model(self) -> HFDecoder:
@@ -135,17 +138,26 @@ class Engine:
     def reads(self, plan: ChunkPlan) -> list[int]:
         """The sequences of a plan of which this process reads tokens or labels."""
         with self._session.alone():
-            self._session.ready()
             return read_sequences(plan, self._session.rank, self._session.rows_of(plan))
 
     def clip_gradients(self, max_norm: float | None) -> float:
         """The L2 norm of the gradients of all processes, which call it together; above `max_norm`
         (None: no bound) they are scaled down to it."""
-        together(self.ranks, lambda: None, "a call of clip_gradients")
-        return clip_gradients(
-            self.model.model.parameters(), max_norm, self.ranks,
-            counted_elsewhere=self.counted_elsewhere,
-        )  # fmt: skip
+        place, ranks = "a call of clip_gradients", self.ranks
+        with self._session.heard(place):
+            if ranks is not None:  # who has a gradient adds up norms with others
+                owned = {
+                    f"stage {ranks.stage}, gradient of {name}": parameter.grad is not None
+                    for name, parameter in self.model.model.named_parameters()
+                }
+                each = each_of(ranks, lambda: crc32(repr(owned).encode()), place)
+                of_stage = [each[i - i % (ranks.dp * ranks.sp)] for i in range(len(each))]
+                if each != of_stage:
+                    require_same(ranks, owned, None)
+            return clip_gradients(
+                self.model.model.parameters(), max_norm, self.ranks,
+                counted_elsewhere=self.counted_elsewhere,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Give back what calls on this model, also those of a `furlong.chunked` one, keep for the
@@ -168,15 +180,24 @@ class Engine:
         Raises ConfigError for lengths that are no whole numbers and for what is no `ChunkOptions`.
         """
         lens = require_seq_lens(seq_lens)
-        with self._session.alone():
-            self._session.ready()
+        with self._session.call("a call of plan"):
             ranks = self._session.ranks
-            make = planner_of(self._session, options, backward=backward)
-            if ranks is None:
-                return with_draw(self._session, make(lens, None), options)
-            dealt = by_cost(lens, ranks.dp)
-            plans = [make([lens[i] for i in own], None) for own in dealt]
-            return with_draw(self._session, join_replicas(plans, dealt, lens), options)
+            planner = planner_of(self._session, options, backward=backward)
+
+            def make() -> ChunkPlan:
+                if ranks is None:
+                    return planner(lens, None)
+                dealt = by_cost(lens, ranks.dp)
+                return join_replicas(
+                    [planner([lens[i] for i in own], None) for own in dealt], dealt, lens
+                )
+
+            plan = together(ranks, make)
+            seed = drawn_seed(plan, options)
+            if ranks is not None:
+                facts = {"the plan's checksum": plan.checksum, **facts_of(options, backward)}
+                seed = require_same(ranks, facts, seed)[0]
+            return with_draw(plan, options, seed)
 
     def run(
         self,
@@ -200,15 +221,14 @@ class Engine:
         ranks, DataError for sequences of other lengths and for weights of a plan that samples.
         """
         session = self._session
-        with session.alone():
-            session.ready()
+        with session.call("a call of run"):
 
             def read() -> Batch:
                 extras = _extras(token_loss)
                 return batch_for(session, plan, sequences, extras=extras, weights=weights)
 
             batch = together(session.ranks, read)
-            head = partial(LossHead, function=token_loss or label_losses, weights=weights)
+            head = partial(LossHead, function=token_loss or label_losses)
             return take_step(session, plan, batch, num_valid_tokens, watch, head=head, **measuring)
 
     def forward_backward(
@@ -234,8 +254,7 @@ class Engine:
         outcome is that of all, numbered replica by replica.
         """
         session = self._session
-        with session.alone():
-            session.ready()
+        with session.call("a call of forward_backward"):
 
             def read() -> Batch:
                 extras = _extras(token_loss)

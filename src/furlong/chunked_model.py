@@ -113,12 +113,12 @@ def chunked(
     if _LABELS not in decoder.__dict__:
         hook = bare_model(model).register_forward_pre_hook(_with_labels, with_kwargs=True)
         decoder.__dict__[_LABELS] = hook
-    with session.alone(takes_autocast=True):
-        try:
-            session.ready()
-        except BaseException:
-            _remove(decoder)
-            raise
+    try:
+        with session.call("the making of a chunked model", takes_autocast=True):
+            pass
+    except BaseException:
+        _remove(decoder)
+        raise
     return model
 
 
@@ -188,8 +188,7 @@ class ChunkedForward:
         parameters = self.session.given.parameters()
         if any(x.requires_grad for x in chain(parameters, _tensors(given.values()))):
             return True
-        with self.session.alone(takes_autocast=True):
-            self.session.ready()
+        with self.session.call("a call of a chunked model", takes_autocast=True):
             return self.session.records()
 
     def is_plain(self, decoder: Any, given: Mapping[str, Any]) -> bool:

@@ -79,8 +79,9 @@ def first_line(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The kind of an error, and its first line."""
-    return f"{type(error).__name__}: {first_line(error)}"
+    """The kind of an error, and its first line; of four parts the first."""
+    told = in_short(error.given) if isinstance(error, UserError) else first_line(error)
+    return f"{type(error).__name__}: {told.removeprefix('given:').strip()}"
 
 
 class UserError(FurlongError):
@@ -153,12 +154,13 @@ class PlanError(FurlongError):
     """A plan breaks an invariant; the text shows the plan with an arrow at the guilty action."""
 
 
-class LinkError(FurlongError):
-    """A process that a message goes to, or comes from, is gone; the text names link and action."""
-
-
 class ElsewhereError(FurlongError):
-    """Another process has failed in a step that all take together; the text names it."""
+    """Another process has failed in a call that all make together; the text names it."""
+
+
+class LinkError(ElsewhereError):
+    """Another process has ended or left a call in which this one waits for it, so that all have to
+    be started again; the text names it."""
 
 
 class NoMemoryElsewhereError(ElsewhereError, MemoryError):

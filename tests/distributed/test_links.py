@@ -18,7 +18,7 @@ from helpers.launched import Launched
 from helpers.load import slowed
 from helpers.ranks import run_all, run_ranks
 
-from furlong.errors import LinkError, PlanError
+from furlong.errors import PlanError
 from furlong.kv.pools import ThreadLane
 from furlong.plan.plan import Chunk, ChunkPlan, Forward, Recv, Send, Slice
 from furlong.planners.orders import plan_1f1b
@@ -154,7 +154,7 @@ def gone(rank: int, how: str) -> tuple[str, float]:
                 links.of(action).send(action, value(action, plan))
             elif isinstance(action, Recv):
                 links.of(action).recv(action)
-    except LinkError as error:
+    except ConnectionError as error:
         return str(error), time.monotonic() - started_s
     return "nothing was noticed", 0.0
 

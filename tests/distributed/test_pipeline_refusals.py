@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import threading
 from dataclasses import replace
@@ -51,7 +50,7 @@ def refusals(rank: int) -> tuple[dict[str, str], float]:
 SAID = {
     "one list": "PlanError: the plan has 1 lists of actions for 1 processes each, this run has dp",
     "pool": "PlanError: the plan has 2 lists of actions for 2 processes each, this run has dp 1",
-    "other heights": "(PlanError: the plan runs layer 1|ElsewhereError: an error on process 0)",
+    "other heights": "(PlanError: the plan runs layer 1|Elsew.*: given: +an error on process 0)",
     "frozen": "PlanError: the plan has no backward in its first 1 stages, where process 0 trains",
     "other sequences on one": "(DataError: given: +sequences of 23, 4 tok|.*error on process 1)",
     "untrained": "ConfigError: given: +LlamaForCausalLM without a parameter that requires",
@@ -88,19 +87,14 @@ def ends(rank: int) -> list[str]:
             said.append(message(lambda: engine.run(case.plan, batch(LENS), watch=watch)))
         except Interrupted:
             said.append("interrupted")
-    if rank:
-        pipeline = engine._session.state.pipeline
-        pipeline.links.close()  # as the end of its process would
-        del engine, pipeline
-        gc.collect()
     return said
 
 
 def test_the_end_of_one_process_ends_the_step_of_its_neighbours():
     (first, again), (second, after) = run_ranks(ends, num_ranks=2, limit_s=120)
     assert second == "interrupted"
-    assert re.match(r"LinkError: the link from process \d to \d \(stages \d, \d\) broke at", first)
-    assert again == after and "an earlier step of this model ended with an error" in again
+    assert re.match("LinkError: given: .*: process 1 left it by Interrupted", first)
+    assert again == after and re.match("LinkError: given: +an earlier call", again)
 
 
 def closed(rank: int) -> list[tuple[int, int]]:

@@ -97,6 +97,94 @@ def broken() -> Iterator[Any]:
     yield 1 / 0
 
 
+def calls(rank: int, sizes: tuple[int, int, int]) -> dict[str, str]:
+    """What is told when the model or the call of process 1 is another one, and is so no more."""
+    model, options = llama(), ChunkOptions(size=8)
+    engine, layer = furlong.Engine(model, ranks=make_ranks(*sizes, "cpu")), model.model.layers[0]
+    sequences, handles = batch(LENS), []
+    plan = engine.plan(LENS, options)
+
+    def step(**given: Any) -> Any:
+        return engine.forward_backward(sequences, **{"options": options, **given})
+
+    def hook(how: bool) -> None:
+        if how:
+            handles.append(layer.register_forward_hook(lambda *_: None))
+        else:
+            handles.pop().remove()
+
+    def wrap(how: bool) -> None:
+        forward = layer.forward
+        if how:
+            layer.forward = lambda *args, **named: forward(*args, **named)
+        else:
+            del layer.forward
+
+    changed: dict[str, Any] = {
+        "hook": hook, "forward": wrap,
+        "mode": lambda how: model.train(not how),
+        "config": lambda how: setattr(model.config, "use_cache", not how),
+        "frozen": lambda how: layer.mlp.up_proj.requires_grad_(not how),
+    }  # fmt: skip
+    model.config.use_cache = True
+    other = {
+        "sample": {"sample": {"rate": 0.5}}, "offload": {"offload": "cpu"},
+        "order": {"order": "layer-first"}, "stages": {"order": "layer-first", "stage_layers": 2},
+    }  # fmt: skip
+    called: dict[str, Any] = {
+        name: lambda more=more: step(options=ChunkOptions(size=8, **(more if rank else {})))
+        for name, more in other.items()
+    }
+    called["backward"] = lambda: step(backward=not rank)
+    called["counts"] = lambda: engine.run(plan, sequences, weights=[1.0, 1.0 + rank])
+    called["call"] = lambda: step() if rank else engine.plan(LENS, options)
+    found = {"before": message(step)}
+    for name, change in changed.items():
+        if rank:
+            change(True)
+        found[name] = message(step)
+        if rank:
+            change(False)
+    found |= {name: message(call) for name, call in called.items()}
+    model.zero_grad()
+    found["after"] = message(step)
+    if rank:
+        model.zero_grad()
+    found["clip"] = message(lambda: engine.clip_gradients(1.0))
+    found["sizes"] = message(lambda: make_ranks(*((2, 1, 1) if rank else (1, 2, 1)), "cpu"))
+    return found
+
+
+OF_CALLS = {
+    "hook": r"hooks of model.layers.0: forward_hook .* on process 1, none on process 0",
+    "forward": r"forward of model.layers.0: .* on process 1, .* on process 0",
+    "mode": "mode: evaluation on process 1, training on process 0",
+    "config": "use_cache: false on process 1, true on process 0",
+    "frozen": r"layers.0.mlp.up_proj.weight: .* frozen on process 1, .* trained on process 0",
+    "sample": r"chunks.sample: Sampling.* on process 1, None on process 0",
+    "offload": "chunks.offload: cpu on process 1, none on process 0",
+    "order": "chunks.order: layer-first on process 1, chunk-first on process 0",
+    "stages": "chunks.order: layer-first on process 1, chunk-first on process 0",
+    "backward": "backward: False on process 1, True on process 0",
+    "counts": "weight of sequence 1: 2.0 on process 1, 1.0 on process 0",
+    "call": "process 0 in a call of plan; process 1 in a call of forward_backward",
+    "clip": r"gradient of .*: False on process 1, True on process 0",
+    "sizes": r"dp, sp, pp = \(2, 1, 1\) on process 1, \(1, 2, 1\) on process 0",
+    "before": "accepted",
+    "after": "accepted",
+}
+OF_STAGES = {"hook": "accepted", "forward": "accepted", "frozen": "accepted", "clip": "accepted"}
+"""In a pipeline each stage has its own."""
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_a_call_that_differs_on_one_process_is_refused_on_all(sizes: Any) -> None:
+    said = OF_CALLS | (OF_STAGES if sizes[2] > 1 else {})
+    for found in run_ranks(calls, sizes, num_ranks=2):
+        assert {n: text for n, text in found.items() if not re.search(said[n], text)} == {}
+        assert found.keys() == said.keys()
+
+
 SAID = {
     "weights": r"embed_tokens.weight: float64 \(96, 32\) trained, checksum .* on process 1, ",
     "trained": r"model.layers.0.self_attn.q_proj.weight: .* trained, .* on process 1, .* frozen",
@@ -110,7 +198,7 @@ SAID = {
     "first": "accepted",
     "heights": "of the layers here, where an earlier one has trained range",
     "again": "accepted",
-    "frozen since": r"trained parameters of stage 0: \d+ on process 1",
+    "frozen since": r"model.layers.1.*: float64 .* frozen on process 1, float64 .* trained on",
     "other error": "an error on process 1",
     "replicas": "accepted",
 }

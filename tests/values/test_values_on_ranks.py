@@ -110,7 +110,22 @@ def test_values_and_their_gradients_are_those_of_one_process(cases: Any) -> None
         assert {name: of for name, of in found.items() if max(of) > BOUND} == {}
 
 
+def without_labels(rank: int) -> None:
+    """A replica whose answers are all empty goes on; where none has a label all are told."""
+    model = llama()
+    engine = furlong.Engine(model, ranks=make_ranks(2, 1, 1, "cpu"))
+    every = [sequences_of(0), [{**s, "labels": s["labels"] * 0 - 100} for s in sequences_of(1)]]
+    loss_of(furlong.Engine(truth := llama()).token_values(every[0], OPTIONS, BOTH)).backward()
+    values = engine.token_values(every[rank], OPTIONS, BOTH)
+    (sum(own.sum() for own in values) if rank else loss_of(values)).backward()
+    found = {name: whole(x) for name, x in take_grads(model).items()}
+    assert worst_relative_error(found, take_grads(truth)) < BOUND
+    with pytest.raises(DataError, match="no token with a label"):
+        engine.token_values(every[1], OPTIONS, BOTH)
+
+
 def refusals(rank: int) -> None:
+    without_labels(rank)
     model = llama()
     engine = furlong.Engine(model, ranks=make_ranks(1, 2, 1, "cpu"))
     sequences = sequences_of(0)
@@ -122,7 +137,7 @@ def refusals(rank: int) -> None:
         (loss_of(values()) * (1 + rank)).backward()
     with pytest.raises(ConfigError, match="another loss on process 1"):
         (loss_of(values()) * (1 if rank else math.nan)).backward()
-    with torch.set_grad_enabled(rank == 0), pytest.raises(ConfigError, match="no_grad on some"):
+    with torch.set_grad_enabled(rank == 0), pytest.raises(ConfigError, match="no_grad on process"):
         values()
     bad: Any = [{"input_ids": "text"}] if rank else sequences
     with pytest.raises(DataError if rank else ElsewhereError, match="input_ids of type str"):
@@ -184,8 +199,8 @@ def goes_on(rank: int) -> None:
     calls: list[tuple[str, Any]] = [
         ("a call of token_values", lambda: engine.token_values(sequences, OPTIONS, BOTH)),
         ("a call of hidden_states", lambda: engine.hidden_states(plain, OPTIONS)),
-        ("a step", lambda: engine.run(plan, plain)),
-        ("a step", lambda: engine.forward_backward(plain, OPTIONS)),
+        ("a call of run", lambda: engine.run(plan, plain)),
+        ("a call of forward_backward", lambda: engine.forward_backward(plain, OPTIONS)),
         ("a call of clip_gradients", lambda: engine.clip_gradients(1.0)),
     ]
     for number, (place, call) in enumerate(calls, 1):

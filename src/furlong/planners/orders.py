@@ -32,11 +32,11 @@ Reduce of each stage, which all ranks of that stage join, and under ZeRO-3 all p
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
 
 from furlong.cost.shape import ModelShape
-from furlong.errors import ConfigError, in_short
+from furlong.errors import ConfigError, difference_words, differing, in_short
 from furlong.plan.check import check
 from furlong.plan.plan import (
     COMPUTING,
@@ -464,16 +464,25 @@ def join_replicas(
     in that order. All have the same stages, as many of them frozen, and the same ranks, sp_size and
     offload; where one gathers weights with every pass, their passes must be equal. A replica
     without sequences has the plan of a dummy (`idle_plan`).
-    Raises ConfigError where there is no sequence, ValueError for plans that differ or do not belong
-    to the sequences, and PlanError for unequal passes.
+    Raises ConfigError where there is no sequence and for plans of other layouts, ValueError for
+    plans that do not belong to the sequences, and PlanError for unequal passes.
     """
     refuse_idle(len(seq_lens), sum(bool(plan.seq_lens) for plan in plans))
     first = plans[0]
     chunks: list[Chunk] = []
     actions: list[tuple[Action, ...]] = []
-    for plan, own in zip(plans, seq_ids, strict=True):
-        if _layout(plan) != _layout(first) or plan.seq_lens != tuple(seq_lens[i] for i in own):
-            raise ValueError("a replica with another layout, or with other sequences than its own")
+    for replica, (plan, own) in enumerate(zip(plans, seq_ids, strict=True)):
+        if _layout(plan) != _layout(first):
+            odd = differing(_layout(plan), _layout(first))
+            raise ConfigError(
+                given=f"on replica {replica}: {difference_words(odd, 'on replica 0')}",
+                required="one layout of all replicas' plans",
+                source="the options and the trained layers of each replica",
+                change="pass the same order, stage_layers and offload on all, and train the same "
+                "layers",
+            )
+        if plan.seq_lens != tuple(seq_lens[i] for i in own):
+            raise ValueError("a replica with other sequences than its own")
         first_chunk, first_rank = len(chunks), len(actions)
         for chunk in plan.chunks:
             slices = (replace(piece, seq_id=own[piece.seq_id]) for piece in chunk.slices)
@@ -526,8 +535,11 @@ def idle_plan(like: ChunkPlan) -> ChunkPlan:
     return replace(like, seq_lens=(), chunks=(Chunk(()),), actions=actions)
 
 
-def _layout(plan: ChunkPlan) -> tuple[object, ...]:
-    return plan.stages, len(plan.actions), plan.sp_size, plan.offload, plan.frozen_stages
+def _layout(plan: ChunkPlan) -> dict[str, object]:
+    return {
+        "stages": plan.stages, "lists of actions": len(plan.actions), "sp_size": plan.sp_size,
+        "offload": asdict(plan.offload), "frozen_stages": plan.frozen_stages,
+    }  # fmt: skip
 
 
 def _moved(action: Action, chunks: int, ranks: int) -> Action:

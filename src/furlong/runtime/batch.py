@@ -85,6 +85,8 @@ class Batch:
     num_labels: int | None
     """Labels of the whole batch; None where this process does not know them."""
     forks: Forks = field(default_factory=dict)
+    weights: Sequence[float] | None = None
+    """By number in the call, how often a sequence's loss counts in the gradient; None: once."""
 
     def within(self, seq_id: int, start: int, stop: int) -> Iterator[tuple[int, range, int]]:
         """(i, its tokens, the distance of the first one from `start`) of all that lies in [start,

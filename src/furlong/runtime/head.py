@@ -33,11 +33,10 @@ class LossHead:
 
     def __init__(
         self, model: HFDecoder, plan: ChunkPlan, batch: Batch,
-        function: TokenFunction = label_losses, weights: Sequence[float] | None = None,
+        function: TokenFunction = label_losses,
     ) -> None:  # fmt: skip
-        """`function`: its values (t,) are summed, each as often as `token_weights` say. `weights`:
-        by sequence, how often its loss counts in the gradient; None: once."""
-        self._model, self._batch, self._weights = model, batch, weights
+        """`function`: its values (t,) are summed, each as often as `token_weights` say."""
+        self._model, self._batch = model, batch
         self._estimates = not plan.report_loss
         """Whether chunks that were not drawn have no loss here."""
         self._tiled = _tiled(model, partial(_weighted, function), source="token_loss",
@@ -117,9 +116,9 @@ class LossHead:
     def _scales(self, inputs: ChunkInputs, scale: float) -> Tensor:
         """How often the loss of each label counts in the gradient, (R,)."""
         of_all = torch.full(inputs.labels.shape, scale, dtype=torch.float64, device="cpu")
-        if self._weights is not None:
+        if self._batch.weights is not None:
             for (index, _), own in _by_run(inputs, of_all):
-                own *= self._weights[index]
+                own *= self._batch.weights[index]
         return sent_to(inputs.labels.device, of_all)
 
     def _require_gradient(self, hidden: Tensor) -> None:

@@ -16,15 +16,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from furlong.errors import ConfigError, LinkError, UnsupportedModelError
+from furlong.errors import (
+    ConfigError,
+    LinkError,
+    UnsupportedModelError,
+    in_four_parts,
+    reason_of,
+)
 from furlong.kv.arena import Arena
 from furlong.kv.pools import Pools, Storage, is_lane
 from furlong.models.attention import called_within, hooked
@@ -46,8 +55,9 @@ from furlong.plan.rows import ChunkRows
 from furlong.runtime.cell import rows_on
 from furlong.runtime.check import self_check
 from furlong.runtime.distributed.comms import Comms, Pipeline, open_pipeline
-from furlong.runtime.distributed.consensus import gathered, require_equal
-from furlong.runtime.distributed.fsdp import one_step, shard
+from furlong.runtime.distributed.consensus import each_of, gathered, require_equal, together
+from furlong.runtime.distributed.failures import close, is_lost, leave, lost
+from furlong.runtime.distributed.fsdp import one_step, shard, sharded_modules
 from furlong.runtime.distributed.mesh import Ranks, ranks_given, require_stages
 from furlong.runtime.distributed.p2p import Parcel
 from furlong.runtime.precision import added_gradients, compute_parameters
@@ -105,13 +115,7 @@ class ModelState:
     def running(self) -> Iterator[None]:
         """Within it a call of this thread runs; calls of other threads wait, on any model. Raises
         ConfigError within another call on this one."""
-        if self.is_inside:
-            raise ConfigError(
-                given="a call of furlong on a model while another one runs",
-                required="one call at a time on each model",
-                source="a hook of the model, or a function of its values",
-                change="call them one after the other",
-            )
+        self.refuse_nested()
         try:
             with _CALLS, self.pooled:  # a sweep of another thread is over soon
                 self.thread = threading.get_ident()
@@ -121,6 +125,16 @@ class ModelState:
                     self.thread = None
         finally:
             self.sweep()
+
+    def refuse_nested(self) -> None:
+        """Raise ConfigError within another call on this model."""
+        if self.is_inside:
+            raise ConfigError(
+                given="a call of furlong on a model while another one runs",
+                required="one call at a time on each model",
+                source="a hook of the model, or a function of its values",
+                change="call them one after the other",
+            )
 
     @property
     def is_inside(self) -> bool:
@@ -134,6 +148,10 @@ class ModelState:
             storage = self.pools.storage
             self.pools.close()
             self.pools = Pools(Arena(self.pools.arena.device, poison=storage.poison), storage)
+        self.close_links()
+
+    def close_links(self) -> None:
+        """End the groups between stages."""
         if self.pipeline is not None:
             self.pipeline.links.close()
             self.pipeline = None
@@ -164,6 +182,8 @@ _STATES: WeakKeyDictionary[nn.Module, ModelState] = WeakKeyDictionary()
 # Held by the thread whose calls run: configs, in which attention is furlong's meanwhile, may be of
 # several models, and the generators that a call replays are the process's.
 _CALLS = threading.RLock()
+_CHANGED, _UNLINKED = 1, 2
+"""Bits that a process brings to a call: its model is new to it, its pipeline has no links."""
 _HELD_ELSEWHERE = (
     "the weights are divided among the processes now, but something still holds them whole: an "
     "optimizer that was made before the engine trains nothing. Make the engine first"
@@ -172,7 +192,7 @@ _HELD_ELSEWHERE = (
 
 class Session:
     """A model as one engine calls it, with the settings of its calls. `model` is its adapter, as of
-    the last `ready`."""
+    the last `call`."""
 
     model: HFDecoder
 
@@ -193,7 +213,7 @@ class Session:
         self.max_seq_len, self.compute_dtype = max_seq_len, compute_dtype
         self.state = _STATES.setdefault(bare_model(given), ModelState())
         self.ranks = ranks_given(ranks, process_group, self.autocast_kind)
-        self._fingerprint: tuple[int, int] | None = None
+        self._fingerprint: tuple[int, int, int] | None = None
 
     @contextmanager
     def alone(self, *, takes_autocast: bool = False) -> Iterator[None]:
@@ -211,24 +231,84 @@ class Session:
         ):
             yield
 
-    def ready(self) -> None:
-        """Adapt to the model as it is now; check it if that is new, and divide it among the ranks
-        if that is not done. Raises LinkError if an earlier step ended in the middle of what
-        processes do together."""
+    @contextmanager
+    def call(self, place: str, *, takes_autocast: bool = False) -> Iterator[None]:
+        """Within it a call runs, of all processes if there are several, on the model as it is now:
+        adapted and, if it is new, checked and divided among the ranks. See `alone`.
+
+        Where one process refuses it, all do. Raises LinkError if an earlier call ended in the
+        middle of what processes do together. `place`: see `together`.
+        """
+        self.state.refuse_nested()
         if not self.state.is_settled:
             raise LinkError(
-                "an earlier step of this model ended with an error while other processes waited "
-                "for this one: end all processes and start them again"
+                in_four_parts(
+                    given="an earlier call on this model, which ended with an error while other "
+                    "processes waited for this one",
+                    required="processes that have taken every step together",
+                    source="the error of that call, here or on another process",
+                    change="end all processes and start them again",
+                )
             )
-        base = bare_model(self.given)
-        now = fingerprint(base)
-        if now != self._fingerprint:
-            self._adapt(base, now)
-        self.state.open_pools(self.model.device, self.storage)
-        if self.ranks is not None and self.ranks.pp > 1 and self.state.pipeline is None:
-            self.state.pipeline = open_pipeline(self.ranks, self.model)
+        with self.heard(place), ExitStack() as stack:
+            base, now = bare_model(self.given), (0, 0, 0)
 
-    def _adapt(self, base: nn.Module, now: tuple[int, int]) -> None:
+            def enter() -> int:
+                nonlocal now
+                stack.enter_context(self.alone(takes_autocast=takes_autocast))
+                now = fingerprint(base)
+                self.state.open_pools(self.device, self.storage)
+                lacks_links = self.ranks is not None and self.ranks.pp > 1
+                lacks_links = lacks_links and self.state.pipeline is None
+                return _CHANGED * (now != self._fingerprint) + _UNLINKED * lacks_links
+
+            news = each_of(self.ranks, enter, place)
+            if any(own & _CHANGED for own in news):
+                self._adapt(base, now)
+            if self.ranks is not None and any(own & _UNLINKED for own in news):
+                self.state.close_links()
+                self.state.pipeline = open_pipeline(self.ranks, self.model)
+            yield
+
+    @contextmanager
+    def heard(self, place: str) -> Iterator[None]:
+        """Tell other processes of an error in a call where they wait for this one, and raise
+        LinkError where this one waits for them in vain."""
+        try:
+            yield
+        except BaseException as error:
+            ranks, was_lost = self.ranks, is_lost(error)
+            is_known = self.state.is_settled and isinstance(error, Exception) and not was_lost
+            if ranks is None or is_known:
+                raise
+            self.state.is_settled = False
+            if not was_lost:
+                leave(f"left it by {reason_of(error)}", ranks)
+            # one that has been told has closed its groups already
+            told = lost(ranks, error, place) if was_lost and type(error) is not LinkError else None
+            if self.state.pipeline is not None:
+                for group in self.state.pipeline.links.groups:
+                    close(group)
+            if told is not None:
+                raise told from error
+            raise
+
+    def _adapt(self, base: nn.Module, now: tuple[int, int, int]) -> None:
+        """Adapt to the model, which is new on this process or on another one."""
+        together(self.ranks, partial(self._wrap, base, now))
+        if self.ranks is not None:
+            settings = {"max_seq_len": str(self.max_seq_len), "mode": _mode(base)}
+            require_equal(
+                self.model, self.ranks, self.compute_dtype, settings, module_facts(base),
+                is_divided=self.state.ranks is not None,
+            )  # fmt: skip
+        self.require_checked((self.model.num_layers,), now)
+        self._fingerprint = now
+        if self.ranks is not None and self.state.ranks is None:
+            self._shard(self.ranks)
+
+    def _wrap(self, base: nn.Module, now: tuple[int, int, int]) -> None:
+        """Make the adapter of a model, or keep it where nothing changed but modes."""
         self._require_own_shards(base)
         if self._fingerprint is None or now[0] != self._fingerprint[0]:
             self._fingerprint = None  # an adapter of something else is not to be met again
@@ -247,10 +327,6 @@ class Session:
             refuse_attention_dropout(base)
         if self.model.compiled:
             refuse_compiled(self.model, is_shared=self.ranks is not None)
-        self.require_checked((self.model.num_layers,), now)
-        self._fingerprint = now
-        if self.ranks is not None and self.state.ranks is None:
-            self._shard(self.ranks)
 
     @contextmanager
     def computing(
@@ -292,7 +368,7 @@ class Session:
 
     def records(self) -> bool:
         """Whether a forward has something for autograd to record: a trained parameter, or what a
-        hook adds to a frozen model, as one token tells. Call it after `ready`."""
+        hook adds to a frozen model, as one token tells. Call it within `call`."""
         if any(parameter.requires_grad for parameter in self.model.model.parameters()):
             return True
         if self.ranks is not None or not torch.is_grad_enabled():
@@ -367,31 +443,46 @@ class Session:
         ranks = self.state.ranks
         return ranks is not None and ranks.shard_mesh.size() > 1
 
-    def require_checked(self, heights: tuple[int, ...], now: object = None) -> None:
-        """Check the model in stages of `heights` layers against its own forward, if that is new.
-        `now`: its fingerprint, by default that of the last `ready`."""
-        key = self._key(now or self._fingerprint, heights)
-        if key not in self.state.checked:
-            with self._weights():
-                self_check(self.model, self.state.backend, heights)
-            self.state.checked.add(key)
+    def require_checked(
+        self, heights: tuple[int, ...], now: tuple[int, int, int] | None = None
+    ) -> None:
+        """Check the model in stages of `heights` layers against its own forward, if that is new on
+        any process. `now`: its fingerprint, by default that of the last `call`."""
+        now = now or self._fingerprint
+        assert now is not None
+        key = self._key(now, heights)
+        is_checked, is_probed = key in self.state.checked, "probed" in vars(self.model)
+        if not any(each_of(self.ranks, lambda: not (is_checked and is_probed))):
+            return
 
-    def _key(self, now: object, heights: tuple[int, ...]) -> tuple[object, ...]:
-        return now, self.compute_dtype, self.max_seq_len, heights, self._is_entered
+        def check() -> None:
+            if not is_checked:
+                self_check(self.model, self.state.backend, heights)
+            _ = self.model.probed  # an adapter that is new finds its mixers in a forward
+
+        with self._weights():
+            if self._is_sharded:  # at once: a forward that fails on one process gathers none
+                for module in sharded_modules(self.model.base):
+                    module.unshard()
+            together(self.ranks, check)
+        self.state.checked.add(key)
+
+    def _key(self, now: tuple[int, int, int], heights: tuple[int, ...]) -> tuple[object, ...]:
+        return now[:2], self.compute_dtype, self.max_seq_len, heights, self._is_entered
 
     def _shard(self, ranks: Ranks) -> None:
         """Divide the weights; what was checked whole is checked."""
         model, dtype = self.model, self.compute_dtype
-        require_equal(model, ranks, dtype)
         if ranks.shard_mesh.size() > 1:
             unchanged = [] if dtype is None else model.stays_float32(dtype)
             layers = [x for x in model.layers if not isinstance(x, PlaceholderLayer)]
             whole = [weakref.ref(p) for p in model.base.parameters() if p.requires_grad]
-            shard(model.base, layers, ranks.shard_mesh, dtype, unchanged=unchanged)
+            divide = partial(shard, model.base, layers, ranks.shard_mesh, dtype)
+            together(ranks, partial(divide, unchanged=unchanged))
             if whole and all(parameter() is not None for parameter in whole):
                 warnings.warn(_HELD_ELSEWHERE, stacklevel=5)
-            self._fingerprint = fingerprint(model.base)
-            self.state.checked.add(self._key(self._fingerprint, (model.num_layers,)))
+            self._fingerprint = now = fingerprint(model.base)
+            self.state.checked.add(self._key(now, (model.num_layers,)))
         self.state.ranks, self.state.compute_dtype = ranks, dtype
 
     def _require_own_shards(self, base: nn.Module) -> None:
@@ -418,9 +509,9 @@ class Session:
             )
 
 
-def fingerprint(model: nn.Module) -> tuple[int, int]:
-    """Hashes of everything but the weights' values on which the adapter depends, and of the modes
-    on which its check depends besides: which modules train.
+def fingerprint(model: nn.Module) -> tuple[int, int, int]:
+    """Hashes of everything but the weights' values on which the adapter depends, of the modes on
+    which its check depends besides, which modules train, and of which weights do.
 
     The first is of the config, of every module with its type, its active adapters, the code of its
     forward and of hooks, and whether a compiled call is in it, and of the shape, dtype and device
@@ -435,7 +526,42 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
     weights = tuple((p.shape, p.dtype, p.device) for p in model.parameters())
     kernel = getattr(config, "_attn_implementation", None)
     modes = hash(tuple(module.training for module in model.modules()))
-    return hash((text, kernel, modules, weights)), modes
+    trained = hash(tuple(p.requires_grad for p in model.parameters()))
+    return hash((text, kernel, modules, weights)), modes, trained
+
+
+def module_facts(model: nn.Module) -> dict[str, str]:
+    """Return the modes, hooks, forwards and adapters of a model's modules by name, in words that
+    can be compared between processes, which `fingerprint` cannot."""
+    facts = {}
+    for name, module in model.named_modules():
+        where = name or "the model"
+        hooks = [
+            f"{kind[1:-1]} {_code_in_words(hook)}"
+            for kind in HOOKS
+            for hook in vars(module)[kind].values()
+            if not str(getattr(hook, "__module__", "")).startswith(("torch.", "furlong."))
+        ]
+        facts[f"mode of {where}"] = _mode(module)
+        facts[f"hooks of {where}"] = ", ".join(hooks) or "none"
+        facts[f"forward of {where}"] = _code_in_words(module.forward)
+        facts[f"adapters of {where}"] = "{} (disabled: {})".format(*_adapters(module))
+    return facts
+
+
+def _code_in_words(function: Any) -> str:
+    """The name and a checksum of a function's code; of what is no function, its type."""
+    code = _code(function)
+    if not isinstance(code, CodeType):
+        return f"{code.__module__}.{code.__qualname__}"
+    # constants of other kinds are repeated otherwise by each process
+    plain = [x for x in code.co_consts if isinstance(x, int | float | str | bytes | None)]
+    text = repr((code.co_names, plain)).encode() + code.co_code
+    return f"{code.co_qualname} {crc32(text):x}"
+
+
+def _mode(module: nn.Module) -> str:
+    return "training" if module.training else "evaluation"
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -40,7 +39,6 @@ from furlong.runtime.distributed.comms import require_layout
 from furlong.runtime.distributed.consensus import (
     Planned,
     checksum_of,
-    gathered,
     joined,
     require_same,
     together,
@@ -78,11 +76,12 @@ def batch_for(
             "a number for each sequence of an exact plan",
             "pass one for each seq_id, or leave weights out",
         )
+    weights = None if weights is None else [float(weight) for weight in weights]
     needs_labels = extras is not None
     if not isinstance(sequences, Mapping):
         shifted = shift_labels(sequences, extras=extras, needs_labels=needs_labels)
         _require_lens([len(s.input_ids) for s in shifted], plan.seq_lens)
-        return along_paths(plan, batch_of(shifted))
+        return replace(along_paths(plan, batch_of(shifted)), weights=weights)
     shifted = shift_labels(sequences.values(), extras=extras, needs_labels=needs_labels)
     own: dict[Any, ShiftedSequence] = dict(zip(sequences, shifted, strict=True))
     needed = read_sequences(plan, session.rank, session.rows_of(plan))
@@ -99,7 +98,7 @@ def batch_for(
         )
     ids = sorted(own)
     _require_lens([len(own[i].input_ids) for i in ids], [plan.seq_lens[i] for i in ids])
-    return along_paths(plan, among(own, plan.seq_lens))
+    return replace(along_paths(plan, among(own, plan.seq_lens)), weights=weights)
 
 
 def along_paths(plan: ChunkPlan, batch: Batch) -> Batch:
@@ -193,17 +192,19 @@ def planner_of(
     """A function that plans the sequences of one replica, by their lengths and, on one device,
     where they branch. Among several stages a collective; what it returns is none."""
     model, ranks, pipeline = session.model, session.ranks, session.state.pipeline
-    frozen = session.num_frozen_layers if backward and pipeline else 0
+    # gathered whatever this process asks for: another one may ask for something else
+    frozen = session.num_frozen_layers if pipeline else 0
 
     def plan(seq_lens: Sequence[int], forks: Forks | None = None) -> ChunkPlan:
         require_type(options, ChunkOptions)
-        is_cut = backward and options.order == "layer-first"
+        is_cut = options.order == "layer-first"
+        own_frozen = model.num_frozen_layers if is_cut and not pipeline else frozen
         return plan_replica(
             seq_lens, options,
             num_layers=model.num_layers, backward=backward, forks=forks,
             stages=pipeline.heights if pipeline else (),
             sp_size=1 if ranks is None else ranks.sp,
-            frozen_layers=model.num_frozen_layers if is_cut and not pipeline else frozen,
+            frozen_layers=own_frozen if backward else 0,
         )  # fmt: skip
 
     return plan
@@ -222,35 +223,45 @@ def planned_batch(
         checksum = 0 if ranks is None else plan.checksum
         for sequence in batch.sequences if ranks is not None else ():
             checksum = checksum_of(sequence, checksum)
-        found = Planned(plan, labelled_chunks(plan, batch), batch.num_labels or 0)
+        seed = drawn_seed(plan, options)
+        found = Planned(plan, labelled_chunks(plan, batch), batch.num_labels or 0, seed)
         return batch, found, checksum
 
     batch, found, checksum = together(ranks, make)
     own = range(len(batch.sequences))
     if ranks is not None:
-        found, own = joined(ranks, found, checksum)
+        found, own = joined(ranks, found, checksum, facts_of(options, backward))
         whole = among(dict(zip(own, batch.sequences, strict=True)), found.plan.seq_lens)
         batch = replace(whole, num_labels=found.num_labels)
-    return with_draw(session, found.plan, options, found.labelled), batch, own
+    return with_draw(found.plan, options, found.seed, found.labelled), batch, own
+
+
+def facts_of(options: ChunkOptions, backward: bool) -> dict[str, object]:
+    """Return the options of a step that must be alike on all replicas, by name."""
+    return {
+        "backward": backward, "chunks.order": options.order,
+        "chunks.stage_layers": options.stage_layers, "chunks.offload": str(options.offload),
+        "chunks.sample": repr(options.sampling),
+    }  # fmt: skip
+
+
+def drawn_seed(plan: ChunkPlan, options: ChunkOptions) -> int | None:
+    """A seed of this process for the draw that `options` ask for; None where they ask for none."""
+    sampling = options.sampling
+    if sampling is None or not plan.trained:
+        return None
+    drawn = int(torch.randint(2**62, (), device="cpu")) if sampling.seed is None else None
+    return sampling.seed if drawn is None else drawn
 
 
 def with_draw(
-    session: Session,
-    plan: ChunkPlan,
-    options: ChunkOptions,
-    labelled: Collection[int] = (),
+    plan: ChunkPlan, options: ChunkOptions, seed: int | None, labelled: Collection[int] = ()
 ) -> ChunkPlan:
-    """The plan of the whole batch with its draw, the same on all processes, if `options` ask for
-    one. `labelled`: chunks whose labels decide with which probability they are drawn."""
-    sampling = options.sampling
-    if sampling is None or not plan.trained:
+    """The plan of the whole batch with the draw of a seed, the same on all processes; None: it
+    draws nothing. `labelled`: chunks whose labels decide with which probability they are drawn."""
+    if options.sampling is None or seed is None:
         return plan
-    if sampling.seed is None:
-        seed = int(torch.randint(2**62, (), device="cpu"))
-        if session.ranks is not None:
-            seed = gathered(session.ranks, [seed])[0][0]
-        sampling = replace(sampling, seed=seed)
-    return sampled(plan, sampling, labelled)
+    return sampled(plan, replace(options.sampling, seed=seed), labelled)
 
 
 def take_step(
@@ -267,6 +278,8 @@ def take_step(
     what takes final hidden states. The other arguments are those of `Engine.run`."""
     model = session.model
     divisor, any_trains = _agreed(session, plan, batch, num_valid_tokens)
+    if len(plan.stages) > 1:
+        session.require_checked(plan.stages)
     num_labels, trains = batch.num_labels, bool(plan.trained)
     if trains and not any_trains:
         raise untrainable(model)
@@ -276,8 +289,6 @@ def take_step(
     with ExitStack() as stack:
 
         def make() -> Executor:
-            if len(plan.stages) > 1:
-                session.require_checked(plan.stages)
             _take_pinned(session, plan)
             pools.reset_peaks()
             stack.enter_context(session.computing(plan))
@@ -369,9 +380,9 @@ def _agreed(
     divisor, num_frozen, trains = together(ranks, find)
     if ranks is None:
         return divisor, trains
-    names = [name for name, p in model.base.named_parameters() if p.requires_grad]
     facts: dict[str, object] = {"the plan's checksum": plan.checksum, "the divisor": divisor}
-    facts[f"checksum of trained parameters of stage {ranks.stage}"] = crc32(repr(names).encode())
+    weights = batch.weights or (None,) * len(plan.seq_lens)
+    facts |= {f"weight of sequence {i}": repr(weight) for i, weight in enumerate(weights)}
     for seq_id, sequence in enumerate(batch.sequences):
         if len(sequence.input_ids):
             facts[f"checksum of sequence {seq_id}"] = checksum_of(sequence)

@@ -153,6 +153,7 @@ class TwoSteps:
         self._plan, self._batch, self._own = planned_batch(
             session, options, lambda: batch, backward=False
         )
+        _require_labels(function, self._batch.num_labels)  # a replica may have none
         dtype = session.compute_dtype
         self._head = OutputHead(
             session.model, self._batch, function, nullcontext,
@@ -190,6 +191,10 @@ class TwoSteps:
 
     def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """See `TwoPhases`; a gradient is that of this process's part of the parameter."""
+        with self._session.call(self._place):
+            return self._second(cotangents)
+
+    def _second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         session, ranks, model = self._session, self._ranks, self._session.model.model
 
         def begin() -> None:
@@ -202,7 +207,6 @@ class TwoSteps:
 
         together(ranks, begin, self._place)
         self._is_over = True
-        session.ready()  # the engine may have been closed in between
         like = next((own for own in cotangents if own is not None), self._like)
         lens = [self._batch.seq_lens[i] for i in self._own]
         whole = [
@@ -216,7 +220,6 @@ class TwoSteps:
         for i, own in zip(self._own, whole, strict=True):
             self._head.cotangents[i] = own
         with ExitStack() as stack:
-            stack.enter_context(session.alone())
             stack.enter_context(self._at_forward.modes(model))
             if self._gradients == "returned":
                 stack.enter_context(gradients_apart(self.parameters, found))
@@ -341,6 +344,16 @@ def _end(executor: Executor, pools: Pools) -> None:
     pools.close()
 
 
+def _require_labels(function: TokenFunction | None, num_labels: int | None) -> None:
+    """Raise DataError for values of tokens where none has a label."""
+    if function is not None and not num_labels:
+        raise refused_data(
+            "no token with a label, but for first ones, which nothing predicts",
+            "at least one: an answer of at least one token behind its prompt",
+            "leave such sequences out; -100 in labels means no label",
+        )
+
+
 def _name(function: TokenFunction | None) -> str:
     return "token_values" if function else "hidden_states"
 
@@ -384,12 +397,8 @@ def token_values(
         shifted = shift_labels(sequences, extras=extras, needs_labels=False)
         if not shifted:
             raise refused_data("no sequences", "at least one sequence", "leave the call out")
-        if function is not None and not count_valid_tokens(shifted):
-            raise refused_data(
-                "no token with a label, but for first ones, which nothing predicts",
-                "at least one: an answer of at least one token behind its prompt",
-                "leave such sequences out; -100 in labels means no label",
-            )
+        if session.ranks is None:
+            _require_labels(function, count_valid_tokens(shifted))
         require_type(options, ChunkOptions)
         require_two_phases(options)
         if gradients not in get_args(Gradients):
@@ -401,11 +410,10 @@ def token_values(
             )  # fmt: skip
         return shifted
 
-    shifted = together(session.ranks, read, f"a call of {_name(function)}")
-    session.state.num_calls += 1
-    autocast = Autocast.captured(session.autocast_kind)
-    with session.alone(takes_autocast=session.ranks is None):
-        session.ready()
+    autocast, place = Autocast.captured(session.autocast_kind), f"a call of {_name(function)}"
+    with session.call(place, takes_autocast=session.ranks is None):
+        shifted = together(session.ranks, read, place)
+        session.state.num_calls += 1
         trains = session.records()
         if session.ranks is not None:
             trains = _any_trains(session.ranks, trains)
@@ -447,9 +455,11 @@ def _any_trains(ranks: Ranks, trains: bool) -> bool:
     """Whether any process trains parameters. Raises ConfigError, on all, where some of them record
     a graph and others do not: those would wait for a backward that never comes."""
     rows = gathered(ranks, [int(torch.is_grad_enabled()), int(trains)])
-    if len({records for records, _ in rows}) > 1:
+    without = [str(process) for process, (records, _) in enumerate(rows) if not records]
+    if 0 < len(without) < len(rows):
         raise ConfigError(
-            given="token_values under torch.no_grad on some processes and not on others",
+            given=f"token_values under torch.no_grad on process {', '.join(without)}, and not on "
+            "others",
             required="the same on all: a backward is one of all processes",
             source="the caller's code on each process",
             change="enter torch.no_grad on all processes, or on none",

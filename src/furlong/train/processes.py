@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from furlong.config.schema import ParallelConfig
 from furlong.errors import (
     ConfigError,
-    LinkError,
+    ElsewhereError,
     UserError,
     difference_words,
     differing,
@@ -32,7 +31,7 @@ from furlong.errors import (
 from furlong.plan.plan import Layout
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import ProcessGroup, Store
+    from torch.distributed.distributed_c10d import ProcessGroup
 
 _T = TypeVar("_T")
 _START_LIMIT = timedelta(minutes=10)
@@ -42,10 +41,6 @@ that are predicted to take long get more, see `limit_of_step`."""
 _STEP_FACTOR = 4
 _AGREEMENT_LIMIT = timedelta(hours=12)
 """For agreements: others wait in them while one process tokenizes, saves or exports."""
-# By text: gloo's own errors are plain RuntimeErrors, and autograd passes them on.
-_CONNECTION = re.compile(
-    r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|Socket|Timed out waiting", re.I
-)
 _COMMAND = "torchrun --nproc-per-node {} -m furlong train RUN.yaml"
 _MACHINES = "--nnodes {} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
 _NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
@@ -205,17 +200,20 @@ class Processes:
     def together(self, work: Callable[[], _T]) -> _T:
         """The outcome of `work` on this process. Where it raises a UserError on any process, all
         raise it: the first process's own if it has one."""
-        failure: UserError | None = None
+        failure: UserError | ElsewhereError | None = None
         result: Any = None
         try:
             result = work()
-        except UserError as error:
+        except (UserError, ElsewhereError) as error:
             failure = error
         if self.any(failure is not None):
-            failures = enumerate(self.each(failure))
-            number, first = next((n, own) for n, own in failures if own is not None)
-            if number == self.launch.number:
-                first = failure or first  # with its traceback
+            failures = [(n, own) for n, own in enumerate(self.each(failure)) if own is not None]
+            told = [(n, own) for n, own in failures if isinstance(own, UserError)]
+            if not told:
+                raise failure or failures[0][1]
+            number, first = told[0]
+            if number == self.launch.number and isinstance(failure, UserError):
+                first = failure  # with its traceback
             elif number:
                 first.given = f"process {number}: {first.given}"
             raise first.on_all()
@@ -316,7 +314,7 @@ def joined(launch: Launch, *, limit: timedelta = _COLLECTIVE_LIMIT) -> Iterator[
         is_common = isinstance(error, SystemExit)  # --help
         is_common |= isinstance(error, UserError) and error.is_common
         if not is_common:
-            _end_alone(error, launch, store)
+            _end_alone(error, launch)
         _leave(processes)
         raise
     _leave(processes)
@@ -330,28 +328,27 @@ def _leave(processes: Processes) -> None:
     dist.destroy_process_group()
 
 
-def _end_alone(error: BaseException, launch: Launch, store: Store) -> NoReturn:
+def _end_alone(error: BaseException, launch: Launch) -> NoReturn:
     """End this process: it has failed alone, and tells the others why, or has lost the others."""
+    from furlong.runtime.distributed.failures import is_lost, tell, who_left
+
     here, code = f"process {launch.number}", 1
-    is_lost = isinstance(error, RuntimeError) and _CONNECTION.search(str(error))
-    if is_lost or isinstance(error, LinkError):
+    if is_lost(error) or isinstance(error, ElsewhereError):
         said = f"{here} ends, for another process has ended or does not answer"
-        said += f": {first_line(error)}"
-        try:
-            told = store.get("failure").decode() if store.check(["failure"]) else ""
-        except RuntimeError:
-            told = "process 0 has ended"
-        told = told or "its own output says why, or the launcher's; py-spy shows where one hangs"
+        said += f": {first_line(error).removeprefix('given:').strip()}"
+        told, silent = "", ""
+        if not isinstance(error, ElsewhereError):  # whose text has told it
+            told, silent = who_left(range(launch.num_processes))
+        if silent and not told:
+            told = f"process {silent}: its own output says why, or the launcher's; py-spy shows"
+            told += " where one hangs"
         said += f"\n{told}\n--resume goes on from the newest checkpoint"
     else:
         said, cause = "".join(traceback.format_exception(error)).strip(), str(error)
         if isinstance(error, UserError):
             said, cause, code = str(error), error.given, 2  # this process says the rest
         said += f"\n{here} ends, and the others with it"
-        try:
-            store.set("failure", f"{here} ended by {type(error).__name__}: {cause}")
-        except RuntimeError:  # of a process that is no more
-            said += f"; {here} could not tell them"
+        tell(f"ended by {type(error).__name__}: {cause}")
     _end(said, code)
 
 

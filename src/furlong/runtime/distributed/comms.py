@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from furlong.errors import ConfigError, LinkError, PlanError, reason_of
+from furlong.errors import ConfigError, PlanError, reason_of
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import is_out_of_memory
 from furlong.plan.plan import (
@@ -43,6 +43,7 @@ from furlong.runtime.distributed.consensus import (
     gathered,
     outcome_of,
 )
+from furlong.runtime.distributed.failures import is_lost
 from furlong.runtime.distributed.fsdp import adding_up, adds_unused
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.distributed.p2p import Links, Neighbour, Parcel, open_links
@@ -218,7 +219,7 @@ class Comms:
         lack of memory. Raises ElsewhereError where the error is only that others have failed."""
         self._outcome = outcome_of(error)
         alone = self._ranks is None
-        if alone or not isinstance(error, Exception) or isinstance(error, LinkError):
+        if alone or not isinstance(error, Exception) or is_lost(error):
             return
         if (meanwhile := self._is_waited_for(rest)) is not None:
             if is_out_of_memory(error):

@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from furlong.errors import (
     ConfigError,
     ElsewhereError,
-    LinkError,
     NoMemoryElsewhereError,
     in_four_parts,
     in_short,
@@ -41,6 +40,7 @@ from furlong.ops.backends.select import is_out_of_memory
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.orders import join_replicas
 from furlong.runtime.batch import ShiftedSequence
+from furlong.runtime.distributed.failures import is_lost, lost
 from furlong.runtime.distributed.mesh import Ranks
 
 _T = TypeVar("_T")
@@ -68,17 +68,29 @@ def together(ranks: Ranks | None, act: Callable[[], _T], place: str = "a step") 
 
     `place`: where in the caller's code it is. Raises ConfigError, on all, if they are at different
     ones, and LinkError if a process does not come."""
+    return _together(ranks, act, place, lambda made: 0)[0]
+
+
+def each_of(ranks: Ranks | None, act: Callable[[], int], place: str = "a step") -> list[int]:
+    """Return what `act` returns on each process; raises as `together` does."""
+    return _together(ranks, act, place, int)[1]
+
+
+def _together(
+    ranks: Ranks | None, act: Callable[[], _T], place: str, number_of: Callable[[_T], int]
+) -> tuple[_T, list[int]]:
+    """Return the outcome of `act`, and the number of each process's outcome."""
     if ranks is None:
-        return act()
+        return (made := act()), [number_of(made)]
     try:
         made = act()
     except Exception as error:
-        failure_of(ranks, outcome_of(error), place=place)
+        _fared(ranks, outcome_of(error), None, place)
         raise
-    failure = failure_of(ranks, place=place)
+    failure, numbers = _fared(ranks, FINE, None, place, number_of(made))
     if failure is not None:
         raise failure
-    return made
+    return made, numbers
 
 
 def failure_of(
@@ -90,23 +102,21 @@ def failure_of(
 ) -> ElsewhereError | None:
     """The error for those processes of a group, by default of all, that have not failed; None where
     none has. A collective. `place`: see `together`."""
+    return _fared(ranks, own, group, place)[0]
+
+
+def _fared(
+    ranks: Ranks, own: Outcome, group: dist.ProcessGroup | None, place: str, brought: int = 0
+) -> tuple[ElsewhereError | None, list[int]]:
+    """Return the error of `failure_of`, and the number that each process has brought."""
     group = group or ranks.group
     try:
-        rows = gathered(ranks, (own[0], zlib.crc32(place.encode())), group)
+        rows = gathered(ranks, (own[0], zlib.crc32(place.encode()), brought), group)
     except RuntimeError as error:
-        if is_out_of_memory(error):
+        if not is_lost(error):
             raise
-        raise LinkError(
-            in_four_parts(
-                given=f"process {dist.get_rank()} in {place}, where another one did not come: "
-                f"{reason_of(error)}",
-                required="the same calls and backwards on all processes, within the timeout of "
-                "their group",
-                source="the code that calls furlong, on each process",
-                change="end all processes where one has raised an error, and start them again",
-            )
-        ) from error
-    if len({at for _, at in rows}) > 1:
+        raise lost(ranks, error, place) from error
+    if len({at for _, at, _ in rows}) > 1:
         places = [""] * len(rows)
         dist.all_gather_object(places, place, group=group)
         numbers: dict[str, list[str]] = {}
@@ -119,17 +129,25 @@ def failure_of(
             change="where one process makes no loss, or its loss raises an error, end it or skip "
             "the backward on all",
         )
-    codes = [code for code, _ in rows]
+    codes = [code for code, *_ in rows]
     failed = [at for at, code in enumerate(codes) if code]
     if not failed:
-        return None
+        return None, [number for *_, number in rows]
     texts = [""] * len(codes)
     dist.all_gather_object(texts, own[1], group=group)
     memory = all(codes[at] == _NO_MEMORY for at in failed)
     names = ", ".join(str(dist.get_global_rank(group, at)) for at in failed)
     kind = NoMemoryElsewhereError if memory else ElsewhereError
     what = "out of memory" if memory else "an error"
-    return kind(f"{what} on process {names} ({texts[failed[0]]})")
+    text = in_four_parts(
+        given=f"{what} on process {names} ({texts[failed[0]]})",
+        required=f"{place} that every process can take: all take it, or none does",
+        source=f"process {names}, which raises the error itself",
+        change="take smaller chunks on all processes"
+        if memory
+        else "mend there what it tells; then all processes can make the call again",
+    )
+    return kind(text), []
 
 
 def outcome_of(error: BaseException) -> Outcome:
@@ -154,8 +172,9 @@ def require_same(ranks: Ranks, facts: Mapping[str, object], brought: _T) -> list
                     f" {in_short(before, 60)} on process {first}",
                     required="the same on all processes",
                     source="the model, plan, sequences and options that each process has passed",
-                    change="load one checkpoint, draw weights and data with one seed, and deal "
-                    f"sequences to the {ranks.dp} replicas (Ranks.replica), not to processes",
+                    change="load one checkpoint, draw weights and data with one seed, change the "
+                    "model (hooks, modes, config, frozen weights) and call furlong alike on all "
+                    f"processes, and deal sequences to the {ranks.dp} replicas (Ranks.replica)",
                 )
     return [of_process for _, of_process in found]
 
@@ -176,25 +195,34 @@ _BLOCK = 2**22
 """Elements of a weight whose products are in memory at a time."""
 
 
-def require_equal(model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None) -> None:
-    """Raise ConfigError, on all processes, unless they have the same config and compute in the same
-    dtype, and those of a stage have the same weights. Collective over them, on weights that are not
-    divided yet."""
+def require_equal(
+    model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None, settings: Mapping[str, str],
+    modules: Mapping[str, str], *, is_divided: bool,
+) -> None:  # fmt: skip
+    """Raise ConfigError, on all processes, unless they have the same config and `settings` and
+    compute in the same dtype, and those of a stage have the same weights and facts of `modules`.
+    Collective over them. Of weights that `is_divided` the forms are compared."""
     dtypes = (p.dtype for p in model.base.parameters() if p.is_floating_point())
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NO_MATTER}
     facts = {key: json.dumps(value, default=str, sort_keys=True) for key, value in config.items()}
     facts |= {"class": model.name, "dtype of its passes": str(compute_dtype or next(dtypes))}
-    facts |= {f"stage {ranks.stage}, {n}": _form(p) for n, p in model.base.named_parameters()}
+    facts |= settings
+    parameters = dict(model.base.named_parameters())
+    names = zlib.crc32(repr([*modules, *parameters]).encode())
+    of_stage = {"checksum of names of modules and weights": f"{names:x}", **modules}
+    of_stage |= {n: _form(p, is_divided=is_divided) for n, p in parameters.items()}
+    facts |= {f"stage {ranks.stage}, {key}": value for key, value in of_stage.items()}
     if model.tied_weight is not None and ranks.stage in (0, ranks.pp - 1):
-        facts["the tied embeddings"] = _form(model.tied_weight)
+        facts["the tied embeddings"] = _form(model.tied_weight, is_divided=is_divided)
     require_same(ranks, facts, None)
 
 
-def _form(weight: Tensor) -> str:
-    """The shape, the dtype and a checksum of a weight, and whether it is trained."""
+def _form(weight: Tensor, *, is_divided: bool) -> str:
+    """The shape and dtype of a weight, whether it is trained, and a checksum of a whole one."""
     dtype = str(weight.dtype).removeprefix("torch.")
     trained = "trained" if weight.requires_grad else "frozen"
-    return f"{dtype} {tuple(weight.shape)} {trained}, checksum {int(_hash_of(weight)):x}"
+    text = f"{dtype} {tuple(weight.shape)} {trained}"
+    return text if is_divided else f"{text}, checksum {int(_hash_of(weight)):x}"
 
 
 def weights_checksum(parameters: Iterable[Tensor]) -> int:
@@ -268,18 +296,23 @@ class Planned(NamedTuple):
     labelled: set[int]
     """Chunks that have a label."""
     num_labels: int
+    seed: int | None = None
+    """That of the draw, where one is asked for."""
 
 
-def joined(ranks: Ranks, own: Planned, checksum: int) -> tuple[Planned, range]:
+def joined(
+    ranks: Ranks, own: Planned, checksum: int, facts: Mapping[str, object]
+) -> tuple[Planned, range]:
     """The plan of all replicas, the same on all processes, and the numbers of this one's sequences
     in it. Collective over them.
 
     `own`: that of this replica, whose processes all have it: the first one sends it. Raises
-    ConfigError where another one has other sequences, by the `checksum` of the plan and of them.
+    ConfigError where another one has other sequences, by the `checksum` of the plan and of them,
+    and where any has other `facts`, which decide how all replicas' plans are joined.
     """
     is_first = not ranks.stage and not ranks.process
-    facts = {f"sequences and options of replica {ranks.replica}": checksum}
-    each = [one for one in require_same(ranks, facts, own if is_first else None) if one]
+    compared = {**facts, f"sequences and options of replica {ranks.replica}": checksum}
+    each = [one for one in require_same(ranks, compared, own if is_first else None) if one]
     plans, ids, labelled = [one.plan for one in each], list[range](), set[int]()
     num_sequences = num_chunks = 0
     for one in each:
@@ -287,4 +320,5 @@ def joined(ranks: Ranks, own: Planned, checksum: int) -> tuple[Planned, range]:
         labelled.update(num_chunks + chunk for chunk in one.labelled)
         num_sequences, num_chunks = ids[-1].stop, num_chunks + len(one.plan.chunks)
     plan = join_replicas(plans, ids, [n for one in plans for n in one.seq_lens])
-    return Planned(plan, labelled, sum(one.num_labels for one in each)), ids[ranks.replica]
+    num_labels = sum(one.num_labels for one in each)
+    return Planned(plan, labelled, num_labels, each[0].seed), ids[ranks.replica]

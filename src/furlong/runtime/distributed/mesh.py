@@ -50,6 +50,13 @@ class Ranks:
     def num_processes(self) -> int:
         return self.dp * self.sp * self.pp
 
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """All groups of this process."""
+        meshes = self.mesh.get_all_groups(), self.shard_mesh.get_all_groups()
+        own = (self.group, *self.place_groups.values(), *meshes[0], *meshes[1])
+        return list(dict.fromkeys(own))
+
     def facts_device(self, group: ProcessGroup) -> str:
         """Where the numbers lie that processes tell each other: on the host where the group has a
         side for it. Through a GPU they would wait for all that it has to do."""
@@ -63,8 +70,19 @@ class Ranks:
 def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
     """The ranks of a run; every process calls it with the same sizes, inside a process group.
 
-    Raises ConfigError for sizes that do not multiply to the number of processes.
+    Raises ConfigError, on all, for other sizes on some processes than on others, and for sizes that
+    do not multiply to the number of processes.
     """
+    each: list[tuple[int, int, int]] = [(dp, sp, pp)] * dist.get_world_size()
+    dist.all_gather_object(each, (dp, sp, pp))
+    for process, given in enumerate(each):
+        if given != each[0]:
+            raise ConfigError(
+                given=f"dp, sp, pp = {given} on process {process}, {each[0]} on process 0",
+                required="the same sizes on all processes",
+                source="the calls of make_ranks",
+                change="pass the same sizes on all processes",
+            )
     require_sizes(dp, sp, pp, dist.get_world_size())
     pool = _pool_axes(sp)
     names = tuple(f"sp{index}" for index in range(len(pool)))

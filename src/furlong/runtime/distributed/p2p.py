@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from furlong.errors import LinkError, PlanError
+from furlong.errors import PlanError
 from furlong.kv.pools import Event, ThreadLane
 from furlong.plan.plan import Action, Chunk, ChunkPlan, Computing, Payload, Recv, Send
 from furlong.plan.text import format_action
@@ -55,11 +55,12 @@ class End:
         _ = work.wait() if limit is None else work.wait(limit)
 
     def guarded(self, text: str, act: Callable[[], _T]) -> _T:
-        """Call `act`; what a backend raises names the link and the action."""
+        """Call `act`. Raises ConnectionError, which names link and action, for what a backend
+        raises."""
         try:
             return act()
         except RuntimeError as error:
-            raise LinkError(f"{self.name} broke at '{text}': {error}") from error
+            raise ConnectionError(f"{self.name} broke at '{text}': {error}") from error
 
     def warm_up(self, device: torch.device) -> None:
         """Send or receive the first message, of one element."""
