@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from furlong.runtime.distributed import consensus
-from furlong.runtime.distributed.consensus import weights_checksum
+from furlong.runtime.distributed.consensus import _hash_of, weights_checksum
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
 
@@ -46,3 +46,14 @@ def test_equal_values_have_one_checksum_whatever_their_strides(
     assert not spread.is_contiguous()
     monkeypatch.setattr(consensus, "_BLOCK", 14)  # two rows and a bit
     assert weights_checksum([spread, spread[0, 0], spread[:0]]) == known
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sums_of_parts_in_their_places_add_up_to_that_of_the_whole(dtype: torch.dtype) -> None:
+    """A zero adds nothing: so shards can be compared with a whole weight, wherever it is cut."""
+    weight = drawn(dtype)
+    for axis in range(2):
+        parts = [torch.zeros_like(weight) for _ in range(3)]
+        for part, at in zip(parts, torch.arange(6).split(2), strict=True):
+            part.index_copy_(axis, at, weight.index_select(axis, at))
+        assert sum(map(_hash_of, parts)) == _hash_of(weight)
