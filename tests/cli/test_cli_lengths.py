@@ -134,7 +134,7 @@ def test_of_pairs_both_answers_are_counted(tokenizer: Path, tmp_path: Path, caps
 def test_a_long_reading_of_data_gives_signs_of_life(
     verb: str, tokenizer: Path, data: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
-    def read(*_: Any) -> None:
+    def read(*_: Any, **__: Any) -> None:
         time.sleep(0.2)
         raise ConfigError(given="read", required="", source="", change="")
 
