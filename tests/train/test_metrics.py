@@ -122,6 +122,32 @@ def test_a_continued_log_keeps_whole_lines_of_what_it_knows(
     assert [json.loads(line) for line in file.read_text().splitlines()][:-1] == [{"a": 1}] * kept
 
 
+@pytest.mark.parametrize("how", ["cut", "lost", "no UTF-8", "flipped"])
+def test_a_log_that_was_damaged_is_told_with_its_first_lost_step(tmp_path: Path, how: str) -> None:
+    file, lines = tmp_path / "metrics.jsonl", list[str]()
+    with MetricsLog(file, 9, lines.append) as log:
+        for step in range(1, 5):
+            log.step(step, FIGURES)
+        known = log.num_bytes
+    records, told = file.read_bytes().splitlines(keepends=True), {"cut": 3, "lost": 1}.get(how, 2)
+    if how == "lost":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(b"".join(records[:2]) + records[2][:40])
+    else:
+        records[1] = records[1].replace(b'"loss"', b'"l\xffss"' if how == "no UTF-8" else b'loss"')
+        file.write_bytes(b"".join(records))
+    lines.clear()
+    with MetricsLog(file, 9, lines.append, keep_bytes=known, done=4) as log:
+        log.step(5, FIGURES)
+    assert f"the first of them step {told}:" in lines[0] and len(lines) == 2
+    left = {"cut": [1, 2, 5], "lost": [5]}.get(how, [1, 3, 4, 5])
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == left
+    with MetricsLog(file, 9, lines.append, keep_bytes=known, done=4):  # killed before a checkpoint
+        pass
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == left[:-1]
+
+
 def test_positions_are_told_as_context_lengths() -> None:
     assert [format_position(2**n) for n in (6, 9, 10, 17, 20)] == ["64", "512", "1K", "128K", "1M"]
 

@@ -17,7 +17,7 @@ from furlong.cost.machine import known_card
 from furlong.cost.seconds import sequence_flops
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError, differing, in_short
-from furlong.files import write_json
+from furlong.files import write_json, write_text
 from furlong.planners.candidates import CHUNKS
 from furlong.simulate.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
@@ -134,18 +134,19 @@ class MetricsLog:
         say: Say = print,
         *,
         keep_bytes: int | None = None,
+        done: int = 0,
         trackers: Sequence[Track] = (),
         advance: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`file`: None keeps no records. `keep_bytes`: how much of it belongs to what is continued;
-        None: all of it. `advance` is told every step that has been taken.
+        """`file`: None keeps no records. `keep_bytes`: how much of it belongs to what is continued,
+        in which `done` steps were taken; None: all of it. `advance` is told every step that has
+        been taken.
         """
         self._file = None
         self._keep_bytes = keep_bytes or 0
         if file is not None:
-            if keep_bytes is not None and file.exists():
-                with file.open("r+b") as opened:  # whole lines
-                    opened.truncate(opened.read(keep_bytes).rfind(b"\n") + 1)
+            if keep_bytes is not None and (told := _continue(file, keep_bytes, done)):
+                say(told)
             self._file = file.open("a", encoding="utf-8", buffering=1)
         self._num_steps = num_steps
         self._say = say
@@ -277,6 +278,35 @@ class MetricsLog:
     def _write(self, record: dict[str, object]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
+
+
+def _continue(file: Path, keep_bytes: int, done: int) -> str:
+    """Leave in a file of records those of `done` steps, in its first bytes, that can be read.
+    Return a line about steps that are missing; empty where none is."""
+    found = file.read_bytes() if file.exists() else b""
+    kept, steps = [], set[int]()
+    for line in found[:keep_bytes].split(b"\n")[:-1]:
+        try:
+            record = json.loads(line.decode())
+            if record.get("step", 0) > done:  # of a run that went on after the file was cut
+                continue
+        except (ValueError, TypeError, AttributeError):
+            continue
+        kept.append(line + b"\n")
+        steps |= {record["step"]} if "grad_norm" in record else set()
+    left = b"".join(kept)
+    if found.startswith(left):
+        with file.open("ab") as opened:
+            opened.truncate(len(left))
+    else:
+        write_text(file, left.decode())
+    missing = sorted({*range(1, done + 1)} - steps) if keep_bytes else []
+    if not missing:
+        return ""
+    return (
+        f"warning: {file} lacks {len(missing)} of {done} steps, the first of them step {missing[0]}"
+        ": it was cut, lost or damaged; checkpoints and weights do not depend on it"
+    )
 
 
 def _metrics_words(metrics: Mapping[str, float]) -> str:

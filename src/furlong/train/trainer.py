@@ -716,7 +716,7 @@ class Trainer:
             trackers = open_trackers(stack, path, settings, config, done)
             say, advance = open_bar(stack, done, self.num_steps)
             log = MetricsLog(
-                path / METRICS, self.num_steps, say, keep_bytes=self.log.num_bytes,
+                path / METRICS, self.num_steps, say, keep_bytes=self.log.num_bytes, done=done,
                 trackers=trackers, advance=advance,
             )  # fmt: skip
             self.log = stack.enter_context(log)
