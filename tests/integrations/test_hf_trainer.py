@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.byte_tokenizer import byte_tokenizer
 from helpers.tiny_families import build
 from trainers import (
     falls,
@@ -150,6 +151,21 @@ def test_data_without_labels_evaluates_without_a_loss(tmp_path: Path) -> None:
     assert found[0] == found[1] and "eval_loss" not in found[0]
 
 
+def test_padding_in_front_by_transformers_own_collator(tmp_path: Path) -> None:
+    """Its labels leave the first token of a row one that padding predicts."""
+    tokenizer = byte_tokenizer(padding_side="left")
+    trainer = Trainer(
+        model=build("qwen2", vocab_size=260),
+        args=transformers.TrainingArguments(**settings(tmp_path)),
+        eval_dataset=[{"input_ids": record["input_ids"]} for record in records(5)],
+        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )
+    with pytest.raises(DataError, match=r'tokenizer\.padding_side = "right"'):
+        trainer.evaluate()
+    tokenizer.padding_side = "right"
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
 def test_changes_that_refusals_offer_are_followed(tmp_path: Path) -> None:
     """A gradient that a hook scales, in the place of which a callback does; a `model_init`."""
 
@@ -277,7 +293,7 @@ def test_batches_are_read_as_transformers_reads_them() -> None:
         ({"attention_mask": LEFT}, "4 labels of what tokens of padding predict"),
         ({"labels": [[1] * 9] * 2}, "input_ids and labels of shape"),
         ({"cu_seq_lens_q": [0, 4, 10]}, "cu_seq_lens_q"),
-        ({"pixel_values": [1.0]}, "pixel_values"),
+        ({"token_type_ids": [[0] * 10] * 2}, r"remove_columns\(\['token_type_ids'\]\)"),
         ({"shift_labels": [[1.0] * 10]}, "shift_labels"),
     ],
 )

@@ -272,5 +272,8 @@ def test_losses_of_outputs_are_refused_also_when_they_are_set_later(
     trainer.compute_loss_func = wide_loss
     with pytest.raises(ConfigError, match="compute_loss_func"):
         trainer.train()
+    trainer.compute_loss_func, trainer.label_smoother = None, WideSmoother(0.1)
+    with pytest.raises(ConfigError, match="WideSmoother"):
+        trainer.train()
     with pytest.raises(ConfigError, match="TokenLoss"):
         TokenLoss(furlong.values.log_prob)  # type: ignore[arg-type]

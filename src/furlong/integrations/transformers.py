@@ -26,6 +26,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.functional import cross_entropy
+from transformers.trainer_pt_utils import LabelSmoother
 
 from furlong.api import Engine
 from furlong.errors import ConfigError, ElsewhereError, reason_of
@@ -77,11 +78,12 @@ def unpad(
         and input_ids.shape == labels.shape  # type: ignore[union-attr]
     )
     if unknown or not is_shaped:
-        found = ", ".join(unknown or sorted(batch))
+        change = "use a collator of causal language modelling, such as TRL's"
         raise refused_data(
-            f"a batch with {found}", "input_ids and labels of shape (B, T), int64",
-            "use a collator of causal language modelling, such as TRL's",
-        )  # fmt: skip
+            f"a batch with {', '.join(unknown or sorted(batch))}",
+            "input_ids and labels of shape (B, T), int64",
+            f"leave them out: dataset.remove_columns({unknown})" if unknown else change,
+        )
     assert isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
     return read_padded(
         input_ids, batch.get("attention_mask"), positions, labels, has_cache=has_cache,
@@ -276,8 +278,8 @@ def token_loss(trainer: Any) -> TokenFunction | None:
         return trainer.compute_loss_func.function
     if getattr(trainer.args, "loss_type", "nll") == "dft":
         return _dft
-    factor = trainer.args.label_smoothing_factor
-    return _smoothed(factor) if factor else None
+    smoother = trainer.label_smoother
+    return None if smoother is None else _smoothed(smoother.epsilon)
 
 
 def refuse_loss(trainer: Any) -> None:
@@ -290,6 +292,9 @@ def refuse_loss(trainer: Any) -> None:
     found = [
         (is_own or not (function is None or isinstance(function, TokenLoss)),
          "a compute_loss_func or compute_loss of the trainer's own",
+         f"pass compute_loss_func=furlong.integrations.TokenLoss(function), {_CHUNKED}"),
+        (type(trainer.label_smoother) not in (type(None), LabelSmoother),
+         f"a label_smoother of the trainer's own ({type(trainer.label_smoother).__name__})",
          f"pass compute_loss_func=furlong.integrations.TokenLoss(function), {_CHUNKED}"),
         (seed is not None, f"chunk_options with sample.seed = {seed}, the same draw in every step",
          "leave sample.seed out; draws then follow from args.seed"),
@@ -422,7 +427,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     A loss that is a sum over tokens never holds the logits of a batch: `label_smoothing_factor`,
     the `loss_type` of TRL's SFTTrainer, and a `compute_loss_func` that is a `TokenLoss`. For any
-    other loss give a model that is `furlong.chunked` to the trainer as it is.
+    other loss, also one that the model makes, give a model that is `furlong.chunked` to the trainer
+    as it is. The model is asked: a call with a few tokens must give the loss of chunks.
 
     On several processes each holds the whole model, and gradients are added up once per update;
     with accelerate's FSDP2 the engine divides the weights among them.
