@@ -14,8 +14,9 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.nn.functional import cross_entropy
 from transformers.trainer_pt_utils import LabelSmoother
 
 from furlong.api import Engine
-from furlong.errors import ConfigError, ElsewhereError, reason_of
+from furlong.errors import ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.attention import own_forward
 from furlong.models.support import bare_model, refuse_attention_dropout
@@ -44,7 +45,9 @@ from furlong.runtime.batch import (
     require_type,
 )
 from furlong.runtime.check import random_ids
+from furlong.runtime.distributed.consensus import each_of, together
 from furlong.runtime.distributed.fsdp import reshard
+from furlong.runtime.distributed.mesh import Ranks, ranks_given
 from furlong.runtime.rng import RNGState, modes_kept, replayed
 from furlong.runtime.session import HOOKS, fingerprint
 from furlong.testing import relative_error
@@ -393,29 +396,6 @@ def added_up(device: torch.device, *numbers: float) -> list[float]:
     return sums.tolist()  # type: ignore[no-any-return]
 
 
-def on_all(device: torch.device, act: Callable[[], int | None]) -> float:
-    """The sum of what `act` returns on all processes. Where it raises on one, it raises on all:
-    others would wait for that one for ever."""
-    number, num_processes = (
-        (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    )
-    outcome, error = 0, None  # type: int, Exception | None
-    try:
-        outcome = int(act() or 0)
-    except Exception as raised:
-        error = raised
-    has_failed = (error is not None and n == number for n in range(num_processes))
-    total, *failed = added_up(device, outcome, *has_failed)
-    if any(failed) and num_processes > 1:
-        reasons: list[str] = [""] * num_processes
-        dist.all_gather_object(reasons, reason_of(error) if error is not None else "")
-        [(where, reason), *_] = [(n, reason) for n, reason in enumerate(reasons) if reason]
-        error = error or ElsewhereError(f"an error on process {where} ({reason})")
-    if error is not None:
-        raise error
-    return total
-
-
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` that trains on sequences longer than memory should allow.
 
@@ -541,8 +521,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._refuse(self.model)
             return self._asked_of() != self._asked
 
-        if on_all(self.args.device, has_changed):
-            on_all(self.args.device, self._ask)
+        place = "the check of a trainer's model"
+        if any(each_of(self._ranks, has_changed, place)):
+            together(self._ranks, self._ask, place)
+
+    @cached_property
+    def _ranks(self) -> Ranks | None:
+        """The processes that train together. Made when all of them train or evaluate."""
+        group = dist.group.WORLD if self.args.world_size > 1 else None
+        return self.engine.ranks or ranks_given(None, group, self.args.device.type)
 
     def _ask(self) -> None:
         require_model_loss(self)
