@@ -227,8 +227,36 @@ def test_a_mixer_that_is_more_than_its_code_is_refused(change):
     mixer = HFDecoder(model).probed.mixers[-1].module
     plain = type(mixer)
     mixer.__class__ = type("Changed", (plain,), {"forward": change(plain.forward)})
-    with pytest.raises(UnsupportedModelError, match="than whole"):
+    with pytest.raises(UnsupportedModelError, match=r"than whole|without the state"):
         furlong.forward_backward(model, batch([20, 3], vocab_size=VOCAB_SIZE))
+
+
+def test_a_scan_begins_with_its_state_though_the_mixer_does_not_ask_for_it(monkeypatch):
+    """To transformers 5.20 mixers look into the layers of the cache, where they find nothing."""
+    model, sequences = build("falcon_h1"), batch([20, 3], vocab_size=VOCAB_SIZE)
+    reference_loss(model, sequences)
+    truth = take_grads(model)
+    monkeypatch.setattr(SliceCache, "get_recurrent_state", lambda *_, **__: None)
+    furlong.forward_backward(model, sequences, furlong.ChunkOptions(size=8))
+    assert total_relative_error(take_grads(model), truth) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("model_type", "place", "name", "other"),
+    [
+        ("qwen3_next", mixers, "_INITIAL", ("start_state",)),
+        ("minimax", SliceCache, "get_linear_cache", lambda *_: None),
+    ],
+)
+def test_a_state_that_enters_is_used_or_refused(model_type, place, name, other, monkeypatch):
+    """Other releases may call a scan's argument otherwise, or a method of the cache."""
+    model = build(model_type, wide=False)
+    monkeypatch.setattr(place, name, other)
+    with pytest.raises(UnsupportedModelError) as refused:
+        furlong.forward_backward(
+            model, batch([17], vocab_size=VOCAB_SIZE), furlong.ChunkOptions(size=1)
+        )
+    assert "forward" in refused.value.source
 
 
 def test_a_layer_that_moves_other_tokens_unseen_is_refused():

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -88,14 +88,25 @@ class SliceCache(EmptyCache):
 
     A slice of one token is shown none: the mixer would take its decoding path, which writes in
     place, has no gradient in its kernels and clamps nothing. Its convolution's state is joined all
-    the same when the token is written, and its scan begins with the recurrent one, `initial`.
+    the same when the token is written, and its scan begins with the recurrent one (`initial`).
     """
 
     def __init__(self, before: Mapping[StateKey, Tensor], num_tokens: int) -> None:
         super().__init__()
         self.before, self._hides = before, num_tokens == 1
         self.after: States = {}
-        self.initial: Tensor | None = None
+        self.unread = set(before)
+        """States that entered and were not used: a mixer that leaves one begins anew."""
+        self._initial: StateKey = ("recurrent", 0)
+
+    def read(self, key: StateKey) -> Tensor | None:
+        """Return a state as it enters the slice, None where nothing enters, for whoever uses it."""
+        self.unread.discard(key)
+        return self.before.get(key)
+
+    def initial(self) -> Tensor | None:
+        """Return the recurrent state that a scan begins with."""
+        return self.read(self._initial)
 
     def touch(self, layer: int) -> None:
         """Note that the states of a layer are read or written."""
@@ -103,7 +114,7 @@ class SliceCache(EmptyCache):
     def get_conv_state(self, layer: int, state_idx: int = 0) -> Tensor | None:
         self.touch(layer)
         # further convolutions of a layer join their state themselves
-        return None if self._hides and not state_idx else self.before.get(("conv", state_idx))
+        return None if self._hides and not state_idx else self.read(("conv", state_idx))
 
     def update_conv_state(
         self, conv_states: Tensor, layer: int, state_idx: int = 0,
@@ -111,7 +122,7 @@ class SliceCache(EmptyCache):
     ) -> Tensor:  # fmt: skip
         """x (1, C, T) -> (1, C, K + T), the state in front of it where there is one."""
         self.touch(layer)
-        before, x = self.before.get(("conv", state_idx)), conv_states
+        before, x = self.read(("conv", state_idx)), conv_states
         full = x if before is None else torch.cat([before, x], -1)
         width = x.shape[-1] if conv_kernel_size is None else conv_kernel_size
         missing = max(0, width - full.shape[-1])
@@ -120,8 +131,8 @@ class SliceCache(EmptyCache):
 
     def get_recurrent_state(self, layer: int, state_idx: int = 0) -> Tensor | None:
         self.touch(layer)
-        before = self.initial = self.before.get(("recurrent", state_idx))
-        return None if self._hides else before
+        self._initial = ("recurrent", state_idx)
+        return None if self._hides else self.initial()
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
@@ -132,7 +143,7 @@ class SliceCache(EmptyCache):
 
     def get_linear_cache(self, layer: int) -> Tensor | None:
         self.touch(layer)
-        return self.before.get(("linear", 0))
+        return self.read(("linear", 0))
 
     def set_linear_cache(self, layer: int, linear_cache: Tensor) -> None:
         self.touch(layer)
@@ -162,7 +173,7 @@ def rg_lru(
     full = cache.update_conv_state(branch, 0, conv_kernel_size=block.conv1d_width)
     branch = block.conv_1d(full)[..., : full.shape[-1]][..., -num_tokens:]
     recurrence = block.rg_lru
-    recurrence.recurrent_states = cache.before.get(("recurrent", 0))
+    recurrence.recurrent_states = cache.initial()
     try:
         scanned = recurrence(branch.transpose(1, 2), position_ids)
         cache.update_recurrent_state(recurrence.recurrent_states, 0)
@@ -259,7 +270,7 @@ def _scan_from(
     """Call a scan, from the state that enters the slice if there is one."""
     assert current.cache is not None, "a scan outside of a slice"
     if kwargs.get(initial) is None:
-        kwargs[initial] = current.cache.initial
+        kwargs[initial] = current.cache.initial()
     return scan(*args, **kwargs)
 
 
@@ -268,7 +279,7 @@ def _scan_from_zero(
 ) -> tuple[Tensor, Tensor]:
     """Call a scan that starts from nothing, and add what the state that enters is worth."""
     assert current.cache is not None, "a scan outside of a slice"
-    number, before = current.num_scans, current.cache.initial
+    number, before = current.num_scans, current.cache.initial()
     current.num_scans += 1
     y, last = scan(*args, **kwargs)
     if before is None:
@@ -411,9 +422,11 @@ def _forward(
         try:
             own_args, own_kwargs = given.of(x, take, current.cache)
             output = own(*own_args, **own_kwargs)
-            after = current.cache.after
+            after, unread = current.cache.after, current.cache.unread
         finally:
             current.cache = None
+        if unread:
+            raise _leaves_states(mixer, unread)
         y = first(output)
         if part.is_continued:
             y = cell.leave(pass_of.what, mixer.layer, part.index, y, after)
@@ -425,6 +438,18 @@ def _forward(
     ys = [found[index] for index in sorted(found)]
     y = ys[0] if len(ys) == 1 else torch.cat(ys, 1)
     return (y, *output[1:]) if isinstance(output, tuple) else y
+
+
+def _leaves_states(mixer: Mixer, unread: Collection[StateKey]) -> UnsupportedModelError:
+    kinds = ", ".join(sorted({kind for kind, _ in unread}))
+    return UnsupportedModelError(
+        given=f"{type(mixer.module).__name__} (layer {mixer.layer}) computes a slice without the"
+        f" state ({kinds}) that the tokens before it have left",
+        required="recurrent layers that take their states from transformers' cache, and scans that"
+        f" take one as {' or '.join(_INITIAL)}",
+        source="the forward of the model's layers",
+        change="train a model of another family, or report this one",
+    )
 
 
 def _rows_of(parts: Sequence[SliceRows], x: Tensor) -> Tensor:
