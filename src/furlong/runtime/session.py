@@ -240,7 +240,7 @@ class Session:
         middle of what processes do together. `place`: see `together`.
         """
         self.state.refuse_nested()
-        if not self.state.is_settled:
+        if self.ranks is not None and not self.state.is_settled:  # alone it is another thread's
             raise LinkError(
                 in_four_parts(
                     given="an earlier call on this model, which ended with an error while other "
