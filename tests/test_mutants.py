@@ -175,8 +175,8 @@ MUTANTS = {
         "distributed/test_pool_engine.py::test_pool_of_two",
     ),
     "an error of the machine stays on one process": Mutant(
-        "except Exception as error:\n        failure_of(ranks,",
-        "except (TypeError, ValueError) as error:\n        failure_of(ranks,",
+        "except Exception as error:\n        _fared(ranks,",
+        "except (TypeError, ValueError) as error:\n        _fared(ranks,",
         "distributed/test_sharded_engine.py::test_mistakes_are_refused_by_name",
     ),
     "what processes add up is that of each": Mutant(
