@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from types import MethodType
@@ -174,9 +175,13 @@ class ChunkedForward:
             given["input_ids"], given.get("attention_mask"), given.get("position_ids"),
             has_cache=_makes_cache(decoder, given), model_type=decoder.config.model_type,
         )  # fmt: skip
-        states = token_values(
-            self.session, sequences, self.options, None, share_prompts=self.share_prompts
-        )  # fmt: skip
+        with ExitStack() as modes:
+            if torch.is_inference_mode_enabled():  # buffers outlive it, in which others may record
+                modes.enter_context(torch.inference_mode(False))
+                modes.enter_context(torch.no_grad())
+            states = token_values(
+                self.session, sequences, self.options, None, share_prompts=self.share_prompts
+            )
         output = DecoderOutput(last_hidden_state=_joined(given["input_ids"], cells, states))
         return output.to_tuple() if given.get("return_dict") is False else output
 

@@ -152,6 +152,9 @@ def test_evaluation_makes_no_cache_and_goes_in_chunks() -> None:
     with torch.no_grad():
         assert ran(model, input_ids=ids, labels=ids) == 8
         assert ran(model, input_ids=ids, labels=ids, use_cache=True) == 29
+        expected = model(input_ids=ids, labels=ids).loss
+        with torch.inference_mode():
+            assert model(input_ids=ids, labels=ids).loss == expected
         model.config.use_cache = False
         assert ran(model, input_ids=ids) == 8
         rows = []
