@@ -56,7 +56,7 @@ from furlong.runtime.cell import rows_on
 from furlong.runtime.check import self_check
 from furlong.runtime.distributed.comms import Comms, Pipeline, open_pipeline
 from furlong.runtime.distributed.consensus import each_of, gathered, require_equal, together
-from furlong.runtime.distributed.failures import close, is_lost, leave, lost
+from furlong.runtime.distributed.failures import is_lost, leave, lost
 from furlong.runtime.distributed.fsdp import one_step, shard, sharded_modules
 from furlong.runtime.distributed.mesh import Ranks, ranks_given, require_stages
 from furlong.runtime.distributed.p2p import Parcel
@@ -274,23 +274,20 @@ class Session:
     def heard(self, place: str) -> Iterator[None]:
         """Tell other processes of an error in a call where they wait for this one, and raise
         LinkError where this one waits for them in vain."""
+        if (ranks := self.ranks) is None:
+            yield
+            return
         try:
             yield
         except BaseException as error:
-            ranks, was_lost = self.ranks, is_lost(error)
-            is_known = self.state.is_settled and isinstance(error, Exception) and not was_lost
-            if ranks is None or is_known:
-                raise
+            if self.state.is_settled and isinstance(error, Exception) and not is_lost(error):
+                raise  # all have heard of it
             self.state.is_settled = False
-            if not was_lost:
-                leave(f"left it by {reason_of(error)}", ranks)
-            # one that has been told has closed its groups already
-            told = lost(ranks, error, place) if was_lost and type(error) is not LinkError else None
-            if self.state.pipeline is not None:
-                for group in self.state.pipeline.links.groups:
-                    close(group)
-            if told is not None:
-                raise told from error
+            pipeline = self.state.pipeline
+            groups = [*ranks.groups, *(pipeline.links.groups if pipeline is not None else ())]
+            if is_lost(error) and not isinstance(error, LinkError):
+                raise lost(groups, error, place) from error
+            leave(f"left it by {reason_of(error)}", groups)  # a LinkError has left a word
             raise
 
     def _adapt(self, base: nn.Module, now: tuple[int, int, int]) -> None:

@@ -115,7 +115,7 @@ def _fared(
     except RuntimeError as error:
         if not is_lost(error):
             raise
-        raise lost(ranks, error, place) from error
+        raise lost(ranks.groups, error, place) from error
     if len({at for _, at, _ in rows}) > 1:
         places = [""] * len(rows)
         dist.all_gather_object(places, place, group=group)

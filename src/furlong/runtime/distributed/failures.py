@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from furlong.errors import LinkError, in_four_parts, reason_of
-from furlong.runtime.distributed.mesh import Ranks
 
 # By text: gloo's own errors are plain RuntimeErrors, and autograd passes them on.
 _CONNECTION = re.compile(
@@ -53,27 +52,24 @@ def tell(word: str) -> None:
             store.check([key])  # it is there before a connection closes
 
 
-def leave(word: str, ranks: Ranks) -> None:
+def leave(word: str, groups: Iterable[dist.ProcessGroup]) -> None:
     """Tell the others why this process takes no further part, and close its connections."""
     tell(word)
-    for group in ranks.groups:
-        close(group)
-
-
-def close(group: dist.ProcessGroup) -> None:
-    """Close the connections of a group over gloo."""
-    if group.size() > 1:
+    for group in groups:
+        if group.size() == 1:
+            continue
         with suppress(RuntimeError, ValueError):
             x, peer = torch.empty(1, device="cpu"), (group.rank() + 1) % group.size()
-            # gloo closes all of them when a receive is not answered in time
+            # gloo closes all of a group's when a receive is not answered in time
             group.recv([x], peer, _TAG).wait(timedelta(milliseconds=1))
 
 
-def lost(ranks: Ranks, error: BaseException, place: str) -> LinkError:
-    """Return the error of a process that waits for others in vain, and tell them that it leaves.
-    `place`: see `consensus.together`."""
-    leave(_LOST, ranks)
-    told, silent = who_left(dist.get_process_group_ranks(ranks.group))
+def lost(groups: Sequence[dist.ProcessGroup], error: BaseException, place: str) -> LinkError:
+    """Return the error of a process that waits for others in vain, as `error` tells, and tell them
+    that it leaves. `groups`: of this process, that of all processes first. `place`: see
+    `consensus.together`."""
+    leave(_LOST, groups)
+    told, silent = who_left(dist.get_process_group_ranks(groups[0]))
     told = told or f"process {silent} has ended, or does not answer ({reason_of(error)})"
     return LinkError(
         in_four_parts(

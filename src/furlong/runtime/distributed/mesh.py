@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from furlong.errors import ConfigError
 from furlong.plan.plan import place_sizes
+from furlong.runtime.distributed.failures import is_lost, lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Ranks:
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """All groups of this process."""
+        """All groups of this process, that of all processes first."""
         meshes = self.mesh.get_all_groups(), self.shard_mesh.get_all_groups()
         own = (self.group, *self.place_groups.values(), *meshes[0], *meshes[1])
         return list(dict.fromkeys(own))
@@ -73,8 +74,15 @@ def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
     Raises ConfigError, on all, for other sizes on some processes than on others, and for sizes that
     do not multiply to the number of processes.
     """
-    each: list[tuple[int, int, int]] = [(dp, sp, pp)] * dist.get_world_size()
-    dist.all_gather_object(each, (dp, sp, pp))
+    world = dist.group.WORLD
+    assert world is not None
+    each: list[tuple[int, int, int]] = [(dp, sp, pp)] * world.size()
+    try:
+        dist.all_gather_object(each, (dp, sp, pp))
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        raise lost([world], error, "a call of make_ranks") from error
     for process, given in enumerate(each):
         if given != each[0]:
             raise ConfigError(
@@ -83,7 +91,7 @@ def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
                 source="the calls of make_ranks",
                 change="pass the same sizes on all processes",
             )
-    require_sizes(dp, sp, pp, dist.get_world_size())
+    require_sizes(dp, sp, pp, world.size())
     pool = _pool_axes(sp)
     names = tuple(f"sp{index}" for index in range(len(pool)))
     mesh = init_device_mesh(device_type, (pp, dp, *pool), mesh_dim_names=("pp", "dp", *names))
@@ -97,8 +105,6 @@ def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
             apart = init_device_mesh(device_type, sizes, mesh_dim_names=names_of)
             places[size] = apart["place"]
     stage, replica, *own = mesh.get_coordinate() or []
-    world = dist.group.WORLD
-    assert world is not None
     return Ranks(
         mesh, world, pp, dp, sp, stage, replica,
         process=sum(at * prod(pool[axis + 1 :]) for axis, at in enumerate(own)),
