@@ -150,10 +150,10 @@ def differs(arguments: list[str], flag: str) -> None:
 
 
 def differs_in_version(arguments: list[str]) -> None:
-    from furlong.train import processes
+    from furlong import families
 
     if os.environ["RANK"] == "1":
-        processes.__version__ = "9.9"
+        families.__version__ = "9.9"
     command(arguments)
 
 
