@@ -12,9 +12,7 @@ Promises, with one chunk size, float32, both orders of the walk, at the default 
 Exits 1 on a miss. The model is small (2 layers, 64 wide, one head), so that only what grows with
 the sequence matters. `--tokens` makes all of it smaller: then misses mean nothing.
 
-glibc is told to keep nothing of freed blocks from 128 KiB on (MALLOC_MMAP_THRESHOLD_=131072): else
-the first steps of a short sequence end before its heap has grown as far as it does, and the holes
-in it are most of what is compared. `--allocator default` leaves it as it is.
+No variable of the C library is set: furlong gives back what its heap keeps of freed blocks.
 """
 
 from __future__ import annotations
@@ -47,8 +45,6 @@ _SHORT_SHARE, _TIMED_SHARE = 8, 2
 _TOKEN_BYTES = 16
 _SPARE_BYTES = 8 * 2**20
 _ORDERS = "chunk-first", "layer-first"
-_ALLOCATORS = {"steady": ["env", f"MALLOC_MMAP_THRESHOLD_={2**17}"], "default": []}
-"""Prefixes of a step's command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +89,6 @@ def main() -> int:
         console.print(f"ERROR: {error}", style="bold red")
     facts = machine()
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    settings = " ".join(_ALLOCATORS[arguments.allocator][1:]) or "as it is"
-    console.print(f"allocator of the steps: {settings}")
     if arguments.json:
         write_json(
             arguments.json, settings=vars(arguments), machine=facts, errors=errors,
@@ -158,7 +152,7 @@ def _run_alone(num_tokens: int, order: str, target: str, arguments: argparse.Nam
         "disk_dir": arguments.disk_dir, "warmup_tokens": arguments.warmup_tokens,
     }  # fmt: skip
     command = [sys.executable, __file__, "--step", json.dumps(given)]
-    return Step(**read_alone([*_ALLOCATORS[arguments.allocator], *command]))
+    return Step(**read_alone(command))
 
 
 def run_step(
@@ -238,7 +232,6 @@ def _parse() -> argparse.Namespace:
     parser.set_defaults(rounds=1)
     parser.add_argument("--tokens", type=int, default=_LONG_TOKENS, help="the longest step's")
     parser.add_argument("--chunk-tokens", type=int, default=2_048)
-    parser.add_argument("--allocator", choices=tuple(_ALLOCATORS), default="steady")
     parser.add_argument("--disk-dir", default=None, help="folder of the disk")
     parser.add_argument("--step", default=None, help=argparse.SUPPRESS)
     return parser.parse_args()

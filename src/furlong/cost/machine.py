@@ -286,7 +286,7 @@ def this_cpu() -> Machine:
         tile_tokens=CPU_TILE_TOKENS,
         host_bytes=memory - memory // 8,
         heap_blocks=3.5,  # both as in the steps of docs/research/simulated-and-real.md
-        heap_share=2.0,
+        heap_share=1.0,
         links=ClusterLinks(
             devices_per_node=cores,
             within_node=Link(5e-5, copy / 2),

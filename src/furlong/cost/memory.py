@@ -285,12 +285,13 @@ def stage_bytes(
     )
 
 
-SPARE = 0.1
+MAPPED_BYTES, MAPPED_WITH_OFFLOAD_BYTES = 2**21, 2**18
+"""Blocks from so many bytes on go back to the system when they are freed, in a plan that has all on
+the device and in others (`runtime.profile.ProcessHeap`): each costs page faults."""
 SPARE_BYTES = 2**22
-"""Bytes that a plan that offloads leaves free beyond what its next actions need, and a share of
-that."""
-_LARGEST_BLOCK = 2**25
-"""glibc's DEFAULT_MMAP_THRESHOLD_MAX: larger blocks go back to the system when they are freed."""
+"""Bytes of the rest that may be free at the end of an action, before they go back."""
+_SPARE = 0.1
+"""Share of a layer's graph that is free meanwhile, in a plan that offloads."""
 _STAGING_BYTES, _NUM_LARGEST = 2**25, 5
 
 
@@ -363,9 +364,9 @@ class PlanMemory:
                 is_end = action.stage in (0, len(plan.stages) - 1)
                 columns = max(widest, shape.vocab_size) if is_end else widest
                 blocks.append(shape.hidden_size * columns * training.gradient_bytes)
-        held = self.heap_blocks * min(max(blocks), _LARGEST_BLOCK) + self.heap_share * max(graphs)
+        held = self.heap_blocks * min(max(blocks), MAPPED_BYTES) + self.heap_share * max(graphs)
         if self.heap_share and plan.offload != ON_DEVICE:
-            held = min(held, SPARE * max(graphs) + SPARE_BYTES)
+            held = min(held, _SPARE * max(graphs) + SPARE_BYTES)
         return round(held)
 
     def peak_bytes_of_actions(self, plan: ChunkPlan, rank: int) -> Sequence[int]:

@@ -41,7 +41,7 @@ from furlong.runtime.batch import Batch, ChunkInputs, chunk_inputs
 from furlong.runtime.cell import Cell, SavedGraph, chunk_pieces, open_store, rows_on
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.head import Head, LossHead
-from furlong.runtime.profile import Measuring, Recorder, map_large_blocks
+from furlong.runtime.profile import Measuring, ProcessHeap, Recorder
 from furlong.runtime.rng import RNGState, replayed
 from furlong.timeline import Timeline
 
@@ -119,8 +119,7 @@ class Executor:
         self._store = open_store(plan, pools)
         self._graphs = None if plan.offload.graphs == "none" else pools.of(plan.offload.graphs)
         self._attention = pools.of(plan.offload.attention)
-        if plan.offload != ON_DEVICE:
-            map_large_blocks(model.device)
+        self._heap = ProcessHeap(model.device, offloads=plan.offload != ON_DEVICE)
         self._num_done, self._skipped = 0, frozenset[int]()
         self._between = pools.of(plan.offload.inputs)
         self._hidden: dict[Message, Handle] = {}
@@ -158,6 +157,7 @@ class Executor:
                         self._expect_for(self._actions[index + 1])
                     self._obey(action, self._passes[index])
                     self._free_after(index)
+                    self._heap.end()
                     self._recorder.end(action)
                 self._num_done += 1
                 watch()

@@ -21,6 +21,7 @@ from typing import TypedDict, Unpack
 import psutil
 import torch
 
+from furlong.cost.memory import MAPPED_BYTES, MAPPED_WITH_OFFLOAD_BYTES, SPARE_BYTES
 from furlong.kv.pools import Pools
 from furlong.plan.plan import Action
 from furlong.timeline import Record, Timeline
@@ -57,17 +58,34 @@ class Stopwatch:
 
 _M_MMAP_THRESHOLD = -3
 """glibc's number of that option."""
-_MAPPED_BYTES = 2**20
 
 
-def map_large_blocks(device: torch.device) -> None:
-    """On a CPU, let the C library take blocks of 1 MiB from the system and give them back at once,
-    for the life of the process. Its heap keeps what is free between blocks that live longer, and
-    that would grow with every action of a step. A threshold that the user has set stays."""
-    is_set = "MALLOC_MMAP_THRESHOLD_" in os.environ
-    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
-        if device.type == "cpu" and not is_set:
-            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+class ProcessHeap:
+    """The C library's heap of a CPU's process, while a step runs.
+
+    It keeps what is free between blocks that live longer, such as saved attention outputs, and that
+    would grow with every action. So large blocks come from the system and go back to it at once,
+    for the life of the process, from 256 KiB on in a step that offloads, from 2 MiB on in others:
+    each costs page faults. Whenever a step has grown by 4 MiB beyond the most that it held with
+    nothing free, what is free of the rest goes back too. Settings of the user's own stay.
+    """
+
+    def __init__(self, device: torch.device, *, offloads: bool) -> None:
+        given = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & os.environ.keys()
+        is_ours = not given and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", "")
+        self._device = device if device.type == "cpu" and is_ours else None
+        if self._device is not None:
+            mapped_bytes = MAPPED_WITH_OFFLOAD_BYTES if offloads else MAPPED_BYTES
+            with contextlib.suppress(OSError, AttributeError):  # not every C library has it
+                ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, mapped_bytes)
+            self._most_bytes = memory_bytes(self._device)
+
+    def end(self) -> None:
+        """An action is over."""
+        if self._device is None or memory_bytes(self._device) <= self._most_bytes + SPARE_BYTES:
+            return
+        give_back_memory(self._device)
+        self._most_bytes = max(self._most_bytes, memory_bytes(self._device))
 
 
 _RESET_PEAK_RSS = "5"
