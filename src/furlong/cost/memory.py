@@ -285,7 +285,7 @@ def stage_bytes(
     )
 
 
-MAPPED_BYTES, MAPPED_WITH_OFFLOAD_BYTES = 2**21, 2**18
+MAPPED_BYTES, MAPPED_WITH_OFFLOAD_BYTES = 2**21, 2**17
 """Blocks from so many bytes on go back to the system when they are freed, in a plan that has all on
 the device and in others (`runtime.profile.ProcessHeap`): each costs page faults."""
 SPARE_BYTES = 2**22

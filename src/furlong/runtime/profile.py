@@ -65,7 +65,7 @@ class ProcessHeap:
 
     It keeps what is free between blocks that live longer, such as saved attention outputs, and that
     would grow with every action. So large blocks come from the system and go back to it at once,
-    for the life of the process, from 256 KiB on in a step that offloads, from 2 MiB on in others:
+    for the life of the process, from 128 KiB on in a step that offloads, from 2 MiB on in others:
     each costs page faults. Whenever a step has grown by 4 MiB beyond the most that it held with
     nothing free, what is free of the rest goes back too. Settings of the user's own stay.
     """
