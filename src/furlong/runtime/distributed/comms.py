@@ -273,7 +273,8 @@ class Comms:
     def _gather(self) -> None:
         """Gather what a first forward gathers on its way, in the same order."""
         own: list[FSDPModule] = [] if self._base is None else [self._base]
-        for module in (*own, *(module for stage in self._stages for module in stage)):
+        held = self._plan.held[self._rank]  # a process may have the layers of other stages, too
+        for module in (*own, *(module for stage in held for module in self._stages[stage])):
             module.unshard()
 
     def _agree_on(self, stage: int) -> None:
