@@ -659,3 +659,28 @@ def test_a_loss_that_is_given_decides_which_keys_are_read(tmp_path: Path) -> Non
     recipe = made(tmp_path, FACTORY + "pref_beta: 0.2").recipe
     assert convert(recipe, 8, {"train.loss": "dpo"}).run["train.beta"] == 0.2
     assert "train.beta" not in convert(recipe, 8, {"train.loss": "sft"}).run
+
+
+@pytest.mark.parametrize(
+    ("call", "text", "dialect"),
+    [
+        ("axolotl train a.yaml --learning-rate 3e-4", AXOLOTL, "axolotl"),
+        ("axolotl preprocess a.yaml\naxolotl train a.yaml --learning-rate=3e-4", AXOLOTL, "axolotl"),
+        ("accelerate launch -m axolotl.cli.train a.yaml --learning_rate 3e-4", AXOLOTL, "axolotl"),
+        ("llamafactory-cli train a.yaml learning_rate=3e-4", FACTORY, "LLaMA-Factory"),
+        ("python src/train.py a.yaml +learning_rate=3e-4", FACTORY, "LLaMA-Factory"),
+        (
+            "tune run --nproc_per_node 2 lora_finetune_distributed --config a.yaml optimizer.lr=3e-4",
+            TUNE,
+            "torchtune",
+        ),
+    ],
+)
+def test_a_call_of_a_recipe_overrides_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, text: str, dialect: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(text)
+    of = made(tmp_path, call, name="a.sh")
+    assert (of.recipe.dialect, of.run["train.lr"]) == (dialect, 3e-4)
+    assert of.recipe.num_processes == (2 if "--nproc" in call else None)

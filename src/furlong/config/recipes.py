@@ -75,17 +75,25 @@ def read_recipe(file: Path, command: int | None = None) -> Recipe:
         raise _no_recipe(file, f"keys {', '.join(list(values)[:5])}")
     environment = values.pop("ENV", None) if dialect == "ms-swift" else None
     environment = {name: str(one) for name, one in (environment or {}).items()}
-    keys = dict(_flat(values)) if dialect in ("torchtune", "Arctic Training") else values
-    for _ in range(3 * (dialect == "torchtune")):  # ${output_dir}, and what that is made of
-        keys = {name: _resolved(one, keys) for name, one in keys.items()}
-    # Numbers may be in quotation marks, mappings JSON in a text.
-    keys = {
-        name: _value(one) if isinstance(one, str) and not _OF_WORDS.search(name) else one
-        for name, one in keys.items()
-    }
+    keys = _keys_of(values, dialect, {})
     _read_deepspeed(keys, file)
     doubt = "" if _dialect_of(values, is_call=True) or dialect != "TRL" else _DOUBT
     return Recipe(dialect, keys, _processes({}, environment), environment, file, doubt)
+
+
+def _keys_of(
+    values: Mapping[str, Any], dialect: Dialect | None, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keys of a recipe's file, some of which its call overrides."""
+    is_nested = dialect in ("torchtune", "Arctic Training")
+    keys = {**(dict(_flat(values)) if is_nested else values), **overrides}
+    for _ in range(3 * (dialect == "torchtune")):  # ${output_dir}, and what that is made of
+        keys = {name: _resolved(one, keys) for name, one in keys.items()}
+    # Numbers may be in quotation marks, mappings JSON in a text.
+    return {
+        name: _value(one) if isinstance(one, str) and not _OF_WORDS.search(name) else one
+        for name, one in keys.items()
+    }
 
 
 def file_near(file: Path, path: str) -> Path | None:
@@ -183,11 +191,17 @@ _COMPUTED = re.compile(r"\$\(\(([^()]*)\)\)")
 _SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 _LOSS = re.compile("dpo|kto|grpo|rloo|gkd|reward|(?<![a-z])(or|c|p)po")
 """The loss of a script, by its name."""
-_RUNNERS: dict[str, Dialect] = {
-    "swift": "ms-swift",
-    "megatron": "ms-swift",
-    "llamafactory-cli": "LLaMA-Factory",
+_RUNNERS: dict[str, tuple[Dialect, tuple[str, ...]]] = {
+    "swift": ("ms-swift", ("sft", "pt", "rlhf")),
+    "megatron": ("ms-swift", ("sft", "pt", "rlhf")),
+    "llamafactory-cli": ("LLaMA-Factory", ("train",)),
+    "axolotl": ("axolotl", ("train",)),
+    "-m": ("axolotl", ("axolotl.cli.train",)),
+    "tune": ("torchtune", ("run",)),
 }
+"""Programs of trainers, with the verbs that train."""
+_OVERRIDE_OF_FILE = re.compile(r"\+*[A-Za-z_][\w.]*=")
+_OF_YAML = (".yaml", ".yml")
 
 
 def _of_script(file: Path, text: str, command: int | None) -> Recipe:
@@ -244,6 +258,7 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
             values = _mapping_of(inner, read_text(inner, f"the file of --{name}"))
             if name == "config":
                 dialect = dialect or _dialect_of(values)
+                values = _keys_of(values, dialect, flags)
             flags |= values | flags
     dialect, doubt = dialect or _dialect_of(keys, is_call=True), ""
     if dialect is None and any(_NAMED_TRL.search(word) for word in words):
@@ -269,7 +284,23 @@ _BLOCKS |= {"case": "esac", "function": "}"}
 
 def _is_call(words: Sequence[str]) -> bool:
     flags = sum(word.startswith("--") or bool(_OVERRIDE.match(word)) for word in words)
-    return flags > 1 and words[0] != "echo" and not _OF_ARRAY.match(words[0])
+    is_of_file = "--config" in words or any(word.endswith(_OF_YAML) for word in words)
+    is_run = is_of_file and any(map(_dialect_by, words, words[1:]))
+    is_run |= any(map(_is_script_of, words, words[1:]))
+    is_call = flags > 1 or is_run
+    return is_call and words[0] != "echo" and not _OF_ARRAY.match(words[0])
+
+
+def _is_script_of(program: str, file: str) -> bool:
+    """Whether two words of a command are a script that trains and its recipe."""
+    name = program.rpartition("/")[2]
+    return "train" in name and name.endswith(".py") and file.endswith(_OF_YAML)
+
+
+def _dialect_by(program: str, verb: str) -> Dialect | None:
+    """The trainer that two words of a command start, whatever the program's folder."""
+    dialect, verbs = _RUNNERS.get(program.rpartition("/")[2], (None, ()))
+    return dialect if verb in verbs else None
 
 
 def _follow(blocks: list[str], words: Sequence[str]) -> None:
@@ -392,11 +423,13 @@ def _split_call(
     launcher and of the training, and the keys that the name stands for."""
     for place, word in enumerate(words):
         name, verb = word.rpartition("/")[2], [*words, ""][place + 1]
-        dialect: Dialect | None = None
+        dialect = _dialect_by(name, verb)
         own: dict[str, Any] = {}
-        start = place + 2
-        if name in _RUNNERS and verb in ("sft", "pt", "rlhf", "train"):
-            dialect = _RUNNERS[name]
+        end, start = place, place + 2
+        if dialect is not None:
+            if name == "tune" and "--config" in words:  # its launcher's flags, then the program
+                start = words.index("--config")
+                end = start - 1
             if name == "megatron" or verb == "pt":
                 own["stage"] = "megatron" if name == "megatron" else verb
             own |= {"rlhf_type": "dpo"} if verb == "rlhf" else {}  # the last one is the loss
@@ -412,12 +445,13 @@ def _split_call(
                 own = {"stage": "pt", "block_size": 1024}
         else:
             continue
-        return name, dialect, _flags(words[:place]), _flags(words[start:]), own
+        return name, dialect, _flags(words[:end]), _flags(words[start:]), own
     return "", None, {}, {}, {}
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
-    """The values of `--name value`, `--name=value`, `--name value value` and `--name`."""
+    """The values of `--name value`, `--name=value`, `--name value value` and `--name`, and of
+    `name=value` behind a recipe's file, which is the value of config."""
     keys: dict[str, Any] = {}
     name = ""
     for word in words:
@@ -427,6 +461,11 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
             name, has_value, value = word[2:].partition("=")
             name = name.replace("-", "_")
             keys[name] = [value] if has_value else []
+        elif not name and word.endswith(_OF_YAML):
+            keys["config"] = [word]
+        elif name in ("", "config") and "config" in keys and _OVERRIDE_OF_FILE.match(word):
+            name, _, value = word.lstrip("+").partition("=")
+            keys[name], name = [value], ""
         elif _ARRAY.search(word) or (not name and _VARIABLE.fullmatch(word)):
             keys[word] = []  # flags that only a shell knows
         elif name and word not in ("2>&1", ">"):
