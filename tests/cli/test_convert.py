@@ -665,12 +665,16 @@ def test_a_loss_that_is_given_decides_which_keys_are_read(tmp_path: Path) -> Non
     ("call", "text", "dialect"),
     [
         ("axolotl train a.yaml --learning-rate 3e-4", AXOLOTL, "axolotl"),
-        ("axolotl preprocess a.yaml\naxolotl train a.yaml --learning-rate=3e-4", AXOLOTL, "axolotl"),
+        (
+            "axolotl preprocess a.yaml\naxolotl train a.yaml --learning-rate=3e-4",
+            AXOLOTL,
+            "axolotl",
+        ),
         ("accelerate launch -m axolotl.cli.train a.yaml --learning_rate 3e-4", AXOLOTL, "axolotl"),
         ("llamafactory-cli train a.yaml learning_rate=3e-4", FACTORY, "LLaMA-Factory"),
         ("python src/train.py a.yaml +learning_rate=3e-4", FACTORY, "LLaMA-Factory"),
         (
-            "tune run --nproc_per_node 2 lora_finetune_distributed --config a.yaml optimizer.lr=3e-4",
+            "tune run --nproc_per_node 2 full_distributed --config a.yaml optimizer.lr=3e-4",
             TUNE,
             "torchtune",
         ),
