@@ -61,6 +61,12 @@ IN_SMALL = {
 """Keys of size and place alone."""
 
 
+TRIED = {
+    "ax1", "ax3", "ax5", "sw3", "sw4", "sw5", "lf1", "lf5", "lf6", "hf1", "hf3", "hf7", "la1",
+    "ar1", "oi1", "oi4", "pl1", "trl",
+}  # fmt: skip
+
+
 def _turns(role: str, content: str, asks: str, answers: str, text: str) -> list[dict[str, str]]:
     return [{role: asks, content: text[:9]}, {role: answers, content: text}]
 
@@ -108,8 +114,13 @@ def lay_out(name: str, folder: Path) -> None:
         (place / f"{split}-00000-of-00001.jsonl").write_text("\n".join(lines))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(recipes_of_others()))
+def marked(name: str) -> Any:
+    """A recipe of each trainer and loss is tried each time, all of them each night."""
+    kind = pytest.mark.slow if name in TRIED else pytest.mark.nightly
+    return pytest.param(name, marks=kind)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in sorted(recipes_of_others())])
 def test_a_converted_recipe_trains(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ from furlong.verify import (
 OPTIONS = furlong.ChunkOptions(size=16)
 HYBRIDS = {
     "mamba2": "slow",
-    "qwen3_next": "slow",
+    "qwen3_next": "nightly",
     "zamba2": "nightly",
     "minimax": "nightly",
     "kimi_linear": "nightly",
@@ -53,7 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssConfig", {}),
     "gemma2": ("Gemma2Config", {}),
 }
-QUICK = ("llama",)
+MARKS = {"mixtral": "slow"} | dict.fromkeys(("mistral", "gpt_oss", "gemma2"), "nightly")
 
 
 def subject_of(family: str, lora: dict[str, Any] | None = None) -> Subject:
@@ -72,7 +72,7 @@ def llama() -> Subject:
 
 
 def marked(name: str) -> Any:
-    return name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    return pytest.param(name, marks=getattr(pytest.mark, MARKS[name])) if name in MARKS else name
 
 
 @pytest.mark.parametrize("family", [marked(name) for name in FAMILIES])
@@ -185,7 +185,12 @@ def test_a_config_that_cannot_be_built_is_told_of_the_users_own_folder(tmp_path)
             {"kv": "disk", "attention": "cpu"},
             "order layer-first, stage_layers 1, offload {kv: disk, attention: cpu}",
         ),
-        ({"stage_layers": 13}, "cpu", "order layer-first, stage_layers 1, offload cpu"),
+        pytest.param(
+            {"stage_layers": 13},
+            "cpu",
+            "order layer-first, stage_layers 1, offload cpu",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 @pytest.mark.slow
