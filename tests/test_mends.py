@@ -357,6 +357,7 @@ ELSEWHERE = {
     "models/build.py: set model.config: {tie": "weights with a head of their own: followed in"
     " tests/models/test_folders.py",
     "calibrate/run.py: leave --device": f"{_NEEDS}a machine without a GPU, asked for one",
+    "chunked_model.py: leave the key out: tok": "no key of a run: an argument of a call",
     "cli/convert.py: remove it": "a file that is there: followed in tests/cli/test_convert.py",
     "cli/plan.py: furlong plan RUN": _USAGE,
     "cli/plan.py: leave the flag out": "a saved plan and a flag of the search",
