@@ -186,7 +186,7 @@ def test_processes_of_a_group_hold_their_own_slices():
     )
 
 
-def test_a_pool_on_cpus_counts_what_gloo_copies_and_what_the_heap_does_not_give_back():
+def test_a_pool_on_cpus_counts_what_is_added_up_and_what_the_heap_does_not_give_back():
     shape = shape_of_values(TINY | {"vocab_size": 2000})
     training = replace(Training.in_dtype("float32"), zero_stage=1, gathers=True)
     chunk = Chunk((Slice(0, 0, 16, Place(0, 2)),))
@@ -199,8 +199,7 @@ def test_a_pool_on_cpus_counts_what_gloo_copies_and_what_the_heap_does_not_give_
 
     held = shape, (4,), WHOLE, 2
     added_up = 2 * shape.embedding_parameters * 4  # head and embedding, the largest that is
-    shards = training.weights(*held).state.gradients // 2
-    expected = on_cpu.heap_bytes(plan, 0) + 3 * added_up + shards
+    expected = on_cpu.heap_bytes(plan, 0) + added_up  # gloo's copies have gone back
     plain = buffers(replace(on_cpu, heap_blocks=0.0)) - training.weights(*held).collective_bytes()
     assert buffers(on_cpu) - plain == expected
     assert training.weights(*held).collective_bytes() < added_up  # layers are shards by then

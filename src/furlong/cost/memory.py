@@ -548,10 +548,6 @@ class _RankMemory:
         self.add("optimizer", state.optimizer)
         heap = memory.heap_bytes(plan, self._rank)
         collective = own.collective_bytes(reuses=not heap)
-        if heap and collective and not training.regathers:
-            # gloo takes two copies of what it adds up, and the heap still holds the whole
-            # gradients when their shards come into being
-            heap += 2 * collective + state.gradients // group
         self.add("buffers", memory.overhead_bytes + heap + collective + self._under_way())
         if not any(isinstance(action, Unshard) for action in self._actions):
             self.add("buffers", own.gathered_bytes)
