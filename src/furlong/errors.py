@@ -70,18 +70,19 @@ class FurlongError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error of another library, with the lines that it announces, in short."""
+    """The first line of an error, with the lines that it announces, in short; of four parts the
+    first."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     last = next(
         (i for i, line in enumerate(lines) if not line.rstrip().endswith((":", ",", " or"))), 0
     )
-    return in_short("\n".join(lines[: last + 1]))
+    return in_short("\n".join(lines[: last + 1])).removeprefix("given:").strip()
 
 
 def reason_of(error: BaseException) -> str:
-    """The kind of an error, and its first line; of four parts the first."""
+    """The kind of an error, and its first line."""
     told = in_short(error.given) if isinstance(error, UserError) else first_line(error)
-    return f"{type(error).__name__}: {told.removeprefix('given:').strip()}"
+    return f"{type(error).__name__}: {told}"
 
 
 class UserError(FurlongError):

@@ -22,6 +22,7 @@ AS_NOBODY = (
     "import os, sys\n"
     "import furlong.cli.train, furlong.train.start\n"  # the interpreter may be out of reach
     "from furlong.cli.main import main\n"
+    "main(['--version'])\n"
     f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
     "sys.exit(main(sys.argv[1:]))\n"
 )

@@ -335,7 +335,7 @@ def _end_alone(error: BaseException, launch: Launch) -> NoReturn:
     here, code = f"process {launch.number}", 1
     if is_lost(error) or isinstance(error, ElsewhereError):
         said = f"{here} ends, for another process has ended or does not answer"
-        said += f": {first_line(error).removeprefix('given:').strip()}"
+        said += f": {first_line(error)}"
         told, silent = "", ""
         if not isinstance(error, ElsewhereError):  # whose text has told it
             told, silent = who_left(range(launch.num_processes))
