@@ -53,7 +53,7 @@ FOUR = {
     "fpdt, a pool": (*ONE["fpdt"], POOL),
     # of these a budget asks for slices, all recomputed, for some recomputes, for micro-batches and
     # for larger places
-    "infinipipe, a pipeline": (PIPELINE, "--memory.device=2110KiB"),
+    "infinipipe, a pipeline": (PIPELINE, "--memory.device=2020KiB"),
     "infinipipe, a pipeline with room": (PIPELINE, "--memory.device=4000KiB"),
     "skrull, a pool": (POOL, "--memory.device=2500KiB"),
     "skrull, a pool with room": (POOL,),
