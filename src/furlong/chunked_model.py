@@ -88,8 +88,9 @@ def chunked(
     `furlong.Engine`. Call it before a trainer is made of the model, for its reference model too,
     and before or after adapters are added; `unchunked` undoes it, and another call sets other
     options. Autocast, hooks, `DistributedDataParallel` around the model and `torch.autograd.grad`
-    work as ever. Logits are the model's own, of all tokens at once. Evaluation goes in chunks where
-    it makes no cache: with labels, or where `use_cache`, unsaid that of the config, is False.
+    work as ever, but for what a hook keeps of a layer's outputs, which are those of a chunk and
+    have no gradient. Logits are the model's own, of all tokens at once. Evaluation goes in chunks
+    where it makes no cache: with labels, or where `use_cache`, unsaid that of the config, is False.
 
     Raises UnsupportedModelError, by name, for a model that cannot be trained exactly; a call of the
     model raises ConfigError or DataError for what chunks do not know. The head may be any, such

@@ -235,6 +235,22 @@ def test_the_error_of_the_process_that_reads_is_that_of_the_others(tmp_path: Pat
         data.close()
 
 
+def test_a_lack_of_memory_of_the_process_that_reads_ends_the_others(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = open_two(tmp_path / "shared", folder)
+
+    def read(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(stream.Reader, "_read", read)
+    for data, kind in zip(both, (MemoryError, DataError), strict=True):
+        with pytest.raises(kind, match="no room"):
+            next(data.batches(THREE, LoaderState()))
+    for data in reversed(both):
+        data.close()
+
+
 @pytest.mark.parametrize("room", ["for an error", "none"])
 def test_a_full_disk_ends_all(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from helpers.tiny_families import build
 from sft_cases import ChunkedSFTTrainer, prompts_and_completions
 from torch.distributed.tensor import DTensor
 from trainers import padded, recording, records, settings, wide_loss, with_adapters
+from transformers import TrainerCallback
 from trl import SFTConfig
 
 import furlong
@@ -59,7 +61,7 @@ class Run:
     """Layers that the model of the second process has more."""
     metrics: bool = False
     """Whether an evaluation asks for logits."""
-    hooked: bool = False
+    unlike: str = ""
     """Whether the second process puts a hook on its model when the trainer is made."""
     sft: bool = False
     loss: Any = None
@@ -151,14 +153,30 @@ def take(folder: Path, runs: dict[str, Run]) -> None:
     leave(folder, found)
 
 
+class Freezes(TrainerCallback):  # type: ignore[misc]
+    """Each step trains other layers, as LISA does."""
+
+    def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        model.get_decoder().layers[0].requires_grad_(False)
+
+
+UNLIKE: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda trainer: trainer.model.register_forward_hook(lambda *called: None),
+    "freeze": lambda trainer: trainer.add_callback(Freezes()),
+    "resize": lambda trainer: trainer.model.resize_token_embeddings(112),
+    "clip": lambda trainer: setattr(trainer.args, "max_grad_norm", 0.01),
+}
+"""What one process alone does."""
+
+
 def refused(folder: Path, runs: dict[str, Run]) -> None:
     """The refusals of all runs, as `take` leaves what it finds."""
     found = {}
     for name, run in runs.items():
         try:
             trainer = run.trainer(folder / name)
-            if run.hooked and os.environ["RANK"] == "1":
-                trainer.model.register_forward_hook(lambda *called: None)
+            if run.unlike and os.environ["RANK"] == "1":
+                UNLIKE[run.unlike](trainer)
             trainer.train()
         except FurlongError as error:
             found[name] = str(error)

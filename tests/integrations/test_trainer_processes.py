@@ -18,7 +18,7 @@ import torch
 import transformers
 from accelerate.utils import DistributedType
 from helpers.launched import Launched
-from process_cases import SQUARED, Found, Run, refused, take
+from process_cases import SQUARED, UNLIKE, Found, Run, refused, take
 from torch.distributed.fsdp import CPUOffloadPolicy
 from trainers import wide_loss
 from transformers import AutoModelForCausalLM
@@ -138,8 +138,11 @@ REFUSED = {
 
 
 def test_processes_refuse_by_name(tmp_path: Path) -> None:
-    first, second = on_processes(tmp_path, REFUSED | {"hook": Run(hooked=True)}, refused)
+    unlike = {name: Run(unlike=name) for name in UNLIKE}
+    first, second = on_processes(tmp_path, REFUSED | unlike, refused)
     assert "on process 1" in first.pop("hook") and "hooks on the whole" in second.pop("hook")
+    for name in unlike.keys() - {"hook"}:
+        assert first.pop(name) == (said := second.pop(name)) and "on process 1" in said, name
     assert first == second and first.keys() == REFUSED.keys()
     for name, said in first.items():
         assert re.match(rf"given: .*{re.escape(name)}", said), said

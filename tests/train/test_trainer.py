@@ -153,7 +153,13 @@ def test_batches_go_on_from_a_state_that_was_loaded(tiny_run: TinyRun, tmp_path:
     assert [place for _, place in seen[:2]] == places == [place for _, place in seen[3:5]]
 
 
-@pytest.mark.parametrize("change", ["optimizer", "shape", "dtype", "more", "rng.cpu", "progress"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "optimizer", "shape", "dtype", "more", "rng.cpu", "progress", "none", "step", "data",
+        "place",
+    ],
+)  # fmt: skip
 def test_a_state_that_is_not_whole_changes_nothing(
     tiny_run: TinyRun, tmp_path: Path, change: str
 ) -> None:
@@ -172,6 +178,11 @@ def test_a_state_that_is_not_whole_changes_nothing(
             tensors[norm] = tensors[norm].to(torch.float16)
         elif change == "more":
             tensors["model.more"] = tensors[norm]
+        elif change == "none":
+            tensors[norm] = None
+        elif change == "place":
+            state["progress"]["data"]["batch"] = -7
+        state["progress"].pop(change, None)
         state.pop(change, None)
         with pytest.raises(CheckpointError) as caught:
             trainer.load_state_dict(state)

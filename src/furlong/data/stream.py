@@ -45,7 +45,7 @@ from furlong.data.loader import Batch, LoaderState
 from furlong.data.records import Notes, SourceRecord, left_out, read_records
 from furlong.data.sources import list_files, printable
 from furlong.data.tokenize import Encoded, Sequence, fingerprint, token_in_words
-from furlong.errors import DataError, LinkError, UserError
+from furlong.errors import DataError, LinkError, UserError, reason_of
 from furlong.files import remove_stale
 from furlong.plan.lengths import StepSize
 from furlong.units import count_words
@@ -54,7 +54,7 @@ BLOCK_TOKENS = 2**24
 """Tokens of the blocks of all sources together: 128 MiB with labels, and the same again for those
 that are read ahead."""
 BLOCK_RECORDS = 10_000
-_LOOK_S = 0.02
+_SHORTEST_LOOK_S, _LOOK_S = 0.0005, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +131,9 @@ class SharedBlocks:
             if is_wanted():  # else it may be cut short
                 self._write(place, partial(_packed, block))
             return block
-        except UserError as error:
+        except Exception as error:  # also one of memory: the others wait for this block
             parts = ("given", "required", "source", "change")
-            told = {"error": {name: getattr(error, name) for name in parts}}
+            told = {"error": {name: getattr(error, name, reason_of(error)) for name in parts}}
             try:  # there may be room where there is none for a block
                 self._write(place, lambda aside: ({}, told))
             except UserError:
@@ -144,10 +144,11 @@ class SharedBlocks:
         """Remove the blocks of other keys: call it at the start of a batch."""
         if self._reader is None:
             known = {*keys}
-            os.utime(self._folder)  # it is not stale
-            for place in self._folder.iterdir():
-                if place.name not in known and not place.name.startswith("."):
-                    shutil.rmtree(place, ignore_errors=True)
+            with writing(self._folder):
+                os.utime(self._folder)  # it is not stale
+                for place in self._folder.iterdir():
+                    if place.name not in known and not place.name.startswith("."):
+                        shutil.rmtree(place, ignore_errors=True)
 
     def close(self) -> None:
         """Nothing is read any more."""
@@ -161,6 +162,7 @@ class SharedBlocks:
     def _await(
         self, place: Path, reader: psutil.Process, is_wanted: Callable[[], bool]
     ) -> Arrays | None:
+        look_s = _SHORTEST_LOOK_S
         while is_wanted():
             if (found := read_arrays(place, is_compared=True)) is not None:
                 return found
@@ -173,7 +175,8 @@ class SharedBlocks:
                     source="data.cache_dir, by default furlong in the user's cache directory",
                     change="leave it there while the run trains, and see what that process says",
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(look_s)
+            look_s = min(2 * look_s, _LOOK_S)
         return None
 
 

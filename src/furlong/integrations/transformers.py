@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ from furlong.runtime.batch import (
     require_type,
 )
 from furlong.runtime.check import random_ids
-from furlong.runtime.distributed.consensus import each_of, together
+from furlong.runtime.distributed.consensus import each_of, require_same, together
 from furlong.runtime.distributed.fsdp import reshard
 from furlong.runtime.distributed.mesh import Ranks, ranks_given
 from furlong.runtime.rng import RNGState, modes_kept, replayed
@@ -168,10 +169,19 @@ def refuse_model(trainer: Any, model: nn.Module) -> None:
         (bare_model(model) is not own.base,
          f"a {type(model).__name__} that was put in the place of the trainer's first model",
          "make another trainer of it"),
+        (token_loss(trainer) is None and _is_set(vars(own.base).get("_loss_function")),
+         f"a {own.name} whose loss_function was set",
+         f"pass compute_loss_func=furlong.integrations.TokenLoss(function), {_CHUNKED}"),
         (others, f"hooks on the whole model ({', '.join(map(_name_of, others))}), which no chunk "
          "calls", f"put them on the decoder; {_CHUNKED}"),
     ]  # fmt: skip
     _refuse_first(trainer, found)
+
+
+def _is_set(loss: Any) -> bool:
+    """Whether a model's loss_function is another one than those of transformers. A call with a few
+    tokens does not tell of a weight for some token, or of a factor that is raised later."""
+    return loss is not None and not str(getattr(loss, "__module__", "")).startswith("transformers.")
 
 
 _OWN_HOOKS = ("torch.distributed.", "furlong.")
@@ -320,6 +330,15 @@ def _dft(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
     """The cross-entropy weighted by the label's own probability (arXiv 2508.05629)."""
     own = log_prob()(logits, labels, extras)
     return -own * own.exp().detach()
+
+
+_DECIDING = (
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    "max_steps", "num_train_epochs", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+    "optim", "optim_args", "bf16", "label_smoothing_factor", "gradient_accumulation_steps",
+    "loss_type",
+)  # fmt: skip
+"""Arguments that must be alike on all processes."""
 
 
 class Replica(nn.Module):
@@ -475,6 +494,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._own_loss += loss
             loss = 0.0
             if self.accelerator.sync_gradients:
+                self._require_alike()
                 add_up_gradients(self.model.parameters(), self.args.device)
                 (loss,) = added_up(self.args.device, self._own_loss)
                 self._own_loss = 0.0
@@ -531,6 +551,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         group = dist.group.WORLD if self.args.world_size > 1 else None
         return self.engine.ranks or ranks_given(None, group, self.args.device.type)
 
+    def _require_alike(self) -> None:
+        """Raise ConfigError, on all processes, unless they train the same weights by the same
+        arguments. A collective."""
+        facts: dict[str, object] = {
+            name: f"{parameter.dtype} {tuple(parameter.shape)} "
+            + ("trained" if parameter.requires_grad else "frozen")
+            for name, parameter in self.model.named_parameters()
+        }
+        facts |= {name: str(getattr(self.args, name, None)) for name in _DECIDING}
+        if hasattr(self.train_dataset, "__len__"):
+            facts["rows of train_dataset"] = len(self.train_dataset)
+        digest = crc32(repr(facts).encode())
+        if len({*each_of(self._ranks, lambda: digest, "an update of a trainer")}) > 1:
+            assert self._ranks is not None
+            require_same(self._ranks, facts, None)
+
     def _ask(self) -> None:
         require_model_loss(self)
         self._asked = self._asked_of()
@@ -550,6 +586,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if not training or not self._has_replicas:
             return super()._wrap_model(model, training, dataloader)  # type: ignore[no-any-return]
         if not isinstance(model, Replica):
+            self._require_alike()
             make_equal(model)
             model = Replica(model)
         return model

@@ -37,6 +37,7 @@ from furlong.errors import (
     DivergenceError,
     difference_words,
     differing,
+    in_short,
 )
 from furlong.files import write_json
 from furlong.models.build import check_model, export_model
@@ -644,13 +645,13 @@ class Trainer:
 
         Raises CheckpointError, on all, before anything is changed, for what is not all of one."""
         state = self.state_dict()
-        self.processes.together(partial(_check_state, values, state))
+        progress = self.processes.together(partial(_check_state, values, state))
         known, own = dict(values["tensors"]), state["tensors"]
         rng = {name: known.pop(name) for name in [*known] if name.startswith("rng.")}
         for name, tensor in known.items():
             own[name].copy_(tensor)
         checkpoints.restore_generators(rng, self.processes.launch.number, self.engine.device)
-        self.progress = Progress.from_dict(values["progress"])
+        self.progress = progress
         set_rate(self.schedule, self.progress.step)
         self._num_loads += 1
 
@@ -902,21 +903,39 @@ def _check_alone() -> None:
         )
 
 
-def _check_state(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raises CheckpointError unless `values` has the keys of a trainer's `own` state, and tensors
-    of the same names, shapes and dtypes."""
+def _check_state(values: Mapping[str, Any], own: Mapping[str, Any]) -> Progress:
+    """The progress of a state. Raises CheckpointError unless `values` has the keys of a trainer's
+    `own` state, also within the progress, and tensors of the same names, shapes and dtypes."""
+
+    def keys(of: Any) -> Any:
+        return {name: keys(x) for name, x in of.items()} if isinstance(of, Mapping) else True
 
     def forms(of: Mapping[str, Any]) -> dict[str, Any]:
-        tensors = {name: (tuple(x.shape), x.dtype) for name, x in of.get("tensors", {}).items()}
-        return dict.fromkeys(of, True) | tensors
+        tensors = {
+            name: (tuple(getattr(x, "shape", ())), getattr(x, "dtype", None))
+            for name, x in of.get("tensors", {}).items()
+        }
+        return dict.fromkeys(of, True) | tensors | {"progress": keys(of.get("progress"))}
 
     if found := differing(forms(values), forms(own)):
-        raise CheckpointError(
-            given=f"a state with {difference_words(found, 'in this trainer')}",
-            required="the tensors and the progress of this run, with its model and its layout",
-            source="load_state_dict of Trainer",
-            change="pass all that state_dict has returned, of a trainer of the same run file",
-        )
+        raise _not_whole(difference_words(found, "in this trainer"))
+    at: Any = values["progress"]["data"]
+    num_sources = len(own["progress"]["data"]["sources"])
+    is_place = all(isinstance(at[name], int) and at[name] >= 0 for name in ("epoch", "batch"))
+    if not is_place or not isinstance(at["sources"], list | tuple):
+        raise _not_whole(f"progress.data = {in_short(at, 80)}")
+    if num_sources and len(at["sources"]) not in (0, num_sources):
+        raise _not_whole(f"{len(at['sources'])} sources, {num_sources} in this trainer")
+    return Progress.from_dict(values["progress"])
+
+
+def _not_whole(found: str) -> CheckpointError:
+    return CheckpointError(
+        given=f"a state with {found}",
+        required="the tensors and the progress of this run, with its model and its layout",
+        source="load_state_dict of Trainer",
+        change="pass all that state_dict has returned, of a trainer of the same run file",
+    )
 
 
 def _check_callbacks(callbacks: Sequence[Any]) -> None:
