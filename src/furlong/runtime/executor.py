@@ -119,7 +119,10 @@ class Executor:
         self._store = open_store(plan, pools)
         self._graphs = None if plan.offload.graphs == "none" else pools.of(plan.offload.graphs)
         self._attention = pools.of(plan.offload.attention)
-        self._heap = ProcessHeap(model.device, offloads=plan.offload != ON_DEVICE)
+        self._heap = ProcessHeap(
+            model.device, offloads=plan.offload != ON_DEVICE,
+            is_measured=measuring.get("exact_peaks", False),
+        )  # fmt: skip
         self._num_done, self._skipped = 0, frozenset[int]()
         self._between = pools.of(plan.offload.inputs)
         self._hidden: dict[Message, Handle] = {}

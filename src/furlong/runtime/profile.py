@@ -67,13 +67,15 @@ class ProcessHeap:
     would grow with every action. So large blocks come from the system and go back to it at once,
     for the life of the process, from 128 KiB on in a step that offloads, from 2 MiB on in others:
     each costs page faults. Whenever a step has grown by 4 MiB beyond the most that it held with
-    nothing free, what is free of the rest goes back too. Settings of the user's own stay.
+    nothing free, what is free of the rest goes back too. Settings of the user's own stay. Where
+    each action is measured all is kept: page faults of one would be seconds of the next.
     """
 
-    def __init__(self, device: torch.device, *, offloads: bool) -> None:
+    def __init__(self, device: torch.device, *, offloads: bool, is_measured: bool = False) -> None:
         given = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & os.environ.keys()
         is_ours = not given and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", "")
-        self._device = device if device.type == "cpu" and is_ours else None
+        is_ours &= device.type == "cpu" and not is_measured
+        self._device = device if is_ours else None
         if self._device is not None:
             mapped_bytes = MAPPED_WITH_OFFLOAD_BYTES if offloads else MAPPED_BYTES
             with contextlib.suppress(OSError, AttributeError):  # not every C library has it
