@@ -28,7 +28,7 @@ from furlong.planners.chunks import (
     refuse_unusable,
     sequence_work,
 )
-from furlong.planners.skrull import paired
+from furlong.planners.skrull import micro_batches
 from furlong.simulate.clock import time_actions
 from furlong.units import count_words
 from papers.published.chunks import Balance, deal_sequences
@@ -78,8 +78,8 @@ def schedule_skrull(
     bucket_tokens: int,
 ) -> list[list[Chunk]]:
     """The micro-batches of each replica with their places. `work`, `bucket_tokens`: as for
-    `skrull.paired`. Raises DataError for a sequence that a whole group cannot hold, ConfigError for
-    fewer sequences than replicas."""
+    `skrull.micro_batches`. Raises DataError for a sequence that a whole group cannot hold,
+    ConfigError for fewer sequences than replicas."""
     longest = max(seq_lens, default=0)
     if longest > sp_size * bucket_tokens:
         raise DataError(
@@ -90,7 +90,8 @@ def schedule_skrull(
             change=f"make it {-(-longest // sp_size):,} tokens on a device (more memory, or more "
             "recomputed layers), use a larger group, or cut the sequence",
         )
-    return [paired(own, seq_lens, work, sp_size, bucket_tokens) for own in by_cost(work, dp_size)]
+    sizes = {"sp_size": sp_size, "bucket_tokens": bucket_tokens}
+    return [micro_batches(own, seq_lens, work, **sizes) for own in by_cost(work, dp_size)]
 
 
 def plan_ulysses(

@@ -17,7 +17,7 @@ from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import Groups, group_chunks, shard, shard_long
+from furlong.planners.chunks import Groups, group_chunks, sequence_work, shard, shard_long
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_replica
@@ -80,7 +80,8 @@ def in_a_row(lens: Sequence[int], s: Setting) -> ChunkPlan:
 
 def skrull(lens: Sequence[int], s: Setting) -> ChunkPlan:
     bucket = -(-max(lens) // s.sp) + 1
-    batches = micro_batches(lens, s.cost, sp_size=s.sp, bucket_tokens=bucket)
+    work = sequence_work(lens, s.shape)
+    batches = micro_batches(range(len(lens)), lens, work, sp_size=s.sp, bucket_tokens=bucket)
     return plan_1f1b(lens, [[batch] for batch in batches], **s.pipeline)
 
 

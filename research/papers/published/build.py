@@ -10,7 +10,7 @@ from typing import Any
 
 from furlong.cost.model import CostModel
 from furlong.plan.plan import Action, Chunk, ChunkPlan, Offload
-from furlong.planners.chunks import Groups, group_chunks, shard
+from furlong.planners.chunks import Groups, group_chunks, sequence_work, shard
 from furlong.planners.infinipipe import cut_and_pack, fit_work, plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import (
@@ -130,12 +130,9 @@ def groups_of(
             lens, groups = padded_groups(lens, pad_to=whole)
         case "placed":
             batches = micro_batches(
-                lens,
-                model,
-                sp_size=sp_size,
-                bucket_tokens=-(-size // sp_size),
-                recompute_layers=sum(dials.recompute_layers),
-            )
+                range(len(lens)), lens, sequence_work(lens, model.shape),
+                sp_size=sp_size, bucket_tokens=-(-size // sp_size),
+            )  # fmt: skip
             groups = [[batch] for batch in batches]
             return lens, _slowest_first(groups, lens, model, sp_size)
     sharded = shard(groups, sp_size)

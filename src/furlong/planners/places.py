@@ -166,11 +166,8 @@ class PoolBatch:
     """(K, Z, F) what each sequence adds to every process of a place of each size."""
 
     @classmethod
-    def of(
-        cls, seq_lens: Sequence[int], model: CostModel, pool_size: int, sizes: tuple[int, ...] = ()
-    ) -> PoolBatch:
-        """`sizes`: those of places that may be had; empty: all."""
-        sizes = sizes or place_sizes(pool_size)
+    def of(cls, seq_lens: Sequence[int], model: CostModel, pool_size: int) -> PoolBatch:
+        sizes = place_sizes(pool_size)
         pieces = [Slice(0, 0, n, Place(0, size)) for n in seq_lens for size in sizes]
         table = chunk_table(
             [Chunk((piece,)) for piece in pieces],
@@ -409,11 +406,9 @@ class Division:
         # by what they add: of most it is less than the last digit of the norm
         return [(now + more, spot) for now, (more, spot) in zip(norms_s, best, strict=True)]
 
-    def have_room(self, loads: Array | None = None) -> NDArray[np.bool_]:
-        """(...) whether a process with the loads (F, ...), or each of its own, holds no more than
-        it can."""
-        held = self.setting.held(self.loads if loads is None else loads)
-        return held <= self.setting.device_tokens * (1 + _ALIKE)
+    def have_room(self, loads: Array) -> NDArray[np.bool_]:
+        """(...) whether a process with the loads (F, ...) holds no more than it can."""
+        return self.setting.held(loads) <= self.setting.device_tokens * (1 + _ALIKE)
 
     def slowest(self) -> list[int]:
         """Sequences on the slowest process of any part of any micro-batch."""

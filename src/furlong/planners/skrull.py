@@ -3,7 +3,7 @@
 Xu et al., NeurIPS 2025 (arXiv 2505.19609). Global data scheduling (GDS, Algorithm 2 for Eqs. 8 to
 11) balances the work over the replicas (`chunks.by_cost`) and cuts each one's sequences into as few
 micro-batches as memory allows, long ones paired with short ones: every m-th of those that come by
-rising length (`paired`).
+rising length (`micro_batches`).
 Placement (DACP, Algorithm 1 for Eqs. 1 to 7: `chunks.place_by_load`) then decides for each
 micro-batch which sequences stay local: each on the process with the least work, or the most room,
 and where none has room, the shortest local one of the fullest is shared after all. Work is the
@@ -16,8 +16,8 @@ fails in every case in which it happens. As corrected here places are found exac
 fit into all buckets. Algorithm 2 restarts its loop where it should leave it; micro-batches are
 tried from the ceiling of tokens over room up to one for each sequence.
 
-Ours: places are improved by the seconds of the cost model (`faster_places`): launches, latencies
-and exposed all-to-alls too, which FLOPs leave out. As few layers are recomputed as let it fit.
+Nothing here asks the cost model where a sequence goes: it stays local wherever it has room. Places
+by predicted seconds are `planners.places`. As few layers are recomputed as let it fit (ours).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from furlong.cost.model import CostModel
 from furlong.plan.check import check
-from furlong.plan.plan import Chunk, ChunkPlan, Layout, Place, Slice
+from furlong.plan.plan import Chunk, ChunkPlan, Layout, Slice
 from furlong.planners.chunks import (
     by_place,
     chunk_by_chunk,
@@ -37,11 +37,7 @@ from furlong.planners.chunks import (
     sequence_work,
 )
 from furlong.planners.options import ChunkOptions
-from furlong.planners.places import Division, PoolBatch, Setting, Spot, improve
 from furlong.planners.question import Candidate, Question
-
-_NUM_CHANGES = 12
-"""Moves that improve the places of a micro-batch."""
 
 
 def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
@@ -62,12 +58,13 @@ def plan_skrull(
     """A checked plan of one replica, a pool, with as few recomputed layers as fit. Raises
     ConfigError where it does not fit with all of them."""
     memory, num_layers = model.memory(budget_bytes), model.shape.num_layers
+    work = sequence_work(seq_lens, model.shape)
     for layers in recompute_choices(num_layers):
         tokens = fitting_tokens(memory, dp_size=1, sp_size=sp_size, recompute_layers=layers)
         if tokens * sp_size < max(seq_lens):
             continue
         batches = micro_batches(
-            seq_lens, model, sp_size=sp_size, bucket_tokens=tokens, recompute_layers=layers
+            range(len(seq_lens)), seq_lens, work, sp_size=sp_size, bucket_tokens=tokens
         )
         plan = chunk_by_chunk(
             seq_lens, [batches], num_layers=num_layers, sp_size=sp_size, recompute_layers=layers
@@ -79,29 +76,10 @@ def plan_skrull(
 
 
 def micro_batches(
-    seq_lens: Sequence[int],
-    model: CostModel,
-    *,
-    sp_size: int,
-    bucket_tokens: int,
-    recompute_layers: int = 0,
-) -> list[Chunk]:
-    """The micro-batches of one replica, none of whose sequences is too long for the group, on the
-    places of the paper's, improved by the seconds of the cost model."""
-    work = sequence_work(seq_lens, model.shape)
-    found = paired(range(len(seq_lens)), seq_lens, work, sp_size, bucket_tokens)
-    if sp_size == 1:
-        return found
-    # a sequence is on one process, or on all
-    batch = PoolBatch.of(seq_lens, model, sp_size, sizes=(1, sp_size))
-    setting = Setting(batch, recompute_layers, bucket_tokens)
-    return [faster_places(batch, setting) for batch in found]
-
-
-def paired(
     seq_ids: Iterable[int],
     seq_lens: Sequence[int],
     work: Sequence[float],
+    *,
     sp_size: int,
     bucket_tokens: int,
 ) -> list[Chunk]:
@@ -123,33 +101,8 @@ def paired(
             )  # fmt: skip
             if places is None:
                 break
-            found.append(whole_sequences(batch, places, seq_lens))
+            placed = zip(batch, places, strict=True)
+            found.append(Chunk(by_place(Slice(i, 0, seq_lens[i], at) for i, at in placed)))
         if len(found) == count:
             return found
     raise AssertionError("every sequence fits into a micro-batch of its own")
-
-
-def whole_sequences(
-    seq_ids: Iterable[int], places: Iterable[Place], seq_lens: Sequence[int]
-) -> Chunk:
-    """A micro-batch: whole sequences, each on one process of a group or on all of it."""
-    placed = zip(seq_ids, places, strict=True)
-    return Chunk(by_place(Slice(i, 0, seq_lens[i], place) for i, place in placed))
-
-
-def faster_places(batch: Chunk, setting: Setting) -> Chunk:
-    """The micro-batch with places that take fewer seconds, as far as a few changes find them from
-    the given ones and from all sequences shared."""
-    slices = sorted(batch.slices, key=lambda piece: piece.seq_id)
-    shared = dict.fromkeys((piece.seq_id for piece in slices), Spot(0, 1, 0))
-    given = {s.seq_id: Spot(0, int(s.place.size > 1), s.place.first) for s in slices}
-    found = []
-    for spots in (given, shared):
-        division = Division(setting, 1, spots)
-        if division.have_room().all():
-            improve(division, _NUM_CHANGES)
-            found.append(division)
-    best = min(found, key=Division.step_s)
-    sizes = setting.batch.sizes
-    places = [Place(best.spots[s.seq_id].first, sizes[best.spots[s.seq_id].kind]) for s in slices]
-    return whole_sequences(best.spots, places, setting.batch.seq_lens)
