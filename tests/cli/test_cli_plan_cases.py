@@ -88,21 +88,6 @@ def test_64_devices_are_no_slower_than_32(plan: Any) -> None:
     assert many <= few
 
 
-@pytest.mark.parametrize(
-    ("preset", "longest", "fits"), [("github", 2**19, False), ("wikipedia", 79_872, True)]
-)
-def test_a_preset_says_whether_its_longest_would_fit(
-    plan: Any, preset: str, longest: int, fits: bool
-) -> None:
-    flags = (
-        "--sequences=4", "--model.name=Qwen2.5-0.5B", "--model.rope={rope_type: yarn, factor: 8}",
-        "--hardware=RTX4090", "--chunks.method=seco",
-    )  # fmt: skip
-    found = plan(preset, *flags)
-    assert found["batch"]["longest_tokens"] < found["batch"]["longest_of_data_tokens"] == longest
-    assert found["longest_of_data_fits"] == fits == (found["longest_sequence_tokens"] >= longest)
-
-
 def test_the_plan_is_that_of_a_run(plan: Any) -> None:
     flags = (
         "--model.name=Qwen2.5-0.5B", "--hardware=RTX4090", "--devices=2",

@@ -16,6 +16,7 @@ import pytest
 from furlong.cli.main import main
 from furlong.cli.plan import parse_flags
 from furlong.cli.question import question_of
+from furlong.cost.lengths import length_preset, length_presets
 from furlong.cost.shape import known_models
 from furlong.plan.check import check
 from furlong.plan.lengths import Lengths
@@ -180,9 +181,21 @@ def test_a_batch_is_drawn_by_the_seed(lengths):
     assert all(len(b.seq_lens) == 3 and max(b.seq_lens) == max(MIXED) for b in drawn)
     batch = batch_of(lengths, "--data.max_seq_len", "1000")
     assert len(batch.seq_lens) == 4 and "2 longer ones left out" in batch.source
-    batch = batch_of("wikipedia", "--sequences", "8", "--data.max_seq_len", "4096")
-    assert len(batch.seq_lens) == 8
-    assert batch.source == "drawn from the preset wikipedia of at most 4,096 tokens with seed 0"
+
+
+@pytest.mark.parametrize("name", length_presets())
+def test_a_batch_of_a_preset_has_its_longest_sequence(name):
+    """Whatever is drawn beside it: as of a file, a plan that fits fits the worst step."""
+    longest = length_preset(name).longest_tokens
+    for flags, most, count in (
+        ((), longest, 64),
+        (("--sequences", "8", "--data.max_seq_len", "4096"), 4096, 8),
+        (("--train.tokens_per_step", "20000", "--data.max_seq_len", "4096"), 4096, None),
+        (("--sequences", "1", "--train.seed", "3"), longest, 1),
+    ):
+        batch = batch_of(name, *flags)
+        assert max(batch.seq_lens) == batch.longest_tokens == batch.lengths.longest == most
+        assert count in (None, len(batch.seq_lens))
 
 
 def test_compares_every_method(lengths, tmp_path, capsys):
@@ -413,7 +426,8 @@ def test_the_longest_sequence_stays_within_the_positions(tmp_path, capsys):
     ):
         sizes = {"max_position_embeddings": positions, "num_hidden_layers": 2}
         file.write_text(json.dumps(known_models()["Qwen2.5-0.5B"]["config"] | sizes))
-        assert plan_preset("--model.name", str(file), "--model.lora.rank", "8") == 0
+        flags = "--model.name", str(file), "--model.lora.rank", "8", "--data.max_seq_len", "2000"
+        assert plan_preset(*flags) == 0
         assert told in longest_line(capsys.readouterr().out)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from math import prod
@@ -66,7 +66,7 @@ class PlannedBatch:
     lengths: Lengths
     """Lengths of all of the data; of a preset those that were drawn."""
     longest_tokens: int
-    """Tokens of the longest sequence of the data, which the batch has unless they are a preset."""
+    """Tokens of the longest sequence of the data, which the batch has."""
     tokens_per_step: int | None = None
     """Most tokens of a step, where it is measured in tokens."""
 
@@ -322,21 +322,28 @@ def _draw(
     *shorter, (_, times) = lengths.counts
     others = Lengths((*shorter, *([(longest, times - 1)] if times > 1 else [])))
     drawn = draw_lengths(others, count - 1, seed) if count > 1 else ()
-    words = f"the longest of the {number:,} of {source}{longer}"
-    if drawn:
-        words += f", and {count - 1:,} others drawn with seed {seed}"
-    return PlannedBatch((longest, *drawn), words, lengths, longest)
+    words = f"the {number:,} of {source}{longer}"
+    return _with_longest(longest, drawn, lengths, words, seed)
 
 
 def _of_preset(name: str, count: int, seed: int, limit: int) -> PlannedBatch:
-    from furlong.cost.lengths import length_preset, sample_lengths
+    """The same of a preset, which has no end."""
+    from furlong.cost.lengths import draw_with_longest
 
     _check_at_most(MAX_BATCH, count, _IN_ONE_STEP, name)
-    seq_lens = sample_lengths(name, count, seed, max_seq_len=limit)
+    longest, *drawn = seq_lens = draw_with_longest(name, count, seed, max_seq_len=limit)
     most = f" of at most {count_words(limit, 'token')}" if limit < sys.maxsize else ""
-    words = f"drawn from the preset {name}{most} with seed {seed}"
-    longest = min(limit, length_preset(name).longest_tokens)
-    return PlannedBatch(seq_lens, words, count_lengths(seq_lens), longest)
+    words = f"the preset {name}{most}"
+    return _with_longest(longest, drawn, count_lengths(seq_lens), words, seed)
+
+
+def _with_longest(
+    longest: int, drawn: Sequence[int], lengths: Lengths, words: str, seed: int
+) -> PlannedBatch:
+    """The longest sequence of what the words name, and drawn ones."""
+    others = f", and {len(drawn):,} others drawn with seed {seed}" if drawn else ""
+    source = f"the longest of {words}{others}"
+    return PlannedBatch((longest, *drawn), source, lengths, longest)
 
 
 def _counted(flags: RunFlags, config: RunConfig) -> tuple[str, Lengths]:

@@ -88,3 +88,13 @@ def sample_lengths(
     if max_seq_len is not None:  # the last of them may be rounded up
         lengths = np.minimum(lengths, max_seq_len)
     return tuple(int(length) for length in np.maximum(lengths, 1))
+
+
+def draw_with_longest(
+    name: str, count: int, seed: int = 0, *, max_seq_len: int | None = None
+) -> tuple[int, ...]:
+    """The longest sequence that a preset has, and `count` - 1 others as `sample_lengths` draws
+    them: a plan that fits these fits the worst step of such data."""
+    others = sample_lengths(name, count - 1, seed, max_seq_len=max_seq_len)
+    longest = length_preset(name).longest_tokens
+    return (longest if max_seq_len is None else min(longest, max_seq_len), *others)
