@@ -5,11 +5,11 @@
     python research/comparison.py --settings                        # none: the page alone
 
 Each method has its own best layout of the same devices, every way to deal sequences to replicas,
-groups larger than the heads allow, and ZeRO-1. What is found is kept in a file, search by
-search, so that a run goes on where another one ended and settings add up; a search by other code is
-made again. docs/research/comparison.md is written from all that is there. Promises, which decide
-the exit status: the search over all methods is never slower than the best published method that has
-a plan, and no plan of one pool is faster than the lower bound.
+groups larger than the heads allow, and ZeRO-1 (`CONDITIONS`). What is found is kept in a file,
+search by search, so that a run goes on where another one ended and settings add up; a search by
+other code is made again. docs/research/comparison.md is written from all that is there. Promises,
+which decide the exit status: the search over all methods is never slower than the best published
+method that has a plan, and no plan of one pool is faster than the lower bound.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -37,7 +38,7 @@ from papers.published.problem import Problem
 from papers.published.replicas import Outcome
 from papers.published.search import search
 
-from furlong.cost.lengths import sample_lengths
+from furlong.cost.lengths import draw_with_longest, sample_lengths
 from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
@@ -74,25 +75,31 @@ class Setting:
     num_devices: int = 32
     seed: int = 0
     lora_rank: int | None = None
+    has_longest: bool = False
+    """Whether one is the longest sequence of the preset, or the draw is taken as it comes."""
 
     @property
     def name(self) -> str:
-        return f"{self.preset}-{self.num_devices}"
+        return f"{self.preset}-{self.num_devices}" + "-longest" * self.has_longest
+
+    @cached_property
+    def seq_lens(self) -> tuple[int, ...]:
+        draw = draw_with_longest if self.has_longest else sample_lengths
+        drawn = draw(self.preset, self.num_sequences, self.seed)
+        return tuple(min(n, self.context_tokens) for n in drawn)
 
     def problem(self) -> Problem:
-        drawn = sample_lengths(self.preset, self.num_sequences, self.seed)
-        lens = tuple(min(n, self.context_tokens) for n in drawn)
         lora = None if self.lora_rank is None else Lora(self.lora_rank)
         training = Training(zero_stage=1, gathers=True, lora=lora)
         model = CostModel(model_shape(self.model), Machine.named(self.hardware), training)
-        return Problem(seq_lens=lens, model=model, num_devices=self.num_devices,
+        return Problem(seq_lens=self.seq_lens, model=model, num_devices=self.num_devices,
                        offload=("none", "cpu"))  # fmt: skip
 
     def __str__(self) -> str:
         lora = "" if self.lora_rank is None else f" with LoRA {self.lora_rank}"
         return (
             f"{self.model}{lora}, {self.num_devices} {self.hardware}, {self.num_sequences} "
-            f"sequences up to {self.context_tokens // _K}K"
+            f"sequences, the longest {max(self.seq_lens) / _K:.3g}K"
         )
 
 
@@ -106,16 +113,39 @@ SETTINGS = (
     Setting("github", "GPT-13B", "A800", 128, 192 * _K),
     Setting("commoncrawl", "GPT-13B", "A800", 128, 192 * _K),
 )
+LONGEST = tuple(
+    replace(s, has_longest=True) for s in SETTINGS if max(s.seq_lens) < s.context_tokens
+)
+"""The same draws with the longest sequence of the preset, which few draws have: what a plan has to
+fit, and what long-context methods are for."""
 HELD_OUT = tuple(
     other
     for s in SETTINGS
     for other in (
         replace(s, num_devices=8, num_sequences=s.num_sequences // 2, seed=1, lora_rank=16),
-        replace(s, num_devices=128, seed=2),
+        replace(s, num_devices=128, seed=2, has_longest=True),
     )
 )
 """Settings on which nothing was tuned: other draws, few and many devices, adapters."""
-ALL = {setting.name: setting for setting in (*SETTINGS, *HELD_OUT)}
+ALL = {setting.name: setting for setting in (*SETTINGS, *LONGEST, *HELD_OUT)}
+
+CONDITIONS = {
+    "ChunkFlow": ("`chunkflow`", "sp, pp", "TP x SP x PP of Megatron-LM (Table 3)"),
+    "InfiniPipe": ("`infinipipe`", "sp, pp", "Ulysses x PP, FSDP (ZeRO-3) within stages"),
+    "Skrull": ("`skrull`", "sp", "DP x CP on DeepSpeed, ZeRO-2"),
+    "FlexSP": ("no", "places of one pool", "Ulysses groups of several sizes, ZeRO-3"),
+    "Hybrid CP": ("no", "places of one pool", "CP groups of several sizes, optimizer sharded"),
+    "SeCO": ("`seco`", "sp", "one device, LoRA"),
+    "FPDT": ("`fpdt`", "sp", "Ulysses, ZeRO-3"),
+    "Ulysses": ("no", "sp", "Ulysses, ZeRO-1 to 3"),
+    "Data parallel": ("no", "none", "ZeRO-1 to 3"),
+    "1F1B padded": ("no", "sp, pp", "TP x PP, ZeRO-1"),
+    "1F1B packed": ("no", "sp, pp", "TP x PP, ZeRO-1"),
+    "Seq1F1B": ("no", "sp, pp", "TP x PP"),
+    "Seq1F1B packed": ("no", "sp, pp", "Ulysses x PP, as InfiniPipe runs it"),
+}
+"""By published method: its name as `chunks.method`, if a run has it; the parallelism under which it
+is planned here, replicas and ZeRO-1 beside it; that of its paper."""
 
 Answer = dict[str, Any]
 """One search's: seconds of the step (None: no plan fits), dials in words, whether it is one pool,
@@ -300,9 +330,16 @@ Written by `python research/comparison.py` from `comparison.json`. All seconds a
 
 Every method takes the fastest of its own plans on the same devices: any layout that it knows, the
 dials that its paper or its public code has, sequences dealt to replicas in turn, by tokens, by
-FLOPs or by the time of its plans (InfiniPipe: not by time), ZeRO-1, and {margin} of the memory left
-free. All share one cost model. *furlong* is the answer of `furlong plan` and `furlong train`.
-Methods that share whole sequences have groups larger than the heads of a model allow, too.
+FLOPs or by the time of its plans (InfiniPipe: not by time), and {margin} of the memory left free.
+All share one cost model. *furlong* is the answer of `furlong plan` and `furlong train`. Methods
+that share whole sequences have groups larger than the heads of a model allow, too.
+
+**All rows have the parallelism of `furlong train`**: ZeRO-1 (states of the optimizer are sharded
+over replicas and sequence-parallel groups, weights and gradients of a stage are whole), sequence
+and pipeline parallelism, no tensor parallelism. Some papers have another one; where a dash stands
+for one with ZeRO-2 or ZeRO-3, its system may fit:
+
+{conditions}
 
 *Hybrid CP* is Megatron-Core's `--hybrid-context-parallel` (commit d98e8a6). Its
 `max_seqlen_per_dp_cp_rank` is searched, and places are chosen by this cost model's seconds, so it
@@ -318,15 +355,26 @@ def document(rows: Sequence[Row]) -> str:
     missing = [name for name in ALL if name not in {row.setting.name for row in rows}]
     known = [row for row in rows if row.setting in SETTINGS]
     held_out = [row for row in rows if row.setting in HELD_OUT]
-    parts = [_HEAD.format(margin=f"{MARGIN:.0%}")]
+    longest = [row for row in rows if row.setting in LONGEST]
+    table = ["| method | `chunks.method` | here, with ZeRO-1 | in its paper |",
+             "| --- | --- | --- | --- |"]  # fmt: skip
+    table += [f"| {name} | {' | '.join(words)} |" for name, words in CONDITIONS.items()]
+    parts = [_HEAD.format(margin=f"{MARGIN:.0%}", conditions="\n".join(table))]
     if missing:
         parts += [f"**Not run** of {len(ALL)} settings: {', '.join(missing)}.", ""]
-    if known:
-        parts += [*_table(known), "", "Seconds per step; the best published plan in bold; a dash: "
-                  "none fits.", "", *_words(known)]  # fmt: skip
+    for title, words, own in (
+        ("As they are drawn", "Most draws of these presets have no long sequence: the longest of "
+         "each is told.", known),
+        ("With the longest sequence", "The same draws, one sequence of which is the longest that "
+         "its preset has, cut at the context of the paper.", longest),
+    ):  # fmt: skip
+        if own:
+            parts += [f"## {title}", "", f"{words} Seconds per step; the best published plan in "
+                      "bold; a dash: none fits.", "", *_table(own), "", *_words(own)]  # fmt: skip
     if held_out:
-        parts += ["## Held out", "", "Settings on which nothing was tuned: other draws, 8 and 128 "
-                  "devices, LoRA.", "", *_short_table(held_out), "", *_words(held_out)]  # fmt: skip
+        parts += ["## Held out", "", "Settings on which nothing was tuned: other draws, 8 devices "
+                  "with LoRA, and 128 with the longest sequence.", "", *_short_table(held_out), "",
+                  *_words(held_out)]  # fmt: skip
     cpu_s = sum(one["cpu_s"] for row in rows for one in row.answers.values())
     return "\n".join([*parts, f"All searches took {cpu_s / 60:.0f} minutes of CPU.", ""])
 

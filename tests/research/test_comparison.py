@@ -34,7 +34,7 @@ def test_settings_add_up(tmp_path):
     assert status == 0
     assert "| github | GPT-13B, 32 A800" in page and "**1.1**" in page and "9.1%" in page
     assert "| wikipedia | Qwen2.5-7B with LoRA 16, 8 H100" in page
-    assert "**Not run** of 24 settings: lmsys-chunkflow-32, " in page
+    assert "**Not run** of 31 settings: lmsys-chunkflow-32, " in page
     assert json.loads((tmp_path / "results.json").read_text())["results"] == results
 
 
