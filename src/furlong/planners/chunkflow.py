@@ -13,11 +13,12 @@ Errata: the listing of Algorithm 2 retains about N - K pieces (the text, K of N,
 recomputes ascending, where dK,dV of a piece would be incomplete: gradients then err by 28 to 40 %.
 Algorithm 1 puts a sequence of exactly `size` tokens into no list; it is short. Of Figure 5 chunks
 4 to 6 run twice, not 3. The paper gives no algorithm for state-aware 1F1B: the rule here gives the
-bubbles (Eq. 1, where a recompute is no useful work) of its Figures 2, 6b and 7 exactly, 57.14,
-47.83 and 60 %; for 6a 53.85 % where it prints 54.1 %.
+bubbles of its Figures 2 and 7 exactly (Eq. 1, where a recompute is no useful work), 57.14 and 60 %.
+Of Figure 6 it gives 45.45 % (K = 1) and 42.86 % (K = 2) where 54.1 and 47.8 are printed: longest
+sequences first, and a recompute as soon as a stage is free, leave less idle than what was drawn.
 
 Ours: `size` and `num_retained` are searched by the cost model's seconds, where the paper runs a
-grid of them. Longest sequences go first. A tail piece shares no chunk with short sequences.
+grid of them. The order of Figure 6 (above). A tail piece shares no chunk with short sequences.
 """
 
 from __future__ import annotations
