@@ -51,6 +51,8 @@ class Row:
     """A point on a line that was fitted to others of its table: a check of the form alone."""
     cause: str = ""
     """Why the row misses, known before it is printed."""
+    run: str = ""
+    """Whether a run can do it; empty: what its table says."""
 
     @property
     def off(self) -> float:
@@ -64,6 +66,11 @@ class Row:
             return False
         beyond = self.off if self.at_most else abs(self.off)
         return beyond > self.tolerance + 1e-12
+
+    def is_within(self, share: float) -> bool:
+        """Whether ours is the paper's but for a share of it, whatever is promised."""
+        off = max(0.0, self.off) if self.at_most else abs(self.off)
+        return off <= share + 1e-12
 
     @property
     def verdict(self) -> str:
@@ -92,6 +99,8 @@ class Table:
     unit: str
     rows: Sequence[Row]
     notes: Sequence[str] = field(default_factory=tuple)
+    run: str = ""
+    """Whether `furlong train` can do what its rows tell, and what it lacks for it."""
 
     @property
     def missed(self) -> list[Row]:
@@ -133,13 +142,13 @@ class Table:
         others = [row for row in self.rows if row not in fitted and row.paper != ""]
         if others:
             lines += [
-                f"| {self.unit} | paper | ours | within bound? |",
-                "| --- | ---: | ---: | --- |",
+                f"| {self.unit} | paper | ours | off | within bound? | in a run |",
+                "| --- | ---: | ---: | ---: | --- | --- |",
             ]
         for row in others:
-            case, paper, ours, _, verdict = row.cells()
+            *figures, verdict = row.cells()
             verdict = f"**{verdict}**: {row.cause}" if row.cause else verdict
-            lines.append(f"| {' | '.join([case, paper, ours, verdict])} |")
+            lines.append(f"| {' | '.join([*figures, verdict, row.run or self.run])} |")
         notes = list(self.notes)
         if fitted:
             off = [abs(row.off) for row in fitted if row.on_line]
