@@ -32,7 +32,7 @@ _WEIGHT_DECAY = 0.1
 _MOST_GRADIENT_NORM = 1.0
 _SEED_STRIDE = 2**32
 
-Rule = Literal["exact", "unbiased", "fixed"]
+Rule = Literal["exact", "unbiased", "fixed", "paper"]
 
 
 @dataclass(frozen=True, slots=True)

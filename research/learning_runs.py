@@ -26,6 +26,7 @@ CONFIGS: tuple[Config, ...] = (
     EXACT,
     *(("unbiased", 1 / n) for n in (2, 4, 8)),
     *(("fixed", 1 / n) for n in (2, 4, 8)),
+    *(("paper", 1 / n) for n in (2, 4, 8)),
 )
 
 

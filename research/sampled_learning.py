@@ -1,9 +1,10 @@
 """What a sampled backward learns, and what that takes, against exact gradients; on real text.
 
 A model of 3 layers (hidden 128) learns windows of 4,096 tokens of the Python standard library, in
-chunks of 64, one window per update: exact, `unbiased` and `fixed` at rates 1/2, 1/4 and 1/8, three
-seeds each. Each of the seven takes the best of three learning rates, found with one seed and a
-schedule of 0.3 times the updates. Two processes with one thread each.
+chunks of 64, one window per update: exact, and `unbiased`, `fixed` and SpaCO's published rule
+(`paper`, without its cap) at rates 1/2, 1/4 and 1/8, three seeds each. Each of the ten takes the
+best of three learning rates, found with one seed and a schedule of 0.3 times the updates. Two
+processes with one thread each.
 
     python research/sampled_learning.py runs/learning
 
