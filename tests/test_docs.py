@@ -1,8 +1,10 @@
 """The pages: links that lead somewhere, here and on a git host, and promises about their size."""
 
+import json
 import logging
 import pkgutil
 import re
+import shlex
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -14,9 +16,11 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 from nbclient import NotebookClient
 
+from furlong.cli.main import main
 from furlong.config.schema import all_keys
 from furlong.config.sources import build_run, read_yaml
 from furlong.errors import UserError
+from furlong.planners.search import METHODS
 
 ROOT = Path(__file__).parents[1]
 BESIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")]
@@ -171,3 +175,17 @@ def written(cell):
     return "".join(
         output.text for output in cell.get("outputs", ()) if output.get("name") == "stdout"
     )
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_five_systems_plan_what_they_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/five-systems.md").read_text(encoding="utf-8")
+    commands = re.findall(r"```bash\n(furlong plan .*?)```", text, flags=re.DOTALL)
+    named = [shlex.split(c.replace("\\\n", " "), comments=True)[1:] for c in commands]
+    for words in named:
+        assert main([*words, "--json"]) == 0
+        method, picture = (words[words.index(f) + 1] for f in ("--chunks.method", "--picture"))
+        assert json.loads(capsys.readouterr().out)["method"] == method
+        assert Path(picture).exists() and f"](pictures/{picture})" in text
+    assert {words[words.index("--chunks.method") + 1] for words in named} == {*METHODS} - {"places"}
