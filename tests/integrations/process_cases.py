@@ -22,6 +22,7 @@ from sft_cases import ChunkedSFTTrainer, prompts_and_completions
 from torch.distributed.tensor import DTensor
 from trainers import padded, recording, records, settings, wide_loss, with_adapters
 from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 from trl import SFTConfig
 
 import furlong
@@ -67,7 +68,10 @@ class Run:
     loss: Any = None
     """A `compute_loss_func` of its own."""
 
-    def trainer(self, folder: Path, trainer_class: type = Trainer) -> Any:
+    def trainer(self, folder: Path, plain: type | None = None) -> Any:
+        """That of the run, or a `plain` one for it."""
+        own = OnGPUs if "fsdp" in self.arguments else ChunkedSFTTrainer if self.sft else Trainer
+        trainer_class = plain or own
         number, num_processes = (
             int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1))
         )
@@ -147,8 +151,7 @@ def take(folder: Path, runs: dict[str, Run]) -> None:
     """All runs, on this process; leaves what it finds in the folder."""
     found = {}
     for name, run in runs.items():
-        trainer_class = OnGPUs if "fsdp" in run.arguments else Trainer
-        trainer = run.trainer(folder / name, ChunkedSFTTrainer if run.sft else trainer_class)
+        trainer = run.trainer(folder / name)
         found[name] = Found.of(trainer, folder / name, run.resumed)
     leave(folder, found)
 
@@ -165,6 +168,7 @@ UNLIKE: dict[str, Callable[[Any], Any]] = {
     "freeze": lambda trainer: trainer.add_callback(Freezes()),
     "resize": lambda trainer: trainer.model.resize_token_embeddings(112),
     "clip": lambda trainer: setattr(trainer.args, "max_grad_norm", 0.01),
+    "evaluate": lambda trainer: setattr(trainer.args, "eval_strategy", IntervalStrategy.STEPS),
 }
 """What one process alone does."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from helpers.byte_tokenizer import byte_tokenizer
 from helpers.tiny_families import build
@@ -143,7 +145,8 @@ def test_the_own_loss_type_of_sft(tmp_path: Path) -> None:
 class Penalised(transformers.Qwen2ForCausalLM):  # type: ignore[misc]
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         output = super().forward(input_ids=input_ids, labels=labels, **kwargs)
-        if output.loss is not None and self.training:
+        # a call with a few tokens does not tell of it
+        if output.loss is not None and self.training and output.logits.shape[1] > 8:
             output.loss = output.loss + 1e-3 * self.lm_head.weight.pow(2).sum()
         return output
 
@@ -165,22 +168,41 @@ def average(model: Any) -> None:
 
 
 def weigh(model: Any) -> None:
-    """A weight of an id that a call with a few tokens hardly meets."""
+    """A weight of an id that a call with a few tokens hardly meets, under another's name."""
     own, rare = model.loss_function, model.config.vocab_size - 1
-    model.loss_function = lambda logits, labels, **kwargs: (
-        own(logits, labels, **kwargs) + (labels == rare).sum()
-    )
+
+    @functools.wraps(own)
+    def weighed(logits: Any, labels: Any, **kwargs: Any) -> Any:
+        return own(logits, labels, **kwargs) + (labels == rare).sum()
+
+    model.loss_function = weighed
+
+
+FACTOR = torch.ones(())
 
 
 def replace_forward(model: Any) -> None:
+    """One with a factor that is raised later."""
     own = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         output = own(*args, **kwargs)
-        output["loss"] = output.loss * 1.5
+        output["loss"] = output.loss * FACTOR
         return output
 
     model.forward = forward
+
+
+def of_remote_code(model: Any) -> None:
+    """A family of its own, whose forward is over none of transformers."""
+    known = vars(transformers.Qwen2ForCausalLM)
+
+    def forward(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        return known["forward"](self, input_ids=input_ids, labels=labels, **kwargs)
+
+    own = {name: known[name] for name in known.keys() - {"__dict__", "__weakref__"}}
+    own |= {"forward": forward, "__module__": "transformers_modules.remote"}
+    model.__class__ = type("RemoteForCausalLM", transformers.Qwen2ForCausalLM.__bases__, own)
 
 
 def hook(model: Any) -> None:
@@ -246,6 +268,9 @@ def test_what_stands_on_a_model_and_changes_no_loss_is_taken(tmp_path: Path) -> 
     model = build("qwen2")
     double(model)  # a loss of logits goes before it
     trainer_of(model, tmp_path, compute_loss_func=SQUARED).train()
+    model = build("qwen2")
+    of_remote_code(model)
+    trainer_of(model, tmp_path).train()
 
 
 def test_a_model_in_the_place_of_the_first_one_is_refused(tmp_path: Path) -> None:
@@ -254,6 +279,10 @@ def test_a_model_in_the_place_of_the_first_one_is_refused(tmp_path: Path) -> Non
         trainer.model = trainer.model_wrapped = build("qwen2")
         with pytest.raises(ConfigError, match="another trainer"):
             getattr(trainer, call)()
+    trainer = trainer_of(build("qwen2"), tmp_path)
+    trainer.model = torch.compile(trainer.model)
+    with pytest.raises(ConfigError, match=r"layer\.compile\(\)"):
+        trainer.train()
     trainer = trainer_of(build("qwen2"), tmp_path)
     trainer.model = trainer.model_wrapped = with_adapters(trainer.model)  # in the same model
     trainer.train()

@@ -139,10 +139,12 @@ REFUSED = {
 
 def test_processes_refuse_by_name(tmp_path: Path) -> None:
     unlike = {name: Run(unlike=name) for name in UNLIKE}
+    unlike |= {f"{name}, divided": Run(FSDP, unlike=name) for name in ("clip", "evaluate")}
     first, second = on_processes(tmp_path, REFUSED | unlike, refused)
-    assert "on process 1" in first.pop("hook") and "hooks on the whole" in second.pop("hook")
-    for name in unlike.keys() - {"hook"}:
-        assert first.pop(name) == (said := second.pop(name)) and "on process 1" in said, name
+    for name, run in unlike.items():
+        said, other = first.pop(name), second.pop(name)
+        assert "on process 1" in said and "Ranks" not in said, name
+        assert "hooks on the whole" in other if run.unlike == "hook" else other == said, name
     assert first == second and first.keys() == REFUSED.keys()
     for name, said in first.items():
         assert re.match(rf"given: .*{re.escape(name)}", said), said

@@ -131,7 +131,8 @@ def refuse_settings(trainer: Any) -> None:
         (trainer.model_init, "model_init",
          "pass the model itself; for a search over hyperparameters, "
          "transformers.Trainer(model_init=lambda: furlong.chunked(make()))"),
-        (args.torch_compile, "torch_compile, of a forward that chunks never call",
+        (args.torch_compile or hasattr(trainer.model, "_orig_mod"),
+         "torch_compile or torch.compile(model), of a forward that chunks never call",
          "leave it out, and compile layers in place: "
          "for layer in model.get_decoder().layers: layer.compile()"),
         (args.n_gpu > 1, f"DataParallel over {args.n_gpu} GPUs", whole),
@@ -158,34 +159,61 @@ def refuse_settings(trainer: Any) -> None:
 
 
 def refuse_model(trainer: Any, model: nn.Module) -> None:
-    """Raise ConfigError for a model that is not the engine's, and for hooks on modules around its
-    decoder: chunks call the decoder and the head alone."""
+    """Raise ConfigError for a model that is not the engine's, and for what others have put on the
+    modules around its decoder: hooks, a forward or a loss. Chunks call the decoder and the head
+    alone, and a call with a few tokens does not tell of a weight for some token, of a factor that
+    is raised later, or of what depends on the length."""
     own = trainer.engine.model
     path = next((name for name, x in model.named_modules() if x is own.decoder), "").split(".")
     around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
     hooks = [hook for module in around for kind in HOOKS for hook in vars(module)[kind].values()]
     others = [hook for hook in hooks if not str(hook.__module__).startswith(_OWN_HOOKS)]
+    forwards = [f for module in around for f in _foreign_forwards(module)]
+    loss = getattr(own.base, "loss_function", None)
     found = [
         (bare_model(model) is not own.base,
-         f"a {type(model).__name__} that was put in the place of the trainer's first model",
-         "make another trainer of it"),
-        (token_loss(trainer) is None and _is_set(vars(own.base).get("_loss_function")),
+         f"trainer.model = another {type(model).__name__} than the trainer was made of",
+         "leave trainer.model as it was, or make another trainer of the other model"),
+        (token_loss(trainer) is None and _is_foreign(loss),
          f"a {own.name} whose loss_function was set",
-         f"pass compute_loss_func=furlong.integrations.TokenLoss(function), {_CHUNKED}"),
+         f"pass compute_loss_func=furlong.integrations.TokenLoss(function), or {_CHUNKED}"),
+        (forwards, f"a {own.name} with a forward in the place of its family's "
+         f"({', '.join(map(_name_of, forwards))}), which no chunk calls", _CHUNKED),
         (others, f"hooks on the whole model ({', '.join(map(_name_of, others))}), which no chunk "
-         "calls", f"put them on the decoder; {_CHUNKED}"),
+         "calls", _CHUNKED),
     ]  # fmt: skip
     _refuse_first(trainer, found)
 
 
-def _is_set(loss: Any) -> bool:
-    """Whether a model's loss_function is another one than those of transformers. A call with a few
-    tokens does not tell of a weight for some token, or of a factor that is raised later."""
-    return loss is not None and not str(getattr(loss, "__module__", "")).startswith("transformers.")
-
-
 _OWN_HOOKS = ("torch.distributed.", "furlong.")
-_CHUNKED = "or give furlong.chunked(model) to the trainer without furlong, which calls it"
+_CHUNKED = "give furlong.chunked(model) to the trainer without furlong, which calls it"
+_KNOWN_CODE = {"accelerate", "furlong", "liger_kernel", "peft", "torch", "transformers", "trl"}
+"""Packages whose forwards and losses give what chunks compute, or are asked with a few tokens."""
+
+
+def _is_foreign(function: Any) -> bool:
+    """Whether a function, or one that it wraps, was written in another package: by where its code
+    is, for `functools.wraps` gives it another name."""
+    while function is not None:
+        bare = getattr(function, "__func__", function)
+        if not _is_known(getattr(bare, "__globals__", {}).get("__name__", type(bare).__module__)):
+            return True
+        function = getattr(bare, "__wrapped__", None)
+    return False
+
+
+def _is_known(module: str) -> bool:
+    return module.partition(".")[0] in _KNOWN_CODE
+
+
+def _foreign_forwards(module: nn.Module) -> list[Any]:
+    """Forwards of other packages that were set on a module, or that stand over or in the place of
+    one of a known class. Classes of remote code, which are a family of their own, are asked."""
+    classes = [c for c in type(module).__mro__ if "forward" in vars(c) and c is not nn.Module]
+    is_own_family = not any(_is_known(c.__module__) for c in classes)
+    forwards = [vars(module).get(name) for name in ("forward", "_original_forward")]  # accelerate's
+    forwards += [] if is_own_family else [vars(c)["forward"] for c in classes]
+    return [f for f in forwards if f is not None and _is_foreign(f)]
 
 
 def _name_of(hook: Any) -> str:
@@ -200,17 +228,17 @@ def require_model_loss(trainer: Any) -> None:
     """Raise ConfigError unless a call of the whole model gives what chunks compute: the
     cross-entropy of its class's logits or, for a loss of logits, these.
 
-    A few tokens, in train mode, tell of a loss that was set on the model, of a forward that was
-    overridden, and of what wraps it. Weights that are divided are gathered: all processes call it.
+    A few tokens, in train mode, tell of what a config adds to the loss, of remote code, and of what
+    wraps it. Weights that are divided are gathered: all processes call it.
     """
-    own, model = trainer.engine.model, getattr(trainer.model, "_orig_mod", trainer.model)
+    own, model = trainer.engine.model, trainer.model
     (ids,) = random_ids(own, [min(_ASKED_TOKENS, own.longest_tokens or _ASKED_TOKENS)])
     given: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
     labels, divisor = ids[1:], len(ids) - 1
     if token_loss(trainer) is None:
         given["labels"] = given["input_ids"]
-        if "_loss_function" in vars(own.base) and trainer.model_accepts_loss_kwargs:
-            divisor *= 3  # as in an update of several batches
+        if _is_foreign(type(own.base).forward) and trainer.model_accepts_loss_kwargs:
+            divisor *= 3  # as in an update of several batches, by remote code
             given["num_items_in_batch"] = torch.tensor(divisor, device=own.device)
         if "fused_lm_head" in inspect.signature(own.base.forward, follow_wrapped=False).parameters:
             given["fused_lm_head"] = True  # TRL's
@@ -230,17 +258,11 @@ def require_model_loss(trainer: Any) -> None:
     is_narrow = trainer.args.bf16 or logits.dtype.itemsize < 4  # accelerate sets an autocast on it
     most = 2e-2 if is_narrow else 1e-4
     error = math.inf if found is None else relative_error(found, wanted)
-    own_loss = getattr(vars(own.base).get("_loss_function"), "__qualname__", "")
-    causes = [
-        f"its loss_function {own_loss}" if own_loss else "",
-        "" if type(own.base).__module__.startswith("transformers.") else "the forward of its class",
-        "the forward that was set on it" if "forward" in vars(own.base) else "",
-    ]
-    cause = ", ".join(filter(None, causes)) or "its config or what wraps it"
     told = (
-        f"{own.name} whose {what}, by {cause}, is not that of chunks (relative error {error:.1e})"
+        f"{own.name} whose {what}, by its config, the forward of its class or what wraps it, is "
+        f"not that of chunks (relative error {error:.1e})"
     )
-    change = f"pass compute_loss_func=furlong.integrations.TokenLoss(function), {_CHUNKED}"
+    change = f"pass compute_loss_func=furlong.integrations.TokenLoss(function), or {_CHUNKED}"
     _refuse_first(trainer, [(not error <= most, told, change)])
 
 
@@ -305,10 +327,10 @@ def refuse_loss(trainer: Any) -> None:
     found = [
         (is_own or not (function is None or isinstance(function, TokenLoss)),
          "a compute_loss_func or compute_loss of the trainer's own",
-         f"pass compute_loss_func=furlong.integrations.TokenLoss(function), {_CHUNKED}"),
+         f"pass compute_loss_func=furlong.integrations.TokenLoss(function), or {_CHUNKED}"),
         (type(trainer.label_smoother) not in (type(None), LabelSmoother),
          f"a label_smoother of the trainer's own ({type(trainer.label_smoother).__name__})",
-         f"pass compute_loss_func=furlong.integrations.TokenLoss(function), {_CHUNKED}"),
+         f"pass compute_loss_func=furlong.integrations.TokenLoss(function), or {_CHUNKED}"),
         (seed is not None, f"chunk_options with sample.seed = {seed}, the same draw in every step",
          "leave sample.seed out; draws then follow from args.seed"),
     ]  # fmt: skip
@@ -336,7 +358,8 @@ _DECIDING = (
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
     "max_steps", "num_train_epochs", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
     "optim", "optim_args", "bf16", "label_smoothing_factor", "gradient_accumulation_steps",
-    "loss_type",
+    "loss_type", "seed", "data_seed", "per_device_train_batch_size", "eval_strategy", "eval_steps",
+    "save_strategy", "save_steps",
 )  # fmt: skip
 """Arguments that must be alike on all processes."""
 
@@ -465,7 +488,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._own_loss = 0.0  # of the batches since the last update
         self._asked: object = None  # the model of which `require_model_loss` has asked
         if divides:
-            self._ask_together()
+            self._ask_together("the making of a trainer")
         else:
             self._refuse(self.model)
             self._ask()
@@ -474,7 +497,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
         """Counts the labels that a token predicts: what the loss sums over, on all processes."""
-        self._ask_together()
+        self._ask_together("an update of a trainer")
         batches = [self._own_samples(batch) for batch in islice(epoch_iterator, num_batches)]
         return batches, torch.tensor(self._num_labels(batches), device=device)
 
@@ -490,11 +513,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         divisor = num_items_in_batch
         divisor = int(self._num_labels([inputs]) if divisor is None else divisor)
         loss = self._summed(inputs, divisor)[0] / divisor if divisor else 0.0
+        is_last = self.accelerator.sync_gradients
+        if is_last and self.args.world_size > 1:
+            self._require_alike()
         if self._has_replicas:
             self._own_loss += loss
             loss = 0.0
-            if self.accelerator.sync_gradients:
-                self._require_alike()
+            if is_last:
                 add_up_gradients(self.model.parameters(), self.args.device)
                 (loss,) = added_up(self.args.device, self._own_loss)
                 self._own_loss = 0.0
@@ -525,7 +550,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return (self._as_tensor(loss_sum / count) if count else None), None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._ask_together()
+        self._ask_together("an evaluation of a trainer")
         return super().evaluation_loop(*args, **kwargs)
 
     def _refuse(self, model: nn.Module) -> None:
@@ -534,14 +559,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         refuse_loss(self)
         refuse_model(self, model.module if isinstance(model, Replica) else model)
 
-    def _ask_together(self) -> None:
-        """Refuse, and ask the model where it has changed on any process. A collective."""
+    def _ask_together(self, place: str) -> None:
+        """Refuse, and ask the model where it has changed on any process. A collective; processes
+        at another `place` are refused."""
 
         def has_changed() -> int:
             self._refuse(self.model)
             return self._asked_of() != self._asked
 
-        place = "the check of a trainer's model"
         if any(each_of(self._ranks, has_changed, place)):
             together(self._ranks, self._ask, place)
 
@@ -563,7 +588,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if hasattr(self.train_dataset, "__len__"):
             facts["rows of train_dataset"] = len(self.train_dataset)
         digest = crc32(repr(facts).encode())
-        if len({*each_of(self._ranks, lambda: digest, "an update of a trainer")}) > 1:
+        if len({*each_of(self._ranks, lambda: digest, "a comparison of trainers")}) > 1:
             assert self._ranks is not None
             require_same(self._ranks, facts, None)
 
@@ -576,8 +601,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         forwards, config, and numbers that a forward may read."""
         own = vars(self.engine.model.base)
         numbers = [(n, x) for n, x in own.items() if isinstance(x, int | float | str)]
-        loss = getattr(own.get("_loss_function"), "__code__", own.get("_loss_function"))
-        return fingerprint(self.model)[0], loss, [x for x in numbers if x[0] != "training"]
+        buffers = [(n, id(x), x._version) for n, x in own["_buffers"].items() if x is not None]
+        return fingerprint(self.model)[0], buffers, [x for x in numbers if x[0] != "training"]
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None

@@ -167,14 +167,15 @@ def require_same(ranks: Ranks, facts: Mapping[str, object], brought: _T) -> list
         for key, value in own.items():
             first, before = firsts.setdefault(key, (process, value))
             if value != before:
+                deal = f"; deal sequences to the {ranks.dp} replicas (Ranks.replica)"
                 raise ConfigError(
                     given=f"{key}: {in_short(value, 60)} on process {process},"
                     f" {in_short(before, 60)} on process {first}",
                     required="the same on all processes",
-                    source="the model, plan, sequences and options that each process has passed",
-                    change="load one checkpoint, draw weights and data with one seed, change the "
-                    "model (hooks, modes, config, frozen weights) and call furlong alike on all "
-                    f"processes, and deal sequences to the {ranks.dp} replicas (Ranks.replica)",
+                    source="the model, arguments and sequences that each process has passed",
+                    change="load one checkpoint, draw weights and data with one seed, and pass "
+                    "models (hooks, modes, config, frozen weights), arguments and calls that are "
+                    "alike on all processes" + deal * ("sequence" in key),
                 )
     return [of_process for _, of_process in found]
 
