@@ -10,15 +10,17 @@ all draw the same, one reads and writes each block into a folder, from which the
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ import psutil
 import xxhash
 
 from furlong.config.schema import DataConfig, Source
-from furlong.data.cache import Arrays, Kinds, key_of, read_arrays, write_arrays, writing
+from furlong.data.cache import key_of, writing
 from furlong.data.dataset import (
     SEQUENCES,
     SPLIT,
@@ -129,13 +131,19 @@ class SharedBlocks:
         try:
             block = read()
             if is_wanted():  # else it may be cut short
-                self._write(place, partial(_packed, block))
+                own = block.sequences
+                facts = {
+                    "end": asdict(block.end), "checksum": block.checksum,
+                    "origins": [one.origin for one in own], "lens": [one.seq_len for one in own],
+                }  # fmt: skip
+                arrays = chain((one.input_ids for one in own), (one.labels for one in own))
+                self._write(place, facts, arrays)
             return block
         except Exception as error:  # also one of memory: the others wait for this block
             parts = ("given", "required", "source", "change")
             told = {"error": {name: getattr(error, name, reason_of(error)) for name in parts}}
             try:  # there may be room where there is none for a block
-                self._write(place, lambda aside: ({}, told))
+                self._write(place, told)
             except UserError:
                 self.close()  # which the others see
             raise
@@ -148,24 +156,35 @@ class SharedBlocks:
                 os.utime(self._folder)  # it is not stale
                 for place in self._folder.iterdir():
                     if place.name not in known and not place.name.startswith("."):
-                        shutil.rmtree(place, ignore_errors=True)
+                        place.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Nothing is read any more."""
         if self._reader is None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _write(self, place: Path, fill: Callable[[Path], tuple[Kinds, dict[str, Any]]]) -> None:
+    def _write(self, place: Path, facts: dict[str, Any], arrays: Iterable[Any] = ()) -> None:
+        """Write a file: the size of the facts as JSON, these, and the arrays. It need not outlive
+        the run, so that nobody waits until it is on the disk."""
+        head = json.dumps(facts).encode()
+        head += b" " * (-len(head) % 8)
+        aside = place.with_name(f".{place.name}")
         with writing(self._folder):
-            write_arrays(place, fill)
+            try:
+                with aside.open("wb") as file:
+                    file.writelines([np.int64(len(head)).tobytes(), head])
+                    file.writelines(array.tobytes() for array in arrays)
+                os.replace(aside, place)
+            finally:
+                aside.unlink(missing_ok=True)
 
     def _await(
         self, place: Path, reader: psutil.Process, is_wanted: Callable[[], bool]
-    ) -> Arrays | None:
+    ) -> npt.NDArray[np.uint8] | None:
         look_s = _SHORTEST_LOOK_S
         while is_wanted():
-            if (found := read_arrays(place, is_compared=True)) is not None:
-                return found
+            with suppress(FileNotFoundError):
+                return np.memmap(place, np.uint8, mode="r")
             if not _lives(reader):
                 raise LinkError(f"process {reader.pid}, which reads data.train for this one, ended")
             if not self._folder.exists():
@@ -187,32 +206,16 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _packed(block: StreamBlock, aside: Path) -> tuple[Kinds, dict[str, Any]]:
-    """Write a block's arrays; their kinds, and the rest of it."""
-    own = block.sequences
-    with (aside / "input_ids.bin").open("wb") as ids, (aside / "labels.bin").open("wb") as labels:
-        for one in own:
-            ids.write(one.input_ids.tobytes())
-            labels.write(one.labels.tobytes())
-    stops = np.cumsum([one.seq_len for one in own], dtype=np.int64)
-    (aside / "stops.bin").write_bytes(stops.tobytes())
-    num_tokens = int(stops[-1]) if own else 0
-    kinds: Kinds = {
-        "input_ids": ("int32", (num_tokens,)), "labels": ("int32", (num_tokens,)),
-        "stops": ("int64", (len(own),)),
-    }  # fmt: skip
-    origins = [one.origin for one in own]
-    return kinds, {"end": asdict(block.end), "checksum": block.checksum, "origins": origins}
-
-
-def _unpacked(start: Position, found: Arrays) -> StreamBlock:
-    """The block that `_packed` has written; what was left out is told by the process that read it.
+def _unpacked(start: Position, found: npt.NDArray[np.uint8]) -> StreamBlock:
+    """The block in the bytes of a file; what was left out is told by the process that read it.
     Raises DataError where that could not."""
-    facts, arrays = found.facts, found.arrays
+    stop = 8 + int(found[:8].view(np.int64)[0])
+    facts = json.loads(found[8:stop].tobytes())
     if "error" in facts:
         raise DataError(**facts["error"])
-    ids, labels = arrays["input_ids"], arrays["labels"]
-    bounds = pairwise([0, *arrays["stops"].tolist()])
+    # a plain view: torch takes no subclass
+    ids, labels = np.asarray(found[stop:].view(np.int32)).reshape(2, -1)
+    bounds = pairwise([0, *np.cumsum(facts["lens"], dtype=np.int64).tolist()])
     sequences = [
         Sequence(number, origin, ids[first:stop], labels[first:stop])
         for number, (origin, (first, stop)) in enumerate(zip(facts["origins"], bounds, strict=True))
@@ -268,7 +271,9 @@ class Reader:
             self._next = self._ask(block.end)
             if self.block is not None:
                 self.cursor = replace(self.cursor, block=block.start, drawn=0, checksum="")
-            elif self.cursor.checksum not in ("", block.checksum):
+            elif self.cursor.checksum not in ("", block.checksum) or self.cursor.drawn not in range(
+                len(block.sequences) + 1
+            ):
                 at = block.start
                 raise DataError(
                     given=f"other sequences in {printable(self.source.path)} than the run has"

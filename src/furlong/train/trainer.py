@@ -28,7 +28,7 @@ from furlong.config.sources import build_run, load_run
 from furlong.data.cache import cache_folder
 from furlong.data.dataset import DataSet
 from furlong.data.loader import Batch, in_order, told_ahead
-from furlong.data.stream import SharedBlocks, StreamSet
+from furlong.data.stream import Cursor, SharedBlocks, StreamSet
 from furlong.data.tokenize import tokenizer_of
 from furlong.errors import (
     CheckpointError,
@@ -645,7 +645,7 @@ class Trainer:
 
         Raises CheckpointError, on all, before anything is changed, for what is not all of one."""
         state = self.state_dict()
-        progress = self.processes.together(partial(_check_state, values, state))
+        progress = self.processes.together(partial(_check_state, values, state, self._num_batches))
         known, own = dict(values["tensors"]), state["tensors"]
         rng = {name: known.pop(name) for name in [*known] if name.startswith("rng.")}
         for name, tensor in known.items():
@@ -654,6 +654,12 @@ class Trainer:
         self.progress = progress
         set_rate(self.schedule, self.progress.step)
         self._num_loads += 1
+
+    def _num_batches(self, epoch: int) -> int:
+        """The global batches of an epoch; 1 for a stream, whose sources tell where it is."""
+        if isinstance(self.train_data, StreamSet):
+            return 1
+        return len(build.epochs_of(self.config.train, self.train_data).batches(epoch))
 
     def should_stop(self) -> bool:
         """Whether a signal has asked any process to stop."""
@@ -903,9 +909,12 @@ def _check_alone() -> None:
         )
 
 
-def _check_state(values: Mapping[str, Any], own: Mapping[str, Any]) -> Progress:
+def _check_state(
+    values: Mapping[str, Any], own: Mapping[str, Any], num_batches: Callable[[int], int]
+) -> Progress:
     """The progress of a state. Raises CheckpointError unless `values` has the keys of a trainer's
-    `own` state, also within the progress, and tensors of the same names, shapes and dtypes."""
+    `own` state, also within the progress, tensors of the same names, shapes and dtypes, and a place
+    in the data: one of the `num_batches` of an epoch, or one in each source of a stream."""
 
     def keys(of: Any) -> Any:
         return {name: keys(x) for name, x in of.items()} if isinstance(of, Mapping) else True
@@ -919,11 +928,16 @@ def _check_state(values: Mapping[str, Any], own: Mapping[str, Any]) -> Progress:
 
     if found := differing(forms(values), forms(own)):
         raise _not_whole(difference_words(found, "in this trainer"))
-    at: Any = values["progress"]["data"]
+    at, step = values["progress"]["data"], values["progress"]["step"]
     num_sources = len(own["progress"]["data"]["sources"])
-    is_place = all(isinstance(at[name], int) and at[name] >= 0 for name in ("epoch", "batch"))
-    if not is_place or not isinstance(at["sources"], list | tuple):
-        raise _not_whole(f"progress.data = {in_short(at, 80)}")
+    is_place = (
+        all(type(x) is int and x >= 0 for x in (step, at["epoch"]))
+        and at["batch"] in range(num_batches(at["epoch"]))
+        and isinstance(at["sources"], list | tuple)
+        and all(keys(source) == keys(asdict(Cursor())) for source in at["sources"])
+    )
+    if not is_place:
+        raise _not_whole(f"step {in_short(step, 20)} and progress.data = {in_short(at, 80)}")
     if num_sources and len(at["sources"]) not in (0, num_sources):
         raise _not_whole(f"{len(at['sources'])} sources, {num_sources} in this trainer")
     return Progress.from_dict(values["progress"])
