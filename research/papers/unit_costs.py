@@ -5,7 +5,17 @@ Time is proportional to tokens, a backward takes twice as long as a forward, mes
 
 from __future__ import annotations
 
-from furlong.plan.plan import Action, Backward, ChunkPlan, Forward, RebuildKV, Recompute, Send
+from furlong.plan.plan import (
+    Action,
+    Backward,
+    ChunkPlan,
+    Forward,
+    RebuildKV,
+    Recompute,
+    Reduce,
+    Send,
+    Unshard,
+)
 
 
 class UnitCosts:
@@ -37,4 +47,10 @@ class UnitCosts:
         return 0.0
 
     def transfer_s(self, action: Send, rank: int) -> float:
+        return 0.0
+
+    def link_s(self, action: Reduce, rank: int) -> float:
+        return 0.0
+
+    def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
         return 0.0

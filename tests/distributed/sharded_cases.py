@@ -22,7 +22,7 @@ from furlong.cost.training import Training
 from furlong.errors import FurlongError
 from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.orders import join_replicas, plan_on_device
+from furlong.planners.orders import join_kept, plan_on_device
 from furlong.runtime.distributed.mesh import make_ranks
 from furlong.testing import Batch, reference_loss, take_grads, worst_relative_error
 
@@ -88,7 +88,7 @@ class Step:
         ids = [self.ids(replica) for replica in range(len(plans))]
         if self.regathers:
             return join_in_step(plans, ids, self.seq_lens, cost_of(model))
-        return join_replicas(plans, ids, self.seq_lens)
+        return join_kept(plans, ids, self.seq_lens, len(plans))
 
 
 def message(call: Callable[[], object]) -> str:
@@ -109,7 +109,7 @@ class Counted:
     """Counts FSDP2's collectives within it."""
 
     def __init__(self) -> None:
-        self.num_gathers = self.num_sums = 0
+        self.num_gathers = self.num_ahead = self.num_sums = 0
 
     def __enter__(self) -> Counted:
         names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single",
@@ -126,6 +126,7 @@ class Counted:
     def _counting(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.num_gathers += "gather" in name
+            self.num_ahead += "gather" in name and kwargs["async_op"]
             self.num_sums += "scatter" in name
             return self._own[name](*args, **kwargs)
 
@@ -141,6 +142,8 @@ class Found:
     """The largest relative error of any parameter's gradient."""
     num_gathers: int
     num_sums: int
+    num_ahead: int
+    """Gathers that run beside what follows them."""
 
 
 def run_steps(rank: int, steps: Sequence[Step], make: Callable[[], nn.Module]) -> list[Found]:
@@ -164,9 +167,9 @@ def run_steps(rank: int, steps: Sequence[Step], make: Callable[[], nn.Module]) -
             (s["labels"][1:] != -100).sum() for s in step.sequences()
         )
         error = worst_relative_error(whole_grads(model), truth) if truth else 0.0
-        found.append(
-            Found(abs(result.loss / loss - 1), error, counted.num_gathers, counted.num_sums)
-        )
+        loss_error = abs(result.loss / loss - 1)
+        numbers = counted.num_gathers, counted.num_sums, counted.num_ahead
+        found.append(Found(loss_error, error, *numbers))
     return found
 
 

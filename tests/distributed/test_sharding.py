@@ -112,6 +112,7 @@ def test_kept_weights_are_gathered_and_their_gradients_added_up_once(steps, requ
     for name, of in found.items():
         sums = num_groups if KEPT[name].backward else 0
         assert (of.num_gathers, of.num_sums) == (num_groups, sums), name
+        assert of.num_ahead == NUM_LAYERS, name
     assert found["chunk-first"].error > 0, "compared with itself"
 
 

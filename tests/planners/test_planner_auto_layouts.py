@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,16 +16,17 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.lengths import Lengths, StepSize, count_lengths
-from furlong.plan.plan import Layout, Reduce, Unshard
+from furlong.plan.plan import ChunkPlan, Layout, Reduce, Unshard
 from furlong.planners import infinipipe
-from furlong.planners.candidates import TimeEstimate, bounds_of, longest_step
+from furlong.planners.candidates import TimeEstimate, bounds_of, chunks, longest_step
 from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.decide import Decision, decide
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
-from furlong.planners.question import Limits, Question, Space, whole_model
-from furlong.planners.search import search
-from furlong.simulate.predict import predict, predict_step, step_s
+from furlong.planners.orders import plan_replica
+from furlong.planners.question import Candidate, Limits, Question, Space, whole_model
+from furlong.planners.search import _MOST_FITTING, _Search, search
+from furlong.simulate.predict import Needs, predict, predict_step, step_s
 from furlong.train.batches import BatchPlanner, Wanted
 
 GIB = 2**30
@@ -194,6 +197,62 @@ def test_a_layouts_step_is_that_of_the_plan_that_a_run_makes_of_it(layout: Layou
     lists = (tuple(a for a in own if not isinstance(a, Unshard)) for own in run.actions)
     bare = predict(model, replace(run, actions=tuple(lists)))
     assert bare.device_bytes == predict(model, run).device_bytes
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(1, 2), Layout(1, 1, 2)], ids=str)
+def test_of_a_part_of_a_step_counts_once_what_a_step_has_once(layout: Layout) -> None:
+    """Gathers and sums of weights, a pipeline's fill and drain, the optimizer."""
+    plan_of = partial(Space.plan_of, options=ChunkOptions(size=1024, keep="all"))
+    part, whole = (
+        Space(Question([1024] * n, H100, LIMITS, sequences_per_step=32), layout) for n in (8, 32)
+    )
+    whole_s = whole.step_s(plan_of(whole))
+    assert part.step_s(plan_of(part)) == pytest.approx(whole_s, rel=1e-4)
+    alone_s = whole.busiest_s(plan_of(whole))
+    assert part.busiest_s(plan_of(part)) == pytest.approx(alone_s, rel=1e-4)
+
+
+def test_whole_graphs_are_kept_layer_first_where_they_do_not_fit_chunk_first() -> None:
+    given = {"size": 4096, "keep": "all"}
+
+    def offered(budget_bytes: float, **more: Any) -> dict[str | None, int]:
+        limits = Limits(int(budget_bytes), margin=0.0)
+        question = Question([65_536] * 2, H100, limits, 2, given=given | more)
+        found = list(chunks(question, Layout(2)))
+        return {c.options.order: sum(c.least or Needs(0)) for c in reversed(found)}
+
+    plenty = 2**50
+    least = offered(1) | offered(plenty, order="layer-first")
+    assert least["layer-first"] < least["chunk-first"]
+    assert set(offered(plenty)) == {"chunk-first"}
+    between = (least["layer-first"] + least["chunk-first"]) / 2
+    assert set(offered(between)) == {"chunk-first", "layer-first"}
+    one_chunk = chunks(Question([4096] * 2, H100, LIMITS, 2, given={"size": 4096}), Layout(2))
+    assert ("all", "layer-first") not in {(c.options.keep, c.options.order) for c in one_chunk}
+    # it takes no less time
+    space = Space(Question([65_536] * 2, H100, LIMITS, 2), Layout(2))
+    first_s, *others_s = (
+        space.step_s(space.plan_of(ChunkOptions(**given, **order)))
+        for order in ({}, *({"order": "layer-first", "stage_layers": n} for n in (1, 8)))
+    )
+    assert min(others_s) >= first_s * (1 - 1e-9)
+
+
+def test_plans_of_equal_estimates_are_not_one_plan() -> None:
+    state, tried = _Search(Question([4096] * 8, H100, LIMITS, 2), lambda words: None), set[int]()
+
+    def offered(question: Question, layout: Layout) -> Iterator[Candidate]:
+        for size in range(512, 4096, 256):
+            options = ChunkOptions(size=size)
+
+            def plan_of(lens: Sequence[int], options: ChunkOptions = options) -> ChunkPlan:
+                tried.add(options.size)
+                return plan_replica(lens, options, num_layers=SHAPE.num_layers)
+
+            yield Candidate("", layout, options, 0.0, plan_of, Needs(0), [4096])
+
+    state._walk(Layout(2), offered)
+    assert len(tried) == _MOST_FITTING
 
 
 def test_chunks_with_which_replicas_wait_for_each_other_end_no_search() -> None:

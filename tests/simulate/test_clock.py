@@ -7,7 +7,7 @@ from helpers.plan_texts import plan_of
 from papers.unit_costs import UnitCosts
 
 from furlong.errors import PlanError
-from furlong.plan.plan import Backward, Send
+from furlong.plan.plan import Backward, Send, Unshard
 from furlong.plan.text import format_action
 from furlong.simulate.clock import simulate, time_actions
 
@@ -27,6 +27,13 @@ class Costs:
 
     def transfer_s(self, action, rank):
         return self.seconds.get(action.payload, 0.0)
+
+    def link_s(self, action, rank):
+        return self.seconds.get("link", self._of(action))
+
+    def blocking_s(self, action, rank):
+        is_first = isinstance(action, Unshard) and action.stage == 0
+        return self.seconds.get("blocking", 0.0) if is_first else 0.0
 
     def copy_s(self, action, rank):
         return self.seconds.get("copy", 0.0) if isinstance(action, Backward) else 0.0
@@ -84,6 +91,7 @@ def test_collectives_start_with_the_last_rank_and_are_waited_for_by_the_next_cel
         "0:0-4; 1:0-4; 2:0-1",
         "unshard 0, F0.0 all, B0.0, F1.0 all, B1.0, reduce 0",
         "unshard 0, F2.0 all, B2.0, reduce 0",
+        stages=(1,),
     )
     timeline = simulate(plan, Costs(unshard=2.0, F=1.0, B=2.0, reduce=4.0))
     assert spans(timeline, 0)[0] == ("F0.0 all", 2, 3)
@@ -91,6 +99,25 @@ def test_collectives_start_with_the_last_rank_and_are_waited_for_by_the_next_cel
     assert spans(timeline, 1)[:2] == [("F2.0 all", 2, 3), ("B2.0", 6, 8)]
     assert spans(timeline, 1, "link")[-1] == ("reduce 0", 8, 12)
     assert timeline.duration_s == 12
+
+
+@pytest.mark.parametrize(
+    ("layers", "starts_s"),
+    [
+        # a pass of 3 s: its layers are there at 3, 5 and 7 s; a longer one waits for the first only
+        ((3,), {"F0.0 all": 5, "F1.0 all": 8}),
+        ((3, 1), {"F0.0 all": 5, "F1.0 all": 8, "F0.1 all": 14, "F1.1 all": 17}),
+        ((1, 3), {"F0.0 all": 7, "F1.0 all": 10, "F0.1 all": 13, "F1.1 all": 16}),
+    ],
+)
+def test_a_first_pass_runs_each_layer_when_it_has_come(layers, starts_s):
+    order = [f"F{i}.{stage} all" for stage in range(len(layers)) for i in (0, 1)]
+    back = [f"B{i}.{stage}" for stage in reversed(range(len(layers))) for i in (1, 0)]
+    gathers = [f"unshard {stage}" for stage in range(len(layers))]
+    plan = plan_of("0:0-1; 1:0-1", ", ".join(gathers + order + back), stages=layers)
+    timeline = simulate(plan, Costs(unshard=7.0, blocking=1.0, F=3.0, B=1.0))
+    starts = {record.text: record.start_s for record in timeline.records}
+    assert {text: starts[text] for text in starts_s} == pytest.approx(starts_s)
 
 
 def test_a_reduce_runs_beside_the_cells_of_another_stage():
@@ -102,6 +129,14 @@ def test_a_reduce_runs_beside_the_cells_of_another_stage():
     timeline = simulate(plan, Costs(F=1.0, B=2.0, reduce=5.0))
     assert spans(timeline, 0)[-1] == ("B0.0", 4, 6)
     assert spans(timeline, 0, "link") == [("reduce 1", 4, 9), ("reduce 0", 9, 14)]
+
+
+def test_a_reduce_has_the_link_beside_its_last_backward_if_it_is_free():
+    plan = plan_of("0:0-4", "F0.0 all, F0.1 all, B0.1, reduce 1, B0.0, reduce 0", stages=(1, 1))
+    timeline = simulate(plan, Costs(F=1.0, B=3.0, reduce=1.0, link=4.0))
+    # 4 s of link each: the last one of the first reduce, and 2 of the second, pass behind Backwards
+    assert spans(timeline, 0)[-1] == ("B0.0", 5, 8)
+    assert spans(timeline, 0, "link") == [("reduce 1", 5, 6), ("reduce 0", 8, 10)]
 
 
 def test_copies_run_beside_their_cell_and_hold_the_next_one_up():

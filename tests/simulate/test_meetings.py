@@ -35,6 +35,11 @@ class Drawn:
     def transfer_s(self, action, rank):
         return float(self._draw(action.payload, action.chunk, action.stage)) / 4
 
+    def blocking_s(self, action, rank):
+        return 0.0
+
+    link_s = blocking_s
+
 
 class PerKind(Drawn):
     """The same seconds for all chunks and ranks."""

@@ -9,12 +9,12 @@ Each action computes what `plan.passes` says.
 Collectives hide behind the computation that they go with, and what does not fit behind it takes
 time. Under ZeRO-3 that is every pass. Else it is a stage's last Backward for the gradients of its
 layers, each of which is on its way as soon as that layer's backward is over, and its first Forward
-for weights, unless an Unshard gathers them before it. This runtime has it of FSDP2, whose default
-it is (set_requires_gradient_sync in the last backward; its prefetch); of other frameworks it is
-the best that they do: Megatron-Core's --overlap-grad-reduce and --overlap-param-gather reduce and
-gather bucket by bucket in the last and the first micro-batch. Gradients of the embedding and the
-head are complete at the end only, and hide behind nothing. Nor does a CPU's process compute while
-it waits for others.
+for weights, unless an Unshard gathers them: before it or, in this runtime, layer by layer beside
+what runs meanwhile (`simulate.clock`). This runtime has it of FSDP2 (set_requires_gradient_sync in
+the last backward; `unshard(async_op=True)`); of other frameworks it is the best that they do:
+Megatron-Core's --overlap-grad-reduce and --overlap-param-gather reduce and gather bucket by bucket
+in the last and the first micro-batch. Gradients of the embedding and the head are complete at the
+end only, and hide behind nothing. Nor does a CPU's process compute while it waits for others.
 """
 
 from __future__ import annotations
@@ -214,6 +214,14 @@ class PlanCosts:
             )
             for stage in range(len(plan.stages))
         ]  # fmt: skip
+        self._beside: dict[int, tuple[float, float]] = {}
+        """In this runtime by the first stage of a rank: seconds in which what the rank has beside
+        all layers is gathered, before them, and its gradients are reduced, after theirs."""
+        for held in filter(None, set(plan.held)) if training.gathers else ():
+            own = training.weights(shape, plan.stages, frozenset(held))
+            first = self._stages[held[0]]
+            gather_s, reduce_s = first.gather_s(own.beside_floats), first.sum_s(own.beside_trained)
+            self._beside[held[0]] = gather_s, reduce_s
         firsts: dict[tuple[Any, ...], int] = {}
         self._alike = [firsts.setdefault(own.kind, i) for i, own in enumerate(self._stages)]
         """The first stage of each one's kind."""
@@ -231,6 +239,8 @@ class PlanCosts:
     def compute_s(self, action: Action, rank: int) -> float:
         """Seconds that `action` keeps the rank's devices busy; 0 for Send and Recv."""
         match action:
+            case Unshard(stage) if self._model.training.gathers:
+                return self._beside_s(stage)[0] + self._stages[stage].layer_gathers_s
             case Unshard(stage):
                 return self.unshard_s(stage)
             case Reduce(stage):
@@ -240,6 +250,26 @@ class PlanCosts:
                 return sum(self._seconds(part, stage)[chunk] for part in self.parts(action))
             case _:
                 return 0.0
+
+    def link_s(self, action: Reduce, rank: int) -> float:
+        """Seconds for which a Reduce takes the link, those beside the last Backward among them."""
+        of_layers_s, late_s = self._reduces_s(action.stage)
+        return late_s if self._stages[action.stage].passes_gather else of_layers_s + late_s
+
+    def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
+        """Seconds of a collective, from its start, in which its ranks compute nothing: on a GPU
+        those of an Unshard's weights beside all layers."""
+        if not self._hides:
+            return self.compute_s(action, rank)
+        return self._beside_s(action.stage)[0] if isinstance(action, Unshard) else 0.0
+
+    @property
+    def _hides(self) -> bool:
+        """Whether collectives run beside computation."""
+        return self._model.device_type != "cpu" and self._model.training.overlaps
+
+    def _beside_s(self, stage: int) -> tuple[float, float]:
+        return self._beside.get(stage, (0.0, 0.0))
 
     def copy_s(self, action: Action, rank: int) -> float:
         """Seconds of the copies of offloaded tensors that run beside `action`: those of each memory
@@ -292,19 +322,28 @@ class PlanCosts:
         unless an Unshard does it; where ZeRO-3 gathers with every pass the backwards have reduced
         already, in this runtime all but the gradients of the embedding and the head."""
         training, costs, gathered_s = self._model.training, self._stages[stage], 0.0
-        late_s = costs.late_share * costs.reduce_s
+        of_layers_s, late_s = self._reduces_s(stage)
         if costs.passes_gather:
             return late_s if training.gathers else 0.0
         if training.zero_stage in (1, 2) and stage not in self._unsharded:
-            gathered_s = costs.collective_s("all_gather", training.compute_bytes)
-            gathered_s = max(0.0, gathered_s - self._layers_s(self._firsts, stage))
-        layers_s = costs.reduce_s - late_s - self._layers_s(self._lasts, stage)
-        return late_s + max(0.0, layers_s) + gathered_s
+            gathered_s = max(0.0, costs.trained_gather_s - self._layers_s(self._firsts, stage))
+        # the gradients of the layer whose backward is the last one hide behind none
+        before_last = 1 - 1 / self._plan.stages[stage]
+        of_layers_s -= before_last * min(of_layers_s, self._layers_s(self._lasts, stage))
+        return late_s + of_layers_s + gathered_s
+
+    def _reduces_s(self, stage: int) -> tuple[float, float]:
+        """Seconds in which the gradients of a stage's layers are reduced, and in which those are
+        that are complete at the end only."""
+        costs = self._stages[stage]
+        of_layers_s = costs.reduce_s * (1 - costs.late_share)
+        gathers = self._model.training.gathers
+        return of_layers_s, self._beside_s(stage)[1] if gathers else costs.reduce_s - of_layers_s
 
     def _layers_s(self, passes: Mapping[tuple[int, int], Computing], stage: int) -> float:
         """Seconds in which the slowest rank of a stage is in its layers, in one of its passes, and
         collectives beside it."""
-        if self._model.device_type == "cpu" or not self._model.training.overlaps:
+        if not self._hides:
             return 0.0
         return max(
             (

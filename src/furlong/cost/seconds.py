@@ -255,27 +255,42 @@ class StageSeconds:
     @cached_property
     def unshard_s(self) -> float:
         """Seconds of the all-gather of the weights in compute dtype over their sharding group."""
-        return self.collective_s("all_gather", self._training.compute_bytes, trained_only=False)
+        return self.gather_s(self._weights.floats)
+
+    @cached_property
+    def layer_gathers_s(self) -> float:
+        """Seconds of the all-gathers of its layers, one after the other."""
+        return sum(map(self.gather_s, self._weights.float_layers()))
+
+    def gather_s(self, num_parameters: int) -> float:
+        """Seconds of an all-gather of weights in compute dtype over the stage's sharding group."""
+        return self._collective_s("all_gather", num_parameters * self._training.compute_bytes)
 
     @cached_property
     def reduce_s(self) -> float:
-        """Seconds in which the gradients of trained weights are reduced: a reduce-scatter where
-        they or the optimizer are sharded, else an all-reduce."""
-        kind: Collective = "reduce_scatter" if self._training.zero_stage else "all_reduce"
-        return self.collective_s(kind, self._training.gradient_bytes)
+        """Seconds in which the gradients of trained weights are reduced."""
+        return self.sum_s(self._weights.trained)
 
     @cached_property
     def late_share(self) -> float:
         """Share of the gradients that are of the embedding and the head."""
         return self._weights.beside_trained / max(1, self._weights.trained)
 
-    def collective_s(
-        self, kind: Collective, element_bytes: int, *, trained_only: bool = True
-    ) -> float:
-        """Seconds of a collective of the stage's weights over all devices that hold it."""
-        links, own = self._hardware.links, self._weights
+    def sum_s(self, num_parameters: int) -> float:
+        """Seconds in which gradients are added up: a reduce-scatter where they or the optimizer are
+        sharded, else an all-reduce."""
+        kind: Collective = "reduce_scatter" if self._training.zero_stage else "all_reduce"
+        return self._collective_s(kind, num_parameters * self._training.gradient_bytes)
+
+    @cached_property
+    def trained_gather_s(self) -> float:
+        """Seconds of the all-gather of its trained weights in compute dtype."""
+        return self.gather_s(self._weights.trained)
+
+    def _collective_s(self, kind: Collective, num_bytes: float) -> float:
+        """Seconds of a collective over all devices that hold the stage."""
+        links = self._hardware.links
         devices = [device for group in self._groups for device in group]
-        num_bytes = (own.trained if trained_only else own.floats) * element_bytes
         return links.collective_s(kind, num_bytes, len(devices), links.num_nodes(devices))
 
     def _gathered_s(self, *, backward: bool) -> float:

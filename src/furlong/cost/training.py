@@ -206,6 +206,11 @@ class RankWeights:
     def floats(self) -> int:
         return self.all - self.packed
 
+    @property
+    def beside_floats(self) -> int:
+        """Those beside all layers: the embedding, the head, and norms."""
+        return self.floats - sum(self.float_layers())
+
     @cached_property
     def trained(self) -> int:
         lora = self.training.lora
@@ -214,7 +219,7 @@ class RankWeights:
         adapters = sum(lora.layer_parameters(self.shape, n) for n in self.layers)
         return adapters + self.beside_trained
 
-    def _float_layers(self) -> list[int]:
+    def float_layers(self) -> list[int]:
         """Parameters of each layer in floats, without adapters."""
         is_packed = self.training.packed_bytes is not None
         own = (self.shape.layers[n] for n in self.layers)
@@ -250,14 +255,15 @@ class RankWeights:
         return matrices * training.matrix_bytes + others * training.optimizer_bytes
 
     def collective_bytes(self, *, reuses: bool = True) -> int:
-        """Bytes beside whole gradients where they are added up by a group: the largest layer passes
-        through a buffer; so does what is beside the layers, which by then are shards. Under ZeRO-3
-        that layer's gradient is whole in compute dtype, too. `reuses`: whether the memory of whole
-        gradients is there again when they are shards; a C library's heap does not give it back."""
+        """Bytes beside whole weights and gradients while a group gathers or adds them up: the
+        largest layer passes through a buffer; so does what is beside the layers, whose gradients
+        are shards by then. Under ZeRO-3 that layer's gradient is whole in compute dtype, too.
+        `reuses`: whether the memory of whole gradients is there again when they are shards; a C
+        library's heap does not give it back."""
         training = self.training
         if not training.gathers or self.group_size <= 1:
             return 0
-        layers = self._float_layers()
+        layers = self.float_layers()
         is_freed = reuses and training.zero_stage < 3
         freed = sum(layers) * (1 - 1 / self.group_size) if is_freed else 0.0
         added = training.gradient_bytes if training.lora is None else 0
@@ -282,7 +288,7 @@ class RankWeights:
         training = self.training
         if training.zero_stage < 3 or self.group_size <= 1:
             return 0
-        largest = sum(sorted(self._float_layers(), reverse=True)[:_GATHERED_LAYERS])
+        largest = sum(sorted(self.float_layers(), reverse=True)[:_GATHERED_LAYERS])
         widest = max(largest, self.shape.embedding_parameters * any(self._ends))
         if training.gathers:
             widest = largest + self.beside

@@ -5,7 +5,9 @@
 
 Each has closed forms: `TimeEstimate`, about the seconds of its walk, and `ByteBound`, the least
 bytes of the longest sequence. Options that are given hold. What is left out needs as much memory as
-another candidate and takes more time, or has more cells than can be walked.
+another candidate and takes more time, or has more cells than can be walked. Where whole graphs fit
+chunk-first they are not offered layer-first, which computes as much and hides as much of gathers
+and reduces beside it: it only has dK,dV of fewer layers at a time.
 
 Where the given options sample, seconds are those of a draw, which is the same for all candidates;
 but memory must hold the exact plan, for any draw may be of all chunks.
@@ -31,6 +33,7 @@ from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
 from furlong.plan.passes import passes
 from furlong.plan.plan import (
+    ON_DEVICE,
     ONE_DEVICE,
     TARGETS,
     Action,
@@ -86,13 +89,18 @@ def chunks(
         groups = [group for lens in busiest for group in group_chunks(lens, cut)]
         estimate = TimeEstimate(
             space.model, shard(groups, layout.sp), sp_size=layout.sp, stages=space.stages,
-            num_steps=len(busiest),
+            num_steps=len(busiest) / max(1.0, question.share),
         )  # fmt: skip
         longest, bounds = longest_step(space, size), bounds_of(space, size)
         # nothing runs again, so all other options with this size take longer
         fastest_s = question.share * estimate.seconds(ChunkOptions(size=size, keep="all"))
+        is_whole, is_one_chunk = False, space.question.longest <= size
         for options in options_of(space, size):
+            if is_whole and options.keep == "all" and options.order == "layer-first":
+                continue
             least, about_s = most_of(bound.needs(options) for bound in bounds), fastest_s
+            if options.offloading == ON_DEVICE and (options.keep == "all" or is_one_chunk):
+                is_whole = is_whole or question.limits.hold(least)
             if fastest_s < question.beat_s:
                 about_s = question.share * estimate.seconds(options)
             plan_of = space.plan_of(options)
@@ -319,10 +327,10 @@ class TimeEstimate:
         *,
         sp_size: int = 1,
         stages: tuple[int, ...] = (),
-        num_steps: int = 1,
+        num_steps: float = 1,
     ) -> None:
         """`sp_size`: processes of the pool on whose places the slices are; `stages`: those of a
-        pipeline, which each of the `num_steps` fills and drains."""
+        pipeline, which each of the `num_steps` fills and drains (below 1: of a larger step)."""
         self._model, self._num_layers = model, model.shape.num_layers
         self._sp_size, self._stages, self._num_steps = sp_size, stages, num_steps
         behind = np.array([len(group) - 1 - i for group in groups for i in range(len(group))])

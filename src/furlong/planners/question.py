@@ -320,25 +320,30 @@ class Space:
     def busiest_s(self, plan_of: PlanOf) -> float:
         """Mean seconds of a step of the replicas with most work; equal ones are timed once."""
         count = Counter(self.lens(step[0]) for step in self.dealt)
-        total_s = sum(n * step_s(self.model, plan_of(lens)) for lens, n in count.items())
-        return self.question.share * total_s
+        return sum(n * self._step_s(self.model, plan_of(lens)) for lens, n in count.items())
 
     def step_s(self, plan_of: PlanOf, beat_s: float = inf) -> float:
         """Seconds of a step on average, of the plans of all replicas as a run joins them, which
-        meet in the last Backward of each stage, and of the optimizer. Where only a part of a step's
-        sequences is there the time is that part's share. Infinite as soon as the first replicas,
-        without which no step is faster, take `beat_s`."""
-        model, share, total_s = whole_model(self.model), self.question.share, 0.0
+        meet in the last Backward of each stage, and of the optimizer. Infinite as soon as the first
+        replicas, without which no step is faster, take `beat_s`."""
+        model, total_s = whole_model(self.model), 0.0
         for step in self.dealt:
             lens, plans = list(map(self.lens, step)), list[ChunkPlan]()
             for number, own in enumerate(lens, start=1):
                 plans.append(plan_of(own))
                 is_some = beat_s < inf and number.bit_count() == 1
-                if is_some and (total_s + step_s(model, _joined(plans))) * share >= beat_s:
+                if is_some and total_s + self._step_s(model, _joined(plans)) >= beat_s:
                     return inf
             joined = _joined(plans, self.layout.dp)
-            total_s += step_s(model, joined) + update_s(model, joined)
-        return total_s * share
+            total_s += self._step_s(model, joined)
+            total_s += min(1.0, self.question.share) * update_s(model, joined)
+        return total_s
+
+    def _step_s(self, model: CostModel, plan: ChunkPlan) -> float:
+        """Seconds that the plan of one of the steps is of a mean step: of several its share; of a
+        part of one those of the whole."""
+        share = self.question.share
+        return min(1.0, share) * step_s(model, plan, times=max(1.0, share))
 
 
 def _joined(plans: Sequence[ChunkPlan], num_replicas: int = 0) -> ChunkPlan:

@@ -157,7 +157,7 @@ class _Search:
         """Try the candidates of a method in a layout until no further one can be faster."""
         beat_s = self._best_s if len(self._spaces[layout].dealt) == 1 else inf
         seconds: dict[int, set[float]] = defaultdict(set)
-        """Estimates of the plans that fit, of sizes with which replicas wait by themselves (others:
+        """Times of the plans that fit, of sizes with which replicas wait by themselves (others:
         0): options that do not act make the same plan again."""
         fitting: set[ChunkOptions] = set()
         """Their options with all on the device: what is offloaded for no need gains nothing."""
@@ -174,9 +174,9 @@ class _Search:
                 on_device not in fitting
                 and self._may_fit(candidate)
                 and not self._is_done(candidate, len(alike(size)))
-                and self._try(candidate, self._best_s)
+                and (fits_s := self._try(candidate, self._best_s)) is not None
             ):
-                alike(size).add(candidate.estimate_s)
+                alike(size).add(fits_s)
                 fitting.add(on_device)
 
     def _is_done(self, candidate: Candidate, num_fitting: int) -> bool:
@@ -192,9 +192,9 @@ class _Search:
     def _may_fit(self, candidate: Candidate) -> bool:
         return candidate.least is None or self._limits.hold(candidate.least)
 
-    def _try(self, candidate: Candidate, beat_s: float) -> bool:
-        """Whether the plans of a candidate fit. They are timed unless one replica alone, of which
-        no step takes less, takes `beat_s`."""
+    def _try(self, candidate: Candidate, beat_s: float) -> float | None:
+        """Seconds of a candidate's plans if they fit, else None: of a step or, where that alone
+        takes `beat_s`, of one replica, of which no step takes less."""
         space, layout = self._spaces[candidate.layout], candidate.layout
         plan_of: PlanOf = cache(candidate.plan_of)
         if candidate.longest:
@@ -202,7 +202,7 @@ class _Search:
             candidate = self._walked(candidate, [plan])
             if not self._limits.hold(candidate.needs):
                 self._refused.append(candidate)
-                return False
+                return None
             if self._is_one:
                 options, seconds = candidate.options, candidate.estimate_s
                 is_plain = options.offloading == ON_DEVICE and options.sampling is None
@@ -212,27 +212,27 @@ class _Search:
                     )
                     self._num_actions += sum(map(len, plan.actions))
                 self.fitting.append(replace(candidate, step_s=seconds))
-                return True
+                return seconds
         try:
             alone_s = inf if layout.dp == 1 else space.busiest_s(plan_of)
             if layout.dp > 1 and alone_s >= beat_s:
-                return bool(candidate.longest)
+                return alone_s if candidate.longest else None
             # the plans of planners with chunks of their own take long
             step_s = space.step_s(plan_of, inf if candidate.longest else beat_s)
         except (UserError, PlanError) as error:
             if candidate.longest:
                 raise
             self.error = error  # none of its plans fits, or none is faster
-            return False
+            return None
         if step_s == inf:
-            return False
+            return None
         if step_s > alone_s * (1 + _WAITING):
             self._waiting.add((layout, candidate.options.size))
         if not candidate.longest:
             busiest = {space.lens(step[0]) for step in space.dealt}
             candidate = self._walked(candidate, [plan_of(lens) for lens in sorted(busiest)])
         self.fitting.append(replace(candidate, step_s=step_s))
-        return True
+        return step_s
 
     def _walked(self, candidate: Candidate, plans: Sequence[ChunkPlan]) -> Candidate:
         """The candidate with the bytes of these plans."""
@@ -252,7 +252,7 @@ class _Search:
                 return
             offered = [c for c in chunks(self._question, chosen.layout) if c.stands_in_for(chosen)]
             self._found += offered
-            if any(self._may_fit(c) and self._try(c, inf) for c in offered):
+            if any(self._may_fit(c) and self._try(c, inf) is not None for c in offered):
                 return
             if offered and chosen.method == self._question.method and self._plans_longest(chosen):
                 spare = min(offered, key=lambda c: self._limits.lacking(c.least or Needs(0)))

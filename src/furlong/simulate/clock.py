@@ -7,11 +7,18 @@ never waits, a Recv waits for its message (isend and a queue per direction). A c
 ranks of a stage starts when the last of them has come to it:
 
     collective      starts when                     its ranks go on
-    Unshard         all have come, links are free   at once; their next cell of the stage waits
-    Reduce          all have come, links are free   at once
+    Unshard         all have come, links are free   when what is beside the layers is there
+    Reduce          all have come                   at once, but on a CPU when it is over
     pass in step    all have come                   when the slowest of them is through
     gathering pass  all have come                   when they are through themselves
     reducing pass   all have come                   when they are through themselves
+
+An Unshard gathers what is beside the layers, for which its ranks wait, then one layer after the
+other in equal times, beside what they compute. The first pass through the stage runs each layer
+when that is there: it is recorded as if it waited for all of them in front of its first layer.
+
+A Reduce begins layer by layer beside the stage's last Backward, as far as the links are free then;
+its action stands for what is left of it.
 
 A pass is in step where the plan gathers weights with every pass: then the n-th passes of all ranks
 of a stage, whatever their chunks, are one collective; a rank's record ends with its own work, so
@@ -35,8 +42,9 @@ from itertools import repeat
 from typing import Any, Literal, Protocol
 
 from furlong.errors import PlanError
-from furlong.plan.passes import computed_late, directions
+from furlong.plan.passes import NOTHING, computed_late, directions, passes
 from furlong.plan.plan import (
+    COMPUTING,
     Action,
     Backward,
     ChunkPlan,
@@ -86,11 +94,17 @@ class ActionCosts(Protocol):
     """The seconds that the clock asks of a cost model."""
 
     def compute_s(self, action: Action, rank: int) -> float:
-        """Seconds of any action but Send and Recv. Unshard and Reduce take the link for so long,
-        the slowest of their ranks counts."""
+        """Seconds of any action but Send and Recv. An Unshard takes the link for so long, a Reduce
+        goes on for so long behind its stage's last Backward; the slowest of their ranks counts."""
 
     def transfer_s(self, action: Send, rank: int) -> float:
         """Seconds that the message takes from `rank` to its peer."""
+
+    def link_s(self, action: Reduce, rank: int) -> float:
+        """Seconds for which a Reduce takes the link, those beside the last Backward among them."""
+
+    def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
+        """Seconds of a collective, from its start, in which its ranks compute nothing."""
 
 
 class CopyCosts(Protocol):
@@ -114,6 +128,17 @@ class Times:
         """The makespan."""
         last = max((max(times, default=0.0) for times in self.stop_s), default=0.0)
         return max(last, max(self.copy_stop_s.values(), default=0.0))
+
+    def busiest_s(self, plan: ChunkPlan) -> float:
+        """Seconds in which the rank that does so longest computes, or copies beside that."""
+        return max(
+            sum(
+                max(stops[i], self.copy_stop_s.get((rank, i), 0.0)) - starts[i]
+                for i, action in enumerate(plan.actions[rank])
+                if isinstance(action, COMPUTING)
+            )
+            for rank, (starts, stops) in enumerate(zip(self.start_s, self.stop_s, strict=True))
+        )
 
 
 def simulate(
@@ -197,7 +222,7 @@ class Clock:
         actions, starts, stops = self._plan.actions[rank], self._start_s[rank], self._stop_s[rank]
         now = 0.0  # when the rank is free for its next action
         index = 0
-        unsharding: dict[int, _Joined] = {}  # by stages that no cell has used yet
+        unsharding: dict[int, tuple[int, _Joined]] = {}  # by stages that no pass has used yet
         while index < len(actions):
             action = actions[index]
             if isinstance(action, (Send, Recv)):
@@ -208,11 +233,16 @@ class Clock:
                 # runs on the link, beside the cells that follow
                 joined = self._join(rank, index, now)
                 if isinstance(action, Unshard):
-                    unsharding[action.stage] = joined
+                    unsharding[action.stage] = index, joined
+                if blocking_s := self._costs.blocking_s(action, rank):
+                    yield from self._end(joined)
+                    now = max(now, starts[index] + blocking_s)
                 index += 1
                 continue
-            if unsharding and action.stage in unsharding:
-                now = max(now, (yield from self._end(unsharding.pop(action.stage))))
+            if action.stage in unsharding and passes(self._plan, rank)[index] is not NOTHING:
+                at, joined = unsharding.pop(action.stage)
+                yield from self._end(joined)
+                now = max(now, self._entered_s(rank, at, action))
             if self._joins[rank][index] is None:
                 starts[index] = now
                 stops[index] = free = now + self._costs.compute_s(action, rank)
@@ -269,6 +299,14 @@ class Clock:
         start = max(max(at, self._link_free_s[rank]) if on_link else at for rank, _, at in come)
         own_s = [self._costs.compute_s(self._plan.actions[rank][i], rank) for rank, i, _ in come]
         stop = start + max(own_s)
+        if joined[0][0] is Reduce:
+            # beside the last Backward it had the link when that was free
+            came = max(at for _, _, at in come)
+            stop = came + max(own_s)
+            for rank, i, _ in come:
+                reduce = self._plan.actions[rank][i]
+                assert isinstance(reduce, Reduce)
+                stop = max(stop, self._link_free_s[rank] + self._costs.link_s(reduce, rank))
         for (rank, i, _), seconds in zip(come, own_s, strict=True):
             # a link is in use to the end; a rank that is through with its pass only waits
             self._start_s[rank][i] = start
@@ -276,6 +314,16 @@ class Clock:
             if on_link:
                 self._link_free_s[rank] = stop
         self._settled_s[joined] = stop
+
+    def _entered_s(self, rank: int, at: int, action: Action) -> float:
+        """When the first pass through a stage begins, whose layers number `at` of the list gathers,
+        if it is not to wait for any of them once it runs."""
+        unshard, num_layers = self._plan.actions[rank][at], self._plan.stages[action.stage]
+        assert isinstance(unshard, Unshard)
+        stop_s = self._stop_s[rank][at]
+        layers_s = stop_s - self._start_s[rank][at] - self._costs.blocking_s(unshard, rank)
+        before_last = 1 - 1 / num_layers
+        return stop_s - before_last * min(layers_s, self._costs.compute_s(action, rank))
 
     def _end(self, joined: _Joined) -> Generator[object, None, float]:
         """Wait until a collective has its times; when it stops."""

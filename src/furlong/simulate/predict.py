@@ -54,8 +54,11 @@ def needs_of(curve: MemoryCurve) -> Needs:
     return Needs(curve.peak_bytes, curve.peak_cpu_bytes, curve.peak_disk_bytes)
 
 
-def step_s(model: CostModel, plan: ChunkPlan) -> float:
-    """Seconds of a plan's step."""
+def step_s(model: CostModel, plan: ChunkPlan, *, times: float = 1.0) -> float:
+    """Seconds of a plan's step, or of a step that is `times` as large (1 or more): what is more
+    takes the seconds in which the busiest rank computes, for weights are gathered, pipelines
+    filled and gradients reduced once."""
     costs = model.costs(plan)
     copies = None if plan.offload == ON_DEVICE else costs
-    return time_actions(plan, costs, copies=copies).duration_s
+    clock = time_actions(plan, costs, copies=copies)
+    return clock.duration_s + (times - 1) * (clock.busiest_s(plan) if times > 1 else 0.0)

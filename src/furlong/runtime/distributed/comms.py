@@ -158,13 +158,16 @@ class Comms:
         return self._neighbour(action).recv(action)
 
     def unshard(self, stage: int) -> None:
-        """Gather the stage's layers, and in front of this process's first ones what is beside all
-        layers."""
+        """Start to gather the stage's layers, each of which FSDP2 waits for before its first pass.
+
+        In front of this process's first layers what is beside all of them is gathered, and waited
+        for: every first pass needs it, and no copy of it is made beside layers that have come.
+        """
         first = self._ranks.stage if self._ranks is not None and self._ranks.pp > 1 else 0
         if stage == first and self._base is not None:
             self._base.unshard()
         for module in self._stages[stage]:
-            module.unshard()
+            module.unshard(async_op=True)
 
     def is_last(self, action: Backward) -> bool:
         """Whether an action is the last Backward of its stage in this process's list."""

@@ -81,8 +81,9 @@ def sharded_modules(base: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(base: nn.Module) -> None:
-    """Divide all weights again that have been gathered."""
+    """Divide all weights again that have been gathered, or are being gathered."""
     for module in sharded_modules(base):
+        _end_gather(module)
         module.reshard()
 
 
@@ -128,6 +129,16 @@ def adding_up(modules: Sequence[FSDPModule], *, is_last: bool = False) -> Iterat
         module.set_requires_gradient_sync(False, recurse=False)
 
 
+def _end_gather(module: FSDPModule) -> None:
+    """Wait for a gather that no pass has waited for: the next one would hand out its weights, which
+    are old by then. One that failed, with the process that it came from, is dropped."""
+    for group in _groups(module):
+        try:
+            group.wait_for_unshard()
+        except RuntimeError:
+            group._all_gather_result = None
+
+
 def _fill_sums(module: FSDPModule) -> None:
     """Give all trained parameters of a module a sum over chunks where one has it: FSDP2 adds up no
     mixture of dtypes. With one chunk the head alone has a sum, of its tiles."""
@@ -143,6 +154,8 @@ def _fill_sums(module: FSDPModule) -> None:
 
 def _forget(base: Any) -> None:
     """Bring FSDP2 back from the middle of a pass, without the gradients of the step."""
+    for module in sharded_modules(base):
+        _end_gather(module)
     if base._get_fsdp_state()._is_root and hasattr(base, "reset_iter_state"):  # it has been entered
         base.reset_iter_state()
     for parameter in (p for module in sharded_modules(base) for p in _divided(module)):
@@ -164,11 +177,16 @@ def _give_zeros(module: FSDPModule) -> None:
 
 def _divided(module: FSDPModule) -> list[Any]:
     """FSDP2's own records of a module's parameters."""
+    return [parameter for group in _groups(module) for parameter in group.fsdp_params]
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """FSDP2's own records of what a module gathers together."""
     state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.12 at most one
-    if groups is None:
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12 at most one
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return [parameter for group in groups for parameter in group.fsdp_params]
+    return groups
 
 
 def _refuse_indivisible(
