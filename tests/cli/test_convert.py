@@ -531,6 +531,10 @@ def test_a_model_at_hand_says_what_it_cannot(tmp_path: Path) -> None:
     recipe = read_recipe(tmp_path / "a.yaml")
     for flags in ({"model.rope": {"rope_type": "yarn", "factor": 3}}, {"data.max_seq_len": 100}):
         assert convert(recipe, 1, flags).is_whole
+    known = made(tmp_path, text.replace(str(tmp_path), "Qwen/Qwen3-8B").replace("300", "65536"))
+    file, out = str(known.recipe.file), f"--out={tmp_path / 'b.yaml'}"
+    assert main(["convert", file, f"--out={tmp_path / 'c.yaml'}"]) == 1  # of one process, too
+    assert main(["convert", file, out, "--model.rope={rope_type: yarn, factor: 2}"]) == 0
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')  # no rotary
     assert convert(recipe, 1).is_whole
     (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')

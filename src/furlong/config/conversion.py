@@ -45,6 +45,8 @@ class Conversion:
         """Keys that go into one of ours, with those of the trainer's defaults, by ours."""
         self.verdicts: dict[str, Verdict] = {}
         """By their keys, as the recipe writes them."""
+        self.known_config: Mapping[str, Any] = {}
+        """The config of a model that is known by its name; empty for others."""
         self.of_flags = set(of_flags)
         """Keys of ours that somebody gives."""
         self.loss_given: Any = None
@@ -103,10 +105,15 @@ class Conversion:
 
 
 def convert(
-    recipe: Recipe, num_processes: int | None, flags: Mapping[str, Any] | None = None
+    recipe: Recipe,
+    num_processes: int | None,
+    flags: Mapping[str, Any] | None = None,
+    *,
+    config_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
 ) -> Conversion:
-    """The run of a recipe, under `flags`: values of keys of ours. Raises ConfigError for a recipe
-    of a loss that no run has, and for a run that lacks a key."""
+    """The run of a recipe, under `flags`: values of keys of ours. `config_of` returns the config of
+    a model that is known by its name, else nothing. Raises ConfigError for a recipe of a loss that
+    no run has, and for a run that lacks a key."""
     made = Conversion(recipe, num_processes, flags or ())
     made.loss_given = (flags or {}).get("train.loss")
     for name, value in (recipe.defaults | recipe.keys).items():
@@ -124,6 +131,7 @@ def convert(
         _read(made, target, made.given[target])
     for key, value in (flags or {}).items():
         _put(made, key, value)
+    made.known_config = config_of(str(made.run.get("model.name")))
     _finish(made)
     return made
 
@@ -325,11 +333,13 @@ def _config_at_hand(name: Any) -> Mapping[str, Any]:
 
 
 def _check_positions(made: Conversion) -> None:
-    """Refuse a length beyond the positions of a model at hand."""
+    """Refuse a length beyond the positions of a model at hand, or of a known one."""
     config = _config_at_hand(made.run.get("model.name"))
-    config = config.get("text_config") or config
+    config = config.get("text_config") or config or made.known_config
     positions, length = config.get("max_position_embeddings"), made.run.get("data.max_seq_len")
-    has_rope = any(key.startswith("rope") for key in config) and "model.rope" not in made.run
+    # the known ones rotate all, and their configs leave out what is the default
+    has_rope = config is made.known_config or any(key.startswith("rope") for key in config)
+    has_rope &= "model.rope" not in made.run
     if has_rope and isinstance(positions, int) and isinstance(length, int) and length > positions:
         reason = f"the model has {positions:,} positions: add --data.max_seq_len={positions}"
         rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -537,8 +547,9 @@ def _batch(made: Conversion, target: str, given: _Given) -> Any:
             accumulated = max(1, math.ceil(16 / micro / (made.num_processes or 1)))
         total = micro * (1 if accumulated is None else accumulated) * _replicas(made)
         if made.num_processes is None:
-            remark = "for one replica, as no number of processes is given: --devices=N"
-            made.remarks[target] = remark
+            made.remarks[target] = (
+                "for one GPU, or as many as share a sequence; a recipe of more: --devices=N"
+            )
     packs = ("sample_packing", "packing", "neat_packing", "pack_samples", "packed")
     dataset, length = own.get("dataset"), made.run.get("data.max_seq_len")
     is_packed = (

@@ -133,8 +133,10 @@ def _no_recipe(file: Path, given: str, *, is_code: bool = False) -> ConfigError:
     )
     if is_code or file.suffix == ".py":
         change = (
-            "keep that trainer: take furlong.integrations.Trainer where it takes transformers'"
-            " Trainer, or wrap its model in furlong.chunked (docs/python.md)"
+            "keep the script and give its trainer chunks: from furlong.integrations import Trainer;"
+            " class ChunkedSFTTrainer(Trainer, SFTTrainer): pass; and ChunkedSFTTrainer in the"
+            " place of SFTTrainer. furlong.integrations.Trainer takes the place of transformers'"
+            " Trainer alike; any other keeps its loop over furlong.chunked(model) (docs/python.md)"
         )
     return refusal(
         given,
