@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from math import ceil
 
+DAY_S = 86_400
 _BYTES_PER_UNIT = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -23,20 +25,39 @@ def parse_bytes(text: str | int) -> int:
     return int(amount)
 
 
+_BINARY = (" KiB", " MiB", " GiB", " TiB")
+
+
 def format_bytes(num_bytes: float) -> str:
     """`1.5 GiB`: three significant digits in the largest binary unit that is not below one."""
-    return _scaled(num_bytes, 1024, (" KiB", " MiB", " GiB", " TiB"), " B")
+    return _scaled(num_bytes, 1024, _BINARY, " B")
+
+
+def bytes_alike(amounts: Sequence[float]) -> tuple[list[str], str]:
+    """Amounts of bytes in the unit of the largest, `["0.05", "17.4"], "GiB"`."""
+    unit = format_bytes(max(map(abs, amounts), default=0)).rpartition(" ")[2]
+    scaled = [amount / _BYTES_PER_UNIT[unit.upper()] for amount in amounts]
+    return [f"{x:.{2 if abs(x) < 10 else 1 if abs(x) < 100 else 0}f}" for x in scaled], unit
+
+
+def budget_of(num_bytes: float) -> str:
+    """`144.5GiB`: the least budget of at least so many bytes, as `parse_bytes` reads it."""
+    if num_bytes < 2**30:
+        return f"{ceil(num_bytes / 2**20)}MiB"
+    return f"{ceil(num_bytes * 100 / 2**30) / 100}GiB"
 
 
 def format_seconds(seconds: float) -> str:
-    """`850 ms`, `12.3 s`, `4 min 05 s` or `2 h 03 min`."""
+    """`850 ms`, `12.3 s`, `4 min 05 s`, `2 h 03 min` or `6.2 days`."""
     if seconds < 0.9995:  # 1 s, in three digits of milliseconds
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:
         return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    if seconds < 48 * 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    return f"{seconds / DAY_S:,.1f} days"
 
 
 def format_count(count: float) -> str:

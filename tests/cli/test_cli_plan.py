@@ -15,6 +15,7 @@ from furlong.plan.text import load_plan, save_plan
 from furlong.planners.options import ChunkOptions
 from furlong.simulate.clock import simulate
 from furlong.timeline import MEASURED, MeasuredStep
+from furlong.units import format_bytes
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_prints_a_measured_step_and_its_figures(saved, tmp_path, capsys):
     assert "4 sequences, 8 tokens, 4 chunks" in printed
     assert "chunk 1: split, 2 tokens, 3:2-4" in printed
     assert "rank 3\n  recv activation 0.2 from 2, F0.3 kv" in printed
-    assert "step 44.0 s, bubble 45.45%" in printed
+    assert "step 44.0 s, lost 45.5%: recompute 4.5%, idle 40.9%" in printed
     assert "forward 18.2%   ·   backward 36.4%   ·   recompute 4.5%   ·   idle 40.9%" in printed
     assert main(["plan", str(tmp_path), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -98,7 +99,7 @@ def test_refuses_what_it_cannot_read_or_write(arguments, given, capsys):
         (["--memory.device=40GiB"], {}, "1 x A100-40", 1),
         (["--model.name=nothing"], {}, "given:    model 'nothing'\n", 0),
         (["--compare"], {}, "--smallest with --compare", 0),
-        (["--hardware=H100", "--chunks.size=512"], {"devices": 9}, "given:    places with", 2),
+        (["--hardware=H100", "--chunks.size=512"], {"devices": 9}, "given:    places with", 11),
     ],
 )  # fmt: skip
 def test_the_smallest_card_or_number_of_cards(flags, enough, told, num_tried, capsys, monkeypatch):
@@ -108,8 +109,10 @@ def test_the_smallest_card_or_number_of_cards(flags, enough, told, num_tried, ca
         hardware, devices = question.model.hardware.name, question.num_devices
         tried.append({"hardware": hardware, "devices": devices})
         if not enough.items() <= tried[-1].items():
-            given = "places with a dial" if "--chunks.size=512" in flags else f"too much: {devices}"
-            raise ConfigError(given=given, required=hardware, source="", change="")
+            is_of_options = "--chunks.size=512" in flags
+            given = "places with a dial" if is_of_options else f"too much: {devices}"
+            most = "" if is_of_options else format_bytes(question.limits.device_bytes)
+            raise ConfigError(given=given, required=most, source="", change="")
 
     def show(found, question, chosen, tell, smallest):
         print(smallest)

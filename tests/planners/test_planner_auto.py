@@ -22,6 +22,7 @@ from furlong.planners.question import MARGIN, SLACK, Limits, Question, Space
 from furlong.planners.search import _order_of, search
 from furlong.planners.spaco import Sampling, one_draw
 from furlong.simulate.predict import predict
+from furlong.units import parse_bytes
 
 GIB = 2**30
 SHAPE = model_shape("Qwen2.5-0.5B")
@@ -161,7 +162,7 @@ def test_the_message_names_the_smallest_budget_that_would_do(lower):
     with pytest.raises(ConfigError) as caught:
         choose(budget_bytes=1 * GIB, lengths=SHORT, must_fit=True, **lower)
     words = caught.value.change.rpartition("the smallest that would do is memory.device: ")[2]
-    enough = int(words.removesuffix("MiB")) * 2**20
+    enough = parse_bytes(words)
     assert choose(budget_bytes=enough, lengths=SHORT, must_fit=True, **lower).answer is not None
     with pytest.raises(ConfigError):
         choose(budget_bytes=int(0.994 * enough), lengths=SHORT, must_fit=True, **lower)
@@ -291,7 +292,7 @@ def test_the_message_proposes_what_leads_to_a_plan_that_fits():
     change = caught.value.change
     assert "smaller chunks" not in change
     device, disk = change.rpartition("memory.device: ")[2].split(", with memory.disk: ")
-    enough = [int(words.removesuffix("MiB")) * 2**20 for words in (device, disk)]
+    enough = [parse_bytes(words) for words in (device, disk)]
     assert choose(budget_bytes=enough[0], disk_bytes=enough[1], **tight).answer is not None
 
 

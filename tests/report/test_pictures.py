@@ -194,7 +194,7 @@ SAID = {
     "pipeline": (
         lambda: [panel(pipeline())],
         ["forward", "recompute", "backward", "activation message", "idle", "F0", "B0",
-         "limit 6 GiB", "peak 5 GiB", "cpu and disk 5 GiB", "0 ms", "rank 1", "stage 1",
+         "limit 6 GiB", "peak 5 GiB", "cpu and disk 5 GiB", "0", "rank 1", "stage 1",
          "5 sequences, 16 tokens, 4 chunks, 2 stages, 2 ranks", "sequence 0, 9 tokens",
          "limit of device memory"],
         [_POOL],

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from math import ceil, inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,9 @@ from furlong.config.sources import FlagParser, RunFlags, is_run_file, read_flags
 from furlong.cost.machine import known_machines
 from furlong.errors import PlanError, UserError, in_short, refusal
 from furlong.plan.check import check
-from furlong.plan.plan import ChunkPlan
+from furlong.plan.plan import ChunkPlan, Layout
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
+from furlong.planners.candidates import KEEPS, chunks
 from furlong.planners.decide import (
     Decision,
     check_pair_options,
@@ -36,7 +38,13 @@ from furlong.planners.decide import (
     division_in_words,
     longest_sequence,
 )
-from furlong.planners.options import option_values, options_in_words
+from furlong.planners.options import (
+    SMALLEST_CHUNK,
+    ChunkOptions,
+    option_values,
+    options_in_words,
+    value_in_words,
+)
 from furlong.planners.question import SIZES, Answer
 from furlong.planners.search import METHODS, best_plan, own_methods
 from furlong.planners.spaco import num_drawn, one_draw, sampling_in_words
@@ -45,6 +53,7 @@ from furlong.report.report import PlanReport, report_plan
 from furlong.report.scene import Panel, save_trace
 from furlong.report.text import (
     Row,
+    between_words,
     comparison_json,
     format_comparison,
     format_figures,
@@ -53,8 +62,9 @@ from furlong.report.text import (
     runs_words,
 )
 from furlong.simulate.clock import measure
+from furlong.simulate.predict import Needs
 from furlong.timeline import MEASURED, read_measured
-from furlong.units import count_words, format_count, format_seconds
+from furlong.units import DAY_S, count_words, format_bytes, format_count, format_seconds
 
 _USAGE = """\
 furlong plan RUN.yaml [FLAGS]
@@ -68,7 +78,7 @@ Beside the flags that come first all keys of furlong train are flags: sizes of p
 memory that are given hold, what is left out or auto is searched.
 """
 _OF_A_PLAN = (
-    "--model", "--memory.device", "--memory.cpu", "--hardware", "--no-calibration",
+    "--model", "--memory", "--hardware", "--no-calibration",
     "--json", "--out", "--picture", "--trace",
 )  # fmt: skip
 """Flags, or what they begin with, that go with a plan which is there already."""
@@ -84,6 +94,7 @@ _APART: tuple[tuple[tuple[str, ...], str], ...] = (
     (("smallest", "hardware", "devices"), "one of the last two at most: the other is looked for"),
     (("compare", "out"), "one plan to write: --compare makes one per method"),
     (("compare", "trace"), "one plan to write: --compare makes one per method"),
+    (("compare", "verbose"), "one of both: --compare has no choice to explain"),
 )
 """Flags that do not go together, and what is required."""
 _ABOUT_PEAKS = (
@@ -149,6 +160,8 @@ def _add_flags(parser: ArgumentParser) -> None:
     flag = parser.add_argument_group("what comes out").add_argument
     flag("--compare", action="store_true",
          help="the same batch under every method, each with its best layout")
+    flag("--verbose", action="store_true",
+         help="what furlong train prints of its choice, instead of short reasons")
     flag("--json", action="store_true", help="print one JSON object")
     flag("--out", metavar="FILE", type=Path, help="save the plan: .json")
     flag("--picture", metavar="FILE", type=Path, help=f"draw the timeline: {', '.join(_PICTURES)}")
@@ -219,8 +232,12 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     tell("a plan is found, it is measured")
     budget, num_devices = question.limits.device_bytes, question.num_devices
     return Found(
-        decision, answer, name, report_plan(plan, model, budget, num_processes=num_devices)
-    )
+        decision, answer, name,
+        report_plan(
+            plan, model, budget, disk_budget_bytes=question.limits.disk_bytes,
+            num_processes=num_devices,
+        ),
+    )  # fmt: skip
 
 
 def _show_found(
@@ -249,18 +266,23 @@ def _show_found(
          "options": option_values(one.options) if one.longest else {}, "step_s": one.step_s}
         for one in answer.tried[1:2]
     ]  # fmt: skip
-    values |= longest | {
+    run_words, run = _of_run(question, found)
+    why = reasons(answer)
+    values |= longest | run | {
+        "reasons": why,
         "next_best": next_best[0] if next_best else None,
         "search": {
             "num_tried": num_tried, "num_refused": num_refused,
             "num_pruned": answer.num_pruned, "seconds": answer.seconds,
         },
     }  # fmt: skip
+    is_told = chosen.verbose
     below = {
+        "run": run_words,
         "longest": longest_words,
         "runs here": runs_words(report, question.model.hardware.name, question.refused),
-        "auto": decision.words,
-        "parallel": decision.layout_words,
+        "auto": decision.words if is_told else "\n".join(why),
+        "parallel": decision.layout_words if is_told else "",
         "smallest": smallest,
         "search": f"{count_words(num_tried, 'candidate')} fit and"
         f" {'was' if num_tried == 1 else 'were'} timed; {num_refused} did not fit,"
@@ -276,31 +298,168 @@ def _show_found(
     _draw([report.panel(method, found.words)], chosen)
 
 
+def _of_run(question: PlanQuestion, found: Found) -> tuple[str, dict[str, Any]]:
+    """How long the steps of a run take, on average over its data: words and values; nothing where
+    they are not known, or a step is several calls."""
+    asked, report, train = found.answer.question, found.report, question.config.train
+    if not question.is_long or train.is_of_pairs:
+        return "", {}
+    lengths, per_step = question.batch.lengths, asked.sequences_per_step
+    step_s, tokens = report.whole_step_s, sum(report.plan.seq_lens)
+    if question.is_run:  # the plan that is shown is of a step with the longest sequence
+        step_s = found.answer.best.step_s + report.update_s * (question.num_devices == 1)
+        tokens = round(per_step * lengths.num_tokens / lengths.num_sequences)
+    steps = train.steps or ceil((train.epochs or 1) * lengths.num_sequences / per_step)
+    machine, seconds = question.model.hardware, steps * step_s
+    per_day = tokens / step_s * DAY_S if step_s else 0.0
+    words = (
+        f"{between_words(machine, seconds)}\n{count_words(steps, 'step')} of"
+        f" {format_seconds(step_s)} on average, {format_count(per_day)} tokens a day;"
+        " evaluations and checkpoints come on top"
+    )
+    return words, {
+        "run": {
+            "steps": steps, "step_s": step_s, "seconds": seconds,
+            "seconds_between": machine.seconds_between(seconds), "tokens_per_day": per_day,
+        }
+    }  # fmt: skip
+
+
 def _longest(question: PlanQuestion, answer: Answer) -> tuple[str, dict[str, Any]]:
     """Whether the data's longest sequence fits, and the longest that would: words and values."""
     tokens, own = question.batch.longest_tokens, max(question.batch.seq_lens)
     positions = question.model.shape.num_positions
-    most = None if positions is None or positions < own else positions
+    is_beyond = positions is not None and positions < own
+    most = None if is_beyond else positions
     longest = longest_sequence(answer, start=own, num_positions=most)
-    fits, count = tokens <= max(longest.num_tokens, own), format_count(longest.num_tokens)
+    fits = tokens <= max(longest.num_tokens, own)
+    digits = 10 ** max(0, len(str(longest.num_tokens)) - 3)  # it is found to 1 %
+    count = f"{longest.num_tokens // digits * digits:,}"
     values = {
         "longest_of_data_fits": fits,
         "longest_sequence_tokens": longest.num_tokens,
         "longest_sequence_limit": longest.limit,
     }
-    would = {
-        "positions": f"{longest.num_tokens:,} would: the model's positions",
-        "memory": f"{count} would",
-        "trials": f"at least {count} would",
+    may = {
+        "positions": f"{longest.num_tokens:,} tokens: the model's positions",
+        "memory": f"{count} tokens",
+        "trials": f"at least {count} tokens",
     }
     words = (
         f"{count_words(tokens, 'token')} in the data"
         f" ({'in the batch' if tokens == own else f'the batch has {own:,}'}):"
         f" {'fits' if fits else 'does not fit'}\n"
-        f"{'two of one length' if answer.question.pair else 'alone'}, planned in the same way,"
-        f" {would[longest.limit]}"
+        f"{'two of one length' if answer.question.pair else 'one sequence alone'} may have"
+        f" {may[longest.limit]}{' by memory alone' if is_beyond else ''}"
     )
     return words, values
+
+
+_FORWARD, _DEEP = "chunk-first", "layer-first"
+
+
+def reasons(answer: Answer) -> list[str]:
+    """Return a line for each choice that the search made: sizes of the layout above 1, then the
+    size of chunks, `keep`, `offload` and `order`.
+
+    A choice has no line where it was given or where nothing was offered in its place. Costs are
+    those of plans that were timed; `about` marks those of estimates, by closed forms.
+    """
+    return [*_of_layout(answer), *_of_options(answer)]
+
+
+def _of_layout(answer: Answer) -> Iterator[str]:
+    question, best, others = answer.question, answer.best, dict[Layout, tuple[float, str]]()
+    limits = question.limits
+    lacking = [(one.layout, limits.lacking(one.needs)) for one in answer.refused[::-1]]
+    for layout, num_bytes in [*answer.too_large, *lacking]:
+        words = f"lacks {format_bytes(num_bytes)} per device"
+        if (state_bytes := question.state_bytes(layout)) > limits.limit_bytes:
+            words = f"needs {format_bytes(state_bytes)} per device for the weights and their state"
+        others[layout] = inf, words
+    for layout, seconds in answer.slower:
+        others[layout] = seconds, f"about {_more(seconds / best.step_s)}"
+    for one in answer.tried[::-1]:
+        others[one.layout] = one.step_s, _more(one.step_s / best.step_s)
+    others.pop(best.layout, None)
+    for name in [name for name in ("pp", "sp") if getattr(best.layout, name) > 1] or ["dp"]:
+        size = getattr(best.layout, name)
+        below = [layout for layout in others if getattr(layout, name) < size]
+        if name not in question.given and below:
+            # without it, else the fastest with less of it
+            layout = min(below, key=lambda one: (getattr(one, name) > 1, others[one][0]))
+            yield f"{name} {size}: {layout} {others[layout][1]}"
+
+
+def _of_options(answer: Answer) -> Iterator[str]:
+    best, chosen, question = answer.best, answer.chunked[0], answer.question
+    if chosen is not best:
+        yield f"{best.method}: chunks by options {_more(chosen.step_s / best.step_s)}"
+    own = _keys(chosen.options)
+    for name, others in (
+        ("size", [own["size"] // 2, own["size"] * 2]),
+        ("keep", [keep for keep in ("all", *KEEPS) if keep != own["keep"]]),
+        ("offload", ["none"] if own["offload"] != "none" else []),
+        ("order", [_FORWARD if own["order"] == _DEEP else _DEEP]),
+    ):
+        if name in question.options or (name == "order" and chosen.layout.pp > 1):
+            continue
+        costs = [(_words(value), _cost(answer, own | {name: value}, name)) for value in others]
+        if told := ", ".join(f"{value} {cost}" for value, cost in costs if cost):
+            yield f"{'chunks of' if name == 'size' else name} {_words(own[name])}: {told}"
+
+
+def _keys(options: ChunkOptions) -> dict[str, Any]:
+    """The options that have a line, by name."""
+    names = ("size", "keep", "offload", "order")
+    values = {"offload": "none", "order": options.order, **option_values(options)}
+    return {name: values[name] for name in names}
+
+
+def _cost(answer: Answer, wanted: dict[str, Any], name: str) -> str:
+    """Return in words what another value of the option `name` costs, with the best offload and
+    number of retained chunks for it; "" where nothing offers it."""
+    question, chosen, limits = answer.question, answer.chunked[0], answer.question.limits
+    compared = [key for key in wanted if key != "offload" or name == "offload"]
+
+    def is_wanted(options: ChunkOptions) -> bool:
+        keys = _keys(options)
+        return all(keys[key] == wanted[key] for key in compared)
+
+    own = [one for one in answer.tried if one.layout == chosen.layout and is_wanted(one.options)]
+    if own:
+        fastest = min(own, key=lambda one: one.step_s)
+        more_bytes = fastest.needs.device_bytes - chosen.needs.device_bytes
+        is_larger = fastest.step_s < chosen.step_s * 1.0005 and more_bytes > 0
+        words = f" and {format_bytes(more_bytes)} more" if is_larger else ""
+        return f"{_more(fastest.step_s / chosen.step_s)}{words}"
+    if question.pair or not SMALLEST_CHUNK <= wanted["size"] < 2 * question.longest:
+        return ""
+    sizes = {key: size for key, size in question.given.items() if key in SIZES}
+    fixed = {key: wanted[key] for key in compared}
+    asked = replace(question, given={**sizes, **question.options, **fixed})
+    refused = {one.options: one.needs for one in answer.refused if one.layout == chosen.layout}
+    offered = list(METHODS.get(question.method, chunks)(asked, chosen.layout))
+    needs = {one.options: refused.get(one.options, one.least) for one in offered}
+    lacking_bytes = {options: limits.lacking(least or Needs(0)) for options, least in needs.items()}
+    held = [one.estimate_s for one in offered if not lacking_bytes[one.options]]
+    if held:
+        return f"about {_more(max(1.0, min(held) / chosen.estimate_s))}"
+    lacking = min(lacking_bytes.values(), default=0)
+    return f"lacks {format_bytes(lacking)}" if lacking else ""
+
+
+def _words(value: Any) -> str:
+    if value == "none":
+        return "on the device"
+    return f"{value:,}" if isinstance(value, int) else value_in_words(value)
+
+
+def _more(ratio: float) -> str:
+    """Words for the ratio of two durations."""
+    if abs(ratio - 1) < 5e-4:
+        return "as long"
+    return f"{abs(ratio - 1):.1%} {'longer' if ratio > 1 else 'less'}"
 
 
 def _show_smallest(flags: RunFlags, tell: Tell) -> None:
@@ -320,26 +479,24 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
         trials = [(own.hardware, least)]
     else:
         trials = [(own.hardware, least * 2**n) for n in range(11) if least * 2**n <= MAX_DEVICES]
-    tried: list[str] = []
-    last = ""
+    refused: list[tuple[str, UserError]] = []
     for card, count in trials:
         changed = _with(flags, hardware=card, devices=count)
         question = question_of(changed, asked.batch)
         words = f"{count} x {card}"
-        without = f"; no plan for {', '.join(tried)}" if tried else ""
+        without = f"; no plan for {', '.join(one for one, _ in refused)}" if refused else ""
         try:
             found = find(question, _telling(words + without, tell))
         except UserError as error:
-            if str(error) == last:  # it is not about the card
-                raise
-            if (card, count) == trials[-1]:
-                given = f"{words}, the last of --smallest: {error.given}"
-                raise refusal(given, error.required, error.change) from error
-            last = str(error)
-            tried.append(words)
+            refused.append((words, error))
         else:
             _show_found(found, question, changed.own, tell, words + without)
             return
+    words, last = refused[-1]
+    if len(refused) > 1 and len({str(one) for _, one in refused}) == 1:
+        raise last  # no card changes anything about it
+    given = f"{words}, the last of --smallest: {last.given}"
+    raise refusal(given, last.required, last.change) from last
 
 
 def _with(flags: RunFlags, **changed: Any) -> RunFlags:
@@ -372,7 +529,7 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
     if chosen.json:
         print(json.dumps(question.to_json() | {"methods": comparison_json(rows)}, indent=1))
     else:
-        refused = f"no, furlong train refuses {question.refused}" if question.refused else ""
+        refused = f"no: {question.refused}" if question.refused else ""
         print(_lines(question.lines() | {"runs here": refused}))
         print(format_comparison(rows))
     if not panels:
@@ -414,7 +571,9 @@ def _show_saved(file: str, flags: RunFlags) -> None:
             "give the model that the plan was made for", f"--model.name and {file}",
         )  # fmt: skip
     budget = config.memory.device
-    report = report_plan(plan, model, None if budget == "auto" else budget)
+    report = report_plan(
+        plan, model, None if budget == "auto" else budget, disk_budget_bytes=config.memory.disk
+    )
     above = {"devices": f"{num_devices} x {spec.name}, {config.model.name}"}
     below = {"runs here": runs_words(report, refused=refused)}
     _show_page(report, chosen, above, below, report.to_json(), refused)

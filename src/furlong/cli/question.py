@@ -53,6 +53,7 @@ _OF_A_PRESET = 64
 _IN_ONE_STEP = "sequences in one step (--sequences)"
 _LIMIT, _PER_STEP = "--data.max_seq_len", "--train.sequences_per_step"
 _TOKENS_PER_STEP = "--train.tokens_per_step"
+_OF_A_RUN = ("--train.steps", "--train.epochs")
 _NOT_OF_LENGTHS = frozenset(("--data.max_seq_len", "--data.cache_dir", "--data.eval"))
 
 
@@ -99,6 +100,8 @@ class PlanQuestion:
     num_devices: int
     given: Mapping[str, Any]
     """Sizes of the layout, and options."""
+    is_long: bool
+    """Whether `train.steps` or `train.epochs` are those of a run, and no defaults."""
     refused: str
     """The reason for which furlong train refuses the lengths or the weights; "" if it does not."""
 
@@ -125,9 +128,10 @@ class PlanQuestion:
 
     def made_for(self) -> dict[str, Any]:
         """Plain values that are saved with a plan, to predict it again."""
-        given = {"device": self.config.memory.device, "cpu": self.config.memory.cpu}
         return {
-            "run": {"model": self.config.model.model_dump(mode="json"), "memory": given},
+            "run": self.config.model_dump(
+                mode="json", include={"model": True, "memory": {"device", "cpu", "disk"}}
+            ),
             "hardware": self.model.hardware.name,
         }
 
@@ -226,7 +230,7 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
         config=config, is_run=is_run, batch=batch, model=model,
         limits=Limits(budget, cpu_bytes, disk_bytes, model.hardware.margin(MARGIN)),
         budget_words=budget_words, num_devices=num_devices, given=options | sizes,
-        refused=refused,
+        is_long=is_run or not flags.names.isdisjoint(_OF_A_RUN), refused=refused,
     )  # fmt: skip
 
 
@@ -465,7 +469,7 @@ def cost_model_of(
             )  # fmt: skip
         check_floats(values, source)
     except UserError as error:
-        refused = f"{error.given}; required: {error.required}; to mend it: {error.change}"
+        refused = f"{error.given}; {error.change}"
     is_shared, dtype = num_devices > 1, model.dtype
     training = with_optimizer(training_of(model, packed), config.train, shape)
     training = replace(training, zero_stage=1 if is_shared else 0, gathers=is_shared)

@@ -35,7 +35,7 @@ diagonal are not: they end up in the efficiency.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -507,3 +507,25 @@ def sequence_flops(shape: ModelShape, seq_len: int) -> tuple[float, float]:
     keys = {window: float(attended_keys(0, seq_len, window)) for window in {*shape.windows}}
     attention = sum(layer.key_flops * keys[layer.window] for layer in shape.layers)
     return float(shape.token_flops * seq_len), attention
+
+
+def step_flops(
+    shape: ModelShape, seq_lens: Iterable[int], *, has_frozen_base: bool, masked: bool = True
+) -> float:
+    """Model FLOPs of a step's forwards and backwards over whole sequences, for an MFU.
+
+    As PaLM counts them (Chowdhery et al., 2022, appendix B), and torchtitan after it
+    (`num_flops_per_token`): 6 per token and parameter of a matrix, the head included, and
+    12 * layers * heads * head dim * T for attention over T keys, here T of each sequence. A
+    backward is two forwards; what is recomputed does not count. Matrices of a frozen base have no
+    gradient: 4 in the place of 6, and adapters are left out.
+
+    `masked`: count the keys alone that the causal mask and windows leave, about half of PaLM's.
+    """
+    linear, total = 2 if has_frozen_base else 3, 0.0
+    for seq_len in seq_lens:
+        matrices, attention = sequence_flops(shape, seq_len)
+        if not masked:
+            attention = float(seq_len) ** 2 * sum(layer.key_flops for layer in shape.layers)
+        total += linear * matrices + 3 * attention
+    return total

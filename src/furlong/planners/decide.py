@@ -43,7 +43,7 @@ from furlong.planners.question import (
 from furlong.planners.search import METHODS, search, walkable
 from furlong.planners.spaco import Sampling
 from furlong.simulate.predict import Needs, Prediction, needs_of, predict_step
-from furlong.units import count_words, format_bytes, format_seconds
+from furlong.units import budget_of, count_words, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, TrainConfig
@@ -408,7 +408,7 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
         given = f"of {plans} none fits; nearest is {options_in_words(options)}, {needs}"
         # no run has smaller chunks: that advice would lead nowhere
         names = [n for n in question.options if n != "size" or options.size > SMALLEST_CHUNK]
-        sizes = (f"memory.{name}: {-(-most // 2**20)}MiB" for name, most in enough.items())
+        sizes = (f"memory.{name}: {budget_of(most)}" for name, most in enough.items())
         change = advice(part, training, num_devices, names, alone=alone)
         change += f"; the smallest that would do is {', with '.join(sizes)}"
     elif state_bytes > limits.limit_bytes:

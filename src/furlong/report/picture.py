@@ -69,9 +69,7 @@ def save_picture(panels: Sequence[Panel], path: Path, *, most_ranks: int = 16) -
     limits = [scene.panel.limit_bytes for scene in scenes]
     most_bytes = 1.04 * max(*limits, *(max(stack, default=0) for stack in stacks))
     entries = legend(scenes)
-    rows: list[tuple[float, Any, tuple[Any, ...]]] = [
-        (_LEGEND * ceil(len(entries) / _COLUMNS) + 0.1, _draw_legend, (entries,))
-    ]
+    rows: list[tuple[float, Any, tuple[Any, ...]]] = []
     for scene in scenes:
         lines = [part for text in scene.lines for part in wrap(text, _MOST_LETTERS)]
         rows.append((_TITLE + len(lines) * _NOTE, _draw_title, (scene.title, lines)))
@@ -80,6 +78,7 @@ def save_picture(panels: Sequence[Panel], path: Path, *, most_ranks: int = 16) -
             if rank.device:
                 rows.append((_MEMORY, _draw_memory, (scene, rank, most_bytes)))
         rows.append((_AXIS, _draw_time_axis, ()))
+    rows.append((_LEGEND * ceil(len(entries) / _COLUMNS) + 0.1, _draw_legend, (entries,)))
     height = sum(inches for inches, *_ in rows)
     figure = Figure(figsize=(_WIDTH, height), facecolor="white", dpi=_DPI)
     grid = figure.add_gridspec(
@@ -158,7 +157,7 @@ def _draw_time_axis(axes: Axes) -> None:
     axes.spines.top.set_color(FAINT)
     axes.xaxis.tick_top()
     axes.xaxis.set_major_locator(MaxNLocator(nbins=14, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda time_s, _: format_seconds(time_s)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda s, _: format_seconds(s) if s else "0"))
     axes.tick_params(labelsize=9, color=FAINT, labelcolor=FAINT, direction="in", pad=-16)
 
 

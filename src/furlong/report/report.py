@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from furlong.cost.memory import MemoryCurve
 from furlong.cost.model import CostModel, PlanCosts, update_s
-from furlong.cost.seconds import Array, Hidden, PassPart
-from furlong.plan.plan import COMPUTING, ON_DEVICE, ChunkPlan, Computing
-from furlong.report.scene import Panel, ranks_per_replica
+from furlong.cost.seconds import Array, Hidden, PassPart, step_flops
+from furlong.plan.plan import COMPUTING, ON_DEVICE, Backward, ChunkPlan, Computing
+from furlong.report.scene import Panel, lost_shares, ranks_per_replica
 from furlong.simulate.clock import StepFigures, measure, simulate
 from furlong.timeline import Timeline
 from furlong.units import format_bytes
@@ -33,12 +34,12 @@ class PlanReport:
     pool_idle_ratio: float
     """Share of the processes' time inside passes in which they wait for the slowest process of
     their pool, 0..1. No other figure has it: a rank's time is that of its slowest process."""
-    update_s: float
-    """Seconds of the optimizer's step behind it, which no other figure counts."""
+    model: CostModel = field(repr=False, compare=False)
+    """Its host's bytes are the budget of the CPU memory that a device may use."""
     budget_bytes: int
     """Budget of one device."""
-    cpu_budget_bytes: int
-    """A device's share of the CPU memory of its node."""
+    disk_budget_bytes: int | None
+    """Bytes of the disk that a process may use; None: no limit."""
     num_processes: int
     """Processes that are there to run it."""
     memory: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
@@ -47,6 +48,40 @@ class PlanReport:
     @property
     def step_s(self) -> float:
         return self.figures.duration_s
+
+    @cached_property
+    def update_s(self) -> float:
+        """Seconds of the optimizer's step, which no other figure of time counts."""
+        return update_s(self.model, self.plan)
+
+    @property
+    def whole_step_s(self) -> float:
+        """Seconds of the step with that of the optimizer."""
+        return self.step_s + self.update_s
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """The parts of `bubble_ratio`, shares of the ranks' time, by the words of a page."""
+        return lost_shares(self.figures)
+
+    def mfu(self, *, masked: bool = True) -> float | None:
+        """Model FLOPs (`cost.seconds.step_flops`) over those of all devices at the peak of
+        `model.hardware` in the whole step, 0..1; `masked`: without the pairs of the causal mask.
+
+        None where chunks have no backward, and on a CPU whose peak nobody has measured.
+        """
+        machine, plan, training = self.model.hardware, self.plan, self.model.training
+        trained = {a.chunk for own in plan.actions for a in own if isinstance(a, Backward)}
+        is_whole = len(trained) == sum(not chunk.is_dummy for chunk in plan.chunks)
+        is_known = machine.device_type != "cpu" or "peak_flops_per_s" in machine.measurements
+        if not (is_whole and is_known and self.step_s):
+            return None
+        flops = step_flops(
+            self.model.shape, plan.seq_lens, has_frozen_base=training.lora is not None,
+            masked=masked,
+        )  # fmt: skip
+        num_devices = len(plan.actions) * plan.sp_size
+        return flops / (self.whole_step_s * machine.peak_flops_per_s * num_devices)
 
     @property
     def tokens_per_s(self) -> float:
@@ -72,13 +107,15 @@ class PlanReport:
     def lacks(self) -> list[str]:
         """The words for each memory of which a rank needs more than there is."""
         cpu_bytes = max(rank.peak_cpu_bytes for rank in self.memory)
+        disk_bytes = max(rank.peak_disk_bytes for rank in self.memory)
         return [
             f"{format_bytes(needed)} on a {memory} that has {format_bytes(budget)}"
             for memory, needed, budget in (
                 ("device", self.peak_bytes, self.budget_bytes),
-                ("CPU", cpu_bytes, self.cpu_budget_bytes),
+                ("CPU", cpu_bytes, self.model.hardware.host_bytes),
+                ("disk", disk_bytes, self.disk_budget_bytes),
             )
-            if needed > budget
+            if budget is not None and needed > budget
         ]
 
     @property
@@ -93,7 +130,7 @@ class PlanReport:
 
     def panel(self, title: str, note: str = "") -> Panel:
         """The plan as one panel of a picture."""
-        if self.plan.sp_size > 1:
+        if self.pool_idle_ratio >= 5e-4:
             idle = f"{self.pool_idle_ratio:.1%} of the processes' time in passes is idle"
             note = "; ".join(filter(None, (note, idle)))
         return Panel(self.timeline, self.plan, title, note, self.budget_bytes, self.memory)
@@ -105,7 +142,12 @@ class PlanReport:
             "step_s": self.step_s,
             "optimizer_s": self.update_s,
             "tokens_per_s": self.tokens_per_s,
+            "whole_step_s_between": self.model.hardware.seconds_between(self.whole_step_s),
+            "mfu": self.mfu(),
+            "mfu_unmasked": self.mfu(masked=False),
+            "peak_flops_per_s": self.model.hardware.peak_flops_per_s,
             "bubble_ratio": self.figures.bubble_ratio,
+            "lost": self.lost,
             "pool_idle_ratio": self.pool_idle_ratio,
             "breakdown": self.breakdown,
             "budget_bytes": self.budget_bytes,
@@ -133,11 +175,13 @@ def report_plan(
     model: CostModel,
     budget_bytes: int | None = None,
     *,
+    disk_budget_bytes: int | None = None,
     num_processes: int = 1,
 ) -> PlanReport:
     """Simulate a plan that has passed `plan.check` and measure it.
 
-    `budget_bytes`: of a device. `num_processes`: those that are there to run it.
+    `budget_bytes`: of a device. `disk_budget_bytes`: of the disk, None for no limit.
+    `num_processes`: those that are there to run it.
     """
     costs, memory = model.costs(plan), model.memory(budget_bytes)
     curves = [memory.curve(plan, rank) for rank in range(len(plan.actions))]
@@ -152,9 +196,9 @@ def report_plan(
         plan, timeline, figures,
         breakdown=_break_down(plan, model, costs, figures),
         pool_idle_ratio=_pool_idle_ratio(plan, model),
-        update_s=update_s(model, plan),
+        model=model,
         budget_bytes=memory.device_budget_bytes,
-        cpu_budget_bytes=int(model.hardware.host_bytes),
+        disk_budget_bytes=disk_budget_bytes,
         num_processes=num_processes,
         memory=tuple(curves),
     )  # fmt: skip

@@ -52,6 +52,8 @@ _SHARE_WORDS = {
     "waiting": "idle",
 }
 """Words for the names of StepFigures.shares()."""
+_USEFUL = ("forward", "backward")
+"""The shares that are no loss."""
 PART_WORDS = {"kv": "K,V", "kv_gradients": "dK,dV"}
 """The parts of memory that are not called what they are in code."""
 
@@ -63,12 +65,26 @@ def is_alone(plan: ChunkPlan) -> bool:
 
 def figure_words(figures: StepFigures) -> str:
     """The shares of the ranks' time, in words."""
-    return share_words({_SHARE_WORDS[name]: share for name, share in figures.shares().items()})
+    words = {_SHARE_WORDS[name]: share for name, share in figures.shares().items()}
+    return share_words(words, "   ·   ")
 
 
-def share_words(shares: Mapping[str, float]) -> str:
+def lost_shares(figures: StepFigures) -> dict[str, float]:
+    """The shares of the ranks' time that are no first forward and no backward, by their words;
+    together they are the bubble ratio."""
+    shares = figures.shares()
+    return {_SHARE_WORDS[name]: shares[name] for name in shares if name not in _USEFUL}
+
+
+def lost_words(figures: StepFigures) -> str:
+    """`22.5%: recompute 20.8%, idle 1.7%`: the bubble ratio and its parts."""
+    total = f"{figures.bubble_ratio:.1%}"
+    return ": ".join(filter(None, (total, share_words(lost_shares(figures)))))
+
+
+def share_words(shares: Mapping[str, float], between: str = ", ") -> str:
     """Shares by their words, without those that are nothing."""
-    return "   ·   ".join(f"{word} {share:.1%}" for word, share in shares.items() if share >= 5e-4)
+    return between.join(f"{word} {share:.1%}" for word, share in shares.items() if share >= 5e-4)
 
 
 def choose_ranks(
@@ -235,7 +251,7 @@ class Scene:
 
     panel: Panel
     title: str
-    """The name of the plan, its bubble ratio, time and peak memory. One device waits for none."""
+    """The name of the plan, the share of time that is lost, step time and peak memory."""
     lines: tuple[str, ...]
     """The lines under the title: note, batch, shares of the ranks' time."""
     duration_s: float
@@ -251,10 +267,10 @@ def make_scene(panel: Panel, most_ranks: int = sys.maxsize) -> Scene:
     for record in sorted(panel.timeline.records, key=lambda record: record.start_s):
         by_rank[record.rank].append(record)
     ranks, shown = choose_ranks(plan, panel.timeline, most_ranks)
-    peak, alone = max(figures.peak_device_bytes, default=0), is_alone(plan)
+    peak = max(figures.peak_device_bytes, default=0)
     title = (
         panel.title,
-        "" if alone else f"bubble {figures.bubble_ratio:.1%}",
+        f"lost {lost_words(figures)}" if figures.bubble_ratio >= 5e-4 else "",
         f"step {format_seconds(figures.duration_s)}",
         f"peak {format_bytes(peak)}" if peak else "",
     )

@@ -9,39 +9,51 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from textwrap import wrap
 from typing import Any
 
+from furlong.cost.machine import Machine
 from furlong.cost.memory import PARTS
 from furlong.errors import in_short
 from furlong.plan.plan import TARGETS, ChunkPlan
 from furlong.plan.text import KIND_WORDS, offload_in_words
-from furlong.report.report import PlanReport, Wait
+from furlong.report.report import PlanReport
 from furlong.report.scene import (
     PART_WORDS,
     choose_ranks,
     figure_words,
     is_alone,
+    lost_words,
     share_words,
 )
 from furlong.simulate.clock import StepFigures
-from furlong.units import count_words, format_bytes, format_count, format_seconds
+from furlong.units import (
+    DAY_S,
+    bytes_alike,
+    count_words,
+    format_bytes,
+    format_count,
+    format_seconds,
+)
 
-_MAX_RANKS = 16
-_INDENT = 11
+_MAX_RANKS = 8
+_INDENT, _WIDTH = 11, 80
 
 
 def line(name: str, text: str) -> str:
-    """One line of the page: a word, then what it says; further lines are indented."""
-    return name.ljust(_INDENT) + text.replace("\n", "\n" + " " * _INDENT)
+    """An entry of the page: a word, then what it says, wrapped behind the word in a width of 80.
+    Words are never cut: a path may be longer."""
+    room = _WIDTH - _INDENT
+    rows = [row for part in text.split("\n") for row in wrap(part, room, **_WHOLE_WORDS)]
+    return name.ljust(_INDENT) + ("\n" + " " * _INDENT).join(rows)
+
+
+_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def format_report(report: PlanReport) -> str:
     """The page of a plan: its chunks and actions, its seconds, its bytes."""
-    plan, figures, alone = report.plan, report.figures, is_alone(report.plan)
-    breakdown = share_words({_words(name): share for name, share in report.breakdown.items()})
-    each = f" ({format_count(report.tokens_per_s / _num_devices(plan))} per device)"
-    whose = "" if alone else "ranks' "
-    update = report.update_s
+    plan, figures = report.plan, report.figures
     order = "1F1B over chunks" if len(plan.stages) > 1 else "chunk-first"
     if max(map(len, plan.held)) > 1:
         order = "layer-first, each stage for all chunks before the next"
@@ -53,34 +65,72 @@ def format_report(report: PlanReport) -> str:
         "offload": offload_in_words(plan.offload),
         "moved": "\n".join(_traffic_words(report)),
         "layout": _layout_words(report),
-        "step": f"{format_seconds(report.step_s)} predicted,"
-        f" {format_count(report.tokens_per_s)} tokens/s{'' if alone else each}"
-        + (f"\n{format_seconds(report.step_s + update)} with the optimizer" if update else ""),
-        "bubble": f"{figures.bubble_ratio:.1%} of the {whose}time is no first forward and no"
-        f" backward\n{figure_words(figures)}",
+        "step": _step_words(report),
+        "MFU": _mfu_words(report),
+        "lost": f"{lost_words(figures)}{_inside_words(report)}",
         "pool": f"{report.pool_idle_ratio:.1%} of the processes' time in passes is idle{slowest}"
         if plan.sp_size > 1
         else "",
-        "time": breakdown,
         "memory": _memory_words(report),
     }
     lines = [line(name, text) for name, text in texts.items() if text]
-    return "\n".join([*lines, *("  " + row for row in _memory_table(report))])
+    return "\n".join([*lines, *_memory_parts(report)])
+
+
+def between_words(machine: Machine, seconds: float) -> str:
+    """Predicted seconds with their range, and its reason."""
+    low, high = map(format_seconds, machine.seconds_between(seconds))
+    why = "while figures are assumed"
+    if machine.time_error is not None:
+        why = "by the calibration's error"
+    return f"{format_seconds(seconds)} ({low} to {high} {why})"
+
+
+def _step_words(report: PlanReport) -> str:
+    seconds, num_devices = report.whole_step_s, _num_devices(report.plan)
+    tokens = f"{format_count(report.tokens_per_s)} tokens/s"
+    if num_devices > 1:
+        tokens += f", {format_count(report.tokens_per_s / num_devices)} per device"
+    if seconds:
+        tokens += f"; {format_count(sum(report.plan.seq_lens) / seconds * DAY_S)} a day"
+    return f"{between_words(report.model.hardware, seconds)}\n{tokens}"
+
+
+def _mfu_words(report: PlanReport) -> str:
+    masked, unmasked = report.mfu(), report.mfu(masked=False)
+    if masked is None or unmasked is None:
+        return ""
+    peak = report.model.hardware.peak_flops_per_s / 1e12
+    return (
+        f"{masked:.1%} of {peak:,.4g} TFLOP/s{'' if is_alone(report.plan) else ' each'}, by causal"
+        f" pairs; {unmasked:.1%} by all, as PaLM and torchtitan count"
+    )
+
+
+def _inside_words(report: PlanReport) -> str:
+    """The line for waits inside forwards and backwards, which count as their time."""
+    shares, found = report.figures.shares(), report.breakdown
+    inside = {
+        "all-to-all": found["all_to_all"],
+        "gathering weights": found["collectives"] - shares["collectives"],
+        "copies": found["copies"] - shares["copies"],
+    }
+    words = share_words(inside)
+    return f"\nwaits inside passes: {words}" if words else ""
 
 
 def runs_words(report: PlanReport, train_on: str = "", refused: str = "") -> str:
     """Whether this release runs the plan. `train_on`: the device on which a run would decide for
     this very plan, one for each of the report's processes. `refused`: why it would not."""
     if refused:
-        return f"no, furlong train refuses {refused}"
+        return f"no: {refused}"
     if report.missing:
-        own = "furlong train makes a plan of its own"
-        return f"no, it needs {report.missing}; {own}"
+        return f"no: it needs {report.missing}; furlong train makes a plan of its own"
     if train_on:
         if report.num_processes == 1:
             return f"yes: furlong train decides for it on one {train_on}"
-        started = f"torchrun --nproc-per-node {report.num_processes}"
-        return f"yes: {started} -m furlong train decides for it, each process on one {train_on}"
+        started = f"torchrun --nproc-per-node {report.num_processes} -m furlong train"
+        return f"yes: {started}\ndecides for it, each process on one {train_on}"
     return "yes, from Python: furlong.Engine.run takes a plan; furlong train chooses its own"
 
 
@@ -134,44 +184,53 @@ def _layout_words(report: PlanReport) -> str:
 
 
 def _memory_words(report: PlanReport) -> str:
-    """The rank that needs most, and what is left of its budget."""
-    peaks = [rank.peak_bytes for rank in report.memory]
-    left = report.budget_bytes - max(peaks)
-    over = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
-    peak, budget = f"peak {format_bytes(max(peaks))}", f"budget {format_bytes(report.budget_bytes)}"
-    if is_alone(report.plan):
-        return f"{peak}, {budget}: {over}"
-    of_pool = f"; a rank is {report.plan.sp_size} devices" if report.plan.sp_size > 1 else ""
-    return f"{peak} on rank {peaks.index(max(peaks))}, {budget} per device: {over}{of_pool}"
+    """The rank that needs most, and what is left of its budget; the parts where all ranks have the
+    same."""
+    peaks, budget = [rank.peak_bytes for rank in report.memory], report.budget_bytes
+    left = budget - max(peaks)
+    (peak, most, rest), unit = bytes_alike([max(peaks), budget, abs(left)])
+    words = f"peak {peak} {unit}, budget {most} {unit}"
+    if not is_alone(report.plan):
+        words = f"peak {peak} {unit} on rank {peaks.index(max(peaks))}, budget {most} {unit} each"
+    words += f": {rest} {unit} {'left' if left >= 0 else 'too much'}"
+    if report.plan.sp_size > 1:
+        words += f"; a rank is {report.plan.sp_size} devices"
+    return words
 
 
-def _memory_table(report: PlanReport) -> list[str]:
-    """A row for ranks with equal ones: the parts at their peak, their sum, the peaks of CPU memory
-    and disk."""
-    peaks = [rank.peak for rank in report.memory]
-    parts = [part for part in PARTS if any(peak[part] for peak in peaks)]
-    lower = {
-        name: values
-        for name in TARGETS
-        if any(values := [int(getattr(own, name).max(initial=0)) for own in report.memory])
-    }
-    names = [PART_WORDS.get(part, part) for part in parts]
-    head = ["rank", "stages", *names, "device", *lower]
+def _memory_parts(report: PlanReport) -> list[str]:
+    """A column for ranks with equal bytes: the parts at their peak, their sum, the peaks of CPU
+    memory and disk, all in one unit."""
+    heads = [*(PART_WORDS.get(part, part) for part in PARTS), "device", *TARGETS]
+    values = [
+        [
+            *(own.peak[part] for part in PARTS), own.peak_bytes,
+            *(int(getattr(own, name).max(initial=0)) for name in TARGETS),
+        ]
+        for own in report.memory
+    ]  # fmt: skip
+    texts, unit = bytes_alike([num_bytes for own in values for num_bytes in own])
+    rows = [(head, texts[place :: len(heads)]) for place, head in enumerate(heads)]
+    rows = [(head, of_ranks) for head, of_ranks in rows if {*of_ranks} != {"0.00"}]
+    shown = [head for head, _ in rows]
     ranks: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, held in enumerate(report.plan.held):
-        values = [*(peaks[rank][part] for part in parts), report.memory[rank].peak_bytes]
-        values += [of_ranks[rank] for of_ranks in lower.values()]
         span = f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) if held else "-"
-        ranks[span, *map(format_bytes, values)].append(rank)
+        ranks[span, *(of_ranks[rank] for _, of_ranks in rows)].append(rank)
     note = ""
     if len(ranks) > _MAX_RANKS:
-        shown, note = choose_ranks(report.plan, report.timeline, _MAX_RANKS)
-        kept = {row: [rank for rank in own if rank in shown] for row, own in ranks.items()}
+        few, note = choose_ranks(report.plan, report.timeline, _MAX_RANKS)
+        kept = {row: [rank for rank in own if rank in few] for row, own in ranks.items()}
         ranks = defaultdict(list, {row: own for row, own in kept.items() if own})
-    rows = [head, *([_spans(own), *row] for row, own in ranks.items())]
-    if is_alone(report.plan):
-        rows = [row[2:] for row in rows]
-    return [*align(rows), *([f"({note})"] if note else [])]
+    if len(ranks) == 1:
+        ((_, *row),) = ranks
+        words = ", ".join(f"{name} {text}" for name, text in zip(shown, row, strict=True))
+        return [line("", f"in {unit}: {words}")]
+    columns = [["rank", "stages", *shown], *([_spans(own), *row] for row, own in ranks.items())]
+    table = align([*zip(*columns, strict=True)], left=("rank",))
+    return [line("", f"in {unit}, by rank{f' ({note})' if note else ''}:")] + [
+        f"  {row}" for row in table
+    ]
 
 
 def _spans(numbers: list[int]) -> str:
@@ -191,8 +250,7 @@ def _num_devices(plan: ChunkPlan) -> int:
 def format_figures(figures: StepFigures) -> str:
     """The step's time, its bubble ratio, what the ranks' time goes into, and the peaks of each."""
     lines = [
-        f"step {format_seconds(figures.duration_s)}, bubble {figures.bubble_ratio:.2%} "
-        "(time without a first forward or a backward)",
+        f"step {format_seconds(figures.duration_s)}, lost {lost_words(figures)}",
         figure_words(figures),
     ]
     for word, peaks in (
@@ -217,10 +275,8 @@ def align(rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> list[
     ]
 
 
-_WIDTH = 160
+_REASON = 160
 """Most characters of a reason for having no plan; `--json` has all of it."""
-_WAITS: tuple[Wait, ...] = ("all_to_all", "collectives", "copies", "idle_and_p2p")
-"""Columns of the time in which nothing is computed."""
 
 
 @dataclass(frozen=True)
@@ -234,34 +290,35 @@ class Row:
 
 
 def format_comparison(rows: Sequence[Row]) -> str:
-    """The methods that have a plan, fastest first; in footnotes those that have none, with the
-    reason."""
+    """The methods that have a plan, fastest first; below them what each loses and its options, and
+    why others have none."""
     planned = _by_time(rows)
-    table = [[
-        "method", "dp x sp x pp", "runs here", "s/step", "vs best", "tokens/s", "bubble",
-        "idle in pools", *map(_words, _WAITS), "peak", "options",
-    ]]  # fmt: skip
+    table = [
+        ["method", "dp x sp x pp", "runs", "step", "vs best", "tokens/s", "lost", "peak"],
+        *(
+            [
+                row.method, " x ".join(str(report.layout[name]) for name in ("dp", "sp", "pp")),
+                "no" if report.missing else "", format_seconds(report.step_s),
+                f"{report.step_s / planned[0][1].step_s:.2f}x", format_count(report.tokens_per_s),
+                f"{report.figures.bubble_ratio:.1%}", format_bytes(report.peak_bytes),
+            ]
+            for row, report in planned
+        ),
+    ]  # fmt: skip
+    columns = [own for own in zip(*table, strict=True) if any(own[1:])]
+    lines = align(list(zip(*columns, strict=True)), left=("method",))
     for row, report in planned:
-        shares = [report.breakdown[name] for name in _WAITS]
-        layout = " x ".join(str(report.layout[name]) for name in ("dp", "sp", "pp"))
-        table.append([
-            row.method, layout, "no" if report.missing else "yes",
-            format_seconds(report.step_s), f"{report.step_s / planned[0][1].step_s:.2f}x",
-            format_count(report.tokens_per_s), f"{report.figures.bubble_ratio:.1%}",
-            *(f"{share:.1%}" for share in (report.pool_idle_ratio, *shares)),
-            format_bytes(report.peak_bytes), row.options,
-        ])  # fmt: skip
-    # columns in which every row says nothing, or no share, are left out
-    columns = [
-        own for own in zip(*table, strict=True) if not {"", "0.0%", "-0.0%"}.issuperset(own[1:])
-    ]
-    lines = align(list(zip(*columns, strict=True)), left=("method", "options"))
+        pool = f"{report.pool_idle_ratio:.1%} of processes' time in pools is idle"
+        told = [share_words(report.lost), _inside_words(report).lstrip("\n")]
+        told += [pool if report.pool_idle_ratio >= 5e-4 else "", row.options]
+        lines.append(line(row.method, "\n".join(filter(None, told))))
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.report is None:
             reasons.setdefault(row.refusal, []).append(row.method)
     for reason, methods in reasons.items():
-        lines.append(in_short(f"{', '.join(methods)}: no plan: {reason}", _WIDTH))
+        words = f"no plan for {', '.join(methods)}: {in_short(reason, _REASON)}"
+        lines.append(line("", words))
     return "\n".join(lines)
 
 
@@ -275,10 +332,6 @@ def comparison_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
     refused = [row for row in rows if row.report is None]
     return values + [{"method": row.method, "refusal": row.refusal} for row in refused]
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _by_time(rows: Sequence[Row]) -> list[tuple[Row, PlanReport]]:

@@ -14,7 +14,7 @@ import torch
 
 from furlong.config.schema import LogConfig
 from furlong.cost.machine import known_card
-from furlong.cost.seconds import sequence_flops
+from furlong.cost.seconds import step_flops
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError, differing, in_short
 from furlong.files import write_json, write_text
@@ -86,11 +86,7 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class MfuMeter:
-    """Counts as PaLM (Chowdhery et al., 2022, appendix B) does, over the causal pairs only.
-
-    A backward is two forwards of work, one where all matrices are frozen (adapters are small beside
-    them); what is recomputed does not count.
-    """
+    """Model FLOPs utilisation by `cost.seconds.step_flops`, of causal pairs only."""
 
     shape: ModelShape
     peak_flops_per_s: float
@@ -99,9 +95,7 @@ class MfuMeter:
 
     def mfu(self, seq_lens: Iterable[int], seconds: float) -> float:
         """Share of the peak, 0 to 1, of a step over these sequences."""
-        linear = 2 if self.has_frozen_base else 3
-        forward = [sequence_flops(self.shape, n) for n in seq_lens]
-        flops = sum(linear * matrices + 3 * attention for matrices, attention in forward)
+        flops = step_flops(self.shape, seq_lens, has_frozen_base=self.has_frozen_base)
         return flops / (seconds * self.peak_flops_per_s * self.num_devices)
 
 
