@@ -277,6 +277,16 @@ def test_a_run_file_takes_its_own_lengths_batch_seed_and_model(run_file, lengths
         f"the longest of the 6 of {counted}, and 3 others drawn with seed 3"
     )
     assert values["num_devices"] == 1
+    run = values["run"]
+    assert run["steps"] == 100 and run["seconds"] == pytest.approx(100 * run["step_s"])
+    assert run["seconds_between"][0] < run["seconds"] < run["seconds_between"][1]
+    # the mean step is shorter than the one with the longest sequence, which is shown
+    assert run["tokens_per_day"] == pytest.approx(
+        round(4 * sum(MIXED) / 6) / run["step_s"] * 86_400
+    )
+    epochs = "--train.steps=null", "--train.epochs=2"
+    assert main(["plan", str(run_file), *QUICK, "--hardware", "RTX4090", "--json", *epochs]) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["steps"] == 4
     assert values["model"] == str(Path(run_file).parent / "model")
 
 

@@ -309,7 +309,7 @@ def _of_run(question: PlanQuestion, found: Found) -> tuple[str, dict[str, Any]]:
     if question.is_run:  # the plan that is shown is of a step with the longest sequence
         step_s = found.answer.best.step_s + report.update_s * (question.num_devices == 1)
         tokens = round(per_step * lengths.num_tokens / lengths.num_sequences)
-    steps = train.steps or ceil((train.epochs or 1) * lengths.num_sequences / per_step)
+    steps = train.steps or ceil((train.epochs or 1) * ceil(lengths.num_sequences / per_step))
     machine, seconds = question.model.hardware, steps * step_s
     per_day = tokens / step_s * DAY_S if step_s else 0.0
     words = (
@@ -350,7 +350,7 @@ def _longest(question: PlanQuestion, answer: Answer) -> tuple[str, dict[str, Any
         f" ({'in the batch' if tokens == own else f'the batch has {own:,}'}):"
         f" {'fits' if fits else 'does not fit'}\n"
         f"{'two of one length' if answer.question.pair else 'one sequence alone'} may have"
-        f" {may[longest.limit]}{' by memory alone' if is_beyond else ''}"
+        f" {may[longest.limit]}{' by memory' if is_beyond else ''}"
     )
     return words, values
 
@@ -395,6 +395,7 @@ def _of_options(answer: Answer) -> Iterator[str]:
     best, chosen, question = answer.best, answer.chunked[0], answer.question
     if chosen is not best:
         yield f"{best.method}: chunks by options {_more(chosen.step_s / best.step_s)}"
+        return
     own = _keys(chosen.options)
     for name, others in (
         ("size", [own["size"] // 2, own["size"] * 2]),
@@ -443,8 +444,9 @@ def _cost(answer: Answer, wanted: dict[str, Any], name: str) -> str:
     needs = {one.options: refused.get(one.options, one.least) for one in offered}
     lacking_bytes = {options: limits.lacking(least or Needs(0)) for options, least in needs.items()}
     held = [one.estimate_s for one in offered if not lacking_bytes[one.options]]
-    if held:
-        return f"about {_more(max(1.0, min(held) / chosen.estimate_s))}"
+    if held:  # an estimate that is no longer says nothing against it
+        ratio = min(held) / chosen.estimate_s
+        return f"about {_more(ratio)}" if ratio >= 1.0005 else ""
     lacking = min(lacking_bytes.values(), default=0)
     return f"lacks {format_bytes(lacking)}" if lacking else ""
 

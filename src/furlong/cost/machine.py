@@ -45,10 +45,10 @@ THIS_CPU = "cpu"
 FREE_RAM = "three fifths of the free RAM"
 """The budget of `memory.device: auto` on a CPU."""
 ASSUMED = "assumed; furlong calibrate measures them"
-ASSUMED_ERROR = 0.5
-"""Relative error of predicted seconds while rates are assumed. It is a guess: rates that are
-published of kernels, in the place of the assumed ones, made steps of cards 1.3 to 1.5 times as long
-or as short."""
+ASSUMED_ERROR = {"cuda": 0.5, "cpu": 2.0}
+"""Relative error of predicted seconds while rates are assumed, by type of device: a guess. Rates
+that are published of kernels, in the place of the assumed ones, made steps of cards 1.3 to 1.5
+times as long or as short; nobody knows the cores of a CPU."""
 VERSION = 1
 """The version of a calibration's file."""
 _LEAST_MARGIN = 0.02
@@ -154,8 +154,8 @@ class Machine:
 
     def seconds_between(self, seconds: float) -> tuple[float, float]:
         """The range of predicted seconds, by the error of a calibration or of assumptions."""
-        error = 1 + (ASSUMED_ERROR if self.time_error is None else self.time_error)
-        return seconds / error, seconds * error
+        error = ASSUMED_ERROR[self.device_type] if self.time_error is None else self.time_error
+        return seconds / (1 + error), seconds * (1 + error)
 
     def budget(
         self, given: int | Literal["auto"], num_local: int | None = None, free_bytes: int = 0

@@ -188,11 +188,15 @@ def _memory_words(report: PlanReport) -> str:
     same."""
     peaks, budget = [rank.peak_bytes for rank in report.memory], report.budget_bytes
     left = budget - max(peaks)
-    (peak, most, rest), unit = bytes_alike([max(peaks), budget, abs(left)])
-    words = f"peak {peak} {unit}, budget {most} {unit}"
+    amounts = max(peaks), budget, abs(left)
+    texts, unit = bytes_alike(amounts)
+    peak, most, rest = (f"{text} {unit}" for text in texts)
+    if texts[0] == "0.00":
+        peak, most, rest = map(format_bytes, amounts)
+    words = f"peak {peak}, budget {most}"
     if not is_alone(report.plan):
-        words = f"peak {peak} {unit} on rank {peaks.index(max(peaks))}, budget {most} {unit} each"
-    words += f": {rest} {unit} {'left' if left >= 0 else 'too much'}"
+        words = f"peak {peak} on rank {peaks.index(max(peaks))}, budget {most} each"
+    words += f": {rest} {'left' if left >= 0 else 'too much'}"
     if report.plan.sp_size > 1:
         words += f"; a rank is {report.plan.sp_size} devices"
     return words
