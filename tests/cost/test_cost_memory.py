@@ -24,6 +24,7 @@ from furlong.plan.plan import (
     Unshard,
 )
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders import plan_on_device
 
 LLAMA8, QWEN = model_shape("Llama-3-8B"), model_shape("Qwen2.5-0.5B")
 WHOLE = frozenset((0,))
@@ -74,15 +75,41 @@ def test_gradients_are_whole_until_they_are_reduced():
 
     def held(plan, **training):
         curves = [curve(plan, rank, training=Training(**training)) for rank in (0, 1)]
-        return [found.peak["gradients"] for found in curves]
+        return [found.device[:, PARTS.index("gradients")].max() for found in curves]
 
     assert [held(plan, zero_stage=zero) for zero in (0, 1, 2)] == [[4 * n] * 2] * 3
     assert held(plan, zero_stage=3) == [2 * n] * 2
     adapters = 4 * 4 * Lora(rank=4).layer_parameters(tiny_shape(), 0)
     assert held(plan, zero_stage=2, lora=Lora(rank=4)) == [adapters] * 2
-    # without a Backward there is nothing to reduce
+    # without a Backward there are none
     evaluated = replace(plan, actions=tuple((Forward(c, 0, "input"),) for c in (0, 2)))
-    assert held(evaluated, zero_stage=2) == [2 * n] * 2
+    assert held(evaluated, zero_stage=2) == [0] * 2
+
+
+def test_gradients_come_with_the_first_backward_of_their_stage():
+    shape, column = tiny_shape(), PARTS.index("gradients")
+    options = ChunkOptions(size=32, order="layer-first", stage_layers=2)
+    plan = plan_on_device([64], options, num_layers=4)
+    found = dict(zip(plan.actions[0], curve(plan).device[:, column].tolist(), strict=True))
+    layers, ends = (4 * n for n in (2 * shape.layers[0].parameters, shape.embedding_parameters))
+    last = layers + ends + 4 * shape.final_parameters
+    assert all(not n for action, n in found.items() if isinstance(action, Forward))
+    assert found[Reduce(1)] == last and found[Reduce(0)] == 4 * shape.num_parameters
+    # a first Backward: the whole graph with the head's gradient, or all gradients and no graph
+    whole = plan_on_device([256], ChunkOptions(size=256), num_layers=4)
+    first, after = (row[column] for row in curve(whole).device.tolist()[1:])
+    assert (first, after) == (last - layers, 4 * shape.num_parameters)
+    few = plan_on_device([4], ChunkOptions(size=4), num_layers=4)
+    assert curve(few).device[1, column] == 4 * shape.num_parameters
+
+
+def test_a_pools_only_backward_leaves_shards_of_its_layers():
+    """Each layer's gradient is reduced when it is made; head and embedding wait for the last."""
+    training = replace(Training.in_dtype("float32"), zero_stage=1, gathers=True)
+    made = [training.weights(tiny_shape(), (4,), WHOLE, 2).gradients(0, n) for n in (1, 2)]
+    assert made[0][0] == made[1][0] and made[0][-1] == made[1][-1]
+    assert [2 * n for n in made[0][1:-1]] == made[1][1:-1]
+    assert sum(made[1]) == 4 * tiny_shape().num_parameters
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -189,9 +216,9 @@ def test_processes_of_a_group_hold_their_own_slices():
 def test_a_pool_on_cpus_counts_what_is_added_up_and_what_the_heap_does_not_give_back():
     shape = shape_of_values(TINY | {"vocab_size": 2000})
     training = replace(Training.in_dtype("float32"), zero_stage=1, gathers=True)
-    chunk = Chunk((Slice(0, 0, 16, Place(0, 2)),))
-    actions = (Forward(0, 0, "all"), Backward(0, 0), Reduce(0))
-    plan = ChunkPlan((16,), (chunk,), (4,), (actions,), sp_size=2)
+    chunks = tuple(Chunk((Slice(i, 0, 16, Place(0, 2)),)) for i in (0, 1))
+    actions = tuple(a for c in (0, 1) for a in (Forward(c, 0, "all"), Backward(c, 0)))
+    plan = ChunkPlan((16, 16), chunks, (4,), ((*actions, Reduce(0)),), sp_size=2)
     on_cpu = PlanMemory(shape, training, 10**15, heap_blocks=1.0, device_type="cpu")
 
     def buffers(memory):

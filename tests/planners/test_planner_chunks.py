@@ -202,12 +202,13 @@ def test_one_token_more_does_not_fit(layers, budget, dp_size, sp_size):
     tokens = fitting_tokens(MODEL.memory(budget), dp_size=dp_size, **sizes)
 
     def check_on(size, num_tokens):
-        """Each device holds so many tokens, of slices on `size` processes each."""
+        """Each device holds so many tokens at a time, of slices on `size` processes each, twice."""
         num_places = sp_size // size
-        lens = [num_tokens * size] * num_places * dp_size
+        lens = [num_tokens * size] * num_places * dp_size * 2
         pieces = [Slice(i, 0, n, Place(i % num_places * size, size)) for i, n in enumerate(lens)]
         batches = [tuple(pieces[i : i + num_places]) for i in range(0, len(lens), num_places)]
-        replicas = [[Chunk(own)] for own in batches]
+        chunks = [Chunk(own) for own in batches]
+        replicas = [chunks[i : i + 2] for i in range(0, len(chunks), 2)]
         plan = chunk_by_chunk(lens, replicas, num_layers=32, **sizes)
         check(replace(plan, regathers=True), MODEL.memory(budget))
 

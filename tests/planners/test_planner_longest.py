@@ -41,6 +41,6 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pp: int) -> None:
 
 
 def test_a_pool_that_places_whole_sequences_cuts_those_that_fit_no_other_way() -> None:
-    answer = search(Question([900] * 16, MODEL, Limits(12 * GIB), 2, given={"sp": 2}))
+    answer = search(Question([900] * 16, MODEL, Limits(10 * GIB), 2, given={"sp": 2}))
     assert answer.best.method == "places"
     assert longest_sequence(answer).num_tokens > 10_000

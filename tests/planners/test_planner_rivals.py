@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.shapes import shape_of_values
 
 from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
@@ -153,9 +154,15 @@ def test_dials_beside_own_chunks_keep_kv_on_the_device():
 
 def test_a_method_that_is_named_is_not_refused_for_dials_that_do_not_fit():
     """A run takes them in its evaluations alone."""
-    lens, limits = (60,) * 8, Limits(6100 * 2**20, margin=0.0)
+    lens, limits = (60,) * 8, Limits(2700 * 2**20, margin=0.0)
+    values = {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 2, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "vocab_size": 151_936, "tie_word_embeddings": True,
+    }  # fmt: skip
+    base = replace(BASE, shape=shape_of_values(values))  # the logits are most of it
     question = Question(
-        lens, BASE, limits, 2, longest=60, sequences_per_step=8, given={"sp": 2}, method="skrull"
+        lens, base, limits, 2, longest=60, sequences_per_step=8, given={"sp": 2}, method="skrull"
     )
     answer = search(question)
     model = question.model_of(Layout(sp=2))

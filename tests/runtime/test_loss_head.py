@@ -14,7 +14,7 @@ from furlong.errors import ConfigError
 from furlong.models.decoder import HFDecoder
 from furlong.plan.plan import Chunk, ChunkPlan, Slice
 from furlong.plan.rows import rows_of
-from furlong.runtime.batch import batch_of, chunk_inputs, shift_labels
+from furlong.runtime.batch import batch_of, chunk_targets, shift_labels
 from furlong.runtime.head import LossHead
 
 LENS = [7, 4]
@@ -23,24 +23,24 @@ CHUNK = Chunk((Slice(0, 2, 7), Slice(1, 0, 4)))
 
 @pytest.fixture
 def subject():
-    """A model's head, the inputs of a chunk, final hidden states (T, D)."""
+    """A model's head, the targets of a chunk, final hidden states (T, D)."""
     model = HFDecoder(build("granite"))
     own = batch_of(shift_labels(batch(LENS, masked=[range(4)])))
     rows = rows_of(CHUNK, 0, sp_size=1, q_heads=1, kv_heads=1)
-    inputs = chunk_inputs(rows, own, model.device)
+    targets = chunk_targets(rows, own, model.device)
     hidden = torch.randn(9, 32, dtype=torch.float64, requires_grad=True)
     plan = ChunkPlan(tuple(LENS), (CHUNK,), (3,), ((),))
-    return model, partial(LossHead, model, plan, own), inputs, hidden
+    return model, partial(LossHead, model, plan, own), targets, hidden
 
 
 def test_losses_of_tokens_lie_where_the_plan_says(subject):
-    model, make, inputs, hidden = subject
+    model, make, targets, hidden = subject
     head = make()
     with torch.no_grad():
-        head.evaluate(hidden, inputs)
+        head.evaluate(hidden, targets)
         each = torch.zeros(9, dtype=torch.float64)
-        logits = model.logits(hidden)[inputs.labelled_rows]
-        each[inputs.labelled_rows] = cross_entropy(logits, inputs.labels, reduction="none")
+        logits = model.logits(hidden)[targets.labelled_rows]
+        each[targets.labelled_rows] = cross_entropy(logits, targets.labels, reduction="none")
     first, second = head.token_losses
     torch.testing.assert_close(first[2:], each[:5])
     torch.testing.assert_close(second, each[5:])
@@ -49,10 +49,10 @@ def test_losses_of_tokens_lie_where_the_plan_says(subject):
 
 
 def test_a_head_that_leads_to_no_trained_parameter_is_refused(subject):
-    model, make, inputs, hidden = subject
+    model, make, targets, hidden = subject
     model.base.requires_grad_(False)
     with pytest.raises(ConfigError, match="depends on no parameter that requires a gradient"):
-        make().gradient(hidden.detach(), inputs, 1.0, 1)
+        make().gradient(hidden.detach(), targets, 1.0, 1)
     model.base.get_output_embeddings().weight.requires_grad_(True)
-    make().gradient(hidden.detach(), inputs, 1.0, 1)
+    make().gradient(hidden.detach(), targets, 1.0, 1)
     assert model.base.get_output_embeddings().weight.grad.any()

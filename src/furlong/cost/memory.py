@@ -7,7 +7,8 @@
 A simulation of a rank follows the executor, which obeys the plan's passes, and adds up what comes
 and goes:
 
-    ids            token ids, positions and labels: from stage 0's Forward to its Backward
+    ids            token ids and positions: from stage 0's Forward to its Backward
+    gradients      of a stage: made by its first Backward, layer by layer, while the graph goes
     inputs         hidden states in front of a stage: from the pass that delivers them to the last
                    that reads them, or in the Backward overwritten by their gradient, which the
                    Backward of the stage before reads. Offloaded, every pass reads them but the
@@ -86,7 +87,7 @@ _HELD: dict[str, tuple[Part, Kind | None]] = {
 }
 
 
-_OF_A_LAYER: tuple[Part, ...] = ("activations", "states", "buffers")
+_OF_A_LAYER: tuple[Part, ...] = ("gradients", "activations", "states", "buffers")
 """Parts of what is on the device only while a layer computes."""
 
 
@@ -136,6 +137,9 @@ class MemoryCurve:
     disk: NDArray[np.int64]
     """(actions,) bytes on disk."""
     traffic: PlanTraffic
+    late: Mapping[int, tuple[float, float, float]]
+    """By first Backward of a stage, bytes on the device beyond those with its whole graph: when the
+    gradients of all layers are there, and when that in front of them is; and these gradients."""
 
     @cached_property
     def device_bytes(self) -> list[int]:
@@ -171,8 +175,8 @@ class MemoryCurve:
         return int(self.disk.max(initial=0))
 
 
-TOKEN_BYTES = 24
-"""Bytes of one token's id, position and label, int64 each."""
+TOKEN_BYTES = 16
+"""Bytes of one token's id and position, int64 each; a label comes with the loss of its chunk."""
 _FLOAT32 = 4
 
 
@@ -355,7 +359,8 @@ class PlanMemory:
             if isinstance(action, (Forward, Recompute)):
                 tokens = plan.chunks[action.chunk].num_tokens / plan.sp_size
                 blocks.append(tokens * widest * training.compute_bytes)
-                if what.computes == "graph":
+                block_bytes = tokens * shape.hidden_size * training.compute_bytes
+                if what.computes == "graph" and block_bytes < MAPPED_BYTES:  # others go back
                     cell = stage_bytes(shape, plan.stages, action.stage, training)
                     graph = tokens * cell.graph(what.recompute_layers)
                     graphs.append(graph / plan.stages[action.stage])
@@ -387,7 +392,7 @@ class PlanMemory:
         cpu = np.stack([curve.cpu for curve in curves]).max(axis=0)
         disk = np.stack([curve.disk for curve in curves]).max(axis=0)
         most = max((c.traffic for c in curves), key=lambda t: float((t.read + t.written).sum()))
-        return MemoryCurve(device, cpu, disk, most)
+        return MemoryCurve(device, cpu, disk, most, curves[0].late)
 
 
 def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
@@ -459,6 +464,11 @@ class _RankMemory:
         self._largest = 0.0
         """Bytes of the largest tensor that went to the CPU."""
         self._stored: dict[tuple[int, int], tuple[StoredLayers, ...]] = {}
+        self._num_backwards = Counter(a.stage for a in self._actions if isinstance(a, Backward))
+        """Backwards of each stage until its first one, which makes its gradients."""
+        self._made = 0.0
+        """Bytes of gradients that the action makes of layers, and that stay."""
+        self._late: dict[int, tuple[float, float, float]] = {}
 
     def run(self) -> MemoryCurve:
         """Go through the list of the rank."""
@@ -469,6 +479,7 @@ class _RankMemory:
         staged, moved = np.zeros(count), np.zeros((count, 4, len(KINDS)))
         computed = passes(self._plan, self._rank)
         for i, (action, what) in enumerate(zip(self._actions, computed, strict=True)):
+            self._index = i
             self._begin(action, what)
             passing = self._passing
             used.append([self._device[part] + passing[part] for part in PARTS])
@@ -487,7 +498,7 @@ class _RankMemory:
             device[:, PARTS.index("buffers")] += np.maximum(0, staging - staged)
         cpu, disk = np.rint(lower).astype(np.int64).reshape(count, 2).T
         traffic = PlanTraffic(self._plan.offload, *moved.swapaxes(0, 1))
-        return MemoryCurve(np.rint(device).astype(np.int64), cpu, disk, traffic)
+        return MemoryCurve(np.rint(device).astype(np.int64), cpu, disk, traffic, self._late)
 
     def add(self, part: Part, num_bytes: float, target: OffloadTarget = "none") -> None:
         """Bytes that stay, or go where they are negative."""
@@ -539,15 +550,12 @@ class _RankMemory:
         held = self._held_stages
         alike = len(plan.holders[held[0]]) if held else 1  # share all of their stages
         group = alike * plan.sp_size * training.replicas
-        own = training.weights(shape, plan.stages, frozenset(held), group)
-        trained = frozenset(a.stage for a in self._actions if isinstance(a, Backward))
-        reduced = training.weights(shape, plan.stages, trained, group)
-        state = own.state
-        self.add("weights", state.weights)
-        self.add("gradients", state.gradients + reduced.unreduced_bytes)
-        self.add("optimizer", state.optimizer)
+        self._weights = own = training.weights(shape, plan.stages, frozenset(held), group)
+        self.add("weights", own.state.weights)
+        self.add("optimizer", own.state.optimizer)
         heap = memory.heap_bytes(plan, self._rank)
-        collective = own.collective_bytes(reuses=not heap)
+        waits = any(count > 1 for count in self._num_backwards.values())
+        collective = own.collective_bytes(reuses=waits and not heap)
         self.add("buffers", memory.overhead_bytes + heap + collective + self._under_way())
         if not any(isinstance(action, Unshard) for action in self._actions):
             self.add("buffers", own.gathered_bytes)
@@ -617,6 +625,8 @@ class _RankMemory:
             again = range(what.remembered, what.recompute_layers)
             self._stream_kv(chunk, stage, range(height), again)
             self._backward(chunk, stage, recomputes=what.recompute_layers > 0)
+            if num_backwards := self._num_backwards.pop(stage, 0):
+                self._make_gradients(chunk, stage, what.recompute_layers, num_backwards)
             return
         if entering := cell.state and cell.state * len(list(self._entering(chunk, stage))):
             self.read("kv", entering)
@@ -695,6 +705,21 @@ class _RankMemory:
             else:
                 self._hold("inputs", chunk, stage, message, "buffers")
 
+    def _make_gradients(self, chunk: int, stage: int, again: int, num_backwards: int) -> None:
+        """The first Backward of a stage, whose first `again` layers run again, makes its gradients:
+        the head's with all of the graph, of layers while that goes."""
+        gradients = self._weights.gradients(stage, num_backwards)
+        self.add("gradients", gradients[-1])
+        self._made = sum(gradients[:-1])
+        held = [self._held.get((name, chunk, stage)) for name in ("graphs", "graph again")]
+        graph_bytes = sum(own[2] for own in held if own is not None and own[0] == "none")
+        moments = first_backward(self._cells[stage], again, graph_bytes, gradients)
+        late, end = (made - gone for made, gone in moments[-2:])
+        self._late[self._index] = late, end, self._made
+        made, gone = max(moments, key=lambda moment: moment[0] - moment[1])
+        self._passing["gradients"] += made
+        self._passing["activations"] -= gone
+
     def _end(self, action: Action, index: int) -> None:
         """Free what ends with the action."""
         for chunk, stage in self._input_frees[index]:
@@ -711,6 +736,8 @@ class _RankMemory:
             case Backward(chunk, stage):
                 for name in ("graphs", "graph again", "attention", "ids", "leaf"):
                     self._let_go(name, chunk, stage)
+                self.add("gradients", self._made)
+                self._made = 0.0
                 self._let_go("inputs", chunk, stage + 1)  # by now the gradient of the output
                 gradient = self._let_go("inputs", chunk, stage)
                 if gradient and stage > self._plan.frozen_stages:
@@ -799,6 +826,25 @@ class _RankMemory:
                 tokens = tokens.with_gradients_of(drawn)
             found.append(StoredLayers(tokens, window, tuple(own), kv, gradients, plan.offload.kv))
         return tuple(found)
+
+
+def first_backward(
+    cell: StageBytes, again: int, graph_bytes: float, gradients: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Bytes of layers' gradients that are there, and of the graph that are gone, in a Backward that
+    makes `gradients` (`RankWeights.gradients`): before each layer, with the first one's gradient
+    there, and with that in front of it.
+
+    `again`: first layers of the stage that keep only their input; `graph_bytes`: of a whole graph
+    on the device.
+    """
+    front, *layers, _ = gradients
+    height = len(layers)
+    graph = [cell.ends, *reversed(cell.graph_layers[again:]), *[cell.message] * again]
+    gone = [graph_bytes / sum(graph) * n for n in accumulate(graph)]
+    made = [0.0, *accumulate(reversed(layers))]
+    moments = [(0.0, 0.0), *zip(made[:height], gone, strict=False)]
+    return [*moments, (made[-1], gone[-2]), (made[-1] + front, gone[-1])]
 
 
 def token_share(piece: Slice, process: int) -> float:

@@ -178,15 +178,20 @@ class RankWeights:
         return self.shape.embedding_parameters * (min(1, count) if self.shape.tied_head else count)
 
     @cached_property
+    def _ends_trained(self) -> tuple[int, int]:
+        """Trained parameters of the embedding and of the head, whose gradient comes first where
+        they are one."""
+        lora, (first, last) = self.training.lora, self._ends
+        embedding, head = (True, True) if lora is None else (lora.embedding, lora.head)
+        if self.shape.tied_head:
+            embedding, head = (embedding or head) and not (first and last), embedding or head
+        count = self.shape.embedding_parameters
+        return count * (first and embedding), count * (last and head)
+
+    @property
     def beside_trained(self) -> int:
         """Trained parameters of embedding and head."""
-        lora = self.training.lora
-        if lora is None:
-            return self.beside
-        if self.shape.tied_head:
-            return self.beside * (lora.embedding or lora.head)
-        first, last = self._ends
-        return self.shape.embedding_parameters * (lora.embedding * first + lora.head * last)
+        return sum(self._ends_trained)
 
     @cached_property
     def all(self) -> int:
@@ -258,8 +263,8 @@ class RankWeights:
         """Bytes beside whole weights and gradients while a group gathers or adds them up: the
         largest layer passes through a buffer; so does what is beside the layers, whose gradients
         are shards by then. Under ZeRO-3 that layer's gradient is whole in compute dtype, too.
-        `reuses`: whether the memory of whole gradients is there again when they are shards; a C
-        library's heap does not give it back."""
+        `reuses`: whether whole gradients have waited, whose memory is there again when they are
+        shards; a C library's heap keeps it."""
         training = self.training
         if not training.gathers or self.group_size <= 1:
             return 0
@@ -273,13 +278,31 @@ class RankWeights:
             widest = max(widest, max(layers) * (element_bytes + training.compute_bytes))
         return round(widest)
 
-    @property
-    def unreduced_bytes(self) -> int:
-        """Bytes of gradients beyond their shard that wait for a Reduce: all under ZeRO-2; under
-        this runtime's ZeRO-3 those beside the layers."""
-        waiting = {2: self.trained, 3: self.beside_trained * self.training.gathers}
-        whole = waiting.get(self.training.zero_stage, 0) * self.training.gradient_bytes
-        return round(whole * (1 - 1 / self.group_size))
+    def gradients(self, stage: int, num_backwards: int) -> list[float]:
+        """Bytes of the gradients that a stage's first Backward makes, of so many: in front of its
+        layers, of each layer, and behind them.
+
+        They are whole until they are reduced, which this runtime does in the last Backward of a
+        stage, layer by layer, and ZeRO-3 in each; this runtime's of embedding and head wait for the
+        last Backward of all.
+        """
+        training, shape, lora = self.training, self.shape, self.training.lora
+        numbers = range(sum(self.stages[:stage]), sum(self.stages[: stage + 1]))
+        layers = [
+            shape.layers[n].parameters if lora is None else lora.layer_parameters(shape, n)
+            for n in numbers
+        ]
+        embedding, head = self._ends_trained
+        ends = [
+            (embedding + shape.entrance_parameters * (lora is None)) * (stage == 0),
+            (head + shape.final_parameters * (lora is None)) * (stage == len(self.stages) - 1),
+        ]
+        is_shard = training.zero_stage == 3
+        share = 1 / self.group_size if is_shard and not training.gathers else 1.0
+        front, behind = (share * training.gradient_bytes * n for n in ends)
+        is_shard |= training.gathers and num_backwards == 1
+        share = 1 / self.group_size if is_shard else 1.0
+        return [front, *(share * training.gradient_bytes * n for n in layers), behind]
 
     @property
     def gathered_bytes(self) -> int:

@@ -26,10 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from furlong.cost.memory import TOKEN_BYTES, StageBytes
+from furlong.cost.memory import TOKEN_BYTES, StageBytes, first_backward
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import Hidden, PassPart, chunk_table, parts_of
 from furlong.cost.shape import ModelShape
+from furlong.cost.training import RankWeights
 from furlong.errors import ConfigError
 from furlong.plan.passes import passes
 from furlong.plan.plan import (
@@ -444,7 +445,8 @@ class TimeEstimate:
 
 class ByteBound:
     """Least bytes of the longest sequence alone, in chunks of one size: those at the first backward
-    of the last stage, when everything that the forward has kept is there."""
+    of the last stage, when everything that the forward has kept is there; at the next one, when its
+    gradients are; and at the first stage's, when all are."""
 
     def __init__(
         self,
@@ -477,9 +479,12 @@ class ByteBound:
         )
         self._attends = tuple(layer.attends for layer in shape.layers[first:][: self._num_layers])
         """Whether each layer has attention."""
-        group_size = layout.dp * layout.sp
-        held = model.training.weights(shape, own, frozenset((stage,)), group_size)
-        self._static_bytes = held.state.total + memory.overhead_bytes
+        self._weights = partial(
+            RankWeights, model.training, shape, group_size=layout.dp * layout.sp
+        )
+        held = self._weights(stages=own, held=frozenset((stage,)))
+        self._static_bytes = held.state.weights + held.state.optimizer + memory.overhead_bytes
+        self._made: dict[tuple[tuple[int, ...], int], list[float]] = {}
         self._segment = segment_tokens(self._cell((self._num_layers,)).kv_layer, memory.device_type)
 
     def _cell(self, stages: tuple[int, ...]) -> StageBytes:
@@ -489,12 +494,22 @@ class ByteBound:
             self._cells[stages] = self._memory.cell(whole, stage % len(whole))
         return self._cells[stages]
 
+    def _gradients(self, stages: tuple[int, ...], stage: int) -> list[float]:
+        """Those that the first Backward of a stage makes."""
+        key = stages, stage
+        if key not in self._made:
+            held = frozenset((stage,) if self._stages else range(len(stages)))
+            own = self._weights(stages=stages, held=held)
+            self._made[key] = own.gradients(stage, self._num_chunks)
+        return self._made[key]
+
     def needs(self, options: ChunkOptions) -> Needs:
         """Bytes in each memory, of which no plan with these options needs less."""
         moments = [self._at(options, self._last, done=0)]
-        if self._num_chunks > 1 and self._last < self._size:
-            # the chunk before is larger
+        if self._num_chunks > 1:
             moments.append(self._at(options, self._size, done=self._last))
+        if not self._stages and len(stages_of(self._num_layers, options)) > 1:
+            moments.append(self._at_first_stage(options))
         segment = self._segment
         if (
             options.offloading.kv != "none"
@@ -516,21 +531,23 @@ class ByteBound:
         cell, num_below = self._cell(stages), len(stages) - 1
         offload, keep, height = options.offloading, options.keep, stages[-1]
         used: dict[OffloadTarget, float] = dict.fromkeys(("none", *TARGETS), 0.0)
-        used["none"] = self._static_bytes
+        stage = (self._stages, self._stage) if self._stages else (stages, num_below)
+        gradients, made = self._gradients(*stage), 0.0
+        used["none"] = self._static_bytes + (sum(gradients) if done else gradients[-1])
         used["none"] += (tokens - done) * TOKEN_BYTES
-        loss = self._memory.loss_bytes(cell, current, backward=True)
-        used["none"] += current * cell.message + max(loss, current * cell.working)
         if keep == "all":
             whole = self._cell((num_layers,))
             again = min(num_layers, options.recompute_layers * len(stages))
             graphs = sum(sorted(whole.graph_layers)[: num_layers - again])
             used[offload.graphs] += (tokens - done) * (graphs + again * whole.message)
+            is_here = offload.graphs == "none"
         else:
             num_done = -(-done // self._size)
             num_retained = max(0, min(options.num_retained, self._num_chunks) - num_done)
             graph_tokens = current + max(0, num_retained - 1) * self._size
             graph = cell.graph(min(options.recompute_layers, height))
             used[offload.graphs if num_retained > 0 else "none"] += graph_tokens * graph
+            is_here = offload.graphs == "none" or num_retained <= 0
             if num_below:
                 # the inputs of cells whose graph is there are its leaves
                 used[offload.inputs] += (num_below * tokens - graph_tokens) * cell.message
@@ -541,8 +558,13 @@ class ByteBound:
                 known = tokens * whole.attention(range(own))
                 known += dropped * whole.attention(range(own, num_layers - 1))
                 used[offload.attention] += known
+        again = min(options.recompute_layers, height)
+        if not done:
+            graph = current * cell.graph(again) if is_here else 0.0
+            made = max(a - b for a, b in first_backward(cell, again, graph, gradients))
+        loss = self._memory.loss_bytes(cell, current, backward=True)
+        used["none"] += current * cell.message + max(loss, current * cell.working + made)
         if keep == "all" or options.num_retained:
-            again = min(options.recompute_layers, height)
             used[offload.graphs] += self._ahead_tokens * cell.graph(again)
         held = height if num_below and keep in ("input", "attention") else num_layers
         used[offload.kv] += self._stored_tokens(held) * cell.kv_layer
@@ -560,6 +582,30 @@ class ByteBound:
             sees_all = None in self._windows[num_layers - height :]
             passing = min(2 * each, max(0, prefix - num_hot * each)) if sees_all else 0
             used["none"] += (hot + passing) * cell.kv_gradient_layer
+        return Needs(*map(int, used.values()))
+
+    def _at_first_stage(self, options: ChunkOptions) -> Needs:
+        """Bytes in the first stage's backward of the last chunk but one, or of the only one, when
+        the gradients of all stages are there."""
+        stages, tokens = stages_of(self._num_layers, options), self._stored + self._last
+        current, done = (self._size, self._last) if self._stored else (self._last, 0)
+        cell, offload, height = self._memory.cell(stages, 0), options.offloading, stages[0]
+        gradients, again = self._gradients(stages, 0), min(options.recompute_layers, height)
+        graph, made = current * cell.graph(again), sum(gradients[:-1])
+        if not done:
+            is_here = options.keep != "all" or offload.graphs == "none"
+            made = max(a - b for a, b in first_backward(cell, again, graph * is_here, gradients))
+        used: dict[OffloadTarget, float] = dict.fromkeys(("none", *TARGETS), 0.0)
+        others = sum(self._gradients((self._num_layers,), 0)) - sum(gradients[:-1])
+        used["none"] = self._static_bytes + others + made + (tokens - done) * TOKEN_BYTES
+        used["none"] += current * (cell.message + cell.working)
+        used[offload.inputs] += (tokens - done) * cell.message  # gradients of the stage's output
+        used[offload.graphs if options.keep == "all" else "none"] += graph
+        waiting = tokens - done - current
+        if options.keep == "all":
+            used[offload.graphs] += waiting * cell.graph(again)
+        elif options.keep == "attention":
+            used[offload.attention] += waiting * cell.attention(range(height))
         return Needs(*map(int, used.values()))
 
     def _stored_tokens(self, height: int, *, seen: bool = False, most: float = inf) -> float:

@@ -315,12 +315,17 @@ def peak_bytes(
     place_size: int | None = None,
 ) -> int:
     """Bytes that a device needs with `device_tokens` tokens at a time, of slices that are sharded
-    over all of the pool, or (`place_size`) over so many processes each."""
+    over all of the pool, or (`place_size`) over so many processes each; in the second of two such
+    micro-batches, beside the gradients of the first."""
     size = sp_size if place_size is None else place_size
     firsts, num_tokens = range(0, sp_size, size), device_tokens * size
-    chunk = Chunk(tuple(Slice(i, 0, num_tokens, Place(at, size)) for i, at in enumerate(firsts)))
+    count = len(firsts)
+    batches = [
+        Chunk(tuple(Slice(i, 0, num_tokens, Place(at, size)) for i, at in enumerate(firsts, start)))
+        for start in (0, count)
+    ]
     plan = chunk_by_chunk(
-        (num_tokens,) * len(firsts), [[chunk]], num_layers=memory.shape.num_layers,
+        (num_tokens,) * 2 * count, [batches], num_layers=memory.shape.num_layers,
         sp_size=sp_size, recompute_layers=recompute_layers,
     )  # fmt: skip
     # the other replicas share the state; one that runs is enough

@@ -59,6 +59,7 @@ Integers = NDArray[np.int64]
 Pipeline = tuple[range, Sequence[int]]
 """Its groups, and the layers that the cells of each of its diagonals recompute."""
 
+_GRADIENTS = PARTS.index("gradients")
 _MOST_SLICES = 64
 """Pieces of the longest sequence."""
 _PATIENCE = 3
@@ -322,8 +323,9 @@ def loads_of(plan: ChunkPlan, memory: PlanMemory, spare_bytes: int = 0) -> Loads
         means = np.cumsum(cell.graph_layers) / np.arange(1, height + 1)
         layer_bytes = means.min() - cell.message  # of a token, at least, saved by each layer
         alive = np.zeros(num_diagonals)  # bytes that a layer of each graph that is there would save
-        device = memory.curve(plan, stage).device  # (actions, parts)
-        for action, parts in zip(actions, device.tolist(), strict=True):
+        curve = memory.curve(plan, stage)
+        whole = curve.device[-1, _GRADIENTS] if first else 0  # of pipelines before
+        for index, (action, parts) in enumerate(zip(actions, curve.device.tolist(), strict=True)):
             if not isinstance(action, Forward | Backward):
                 continue
             diagonal = places[action.chunk - first] + last - stage
@@ -332,15 +334,26 @@ def loads_of(plan: ChunkPlan, memory: PlanMemory, spare_bytes: int = 0) -> Loads
             is_backward = isinstance(action, Backward)
             more = max(cell.graph_layers) * tokens * is_backward
             lacks = sum(parts) + spare_bytes - memory.device_budget_bytes
-            moments = [(lacks, more)]
-            if is_backward and (loss := parts[PARTS.index("logits")]):
+            *late, made = curve.late.get(index, (0.0, 0.0, 0.0))
+            lacks += made if first and is_backward else max(0, whole - parts[_GRADIENTS])
+            others = np.where(np.arange(num_diagonals) == diagonal, 0.0, alive)
+            start, moments = lacks - max(0.0, *late), []
+            if is_backward and stage == last:
                 # the loss runs before a layer recomputes, and is over when one is at work
+                loss = memory.loss_bytes(cell, tokens, backward=True)
                 at_work = tokens * (cell.working + cell.exchange * (plan.sp_size > 1))
-                moments = [(lacks, 0.0), (lacks - loss + at_work, more)]
-            for lacks, more in moments:
+                if parts[PARTS.index("logits")]:
+                    start = lacks - loss + at_work
+                moments = [(start - at_work + loss, 0.0, alive.copy())]
+            moments.append((start, more, alive.copy()))
+            # when the gradients are there, one layer of the graph is left, and then none
+            beside = zip(late, (alive[diagonal], 0.0), strict=True) if made and not first else ()
+            for beyond, gone in beside:
+                moments.append((start + beyond, more - gone, others))
+            for lacks, more, saves in moments:
                 if lacks + more > 0:  # at other moments all fits in any case
                     excess.append(lacks)
-                    saved.append(alive.copy())
+                    saved.append(saves)
                     again.append(more)
                     acting.append(diagonal)
                     heights.append(height)

@@ -113,13 +113,13 @@ class Batch:
         """The sequences of the call that have tokens in a slice."""
         return {i for i, *_ in self.within(piece.seq_id, piece.start, piece.stop)}
 
-    def extras_of(self, inputs: ChunkInputs) -> dict[str, Tensor]:
+    def extras_of(self, targets: ChunkTargets) -> dict[str, Tensor]:
         """The extras (R, ...) of a chunk's labels, on their device."""
-        names = self.sequences[inputs.tokens[0][0]].extras if inputs.tokens else ()
+        names = self.sequences[targets.tokens[0][0]].extras if targets.tokens else ()
         return {
             name: sent_to(
-                inputs.labels.device,
-                torch.cat([_at(self.sequences[i].extras[name], at) for i, at in inputs.tokens]),
+                targets.labels.device,
+                torch.cat([_at(self.sequences[i].extras[name], at) for i, at in targets.tokens]),
             )
             for name in names
         }
@@ -140,8 +140,17 @@ def batch_of(sequences: Sequence[ShiftedSequence], seq_lens: Sequence[int] | Non
 
 @dataclass(frozen=True, slots=True)
 class ChunkInputs:
+    """The inputs of a chunk, which live from its first pass to its last one."""
+
     input_ids: Tensor  # (T,) int64
     position_ids: Tensor  # (T,) int64, from each slice's own place in its sequence
+    rows: ChunkRows
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTargets:
+    """The labels of a chunk, which live while its loss is computed."""
+
     labels: Tensor  # (R,) int64, shifted
     labelled_rows: Tensor  # (R,) int64, the row of each label
     rows: ChunkRows
@@ -178,6 +187,12 @@ def chunk_inputs(
         positions.append(torch.arange(first, first + stop - start, device="cpu"))
     if not rows.tokens:
         ids = positions = [torch.zeros(1, dtype=torch.int64, device="cpu")]
+    sent = [sent_to(device, torch.cat(x)) for x in (ids, positions)]
+    return ChunkInputs(sent[0], sent[1], rows)
+
+
+def chunk_targets(rows: ChunkRows, batch: Batch, device: torch.device) -> ChunkTargets:
+    """The labels of a process's rows of one chunk, on their way to the device."""
     none = torch.zeros(0, dtype=torch.int64, device="cpu")
     labels, labelled, found = [none], [none], []
     for index, tokens, row in batch.runs(rows):
@@ -185,8 +200,8 @@ def chunk_inputs(
         labels.append(own_labels)
         labelled.append(at + row)
         found.append((index, at + tokens.start + 1))
-    sent = [sent_to(device, torch.cat(x)) for x in (ids, positions, labels, labelled)]
-    return ChunkInputs(sent[0], sent[1], sent[2], sent[3], rows, found)
+    sent = [sent_to(device, torch.cat(x)) for x in (labels, labelled)]
+    return ChunkTargets(sent[0], sent[1], rows, found)
 
 
 def sent_to(device: torch.device, x: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ from furlong.plan.passes import Pass
 from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Order, Recompute, Slice
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import assemble, walk_group
-from furlong.runtime.batch import Batch, ChunkInputs, ShiftedSequence, batch_of
+from furlong.runtime.batch import Batch, ChunkTargets, ShiftedSequence, batch_of
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.executor import Executor, Layers
 from furlong.runtime.head import OutputHead
@@ -500,10 +500,10 @@ class TrialHead(OutputHead):
         super().__init__(model, batch, None, nullcontext, is_rounded=False)
         self._cotangent = cotangent
 
-    def gradient(self, hidden: Tensor, inputs: ChunkInputs, *factors: Any) -> Tensor:
-        self.evaluate(hidden.detach(), inputs)
-        self.cotangents = [self._cotangent(hidden), *[None] * len(inputs.rows.tokens)]
-        return super().gradient(hidden, inputs, *factors)
+    def gradient(self, hidden: Tensor, targets: ChunkTargets, *factors: Any) -> Tensor:
+        self.evaluate(hidden.detach(), targets)
+        self.cotangents = [self._cotangent(hidden), *[None] * len(targets.rows.tokens)]
+        return super().gradient(hidden, targets, *factors)
 
 
 def cuts(length: int) -> list[int]:

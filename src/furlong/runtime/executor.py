@@ -37,7 +37,7 @@ from furlong.plan.plan import (
     Send,
     Unshard,
 )
-from furlong.runtime.batch import Batch, ChunkInputs, chunk_inputs
+from furlong.runtime.batch import Batch, ChunkInputs, ChunkTargets, chunk_inputs, chunk_targets
 from furlong.runtime.cell import Cell, SavedGraph, chunk_pieces, open_store, rows_on
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.head import Head, LossHead
@@ -228,7 +228,7 @@ class Executor:
                     with torch.no_grad():
                         hidden = self._run(cell, at, what)
                         if what.loss:
-                            self._head.evaluate(hidden, self._inputs_of(action.chunk))
+                            self._head.evaluate(hidden, self._targets_of(action.chunk))
                     self._deliver(("activation", *at), hidden)
                 case "graph":
                     if self._graphs is not None and isinstance(action, Forward):
@@ -284,6 +284,9 @@ class Executor:
             self._inputs[chunk] = chunk_inputs(rows, self._batch, self._model.device, branches)
         return self._inputs[chunk]
 
+    def _targets_of(self, chunk: int) -> ChunkTargets:
+        return chunk_targets(self._inputs_of(chunk).rows, self._batch, self._model.device)
+
     def _deliver(self, message: Message, x: Tensor) -> None:
         """Hand on what leaves a stage (T, D): to a stage of this rank, or to another one."""
         payload, chunk, stage = message
@@ -319,7 +322,7 @@ class Executor:
         assert cell.output is not None
         cell.relay_factor = action.relay_factor
         if what.loss:
-            own = self._inputs_of(chunk)
+            own = self._targets_of(chunk)
             gradient = self._head.gradient(cell.output, own, action.loss_factor, self._divisor)
             if not self._head.num_labels and self._comms.is_last(action):
                 self._head.no_rows(cell.output)

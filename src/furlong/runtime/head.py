@@ -24,7 +24,7 @@ from furlong.models.decoder import HFDecoder
 from furlong.ops.loss import TiledHead, label_losses
 from furlong.plan.plan import ChunkPlan
 from furlong.plan.rows import Run
-from furlong.runtime.batch import WEIGHTS, Batch, ChunkInputs, sent_to
+from furlong.runtime.batch import WEIGHTS, Batch, ChunkTargets, sent_to
 from furlong.values import Extras, TokenFunction
 
 
@@ -52,22 +52,22 @@ class LossHead:
         self.num_labels = 0
         """Labels of this process that a loss was taken of."""
 
-    def evaluate(self, hidden: Tensor, inputs: ChunkInputs) -> None:
+    def evaluate(self, hidden: Tensor, targets: ChunkTargets) -> None:
         """Add a chunk's loss, and note that of each token, of final hidden states (T, D), in a pass
         without a graph."""
-        extras = self._batch.extras_of(inputs)
-        values = self._tiled.forward(hidden, inputs.labelled_rows, inputs.labels, extras)
+        extras = self._batch.extras_of(targets)
+        values = self._tiled.forward(hidden, targets.labelled_rows, targets.labels, extras)
         if values is None:
             return
         losses = values.double()
         self.loss_sum += losses.sum()
-        self.num_labels += len(inputs.labels)
+        self.num_labels += len(targets.labels)
         if self.token_losses:
-            for (index, tokens), own in _by_run(inputs, losses):
+            for (index, tokens), own in _by_run(targets, losses):
                 self.token_losses[index][sent_to(own.device, tokens - 1)] = own
 
     def gradient(
-        self, hidden: Tensor, inputs: ChunkInputs, loss_factor: float, num_valid_tokens: int
+        self, hidden: Tensor, targets: ChunkTargets, loss_factor: float, num_valid_tokens: int
     ) -> Tensor:
         """Add a chunk's loss; the gradient (T, D) by the final hidden states of `loss_factor` times
         it, divided by the number of labels.
@@ -77,13 +77,13 @@ class LossHead:
         if not hidden.requires_grad:
             self._require_gradient(hidden)
         gradient, losses = self._tiled.backward(
-            hidden, inputs.labelled_rows, inputs.labels, self._batch.extras_of(inputs),
-            self._scales(inputs, loss_factor / num_valid_tokens),
+            hidden, targets.labelled_rows, targets.labels, self._batch.extras_of(targets),
+            self._scales(targets, loss_factor / num_valid_tokens),
         )  # fmt: skip
         weight = loss_factor if self._estimates else 1.0
         self.loss_sum += weight * losses.double().sum()
-        self._num_counted += weight * len(inputs.labels)
-        self.num_labels += len(inputs.labels)
+        self._num_counted += weight * len(targets.labels)
+        self.num_labels += len(targets.labels)
         return gradient
 
     def no_rows(self, hidden: Tensor) -> None:
@@ -113,13 +113,13 @@ class LossHead:
         mean = loss_sum / num_counted if num_counted else math.nan
         return mean * num_valid_tokens, num_valid_tokens
 
-    def _scales(self, inputs: ChunkInputs, scale: float) -> Tensor:
+    def _scales(self, targets: ChunkTargets, scale: float) -> Tensor:
         """How often the loss of each label counts in the gradient, (R,)."""
-        of_all = torch.full(inputs.labels.shape, scale, dtype=torch.float64, device="cpu")
+        of_all = torch.full(targets.labels.shape, scale, dtype=torch.float64, device="cpu")
         if self._batch.weights is not None:
-            for (index, _), own in _by_run(inputs, of_all):
+            for (index, _), own in _by_run(targets, of_all):
                 own *= self._batch.weights[index]
-        return sent_to(inputs.labels.device, of_all)
+        return sent_to(targets.labels.device, of_all)
 
     def _require_gradient(self, hidden: Tensor) -> None:
         """Raise ConfigError if neither the decoder nor the head leads to a trained parameter."""
@@ -159,53 +159,53 @@ class OutputHead:
         self._met: dict[tuple[Run, ...], list[Tensor]] = {}
         self._moved: dict[tuple[Run, ...], Tensor] = {}
 
-    def evaluate(self, hidden: Tensor, inputs: ChunkInputs) -> None:
+    def evaluate(self, hidden: Tensor, targets: ChunkTargets) -> None:
         """Put out what is of a chunk's final hidden states (T, D)."""
-        self.num_labels += len(inputs.labels)
-        met = self._met[inputs.rows.tokens] = [self._projected(hidden)]
+        self.num_labels += len(targets.labels)
+        met = self._met[targets.rows.tokens] = [self._projected(hidden)]
         if self._tiled is None:
-            for index, run, row in self._batch.runs(inputs.rows):
+            for index, run, row in self._batch.runs(targets.rows):
                 own = self._output(index, hidden)
                 own[run.start : run.stop] = hidden[row : row + len(run)]
             return
-        extras = self._batch.extras_of(inputs)
-        values = self._tiled.forward(hidden, inputs.labelled_rows, inputs.labels, extras)
+        extras = self._batch.extras_of(targets)
+        values = self._tiled.forward(hidden, targets.labelled_rows, targets.labels, extras)
         if values is None:
             return
         met.append(values)
-        for (index, tokens), own in _by_run(inputs, values):
+        for (index, tokens), own in _by_run(targets, values):
             self._output(index, values)[sent_to(own.device, tokens)] = own
 
     def gradient(
-        self, hidden: Tensor, inputs: ChunkInputs, loss_factor: float, num_valid_tokens: int
+        self, hidden: Tensor, targets: ChunkTargets, loss_factor: float, num_valid_tokens: int
     ) -> Tensor:
         """The gradient (T, D) of what was put out, whose own are `cotangents`."""
-        self.num_labels += len(inputs.labels)
+        self.num_labels += len(targets.labels)
         again = [self._projected(hidden.detach())]
         if self._tiled is None:
             wide = torch.promote_types(hidden.dtype, torch.float32)  # rows may be of many sequences
             gradient = torch.zeros_like(hidden, dtype=wide)
-            for index, run, row in self._batch.runs(inputs.rows):
+            for index, run, row in self._batch.runs(targets.rows):
                 own = self.cotangents[index]
                 if own is not None:
                     gradient[row : row + len(run)] += own[run.start : run.stop]
             gradient = gradient.to(hidden.dtype)
-        elif not len(inputs.labels) or all(self.cotangents[i] is None for i, _ in inputs.tokens):
+        elif not len(targets.labels) or all(self.cotangents[i] is None for i, _ in targets.tokens):
             gradient = torch.zeros_like(hidden)
         else:
             gradient, values = self._tiled.backward(
-                hidden, inputs.labelled_rows, inputs.labels, self._batch.extras_of(inputs),
-                self._own_cotangents(inputs),
+                hidden, targets.labelled_rows, targets.labels, self._batch.extras_of(targets),
+                self._own_cotangents(targets),
             )  # fmt: skip
             again.append(values)
-        if not inputs.rows.tokens:
+        if not targets.rows.tokens:
             return gradient  # of a chunk that has no token on this process
-        met = self._met.pop(inputs.rows.tokens)
+        met = self._met.pop(targets.rows.tokens)
         moved = [_moved(met[0], again[0], 1e-30)]
         for then, now in zip(met[1:], again[1:], strict=False):
             # such as a log-ratio, which is all rounding while the policy is the one that sampled
             moved.append(_moved(then, now, then.numel() ** 0.5))
-        self._moved[inputs.rows.tokens] = torch.stack(moved).max()
+        self._moved[targets.rows.tokens] = torch.stack(moved).max()
         return gradient
 
     def no_rows(self, hidden: Tensor) -> None:
@@ -244,11 +244,11 @@ class OutputHead:
                     change="change weights, adapters and modes after the backward alone",
                 )
 
-    def _own_cotangents(self, inputs: ChunkInputs) -> Tensor:
+    def _own_cotangents(self, targets: ChunkTargets) -> Tensor:
         """The cotangents (R, ...) of a chunk's labels, zeros of sequences that have none."""
         like = next(own for own in self.cotangents if own is not None)
         found = []
-        for index, tokens in inputs.tokens:
+        for index, tokens in targets.tokens:
             own = self.cotangents[index]
             found.append(
                 like.new_zeros((len(tokens), *like.shape[1:]))
@@ -294,10 +294,10 @@ def _weighted(function: TokenFunction, logits: Tensor, labels: Tensor, extras: E
     return losses if weights is None else losses * weights.to(losses.dtype)
 
 
-def _by_run(inputs: ChunkInputs, values: Tensor) -> Iterator[tuple[tuple[int, Tensor], Tensor]]:
+def _by_run(targets: ChunkTargets, values: Tensor) -> Iterator[tuple[tuple[int, Tensor], Tensor]]:
     """The runs of a chunk's labels, each with its own of the values (R, ...)."""
-    lens = [len(tokens) for _, tokens in inputs.tokens]
-    return zip(inputs.tokens, values.split(lens), strict=True)
+    lens = [len(tokens) for _, tokens in targets.tokens]
+    return zip(targets.tokens, values.split(lens), strict=True)
 
 
 def _moved(then: Tensor, now: Tensor, least: float) -> Tensor:

@@ -513,6 +513,7 @@ class Trainer:
         """The loss of the held-out sequences and of a share of the training ones, by name; None
         when a signal has stopped it."""
         settings = self.config.train
+        self.optimizer.zero_grad()  # the last step's gradients, which no prediction counts here
         sets: dict[str, Any] = {}
         if self.eval_data is not None:
             sets[HELD_OUT] = self.eval_data, self.eval_data.units
