@@ -21,7 +21,7 @@ MADE = runpy.run_path(str(ROOT / "scripts" / "recipes.py"))
 RECIPES = {recipe.stem: recipe for recipe in MADE["RECIPES"]}
 PLANNED = [name for name, file in RECIPES.items() if "# Planned:" in file.read_text()]
 TINY = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 320, "max_position_embeddings": 1024,
     "pad_token_id": 0,
 }  # fmt: skip
@@ -72,7 +72,7 @@ def test_two_steps_in_small(
     flags = {
         "model.name": tmp_path / "model", "model.init": "pretrained", "model.dtype": "float32",
         "data.train": json.dumps(sources), "data.max_seq_len": 1024,
-        "data.cache_dir": tmp_path / "cache", "chunks.size": 32, "parallel.dp": 1,
+        "data.cache_dir": tmp_path / "cache", "chunks.size": 64, "parallel.dp": 1,
         "parallel.sp": 1, "parallel.pp": 1, "memory.cpu": "auto", "train.epochs": "null",
         "train.steps": 2, "train.sequences_per_step": 2, "out": tmp_path / "run",
     }  # fmt: skip

@@ -210,12 +210,17 @@ def test_repeats_of_a_data_loader_lose_their_labels() -> None:
     assert packed.tolist() == [list(range(6))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [
-        ["torch.distributed.run", "--nproc-per-node=2", "--standalone"],
-        ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"],
+        pytest.param(
+            ["torch.distributed.run", "--nproc-per-node=2", "--standalone"], marks=pytest.mark.slow
+        ),
+        # which calls torchrun's own
+        pytest.param(
+            ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"],
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["torchrun", "accelerate"],
 )

@@ -326,9 +326,13 @@ FEW = ("Qwen2.5-0.5B", "Qwen3-8B", "Llama-3.2-1B", "GPT-13B")
 
 
 @pytest.mark.parametrize(
-    "names", [FEW, pytest.param(tuple(known_models()), marks=pytest.mark.slow)], ids=["few", "all"]
+    "names",
+    [
+        pytest.param(FEW, marks=pytest.mark.slow),
+        pytest.param(tuple(known_models()), marks=pytest.mark.nightly),
+    ],
+    ids=["few", "all"],
 )
-@pytest.mark.slow
 def test_rows_of_known_models_are_what_is_measured(names, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
     import known_models as made

@@ -64,7 +64,7 @@ def test_adapters_with_dropout_resume_to_the_same_weights() -> None:
     assert finding.passed, finding
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sampled_run_resumes_to_the_same_draws() -> None:
     sample = {"chunks": 8, "check_every_steps": 3}
     finding = check_resume(run_config(ChunksConfig(size=64, sample=sample)), tiny())

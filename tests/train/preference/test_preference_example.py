@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "preference.py"
 LIMIT_S = 120
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_margin_of_held_out_pairs_rises(tmp_path: Path) -> None:
     before = os.times()
     ended = subprocess.run(
