@@ -21,6 +21,7 @@ import pytest
 from helpers.byte_tokenizer import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from furlong.cli.main import main
 from furlong.train.run_folder import FORMAT_VERSION, MANIFEST, measured
 
 SCRIPT = """
@@ -339,7 +340,7 @@ def test_nothing_of_a_checkpoint_is_executed(world: World) -> None:
     first = world.train("checkpoint", world.whole, "--train.save_every_steps=1")
     first[first.index("--train.steps=2")] = "--train.steps=4"
     run = world.home / "runs" / "checkpoint"
-    assert run_commands(world, {"first": first})["first"][0] == 0
+    assert main(first) == 0
     for path in (run / "report.json", run / "model"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     older, newest = sorted((run / "checkpoints").glob("step-*"))[-2:]
