@@ -187,11 +187,8 @@ def test_flat_runs_and_counts_the_bytes_of_the_plan(tmp_path):
     assert {p["verdict"] for p in bytes_off} == {"met"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "parts",
-    ["versions,seven", pytest.param("errors,long,processes,train", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("parts", ["versions,seven", "errors,long,processes,train"])
 def test_gpu_runs_with_tiny_shapes_on_a_cpu(parts, tmp_path):
     values = tmp_path / "gpu.json"
     ended = benchmark(

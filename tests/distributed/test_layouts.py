@@ -62,10 +62,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         slow({"dp": 2}, ()),
         ({"pp": 2}, ()),
         ({"sp": 2}, ()),
-        # with one sequence in a step one replica is always idle
-        slow({"dp": 2}, (*LORA, "--train.sequences_per_step=1")),
         # with one sequence in a step one pipeline, or one pool, is always idle
-        slow({"dp": 2, "pp": 2}, ("--train.sequences_per_step=1",)),
+        slow({"dp": 2, "pp": 2}, (*LORA, "--train.sequences_per_step=1")),
         slow({"dp": 2, "sp": 2}, ("--train.sequences_per_step=1", "--chunks.keep=input")),
         slow({"sp": 2, "pp": 2}, ("--chunks.num_retained=0", "--chunks.keep=kv")),
     ],

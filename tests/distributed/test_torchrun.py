@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.launched import Launched
 from helpers.load import slowed
-from helpers.tiny_runs import TinyRun
+from helpers.tiny_runs import TinyRun, run_command
 
 NUM_STEPS = 12
 LIMIT_S = 180
@@ -105,7 +106,8 @@ def test_a_run_of_which_a_process_is_killed_ends_in_the_same_bits(
     tiny_run: TinyRun, tmp_path: Path
 ) -> None:
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "killed" / "run"
-    assert Torchrun(tiny_run.arguments(undisturbed, *STEPS), tmp_path / "said.txt").wait() == 0
+    plain = Launched(tmp_path / "said", run_command, tiny_run.arguments(undisturbed, *STEPS))
+    assert [process.code for process in plain.ended(LIMIT_S)] == [0, 0]
     assert killed(tiny_run, tmp_path / "killed", random.Random(0)) < slowed(60)
     assert weights_of(run) == weights_of(undisturbed)
     assert losses_of(run) == losses_of(undisturbed)

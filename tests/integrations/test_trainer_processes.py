@@ -83,8 +83,12 @@ DIVIDED = {
     "a loss of one's own": Run({"max_steps": 3} | FSDP, loss=SQUARED),
 }
 LONG_RUNS = {
-    "adapters": Run({"gradient_accumulation_steps": 2}, lora=True, num_records=57),
-    "packed": Run({"per_device_train_batch_size": 1, "packing": True}, sft=True, num_records=60),
+    "adapters": Run({"max_steps": 4, "gradient_accumulation_steps": 2}, lora=True, num_records=33),
+    "packed": Run(
+        {"max_steps": 8, "per_device_train_batch_size": 1, "packing": True},
+        sft=True,
+        num_records=30,
+    ),
     "logits": Run({"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}, metrics=True),
     "sft": Run({"max_steps": 3}, sft=True),
     "a loss of one's own": Run({"max_steps": 3}, loss=SQUARED),

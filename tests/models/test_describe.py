@@ -272,7 +272,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(
     "name",
-    [n if n == "qwen3_5_text" else pytest.param(n, marks=pytest.mark.slow) for n in PUBLISHED],
+    [n if n == "qwen3_5_text" else pytest.param(n, marks=pytest.mark.nightly) for n in PUBLISHED],
 )
 def test_states_and_what_tokens_store_of_published_models(name):
     settings, num_recurrent, layer_mib, all_mib, kv_mib = PUBLISHED[name]

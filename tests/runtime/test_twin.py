@@ -81,8 +81,9 @@ def test_a_twin_has_the_models_class_layers_and_ties():
 
 @pytest.mark.slow
 def test_the_twin_of_a_deep_model_has_few_layers():
-    """Families that scan in float32 are off by 2e-4 in the 48 layers of Qwen3-Next."""
-    model = HFDecoder(build("qwen3_next", torch.bfloat16, num_hidden_layers=48, layer_types=None))
+    """Families that scan in float32 are off by 2e-4 in the 48 layers of Qwen3-Next; these are half
+    as many."""
+    model = HFDecoder(build("qwen3_next", torch.bfloat16, num_hidden_layers=24, layer_types=None))
     (small,) = checks._twins(model)
     assert set(small.config.layer_types) == set(model.config.layer_types)
     assert small.num_layers < 9 and checks._check(small, ProbedBackend()) < 1e-4
