@@ -317,6 +317,11 @@ def test_a_comparison_is_sorted_and_keeps_refusals():
     assert "1 x 1 x 2" in lines[1] and "1.00x" in lines[1]
     assert lines[-1].strip() == "no plan for none, another: rank 0 lacks 3 GiB"
     assert max(map(len, lines)) <= 80 and lines[-2].strip() == "size 256"
+    fast = replace(fast, num_processes=2)
+    for report in (fast, replace(fast, refused="too long")):
+        only = [Row("fast", "", report)]
+        assert (" no " in format_comparison(only).splitlines()[1]) != report.runs_here
+        assert comparison_json(only)[0]["runs_here"] == (not report.refused)
     values = comparison_json(rows)
     assert [value["method"] for value in values] == ["fast", "slow", "none", "another"]
     assert values[1]["relative"] == pytest.approx(slow.step_s / fast.step_s)

@@ -235,7 +235,7 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
         decision, answer, name,
         report_plan(
             plan, model, budget, disk_budget_bytes=question.limits.disk_bytes,
-            num_processes=num_devices,
+            num_processes=num_devices, refused=question.refused,
         ),
     )  # fmt: skip
 
@@ -280,7 +280,7 @@ def _show_found(
     below = {
         "run": run_words,
         "longest": longest_words,
-        "runs here": runs_words(report, question.model.hardware.name, question.refused),
+        "runs here": runs_words(report, question.model.hardware.name),
         "auto": decision.words if is_told else "\n".join(why),
         "parallel": decision.layout_words if is_told else "",
         "smallest": smallest,
@@ -289,7 +289,7 @@ def _show_found(
         f" {answer.num_pruned} were left out by their bounds ({format_seconds(answer.seconds)})",
     }
     tell("drawing it")
-    _show_page(report, chosen, above, below, values, question.refused)
+    _show_page(report, chosen, above, below, values)
     if chosen.out is not None:
         with writing(chosen.out):
             chosen.out.write_text(save_plan(plan, question.made_for()), encoding="utf-8")
@@ -574,11 +574,11 @@ def _show_saved(file: str, flags: RunFlags) -> None:
         )  # fmt: skip
     budget = config.memory.device
     report = report_plan(
-        plan, model, None if budget == "auto" else budget, disk_budget_bytes=config.memory.disk
-    )
+        plan, model, None if budget == "auto" else budget, refused=refused,
+        disk_budget_bytes=config.memory.disk,
+    )  # fmt: skip
     above = {"devices": f"{num_devices} x {spec.name}, {config.model.name}"}
-    below = {"runs here": runs_words(report, refused=refused)}
-    _show_page(report, chosen, above, below, report.to_json(), refused)
+    _show_page(report, chosen, above, {"runs here": runs_words(report)}, report.to_json())
     _draw([report.panel(Path(file).stem)], chosen)
 
 
@@ -629,12 +629,12 @@ def _load(file: str) -> tuple[ChunkPlan, dict[str, Any]]:
 
 def _show_page(
     report: PlanReport, chosen: Namespace, above: Mapping[str, str], below: Mapping[str, str],
-    values: Mapping[str, Any], refused: str,
+    values: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Print a plan between lines `above` and `below`, whose empty ones are left out, or `values`
-    as JSON. `refused`: why furlong train refuses the run, if it does."""
+    as JSON."""
     if chosen.json:
-        print(json.dumps({**values, **({"runs_here": False} if refused else {})}, indent=1))
+        print(json.dumps(values, indent=1))
     else:
         print("\n".join([_lines(above), format_report(report), _lines(below)]))
 

@@ -42,6 +42,8 @@ class PlanReport:
     """Bytes of the disk that a process may use; None: no limit."""
     num_processes: int
     """Processes that are there to run it."""
+    refused: str
+    """Why `furlong train` refuses the run, whatever its plan; empty where it does not."""
     memory: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
     """The bytes of each rank while each of its actions runs, and what it moves."""
 
@@ -90,6 +92,10 @@ class PlanReport:
     @property
     def peak_bytes(self) -> int:
         return max(rank.peak_bytes for rank in self.memory)
+
+    @property
+    def runs_here(self) -> bool:
+        return not (self.refused or self.missing)
 
     @property
     def missing(self) -> str:
@@ -165,8 +171,9 @@ class PlanReport:
             ],
             "figures": self.figures.to_json(),
             "fits": not self.lacks,
-            "runs_here": not self.missing,
+            "runs_here": self.runs_here,
             "missing_to_run": self.missing,
+            "refused": self.refused,
         }
 
 
@@ -177,11 +184,12 @@ def report_plan(
     *,
     disk_budget_bytes: int | None = None,
     num_processes: int = 1,
+    refused: str = "",
 ) -> PlanReport:
     """Simulate a plan that has passed `plan.check` and measure it.
 
     `budget_bytes`: of a device. `disk_budget_bytes`: of the disk, None for no limit.
-    `num_processes`: those that are there to run it.
+    `num_processes`: those that are there to run it. `refused`: why no run would.
     """
     costs, memory = model.costs(plan), model.memory(budget_bytes)
     curves = [memory.curve(plan, rank) for rank in range(len(plan.actions))]
@@ -200,6 +208,7 @@ def report_plan(
         budget_bytes=memory.device_budget_bytes,
         disk_budget_bytes=disk_budget_bytes,
         num_processes=num_processes,
+        refused=refused,
         memory=tuple(curves),
     )  # fmt: skip
 

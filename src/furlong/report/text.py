@@ -119,11 +119,11 @@ def _inside_words(report: PlanReport) -> str:
     return f"\nwaits inside passes: {words}" if words else ""
 
 
-def runs_words(report: PlanReport, train_on: str = "", refused: str = "") -> str:
+def runs_words(report: PlanReport, train_on: str = "") -> str:
     """Whether this release runs the plan. `train_on`: the device on which a run would decide for
-    this very plan, one for each of the report's processes. `refused`: why it would not."""
-    if refused:
-        return f"no: {refused}"
+    this very plan, one for each of the report's processes."""
+    if report.refused:
+        return f"no: {report.refused}"
     if report.missing:
         return f"no: it needs {report.missing}; furlong train makes a plan of its own"
     if train_on:
@@ -302,7 +302,7 @@ def format_comparison(rows: Sequence[Row]) -> str:
         *(
             [
                 row.method, " x ".join(str(report.layout[name]) for name in ("dp", "sp", "pp")),
-                "no" if report.missing else "", format_seconds(report.step_s),
+                "" if report.runs_here else "no", format_seconds(report.step_s),
                 f"{report.step_s / planned[0][1].step_s:.2f}x", format_count(report.tokens_per_s),
                 f"{report.figures.bubble_ratio:.1%}", format_bytes(report.peak_bytes),
             ]
