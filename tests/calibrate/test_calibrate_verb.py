@@ -37,6 +37,16 @@ def parts(printed):
     return [line.split(":")[0] for line in printed.splitlines()]
 
 
+def test_more_processes_than_gpus_are_refused(model, capsys, monkeypatch):
+    for name, value in {"is_available": True, "device_count": 1}.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda value=value: value)
+    for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["calibrate", str(model)]) == 2
+    said = capsys.readouterr().err
+    assert "2 processes" in said and said.rstrip().endswith("torchrun --nproc-per-node 1")
+
+
 @pytest.mark.slow
 def test_a_calibration_is_written_and_found_again(model, quick, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

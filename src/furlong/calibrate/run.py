@@ -46,6 +46,7 @@ from furlong.models.folder import check_folder
 from furlong.models.shrink import cut_layers
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
+from furlong.runtime.distributed.mesh import gpu_of
 from furlong.runtime.profile import memory_bytes
 from furlong.simulate.predict import predict
 
@@ -327,8 +328,12 @@ def calibrate(
     return found
 
 
+_OF_TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
 def device_of(name: str) -> torch.device:
-    """The device named `auto`, `cpu` or `cuda`. Raises ConfigError for CUDA where there is none."""
+    """The device named `auto`, `cpu` or `cuda`. Raises ConfigError for CUDA where there is none,
+    and for a process of torchrun without a GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             given="--device cuda, and no GPU that torch can use",
@@ -338,7 +343,8 @@ def device_of(name: str) -> torch.device:
         )
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    number, num_local = (int(os.environ.get(x, d)) for x, d in _OF_TORCHRUN.items())
+    return gpu_of(number, num_local)
 
 
 def spec_of(device: torch.device) -> Machine:

@@ -23,14 +23,13 @@ from furlong.data.loader import (
     iterate_batches,
 )
 from furlong.data.stream import SharedBlocks, StreamSet
-from furlong.errors import ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.build import build_model
 from furlong.models.decoder import HFDecoder
 from furlong.planners.decide import Decision, division_in_words, given_options
 from furlong.planners.options import option_values, value_in_words
 from furlong.planners.spaco import sampling_in_words
-from furlong.runtime.distributed.mesh import Ranks
+from furlong.runtime.distributed.mesh import Ranks, gpu_of
 from furlong.train.checkpoints import ModelSize
 from furlong.train.kernels import put_kernels
 from furlong.train.processes import Launch, Processes
@@ -43,17 +42,8 @@ def device_of(launch: Launch) -> torch.device:
     """The device of this process. Raises ConfigError for a process without a GPU among others."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    num_gpus = torch.cuda.device_count()
-    if launch.local_number >= num_gpus:
-        raise ConfigError(
-            given=f"{launch.num_local} processes on a machine with {num_gpus} GPUs",
-            required="at most one process per GPU",
-            source="the number of processes that were started",
-            change=f"torchrun --nproc-per-node {num_gpus}",
-        )
-    if launch.num_processes == 1:
-        return torch.device("cuda")
-    return torch.device("cuda", launch.local_number)
+    device = gpu_of(launch.local_number, launch.num_local)
+    return torch.device("cuda") if launch.num_processes == 1 else device
 
 
 def engine_of(

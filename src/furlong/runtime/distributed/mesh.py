@@ -8,6 +8,7 @@ from datetime import timedelta
 from itertools import pairwise
 from math import prod
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -144,6 +145,20 @@ def ranks_of_group(group: ProcessGroup, device_type: str) -> Ranks:
     mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
     size = group.size()
     return Ranks(mesh, group, 1, size, 1, 0, group.rank(), 0, {}, mesh)
+
+
+def gpu_of(number: int, num_local: int) -> torch.device:
+    """The GPU of the process with a number among `num_local` on this machine. Raises ConfigError
+    where there are fewer GPUs."""
+    num_gpus = torch.cuda.device_count()
+    if number >= num_gpus:
+        raise ConfigError(
+            given=f"{num_local} processes on a machine with {num_gpus} GPUs",
+            required="at most one process per GPU",
+            source="the number of processes that were started",
+            change=f"torchrun --nproc-per-node {num_gpus}",
+        )
+    return torch.device("cuda", number)
 
 
 def ranks_given(
