@@ -318,7 +318,9 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "pairs": (pairs, "--devices=2"),
         "compared pairs": (pairs, "--compare"),
         "counted pairs": (pairs, "--sequences=2"),
-        "samples": ({**sampled, **long, "chunks.size": 64}, "--devices=2"),
+        "no pipeline": ({"chunks.method": "infinipipe"}, "--devices=2"),
+        "no pool": ({"chunks.method": "places"}, "--devices=2"),
+        "no sample": ({"chunks.method": "spaco", **long, "chunks.size": 64}, "--devices=1"),
         "own chunks": ({"chunks.method": "infinipipe", "chunks.size": 64}, "--devices=1"),
     }  # fmt: skip
     for name, (keys, flag) in of_plans.items():
@@ -368,6 +370,7 @@ ELSEWHERE = {
     "config/conversion.py: ": "remarks on a recipe's keys, no refusals",
     "config/messages.py: a run: its file": _USAGE,
     "config/messages.py: set model.config": "a value that only the user knows",
+    "config/recipes.py: keep the script": _PYTHON,
     "data/chat.py: set data.chat_template": _TRIED,
     "data/chat.py: set data.train_on": _TRIED,
     "data/formats.py: set data.chat_template": "conversations under a loss of pairs",

@@ -34,8 +34,8 @@ from furlong.kv.pools import Storage
 from furlong.models.build import build_model, export_model, model_of_config
 from furlong.models.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, VOCAB_SIZE, shrink_config
 from furlong.ops.loss import IGNORE_INDEX
-from furlong.planners.decide import given_options
 from furlong.planners.options import ChunkOptions, fixed_options, options_in_words
+from furlong.planners.setup import given_options
 from furlong.testing import (
     Batch,
     Gradients,

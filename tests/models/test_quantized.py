@@ -21,8 +21,8 @@ from furlong.models import quantized
 from furlong.models.build import build_model, check_model, export_model, merge_adapters
 from furlong.models.describe import describe
 from furlong.models.quantized import library, packed_linears, scales_of
-from furlong.planners.decide import training_of
 from furlong.planners.orders import plan_on_device
+from furlong.planners.setup import training_of
 from furlong.testing import reference_loss, take_grads, total_relative_error
 from furlong.train.checkpoints import base_fingerprint
 

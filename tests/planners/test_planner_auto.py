@@ -183,7 +183,7 @@ def test_too_many_chunks_are_not_searched():
 def test_a_huge_batch_is_predicted_from_some_of_its_sequences(monkeypatch, seq_len, per_step, most):
     drawn = []
 
-    def see(question, tell):
+    def see(question, tell, **_):
         drawn.append(len(question.seq_lens))
         raise ConfigError(given="", required="", source="", change="")
 
@@ -216,7 +216,7 @@ def test_of_one_large_step_short_and_long_sequences_are_drawn(monkeypatch):
     drawn = []
     monkeypatch.setattr(
         "furlong.planners.decide.search",
-        lambda question, _: drawn.extend(question.seq_lens) or 1 / 0,
+        lambda question, *_, **__: drawn.extend(question.seq_lens) or 1 / 0,
     )
     with pytest.raises(ZeroDivisionError):
         choose(lengths=count_lengths([8_000] * 20 + [500] * 200), size=StepSize(220))

@@ -21,11 +21,12 @@ from furlong.planners import infinipipe
 from furlong.planners.candidates import TimeEstimate, bounds_of, chunks, longest_step
 from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.decide import Decision, decide
+from furlong.planners.infinipipe import Loads, choose_layers, plan_infinipipe
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
 from furlong.planners.question import Candidate, Limits, Question, Space, whole_model
-from furlong.planners.search import _MOST_FITTING, _Search, search
+from furlong.planners.search import _MOST_FITTING, METHODS, _Search, search
 from furlong.simulate.predict import Needs, predict, predict_step, step_s
 from furlong.train.batches import BatchPlanner, Wanted
 
@@ -156,7 +157,7 @@ def test_a_method_without_a_plan_says_what_it_needs(method: str, needs: str) -> 
 
 def test_dials_beside_a_methods_own_chunks_are_counted_as_candidates() -> None:
     answer = choose(method="places", sizes={"dp": 1, "sp": 4, "pp": 1}).answer
-    assert answer is not None and answer.best is not answer.chunked[0] and answer.num_pruned >= 0
+    assert answer is not None and answer.best.method == "places" and answer.num_pruned >= 0
 
 
 @pytest.mark.slow
@@ -298,3 +299,51 @@ def test_own_chunks_that_cannot_fit_are_not_planned(budget_bytes: int, times: in
     """Their finest slices with every layer recomputed are bounded first."""
     question = Question([2**21] * 3, H100, Limits(budget_bytes), num_devices=4, given={"pp": 4})
     assert len(list(infinipipe.candidates(question, Layout(pp=4)))) == times
+
+
+def test_equal_sequences_end_the_search_as_soon_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pipeline recomputes is chosen once for all that are alike."""
+    costs = []
+
+    def see(loads: Loads, exact: bool = False) -> Any:
+        costs.append(loads.saved_bytes.size)
+        return choose_layers(loads, exact)
+
+    monkeypatch.setattr(infinipipe, "choose_layers", see)
+    for count in (40, 80):
+        limit_bytes = 16 * GIB
+        plan_infinipipe([9000] * count, H100, stages=(12, 12), budget_bytes=limit_bytes)
+    assert len(costs) > 1 and max(costs) < 20_000
+
+
+def test_a_search_that_is_interrupted_answers_with_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    question, tries = Question([9000, 3000] * 2, H100, LIMITS, num_devices=4), []
+
+    def stop(words: str) -> None:
+        tries.append(words)
+        if "best" in words:
+            raise KeyboardInterrupt
+
+    answer = search(question, stop, may_cut_short=True)
+    assert answer.is_cut_short and answer.best.step_s > 0
+    assert any("dp " in words and "sp " in words for words in tries)  # what is under way
+    with pytest.raises(KeyboardInterrupt):
+        search(question, stop)
+
+
+def test_own_chunks_are_asked_where_chunk_options_fit_badly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two stages lose little with many equal sequences, eight with a single one a lot."""
+    asked: list[Layout] = []
+
+    def see(question: Question, layout: Layout) -> Any:
+        asked.append(layout)
+        return iter(())
+
+    monkeypatch.setitem(METHODS, "infinipipe", see)
+    for lens, pp, times in (([3000] * 32, 2, 0), ([30_000], 4, 1)):
+        search(Question(lens, H100, LIMITS, pp, given={"dp": 1, "sp": 1, "pp": pp}))
+        assert len(asked) == times

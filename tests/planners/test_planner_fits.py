@@ -5,7 +5,8 @@ import pytest
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.plan import Offload
-from furlong.planners.question import advice, offload_budgets
+from furlong.planners.question import advice
+from furlong.planners.setup import offload_budgets
 
 GIB = 2**30
 

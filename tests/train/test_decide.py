@@ -3,12 +3,21 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.cost.machine import Machine, known_card, this_cpu
+from furlong.config.sources import load_run
+from furlong.cost.machine import Machine, known_card, known_machines, one_of, this_cpu
+from furlong.cost.shape import known_models
+from furlong.kv.pools import Storage
+from furlong.plan.lengths import count_lengths, write_lengths
+from furlong.train.processes import Launch
+from furlong.train.run_model import RunModel, choose_run_plan
 
 ENDLESS = ("--train.epochs=1", "--train.save_every_steps=0", "--train.eval_every_steps=0")
 
@@ -31,8 +40,6 @@ def test_plan_says_what_the_run_does(tiny_run: TinyRun, tmp_path, capsys, flags)
     assert main(arguments) == 0
     told = line_of(capsys.readouterr().out, "auto: ").removeprefix("auto: ")
     file.write_text((out / "config.json").read_text())
-    assert main(["plan", str(file)]) == 0
-    assert line_of(capsys.readouterr().out, "auto ").removeprefix("auto").strip() == told
     options = json.loads((out / "options.json").read_text())
     dials = ", ".join(f"{name} {options[name]}" for name in ("size", "num_retained", "keep"))
     assert told.startswith(dials)
@@ -114,3 +121,48 @@ def test_both_predict_with_what_was_calibrated(tiny_run, tmp_path, capsys, monke
     place.write_text("{")
     assert main(arguments) == 2
     assert f"from:     the calibration file {place}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("card", "num", "sizes"), [("RTX4090", 1, {}), ("A100-40", 2, {"sp": 2}), ("H100", 4, {})]
+)
+def test_a_plan_is_what_a_run_on_such_a_card_decides(
+    tmp_path, capsys, monkeypatch, card, num, sizes
+):
+    lens, known = [9000, 3000, 700, 20] * 4, known_machines()[card]
+    (tmp_path / "model").mkdir()
+    values = known_models()["Qwen2.5-0.5B"]["config"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(values))
+    (tmp_path / "texts.jsonl").write_text("{}")
+    file = tmp_path / "run.yaml"
+    run = {"model": {"name": str(tmp_path / "model")}, "out": str(tmp_path / "out")}
+    run |= {"data": {"train": [str(tmp_path / "texts.jsonl")], "max_seq_len": 16384}}
+    run |= {
+        "parallel": {"dp": "auto", "sp": "auto", "pp": "auto"} | sizes,
+        "chunks": {"keep": "attention"},
+    }
+    file.write_text(json.dumps(run | {"train": {"sequences_per_step": 8, "steps": 1}}))
+    write_lengths(tmp_path / "run.lengths.json", count_lengths(lens))
+    free = known.memory_bytes - 3 * 2**28  # no run finds exactly what is assumed
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, known.memory_bytes))
+    name = {"RTX4090": "NVIDIA GeForce RTX 4090", "H100": "NVIDIA H100 80GB HBM3"}
+    name = name.get(card, "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    config = load_run(str(file))
+    model = RunModel.read(config, torch.device("cuda"), Launch(0, num, 0, num))
+    data = SimpleNamespace(seq_lens=np.array(lens), longest=max(lens), epoch_lens=lambda seed: lens)
+    storage = Storage(one_of(known, num).host_bytes, 0, tmp_path)
+    decided = choose_run_plan(config, model, data, storage)
+    assert main(["plan", str(file), f"--hardware={card}", f"--devices={num}", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["auto"], told["parallel"]) == (decided.words, decided.layout_words)
+
+
+def test_processes_of_a_cpu_share_its_ram_in_plans(capsys, monkeypatch):
+    monkeypatch.setattr("furlong.cost.machine.free_ram_budget_bytes", lambda: 2**36)
+    asked = ["plan", "--lengths=512", "--model.name=Qwen2.5-0.5B", "--hardware=cpu", "--json"]
+    budgets = []
+    for num in (1, 4):
+        assert main([*asked, "--chunks.size=512", f"--devices={num}"]) == 0
+        budgets.append(json.loads(capsys.readouterr().out)["budget_bytes"])
+    assert budgets == [2**36, 2**34]

@@ -30,8 +30,8 @@ from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.errors import ConfigError
 from furlong.models.build import build_model
 from furlong.models.describe import describe
-from furlong.planners.decide import training_of, with_optimizer
 from furlong.planners.options import ChunkOptions
+from furlong.planners.setup import training_of, with_optimizer
 from furlong.train import start
 from furlong.train.memory import Fitting
 from furlong.train.optim import (

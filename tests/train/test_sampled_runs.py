@@ -164,16 +164,19 @@ def test_a_run_file_is_planned_with_its_sample(run_file: Path, capsys: Any) -> N
     assert 0 < sample["num_drawn"] < sample["num_chunks"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--devices", "2"], "2 devices, and a run with chunks.sample"),
-        (["--compare"], "--compare, and a run"),
-        (["--chunks.size", "256"], "chunks.size = 256, and a longest sequence"),
-    ],
-)
-def test_other_searches_are_refused_for_a_run_that_samples(
-    run_file: Path, capsys: Any, flags: Any, named: str
-) -> None:
-    assert main(["plan", str(run_file), *flags]) == 2
-    assert f"given:    {named}" in capsys.readouterr().err
+def test_a_sample_is_planned_on_a_pool_and_compared(run_file: Path, capsys: Any) -> None:
+    """SpaCO's row alone is of draws, beside exact ones."""
+    pool = ["--devices=2", "--parallel.sp=2", "--chunks.method=spaco", "--json"]
+    assert main(["plan", str(run_file), *pool]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layout"]["sp"] == 2 and found["sample"]["num_drawn"] > 0
+    assert main(["plan", str(run_file), "--compare", "--json"]) == 0
+    steps = {
+        one["method"]: one.get("step_s") for one in json.loads(capsys.readouterr().out)["methods"]
+    }
+    assert steps["auto"] and steps["spaco"] < steps["seco"]
+
+
+def test_a_sample_that_leaves_nothing_out_is_refused(run_file: Path, capsys: Any) -> None:
+    assert main(["plan", str(run_file), "--chunks.size", "256"]) == 2
+    assert "given:    chunks.size = 256, and a longest sequence" in capsys.readouterr().err

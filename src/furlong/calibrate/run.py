@@ -33,7 +33,7 @@ from furlong.calibrate.measure import (
     measured_peak,
     optimizer_rate,
 )
-from furlong.cost.machine import Machine, this_cpu
+from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape, known_models
 from furlong.cost.training import Training
@@ -47,7 +47,7 @@ from furlong.models.shrink import cut_layers
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.distributed.mesh import gpu_of
-from furlong.runtime.profile import memory_bytes
+from furlong.runtime.profile import machine_of, memory_bytes
 from furlong.simulate.predict import predict
 
 Tell = Callable[[str], None]
@@ -287,7 +287,7 @@ def calibrate(
     plans that ran. Raises UserError for a model that cannot be trained or counted."""
     started_s = time.monotonic()
     shape = describe(config)
-    spec, compute_dtype = spec_of(device), getattr(torch, dtype)
+    spec, compute_dtype = machine_of(device), getattr(torch, dtype)
     figures: dict[str, Any] = {}
     if device.type == "cpu":
         figures["peak_flops_per_s"] = measured_peak(device, compute_dtype)
@@ -345,14 +345,6 @@ def device_of(name: str) -> torch.device:
         return torch.device("cpu")
     number, num_local = (int(os.environ.get(x, d)) for x, d in _OF_TORCHRUN.items())
     return gpu_of(number, num_local)
-
-
-def spec_of(device: torch.device) -> Machine:
-    """The assumed figures of a device."""
-    if device.type != "cuda":
-        return this_cpu()
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    return Machine.of_card(torch.cuda.get_device_name(device), total_bytes)
 
 
 def largest_chunk(subject: TrialModel, model: CostModel, device: torch.device) -> int:

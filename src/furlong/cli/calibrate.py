@@ -32,11 +32,12 @@ def run(arguments: Sequence[str]) -> int:
     # torch and transformers are loaded when the command line has been found sound.
     tell_loading()
     from furlong.calibrate.measure import processes
-    from furlong.calibrate.run import calibrate, config_of, default_config, device_of, spec_of
+    from furlong.calibrate.run import calibrate, config_of, default_config, device_of
     from furlong.kv.disk import NamelessFile
+    from furlong.runtime.profile import machine_of
 
     device = device_of(chosen.device)
-    out = chosen.out or spec_of(device).calibration_file(dtype)
+    out = chosen.out or machine_of(device).calibration_file(dtype)
     check_place(out)
     folder = Path(disk_dir).expanduser()
     NamelessFile(folder).close()  # raises ConfigError where the disk could have no file

@@ -84,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             print(end, file=sys.stderr)
             return 128 + end.number
+        if end.number is not None:  # a verb has told what it had
+            return 128 + end.number
         return code or _check_written(out, given)
 
 

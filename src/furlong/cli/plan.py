@@ -18,8 +18,8 @@ from furlong.cli.question import (
     MAX_DEVICES,
     PlanQuestion,
     check_num_devices,
-    cost_model_of,
     missing,
+    planned_model,
     question_of,
     run_of,
     spec_of,
@@ -46,7 +46,7 @@ from furlong.planners.options import (
     value_in_words,
 )
 from furlong.planners.question import SIZES, Answer
-from furlong.planners.search import METHODS, best_plan, own_methods
+from furlong.planners.search import METHODS, best_plan, has_own_chunks
 from furlong.planners.spaco import num_drawn, one_draw, sampling_in_words
 from furlong.report.patience import Tell, patience
 from furlong.report.report import PlanReport, report_plan
@@ -195,8 +195,7 @@ class Found(NamedTuple):
     @property
     def options(self) -> str:
         """The words for the options; empty where all chunks are a method's own."""
-        own = own_methods(self.answer.question)
-        is_own = set(own).issuperset(self.method.split(", "))
+        is_own = all(map(has_own_chunks, self.method.split(", ")))
         return "" if is_own else options_in_words(self.decision.options)
 
     @property
@@ -224,6 +223,7 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
         steps=None if question.is_run else batch.seq_lens,
         pairs=[batch.seq_lens] if is_of_pairs else None, given=question.given,
         method=method or config.chunks.method, must_fit=True, alone=question.is_run, tell=tell,
+        may_cut_short=True,
     )  # fmt: skip
     answer, model = decision.answer, decision.model
     assert answer is not None and model is not None
@@ -258,8 +258,11 @@ def _show_found(
             "\nstep and memory are those of this draw; the options fit with every chunk drawn"
         )
         values["sample"] = asdict(sampling) | {"num_drawn": drawn, "num_chunks": chunks}
-    tell("looking for the longest sequence that would fit")
-    longest_words, longest = _longest(question, answer)
+    if answer.is_cut_short:
+        longest_words, longest = "", dict[str, Any]()
+    else:
+        tell("looking for the longest sequence that would fit")
+        longest_words, longest = _longest(question, answer)
     # a method's own chunks have none of these options
     next_best = [
         {"method": one.method, "layout": asdict(one.layout),
@@ -274,6 +277,7 @@ def _show_found(
         "search": {
             "num_tried": num_tried, "num_refused": num_refused,
             "num_pruned": answer.num_pruned, "seconds": answer.seconds,
+            "is_cut_short": answer.is_cut_short,
         },
     }  # fmt: skip
     is_told = chosen.verbose
@@ -286,7 +290,9 @@ def _show_found(
         "smallest": smallest,
         "search": f"{count_words(num_tried, 'candidate')} fit and"
         f" {'was' if num_tried == 1 else 'were'} timed; {num_refused} did not fit,"
-        f" {answer.num_pruned} were left out by their bounds ({format_seconds(answer.seconds)})",
+        f" {answer.num_pruned} were left out by their bounds ({format_seconds(answer.seconds)})"
+        + "; cut short by a signal: this is the best so far, and others were not tried"
+        * answer.is_cut_short,
     }
     tell("drawing it")
     _show_page(report, chosen, above, below, values)
@@ -392,7 +398,9 @@ def _of_layout(answer: Answer) -> Iterator[str]:
 
 
 def _of_options(answer: Answer) -> Iterator[str]:
-    best, chosen, question = answer.best, answer.chunked[0], answer.question
+    best, chosen, question = answer.best, answer.by_options, answer.question
+    if chosen is None:
+        return
     if chosen is not best:
         yield f"{best.method}: chunks by options {_more(chosen.step_s / best.step_s)}"
         return
@@ -420,14 +428,16 @@ def _keys(options: ChunkOptions) -> dict[str, Any]:
 def _cost(answer: Answer, wanted: dict[str, Any], name: str) -> str:
     """Return in words what another value of the option `name` costs, with the best offload and
     number of retained chunks for it; "" where nothing offers it."""
-    question, chosen, limits = answer.question, answer.chunked[0], answer.question.limits
+    question, chosen, limits = answer.question, answer.by_options, answer.question.limits
+    assert chosen is not None
     compared = [key for key in wanted if key != "offload" or name == "offload"]
 
     def is_wanted(options: ChunkOptions) -> bool:
         keys = _keys(options)
         return all(keys[key] == wanted[key] for key in compared)
 
-    own = [one for one in answer.tried if one.layout == chosen.layout and is_wanted(one.options)]
+    alike = [one for one in answer.tried if one.layout == chosen.layout and one.longest]
+    own = [one for one in alike if is_wanted(one.options)]
     if own:
         fastest = min(own, key=lambda one: one.step_s)
         more_bytes = fastest.needs.device_bytes - chosen.needs.device_bytes
@@ -513,7 +523,7 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
     panels: dict[str, Panel] = {}
     for name in ("auto", *METHODS):
         try:
-            found = find(question, _telling(name, tell), name)
+            found = find(_exact(question, name), _telling(name, tell), name)
         except (UserError, PlanError) as error:
             reason = str(error).splitlines()[0]
             if isinstance(error, UserError):
@@ -528,6 +538,8 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
         # the method that auto has chosen is drawn once, under its own name
         shown = method if name == "auto" else name
         panels[shown] = report.panel(name, found.words)
+        if found.answer.is_cut_short:
+            break
     if chosen.json:
         print(json.dumps(question.to_json() | {"methods": comparison_json(rows)}, indent=1))
     else:
@@ -542,6 +554,14 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
     tell("drawing them")
     drawn = sorted(panels.values(), key=lambda panel: panel.timeline.duration_s)
     _draw(drawn, chosen, most_ranks=2)
+
+
+def _exact(question: PlanQuestion, method: str) -> PlanQuestion:
+    """The question for a method beside SpaCO, whose steps alone are draws."""
+    if method in ("auto", "spaco") or "sample" not in question.given:
+        return question
+    given = {name: value for name, value in question.given.items() if name != "sample"}
+    return replace(question, given=given)
 
 
 def _telling(what: str, tell: Tell) -> Tell:
@@ -559,11 +579,11 @@ def _show_saved(file: str, flags: RunFlags) -> None:
     config = run_of(flags, saved["run"])
     if hardware is None:
         raise missing("--hardware")
-    spec = spec_of(hardware)
+    spec = spec_of(hardware, num_devices)
     if config.memory.cpu != "auto":
         spec = replace(spec, host_bytes=config.memory.cpu)
     longest = max(plan.seq_lens)
-    model, refused = cost_model_of(
+    model, refused = planned_model(
         config, spec, num_devices, longest, calibrate=not chosen.no_calibration
     )
     if sum(plan.stages) != model.shape.num_layers:
@@ -574,7 +594,7 @@ def _show_saved(file: str, flags: RunFlags) -> None:
         )  # fmt: skip
     budget = config.memory.device
     report = report_plan(
-        plan, model, None if budget == "auto" else budget, refused=refused,
+        plan, model, spec.budget(budget, num_devices)[0], refused=refused,
         disk_budget_bytes=config.memory.disk,
     )  # fmt: skip
     above = {"devices": f"{num_devices} x {spec.name}, {config.model.name}"}

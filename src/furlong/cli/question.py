@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.cli.output import check_replaced
-from furlong.cost.machine import THIS_CPU, Machine, one_of, this_cpu
+from furlong.cost.machine import THIS_CPU, Machine, one_of
 from furlong.cost.model import CostModel
 from furlong.cost.shape import (
     ModelShape,
@@ -36,8 +36,9 @@ from furlong.plan.lengths import (
     read_lengths,
     write_lengths,
 )
-from furlong.planners.decide import MAX_CHUNKS, given_options, training_of, with_optimizer
-from furlong.planners.question import MARGIN, SIZES, Limits, offload_budgets
+from furlong.planners.decide import MAX_CHUNKS
+from furlong.planners.question import SIZES, Limits
+from furlong.planners.setup import cost_model_of, given_options, limits_of, offload_budgets
 from furlong.planners.spaco import check_sampling
 from furlong.units import count_words, format_bytes, format_count, plural
 
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 MAX_DEVICES = 65_536
 MAX_BATCH = 16_384
 """Most sequences of one step's batch."""
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Files of which there is one where torch may find a card."""
 _OF_A_PRESET = 64
 """Sequences that are drawn from a preset, which has no end."""
 _IN_ONE_STEP = "sequences in one step (--sequences)"
@@ -194,7 +197,10 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
                 " and ".join(change for change, is_needed in changes.items() if is_needed),
             )
         sizes = {}
-    spec = spec_of(THIS_CPU if own.hardware is None else own.hardware, num_devices)
+    if own.hardware is None:
+        spec, free_bytes = _here(num_devices)
+    else:
+        spec, free_bytes = spec_of(own.hardware, num_devices), None
     options = given_options(config)
     longest, size = max(batch.seq_lens), options.get("size", sys.maxsize)
     if longest > size * MAX_CHUNKS:
@@ -205,30 +211,20 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
         )
     if "sample" in options:
         check_sampling(options["sample"], size=size, longest=batch.lengths.longest)
-        if num_devices != 1 or own.compare:
-            given = f"{num_devices} devices" if num_devices != 1 else "--compare"
-            raise refusal(
-                f"{given}, and a run with chunks.sample",
-                "one device and the search of furlong train: others are among exact plans",
-                "plan the run as it is, or a copy of it without chunks.sample",
-                "the command line and the run file's key chunks.sample",
-            )
     cpu_bytes, disk_bytes = offload_budgets(
         options.get("offload"), config.memory.cpu, config.memory.disk,
         on_cpu=spec.name == THIS_CPU, free_cpu_bytes=int(spec.host_bytes),
     )  # fmt: skip
     assert cpu_bytes is not None  # the hardware's is known
-    # as furlong train takes it
-    is_here = is_run and spec.name == THIS_CPU
-    budget, budget_words = spec.budget(config.memory.device, num_devices if is_here else None)
+    budget, budget_words = spec.budget(config.memory.device, num_devices, free_bytes)
     spec = replace(spec, host_bytes=cpu_bytes)
-    model, refused = cost_model_of(
+    model, refused = planned_model(
         config, spec, num_devices, config.data.max_seq_len if is_run else batch.longest_tokens,
         calibrate=not own.no_calibration,
     )  # fmt: skip
     return PlanQuestion(
         config=config, is_run=is_run, batch=batch, model=model,
-        limits=Limits(budget, cpu_bytes, disk_bytes, model.hardware.margin(MARGIN)),
+        limits=limits_of(model.hardware, budget, cpu_bytes, disk_bytes),
         budget_words=budget_words, num_devices=num_devices, given=options | sizes,
         is_long=is_run or not flags.names.isdisjoint(_OF_A_RUN), refused=refused,
     )  # fmt: skip
@@ -424,12 +420,33 @@ def missing(flag: str) -> UserError:
 
 
 def spec_of(name: str, num_devices: int = 1) -> Machine:
-    """Hardware by name. This machine's rates are the assumed ones of `furlong train`, so that both
-    decide alike; several devices are so many processes on it."""
-    return one_of(this_cpu(), num_devices) if name == THIS_CPU else Machine.named(name)
+    """One of several devices of this hardware, as `furlong train` sees it: those of a CPU are so
+    many processes on this machine."""
+    machine = Machine.named(name)
+    return one_of(machine, _num_local(machine, num_devices))
 
 
-def cost_model_of(
+def _num_local(machine: Machine, num_devices: int) -> int:
+    """Devices of a node."""
+    is_cpu = machine.name == THIS_CPU
+    return num_devices if is_cpu else min(num_devices, machine.links.devices_per_node)
+
+
+def _here(num_devices: int) -> tuple[Machine, int | None]:
+    """One of several devices of this machine, and the free bytes of its card if it has any."""
+    if not any(map(os.path.exists, _DRIVERS)):
+        return spec_of(THIS_CPU, num_devices), None
+    import torch  # takes seconds
+
+    from furlong.runtime.profile import machine_of
+
+    if not torch.cuda.is_available():
+        return spec_of(THIS_CPU, num_devices), None
+    device, num_local = torch.device("cuda"), min(num_devices, torch.cuda.device_count())
+    return one_of(machine_of(device), num_local), torch.cuda.mem_get_info(device)[0]
+
+
+def planned_model(
     config: RunConfig, spec: Machine, num_devices: int, longest: int, *, calibrate: bool
 ) -> tuple[CostModel, str]:
     """Return the cost model of a run of sequences of `longest` tokens on a device, calibrated if it
@@ -470,11 +487,7 @@ def cost_model_of(
         check_floats(values, source)
     except UserError as error:
         refused = f"{error.given}; {error.change}"
-    is_shared, dtype = num_devices > 1, model.dtype
-    training = with_optimizer(training_of(model, packed), config.train, shape)
-    training = replace(training, zero_stage=1 if is_shared else 0, gathers=is_shared)
-    measured = spec.calibrated(dtype) if calibrate else spec.computing_in(dtype)
-    return CostModel(shape, measured, training), refused
+    return cost_model_of(config, shape, spec, num_devices, packed, calibrate=calibrate), refused
 
 
 def _config_file(name: str, revision: str | None) -> Path | None:

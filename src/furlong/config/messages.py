@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,6 +131,8 @@ def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str])
     required = " or ".join(dict.fromkeys(map(words_of, errors)))
     example = example_of(key)
     change = f"set {key}, such as {example}" if example else f"set {key} to what is required"
+    if choice := _near_choice(value, errors):
+        change = f"set {key} to {choice}"
     given = f"{key} = {shortened(value)}"
     inside = next((n for n, part in enumerate(location) if isinstance(part, int)), None)
     if inside is not None:  # of a list
@@ -159,6 +162,15 @@ def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str])
         case "told":
             given, change = context.get("given", given), context["change"]
     return refusal(given, required, change, source)
+
+
+def _near_choice(value: object, errors: Sequence[ErrorDetails]) -> str:
+    """The allowed value that is spelt most like one, whatever its case and its marks between words;
+    empty where none is."""
+    expected = " ".join(str(error.get("ctx", {}).get("expected", "")) for error in errors)
+    choices = {re.sub(r"[-_ ]", "", one): one for one in re.findall(r"'([^']+)'", expected)}
+    bare = re.sub(r"[-_ ]", "", value.lower()) if isinstance(value, str) else ""
+    return "".join(choices[one] for one in difflib.get_close_matches(bare, choices, 1, _NEAR))
 
 
 def _unknown(key: str, name: str, source: str) -> ConfigError:

@@ -51,6 +51,8 @@ that are published of kernels, in the place of the assumed ones, made steps of c
 times as long or as short; nobody knows the cores of a CPU."""
 VERSION = 1
 """The version of a calibration's file."""
+CONTEXT_BYTES = 2**29
+"""Assumed bytes of a card that the driver and the context take before a model is on it."""
 _LEAST_MARGIN = 0.02
 """Least share of a budget that is left free: no prediction of memory is better."""
 _CORE_FLOPS_PER_S = 5e10
@@ -158,22 +160,25 @@ class Machine:
         return seconds / (1 + error), seconds * (1 + error)
 
     def budget(
-        self, given: int | Literal["auto"], num_local: int | None = None, free_bytes: int = 0
+        self,
+        given: int | Literal["auto"],
+        num_local: int = 1,
+        free_bytes: int | None = None,
     ) -> tuple[int, str]:
         """Bytes of the device that plans may use, and the words for them: the given ones, with a
         warning where they are above the memory; else those that its free memory allows.
 
-        `num_local`: processes of a run on this machine, None where the device is elsewhere;
-        `free_bytes`: of a card."""
+        `num_local`: processes that share a CPU's RAM; `free_bytes`: of a card, before a model is on
+        it; None: all but what the driver takes."""
         if given != "auto":
             memory = format_bytes(self.memory_bytes)
             more = f", more than the {memory} that {self.name} has"
             return given, "memory.device" + more * (given > self.memory_bytes)
-        if num_local is None:
-            return self.budget_bytes, f"of one {self.name}"
         if self.name == THIS_CPU:
             words = f"{FREE_RAM} over {num_local} processes" if num_local > 1 else FREE_RAM
             return free_ram_budget_bytes() // num_local, words
+        if free_bytes is None:
+            free_bytes = self.memory_bytes - CONTEXT_BYTES
         return card_budget_bytes(free_bytes), f"95% of what is free, as {self.name}"
 
     def margin(self, otherwise: float) -> float:
@@ -322,10 +327,11 @@ def _cpu_words() -> str:
 
 def one_of(spec: Machine, num_local: int) -> Machine:
     """The device of one of `num_local` processes of a machine: these are a node, and have equal
-    parts of a CPU's cores."""
-    links = replace(spec.links, devices_per_node=num_local)
-    share = num_local if spec.device_type == "cpu" else 1
-    return replace(spec, links=links, peak_flops_per_s=spec.peak_flops_per_s / share)
+    parts of its RAM and of a CPU's cores."""
+    links, before = replace(spec.links, devices_per_node=num_local), spec.links.devices_per_node
+    if spec.device_type == "cpu":
+        return replace(spec, links=links, peak_flops_per_s=spec.peak_flops_per_s / num_local)
+    return replace(spec, links=links, host_bytes=spec.host_bytes * before // num_local)
 
 
 def are_links_measured(spec: Machine) -> bool:
@@ -340,8 +346,12 @@ def free_ram_budget_bytes() -> int:
     A process takes a fourth to a third more than is counted (benchmarks/step.py: predicted peaks
     are 0.76 to 0.80 of the measured ones): the C library's heap keeps what was freed.
     """
-    free = min(psutil.virtual_memory().available, _free_in_control_group())
-    return rounded_budget(free * 3 // 5)
+    return ram_budget_bytes(min(psutil.virtual_memory().available, _free_in_control_group()))
+
+
+def ram_budget_bytes(free_bytes: int) -> int:
+    """Bytes of free RAM that plans may use."""
+    return rounded_budget(free_bytes * 3 // 5)
 
 
 def card_budget_bytes(free_bytes: int) -> int:
@@ -488,7 +498,7 @@ def _machine(
         peak_flops_per_s=sixteen,
         wide_flops_per_s={"float32": wide, "float64": widest},
         memory_bytes=memory_bytes,
-        reserved_bytes=2**29 + int(0.03 * memory_bytes),
+        reserved_bytes=CONTEXT_BYTES + int(0.03 * memory_bytes),
         linear=linear,
         attention_forward=forward,
         attention_backward=backward,
@@ -502,5 +512,5 @@ def _machine(
             host=Link(1e-5, of_node["host_bytes_per_s"]),
             disk=Link(1e-4, 5e8),
         ),
-        host_bytes=of_node["host_gib"] * 2**30 * 9 // 10 // 8,
+        host_bytes=ram_budget_bytes(of_node["host_gib"] * 2**30) // 8,
     )

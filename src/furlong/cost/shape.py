@@ -272,7 +272,9 @@ def cached_shape(about: Mapping[str, Any], measure: Callable[[], ModelShape]) ->
     """The shape of a model as it was measured before by the same furlong, torch and transformers,
     else as `measure` finds it. `about`: a config.json, as parsed, and what is made of it."""
     fields = sorted(LayerShape.__dataclass_fields__)
-    text = json.dumps([about, versions(), fields], sort_keys=True, default=str)
+    measuring = sorted((Path(__file__).parents[1] / "models").glob("*.py"))
+    sources = [hashlib.sha256(file.read_bytes()).hexdigest() for file in measuring]
+    text = json.dumps([about, versions(), fields, sources], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     file = user_cache() / f"shape-{key}.json"
     with suppress(

@@ -3,7 +3,7 @@
     weights     in compute dtype (bf16: 2 bytes) plus the float32 master copy of trained ones (4);
                 frozen linear layers in 4 bits: half a byte and their scales
     gradients   of trained weights, float32 (4)
-    optimizer   AdamW: two float32 moments (8); others: `planners.decide.with_optimizer`
+    optimizer   AdamW: two float32 moments (8); others: `planners.setup.with_optimizer`
 
 Under ZeRO the n ranks of a sharding group hold 1/n of: 1 the optimizer state and the master copy;
 2 also the gradients; 3 also the weights in compute dtype, of which some layers are whole at a time.

@@ -64,6 +64,8 @@ CHUNKS = "chunks"
 LARGEST_CHUNK = 65_536
 _FEW_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20, 24)
 """Numbers of chunks of a replica's step of which one more or less is worth a look."""
+_RETAINED = (2, 4, 6, 8, 16, 64, 256)
+"""Numbers of retained chunks beside one; ChunkFlow's own are among them."""
 _FILLED = 0.97
 """Share of a chunk that packed sequences fill."""
 PAIRS = "two phases"
@@ -87,25 +89,30 @@ def chunks(
     step_tokens = max(sum(space.lens(own)) for step in space.dealt for own in step)
     for size in sizes(space, step_tokens):
         cut = ChunkOptions(size=size, hybrid=given.get("hybrid", True))
-        groups = [group for lens in busiest for group in group_chunks(lens, cut)]
-        estimate = TimeEstimate(
-            space.model, shard(groups, layout.sp), sp_size=layout.sp, stages=space.stages,
-            num_steps=len(busiest) / max(1.0, question.share),
-        )  # fmt: skip
         longest, bounds = longest_step(space, size), bounds_of(space, size)
-        # nothing runs again, so all other options with this size take longer
-        fastest_s = question.share * estimate.seconds(ChunkOptions(size=size, keep="all"))
         is_whole, is_one_chunk = False, space.question.longest <= size
+        least: dict[ChunkOptions, Needs] = {}
         for options in options_of(space, size):
             if is_whole and options.keep == "all" and options.order == "layer-first":
                 continue
-            least, about_s = most_of(bound.needs(options) for bound in bounds), fastest_s
+            needs = least[options] = most_of(bound.needs(options) for bound in bounds)
             if options.offloading == ON_DEVICE and (options.keep == "all" or is_one_chunk):
-                is_whole = is_whole or question.limits.hold(least)
-            if fastest_s < question.beat_s:
+                is_whole = is_whole or question.limits.hold(needs)
+        estimate, fastest_s = None, inf
+        if any(map(question.limits.hold, least.values())):
+            groups = [group for lens in busiest for group in group_chunks(lens, cut)]
+            estimate = TimeEstimate(
+                space.model, shard(groups, layout.sp), sp_size=layout.sp, stages=space.stages,
+                num_steps=len(busiest) / max(1.0, question.share),
+            )  # fmt: skip
+            # nothing runs again, so all other options with this size take longer
+            fastest_s = question.share * estimate.seconds(ChunkOptions(size=size, keep="all"))
+        for options, needs in least.items():
+            about_s = fastest_s
+            if estimate and fastest_s < question.beat_s and question.limits.hold(needs):
                 about_s = question.share * estimate.seconds(options)
             plan_of = space.plan_of(options)
-            found.append(Candidate(method, layout, options, about_s, plan_of, least, longest))
+            found.append(Candidate(method, layout, options, about_s, plan_of, needs, longest))
     found.sort(key=lambda c: (c.estimate_s, len(c.options.offloading.targets), c.least))
     yield from found
 
@@ -245,10 +252,7 @@ def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple
     """(keep, num_retained): a cell at a time has its graph anyway, so one is retained for nothing;
     layer-first retains at the last stage, where more are worth little."""
     given = space.question.options
-    most = num_chunks - 1
-    numbers = [1] if layer_first else [
-        1, *(1 << bits for bits in range(2, most.bit_length() + 1, 2) if 1 << bits <= most)
-    ]  # fmt: skip
+    numbers = [1] if layer_first else [1, *(n for n in _RETAINED if n < num_chunks)]
     if "num_retained" in given:
         numbers = [given["num_retained"]]
     if num_chunks == 1 and not layer_first:

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from furlong.cost.machine import are_links_measured
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
-from furlong.cost.training import PACKED_BYTES, Lora, Training
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.lengths import Lengths, StepSize, draw_lengths
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
@@ -36,23 +34,25 @@ from furlong.planners.question import (
     DoesNotFitError,
     Limits,
     Question,
+    Space,
     advice,
     key_of,
     whole_model,
 )
 from furlong.planners.search import METHODS, search, walkable
-from furlong.planners.spaco import Sampling
-from furlong.simulate.predict import Needs, Prediction, needs_of, predict_step
+from furlong.simulate.predict import Needs, Prediction, most_of, needs_of, predict_step
 from furlong.units import budget_of, count_words, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, TrainConfig
+    from furlong.config.schema import ChunksConfig
 
 
 MAX_CHUNKS = 2048
 """Most chunks of the longest sequence: more take too long to plan."""
 MAX_ACTIONS = 6_000
 """Most actions of one rank in a plan that is tried."""
+_MOST_PROBES = 16
+"""Lengths of which a plan is made to find the longest."""
 MAX_TOKENS = 2**28
 
 
@@ -70,43 +70,60 @@ class Longest:
 def longest_sequence(
     answer: Answer, *, start: int = 1024, num_positions: int | None = None
 ) -> Longest:
-    """By bisection, to 1 % or a token, with the options of a run in its layout, which has to hold
-    every sequence in evaluations; or with the method that is named, which plans anew each time.
+    """The longest one that fits, to 1 % or a token, with the options of a run in its layout, which
+    has to hold every sequence in evaluations; or with the method that is named, which plans anew
+    each time.
 
     `start`: a length to try first; `num_positions`: the most that the model has, None where that is
-    unknown. The other replicas share the state and hold less.
+    unknown. The other replicas share the state and hold less. Bytes grow with tokens on lines with
+    few bends, so a few plans tell where they meet the limit.
     """
-    question, best, chunked = answer.question, answer.best, answer.chunked[0]
-    memory, plans = question.model_of(best.layout).memory(), [chunked.plan_of]
-    if best.method == question.method and not best.longest:
+    question, best = answer.question, answer.best
+    memory, limits = question.model_of(best.layout).memory(), question.limits
+    plans = [Space(question, best.layout).plan_of(best.options)]
+    if best.longest:
+        plans = [best.plan_of]
+    elif best.method == question.method:
         plans += [own.plan_of for own in METHODS[best.method](question, best.layout)]
 
-    def try_length(num_tokens: int) -> ChunkPlan | None:
-        """The plan, or None where there is none that fits."""
+    def room(num_tokens: int) -> tuple[float, int]:
+        """The share of its limit that the fullest memory lacks (below 0: that is left), and the
+        actions of a rank."""
+        least, actions = inf, 0
         for plan_of in plans:
             with suppress(PlanError, UserError):
                 plan = plan_of([num_tokens] * max(1, len(question.pair)))
                 curves = (memory.curve(plan, rank) for rank in range(len(plan.actions)))
-                if all(question.limits.hold(needs_of(curve)) for curve in curves):
-                    return plan
-        return None
+                share = limits.fullest(most_of(map(needs_of, curves))) - 1
+                least, actions = min(least, share), len(plan.actions[0])
+            if least <= 0:
+                break
+        return least, actions
 
-    most = num_positions or MAX_TOKENS
-    low, high = 0, min(max(1, start), most)
-    while (tried := try_length(high)) is not None:
-        low = high
-        if high == num_positions:
-            return Longest(low, "positions")
-        if high == most or len(tried.actions[0]) >= MAX_ACTIONS:
-            return Longest(low, "trials")
-        high = min(2 * high, most)
-    while high - low > max(1, low // 100):
-        middle = (low + high) // 2
-        low, high = (middle, high) if try_length(middle) is not None else (low, middle)
+    limit = most = num_positions or MAX_TOKENS
+    low, lacks, longest_refused = 0, -1.0, inf  # what fits, with the share that it lacks
+    tried = min(max(1, start), most)
+    for _ in range(_MOST_PROBES):
+        share, actions = room(tried)
+        slope = (share - lacks) / max(1, tried - low)
+        if share <= 0:
+            low, lacks = tried, share
+            limit = min(most, max(tried, tried * MAX_ACTIONS // actions))
+        else:
+            longest_refused = tried
+        step = max(1, low // 100)
+        if low == limit or longest_refused - low <= step:
+            break
+        # where the line through the last two lengths meets the limit
+        meets = low - int(lacks / slope) if slope > 0 and low else 0
+        if not low:
+            meets = int(longest_refused) // 2
+        tried = int(min(max(meets, low + step), limit, max(longest_refused - step, low + 1)))
+    if low == limit:
+        return Longest(low, "positions" if limit == num_positions else "trials")
     return Longest(low, "memory")
 
 
-SEARCHED_OPTIONS = ("size", "num_retained", "keep", "offload", "order")
 _MIN_SEQUENCES = 32
 """Number of sequences in the steps whose time is predicted, together."""
 _MAX_SEQUENCES = 1024
@@ -120,15 +137,19 @@ _MOST_TIMES = 8
 """Devices whose number multiplies `_MAX_TOKENS`, at most."""
 _MOST_LAYOUTS = 3
 """Layouts that are named, of those that are slower and of those that do not fit."""
-_NEEDS = {
-    "spaco": "chunks.sample, a layout",
-    "infinipipe": "a pipeline (parallel.pp above 1)",
-    "skrull": "a pool (parallel.sp above 1) without a pipeline",
-    "places": "a pool (parallel.sp above 1) without a pipeline",
-    "fpdt": "no pipeline, keep input, num_retained 0, order layer-first, stage_layers 1",
-    "seco": "no pipeline, keep kv, num_retained 0, order chunk-first",
-}
-"""The needs of each method, which it cannot do without."""
+_ALONE = "no pipeline, keep kv, num_retained 0, order chunk-first", "set parallel.pp to 1"
+_POOL = "a pool (parallel.sp above 1) without a pipeline", "set parallel.sp to 2 or more"
+_NEEDS: Mapping[str, tuple[str, str]] = {
+    "spaco": ("chunks.sample, " + _ALONE[0], _ALONE[1]),
+    "infinipipe": ("a pipeline (parallel.pp above 1)", "set parallel.pp to 2 or more"),
+    "skrull": _POOL,
+    "places": _POOL,
+    "fpdt": (
+        "no pipeline, keep input, num_retained 0, order layer-first, stage_layers 1", _ALONE[1]
+    ),
+    "seco": _ALONE,
+}  # fmt: skip
+"""Requirements of each method, and the sizes that give it a layout."""
 
 
 Pair = tuple[int, ...]
@@ -187,6 +208,7 @@ def decide(
     must_fit: bool = False,
     alone: bool = True,
     tell: Callable[[str], None] | None = None,
+    may_cut_short: bool = False,
 ) -> Decision:
     """The options of a run over sequences of these lengths, and its layout.
 
@@ -196,7 +218,7 @@ def decide(
     largest must fit, and a few of them are timed, on one device. `given`: options, and sizes of the
     layout, that the user has given. Where no plan is predicted to fit, small chunks that keep K,V
     are taken, and the words say so; with `must_fit` that is a ConfigError, whose advice is that for
-    a run, or without `alone` that for who may take more devices.
+    a run, or without `alone` that for who may take more devices. `may_cut_short`: see `search`.
     """
     if pairs is not None:
         question = _question_of_pairs(pairs, model, limits, given or {})
@@ -217,7 +239,7 @@ def decide(
         words = f"more than {MAX_CHUNKS:,} chunks are not searched: by the fixed rule"
         options = fixed_options(question.longest, question.options)
         return unsearched(options, words, walkable(question)[0])
-    answer = search(question, tell)
+    answer = search(question, tell, may_cut_short=may_cut_short)
     if not answer.tried:
         error = nothing_fits(answer, alone=alone or pairs is not None)
         if must_fit:
@@ -324,56 +346,6 @@ def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
     return Needs(device, int(curve.cpu.max()), int(curve.disk.max()))
 
 
-def training_of(model: ModelConfig, packed: Mapping[str, Any] | None = None) -> Training:
-    """The trained weights of a run and their dtypes, on one device. `packed`: the
-    quantization_config of a model that is in 4 bits already."""
-    training, lora = Training.in_dtype(model.dtype), model.lora
-    if lora is None:
-        return training
-    ends = {name.rpartition(".")[2] for name in lora.modules_to_save}
-    found = Lora(
-        lora.rank, lora.target_modules, lora.target_parameters,
-        embedding="embed_tokens" in ends, head="lm_head" in ends,
-    )  # fmt: skip
-    per_weight = None
-    if (asked := model.quantize) is not None or packed is not None:
-        is_double = asked is None or isinstance(asked, str)  # else the mapping says that it is not
-        if packed is not None:
-            is_double = bool(packed.get("bnb_4bit_use_double_quant"))
-        per_weight = PACKED_BYTES[is_double]
-    return replace(training, lora=found, packed_bytes=per_weight)
-
-
-def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape) -> Training:
-    """The same training with the bytes of a run's optimizer."""
-    name, wide = settings.optimizer, training.gradient_bytes
-    if name == "muon":
-        return replace(training, optimizer_bytes=2 * wide, matrix_bytes=wide)
-    if name == "adafactor":  # a number for each row and for each column of a matrix
-        narrow = shape.hidden_size if training.lora is None else training.lora.rank
-        return replace(training, optimizer_bytes=wide / narrow + wide / shape.hidden_size)
-    if name == "adamw":
-        each = 2 * wide if settings.state_dtype == "float32" else 4
-        return replace(training, optimizer_bytes=each)
-    bits = {"32bit": 32, "4bit": 4}.get(name.rpartition("_")[2], 8)
-    scales = 4 / 256 if bits < 32 else 0.0  # a float32 for each block
-    return replace(training, optimizer_bytes=2 * (bits / 8 + scales))
-
-
-def given_options(config: RunConfig) -> dict[str, Any]:
-    """The options that a run file gives; stage_layers alone mean layer-first. Raises ConfigError
-    for a sample whose keys contradict each other."""
-    chunks = config.chunks
-    values = chunks.model_dump(include={*SEARCHED_OPTIONS, "stage_layers"})
-    values |= {"offload": config.offload}
-    given = {name: value for name, value in values.items() if value != "auto"}
-    if "stage_layers" in given:
-        given = {"order": "layer-first", **given}
-    if chunks.sample is not None:
-        given["sample"] = Sampling(**chunks.sample.model_dump(exclude={"check_every_steps"}))
-    return given
-
-
 def nearest(answer: Answer) -> tuple[Candidate | None, Layout]:
     """The plan that lacks least, or None where the state of a layout lacks less; and its layout."""
     question, limits, refused = answer.question, answer.question.limits, answer.refused
@@ -438,36 +410,56 @@ def _nothing_offered(question: Question, error: Exception | None) -> ConfigError
             given=f"{method}, and {error.given}", required=error.required, source=error.source,
             change=error.change,
         )  # fmt: skip
-    needed = _NEEDS.get(question.method, "a layout")
-    keys = list(map(key_of, question.given))
+    needed, sizes = _NEEDS.get(question.method, ("a layout", ""))
+    has_layout = any(_takes(question.method, layout) for layout in question.layouts())
+    keys = list(map(key_of, question.options))
+    if not has_layout:  # a size of 1 is that of a run which names none
+        keys = [key_of(name) for name in SIZES if question.given.get(name, 1) > 1]
+        sizes = f"use several devices, and {sizes}" if question.num_devices == 1 else sizes
     words = f" with {', '.join(keys)}" if keys else ""
+    changes = [
+        "add chunks.sample: {rate: 0.5}, with chunks.size"
+        if question.method == "spaco" and "sample" not in question.given
+        else "",
+        "" if has_layout else sizes,
+        f"leave {' and '.join(keys)} out" if keys and has_layout else "",
+    ]
+    changes = [" and ".join(filter(None, changes)), "remove chunks.method"]
     return ConfigError(
         given=f"{method}{words} on {count_words(question.num_devices, 'device')}",
         required=f"{needed}, and options and a batch for which the method has a plan that fits",
         source="chunks.method",
-        change="remove chunks.method, give it what it needs, or leave out the keys that are given",
+        change=", or ".join(filter(None, changes)),
     )
+
+
+def _takes(method: str, layout: Layout) -> bool:
+    """Whether a method has plans in a layout."""
+    if method == "infinipipe":
+        return layout.pp > 1
+    if method in ("skrull", "places"):
+        return layout.sp > 1 and layout.pp == 1
+    return layout.pp == 1 or method in ("auto", "chunkflow")
 
 
 def why(answer: Answer, budget_words: str) -> str:
     """The chosen options of a layout, their reason, and the price of the next best."""
-    limits, (best, *others) = answer.question.limits, answer.chunked
+    limits, (best, *others) = answer.question.limits, answer.tried
     budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
     options, needs = options_in_words(best.options), needs_in_words(best.needs)
-    if best is not answer.best:
-        options = f"{answer.best.method} batch by batch, else {options}"
-    if not limits.hold(best.needs):  # only a method by name goes on without options that fit
-        return (
-            f"{options}, in evaluations: no options are predicted to fit {budget}; {needs}"
-            " predicted for a step of theirs"
-        )
+    if not best.longest:
+        beside = "in evaluations" if best.method == answer.question.method else "else"
+        options = f"{best.method} batch by batch, {beside} {options}"
+    others = [one for one in others if one.layout == best.layout]
     why = f"the fastest that fits {budget} less {limits.margin:.0%} for what no prediction sees"
     if answer.alike > 1 and answer.question.num_devices == 1:
         why = f"needs least memory of {answer.alike} plans within {SLACK:.0%} of {why}"
     next_best = "none"
     if others:
-        change = compared(others[0].step_s / best.step_s)
-        next_best = f"{options_in_words(others[0].options)}: {change}"
+        change, other = compared(others[0].step_s / best.step_s), others[0]
+        next_best = (
+            f"{options_in_words(other.options) if other.longest else other.method}: {change}"
+        )
         next_best += f", {needs_in_words(others[0].needs)}"
     return (
         f"{options}: {why}; {needs} predicted; next best of {1 + len(others)} that were tried and"

@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,9 @@ _MOST_SLICES = 64
 """Pieces of the longest sequence."""
 _PATIENCE = 3
 """Slice numbers in a row that bring nothing before the search ends."""
+_MOST_CELLS = 10_000
+"""Cells of all slice numbers together after which none is tried any more; four times as many while
+none of their plans fits."""
 _ROUNDING_BYTES = 16
 """Room that is left: the memory simulation rounds each part."""
 _MAX_REPAIRS = 3
@@ -125,31 +129,38 @@ def plan_infinipipe(
     """
     refuse_unusable(seq_lens)
     memory = model.memory(budget_bytes)
+    budget = memory.device_budget_bytes
     batch = _Batch(tuple(seq_lens), model, memory, tuple(stages), sp_size, exact)
-    longest, best, refused = max(seq_lens), None, []
-    least_s, without_gain = inf, 0
+    longest, best, nearest = max(seq_lens), None, None
+    least_s, least_bytes, without_gain, num_cells = inf, inf, 0, 0
     for num_slices in slice_numbers(min(_MOST_SLICES, longest)):
-        if without_gain == _PATIENCE:
+        if without_gain == _PATIENCE or num_cells > _MOST_CELLS * (1 if best else 4):
             break
         work = fit_work(model, longest, num_slices, batch.stages, sp_size)
         groups = shard(cut_and_pack(seq_lens, num_slices, work), sp_size)
+        num_cells += sum(map(len, groups)) * len(batch.stages)
         step_s = batch.step_s(batch.one_pipeline(groups))  # with recomputed layers it takes longer
+        gains = step_s < least_s
         if step_s < beat_s:
-            plan = batch.fitting_plan(groups)
-            if plan is None:
-                refused.append(groups)
+            plan = batch.one_pipeline(groups, layers=max(batch.stages))
+            used_bytes = max(batch.used_bytes(plan))
+            if used_bytes > budget:  # whatever recomputes less does not fit either
                 without_gain += best is not None
+                if used_bytes < least_bytes:
+                    least_bytes, nearest = used_bytes, plan
                 continue
+            plan = batch.fitting_plan(groups) or plan
             step_s = batch.step_s(plan)
+            gains = step_s < least_s
             if step_s < beat_s:
                 best, beat_s = plan, step_s
-        without_gain = 0 if step_s < least_s else without_gain + 1
+        without_gain = 0 if gains else without_gain + 1
         least_s = min(least_s, step_s)
     if best is not None:
         check(best, memory)
         return best
-    if least_s == inf:
-        raise batch.no_room(refused)
+    if nearest is not None and least_s == inf:
+        raise batch.no_room(nearest)
     raise ConfigError(
         given=f"a step of at least {least_s:.3g} s however it is cut",
         required=f"less than {beat_s:.3g} s",
@@ -198,7 +209,8 @@ class _Batch:
         return [max(self.memory.peak_bytes_of_actions(plan, s)) for s in range(len(self.stages))]
 
     def fitting_plan(self, groups: Groups) -> ChunkPlan | None:
-        """The plan of these groups, those of most chunks first, with least overhead."""
+        """Return the plan of these groups, those of most chunks first, with least overhead; None
+        where none was found that fits."""
         spare_bytes = _ROUNDING_BYTES
         for _ in range(_MAX_REPAIRS):
             pipelines = self._pipelines(groups, spare_bytes)
@@ -209,8 +221,7 @@ class _Batch:
             if lacking_bytes <= 0:
                 return plan
             spare_bytes += lacking_bytes
-        plan = self.one_pipeline(groups, layers=max(self.stages))
-        return plan if max(self.used_bytes(plan)) <= self.memory.device_budget_bytes else None
+        return None
 
     def _pipelines(self, groups: Groups, spare_bytes: int) -> list[Pipeline] | None:
         """The pipelines of least overhead; None where nothing fits. Each costs a warm-up and a
@@ -240,19 +251,19 @@ class _Batch:
             if last in found and least_s >= found[last][0]:
                 continue
             own = range(start, stop)
-            loads = loads_of(self.one_pipeline(groups, own), self.memory, spare_bytes)
-            layers = choose_layers(loads, self.exact)
+            plan = self.one_pipeline(groups, own)
+            kinds = kinds_of([groups[i] for i in own], len(self.stages))
+            layers = choose_layers(loads_of(plan, self.memory, kinds, spare_bytes), self.exact)
             if layers is None:
                 continue
+            layers = layers[kinds]
             overhead_s = before_s + ends_s + layer_s * float(layers.sum())
             if stop not in found or overhead_s < found[stop][0]:
                 found[stop] = overhead_s, [*before, (own, layers.tolist())]
         return found[last][1] if last in found else None
 
-    def no_room(self, refused: Sequence[Groups]) -> DoesNotFitError:
-        """The error for the groups that lack least with every layer recomputed."""
-        smallest = [self.one_pipeline(groups, layers=max(self.stages)) for groups in refused]
-        plan = min(smallest, key=lambda plan: max(self.used_bytes(plan)))
+    def no_room(self, plan: ChunkPlan) -> DoesNotFitError:
+        """Return the error for a plan with every layer recomputed, of those the closest to fit."""
         used = self.used_bytes(plan)
         rank, num_slices = used.index(max(used)), max(map(len, plan.groups.values()), default=1)
         return DoesNotFitError(
@@ -286,22 +297,28 @@ def in_a_row(
 
 @dataclass(frozen=True)
 class Loads:
-    """Moments at which a stage of a pipeline may hold more bytes than it has room for."""
+    """Moments at which a stage of a pipeline may hold more bytes than it has room for.
+
+    Diagonals of one kind recompute the same number of layers (`kinds_of`): G kinds, and moments
+    that are equal are one.
+    """
 
     excess_bytes: Array
     """(R,) Bytes above the room with nothing recomputed."""
     saved_bytes: Array
-    """(R, D) Bytes less for each layer that a diagonal recomputes, of graphs that are there."""
+    """(R, G) Bytes less for each layer that a kind recomputes, of graphs that are there."""
     again_bytes: Array
     """(R,) Bytes more if the acting chunk recomputes: the layer at work in its backward."""
     acting: Integers
-    """(R,) The diagonal of the chunk whose forward or backward runs."""
+    """(R,) The kind of the chunk whose forward or backward runs."""
     heights: Integers
     """(R,) Layers of the stage, which recomputes no more of them."""
+    counts: Integers
+    """(G,) Diagonals of each kind."""
 
     def lacking_bytes(self, layers: Integers) -> Array:
-        """(R,) Bytes above the room with that many layers of each diagonal (D,) recomputed."""
-        felt = np.minimum(layers, self.heights[:, None])  # (R, D)
+        """(R,) Bytes above the room with that many layers of each kind (G,) recomputed."""
+        felt = np.minimum(layers, self.heights[:, None])  # (R, G)
         lacking: Array = self.excess_bytes - np.einsum("rd,rd->r", self.saved_bytes, felt)
         lacking += self.again_bytes * (layers[self.acting] > 0)
         return lacking
@@ -311,32 +328,57 @@ class Loads:
         return bool(self.lacking_bytes(layers).max(initial=-inf) <= 0)
 
 
-def loads_of(plan: ChunkPlan, memory: PlanMemory, spare_bytes: int = 0) -> Loads:
+def kinds_of(groups: Groups, num_stages: int) -> Integers:
+    """(D,) the kind of each diagonal of a pipeline. Groups of equal chunks that follow each other
+    make equal diagonals once as many of them have begun as there are stages: these are of a kind,
+    so that the work of a choice does not grow with the number of equal sequences."""
+    places: dict[tuple[Any, ...], int] = {}
+    kinds: list[int] = []
+    before: tuple[int, ...] = ()
+    count = 0
+    for group in groups:
+        own = tuple(chunk.num_tokens for chunk in group)
+        count = count + 1 if own == before else 0
+        before = own
+        number = min(count, num_stages)
+        key = (own, number) if number == num_stages else (len(kinds),)
+        kinds += [places.setdefault((*key, i), len(places)) for i in range(len(group))]
+    return np.array([*kinds, *range(len(places), len(places) + num_stages - 1)])
+
+
+def loads_of(
+    plan: ChunkPlan, memory: PlanMemory, kinds: Integers | None = None, spare_bytes: int = 0
+) -> Loads:
     """The loads of a plan's only pipeline, which recomputes nothing, by the memory simulation. It
-    may be of some chunks alone: buffers are as large as all of them ask for."""
+    may be of some chunks alone: buffers are as large as all of them ask for. `kinds`: of its
+    diagonals; None: each is its own."""
     backwards = np.array([a.chunk for a in plan.actions[0] if isinstance(a, Backward)])
     places, first = np.argsort(backwards), backwards.min()
     last, num_diagonals = len(plan.stages) - 1, len(backwards) + len(plan.stages) - 1
-    excess, saved, again, acting, heights = [], [], [], [], []
+    kinds = np.arange(num_diagonals) if kinds is None else kinds
+    counts = np.bincount(kinds)
+    found: dict[bytes, tuple[float, Array, float, int, int]] = {}
     for stage, (height, actions) in enumerate(zip(plan.stages, plan.actions, strict=True)):
         cell = memory.cell(plan.stages, stage)
         means = np.cumsum(cell.graph_layers) / np.arange(1, height + 1)
         layer_bytes = means.min() - cell.message  # of a token, at least, saved by each layer
-        alive = np.zeros(num_diagonals)  # bytes that a layer of each graph that is there would save
+        alive = np.zeros(len(counts))  # bytes that a layer of each graph that is there would save
         curve = memory.curve(plan, stage)
         whole = curve.device[-1, _GRADIENTS] if first else 0  # of pipelines before
         for index, (action, parts) in enumerate(zip(actions, curve.device.tolist(), strict=True)):
             if not isinstance(action, Forward | Backward):
                 continue
-            diagonal = places[action.chunk - first] + last - stage
+            kind = int(kinds[places[action.chunk - first] + last - stage])
             tokens = plan.chunks[action.chunk].num_tokens / plan.sp_size
-            alive[diagonal] = layer_bytes * tokens
             is_backward = isinstance(action, Backward)
+            own = layer_bytes * tokens
+            alive[kind] += 0.0 if is_backward else own
             more = max(cell.graph_layers) * tokens * is_backward
             lacks = sum(parts) + spare_bytes - memory.device_budget_bytes
             *late, made = curve.late.get(index, (0.0, 0.0, 0.0))
             lacks += made if first and is_backward else max(0, whole - parts[_GRADIENTS])
-            others = np.where(np.arange(num_diagonals) == diagonal, 0.0, alive)
+            others = alive.copy()
+            others[kind] = max(0.0, alive[kind] - own)
             start, moments = lacks - max(0.0, *late), []
             if is_backward and stage == last:
                 # the loss runs before a layer recomputes, and is over when one is at work
@@ -347,32 +389,31 @@ def loads_of(plan: ChunkPlan, memory: PlanMemory, spare_bytes: int = 0) -> Loads
                 moments = [(start - at_work + loss, 0.0, alive.copy())]
             moments.append((start, more, alive.copy()))
             # when the gradients are there, one layer of the graph is left, and then none
-            beside = zip(late, (alive[diagonal], 0.0), strict=True) if made and not first else ()
+            beside = zip(late, (own, 0.0), strict=True) if made and not first else ()
             for beyond, gone in beside:
                 moments.append((start + beyond, more - gone, others))
             for lacks, more, saves in moments:
                 if lacks + more > 0:  # at other moments all fits in any case
-                    excess.append(lacks)
-                    saved.append(saves)
-                    again.append(more)
-                    acting.append(diagonal)
-                    heights.append(height)
+                    key = np.array([lacks, more, kind, height, *saves]).tobytes()
+                    found[key] = lacks, saves, more, kind, height
             if is_backward:
-                alive[diagonal] = 0.0
+                alive = others
+    columns = zip(*found.values(), strict=True) if found else [()] * 5
+    excess, saved, again, acting, tops = columns
     return Loads(
-        np.array(excess, float), np.array(saved).reshape(-1, num_diagonals),
-        np.array(again, float), np.array(acting, int), np.array(heights, int),
+        np.array(excess, float), np.array(saved).reshape(-1, len(counts)), np.array(again, float),
+        np.array(acting, int), np.array(tops, int), counts,
     )  # fmt: skip
 
 
 def choose_layers(loads: Loads, exact: bool = False) -> Integers | None:
-    """(D,) the layers that each diagonal recomputes so that every stage has room, of least sum
-    where `exact`; None: there are none.
+    """(G,) the layers that the diagonals of each kind recompute so that every stage has room, of
+    least sum over all diagonals where `exact`; None: there are none.
 
-    Greedily: a layer more on the diagonal that relieves most, until no stage lacks room; then fewer
-    where later ones have made them needless. The better of two ways to weigh relief: bytes, and
-    shares of what a moment lacks; of few diagonals, where a layer is a percent of a step, also
-    without each of them.
+    Greedily: a layer more on the diagonals that relieve most for each of them, until no stage lacks
+    room; then fewer where later ones have made them needless. The better of two ways to weigh
+    relief: bytes, and shares of what a moment lacks; of few diagonals, where a layer is a percent
+    of a step, also without each of them.
     """
     found = _least_layers(loads) if exact and len(loads.heights) else None
     if found is None:
@@ -382,7 +423,8 @@ def choose_layers(loads: Loads, exact: bool = False) -> Integers | None:
             for one in np.eye(num_diagonals):
                 others = replace(loads, saved_bytes=loads.saved_bytes * (1 - one))
                 tried.append(_relieved(others, by_shares=False))
-        found = min((layers for layers in tried if layers is not None), key=np.sum, default=None)
+        fitting = (layers for layers in tried if layers is not None)
+        found = min(fitting, key=lambda layers: int(layers @ loads.counts), default=None)
     return found
 
 
@@ -399,7 +441,7 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
         acts = loads.acting[rows, None] == np.arange(len(layers))[diagonals]
         more = acts * np.where(layers[diagonals] > 0, 0.0, loads.again_bytes[rows, None])
         relief = np.clip(saved - more, 1e-3 * saved, lacks) / (lacks if by_shares else 1.0)
-        gain: Array = relief.sum(axis=0)
+        gain: Array = relief.sum(axis=0) / loads.counts[diagonals]
         return gain
 
     while lacking.max(initial=-inf) > 0:
@@ -447,7 +489,7 @@ def _least_layers(loads: Loads) -> Integers | None:
     eye = np.eye(num_diagonals)
     linked = np.hstack([np.kron(-np.eye(len(tops)), eye), np.kron(most, eye).T])
     found = milp(
-        np.repeat([1.0] * len(tops) + [0.0], num_diagonals),
+        np.concatenate([*[loads.counts] * len(tops), np.zeros(num_diagonals)]),
         constraints=[room, LinearConstraint(linked, lb=0)],
         bounds=Bounds(0, np.repeat([*most, 1.0], num_diagonals)),
         integrality=np.ones((len(tops) + 1) * num_diagonals),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 from furlong.cost.memory import Part
 from furlong.cost.model import CostModel, update_s
@@ -30,7 +30,7 @@ from furlong.plan.plan import TARGETS, ChunkPlan, Layout, OffloadTarget
 from furlong.planners.chunks import by_cost
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import join_kept, plan_replica
+from furlong.planners.orders import gathered_first, join_kept, plan_replica
 from furlong.report.scene import PART_WORDS
 from furlong.simulate.predict import Needs, step_s
 from furlong.units import format_bytes
@@ -79,6 +79,13 @@ class Limits:
             for (memory, limit), used in zip(self.by_memory.items(), needs, strict=True)
             if limit is not None and used > limit
         }
+
+    def fullest(self, needs: Needs) -> float:
+        """The share of its limit that is needed of the memory that is fullest."""
+        limits = self.by_memory.values()
+        return max(
+            n / max(1, most) for n, most in zip(needs, limits, strict=True) if most is not None
+        )
 
     def hold(self, needs: Needs) -> bool:
         """Whether each memory has room for what is needed of it."""
@@ -154,41 +161,6 @@ class DoesNotFitError(ConfigError):
             source="the memory of a device",
             change=advice(self.part, training, num_devices),
         )
-
-
-def offload_budgets(
-    offload: Any,
-    cpu: int | Literal["auto"],
-    disk: int,
-    *,
-    on_cpu: bool,
-    free_cpu_bytes: int | None = None,
-) -> tuple[int | None, int]:
-    """Bytes of CPU memory and disk that a plan may use; 0: none, None: no limit.
-
-    `offload`: that of a run file, or None. `cpu`, `disk`: memory.cpu and memory.disk.
-    `free_cpu_bytes`: what auto means on a GPU; None where that is not known. Raises ConfigError.
-    """
-    is_free = offload in (None, "auto")
-    named = [] if is_free else ChunkOptions(offload=offload).offloading.targets
-    cpu_bytes = 0 if on_cpu else free_cpu_bytes if cpu == "auto" else cpu
-    if on_cpu and (cpu not in ("auto", 0) or "cpu" in named):
-        key, value = ("offload", repr(offload)) if cpu in ("auto", 0) else ("memory.cpu", cpu)
-        raise ConfigError(
-            given=f"{key} = {value} on a CPU",
-            required="memory.device alone: on a CPU it is the budget of everything in RAM",
-            source=key,
-            change=f"remove {key} (memory.device says how much RAM a run may take)",
-        )
-    for name, num_bytes in (("cpu", cpu_bytes), ("disk", disk)):
-        if name in named and num_bytes == 0:
-            raise ConfigError(
-                given=f"offload to {name} with memory.{name} = 0",
-                required=f"memory.{name} above 0, for what is to live there",
-                source=f"offload and memory.{name}",
-                change=f"add memory.{name}, such as 64GiB, or remove offload",
-            )
-    return cpu_bytes, disk
 
 
 @dataclass(frozen=True)
@@ -306,6 +278,14 @@ class Space:
             steps.append([[first + i for i in sorted(some)] for some in most_first])
         return steps
 
+    @property
+    def _is_regular(self) -> bool:
+        """Whether the devices of every replica lie on nodes in the same way."""
+        layout, node = self.layout, self.model.hardware.links.devices_per_node
+        of_stage, is_divided = layout.dp * layout.sp, layout.sp % node and node % layout.sp
+        is_alike = layout.pp == 1 or of_stage % node == 0 or layout.num_devices <= node
+        return is_alike and not is_divided
+
     def lens(self, own: Iterable[int]) -> tuple[int, ...]:
         """Tokens of some of the sequences."""
         return tuple(self.question.seq_lens[i] for i in own)
@@ -326,17 +306,22 @@ class Space:
         """Seconds of a step on average, of the plans of all replicas as a run joins them, which
         meet in the last Backward of each stage, and of the optimizer. Infinite as soon as the first
         replicas, without which no step is faster, take `beat_s`."""
-        model, total_s = whole_model(self.model), 0.0
-        for step in self.dealt:
-            lens, plans = list(map(self.lens, step)), list[ChunkPlan]()
+        model, total_s, part = whole_model(self.model), 0.0, min(1.0, self.question.share)
+        # equal steps are timed once
+        for lens, times in Counter(tuple(map(self.lens, step)) for step in self.dealt).items():
+            if len(set(lens)) == 1 and len(lens) == self.layout.dp and self._is_regular:
+                plan = gathered_first(plan_of(lens[0]))  # the other replicas' take as long
+                seconds = self._step_s(self.model, plan) + part * update_s(self.model, plan)
+                total_s += times * seconds
+                continue
+            plans = list[ChunkPlan]()
             for number, own in enumerate(lens, start=1):
                 plans.append(plan_of(own))
                 is_some = beat_s < inf and number.bit_count() == 1
                 if is_some and total_s + self._step_s(model, _joined(plans)) >= beat_s:
                     return inf
             joined = _joined(plans, self.layout.dp)
-            total_s += self._step_s(model, joined)
-            total_s += min(1.0, self.question.share) * update_s(model, joined)
+            total_s += times * (self._step_s(model, joined) + part * update_s(model, joined))
         return total_s
 
     def _step_s(self, model: CostModel, plan: ChunkPlan) -> float:
@@ -366,7 +351,8 @@ class Candidate:
     method: str
     layout: Layout
     options: ChunkOptions
-    """The options of its chunks; a method that makes its own reads those that it knows."""
+    """The options of its chunks; of a method that makes its own those that a run takes in its
+    evaluations, and for what the method has no plan of."""
     estimate_s: float
     """About the seconds of the question's steps, or less; on one device by the clock, but for
     copies and for what a draw leaves out."""
@@ -383,17 +369,6 @@ class Candidate:
     """Once its plans were walked: the bytes of a device and below, of the longest sequence."""
     peak: Mapping[Part, int] = field(default_factory=dict)
     """The parts of these, of the device that lacks most."""
-
-    def stands_in_for(self, chosen: Candidate) -> bool:
-        """Whether one replica may take the plan of these options while another takes the chosen
-        one: in one layout, and with the same stages and offload, as all replicas of a step have."""
-        if self.layout != chosen.layout or not self.longest:
-            return False
-        if chosen.longest:
-            return True
-        # a method's own chunks have their K,V on the device
-        is_alike = self.layout.dp == 1 or self.options.order == "chunk-first"
-        return is_alike and self.options.offloading.kv == "none"
 
 
 Candidates = Callable[[Question, Layout], Iterable[Candidate]]
@@ -422,18 +397,24 @@ class Answer:
     """Candidates that were left out by their bounds or their estimates."""
     seconds: float = field(default=0.0, compare=False)
     """Seconds that the search took."""
+    is_cut_short: bool = False
+    """Whether a signal ended the search before its end."""
 
     @property
     def best(self) -> Candidate:
         return self.tried[0]
 
     @property
-    def chunked(self) -> list[Candidate]:
-        """The plans of options that stand in for the chosen one, which a run needs beside a
-        method's own chunks: the chosen one itself, or the fastest, first."""
-        return [one for one in self.tried if one.stands_in_for(self.best)]
+    def options(self) -> ChunkOptions:
+        """The chunk options that a run uses."""
+        return self.best.options
 
     @property
-    def options(self) -> ChunkOptions:
-        """Those of a run."""
-        return self.chunked[0].options
+    def by_options(self) -> Candidate | None:
+        """The plan of these options that was timed; None beside a method that is named and has
+        chunks of its own."""
+        layout, options = self.best.layout, self.best.options
+        return next(
+            (c for c in self.tried if c.longest and (c.layout, c.options) == (layout, options)),
+            None,
+        )

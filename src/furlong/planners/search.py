@@ -1,12 +1,13 @@
 """One search over layouts, methods and their options, for `furlong plan` and `furlong train`.
 
     answer = search(Question(seq_lens, model, limits, num_devices=8))
-    answer.best.candidate.layout, answer.best.step_s
+    answer.best.layout, answer.best.step_s
 
-Layouts are opened by seconds below which none of their steps gets. In each the candidates of a
-method come by an estimate; the first few that fit are timed by the clock over the plans of all
-replicas, joined as a run joins them. Planners that search by themselves have to beat what is there.
-Work is bounded by counts, never by a clock: equal questions have equal answers.
+Layouts are tried in order of a lower bound on step time. In each the candidates of a method come
+by an estimate; the first few that fit are timed by the clock over the plans of all replicas, joined
+as a run joins them. Planners with chunks of their own are asked afterwards, in layouts in which
+chunk options fit, and have to beat them. Work is bounded by counts, never by a clock: equal
+questions have equal answers.
 
 Batch by batch `BatchPlans` asks the same planners, and takes the fastest by the same clock.
 """
@@ -43,16 +44,23 @@ from furlong.simulate.predict import Needs, most_of, needs_of, step_s
 from furlong.units import count_words, format_seconds
 
 LAYOUT_SLACK = 1e-4
-"""The same of plans in different layouts, which the clock compares as they will run."""
+"""Tolerance within which plans of different layouts, which the clock compares, are equally fast."""
 _EQUAL = 1e-9
-"""The same of plans whose actions take equal times."""
+"""Tolerance within which plans whose actions take equal times are equally fast."""
 _NEAR = 0.005
-"""Share by which the size named in a message of what would fit may be wrong."""
+"""Tolerance of the size that a message names as enough."""
+_BADLY = 1.25
+"""Multiple of the least seconds of a step from which on chunk options fit badly: then a pipeline
+is worth InfiniPipe's search."""
 _MAX_ACTIONS = 16_000
 """Actions that are walked and simulated in all on one device once a plan fits, twice as many while
 none does: then the search ends."""
 _LESS_AGAIN = 0.9
 """Share of the budget that a method by name keeps when a step of it did not fit."""
+_MOST_TIMES = 8
+"""The same of several devices, as a multiple."""
+_MOST_REFUSED = 3
+"""Plans of chunks in a layout that do not fit before the one that needs least is tried."""
 _MOST_FITTING = 4
 """Plans of chunks that fit and are timed in each layout of several devices, and of each chunk size
 with which replicas wait for each other."""
@@ -74,16 +82,16 @@ METHODS: Mapping[str, Candidates] = {
 }
 """The published systems, by the names of `chunks.method`."""
 _OWN_CHUNKS = ("places", "skrull", "infinipipe")
-"""Methods that make chunks of their own: `auto` asks them beside all options of chunks, among which
-is what the others offer."""
+"""Methods that make chunks of their own."""
 
 
-def search(question: Question, tell: Tell | None = None) -> Answer:
+def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool = False) -> Answer:
     """The plans of `question.method` that fit, the fastest first, of those alike on one device the
     one that needs least memory. Where none fits, not with four times as many chunks and cells
     either, nothing is in `tried`.
 
-    `tell` is called with words for how far it is. Raises ConfigError for sizes that no layout has.
+    `tell` is called with words for how far it is. `may_cut_short`: whether a KeyboardInterrupt
+    ends the search with what has been found. Raises ConfigError for sizes that no layout has.
     """
     started_s, tell = time.monotonic(), tell or (lambda words: None)
     if question.method in _OWN_CHUNKS and question.options:
@@ -94,24 +102,36 @@ def search(question: Question, tell: Tell | None = None) -> Answer:
             source="chunks",
             change=f"leave {names} out, or chunks.method",
         )
-    state = _Search(question, tell)
-    state.run(own_methods(question))
+    state, is_cut_short = _Search(question, tell), False
+    try:
+        state.run()
+    except KeyboardInterrupt:
+        if not (may_cut_short and state.fitting):
+            raise
+        is_cut_short = True
     if not state.fitting:
         error, most_chunks = state.error, 4 * question.most_chunks
         finer = replace(question, most_chunks=most_chunks, most_cells=4 * question.most_cells)
         state = _Search(finer, tell)
-        state.run(own=[])  # methods with chunks of their own cut as finely as they can
+        if question.method not in _OWN_CHUNKS:  # these cut as finely as they can
+            state.run()
         state.error = error
     if not state.fitting:
         state.try_least()
-    return state.answer(started_s)
+    return replace(state.answer(started_s), is_cut_short=is_cut_short)
 
 
-def own_methods(question: Question) -> list[str]:
-    """Methods that make their own chunks among those that a question leaves."""
-    if question.method == "auto":
-        return [] if question.options else list(_OWN_CHUNKS)
-    return [question.method] if question.method in _OWN_CHUNKS else []
+def own_methods(question: Question, layout: Layout) -> list[str]:
+    """The methods with chunks of their own that `auto` asks in a layout beside chunk options; of
+    those that are not among them Skrull's plans are special cases of places'."""
+    if question.method != "auto" or question.options or layout == ONE_DEVICE:
+        return []
+    return ["places"] if layout.pp == 1 else ["infinipipe"]
+
+
+def has_own_chunks(name: str) -> bool:
+    """Whether a planner's plans have no chunk options."""
+    return name in _OWN_CHUNKS
 
 
 class _Search:
@@ -119,6 +139,8 @@ class _Search:
         self._question, self._limits, self._tell = question, question.limits, tell
         self._spaces = {layout: Space(question, layout) for layout in walkable(question)}
         self._is_one = list(self._spaces) == [ONE_DEVICE]
+        self._samples = "sample" in question.given
+        """Whether steps are draws: estimates and bounds are of whole backwards."""
         self._found: list[Candidate] = []
         self.fitting: list[Candidate] = []
         self._refused: list[Candidate] = []
@@ -130,24 +152,43 @@ class _Search:
         self.error: Exception | None = None
         """Why a method that fits its plans itself has none."""
 
-    def run(self, own: Sequence[str]) -> None:
-        """Try the methods with chunks of their own, and all options unless one of them is named."""
+    def run(self) -> None:
+        """Try what the question leaves in every layout that may be faster than the best plan."""
         question, bounds_s = self._question, dict[Layout, float]()
         for layout, space in self._spaces.items():
             lacking_bytes = question.state_bytes(layout) - self._limits.limit_bytes
             if lacking_bytes > 0 and not self._is_one:
                 self._too_large[layout] = lacking_bytes
             else:
-                bounds_s[layout] = 0.0 if self._is_one else least_s(space)
-        methods = [METHODS[name] for name in own]
-        if question.method not in _OWN_CHUNKS:
-            # first, for planners with chunks of their own take long, and have to beat the best
-            methods.insert(0, pairs if question.pair else METHODS.get(question.method, chunks))
-        for method in methods:
-            for layout in sorted(bounds_s, key=bounds_s.__getitem__):
-                if bounds_s[layout] < self._best_s:
-                    self._walk(layout, method)
-        self._find_options()
+                bounds_s[layout] = 0.0 if self._is_one or self._samples else least_s(space)
+        ordered = sorted(bounds_s, key=bounds_s.__getitem__)
+        method = pairs if question.pair else METHODS.get(question.method, chunks)
+        for layout in ordered:
+            if bounds_s[layout] < self._best_s:
+                self._walk(layout, method)
+        # they take long, and have to beat the best
+        for layout in ordered:
+            for name in own_methods(question, layout):
+                beside = self._beside(layout)
+                is_worth_it = layout.pp == 1 or (
+                    beside and beside[0].step_s > _BADLY * bounds_s[layout]
+                )
+                if bounds_s[layout] < self._best_s and beside and is_worth_it:
+                    self._walk(layout, METHODS[name])
+
+    def _beside(self, layout: Layout) -> list[Candidate]:
+        """The chunk options that fit in a layout, the fastest first, as far as one replica may take
+        them while another takes a method's own chunks: these have their K,V on the device, and all
+        stages of a step are those of every replica."""
+        fitting = [
+            one
+            for one in self.fitting
+            if one.layout == layout
+            and one.longest
+            and one.options.offloading.kv == "none"
+            and (layout.dp == 1 or one.options.order == "chunk-first")
+        ]
+        return sorted(fitting, key=lambda one: one.step_s)
 
     @property
     def _best_s(self) -> float:
@@ -157,36 +198,52 @@ class _Search:
         """Try the candidates of a method in a layout until no further one can be faster."""
         beat_s = self._best_s if len(self._spaces[layout].dealt) == 1 else inf
         seconds: dict[int, set[float]] = defaultdict(set)
-        """Times of the plans that fit, of sizes with which replicas wait by themselves (others:
-        0): options that do not act make the same plan again."""
+        """Times of the plans that fit, kept apart for sizes at which replicas idle (others: 0):
+        options that do not act make the same plan again."""
         fitting: set[ChunkOptions] = set()
-        """Their options with all on the device: what is offloaded for no need gains nothing."""
+        """Their options with all on the device: offloading cannot help what fits without it."""
 
         def alike(size: int) -> set[float]:
             return seconds[size if (layout, size) in self._waiting else 0]
 
-        for candidate in method(replace(self._question, beat_s=beat_s), layout):
-            self._found.append(candidate)
-            best = f"best {format_seconds(self._best_s)}" if self.fitting else "none fits so far"
-            self._tell(f"{count_words(len(self._found), 'candidate')}, {best}")
+        self._say(layout, "")
+        offered = list(method(replace(self._question, beat_s=beat_s), layout))
+        self._found += offered
+        hopeful = [candidate for candidate in offered if self._may_fit(candidate)]
+        num_refused, leanest = 0, None
+        for candidate in hopeful:
             on_device, size = replace(candidate.options, offload="none"), candidate.options.size
-            if (
-                on_device not in fitting
-                and self._may_fit(candidate)
-                and not self._is_done(candidate, len(alike(size)))
-                and (fits_s := self._try(candidate, self._best_s)) is not None
-            ):
+            if candidate is leanest or on_device in fitting:
+                continue
+            if self._is_done(candidate, len(alike(size))):
+                continue
+            self._say(layout, candidate.method)
+            if (fits_s := self._try(candidate, self._best_s)) is not None:
                 alike(size).add(fits_s)
                 fitting.add(on_device)
+                continue
+            num_refused += 1
+            if num_refused == _MOST_REFUSED and not fitting and candidate.longest:
+                leanest = min(hopeful, key=lambda one: one.least or Needs(0))
+                if self._try(leanest, inf) is None:
+                    return  # where what needs least does not fit nothing does
+
+    def _say(self, layout: Layout, method: str) -> None:
+        best = f"best {format_seconds(self._best_s)}" if self.fitting else "none fits so far"
+        under_way = method if self._is_one else f"{method} {layout}".strip()
+        count = count_words(len(self._found), "candidate")
+        self._tell(", ".join(filter(None, (under_way, count, best))))
 
     def _is_done(self, candidate: Candidate, num_fitting: int) -> bool:
         estimate_s = candidate.estimate_s
         if not self._is_one:
-            return estimate_s >= self._best_s or num_fitting >= _MOST_FITTING
+            is_over = not self.fitting and self._num_actions > _MOST_TIMES * _MAX_ACTIONS
+            is_slower = estimate_s >= self._best_s and not self._samples
+            return is_over or is_slower or num_fitting >= _MOST_FITTING
         if self._num_actions > _MAX_ACTIONS * (1 if self.fitting else 2):
             return True
-        if len(self.fitting) < 2 or "sample" in self._question.given:
-            return False  # the estimates are of whole backwards
+        if len(self.fitting) < 2 or self._samples:
+            return False
         return estimate_s > self._best_s * (1 + SLACK)
 
     def _may_fit(self, candidate: Candidate) -> bool:
@@ -196,24 +253,25 @@ class _Search:
         """Seconds of a candidate's plans if they fit, else None: of a step or, where that alone
         takes `beat_s`, of one replica, of which no step takes less."""
         space, layout = self._spaces[candidate.layout], candidate.layout
-        plan_of: PlanOf = cache(candidate.plan_of)
+        exact, sampling = cache(candidate.plan_of), candidate.options.sampling
+        plan_of: PlanOf = cache(lambda lens: one_draw(exact(lens), sampling))
         if candidate.longest:
-            plan = plan_of(tuple(candidate.longest))
+            plan = exact(tuple(candidate.longest))  # any draw may be of all chunks
             candidate = self._walked(candidate, [plan])
             if not self._limits.hold(candidate.needs):
                 self._refused.append(candidate)
                 return None
             if self._is_one:
-                options, seconds = candidate.options, candidate.estimate_s
-                is_plain = options.offloading == ON_DEVICE and options.sampling is None
+                seconds = candidate.estimate_s
+                is_plain = candidate.options.offloading == ON_DEVICE and sampling is None
                 if not is_plain and not self._question.pair:
-                    seconds = space.busiest_s(
-                        lambda lens: one_draw(plan_of(lens), options.sampling)
-                    )
+                    seconds = space.busiest_s(plan_of)
                     self._num_actions += sum(map(len, plan.actions))
                 self.fitting.append(replace(candidate, step_s=seconds))
                 return seconds
         try:
+            if candidate.method == self._question.method and not candidate.longest:
+                self._plan_longest(candidate)
             alone_s = inf if layout.dp == 1 else space.busiest_s(plan_of)
             if layout.dp > 1 and alone_s >= beat_s:
                 return alone_s if candidate.longest else None
@@ -231,6 +289,7 @@ class _Search:
         if not candidate.longest:
             busiest = {space.lens(step[0]) for step in space.dealt}
             candidate = self._walked(candidate, [plan_of(lens) for lens in sorted(busiest)])
+            candidate = replace(candidate, options=self._options_beside(candidate))
         self.fitting.append(replace(candidate, step_s=step_s))
         return step_s
 
@@ -242,36 +301,26 @@ class _Search:
         self._num_actions += sum(len(own) for plan in plans for own in plan.actions)
         return replace(candidate, needs=most_of(map(needs_of, curves)), peak=curve.peak)
 
-    def _find_options(self) -> None:
-        """Find options that stand in for the chosen plan, which a run needs beside a method's own
-        chunks. Where none fits, the plans of such methods in that layout are given up, unless the
-        method is named and plans the longest sequence itself: then options that lack least do."""
-        while self.fitting:
-            chosen = self._ranked()[0]
-            if any(one.stands_in_for(chosen) for one in self.fitting):
-                return
-            offered = [c for c in chunks(self._question, chosen.layout) if c.stands_in_for(chosen)]
-            self._found += offered
-            if any(self._may_fit(c) and self._try(c, inf) is not None for c in offered):
-                return
-            if offered and chosen.method == self._question.method and self._plans_longest(chosen):
-                spare = min(offered, key=lambda c: self._limits.lacking(c.least or Needs(0)))
-                spare = self._walked(spare, [spare.plan_of(spare.longest)])
-                self.fitting.append(replace(spare, step_s=spare.estimate_s))
-                return
-            self.fitting = [c for c in self.fitting if c.layout != chosen.layout or c.longest]
+    def _options_beside(self, candidate: Candidate) -> ChunkOptions:
+        """Chunk options for evaluations, and for what a method with its own chunks has no plan of:
+        the fastest that fit; where the method is named, and so nothing else was tried, those that
+        lack least by their bounds."""
+        layout, question = candidate.layout, self._question
+        if beside := self._beside(layout):
+            return beside[0].options
+        offered = [
+            one
+            for one in chunks(question, layout)
+            if one.options.offloading.kv == "none" and one.options.order == "chunk-first"
+        ]
+        lacking = [self._limits.lacking(one.least or Needs(0)) for one in offered]
+        return offered[lacking.index(min(lacking))].options
 
-    def _plans_longest(self, candidate: Candidate) -> bool:
-        """Whether a planner that fits its plans itself has one of the longest sequence, which may
-        take longer than the step that the candidate had to beat."""
-        question = self._question
-        try:
-            asked = next(iter(METHODS[candidate.method](question, candidate.layout)))
-            asked.plan_of([question.longest])
-        except (UserError, PlanError) as error:
-            self.error = error
-            return False
-        return True
+    def _plan_longest(self, candidate: Candidate) -> None:
+        """Raise UserError where the method that is named has no plan of the longest sequence, which
+        may take longer than the step that the candidate has to beat."""
+        (asked,) = METHODS[candidate.method](replace(self._question, beat_s=inf), candidate.layout)
+        asked.plan_of([self._question.longest])
 
     def try_least(self) -> None:
         """Find what lacks least, for the message that no plan fits."""
@@ -402,8 +451,15 @@ class BatchPlans:
             )  # fmt: skip
         # smaller chunks than at the start: what was predicted to fit did not
         is_free = options == self.options and not self.has_shrunk and not plan.frozen_stages
-        for name in own_methods(question) if is_free and options.offloading.kv == "none" else ():
-            with suppress(UserError, StopIteration):  # none of its plans fits, or none is faster
+        is_free = is_free and options.offloading.kv == "none"
+        if is_free and self.layout.pp > 1:
+            step = replace(
+                question, seq_lens=tuple(seq_lens), sequences_per_step=0, tokens_per_step=None
+            )
+            is_free = plan_s > _BADLY * least_s(Space(step, replace(self.layout, dp=1)))
+        for name in own_methods(question, self.layout) if is_free else ():
+            # none of its plans fits, or none is faster
+            with suppress(UserError, PlanError, StopIteration):
                 found[name] = self._plan_of(name, seq_lens, plan_s)
         # another replica may take the options, and all of a step share its stages
         seconds = {
@@ -456,10 +512,11 @@ def best_plan(
     work_s = question.model.sequence_seconds(seq_lens)
     dealt = by_cost(work_s, min(chosen.layout.dp, len(seq_lens)))
     asked, plan_of = BatchPlans(question, chosen.layout, options), space.plan_of(options)
-    names, plans = [], []
-    for own in dealt:
-        lens = [seq_lens[i] for i in own]
-        name, plan = asked.best_plan(lens, plan_of(lens), options)
-        names.append(name)
-        plans.append(plan)
-    return ", ".join(dict.fromkeys(names)), join_kept(plans, dealt, seq_lens, chosen.layout.dp)
+
+    @cache
+    def planned(lens: tuple[int, ...]) -> tuple[str, ChunkPlan]:
+        return asked.best_plan(lens, plan_of(lens), options)
+
+    found = [planned(tuple(seq_lens[i] for i in own)) for own in dealt]
+    names, plans = dict.fromkeys(name for name, _ in found), [plan for _, plan in found]
+    return ", ".join(names), join_kept(plans, dealt, seq_lens, chosen.layout.dp)

@@ -15,12 +15,14 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
 import psutil
 import torch
 
+from furlong.cost.machine import Machine, free_ram_budget_bytes, this_cpu
 from furlong.cost.memory import MAPPED_BYTES, MAPPED_WITH_OFFLOAD_BYTES, SPARE_BYTES
 from furlong.kv.pools import Pools
 from furlong.plan.plan import Action
@@ -224,3 +226,14 @@ class Recorder:
                 for (action, device_bytes, offloaded_bytes), start_s, stop_s in noted
             )
         )
+
+
+def machine_of(device: torch.device) -> Machine:
+    """Return the machine of a device of this process, as far as no calibration has measured it; it
+    has all of the free RAM to itself."""
+    if device.type != "cuda":
+        return this_cpu()
+    total_bytes = torch.cuda.mem_get_info(device)[1]
+    found = Machine.of_card(torch.cuda.get_device_name(device), total_bytes)
+    links = replace(found.links, devices_per_node=1)
+    return replace(found, links=links, host_bytes=free_ram_budget_bytes())

@@ -26,8 +26,9 @@ from furlong.data.stream import SharedBlocks, StreamSet
 from furlong.kv.pools import Storage
 from furlong.models.build import build_model
 from furlong.models.decoder import HFDecoder
-from furlong.planners.decide import Decision, division_in_words, given_options
+from furlong.planners.decide import Decision, division_in_words
 from furlong.planners.options import option_values, value_in_words
+from furlong.planners.setup import given_options
 from furlong.planners.spaco import sampling_in_words
 from furlong.runtime.distributed.mesh import Ranks, gpu_of
 from furlong.train.checkpoints import ModelSize

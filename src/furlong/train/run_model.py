@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from furlong.config.schema import ModelConfig, RunConfig, TrainConfig, offloads_to
-from furlong.cost.machine import Machine, free_ram_budget_bytes, one_of, this_cpu
+from furlong.cost.machine import Machine, free_ram_budget_bytes, one_of
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.data.dataset import DataSet
@@ -28,21 +28,22 @@ from furlong.models.quantized import check_packed
 from furlong.models.rope import apply_rope, switching_lengths
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Layout
-from furlong.planners.decide import (
-    SEARCHED_OPTIONS,
-    Decision,
-    decide,
-    given_options,
-    training_of,
-    with_optimizer,
-)
+from furlong.planners.decide import Decision, decide
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.orders import even_heights
-from furlong.planners.question import MARGIN, Limits, Question, offload_budgets
+from furlong.planners.question import Question
 from furlong.planners.search import BatchPlans
+from furlong.planners.setup import (
+    SEARCHED_OPTIONS,
+    cost_model_of,
+    given_options,
+    limits_of,
+    offload_budgets,
+)
 from furlong.planners.spaco import check_sampling
 from furlong.runtime.check import check_twin
+from furlong.runtime.profile import machine_of
 from furlong.train.objective import objective_of
 from furlong.train.processes import Launch, layout_of, sizes_of
 from furlong.train.run_folder import Checkpoint
@@ -75,22 +76,13 @@ class RunModel:
     def read(cls, config: RunConfig, device: torch.device, launch: Launch) -> RunModel:
         """Raises UserError for a config that cannot be read, and for a damaged calibration."""
         whole = read_model_config(config)
-        machine = one_of(_machine_of(device), launch.num_local)
+        machine = one_of(machine_of(device), launch.num_local)
         known = (config.model.name, whole, launch, device, machine)
         try:
             packed, shape = getattr(whole, "quantization_config", None), describe(whole)
-            training = with_optimizer(training_of(config.model, packed), config.train, shape)
-            cost = CostModel(shape, machine, training)
         except ConfigError as error:
             return cls(*known, None, error.given)
-        return cls(*known, cost.calibrated(config.model.dtype))
-
-    @property
-    def whole_cost(self) -> CostModel | None:
-        """The figures for plans that list all processes."""
-        if self.cost is None or self.launch.num_processes == 1:
-            return self.cost
-        return replace(self.cost, training=replace(self.cost.training, zero_stage=1, gathers=True))
+        return cls(*known, cost_model_of(config, shape, machine, launch.num_processes, packed))
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -121,7 +113,7 @@ class RunModel:
         """Bytes of the device that plans may use, and the words for them; asked before the model
         takes memory."""
         on_card = self.device.type == "cuda"
-        free_bytes = torch.cuda.mem_get_info(self.device)[0] if on_card else 0
+        free_bytes = torch.cuda.mem_get_info(self.device)[0] if on_card else None
         return self.machine.budget(config.memory.device, self.launch.num_local, free_bytes)
 
 
@@ -261,12 +253,11 @@ def _searched(
         learnt = train.seq_lens.reshape(-1, objective.unit_size)[:, : objective.num_learnt]
         pairs = [tuple(own) for own in learnt.tolist()]
     lens, size = train.epoch_lens(config.train.seed), step_size(config.train)
-    margin = cost.hardware.margin(MARGIN)
     decision = decide(
         count_lengths(lens),
         size=replace(size, sequences=size.sequences and size.sequences * objective.unit_size),
         model=cost,
-        limits=Limits(budget_bytes, storage.cpu_bytes, storage.disk_bytes, margin),
+        limits=limits_of(cost.hardware, budget_bytes, storage.cpu_bytes, storage.disk_bytes),
         budget_words=budget_words,
         num_devices=num_processes,
         seed=config.train.seed,
@@ -335,7 +326,7 @@ def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> Ba
     if decision.budget_bytes is None or model.cost is None:
         return None
     layout = decision.layout
-    limits = Limits(decision.budget_bytes, margin=model.cost.hardware.margin(MARGIN))
+    limits = limits_of(model.cost.hardware, decision.budget_bytes)
     question = Question(
         (), model.cost, limits, layout.num_devices,
         given=given_options(config), method=config.chunks.method, stages=decision.stages,
@@ -360,13 +351,6 @@ def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -
         existing = next(place for place in above if os.path.isdir(place))
         NamelessFile(existing if named is None else folder).close()
     return Storage(cpu_bytes, disk_bytes, folder)
-
-
-def _machine_of(device: torch.device) -> Machine:
-    if device.type != "cuda":
-        return this_cpu()
-    total_bytes = torch.cuda.mem_get_info(device)[1]
-    return Machine.of_card(torch.cuda.get_device_name(device), total_bytes)
 
 
 def read_model_config(config: RunConfig) -> Any:

@@ -13,7 +13,7 @@ from furlong.data.sources import list_files
 from furlong.errors import ConfigError
 from furlong.families import versions
 from furlong.models.folder import check_files
-from furlong.planners.decide import given_options
+from furlong.planners.setup import given_options
 from furlong.train.objective import objective_of
 from furlong.train.processes import ALONE, Processes, layout_of, require_equal
 from furlong.train.run_folder import RunFolder, open_run_folder

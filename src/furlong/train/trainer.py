@@ -309,7 +309,7 @@ class Trainer:
         )
         for split in self.data.values():
             processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
-        cost = self.run_model.whole_cost
+        cost = self.run_model.cost
         # tokens are dealt out evenly where the model's work cannot be counted
         work = (lambda seq_lens: seq_lens) if cost is None else cost.sequence_seconds
         seconds = (lambda plan: 0.0) if cost is None else partial(predicted_s, cost)
@@ -753,7 +753,7 @@ class Trainer:
 
     def _step_taken(self, figures: StepFigures) -> None:
         """Reports a step as measured; the first one also as predicted."""
-        step, cost, plan = self.progress.step, self.run_model.whole_cost, self.result.plan
+        step, cost, plan = self.progress.step, self.run_model.cost, self.result.plan
         self.log.step(step, figures)
         if step == 1 and self.processes.is_first and cost is not None and plan is not None:
             self.log.predicted(step, figures, predict_step(cost, plan))

@@ -1,0 +1,140 @@
+"""The cost model and the limits of a run, made in one place for `furlong plan`, `furlong train` and
+`furlong calibrate`: equal questions have equal answers.
+
+    model = cost_model_of(config, shape, machine, num_devices)
+    limits = limits_of(model.hardware, budget_bytes, *offload_budgets(...))
+
+The device's budget is `Machine.budget`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from furlong.cost.machine import Machine
+from furlong.cost.model import CostModel
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import PACKED_BYTES, Lora, Training
+from furlong.errors import ConfigError
+from furlong.planners.options import ChunkOptions
+from furlong.planners.question import MARGIN, Limits
+from furlong.planners.spaco import Sampling
+
+if TYPE_CHECKING:
+    from furlong.config.schema import ModelConfig, RunConfig, TrainConfig
+
+SEARCHED_OPTIONS = ("size", "num_retained", "keep", "offload", "order")
+
+
+def cost_model_of(
+    config: RunConfig,
+    shape: ModelShape,
+    machine: Machine,
+    num_devices: int = 1,
+    packed: Mapping[str, Any] | None = None,
+    *,
+    calibrate: bool = True,
+) -> CostModel:
+    """Figures of one of a run's devices, with what `furlong calibrate` has measured of it unless
+    that is not wanted. `packed`: as for `training_of`. Raises ConfigError for a damaged
+    calibration."""
+    training = with_optimizer(training_of(config.model, packed), config.train, shape)
+    if num_devices > 1:
+        training = replace(training, zero_stage=1, gathers=True)
+    dtype = config.model.dtype
+    found = machine.calibrated(dtype) if calibrate else machine.computing_in(dtype)
+    return CostModel(shape, found, training)
+
+
+def limits_of(
+    machine: Machine, budget_bytes: int, cpu_bytes: int | None = 0, disk_bytes: int | None = 0
+) -> Limits:
+    """Return the bytes that a plan may use of each memory, with the margin of a calibration."""
+    return Limits(budget_bytes, cpu_bytes, disk_bytes, machine.margin(MARGIN))
+
+
+def offload_budgets(
+    offload: Any,
+    cpu: int | Literal["auto"],
+    disk: int,
+    *,
+    on_cpu: bool,
+    free_cpu_bytes: int | None = None,
+) -> tuple[int | None, int]:
+    """Bytes of CPU memory and disk that a plan may use; 0: none, None: no limit.
+
+    `offload`: that of a run file, or None. `cpu`, `disk`: memory.cpu and memory.disk.
+    `free_cpu_bytes`: what auto means on a GPU; None where that is not known. Raises ConfigError.
+    """
+    is_free = offload in (None, "auto")
+    named = [] if is_free else ChunkOptions(offload=offload).offloading.targets
+    cpu_bytes = 0 if on_cpu else free_cpu_bytes if cpu == "auto" else cpu
+    if on_cpu and (cpu not in ("auto", 0) or "cpu" in named):
+        key, value = ("offload", repr(offload)) if cpu in ("auto", 0) else ("memory.cpu", cpu)
+        raise ConfigError(
+            given=f"{key} = {value} on a CPU",
+            required="memory.device alone: on a CPU it is the budget of everything in RAM",
+            source=key,
+            change=f"remove {key} (memory.device says how much RAM a run may take)",
+        )
+    for name, num_bytes in (("cpu", cpu_bytes), ("disk", disk)):
+        if name in named and num_bytes == 0:
+            raise ConfigError(
+                given=f"offload to {name} with memory.{name} = 0",
+                required=f"memory.{name} above 0, for what is to live there",
+                source=f"offload and memory.{name}",
+                change=f"add memory.{name}, such as 64GiB, or remove offload",
+            )
+    return cpu_bytes, disk
+
+
+def training_of(model: ModelConfig, packed: Mapping[str, Any] | None = None) -> Training:
+    """The trained weights of a run and their dtypes, on one device. `packed`: the
+    quantization_config of a model that is in 4 bits already."""
+    training, lora = Training.in_dtype(model.dtype), model.lora
+    if lora is None:
+        return training
+    ends = {name.rpartition(".")[2] for name in lora.modules_to_save}
+    found = Lora(
+        lora.rank, lora.target_modules, lora.target_parameters,
+        embedding="embed_tokens" in ends, head="lm_head" in ends,
+    )  # fmt: skip
+    per_weight = None
+    if (asked := model.quantize) is not None or packed is not None:
+        is_double = asked is None or isinstance(asked, str)  # else the mapping says that it is not
+        if packed is not None:
+            is_double = bool(packed.get("bnb_4bit_use_double_quant"))
+        per_weight = PACKED_BYTES[is_double]
+    return replace(training, lora=found, packed_bytes=per_weight)
+
+
+def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape) -> Training:
+    """The same training with the bytes of a run's optimizer."""
+    name, wide = settings.optimizer, training.gradient_bytes
+    if name == "muon":
+        return replace(training, optimizer_bytes=2 * wide, matrix_bytes=wide)
+    if name == "adafactor":  # a number for each row and for each column of a matrix
+        narrow = shape.hidden_size if training.lora is None else training.lora.rank
+        return replace(training, optimizer_bytes=wide / narrow + wide / shape.hidden_size)
+    if name == "adamw":
+        each = 2 * wide if settings.state_dtype == "float32" else 4
+        return replace(training, optimizer_bytes=each)
+    bits = {"32bit": 32, "4bit": 4}.get(name.rpartition("_")[2], 8)
+    scales = 4 / 256 if bits < 32 else 0.0  # a float32 for each block
+    return replace(training, optimizer_bytes=2 * (bits / 8 + scales))
+
+
+def given_options(config: RunConfig) -> dict[str, Any]:
+    """The options that a run file gives; stage_layers alone mean layer-first. Raises ConfigError
+    for a sample whose keys contradict each other."""
+    chunks = config.chunks
+    values = chunks.model_dump(include={*SEARCHED_OPTIONS, "stage_layers"})
+    values |= {"offload": config.offload}
+    given = {name: value for name, value in values.items() if value != "auto"}
+    if "stage_layers" in given:
+        given = {"order": "layer-first", **given}
+    if chunks.sample is not None:
+        given["sample"] = Sampling(**chunks.sample.model_dump(exclude={"check_every_steps"}))
+    return given
