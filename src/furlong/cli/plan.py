@@ -45,7 +45,7 @@ from furlong.planners.options import (
     options_in_words,
     value_in_words,
 )
-from furlong.planners.question import SIZES, Answer
+from furlong.planners.question import SIZES, Answer, Question
 from furlong.planners.search import METHODS, best_plan, has_own_chunks
 from furlong.planners.spaco import num_drawn, one_draw, sampling_in_words
 from furlong.report.patience import Tell, patience
@@ -491,24 +491,36 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
         trials = [(own.hardware, least)]
     else:
         trials = [(own.hardware, least * 2**n) for n in range(11) if least * 2**n <= MAX_DEVICES]
-    refused: list[tuple[str, UserError]] = []
+    refused: dict[str, str] = {}
     for card, count in trials:
         changed = _with(flags, hardware=card, devices=count)
         question = question_of(changed, asked.batch)
         words = f"{count} x {card}"
-        without = f"; no plan for {', '.join(one for one, _ in refused)}" if refused else ""
+        without = f"; no plan for {', '.join(refused)}" if refused else ""
+        is_last = (card, count) == trials[-1]
         try:
+            if not is_last and _is_too_small(question):
+                refused[words] = ""
+                continue
             found = find(question, _telling(words + without, tell))
         except UserError as error:
-            refused.append((words, error))
-        else:
-            _show_found(found, question, changed.own, tell, words + without)
-            return
-    words, last = refused[-1]
-    if len(refused) > 1 and len({str(one) for _, one in refused}) == 1:
-        raise last  # no card changes anything about it
-    given = f"{words}, the last of --smallest: {last.given}"
-    raise refusal(given, last.required, last.change) from last
+            refused[words] = str(error)
+            if not is_last:
+                continue
+            if len(refused) > 1 and {*refused.values()} == {str(error)}:
+                raise  # no card changes anything about it
+            given = f"{words}, the last of --smallest: {error.given}"
+            raise refusal(given, error.required, error.change) from error
+        _show_found(found, question, changed.own, tell, words + without)
+        return
+
+
+def _is_too_small(question: PlanQuestion) -> bool:
+    """Whether in every layout weights, gradients and optimizer alone are above a device's budget,
+    so that there is nothing to search."""
+    limits, seq_lens = question.limits, question.batch.seq_lens
+    asked = Question(seq_lens, question.model, limits, question.num_devices, given=question.given)
+    return all(asked.state_bytes(layout) > limits.limit_bytes for layout in asked.layouts())
 
 
 def _with(flags: RunFlags, **changed: Any) -> RunFlags:
