@@ -44,8 +44,8 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
-from furlong.plan.plan import Forward, Unshard
 from furlong.planners.options import options_in_words
+from furlong.planners.orders import gathered_first
 from furlong.planners.question import MARGIN, Limits, Question, whole_model
 from furlong.planners.search import best_plan
 from furlong.planners.search import search as one_search
@@ -182,13 +182,8 @@ def answer(name: str, asked: str) -> Answer:
 
 
 def as_run_s(outcome: Outcome) -> float:
-    """Seconds of a published plan whose step begins as a run's does, which gathers all weights
-    before its first chunk; they arrive while it computes."""
-    gathered = tuple(
-        (*(Unshard(s) for s in sorted({a.stage for a in own if isinstance(a, Forward)})), *own)
-        for own in outcome.plan.actions
-    )
-    return step_s(outcome.model, replace(outcome.plan, actions=gathered))
+    """Seconds of a published plan whose step begins as a run's does: weights are gathered first."""
+    return step_s(outcome.model, gathered_first(outcome.plan))
 
 
 def _ours(problem: Problem) -> Answer:
