@@ -23,6 +23,7 @@ from furlong.errors import CheckpointError, ConfigError
 from furlong.files import checksum
 from furlong.train.objective import OBJECTIVES, Objective
 from furlong.train.processes import Launch, Processes
+from furlong.train.run_folder import CHECKPOINTS, list_checkpoints, newest_checkpoint, step_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "subclass_trainer.py"
 PLAIN = ("--train.epochs=null", "--train.schedule=constant", "--train.warmup_steps=0")
@@ -151,6 +152,29 @@ def test_batches_go_on_from_a_state_that_was_loaded(tiny_run: TinyRun, tmp_path:
         trainer.train()
     assert [step for step, _ in seen] == [2, 3, 4, 2, 3, 4, 5, 6]
     assert [place for _, place in seen[:2]] == places == [place for _, place in seen[3:5]]
+
+
+def test_a_run_that_went_back_saves_over_what_it_has_left(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """Else `--resume` would go on from a step that did not happen."""
+    folder = tmp_path / "run" / CHECKPOINTS
+
+    def saved() -> list[int]:
+        trainer.step(next(trainer.batches()))
+        trainer.save()
+        return [step_of(checkpoint) for checkpoint in list_checkpoints(folder)]
+
+    with furlong.Trainer(config_of(tiny_run, tmp_path / "run")) as trainer:
+        saved()
+        first = copy.deepcopy(trainer.state_dict())
+        assert (saved(), saved()) == ([1, 2], [1, 2, 3])
+        trainer.load_state_dict(first)
+        assert trainer.saved_step == 0  # that of step 1 is not the newest
+        assert saved() == [1, 2]
+        trainer.save()  # where there is one already
+    newest = newest_checkpoint(folder)
+    assert newest is not None and newest.state["step"] == trainer.saved_step == 2
 
 
 @pytest.mark.parametrize(

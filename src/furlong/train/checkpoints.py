@@ -60,6 +60,7 @@ from furlong.train.run_folder import (
     Measured,
     checkpoint_of,
     measured,
+    remove_from,
     remove_old,
 )
 from furlong.units import format_seconds
@@ -230,7 +231,8 @@ class Checkpoints:
     def save(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], best_step: int = 0
     ) -> None:
-        """Write `folder/step-XXXXXXXX`, or begin to, and remove the old ones as `remove_old` does.
+        """Write `folder/step-XXXXXXXX`, or begin to, in the place of those of this step and later
+        ones, from which the run went back, and remove the old ones as `remove_old` does.
 
         `state` is what JSON can hold; the first process's is written. Every process has the parts
         of sharded tensors that it holds, and whole ones that are equal wherever they are; those of
@@ -282,6 +284,7 @@ class Checkpoints:
             write_json(aside / STATE, state)
             files[STATE] = measured(aside / STATE)
             write_json(aside / MANIFEST, {"version": FORMAT_VERSION, "files": files})
+            remove_from(self.folder, step)
             publish(aside, checkpoint)
             sync(self.folder.parent)
 

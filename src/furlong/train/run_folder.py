@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import count
@@ -483,10 +483,19 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def remove_old(folder: Path, num_kept: int, best_step: int = 0) -> None:
-    """Remove all checkpoints but so many of the newest and that of `best_step`: renamed first, so
-    that a half removed one is never taken for a checkpoint."""
+    """Remove all checkpoints but so many of the newest and that of `best_step`."""
     old = list_checkpoints(folder)[:-num_kept]
-    for checkpoint in (one for one in old if step_of(one) != best_step):
+    _remove(one for one in old if step_of(one) != best_step)
+
+
+def remove_from(folder: Path, step: int) -> None:
+    """Remove the checkpoints of a step and of later ones, which a run that went back has left."""
+    _remove(one for one in list_checkpoints(folder) if step_of(one) >= step)
+
+
+def _remove(checkpoints: Iterable[Path]) -> None:
+    """Remove checkpoints: renamed first, so that a half removed one is never taken for one."""
+    for checkpoint in checkpoints:
         aside = checkpoint.with_name(f"{checkpoint.name}.old{TEMPORARY}")
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(checkpoint, aside)

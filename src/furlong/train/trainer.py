@@ -100,6 +100,7 @@ from furlong.train.run_folder import (
     list_export,
     read_checkpoint,
     shrunk,
+    step_of,
     values_of,
 )
 from furlong.train.run_model import (
@@ -642,7 +643,8 @@ class Trainer:
         }
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Goes back, or on, to a `state_dict` of the same layout; all processes call it.
+        """Goes back, or on, to a `state_dict` of the same layout; all processes call it. The next
+        checkpoint takes the place of those of later steps.
 
         Raises CheckpointError, on all, before anything is changed, for what is not all of one."""
         state = self.state_dict()
@@ -655,12 +657,20 @@ class Trainer:
         self.progress = progress
         set_rate(self.schedule, self.progress.step)
         self._num_loads += 1
+        if progress.step <= self.saved_step:  # later checkpoints are of steps that did not happen
+            self.checkpoints.finish()
+            self.saved_step = self.processes.from_first(self._saved_before)
 
     def _num_batches(self, epoch: int) -> int:
         """The global batches of an epoch; 1 for a stream, whose sources tell where it is."""
         if isinstance(self.train_data, StreamSet):
             return 1
         return len(build.epochs_of(self.config.train, self.train_data).batches(epoch))
+
+    def _saved_before(self) -> int:
+        """The newest step before that of now that has a checkpoint; 0 where none has."""
+        found = map(step_of, list_checkpoints(self.run.path / CHECKPOINTS))
+        return max((step for step in found if step < self.progress.step), default=0)
 
     def should_stop(self) -> bool:
         """Whether a signal has asked any process to stop."""
