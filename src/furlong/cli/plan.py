@@ -32,6 +32,7 @@ from furlong.plan.plan import ChunkPlan, Layout
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
 from furlong.planners.candidates import KEEPS, chunks
 from furlong.planners.decide import (
+    MAX_STEP_TOKENS,
     Decision,
     check_pair_options,
     decide,
@@ -216,11 +217,13 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     is_of_pairs = config.train.is_of_pairs
     if is_of_pairs:
         check_pair_options(config.chunks, config.train.loss)
+    # as a run does, decided by a part of it
+    is_large = question.num_devices > 1 and sum(batch.seq_lens) > MAX_STEP_TOKENS
     decision = decide(
         batch.lengths, size=batch.size, model=question.model, limits=question.limits,
         budget_words=question.budget_words, num_devices=question.num_devices,
         seed=config.train.seed, longest=batch.longest_tokens if config.data.streaming else None,
-        steps=None if question.is_run else batch.seq_lens,
+        steps=None if question.is_run or is_large else batch.seq_lens,
         pairs=[batch.seq_lens] if is_of_pairs else None, given=question.given,
         method=method or config.chunks.method, must_fit=True, alone=question.is_run, tell=tell,
         may_cut_short=True,

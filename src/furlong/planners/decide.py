@@ -135,6 +135,8 @@ _MIN_STEPS = 4
 """
 _MOST_TIMES = 8
 """Devices whose number multiplies `_MAX_TOKENS`, at most."""
+MAX_STEP_TOKENS = _MAX_TOKENS * _MOST_TIMES
+"""Tokens of a step from which on a part of it is enough on several devices."""
 _MOST_LAYOUTS = 3
 """Layouts that are named, of those that are slower and of those that do not fit."""
 _ALONE = "no pipeline, keep kv, num_retained 0, order chunk-first", "set parallel.pp to 1"

@@ -58,7 +58,8 @@ none does: then the search ends."""
 _LESS_AGAIN = 0.9
 """Share of the budget that a method by name keeps when a step of it did not fit."""
 _MOST_TIMES = 8
-"""The same of several devices, as a multiple."""
+"""The same of several devices, as a multiple: of the plan that needs most memory and of the busiest
+replica of each step. From half of it on one plan of a layout is timed."""
 _MOST_REFUSED = 3
 """Plans of chunks in a layout that do not fit before the one that needs least is tried."""
 _MOST_FITTING = 4
@@ -237,9 +238,10 @@ class _Search:
     def _is_done(self, candidate: Candidate, num_fitting: int) -> bool:
         estimate_s = candidate.estimate_s
         if not self._is_one:
-            is_over = not self.fitting and self._num_actions > _MOST_TIMES * _MAX_ACTIONS
+            work = self._num_actions / (_MOST_TIMES * _MAX_ACTIONS)
             is_slower = estimate_s >= self._best_s and not self._samples
-            return is_over or is_slower or num_fitting >= _MOST_FITTING
+            most = _MOST_FITTING if work < 0.5 else 1
+            return work > (2 if self.fitting else 1) or is_slower or num_fitting >= most
         if self._num_actions > _MAX_ACTIONS * (1 if self.fitting else 2):
             return True
         if len(self.fitting) < 2 or self._samples:
@@ -282,6 +284,9 @@ class _Search:
                 raise
             self.error = error  # none of its plans fits, or none is faster
             return None
+        if candidate.longest:
+            busiest_lens = {space.lens(step[0]) for step in space.dealt}
+            self._num_actions += sum(len(own) for n in busiest_lens for own in plan_of(n).actions)
         if step_s == inf:
             return None
         if step_s > alone_s * (1 + _WAITING):
@@ -441,6 +446,11 @@ class BatchPlans:
             return method, self._plan_by_name(seq_lens, plan, options)
         if method != "auto":
             return method, plan
+        # smaller chunks than at the start: what was predicted to fit did not
+        is_free = options == self.options and not self.has_shrunk and not plan.frozen_stages
+        is_free = is_free and options.offloading.kv == "none" and not question.options
+        if plan.sp_size == 1 and not is_free:
+            return CHUNKS, plan
         model, found = question.model_of(self.layout), dict[str, ChunkPlan]()
         plan_s = step_s(model, gathered_first(plan))  # as the plans of all replicas begin
         if plan.sp_size > 1:
@@ -449,9 +459,6 @@ class BatchPlans:
                 stages=plan.stages if self.layout.pp > 1 else (), sp_size=plan.sp_size,
                 frozen_layers=frozen_layers, local_in=model.shape,
             )  # fmt: skip
-        # smaller chunks than at the start: what was predicted to fit did not
-        is_free = options == self.options and not self.has_shrunk and not plan.frozen_stages
-        is_free = is_free and options.offloading.kv == "none"
         if is_free and self.layout.pp > 1:
             step = replace(
                 question, seq_lens=tuple(seq_lens), sequences_per_step=0, tokens_per_step=None
