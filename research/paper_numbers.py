@@ -44,9 +44,9 @@ prediction is a row with a bound that nothing of its table was fitted to. Points
 fitted to other points of the same table count apart. Rows without a bound are shown only: the
 papers do not print their settings. What we derived ourselves is in [derivations](derivations.md).
 
-**Bounds differ**: most are 10 to 25 %, those of aggregates, whose settings a paper tells in part,
-half as much again, chunk sizes the neighbour in a grid of powers of two. So the first table counts,
-whatever was promised, what lies within 10 % and within 25 %.
+**Bounds differ**, from the printed digits to half as much again for aggregates whose settings a
+paper tells in part. So the first table counts, whatever was promised, what lies within 10 % and
+within 25 %.
 
 **A number that is met is not a step that furlong can run.** The last column says which a run can
 do. ChunkFlow's settings have tensor parallelism, InfiniPipe's and most of FPDT's ZeRO-3, Skrull's
