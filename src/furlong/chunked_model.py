@@ -43,9 +43,9 @@ _FORWARD = "furlong_forward"
 _LABELS = "furlong_labels"
 _SET = (_FORWARD, "forward", _LABELS)  # what `chunked` adds to a decoder
 _READ = {"input_ids", "attention_mask", "position_ids", "use_cache", *CACHE_ARGUMENTS}
-# logits_to_keep is for a head: no decoder reads it, but some trainers pass it on
+# logits_to_keep is for a head, margin for the loss of TRL's RewardTrainer: no decoder reads them
 _HARMLESS = {
-    "cache_position", "num_items_in_batch", "return_dict", "is_causal", "logits_to_keep",
+    "cache_position", "num_items_in_batch", "return_dict", "is_causal", "logits_to_keep", "margin",
 }  # fmt: skip
 _IMAGES = "chunks are made of token ids, so that embeddings of images would get no gradient"
 _REFUSED = {

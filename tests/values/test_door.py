@@ -44,6 +44,7 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "positions from 5 on": {"input_ids": IDS[:1], "position_ids": torch.arange(5, 34)[None]},
     "the last logits": {"input_ids": IDS, "logits_to_keep": 4, "use_cache": False},
+    "with TRL's margin": {"input_ids": IDS, "margin": torch.ones(3), "use_cache": False},
 }  # fmt: skip
 OPTIONS = [
     furlong.ChunkOptions(size=8, keep="kv"), furlong.ChunkOptions(size=5, keep="attention"),
