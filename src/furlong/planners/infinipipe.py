@@ -142,14 +142,18 @@ def plan_infinipipe(
         step_s = batch.step_s(batch.one_pipeline(groups))  # with recomputed layers it takes longer
         gains = step_s < least_s
         if step_s < beat_s:
-            plan = batch.one_pipeline(groups, layers=max(batch.stages))
-            used_bytes = max(batch.used_bytes(plan))
-            if used_bytes > budget:  # whatever recomputes less does not fit either
+            found: ChunkPlan | None = None
+            if best is not None:
+                found = batch.fitting_plan(groups)
+            plan = found or batch.one_pipeline(groups, layers=max(batch.stages))
+            if found is None and (used_bytes := max(batch.used_bytes(plan))) > budget:
+                # whatever recomputes less does not fit either
                 without_gain += best is not None
                 if used_bytes < least_bytes:
                     least_bytes, nearest = used_bytes, plan
                 continue
-            plan = batch.fitting_plan(groups) or plan
+            if best is None:
+                plan = batch.fitting_plan(groups) or plan
             step_s = batch.step_s(plan)
             gains = step_s < least_s
             if step_s < beat_s:
