@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from helpers.byte_tokenizer import byte_tokenizer
 from helpers.tiny_families import build
 from process_cases import SQUARED
@@ -271,6 +272,22 @@ def test_what_stands_on_a_model_and_changes_no_loss_is_taken(tmp_path: Path) -> 
     model = build("qwen2")
     of_remote_code(model)
     trainer_of(model, tmp_path).train()
+    model = build("qwen2")
+    add_hook_to_module(model, AlignDevicesHook("cpu", io_same_device=True))  # as a device_map does
+    trainer_of(model, tmp_path).train()
+
+
+def test_a_hook_of_accelerates_kind_on_the_whole_model_is_refused(tmp_path: Path) -> None:
+    class Doubles(ModelHook):  # type: ignore[misc]
+        def post_forward(self, module: Any, output: Any) -> Any:
+            output.loss = 2 * output.loss
+            return output
+
+    for own in (Doubles(), SequentialHook(AlignDevicesHook("cpu"), Doubles())):
+        model = build("qwen2")
+        add_hook_to_module(model, own)
+        with pytest.raises(ConfigError, match="Doubles"):
+            trainer_of(model, tmp_path)
 
 
 def test_a_model_in_the_place_of_the_first_one_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any
 from zlib import crc32
@@ -167,6 +167,8 @@ def refuse_model(trainer: Any, model: nn.Module) -> None:
     path = next((name for name, x in model.named_modules() if x is own.decoder), "").split(".")
     around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
     hooks = [hook for module in around for kind in HOOKS for hook in vars(module)[kind].values()]
+    accelerates = [vars(module)["_hf_hook"] for module in around if "_hf_hook" in vars(module)]
+    hooks += [hook for own in accelerates for hook in getattr(own, "hooks", (own,))]
     others = [hook for hook in hooks if not str(hook.__module__).startswith(_OWN_HOOKS)]
     forwards = [f for module in around for f in _foreign_forwards(module)]
     loss = getattr(own.base, "loss_function", None)
@@ -185,7 +187,8 @@ def refuse_model(trainer: Any, model: nn.Module) -> None:
     _refuse_first(trainer, found)
 
 
-_OWN_HOOKS = ("torch.distributed.", "furlong.")
+_ACCELERATE_HOOKS = "accelerate.hooks"
+_OWN_HOOKS = ("torch.distributed.", "furlong.", _ACCELERATE_HOOKS)
 _CHUNKED = "give furlong.chunked(model) to the trainer without furlong, which calls it"
 _KNOWN_CODE = {"accelerate", "furlong", "liger_kernel", "peft", "torch", "transformers", "trl"}
 """Packages whose forwards and losses give what chunks compute, or are asked with a few tokens."""
@@ -196,9 +199,11 @@ def _is_foreign(function: Any) -> bool:
     is, for `functools.wraps` gives it another name."""
     while function is not None:
         bare = getattr(function, "__func__", function)
+        if isinstance(bare, partial) and getattr(bare.func, "__module__", "") == _ACCELERATE_HOOKS:
+            bare = bare.func  # it calls the module's _hf_hook, and the forward that it wraps
         if not _is_known(getattr(bare, "__globals__", {}).get("__name__", type(bare).__module__)):
             return True
-        function = getattr(bare, "__wrapped__", None)
+        function = getattr(function, "__wrapped__", None)
     return False
 
 
