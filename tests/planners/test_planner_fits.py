@@ -2,11 +2,17 @@
 
 import pytest
 
+from furlong.cost.lengths import draw_with_longest
+from furlong.cost.machine import Machine
+from furlong.cost.model import CostModel
+from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.plan import Offload
-from furlong.planners.question import advice
+from furlong.planners.question import Limits, Question, Space, advice
+from furlong.planners.search import search
 from furlong.planners.setup import offload_budgets
+from furlong.simulate.predict import needs_of
 
 GIB = 2**30
 
@@ -67,3 +73,26 @@ def test_advice_names_no_dial_that_was_tried(part, training, num_devices, given,
     words = advice(part, training, num_devices, given, alone=alone)
     assert told in words and words.endswith(", or use a smaller model")
     assert ("chunks." in words) == (told.count("chunk") > 0)
+
+
+@pytest.mark.parametrize(
+    ("card", "gib", "preset", "count", "most"),
+    [
+        ("H100", 72, "github", 32, 65_536),
+        ("A100-80", 72, "lmsys-chunkflow", 64, 16_384),
+        ("A100-80", 72, "chatqa2", 8, 16_384),
+    ],
+)
+def test_a_plan_that_fits_holds_the_gradients_of_the_chunks_before(card, gib, preset, count, most):
+    """The second chunk of a step finds the gradients of all layers, of which the longest sequence
+    alone, in one chunk, makes one after the other."""
+    model = CostModel(model_shape("Llama-3.1-8B"), Machine.named(card), Training())
+    lens = draw_with_longest(preset, count, 0, max_seq_len=most)
+    limits = Limits(gib * GIB, 144 * GIB)
+    answer = search(Question(lens, model, limits, num_devices=8))
+    assert answer.tried
+    for one in answer.tried:
+        space = Space(answer.question, one.layout)
+        plan = one.plan_of(space.lens(space.dealt[0][0]))
+        memory = space.model.memory()
+        assert all(limits.hold(needs_of(memory.curve(plan, n))) for n in range(len(plan.actions)))

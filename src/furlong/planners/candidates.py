@@ -86,8 +86,7 @@ def chunks(
     if layout.pp > 1 and given.get("order") == "layer-first":
         return
     busiest = [space.lens(step[0]) for step in space.dealt]
-    step_tokens = max(sum(space.lens(own)) for step in space.dealt for own in step)
-    for size in sizes(space, step_tokens):
+    for size in sizes(space, space.most_tokens):
         cut = ChunkOptions(size=size, hybrid=given.get("hybrid", True))
         longest, bounds = longest_step(space, size), bounds_of(space, size)
         is_whole, is_one_chunk = False, space.question.longest <= size
@@ -141,13 +140,15 @@ def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:
 
 
 def bounds_of(space: Space, size: int) -> list[ByteBound]:
-    """Bounds of the bytes of a device; of a pipeline those of the first and the last stage."""
+    """Bounds of the bytes of a device: of the longest sequence and, where a step has more chunks,
+    of another one; of a pipeline those of the first and the last stage."""
     layout, stages = space.layout, space.stages
     longest, *others = longest_step(space, size)
     share = -longest % size and others.pop(0) if others else 0
     make = partial(ByteBound, space.model, longest, size, share, layout=layout, stages=stages)
     if not stages:
-        return [make()]
+        more = [ByteBound(space.model, n, size, layout=layout, has_gradients=True) for n in others]
+        return [make(), *more]
     return [make(ahead_tokens=sum(others) // layout.sp), make(stage=len(stages) - 1)]
 
 
@@ -293,15 +294,16 @@ def _offload(
 
 def longest_step(space: Space, size: int) -> list[int]:
     """The longest sequence, and as many tokens of others as may share its last chunk; in a pipeline
-    also chunks of others, which its first stages have begun by then."""
-    question = space.question
+    also chunks of others, which its first stages have begun by then. Without one another chunk, if
+    a step has more than one: it finds the gradients of all layers of the chunk before it."""
+    question, has_more = space.question, space.most_tokens > size
     longest, tokens = question.longest, question.tokens_per_step
     left = (-(-question.sequences_per_step // space.layout.dp) - 1) * longest
     if tokens is not None:
         left = max(0, tokens - longest)
     others = min(-longest % size, left)
     found = [longest]
-    for _ in range(max(1, len(space.stages))):
+    for _ in range(len(space.stages) or 1 + has_more):
         found += [others] if others else []
         left -= others if tokens is not None else -(-others // longest) * longest
         others = min(size, left)
@@ -463,13 +465,15 @@ class ByteBound:
         stages: tuple[int, ...] = (),
         stage: int = 0,
         ahead_tokens: int = 0,
+        has_gradients: bool = False,
     ) -> None:
         """`others`: tokens of short sequences that share the last chunk; `stage`: that of the
         device among the `stages` of a pipeline; `ahead_tokens`: those of chunks of other sequences
-        that it has begun meanwhile."""
+        that it has begun meanwhile; `has_gradients`: those of a chunk before are there."""
         memory, shape, sp_size = model.memory(), model.shape, layout.sp
         self._memory, self._size = memory, max(1, size // sp_size)
         self._stages, self._stage, self._ahead_tokens = stages, stage, ahead_tokens
+        self._has_gradients = has_gradients
         self._cells: dict[tuple[int, ...], StageBytes] = {}
         self._num_chunks = -(-longest // size)
         self._stored = (self._num_chunks - 1) * self._size
@@ -537,7 +541,8 @@ class ByteBound:
         used: dict[OffloadTarget, float] = dict.fromkeys(("none", *TARGETS), 0.0)
         stage = (self._stages, self._stage) if self._stages else (stages, num_below)
         gradients, made = self._gradients(*stage), 0.0
-        used["none"] = self._static_bytes + (sum(gradients) if done else gradients[-1])
+        is_first = not (done or self._has_gradients)
+        used["none"] = self._static_bytes + (gradients[-1] if is_first else sum(gradients))
         used["none"] += (tokens - done) * TOKEN_BYTES
         if keep == "all":
             whole = self._cell((num_layers,))
@@ -563,7 +568,7 @@ class ByteBound:
                 known += dropped * whole.attention(range(own, num_layers - 1))
                 used[offload.attention] += known
         again = min(options.recompute_layers, height)
-        if not done:
+        if is_first:
             graph = current * cell.graph(again) if is_here else 0.0
             made = max(a - b for a, b in first_backward(cell, again, graph, gradients))
         loss = self._memory.loss_bytes(cell, current, backward=True)

@@ -278,6 +278,11 @@ class Space:
             steps.append([[first + i for i in sorted(some)] for some in most_first])
         return steps
 
+    @cached_property
+    def most_tokens(self) -> int:
+        """Tokens of the replica that has most of them in a step."""
+        return max(sum(self.lens(own)) for step in self.dealt for own in step)
+
     @property
     def _is_regular(self) -> bool:
         """Whether the devices of every replica lie on nodes in the same way."""

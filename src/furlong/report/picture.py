@@ -156,7 +156,7 @@ def _draw_time_axis(axes: Axes) -> None:
     axes.spines[["left", "right", "bottom"]].set_visible(False)
     axes.spines.top.set_color(FAINT)
     axes.xaxis.tick_top()
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=14, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=14, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda s, _: format_seconds(s) if s else "0"))
     axes.tick_params(labelsize=9, color=FAINT, labelcolor=FAINT, direction="in", pad=-16)
 
