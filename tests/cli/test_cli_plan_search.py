@@ -290,6 +290,15 @@ def test_a_run_file_takes_its_own_lengths_batch_seed_and_model(run_file, lengths
     assert values["model"] == str(Path(run_file).parent / "model")
 
 
+def test_a_run_that_refuses_a_sequence_as_too_long_does_not_run(run_file, lengths, capsys):
+    run_file.with_name("run.lengths.json").write_text(lengths.read_text())
+    asked = ["plan", str(run_file), *QUICK, "--hardware", "RTX4090", "--json"]
+    for flags, runs in (((), True), (("--data.max_seq_len=1000",), False)):
+        assert main([*asked, *flags]) == 0
+        values = json.loads(capsys.readouterr().out)
+        assert values["runs_here"] is runs and ("data.too_long" in values["refused"]) is not runs
+
+
 @pytest.mark.parametrize(
     ("flags", "name"),
     [

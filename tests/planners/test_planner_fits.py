@@ -3,12 +3,13 @@
 import pytest
 
 from furlong.cost.lengths import draw_with_longest
-from furlong.cost.machine import Machine
+from furlong.cost.machine import THIS_CPU, Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.plan import Offload
+from furlong.planners.decide import nothing_fits
 from furlong.planners.question import Limits, Question, Space, advice
 from furlong.planners.search import search
 from furlong.planners.setup import offload_budgets
@@ -96,3 +97,14 @@ def test_a_plan_that_fits_holds_the_gradients_of_the_chunks_before(card, gib, pr
         plan = one.plan_of(space.lens(space.dealt[0][0]))
         memory = space.model.memory()
         assert all(limits.hold(needs_of(memory.curve(plan, n))) for n in range(len(plan.actions)))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_more_processes_of_one_cpu_are_no_advice(num_devices, alone):
+    """They share its RAM."""
+    model = CostModel(model_shape("Qwen2.5-7B"), Machine.named(THIS_CPU), Training())
+    question = Question([512], model, Limits(GIB), num_devices=num_devices)
+    change = nothing_fits(search(question), alone=alone).change
+    assert "memory.device" in change
+    assert not any(words in change for words in ("more devices", "several devices", "processes"))

@@ -372,7 +372,8 @@ def reasons(answer: Answer) -> list[str]:
     size of chunks, `keep`, `offload` and `order`.
 
     A choice has no line where it was given or where nothing was offered in its place. Costs are
-    those of plans that were timed; `about` marks those of estimates, by closed forms.
+    those of plans that were timed; `about` marks those of estimates by closed forms, `at least`
+    those of bounds.
     """
     return [*_of_layout(answer), *_of_options(answer)]
 
@@ -380,14 +381,17 @@ def reasons(answer: Answer) -> list[str]:
 def _of_layout(answer: Answer) -> Iterator[str]:
     question, best, others = answer.question, answer.best, dict[Layout, tuple[float, str]]()
     limits = question.limits
-    lacking = [(one.layout, limits.lacking(one.needs)) for one in answer.refused[::-1]]
-    for layout, num_bytes in [*answer.too_large, *lacking]:
-        words = f"lacks {format_bytes(num_bytes)} per device"
+    lacking = [
+        *((layout, num_bytes, " at least") for layout, num_bytes in answer.too_large),
+        *((one.layout, limits.lacking(one.needs), "") for one in answer.refused[::-1]),
+    ]
+    for layout, num_bytes, at_least in lacking:
+        words = f"lacks{at_least} {format_bytes(num_bytes)} per device"
         if (state_bytes := question.state_bytes(layout)) > limits.limit_bytes:
             words = f"needs {format_bytes(state_bytes)} per device for the weights and their state"
         others[layout] = inf, words
     for layout, seconds in answer.slower:
-        others[layout] = seconds, f"about {_more(seconds / best.step_s)}"
+        others[layout] = seconds, f"at least {_more(max(1.0, seconds / best.step_s))}"
     for one in answer.tried[::-1]:
         others[one.layout] = one.step_s, _more(one.step_s / best.step_s)
     others.pop(best.layout, None)
@@ -461,7 +465,8 @@ def _cost(answer: Answer, wanted: dict[str, Any], name: str) -> str:
         ratio = min(held) / chosen.estimate_s
         return f"about {_more(ratio)}" if ratio >= 1.0005 else ""
     lacking = min(lacking_bytes.values(), default=0)
-    return f"lacks {format_bytes(lacking)}" if lacking else ""
+    at_least = "" if lacking in map(limits.lacking, refused.values()) else " at least"
+    return f"lacks{at_least} {format_bytes(lacking)}" if lacking else ""
 
 
 def _words(value: Any) -> str:

@@ -73,6 +73,8 @@ class PlannedBatch:
     """Tokens of the longest sequence of the data, which the batch has."""
     tokens_per_step: int | None = None
     """Most tokens of a step, where it is measured in tokens."""
+    longest_left_out: int = 0
+    """Tokens of the longest sequence that was left out; 0 where none was."""
 
     @property
     def size(self) -> StepSize:
@@ -222,6 +224,9 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
         config, spec, num_devices, config.data.max_seq_len if is_run else batch.longest_tokens,
         calibrate=not own.no_calibration,
     )  # fmt: skip
+    if is_run and not refused and batch.longest_left_out:
+        refused = f"a sequence of {count_words(batch.longest_left_out, 'token')}; raise"
+        refused += " data.max_seq_len, or set data.too_long to truncate, drop or split"
     return PlanQuestion(
         config=config, is_run=is_run, batch=batch, model=model,
         limits=limits_of(model.hardware, budget, cpu_bytes, disk_bytes),
@@ -237,7 +242,7 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
     is_run = own.subject is not None or "--data.train" in flags.names
     limit = config.data.max_seq_len if is_run or _LIMIT in flags.names else sys.maxsize
     count, name, is_pair = own.sequences, own.lengths, config.train.is_of_pairs
-    tokens = None
+    tokens, left_out = None, 0
     if count is None and (is_run or {_PER_STEP, _TOKENS_PER_STEP} & flags.names):
         count, tokens = config.train.sequences_per_step, config.train.tokens_per_step
     length = int(name) if name is not None and name.isdecimal() else 0
@@ -257,6 +262,8 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
         if too_long == "error" and (not is_run or _LIMIT in flags.names):
             too_long = "drop"
         kept = _limited(lengths, name, limit, too_long)
+        if config.data.too_long == "error" and lengths.longest > limit:
+            left_out = lengths.longest
         if is_pair:
             count = 1
         elif tokens is not None:
@@ -278,7 +285,7 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
         seq_lens = seq_lens[: StepSize(tokens=tokens).stops(seq_lens)[0]]
         source = f"as many as have at most {count_words(tokens, 'token')} of {source}"
     return PlannedBatch(
-        tuple(seq_lens), source, batch.lengths, longest, None if is_pair else tokens
+        tuple(seq_lens), source, batch.lengths, longest, None if is_pair else tokens, left_out
     )
 
 

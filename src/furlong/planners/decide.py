@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Literal
 
-from furlong.cost.machine import are_links_measured
+from furlong.cost.machine import THIS_CPU, are_links_measured
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError, PlanError, UserError
@@ -367,6 +367,7 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
     question, (trial, layout) = answer.question, nearest(answer)
     limits, training, num_devices = question.limits, question.model.training, question.num_devices
     state_bytes = question.state_bytes(layout)
+    on_cpu = question.model.hardware.name == THIS_CPU  # whose processes share its RAM
     margin = f" ({format_bytes(limits.device_bytes)} less a margin of {limits.margin:.0%})"
     if answer.error is None and trial is not None:
         options, enough = trial.options, limits.exceeded(trial.needs)
@@ -383,13 +384,13 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
         # no run has smaller chunks: that advice would lead nowhere
         names = [n for n in question.options if n != "size" or options.size > SMALLEST_CHUNK]
         sizes = (f"memory.{name}: {budget_of(most)}" for name, most in enough.items())
-        change = advice(part, training, num_devices, names, alone=alone)
+        change = advice(part, training, num_devices, names, alone=alone or on_cpu)
         change += f"; the smallest that would do is {', with '.join(sizes)}"
     elif state_bytes > limits.limit_bytes:
         given = f"weights, gradients and optimizer of {format_bytes(state_bytes)} on each device"
         required = f"at most {format_bytes(limits.limit_bytes)}{margin}"
         source = "the search over the plans of a layout"
-        change = advice("state", training, num_devices, alone=alone)
+        change = advice("state", training, num_devices, alone=alone or on_cpu)
     else:
         return _nothing_offered(question, answer.error)
     if num_devices > 1:
@@ -399,7 +400,7 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
             given = f"in none of {len(layouts)} layouts a plan fits; nearest is {layout}: {given}"
         fixed = [name for name in ("sp", "pp") if question.given.get(name) == 1]
         ways = [f"set parallel.{name} to auto" for name in fixed]
-        ways += ["start more processes"] if alone else []
+        ways += ["start more processes"] if alone and not on_cpu else []
         change = "; or ".join([*ways, change])
     return ConfigError(given=given, required=required, source=source, change=change)
 
@@ -505,7 +506,7 @@ def layouts_in_words(answer: Answer) -> str:
         if one != layout
     ]
     others += [
-        f"{one} is about {max(0, seconds / best.step_s - 1):.1%} slower"
+        f"{one} is at least {max(0, seconds / best.step_s - 1):.1%} slower"
         for one, seconds in answer.slower
     ]
     auto = " (auto)" if len(walkable(question)) > 1 else ""
