@@ -136,6 +136,8 @@ def test_what_is_left_out_is_told_once_and_nothing_at_all_is_refused(tmp_path: P
     texts = ["ab", " ", "abcdef", "", "abcdef"] * 4
     file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     data = open_stream(file, said, max_seq_len=4, too_long="drop")
+    next(data.batches(THREE, LoaderState()))
+    data.check_vocabulary(1000)  # of the block at hand, whose notes have been told
     drawn(data.batches(THREE, LoaderState()), 9)
     assert len(said) == 2 and "blank texts left out" in said[0] and "longer than 4" in said[1]
     data.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,18 @@ def records(run: Path) -> list[dict[str, Any]]:
         {key: value for key, value in json.loads(line).items() if not key.endswith(TIMES)}
         for line in lines
     ]
+
+
+def test_the_sample_that_spaco_asks_for_trains_on_plain_text(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--chunks.method=spaco", "--train.epochs=1", "--chunks.size=16")
+    assert main(tiny_run.arguments(tmp_path / "refused", *asked)) == 2
+    change = capsys.readouterr().err.partition("change:")[2]
+    sample = re.search(r"chunks\.sample: (\{.*?\})", change)
+    assert sample is not None, change
+    flags = (*asked, f"--chunks.sample={sample[1]}")
+    assert main(tiny_run.arguments(tmp_path / "run", *flags)) == 0
 
 
 @pytest.mark.parametrize(

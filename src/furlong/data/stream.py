@@ -514,7 +514,7 @@ class StreamSet:
         self._vocab_size = vocab_size
         for reader in self._readers:
             if reader.block is not None:
-                self._check(reader.block)
+                self._check_ids(reader.block)
 
     def describe(self) -> list[str]:
         """Lines that tell what was found."""
@@ -576,10 +576,13 @@ class StreamSet:
         return max(self._readers, key=lacks)
 
     def _check(self, block: StreamBlock) -> None:
+        self._check_ids(block)
+        for line in block.notes:
+            self.say(line)
+
+    def _check_ids(self, block: StreamBlock) -> None:
         if (vocab_size := self._vocab_size) is not None:
             for one in block.sequences:
                 highest = int(max(one.input_ids.max(), one.labels.max()))
                 if highest >= vocab_size:
                     raise unknown_token(self._told(highest), vocab_size, one.origin)
-        for line in block.notes:
-            self.say(line)

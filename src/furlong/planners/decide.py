@@ -421,7 +421,7 @@ def _nothing_offered(question: Question, error: Exception | None) -> ConfigError
         sizes = f"use several devices, and {sizes}" if question.num_devices == 1 else sizes
     words = f" with {', '.join(keys)}" if keys else ""
     changes = [
-        "add chunks.sample: {rate: 0.5}, with chunks.size"
+        "add chunks.sample: {rate: 0.5, label_rate: 0.5}, with chunks.size"
         if question.method == "spaco" and "sample" not in question.given
         else "",
         "" if has_layout else sizes,
