@@ -435,34 +435,41 @@ def choose_layers(loads: Loads, exact: bool = False) -> Integers | None:
 def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
     layers = np.zeros(loads.saved_bytes.shape[1], dtype=np.int64)
     lacking = loads.lacking_bytes(layers)
+    columns = np.ascontiguousarray(loads.saved_bytes.T)
 
-    def gains(diagonals: slice) -> Array:
-        """Relief of one layer more on each of the diagonals."""
+    def gains() -> Array:
+        """Relief of one layer more on each kind of diagonals."""
         rows = np.flatnonzero(lacking > 0)
         lacks, heights = lacking[rows, None], loads.heights[rows, None]
-        saved = loads.saved_bytes[rows, diagonals] * (layers[diagonals] < heights)
+        saved = loads.saved_bytes[rows] * (layers < heights)
         # who recomputes for the first time needs bytes for it
-        acts = loads.acting[rows, None] == np.arange(len(layers))[diagonals]
-        more = acts * np.where(layers[diagonals] > 0, 0.0, loads.again_bytes[rows, None])
+        acts = loads.acting[rows, None] == np.arange(len(layers))
+        more = acts * np.where(layers > 0, 0.0, loads.again_bytes[rows, None])
         relief = np.clip(saved - more, 1e-3 * saved, lacks) / (lacks if by_shares else 1.0)
-        gain: Array = relief.sum(axis=0) / loads.counts[diagonals]
+        gain: Array = relief.sum(axis=0) / loads.counts
         return gain
 
     while lacking.max(initial=-inf) > 0:
-        gain = gains(slice(None))
+        gain = gains()
         chosen = int(gain.argmax())
         if gain[chosen] <= 0:
             return None
         gain[chosen] = 0.0
-        is_first = not layers[chosen]
+        is_first, saved = not layers[chosen], columns[chosen]
         # the others' gains fall, too, but where one that recomputes for the first time needs bytes
+        least = gain.max() * loads.counts[chosen]
         while True:
-            lacking -= loads.saved_bytes[:, chosen] * (layers[chosen] < loads.heights)
+            lacking -= saved * (layers[chosen] < loads.heights)
             layers[chosen] += 1
             if is_first or lacking.max(initial=-inf) <= 0:
                 lacking += loads.again_bytes * (loads.acting == chosen) * is_first
                 break
-            if gains(slice(chosen, chosen + 1))[0] <= gain.max():
+            # by now it recomputes anyway, so that a layer more needs no bytes for it
+            lacks = np.maximum(lacking, 0.0)
+            relief = np.minimum(saved * (layers[chosen] < loads.heights), lacks)
+            if by_shares:
+                relief = np.divide(relief, lacks, out=relief, where=lacks > 0)
+            if relief.sum() <= least:
                 break
     for diagonal in np.argsort(layers, kind="stable"):
         while layers[diagonal]:
