@@ -252,7 +252,7 @@ def test_plans_of_equal_estimates_are_not_one_plan() -> None:
 
             yield Candidate("", layout, options, 0.0, plan_of, Needs(0), [4096])
 
-    state._walk(Layout(2), offered)
+    list(state._walk(Layout(2), offered))
     assert len(tried) == _MOST_FITTING
 
 

@@ -401,7 +401,7 @@ def loads_of(
                     key = np.array([lacks, more, kind, height, *saves]).tobytes()
                     found[key] = lacks, saves, more, kind, height
             if is_backward:
-                alive = others
+                alive = others.copy()  # moments of now keep theirs
     columns = zip(*found.values(), strict=True) if found else [()] * 5
     excess, saved, again, acting, tops = columns
     return Loads(

@@ -3,11 +3,11 @@
     answer = search(Question(seq_lens, model, limits, num_devices=8))
     answer.best.layout, answer.best.step_s
 
-Layouts are tried in order of a lower bound on step time. In each the candidates of a method come
-by an estimate; the first few that fit are timed by the clock over the plans of all replicas, joined
-as a run joins them. Planners with chunks of their own are asked afterwards, in layouts in which
-chunk options fit, and have to beat them. Work is bounded by counts, never by a clock: equal
-questions have equal answers.
+Layouts are opened in order of a lower bound on step time, and candidates of all open layouts are
+tried in order of an estimate (best-first search); in each layout the first few that fit are timed
+by the clock over the plans of all replicas, joined as a run joins them. Planners with chunks of
+their own are asked afterwards, in layouts in which chunk options fit, and have to beat them. Work
+is bounded by counts, never by a clock: equal questions have equal answers.
 
 Batch by batch `BatchPlans` asks the same planners, and takes the fastest by the same clock.
 """
@@ -15,11 +15,12 @@ Batch by batch `BatchPlans` asks the same planners, and takes the fastest by the
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from heapq import heappop, heappush
 from math import inf, log2
 
 from furlong.errors import ConfigError, PlanError, UserError
@@ -28,7 +29,7 @@ from furlong.planners import chunkflow, fpdt, infinipipe, places, seco, skrull
 from furlong.planners.candidates import CHUNKS, chunks, least_s, pairs
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import gathered_first, join_kept, plan_replica
+from furlong.planners.orders import gathered_first, join_kept, plan_replica, stages_of
 from furlong.planners.question import (
     SLACK,
     Answer,
@@ -60,6 +61,8 @@ _LESS_AGAIN = 0.9
 _MOST_TIMES = 8
 """The same of several devices, as a multiple: of the plan that needs most memory and of the busiest
 replica of each step. From half of it on one plan of a layout is timed."""
+_CELL_ACTIONS = 6
+"""Actions of a chunk on a stage of a pipeline: three passes at most, and messages."""
 _MOST_REFUSED = 3
 """Plans of chunks in a layout that do not fit before the one that needs least is tried."""
 _MOST_FITTING = 4
@@ -164,9 +167,15 @@ class _Search:
                 bounds_s[layout] = 0.0 if self._is_one or self._samples else least_s(space)
         ordered = sorted(bounds_s, key=bounds_s.__getitem__)
         method = pairs if question.pair else METHODS.get(question.method, chunks)
-        for layout in ordered:
-            if bounds_s[layout] < self._best_s:
-                self._walk(layout, method)
+        walks = [
+            ((False, bounds_s[layout]), i, self._walk(layout, method, bounds_s[layout]))
+            for i, layout in enumerate(ordered)
+        ]
+        while walks:
+            # of a layout that is not open yet the bound, of others the estimate of the next try
+            reached, i, walk = heappop(walks)
+            if (following := next(walk, None)) is not None:
+                heappush(walks, (max(reached, following), i, walk))
         # they take long, and have to beat the best
         for layout in ordered:
             for name in own_methods(question, layout):
@@ -175,7 +184,7 @@ class _Search:
                     beside and beside[0].step_s > _BADLY * bounds_s[layout]
                 )
                 if bounds_s[layout] < self._best_s and beside and is_worth_it:
-                    self._walk(layout, METHODS[name])
+                    deque(self._walk(layout, METHODS[name]), maxlen=0)
 
     def _beside(self, layout: Layout) -> list[Candidate]:
         """The chunk options that fit in a layout, the fastest first, as far as one replica may take
@@ -195,8 +204,13 @@ class _Search:
     def _best_s(self) -> float:
         return min((one.step_s for one in self.fitting), default=inf)
 
-    def _walk(self, layout: Layout, method: Candidates) -> None:
-        """Try the candidates of a method in a layout until no further one can be faster."""
+    def _walk(
+        self, layout: Layout, method: Candidates, bound_s: float = 0.0
+    ) -> Iterator[tuple[bool, float]]:
+        """Try the candidates of a method in a layout until no further one can be faster; before
+        each yield whether it is long, and its estimate."""
+        if bound_s >= self._best_s:
+            return
         beat_s = self._best_s if len(self._spaces[layout].dealt) == 1 else inf
         seconds: dict[int, set[float]] = defaultdict(set)
         """Times of the plans that fit, kept apart for sizes at which replicas idle (others: 0):
@@ -210,11 +224,17 @@ class _Search:
         self._say(layout, "")
         offered = list(method(replace(self._question, beat_s=beat_s), layout))
         self._found += offered
-        hopeful = [candidate for candidate in offered if self._may_fit(candidate)]
-        num_refused, leanest = 0, None
+        hopeful = sorted(filter(self._may_fit, offered), key=self._is_long)
+        num_refused, hopeless = 0, set[bool]()
         for candidate in hopeful:
+            is_long = self._is_long(candidate)
+            if is_long in hopeless:
+                continue
+            yield is_long, candidate.estimate_s
+            if is_long and self.fitting:
+                return
             on_device, size = replace(candidate.options, offload="none"), candidate.options.size
-            if candidate is leanest or on_device in fitting:
+            if on_device in fitting:
                 continue
             if self._is_done(candidate, len(alike(size))):
                 continue
@@ -225,9 +245,13 @@ class _Search:
                 continue
             num_refused += 1
             if num_refused == _MOST_REFUSED and not fitting and candidate.longest:
-                leanest = min(hopeful, key=lambda one: one.least or Needs(0))
-                if self._try(leanest, inf) is None:
-                    return  # where what needs least does not fit nothing does
+                alike_long = (one for one in hopeful if self._is_long(one) == is_long)
+                leanest, num_actions = min(alike_long, key=_least), self._num_actions
+                walked = self._walked(leanest, [leanest.plan_of(tuple(leanest.longest))])
+                self._num_actions = num_actions  # a look, no try
+                if not self._limits.hold(walked.needs):
+                    self._refused.append(walked)
+                    hopeless.add(is_long)  # where what needs least does not fit nothing does
 
     def _say(self, layout: Layout, method: str) -> None:
         best = f"best {format_seconds(self._best_s)}" if self.fitting else "none fits so far"
@@ -247,6 +271,18 @@ class _Search:
         if len(self.fitting) < 2 or self._samples:
             return False
         return estimate_s > self._best_s * (1 + SLACK)
+
+    def _is_long(self, candidate: Candidate) -> bool:
+        """Whether plans of a candidate would take most of the search's work: such are tried only
+        where no others fit."""
+        if self._is_one or not candidate.longest:
+            return False
+        space, options = self._spaces[candidate.layout], candidate.options
+        num_layers = self._question.model.shape.num_layers
+        num_stages = max(candidate.layout.pp, len(stages_of(num_layers, options)))
+        num_tokens = max(sum(space.lens(step[0])) for step in space.dealt)
+        num_cells = num_stages * max(num_tokens, sum(candidate.longest)) / options.size
+        return num_cells * _CELL_ACTIONS > _MOST_TIMES * _MAX_ACTIONS / 2
 
     def _may_fit(self, candidate: Candidate) -> bool:
         return candidate.least is None or self._limits.hold(candidate.least)
@@ -393,6 +429,10 @@ class _Search:
             num_pruned=len(self._found) - len(tried) - len(self._refused),
             seconds=time.monotonic() - started_s,
         )
+
+
+def _least(candidate: Candidate) -> Needs:
+    return candidate.least or Needs(0)
 
 
 def walkable(question: Question) -> list[Layout]:
