@@ -245,7 +245,7 @@ MUTANTS = {
     ),
     # data
     "a stream goes on in a block that is another one": Mutant(
-        'elif self.cursor.checksum not in ("", block.checksum):', "elif not block:",
+        'elif self.cursor.checksum not in ("", block.checksum) or ', "elif ",
         "data/test_stream.py::test_the_block_at_hand_is_compared_and_what_follows_may_be_mended",
     ),
     "a stream that goes on begins its files anew": Mutant(

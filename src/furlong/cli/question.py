@@ -428,9 +428,11 @@ def missing(flag: str) -> UserError:
 
 def spec_of(name: str, num_devices: int = 1) -> Machine:
     """One of several devices of this hardware, as `furlong train` sees it: those of a CPU are so
-    many processes on this machine."""
+    many processes on this machine. A card has its part of a full node's RAM, also where it is
+    alone: machines with fewer cards have less."""
     machine = Machine.named(name)
-    return one_of(machine, _num_local(machine, num_devices))
+    found = one_of(machine, _num_local(machine, num_devices))
+    return found if machine.name == THIS_CPU else replace(found, host_bytes=machine.host_bytes)
 
 
 def _num_local(machine: Machine, num_devices: int) -> int:
