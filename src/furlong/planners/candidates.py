@@ -294,8 +294,8 @@ def _offload(
 
 def longest_step(space: Space, size: int) -> list[int]:
     """The longest sequence, and as many tokens of others as may share its last chunk; in a pipeline
-    also chunks of others, which its first stages have begun by then. Without one another chunk, if
-    a step has more than one: it finds the gradients of all layers of the chunk before it."""
+    also chunks of others, which its first stages have begun by then. Without one as much once more,
+    if a step has it: that finds the gradients of all layers of what came before it."""
     question, has_more = space.question, space.most_tokens > size
     longest, tokens = question.longest, question.tokens_per_step
     left = (-(-question.sequences_per_step // space.layout.dp) - 1) * longest
@@ -306,7 +306,7 @@ def longest_step(space: Space, size: int) -> list[int]:
     for _ in range(len(space.stages) or 1 + has_more):
         found += [others] if others else []
         left -= others if tokens is not None else -(-others // longest) * longest
-        others = min(size, left)
+        others = min(size if space.stages else max(size, longest), left)
     return found
 
 
@@ -542,7 +542,8 @@ class ByteBound:
         stage = (self._stages, self._stage) if self._stages else (stages, num_below)
         gradients, made = self._gradients(*stage), 0.0
         is_first = not (done or self._has_gradients)
-        used["none"] = self._static_bytes + (gradients[-1] if is_first else sum(gradients))
+        there = self._gradients((num_layers,), 0) if self._has_gradients else gradients
+        used["none"] = self._static_bytes + (there[-1] if is_first else sum(there))
         used["none"] += (tokens - done) * TOKEN_BYTES
         if keep == "all":
             whole = self._cell((num_layers,))

@@ -246,7 +246,7 @@ class _Search:
             num_refused += 1
             if num_refused == _MOST_REFUSED and not fitting and candidate.longest:
                 alike_long = (one for one in hopeful if self._is_long(one) == is_long)
-                leanest, num_actions = min(alike_long, key=_least), self._num_actions
+                leanest, num_actions = min(alike_long, key=_leanest), self._num_actions
                 walked = self._walked(leanest, [leanest.plan_of(tuple(leanest.longest))])
                 self._num_actions = num_actions  # a look, no try
                 if not self._limits.hold(walked.needs):
@@ -320,16 +320,21 @@ class _Search:
                 raise
             self.error = error  # none of its plans fits, or none is faster
             return None
+        busiest = sorted({space.lens(step[0]) for step in space.dealt})
         if candidate.longest:
-            busiest_lens = {space.lens(step[0]) for step in space.dealt}
-            self._num_actions += sum(len(own) for n in busiest_lens for own in plan_of(n).actions)
+            self._num_actions += sum(len(own) for n in busiest for own in plan_of(n).actions)
         if step_s == inf:
             return None
+        if candidate.longest and layout.pp > 1 and step_s < self._best_s:
+            # stages in front hold chunks of more sequences than those of the longest step
+            walked = self._walked(candidate, [plan_of(lens) for lens in busiest])
+            if not self._limits.hold(walked.needs):
+                self._refused.append(walked)
+                return None
         if step_s > alone_s * (1 + _WAITING):
             self._waiting.add((layout, candidate.options.size))
         if not candidate.longest:
-            busiest = {space.lens(step[0]) for step in space.dealt}
-            candidate = self._walked(candidate, [plan_of(lens) for lens in sorted(busiest)])
+            candidate = self._walked(candidate, [plan_of(lens) for lens in busiest])
             candidate = replace(candidate, options=self._options_beside(candidate))
         self.fitting.append(replace(candidate, step_s=step_s))
         return step_s
@@ -431,8 +436,9 @@ class _Search:
         )
 
 
-def _least(candidate: Candidate) -> Needs:
-    return candidate.least or Needs(0)
+def _leanest(candidate: Candidate) -> tuple[int, Needs]:
+    """Return what sorts candidates by memory: bounds of large chunks are too low by more bytes."""
+    return candidate.options.size, candidate.least or Needs(0)
 
 
 def walkable(question: Question) -> list[Layout]:
