@@ -244,9 +244,10 @@ class _Search:
                 fitting.add(on_device)
                 continue
             num_refused += 1
-            if num_refused == _MOST_REFUSED and not fitting and candidate.longest:
+            is_hard = num_refused == _MOST_REFUSED and not fitting
+            if is_hard and candidate.longest and not self._is_one:
                 alike_long = (one for one in hopeful if self._is_long(one) == is_long)
-                leanest, num_actions = min(alike_long, key=_leanest), self._num_actions
+                leanest, num_actions = min(alike_long, key=self._leanness), self._num_actions
                 walked = self._walked(leanest, [leanest.plan_of(tuple(leanest.longest))])
                 self._num_actions = num_actions  # a look, no try
                 if not self._limits.hold(walked.needs):
@@ -283,6 +284,11 @@ class _Search:
         num_tokens = max(sum(space.lens(step[0])) for step in space.dealt)
         num_cells = num_stages * max(num_tokens, sum(candidate.longest)) / options.size
         return num_cells * _CELL_ACTIONS > _MOST_TIMES * _MAX_ACTIONS / 2
+
+    def _leanness(self, candidate: Candidate) -> tuple[int, Needs]:
+        """Return what sorts candidates by memory: bounds of large chunks are too low by more
+        bytes."""
+        return candidate.options.size, candidate.least or Needs(0)
 
     def _may_fit(self, candidate: Candidate) -> bool:
         return candidate.least is None or self._limits.hold(candidate.least)
@@ -434,11 +440,6 @@ class _Search:
             num_pruned=len(self._found) - len(tried) - len(self._refused),
             seconds=time.monotonic() - started_s,
         )
-
-
-def _leanest(candidate: Candidate) -> tuple[int, Needs]:
-    """Return what sorts candidates by memory: bounds of large chunks are too low by more bytes."""
-    return candidate.options.size, candidate.least or Needs(0)
 
 
 def walkable(question: Question) -> list[Layout]:
