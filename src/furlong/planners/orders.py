@@ -493,6 +493,7 @@ def join_replicas(
         seq_lens=tuple(seq_lens), chunks=tuple(chunks), stages=first.stages, actions=tuple(actions),
         offload=first.offload, sp_size=first.sp_size, sampled=any(plan.sampled for plan in plans),
         frozen_stages=first.frozen_stages, regathers=any(plan.regathers for plan in plans),
+        report_loss=all(plan.report_loss for plan in plans),
     )  # fmt: skip
     check(joined)
     return joined
