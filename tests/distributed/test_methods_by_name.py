@@ -54,7 +54,7 @@ FOUR = {
     # of these a budget asks for slices, all recomputed, for some recomputes, for micro-batches and
     # for larger places
     "infinipipe, a pipeline": (PIPELINE, "--memory.device=2020KiB"),
-    "infinipipe, a pipeline with room": (PIPELINE, "--memory.device=4000KiB"),
+    "infinipipe, a pipeline with room": (PIPELINE, "--memory.device=3600KiB"),
     "skrull, a pool": (POOL, "--memory.device=2500KiB"),
     "skrull, a pool with room": (POOL,),
     "places, a pool": (POOL, "--memory.device=2500KiB"),
