@@ -11,6 +11,7 @@ from typing import Any
 from furlong.config.conversion import Conversion, convert
 from furlong.config.recipes import read_recipe
 from furlong.config.sources import read_yaml
+from furlong.cost.shape import known_config
 
 _TABLE = Path(__file__).parents[1] / "recipes/others.yaml"
 
@@ -53,4 +54,5 @@ def converted(name: str, folder: Path, *, answered: bool = False) -> Conversion:
     """The recipe as a run; `answered`: with the key that it asks for."""
     recipe = recipes_of_others()[name]
     answers = recipe.get("answers", {}) if answered else {}
-    return convert(read_recipe(write_recipe(name, folder)), recipe.get("devices"), answers)
+    file = read_recipe(write_recipe(name, folder))
+    return convert(file, recipe.get("devices"), answers, config_of=known_config)

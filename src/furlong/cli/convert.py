@@ -11,7 +11,7 @@ from furlong.cli.output import writing
 from furlong.config.conversion import Conversion, convert
 from furlong.config.recipes import read_recipe
 from furlong.config.sources import FlagParser, read_flags
-from furlong.cost.shape import is_known_model, known_models, known_name
+from furlong.cost.shape import known_config
 from furlong.errors import in_short, refusal
 
 _DESCRIPTION = (
@@ -55,19 +55,13 @@ def run(arguments: Sequence[str]) -> int:
     if given.devices is not None and given.devices < 1:
         raise refusal(f"--devices={given.devices}", "a number above 0", "name the processes")
     recipe = read_recipe(file, given.command)
-    made = convert(recipe, given.devices, flags.values, config_of=_config_of)
+    made = convert(recipe, given.devices, flags.values, config_of=known_config)
     if out.exists():
         raise refusal(f"{out}: a file that is there", "a new file", "remove it, or give --out")
     with writing(out):
         out.write_text(run_file(made), encoding="utf-8")
     print(_summary(made, out))
     return 0 if made.is_whole else 1
-
-
-def _config_of(name: str) -> Mapping[str, Any]:
-    """The config of a known model, by its name on the hub."""
-    last = name.rpartition("/")[2]
-    return known_models()[known_name(last)]["config"] if is_known_model(name) else {}
 
 
 def run_file(made: Conversion) -> str:

@@ -263,6 +263,12 @@ def known_name(name: str) -> str:
     return look_up(name, names, kind="model", source="the model's name")
 
 
+def known_config(name: str) -> dict[str, Any]:
+    """The config of a known model by its name on the hub; empty for others."""
+    last = name.rpartition("/")[2]
+    return known_models()[known_name(last)]["config"] if is_known_model(name) else {}
+
+
 def model_shape(name: str) -> ModelShape:
     """The shape of a model by name. Raises ConfigError that names the nearest."""
     return _known_shape(known_name(name))
