@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from emulated_cuda import EmulatedCUDA
 from helpers.covering import Design
 
 from furlong.ops.backends import cpu_flash, cuda_flash, cudnn, reference, select
-from furlong.ops.backends.base import Block
+from furlong.ops.backends.base import Block, Tally
 from furlong.ops.backends.cpu_flash import CPUFlash
 from furlong.ops.backends.cuda_flash import CUDAFlash, CUDAFlash3
 from furlong.ops.backends.cudnn import CUDNN
@@ -32,18 +33,22 @@ CASES = {
     "softcap square": (19, 19, Block(0, 0.3, softcap=2.0)),
     "softcap prefix with window": (19, 40, Block(40, 0.3, window=25, softcap=2.0)),
     "cuDNN square": (40, 40, Block(0, 0.3)),
-    "square beyond the limit": (42, 42, Block(0, 0.3)),
+    "square of several calls": (42, 42, Block(0, 0.3)),
+    "square inside a window": (37, 37, Block(0, 0.3, window=40)),
+    "odd rows and keys": (35, 49, Block(50, 0.3)),
     "odd keys, even rows": (22, 49, Block(50, 0.3)),
     "keys of two calls": (34, 24, Block(24, 0.3)),
     "one call": (16, 12, Block(12, 0.3, window=64)),
 }
 NUM_CALLS = {
-    "cuDNN square": (1, 0),
-    "square beyond the limit": (0, 1),
+    "cuDNN square": (6, 0),
+    "square of several calls": (6, 0),
     "one call": (1, 0),
+    "odd rows and keys": (9, 4),
     "odd keys, even rows": (6, 2),
     "keys of two calls": (6, 0),
-    "causal square": (0, 1),
+    "causal square": (6, 1),
+    "square inside a window": (6, 1),
 }
 """Calls of cuDNN and of flash attention, with `small_cudnn`."""
 CUDA = (CUDAFlash, CUDNN)
@@ -146,42 +151,79 @@ def test_a_backend_that_is_wrong_is_left_out(monkeypatch, caplog):
 
 
 SIZES = [
-    (256, 256, 256, Block(0, 0.3)),
+    (256, 256, 1, Block(0, 0.3)),
     (255, 255, 0, Block(0, 0.3)),
+    (1000, 1000, 0, Block(0, 0.3)),  # two calls cost more than flash loses
     (128, 128, 0, Block(0, 0.3)),
     (1, 1, 0, Block(0, 0.3)),
-    (65_536, 65_536, 0, Block(0, 0.3)),
+    (8000, 8000, 7936 / 8000, Block(0, 0.3)),
+    (8000, 32_768, 7936 / 8000, Block(32_768, 0.3)),
+    (54_080, 54_080, 53_248 / 54_080, Block(0, 0.3)),
+    (54_144, 8192, 1, Block(8192, 0.3)),
+    (65_536, 65_536, 1, Block(0, 0.3)),
+    (32_896, 32_896, 1, Block(0, 0.3)),
     (256, 256, 0, Block(0, 0.3, window=200)),
-    (256, 256, 256, Block(0, 0.3, window=1000)),
-    (8192, 1600, 1024, Block(1600, 0.3)),  # 64 mod 128
-    (8192, 6528, 6528, Block(6528, 0.3)),  # a segment of the store
-    (8192, 9344, 9216, Block(9344, 0.3)),
+    (256, 256, 1, Block(256, 0.3, window=1000)),
+    (8192, 1600, 1024 / 1600, Block(1600, 0.3)),  # 64 mod 128
+    (8192, 6528, 1, Block(6528, 0.3)),  # a segment of the store
+    (8192, 33_920, 33_792 / 33_920, Block(33_920, 0.3)),
     (8192, 192, 0, Block(192, 0.3)),
-    (8191, 8192, 0, Block(8192, 0.3)),
+    (8191, 8192, 8064 / 8191, Block(8192, 0.3)),
     (8192, 1, 0, Block(1, 0.3)),
     (1, 8192, 0, Block(8192, 0.3)),
     (256, 8192, 0, Block(8192, 0.3, window=4000)),
 ]
 
 
-@pytest.mark.parametrize("num_rows, num_keys, aligned, block", SIZES)
-def test_cudnn_takes_what_torch_would_give_it_at_sizes_that_recur(
-    num_rows, num_keys, aligned, block
-):
-    assert cudnn._aligned_keys(num_rows, num_keys, block) == aligned
+@pytest.mark.parametrize("num_rows, num_keys, share, block", SIZES)
+def test_cudnn_takes_what_torch_would_give_it_at_sizes_that_recur(num_rows, num_keys, share, block):
+    """`share`: of the pairs of a full block, and about of a square's."""
+    parts = cudnn.parts_of(num_rows, num_keys, block)
+    fused, pairs = 0, 0
+    for rows, keys, is_fused in parts:
+        size = rows.stop - rows.start, keys.stop - keys.start
+        own = replace(block, window=None).at(rows.start, keys.start).num_pairs(*size)
+        fused, pairs = fused + is_fused * own, pairs + own
+        assert not is_fused or all(256 <= n <= 2**15 and n % 128 == 0 for n in size)
+    assert pairs == replace(block, window=None).num_pairs(num_rows, num_keys)
+    assert share <= 1.03 * fused / pairs and (share < 1 or fused == pairs) and (share or not fused)
     torch.use_deterministic_algorithms(True)
     try:
-        assert cudnn._aligned_keys(num_rows, num_keys, block) == 0
+        assert not any(part.is_fused for part in cudnn.parts_of(num_rows, num_keys, block))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_blocks_of_many_lengths_share_few_plans():
     shapes = set()
-    for num_keys in range(1, 1_000_000, 997):
-        aligned = cudnn._aligned_keys(8192, num_keys, Block(num_keys, 0.3))
-        shapes |= {keys.stop - keys.start for keys in cudnn._cut(aligned)}
-    assert len(shapes) <= 32
+    for number in range(1, 1_000_000, 997):
+        for block in (Block(number, 0.3), Block(0, 0.3)):
+            rows = 8192 if block.distance else number
+            for part in cudnn.parts_of(rows, number, block):
+                if part.is_fused and (block.distance or part.rows == part.keys):
+                    shapes.add((bool(block.distance), part.keys.stop - part.keys.start))
+    assert len(shapes) <= 32 + 120  # of keys, and of squares
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pairs_of_a_block(case):
+    num_rows, num_keys, block = CASES[case]
+    pairs = int(block.mask(num_rows, num_keys, torch.device("cpu")).sum())
+    assert block.num_pairs(num_rows, num_keys) == pairs
+    squares = slice(0, 3), slice(3, 9)
+    assert Block(0, 0.3, 2, squares=squares).num_pairs(9, 9) == 5 + 11
+
+
+def test_kernels_are_counted_where_a_block_is_cut(small_cudnn):
+    q, k, v, dout, block = inputs("odd rows and keys", (6, 2), torch.float64)
+    (backend := CUDNN()).tally = Tally()
+    with EmulatedCUDA():
+        select._computed(backend, dout, q, k, v, block)
+    tally = backend.tally.taken()
+    assert tally.calls == {"cuDNN": 2 * 9, "FlashAttention 2": 2 * 4}
+    assert tally.flops.total() == 14 * 35 * 49 * 6 * 16
+    assert tally.flops["cuDNN"] == 14 * 34 * 48 * 6 * 16
+    assert not backend.tally.calls
 
 
 @pytest.mark.parametrize("capability, version, is_right", [

@@ -16,6 +16,7 @@ from furlong.errors import DataError, PlanError, UserError, in_short
 from furlong.kv.pools import CpuPool
 from furlong.models.decoder import HFDecoder
 from furlong.models.describe import describe
+from furlong.ops.backends.base import Tally
 from furlong.plan.plan import Chunk, ChunkPlan, Forward
 from furlong.plan.rows import ChunkRows
 from furlong.planners.chunks import Forks
@@ -184,6 +185,8 @@ class StepResult:
     """Whether a forward in train mode drew random numbers on this process."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other figures of the loss, by name."""
+    attention: Tally = field(default_factory=Tally)
+    """Calls and FLOPs of a GPU's attention kernels."""
 
 
 def planner_of(
@@ -303,6 +306,8 @@ def take_step(
 
         executor = together(session.ranks, make)
         session.state.is_settled = False
+        tally = session.state.backend.tally
+        tally.taken()  # of checks and other calls
         try:
             loss_sum, timeline = executor.run(watch)
         finally:
@@ -314,7 +319,7 @@ def take_step(
     return StepResult(
         loss_sum / divisor, loss_sum, num_labels, timeline, losses, plan,
         cpu_bytes=pools.peak_bytes("cpu"), disk_bytes=pools.peak_bytes("disk"),
-        has_drawn=executor.has_drawn,
+        has_drawn=executor.has_drawn, attention=tally.taken(),
     )  # fmt: skip
 
 

@@ -767,6 +767,8 @@ class Trainer:
         self.log.step(step, figures)
         if step == 1 and self.processes.is_first and cost is not None and plan is not None:
             self.log.predicted(step, figures, predict_step(cost, plan))
+        if step == 1 and self.processes.is_first and (computed := self.result.attention).calls:
+            self.log.say(f"first step: attention {computed}")
         is_shown = step in (1, self.num_steps) or self.cadence.saves(step)
         if plan is not None and is_shown:
             self._write_measured(step, plan)

@@ -7,7 +7,8 @@ row sees follows from positions alone, so no caller ever builds a mask.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -56,6 +57,23 @@ class Block:
         first = 0 if self.window is None else self.distance + start - self.window + 1
         return max(0, first), min(num_keys, self.distance + stop)
 
+    def num_pairs(self, num_rows: int, num_keys: int) -> int:
+        """Pairs of a row and a key that it sees."""
+        if self.squares:
+            alone = replace(self, squares=())
+            lens = [rows.stop - rows.start for rows in self.squares]
+            return sum(alone.num_pairs(n, n) for n in lens)
+
+        def up_to(last: int) -> int:  # sum of min(i, num_keys) for i = 1 .. last
+            inside = max(0, min(last, num_keys))
+            return inside * (inside + 1) // 2 + max(0, last - num_keys) * num_keys
+
+        def of_rows(first: int) -> int:  # row t sees the first `first + t` keys
+            return up_to(first + num_rows - 1) - up_to(first - 1)
+
+        before = 0 if self.window is None else of_rows(self.distance + 1 - self.window)
+        return of_rows(self.distance + 1) - before
+
     def at(self, row: int, key: int) -> Block:
         """The same rule for the sub-block that starts at this row and key."""
         return replace(self, distance=self.distance + row - key)
@@ -68,11 +86,45 @@ class Block:
         return seen if self.window is None else seen & (keys > rows - self.window)
 
 
+@dataclass(slots=True)
+class Tally:
+    """Calls and FLOPs of attention kernels, by the kernel's name: which one computes what, of
+    blocks that are cut for several, no choice of a backend tells."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
+    """4 per pair, head and head dimension forward, 10 backward."""
+
+    def taken(self) -> Tally:
+        """Return what was counted since the last call."""
+        found = Tally(self.calls, self.flops)
+        self.calls, self.flops = Counter(), Counter()
+        return found
+
+    def __str__(self) -> str:
+        total = max(1, self.flops.total())
+        each = [f"{n / total:.1%} by {name}" for name, n in self.flops.most_common()]
+        return ", ".join(each)
+
+
 class Backend(Protocol):
     """Kernels for one block.
 
     Tensors may have any strides. Log-sum-exps are float32, or float64 for float64 inputs.
     """
+
+    tally: Tally | None = None
+    """Counts what kernels of a GPU compute."""
+
+    def count(
+        self, kernel: str, q: Tensor, k: Tensor, block: Block, *, backward: bool = False
+    ) -> None:
+        """Count a call of a kernel on q (N, T, H) and k (K, S, H)."""
+        if self.tally is not None:
+            pairs = block.num_pairs(q.shape[1], k.shape[1])
+            self.tally.calls[kernel] += 1
+            flops = (10 if backward else 4) * pairs * q.shape[0] * q.shape[2]
+            self.tally.flops[kernel] += flops
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """q (N, T, H), k and v (K, S, H) -> out (N, T, H) in q's dtype, lse (N, T).

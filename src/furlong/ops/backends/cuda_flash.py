@@ -28,6 +28,8 @@ class CUDAFlash(Backend):
     float32: 0.4 GB for 200 slices, 4,000 tokens and 28 heads of 128.
     """
 
+    name = "FlashAttention 2"
+
     def __init__(self) -> None:
         self._last_ends: tuple[object, Tensor] | None = None
         self._forward: Any = torch.ops.aten._flash_attention_forward
@@ -35,6 +37,7 @@ class CUDAFlash(Backend):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         if block.squares:
+            self.count(self.name, q, k, block)
             ends, longest = self._ends(block.squares, q), _longest(block.squares)
             result = self._forward(
                 _rows_first(q), _rows_first(k), _rows_first(v), ends, ends, longest, longest,
@@ -51,6 +54,7 @@ class CUDAFlash(Backend):
         call = _call_for(q.shape[1], k.shape[1], block)
         if call.rows == 0:
             return _empty(q)
+        self.count(self.name, q, k, block)
         rows, keys = slice(call.rows), slice(call.first_key, None)
         result = self._forward(
             _rows_first(q[:, rows])[None], _rows_first(k[:, keys])[None],
@@ -69,6 +73,7 @@ class CUDAFlash(Backend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
         if block.squares:
+            self.count(self.name, q, k, block, backward=True)
             ends, longest = self._ends(block.squares, q), _longest(block.squares)
             dq, dk, dv = self._backward(
                 *(_rows_first(x) for x in (dout, q, k, v, out)), lse.contiguous(), ends, ends,
@@ -92,6 +97,7 @@ class CUDAFlash(Backend):
         call = _call_for(q.shape[1], k.shape[1], block)
         if call.rows == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        self.count(self.name, q, k, block, backward=True)
         rows, keys = slice(call.rows), slice(call.first_key, None)
         grads = self._backward(
             *(_rows_first(x)[None] for x in (dout[:, rows], q[:, rows], k[:, keys], v[:, keys])),
@@ -126,6 +132,8 @@ class CUDAFlash(Backend):
 class CUDAFlash3(CUDAFlash):
     """flash attention 3, by the functions that torch has to put it behind its own operators. They
     are called here, and not put there: what else calls those operators stays as it is."""
+
+    name = "FlashAttention 3"
 
     def __init__(self, torch_fa3: Any) -> None:
         """`torch_fa3`: torch.nn.attention._fa3."""
@@ -181,6 +189,8 @@ def _call_for(num_rows: int, num_keys: int, block: Block) -> _Call:
         return _Call(num_rows, 0, False, {})
     if block.distance == 0 and num_rows == num_keys:
         return _Call(num_rows, 0, True, _square_window(block))
+    if block.window is None and block.distance == num_keys - num_rows:
+        return _Call(num_rows, 0, True, {})  # the last rows of a square
     if block.window is None or block.distance < num_keys - 1:
         raise NotImplementedError(f"flash attention has no call for {num_keys} keys of {block}")
     rows = block.visible_rows(num_rows, num_keys)

@@ -2,14 +2,18 @@
 
 They take grouped heads and any strides but the last. What they lack (windows, slices of unequal
 lengths) goes to flash attention, and so does every shape that torch's own dispatcher would not give
-them: a direct call goes past its conditions. Of a block without a mask that is every key behind the
-last multiple of 1,024. It ends rows whose gradients are NaN (64 mod 128 keys on Hopper, pytorch
-196678), reads out of bounds (pytorch 169849), single keys, and nearly all plans, of which cuDNN
-builds one per shape and thread, in 0.1 to 1 s, and keeps it for ever."""
+them: a direct call goes past its conditions. Of many rows or keys that are the last few, behind a
+multiple. It ends rows whose gradients are NaN (64 mod 128 keys on Hopper, pytorch 196678), reads
+out of bounds (pytorch 169849), single keys, and nearly all plans, of which cuDNN builds one per
+shape and thread, in 0.1 to 1 s, and keeps it for ever."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +28,12 @@ _CAPABILITIES = {(9, 0), (10, 0), (10, 3)}
 """Hopper and Blackwell of data centers; on others flash attention is as fast, or faster."""
 _STEP, _MIN_SIZE = 128, 256
 """Rows and keys of a call are multiples of the one, and at least the other."""
-_KEYS_STEP, _MAX_SEGMENT = 1024, 8192
-"""A block of more keys than a segment of the store, or of an odd number, ends at a multiple."""
+_CUT_STEP = 1024
+"""Keys that are no multiple, or more than one call takes, end at a multiple of this; fewer rows
+than this are no multiple at the price of a second call."""
 _MAX_SIZE = 2**15
-"""Rows or keys of a call without a mask: longer blocks share their plans."""
-_MAX_SQUARE = 65_535
-"""Rows of a causal square: known faults of fused kernels begin above it."""
+"""Rows or keys of a call: longer blocks share their plans, and known faults of fused kernels begin
+with causal squares above 65,535."""
 
 
 def is_trusted(device: torch.device) -> bool:
@@ -38,88 +42,125 @@ def is_trusted(device: torch.device) -> bool:
     return version > _NEWER_THAN and torch.cuda.get_device_capability(device) in _CAPABILITIES
 
 
+class Part(NamedTuple):
+    """Rows and keys of one call; `is_fused`: one of cuDNN."""
+
+    rows: slice
+    keys: slice
+    is_fused: bool
+
+
 class CUDNN(CUDAFlash):
     """cuDNN for aligned full blocks and causal squares, flash attention for all others."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        num_rows, num_keys = q.shape[1], k.shape[1]
-        aligned = _aligned_keys(num_rows, num_keys, block)
-        if not aligned:
-            return super().forward(q, k, v, block)
-        if not block.is_full(num_rows, num_keys):
-            return _forward(q, k, v, block, is_causal=True)
-        if aligned == num_keys and max(num_rows, num_keys) <= _MAX_SIZE:
-            return _forward(q, k, v, block, is_causal=False)
-        out = q.new_zeros(q.shape, dtype=lse_dtype(q.dtype))
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=out.dtype)
-        for rows, keys in _parts(num_rows, num_keys, aligned):
-            part = q[:, rows], k[:, keys], v[:, keys]
-            if keys.start < aligned:
-                seen = _forward(*part, block, is_causal=False)
-            else:
-                seen = super().forward(*part, block.at(rows.start, aligned))
-            merge_(out[:, rows], lse[:, rows], *seen)
-        return out.to(q.dtype), lse
+        parts = parts_of(q.shape[1], k.shape[1], block)
+        if len(parts) == 1:
+            return self._part_forward(q, k, v, block, parts[0])
+        block = replace(block, window=None)  # which hides nothing where there are several
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
+        for rows, group in groupby(parts, attrgetter("rows")):
+            first, *others = group
+            seen_out, seen_lse = self._part_forward(q, k, v, block, first)
+            if others:  # merged in log-sum-exp's dtype, and rounded once
+                seen_out = seen_out.to(lse.dtype)
+            for part in others:
+                merge_(seen_out, seen_lse, *self._part_forward(q, k, v, block, part))
+            out[:, rows], lse[:, rows] = seen_out, seen_lse
+        return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
         whole = dout, q, k, v, out, lse
-        num_rows, num_keys = q.shape[1], k.shape[1]
-        aligned = _aligned_keys(num_rows, num_keys, block)
-        if not aligned:
-            return super().backward(*whole, block)
-        if not block.is_full(num_rows, num_keys):
-            return _backward(*whole, block, is_causal=True)
-        if aligned == num_keys and max(num_rows, num_keys) <= _MAX_SIZE:
-            return _backward(*whole, block, is_causal=False)
-        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        for rows, keys in _parts(num_rows, num_keys, aligned):
-            part = (dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, rows])
-            if keys.start < aligned:
-                grads = _backward(*part, block, is_causal=False)
-            else:
-                grads = super().backward(*part, block.at(rows.start, aligned))
-            dq[:, rows] += grads[0]
-            dk[:, keys] += grads[1]
-            dv[:, keys] += grads[2]
-        return dq.to(q.dtype), dk, dv
+        parts = parts_of(q.shape[1], k.shape[1], block)
+        if len(parts) == 1:
+            return self._part_backward(*whole, block, parts[0])
+        block = replace(block, window=None)
+        dq = torch.empty_like(q)
+        is_wide = len({part.rows.start for part in parts}) > 1  # keys have gradients of several
+        dk, dv = (torch.empty_like(x, dtype=lse.dtype if is_wide else None) for x in (k, v))
+        filled = 0  # keys before this one have a gradient
+        for rows, group in groupby(parts, attrgetter("rows")):
+            sums: Tensor | None = None
+            for part in group:
+                part_dq, *grads = self._part_backward(*whole, block, part)
+                sums = part_dq if sums is None else sums.to(lse.dtype).add_(part_dq)
+                for total, grad in zip((dk, dv), grads, strict=True):
+                    into = total[:, part.keys]
+                    _ = into.add_(grad) if part.keys.start < filled else into.copy_(grad)
+                filled = max(filled, part.keys.stop)
+            assert sums is not None
+            dq[:, rows] = sums
+        return dq, dk, dv
+
+    def _part_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, part: Part
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = q[:, part.rows], k[:, part.keys], v[:, part.keys]
+        block = block.at(part.rows.start, part.keys.start)
+        if not part.is_fused:
+            return super().forward(q, k, v, block)
+        self.count("cuDNN", q, k, block)
+        return _forward(q, k, v, block, is_causal=not block.is_full(q.shape[1], k.shape[1]))
+
+    def _part_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        block: Block, part: Part,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dout, q, out, lse = (x[:, part.rows] for x in (dout, q, out, lse))
+        k, v = k[:, part.keys], v[:, part.keys]
+        block = block.at(part.rows.start, part.keys.start)
+        if not part.is_fused:
+            return super().backward(dout, q, k, v, out, lse, block)
+        self.count("cuDNN", q, k, block, backward=True)
+        is_causal = not block.is_full(q.shape[1], k.shape[1])
+        return _backward(dout, q, k, v, out, lse, block, is_causal=is_causal)
 
 
-def _takes(num_rows: int, num_keys: int) -> bool:
-    """Whether cuDNN is given a call of such a size; its backward has no deterministic form."""
-    return (
-        num_rows % _STEP == num_keys % _STEP == 0
-        and min(num_rows, num_keys) >= _MIN_SIZE
-        and not torch.are_deterministic_algorithms_enabled()
-    )
+def parts_of(num_rows: int, num_keys: int, block: Block) -> list[Part]:
+    """The calls for a block, those with the same rows behind one another.
 
-
-def _aligned_keys(num_rows: int, num_keys: int, block: Block) -> int:
-    """How many first keys of a block are cuDNN's; 0: flash attention takes the whole."""
-    if block.softcap is not None or block.squares:
-        return 0
-    aligned = num_keys
-    if block.is_full(num_rows, num_keys):
-        if num_keys % _STEP or num_keys > _MAX_SEGMENT:
-            aligned -= num_keys % _KEYS_STEP
-    elif not block.is_causal(num_rows, num_keys) or num_rows > _MAX_SQUARE:
-        return 0
-    return aligned if _takes(num_rows, aligned) else 0
-
-
-def _parts(num_rows: int, num_keys: int, aligned: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and keys of the calls for a full block; flash attention has those from `aligned` on."""
-    for rows in _cut(num_rows):
-        for keys in _cut(aligned):
-            yield rows, keys
-        if aligned < num_keys:
-            yield rows, slice(aligned, num_keys)
+    A full block is cut into rows and keys, a causal square into squares and the full blocks left of
+    them. The last rows are flash attention's, and so are the last keys. Rows that see all keys come
+    first: what others add to these keys' gradients finds one there.
+    """
+    everything = Part(slice(0, num_rows), slice(0, num_keys), is_fused=False)
+    is_full = block.is_full(num_rows, num_keys)
+    takes = not (block.softcap is not None or block.squares or num_rows < _MIN_SIZE)
+    if not takes or not (is_full or block.is_causal(num_rows, num_keys)):
+        return [everything]
+    num_aligned = num_rows
+    if num_rows % _STEP:  # in steps that grow with the rows: few plans, 1/32 of the rows at most
+        step = max(_STEP, 2 ** (num_rows.bit_length() - 6))
+        num_aligned = num_rows - num_rows % step if num_rows >= _CUT_STEP else 0
+    aligned_keys = num_keys if is_full else num_aligned
+    if aligned_keys % _STEP or (is_full and num_keys > _MAX_SIZE):
+        aligned_keys -= aligned_keys % _CUT_STEP
+    # the backward has no deterministic form
+    if min(num_aligned, aligned_keys) < _MIN_SIZE or torch.are_deterministic_algorithms_enabled():
+        return [everything]
+    parts = []
+    if num_aligned < num_rows:
+        parts.append(Part(slice(num_aligned, num_rows), everything.keys, is_fused=False))
+    every = list(_cut(aligned_keys))
+    for number, rows in enumerate(_cut(num_aligned)):
+        seen = every if is_full else every[: number + 1]
+        parts += [Part(rows, keys, is_fused=True) for keys in seen]
+        if is_full and aligned_keys < num_keys:
+            parts.append(Part(rows, slice(aligned_keys, num_keys), is_fused=False))
+    return parts
 
 
 def _cut(size: int) -> Iterator[slice]:
-    for start in range(0, size, _MAX_SIZE):
-        yield slice(start, min(start + _MAX_SIZE, size))
+    """Pieces of a call's size, the last two of which share what would be less than one."""
+    start = 0
+    while start < size:
+        stop = min(start + _MAX_SIZE, size)
+        if 0 < size - stop < _MIN_SIZE:
+            stop -= _MIN_SIZE
+        yield slice(start, stop)
+        start = stop
 
 
 def _forward(

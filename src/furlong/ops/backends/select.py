@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from furlong.errors import first_line
-from furlong.ops.backends.base import Backend, Block
+from furlong.ops.backends.base import Backend, Block, Tally
 from furlong.ops.backends.cpu_flash import CPUFlash
 from furlong.ops.backends.cuda_flash import CUDAFlash, flash_3
 from furlong.ops.backends.cudnn import CUDNN, is_trusted
@@ -76,6 +76,7 @@ class ProbedBackend(Backend):
     def __init__(self) -> None:
         self._chosen: dict[Kind, Backend] = {}
         self._untried: dict[Kind, list[Backend]] = {}
+        self.tally: Tally = Tally()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         return self._call("forward", q, k, v, block)  # type: ignore[no-any-return]
@@ -92,7 +93,10 @@ class ProbedBackend(Backend):
             if kind not in self._chosen:
                 untried = self._untried.setdefault(kind, candidates(kind))
                 self._chosen[kind] = choose_backend(kind, untried)
+                self._chosen[kind].tally = self.tally  # no probe counts
             own = self._chosen[kind]
+            if isinstance(own, Reference) and kind.device.type == "cuda":
+                self.count("the reference", q, k, given[-1], backward=what == "backward")
             try:
                 return getattr(own, what)(*given)
             except _REFUSALS as error:
@@ -221,6 +225,9 @@ def _probes(kind: Kind, *, has_tiles: bool) -> Iterator[tuple[int, int, Block]]:
         yield probe(num_rows, 0, 1000)
         yield probe(384, 384, 1000)
         yield probe(1100, 1100, 2000)
+        num_rows = 1100
+        yield probe(num_rows, 0, 2000)
+        yield probe(384, 384, 2000)
 
 
 def _computed(
