@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -97,13 +97,15 @@ class Subject:
     storage: Storage | None = None
     """Where offloaded tensors live."""
 
+    @cached_property
     def engine(self) -> Engine:
+        """One for all proofs: it checks the model when it starts, and not again."""
         return Engine(self.model, max_seq_len=LONGEST_TOKENS, storage=self.storage)
 
     def chunked(self, batch: Batch, size: int = CHUNK_SIZE) -> tuple[float, Gradients]:
         """Mean loss and gradients in chunks."""
         with Float64():
-            loss = self.engine().forward_backward(batch, replace(self.options, size=size)).loss
+            loss = self.engine.forward_backward(batch, replace(self.options, size=size)).loss
         return loss, take_grads(self.model)
 
     def whole(self, batch: Batch) -> tuple[float, Gradients]:
@@ -212,10 +214,9 @@ def check_accumulation(subject: Subject) -> Finding:
     """One call, or one call per sequence with the global count: the same sum."""
     batch = sequences()
     _, truth = subject.chunked(batch)
-    engine = subject.engine()
     with Float64():
         for sequence in batch:
-            engine.forward_backward([sequence], subject.options, num_labels(batch))
+            subject.engine.forward_backward([sequence], subject.options, num_labels(batch))
     error, name = worst_error(take_grads(subject.model), truth)
     figure = f"one call or {len(batch)}: relative error {error:.1e} ({name})"
     return _within("accumulation", figure, error, subject)

@@ -6,12 +6,13 @@ import random
 import time
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.batches import batch
 from helpers.executors import executor_of
-from helpers.nightly import seeds
+from helpers.nightly import SEED
 from helpers.tiny_families import build
 from torch import Tensor
 
@@ -42,6 +43,9 @@ MIXTURES = {
     "disk": Offload("disk", "disk", "disk", "disk"),
     "mixed": Offload(kv="cpu", inputs="disk", attention="cpu", graphs="disk"),
 }
+
+
+TRUTHS: dict[str, tuple[float, dict[str, Tensor]]] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +89,22 @@ def same_bits(given: tuple, truth: tuple) -> bool:
     return loss == true_loss and all(torch.equal(grads[n], true_grads[n]) for n in true_grads)
 
 
+def dials_of(walk: str) -> dict[str, Any]:
+    return {"size": 4, "num_retained": 0, **WALKS[walk]}
+
+
+def truth_of(walk: str, folder: Path) -> tuple[float, dict[str, Tensor]]:
+    """Computed once for all mixtures, on the device alone."""
+    if walk not in TRUTHS:
+        TRUTHS[walk] = step(ChunkOptions(**dials_of(walk)), folder)
+    return TRUTHS[walk]
+
+
 def check(walk: str, mixture: str, seed: int, folder: Path, monkeypatch) -> None:
-    dials = {"size": 4, "num_retained": 0, **WALKS[walk]}
+    dials = dials_of(walk)
     target = MIXTURES[mixture]
     monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 3)
-    truth = step(ChunkOptions(**dials), folder)
+    truth = truth_of(walk, folder)
     slept = delay(monkeypatch, seed)
     assert same_bits(step(ChunkOptions(**dials, offload=target), folder), truth)
     assert slept, "nothing has gone through a worker"
@@ -101,9 +116,20 @@ def test_late_copies_change_no_bit(mixture, tmp_path, monkeypatch):
     check("height 1, attention", mixture, 0, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("seed", seeds(1, 1))
-@pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("walk", WALKS)
+WALKED = [
+    *product(WALKS, ["mixed"], [0]),
+    *product(["chunk-first, all", "height 2"], ["cpu", "disk"], [0]),
+]
+"""Every walk with both pools, every kind of tensor in each pool; the night takes them all."""
+
+
+@pytest.mark.parametrize(
+    ("walk", "mixture", "seed"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in WALKED else pytest.mark.nightly)
+        for case in product(WALKS, MIXTURES, (0, SEED * 10_000 + 1))
+    ],
+)
 def test_late_copies_change_no_bit_in_any_walk(walk, mixture, seed, tmp_path, monkeypatch):
     check(walk, mixture, seed, tmp_path, monkeypatch)
 

@@ -59,11 +59,21 @@ def test_each_stage_of_a_family_passes(family, layers, tied):
     passes(family, layers, tied)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [f for f in (*FAMILIES, *OTHERS) if f not in FAST])
-def test_each_stage_of_every_family_passes(family):
-    for index, layers in enumerate((range(1), range(1, 2), range(2, 3))):
-        passes(family, layers, tied=(index + len(family)) % 2 == 0)
+def stages_of_families() -> list[Any]:
+    """One stage of each family is slow, the others are nightly: whatever a process holds, it checks
+    the same twin, in all its stages."""
+    rest = [family for family in (*FAMILIES, *OTHERS) if family not in FAST]
+    return [
+        pytest.param(family, index, marks=pytest.mark.slow if number % 3 == index
+                     else pytest.mark.nightly)
+        for number, family in enumerate(rest)
+        for index in range(3)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "index"), stages_of_families())
+def test_each_stage_of_every_family_passes(family, index):
+    passes(family, range(index, index + 1), tied=(index + len(family)) % 2 == 0)
 
 
 def test_a_twin_has_the_models_class_layers_and_ties():
