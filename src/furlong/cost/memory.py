@@ -39,6 +39,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from operator import add
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -48,6 +49,7 @@ from furlong.cost.shape import ModelShape, of_dtype
 from furlong.cost.training import Training
 from furlong.plan.passes import Pass, input_frees, kv_frees, passes
 from furlong.plan.plan import (
+    COMPUTING,
     ON_DEVICE,
     TARGETS,
     Action,
@@ -379,7 +381,14 @@ class PlanMemory:
         return self.curve(plan, rank).device_bytes
 
     def curve(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
-        """Bytes in every memory while each action of the rank runs, and what it moves."""
+        """Bytes in every memory while each action of the rank runs, and what it moves. They are
+        noted beside the plan's cached properties, for it does not change."""
+        known: dict[tuple[PlanMemory, int], MemoryCurve] = vars(plan).setdefault("_curves", {})
+        if (self, rank) not in known:
+            known[self, rank] = self._walked(plan, rank)
+        return known[self, rank]
+
+    def _walked(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
         # of the rank's own chunks only: a plan may have a thousand ranks
         own = dict.fromkeys(a.chunk for a in plan.actions[rank] if isinstance(a, Forward))
         loads = {i: _loads(plan.chunks[i], plan.sp_size, self.shape) for i in own}
@@ -459,7 +468,7 @@ class _RankMemory:
         """(name, chunk, stage) -> its target, part and bytes."""
         self._offload: dict[str, OffloadTarget] = {k: target_of(plan.offload, k) for k in KINDS}
         self._columns = {k: i for i, k in enumerate(KINDS) if self._offload[k] != "none"}
-        self._moved = np.zeros((4, len(KINDS)))
+        self._moved = [[0.0] * len(KINDS) for _ in range(4)]
         """Bytes read, bytes written, reads and writes of the action."""
         self._largest = 0.0
         """Bytes of the largest tensor that went to the CPU."""
@@ -477,18 +486,20 @@ class _RankMemory:
         used: list[list[float]] = []
         lower: list[list[float]] = []
         staged, moved = np.zeros(count), np.zeros((count, 4, len(KINDS)))
-        computed = passes(self._plan, self._rank)
+        computed, nothing = passes(self._plan, self._rank), dict.fromkeys(PARTS, 0.0)
         for i, (action, what) in enumerate(zip(self._actions, computed, strict=True)):
             self._index = i
             self._begin(action, what)
-            passing = self._passing
-            used.append([self._device[part] + passing[part] for part in PARTS])
             lower.append([*self._lower.values()])
-            if staged_in:
-                staged[i] = passing["kv"] + passing["kv_gradients"]
-            if self._columns:
-                moved[i], self._moved = self._moved, np.zeros((4, len(KINDS)))
-            self._passing = dict.fromkeys(PARTS, 0.0)
+            if type(action) in COMPUTING:  # others have nothing that passes
+                used.append([*map(add, self._device.values(), self._passing.values())])
+                if staged_in:
+                    staged[i] = self._passing["kv"] + self._passing["kv_gradients"]
+                if self._columns:
+                    moved[i], self._moved = self._moved, [[0.0] * len(KINDS) for _ in range(4)]
+                self._passing = nothing.copy()
+            else:
+                used.append([*self._device.values()])
             self._end(action, i)
         device = np.array(used).reshape(count, len(PARTS))
         if self._largest and self._memory.device_type != "cpu":
@@ -510,8 +521,8 @@ class _RankMemory:
     def read(self, kind: Kind, num_bytes: float, operations: int = 1) -> None:
         """Count bytes of `kind` that come to the device, where it is offloaded."""
         if (column := self._columns.get(kind)) is not None:
-            self._moved[0, column] += num_bytes
-            self._moved[2, column] += operations
+            self._moved[0][column] += num_bytes
+            self._moved[2][column] += operations
 
     def write(
         self, kind: Kind, num_bytes: float, operations: int = 1, largest: float | None = None
@@ -519,8 +530,8 @@ class _RankMemory:
         """Count bytes of `kind` that leave the device, where it is offloaded; `largest`:
         those of its largest tensor, where they are not all of one size."""
         if (column := self._columns.get(kind)) is not None:
-            self._moved[1, column] += num_bytes
-            self._moved[3, column] += operations
+            self._moved[1][column] += num_bytes
+            self._moved[3][column] += operations
             if operations and self._offload[kind] == "cpu":
                 size = num_bytes / operations if largest is None else largest
                 self._largest = max(self._largest, size)
@@ -892,11 +903,14 @@ class StoredLayers:
         self._on_device, self._num_layers = target == "none", len(layers)
         self.sizes = tuple(stop - start for start, stop in pairwise(tokens.bounds))
         """Tokens of each segment."""
-        self._num_pieces = Counter(i for p in range(len(tokens.lens)) for i in self._touched(p))
+        self._touched = [tokens.segments(tokens.of_piece(p)) for p in range(len(tokens.lens))]
+        """The segments that hold tokens of each piece."""
+        self._num_pieces = Counter(i for touched in self._touched for i in touched)
         """Pieces that touch each segment."""
         self._kv = [len(layers) * kv_token_bytes * n for n in self.sizes]
         self._gradients = [len(layers) * gradient_token_bytes * n for n in self.sizes]
         self._kv_before = [0.0, *accumulate(self._kv)]
+        self._seen: dict[int, Sequence[int]] = {}
         self._written: dict[int, set[int]] = {}
         """segment that is there -> its pieces that were written."""
         self._owners: dict[int, set[int]] = {}
@@ -910,11 +924,13 @@ class StoredLayers:
 
     def seen(self, piece: int) -> Sequence[int]:
         """The segments that hold tokens which a piece sees, ascending."""
-        return self._tokens.seen_segments(piece, self._window)
+        if piece not in self._seen:
+            self._seen[piece] = self._tokens.seen_segments(piece, self._window)
+        return self._seen[piece]
 
     def write(self, rank: _RankMemory, piece: int) -> None:
         """The K,V of a piece come into being."""
-        for index in self._touched(piece):
+        for index in self._touched[piece]:
             if index not in self._written:
                 self._written[index], self._owners[index] = set(), set()
                 self._filling.add(index)
@@ -967,12 +983,12 @@ class StoredLayers:
         self._hot = self._hot.difference(rest).union(newest)
         self._sent.update(sent_to)
         # its own, which later pieces have sent
-        own = [i for i in self._touched(piece) if i in self._sent and i not in self._hot]
+        own = [i for i in self._touched[piece] if i in self._sent and i not in self._hot]
         rank.read("kv_gradients", self._sum(own), self._num_layers * len(own))
 
     def free(self, rank: _RankMemory, piece: int) -> None:
         """A piece dies, and every segment that no other one touches."""
-        for index in self._touched(piece):
+        for index in self._touched[piece]:
             owners = self._owners.get(index, set())
             if piece not in owners:
                 continue
@@ -987,10 +1003,6 @@ class StoredLayers:
             for indices in (self._filling, self._hot, self._sent):
                 indices.discard(index)
             del self._written[index], self._owners[index]
-
-    def _touched(self, piece: int) -> range:
-        """The segments that hold tokens of a piece."""
-        return self._tokens.segments(self._tokens.of_piece(piece))
 
     def _sent_to(self, piece: int) -> Sequence[int]:
         """The segments that a piece sees and sends gradients to."""

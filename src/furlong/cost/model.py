@@ -29,6 +29,7 @@ from furlong.cost.machine import Machine
 from furlong.cost.memory import PlanMemory
 from furlong.cost.seconds import (
     ATTENTION_BACKWARD,
+    HEADS,
     Array,
     ChunkTable,
     Hidden,
@@ -55,8 +56,6 @@ from furlong.plan.plan import (
     Forward,
     Layout,
     OffloadTarget,
-    RebuildKV,
-    Recompute,
     Reduce,
     Send,
     Unshard,
@@ -233,11 +232,13 @@ class PlanCosts:
                 source="the plan, and ZeRO-3",
                 change="plan for ZeRO-3, or shard no more than optimizer and gradients (ZeRO-2)",
             )
-        self._part_s: dict[tuple[PassPart, int], list[float]] = {}
+        self._parts_s: dict[tuple[tuple[PassPart, ...], int], list[float]] = {}
         self._copies: dict[int, dict[tuple[type[Action], int, int], float]] = {}
 
     def compute_s(self, action: Action, rank: int) -> float:
         """Seconds that `action` keeps the rank's devices busy; 0 for Send and Recv."""
+        if isinstance(action, COMPUTING):
+            return self._seconds(self.parts(action), action.stage)[action.chunk]
         match action:
             case Unshard(stage) if self._model.training.gathers:
                 return self._beside_s(stage)[0] + self._stages[stage].layer_gathers_s
@@ -245,9 +246,6 @@ class PlanCosts:
                 return self.unshard_s(stage)
             case Reduce(stage):
                 return self._reduce_at_end_s(stage)
-            case Forward() | Recompute() | Backward() | RebuildKV():
-                chunk, stage = action.chunk, action.stage
-                return sum(self._seconds(part, stage)[chunk] for part in self.parts(action))
             case _:
                 return 0.0
 
@@ -345,30 +343,26 @@ class PlanCosts:
         collectives beside it."""
         if not self._hides:
             return 0.0
-        return max(
-            (
-                sum(
-                    self._seconds(part, stage)[action.chunk]
-                    for part in self.parts(action)
-                    if part.work not in ("head", "head and back")
-                )
-                for rank in self._plan.holders[stage]
-                if (action := passes.get((stage, rank))) is not None
-            ),
-            default=0.0,
-        )
+        seconds = [0.0]
+        for rank in self._plan.holders[stage]:
+            if (action := passes.get((stage, rank))) is not None:
+                parts = tuple(part for part in self.parts(action) if part.work not in HEADS)
+                seconds.append(self._seconds(parts, stage)[action.chunk])
+        return max(seconds)
 
     def parts(self, action: Computing) -> tuple[PassPart, ...]:
         """The parts of an action's pass, as the plan's passes say."""
         return self._parts[type(action), action.chunk, action.stage]
 
-    def _seconds(self, part: PassPart, stage: int) -> list[float]:
-        """Seconds of one part of a pass for every chunk: those of the slowest process."""
-        key = part, self._alike[stage]
-        if key not in self._part_s:
-            (seconds,) = self.process_seconds(key[:1], key[1], self.table)
-            self._part_s[key] = seconds.max(axis=0).tolist()
-        return self._part_s[key]
+    def _seconds(self, parts: tuple[PassPart, ...], stage: int) -> list[float]:
+        """Seconds of parts of a pass for every chunk: in each those of the slowest process."""
+        key = parts, self._alike[stage]
+        if key not in self._parts_s:
+            seconds = np.zeros(len(self._plan.chunks))
+            for part in parts:
+                seconds += self.process_seconds((part,), key[1], self.table)[0].max(axis=0)
+            self._parts_s[key] = seconds.tolist()
+        return self._parts_s[key]
 
     def process_seconds(self, parts: tuple[PassPart, ...], stage: int, table: ChunkTable) -> Array:
         """(P, S, C) seconds of parts of passes on every process, for any table's chunks."""

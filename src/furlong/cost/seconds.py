@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -70,6 +70,7 @@ class PassPart:
     """First layers whose attention does not run: its results are handed back."""
 
 
+@cache
 def parts_of(what: Pass, height: int) -> tuple[PassPart, ...]:
     """The parts that the executor runs for a pass over a stage of `height` layers."""
     match what.computes:
@@ -102,7 +103,7 @@ Hidden = Literal["all-to-all", "gathers", "streams"]
 """Things that a computing action may wait for inside: the all-to-alls of slices on several
 processes, the weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another
 target."""
-_HEADS = ("head", "head and back")
+HEADS = ("head", "head and back")
 _NO_WAIT = Link(0.0, float("inf"))
 
 
@@ -204,7 +205,7 @@ class StageSeconds:
             # weights come with every pass, behind its computation (FSDP's prefetch)
             both = np.add if self._hardware.device_type == "cpu" else np.maximum
             for own_s, part in zip(seconds, parts, strict=True):
-                if part.work not in _HEADS:
+                if part.work not in HEADS:
                     both(own_s, self._gathered_s(backward=part.work == "backward"), out=own_s)
         return seconds
 
@@ -342,7 +343,7 @@ class StageSeconds:
 
     def _num_layers(self, part: PassPart) -> int:
         """Layers that the part passes; none behind the last."""
-        if part.work in _HEADS:
+        if part.work in HEADS:
             return 0
         return part.layers if part.work == "first layers" else self._height
 

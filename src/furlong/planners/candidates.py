@@ -487,6 +487,8 @@ class ByteBound:
         )
         self._attends = tuple(layer.attends for layer in shape.layers[first:][: self._num_layers])
         """Whether each layer has attention."""
+        self._kinds: dict[int, Counter[int | None]] = {}
+        """By number of last layers, how many of these have attention with each window."""
         self._weights = partial(
             RankWeights, model.training, shape, group_size=layout.dp * layout.sp
         )
@@ -621,15 +623,16 @@ class ByteBound:
     def _stored_tokens(self, height: int, *, seen: bool = False, most: float = inf) -> float:
         """Tokens times layers of the last `height` ones, at most so many in each; `seen`: only
         those that the last chunk sees."""
+        if height not in self._kinds:
+            first = self._num_layers - height
+            attending = zip(self._windows[first:], self._attends[first:], strict=True)
+            self._kinds[height] = Counter(window for window, attends in attending if attends)
         total = 0.0
-        first = self._num_layers - height
-        for window, attends in zip(self._windows[first:], self._attends[first:], strict=True):
-            if not attends:
-                continue
+        for window, count in self._kinds[height].items():
             stored = self._stored
             if window is not None and seen:
                 stored = min(stored, window - 1)
             elif window is not None:
                 stored = (self._num_chunks - 1) * min(self._size, window - 1)
-            total += min(stored, most)
+            total += count * min(stored, most)
         return total
