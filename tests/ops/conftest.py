@@ -6,6 +6,6 @@ from furlong.ops.backends import cudnn
 @pytest.fixture
 def small_cudnn(monkeypatch):
     """cuDNN's rules at a size that plain arithmetic computes at once."""
-    small = {"_STEP": 2, "_MIN_SIZE": 4, "_CUT_STEP": 8, "_MAX_SIZE": 16}
+    small = {"_STEP": 2, "_MIN_SIZE": 4, "_MIN_CUT": 8, "_MAX_SIZE": 16}
     for name, size in small.items():
         monkeypatch.setattr(cudnn, name, size)

@@ -34,8 +34,10 @@ def test_by_hand():
      (16, 8192, 8192), (3 * 512, 1280, 8192), (5120, 512, 6528)],
 )  # fmt: skip
 def test_two_mebibytes_on_a_cpu_and_thirty_two_elsewhere(token_bytes, on_cpu, on_cuda):
-    assert segment_tokens(token_bytes, "cpu") == on_cpu
-    assert segment_tokens(token_bytes, "cuda") == on_cuda
+    for is_moved in (False, True):
+        assert segment_tokens(token_bytes, "cpu", is_moved) == on_cpu
+    assert segment_tokens(token_bytes, "cuda", True) == on_cuda
+    assert segment_tokens(token_bytes, "cuda", False) == 32_768
     assert on_cpu % 128 == on_cuda % 128 == 0, "no 64 mod 128 keys for cuDNN"
 
 

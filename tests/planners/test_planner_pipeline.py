@@ -162,9 +162,12 @@ def test_slices_share_the_work(quadratic):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 60), st.integers(1, 12), st.floats(0, 10))
-def test_slices_tile_a_sequence(seq_len, num_slices, quadratic):
-    slices = split_equal_work(0, seq_len, num_slices, quadratic=quadratic)
+@given(st.integers(1, 60), st.integers(1, 12), st.floats(0, 10), st.sampled_from((1, 4)))
+def test_slices_tile_a_sequence(seq_len, num_slices, quadratic, step):
+    """At multiples of what a kernel takes, where there are as many of it as slices."""
+    slices = split_equal_work(0, seq_len, num_slices, quadratic=quadratic, step=step)
+    if seq_len >= step * num_slices:
+        assert all(s.start % step == 0 for s in slices)
     assert [s.start for s in slices] == [0, *[s.stop for s in slices[:-1]]]
     assert slices[-1].stop == seq_len
     assert len(slices) == min(num_slices, seq_len)

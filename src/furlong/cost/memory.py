@@ -823,7 +823,7 @@ class _RankMemory:
             return ()
         share, first = shape.kv_share(first_piece.place.size), sum(plan.stages[:stage])
         kv, gradients = cell.kv_layer * share, cell.kv_gradient_layer * share
-        num_tokens = segment_tokens(kv, self._memory.device_type)
+        num_tokens = segment_tokens(kv, self._memory.device_type, self._offload["kv"] != "none")
         layers: dict[int | None, list[int]] = {}
         for i, layer in enumerate(shape.layers[first : first + plan.stages[stage]]):
             if layer.attends:

@@ -152,7 +152,7 @@ class StageSeconds:
         }
         self._stream = None if kv == "none" or "streams" in free else links.to(kv)
         kv_token_bytes = shape.stored_size * element / layout.sp
-        self._segment_tokens = segment_tokens(kv_token_bytes, hardware.device_type)
+        self._segment_tokens = segment_tokens(kv_token_bytes, hardware.device_type, kv != "none")
         self._weights = training.weights(shape, stages, frozenset((stage,)))
         adapters = self._weights.trained - self._weights.beside_trained
         self._lora = 2 * adapters if training.lora else 0

@@ -379,7 +379,9 @@ class KVStore:
         segments = self._layers.get((seq_id, layer))
         if segments is None:
             token_bytes = 2 * k.shape[0] * k.shape[2] * k.dtype.itemsize
-            per_segment = segment_tokens(token_bytes, self.arena.device.type)
+            per_segment = segment_tokens(
+                token_bytes, self.arena.device.type, self._pool is not None
+            )
             tree = self._trees.get(seq_id)
             tokens = StoredTokens.of(self._pieces[seq_id], window, per_segment, tree, block)
             if self._trained is not None:

@@ -14,19 +14,31 @@ from furlong.plan.plan import Tree
 
 NUM_HOT = 2
 """Newest segments of a prefix whose gradients stay on the device though K,V live elsewhere."""
-_SEGMENT_STEP = 128
-"""cuDNN takes no other keys (`furlong.ops.backends.cudnn`)."""
-_MIN_SEGMENT_TOKENS, _MAX_SEGMENT_TOKENS = 512, 8192
+KERNEL_STEP = 128
+"""cuDNN takes rows and keys in multiples of this (`furlong.ops.backends.cudnn`)."""
+_MIN_SEGMENT_TOKENS, _MAX_SEGMENT_TOKENS, _MAX_BLOCK_TOKENS = 512, 8192, 32_768
 _SEGMENT_BYTES = {"cpu": 2**21}
 _SEGMENT_BYTES_ELSEWHERE = 2**25
 """8,192 keys of 8 heads of 128 in 16 bits: what a GPU does around a call would cost a fifth of one
 of 2,048 keys."""
 
 
-def segment_tokens(token_bytes: float, device_type: str) -> int:
-    """Stored tokens per segment, where K and V of a token and layer take `token_bytes`."""
+def row_step(device_type: str, sp_size: int = 1) -> int:
+    """The tokens of which planners make slices of `sp_size` processes a multiple."""
+    return KERNEL_STEP * sp_size if device_type == "cuda" else 1
+
+
+def segment_tokens(token_bytes: float, device_type: str, is_moved: bool) -> int:
+    """Stored tokens per segment, where K and V of a token and layer take `token_bytes`.
+
+    A segment is the keys of one call. Of those that stay on a GPU each call may have as many as a
+    kernel takes: every block costs a pass over the rows' float32 output. Segments that are moved
+    need staging, and the newest gradients wait on the device in whole ones.
+    """
+    if device_type == "cuda" and not is_moved:
+        return _MAX_BLOCK_TOKENS
     aim_bytes = _SEGMENT_BYTES.get(device_type, _SEGMENT_BYTES_ELSEWHERE)
-    tokens = int(aim_bytes / max(1, token_bytes)) // _SEGMENT_STEP * _SEGMENT_STEP
+    tokens = int(aim_bytes / max(1, token_bytes)) // KERNEL_STEP * KERNEL_STEP
     return min(max(tokens, _MIN_SEGMENT_TOKENS), _MAX_SEGMENT_TOKENS)
 
 

@@ -50,7 +50,7 @@ from furlong.plan.plan import (
     Recompute,
     Slice,
 )
-from furlong.plan.segments import NUM_HOT, segment_tokens
+from furlong.plan.segments import NUM_HOT, row_step, segment_tokens
 from furlong.planners.chunks import Groups, group_chunks, shard
 from furlong.planners.layouts import first_alike
 from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions
@@ -188,6 +188,7 @@ def sizes(space: Space, step_tokens: int = 0) -> list[int]:
         found.append(2 * found[-1])
     few = [size for size in found if question.longest <= question.most_chunks * size]
     few = few or found[-1:]
+    unit = max(unit, row_step(space.model.device_type, sp_size))
     even = [unit * math.ceil(step_tokens / (_FILLED * unit * n)) for n in reversed(_FEW_CHUNKS)]
     even = [size for size in even if few[0] <= size <= largest]
     if space.layout == ONE_DEVICE:
@@ -435,7 +436,7 @@ class TimeEstimate:
             attending = layers / self._num_layers
             attending *= sum(layer.attends for layer in self._model.shape.layers)
             times = {"input": 3, "kv": 3, "attention": 2, "all": 2}[keep]
-            each = segment_tokens(cell.kv_layer, self._model.device_type)
+            each = segment_tokens(cell.kv_layer, self._model.device_type, True)
             cold = max(0.0, self._prefix_tokens - NUM_HOT * each * len(self._behind))
             gradients = cold * attending * cell.kv_gradient_layer
             read[offload.kv] += times * self._prefix_tokens * max(0, attending - 1) * cell.kv_layer
@@ -495,7 +496,9 @@ class ByteBound:
         held = self._weights(stages=own, held=frozenset((stage,)))
         self._static_bytes = held.state.weights + held.state.optimizer + memory.overhead_bytes
         self._made: dict[tuple[tuple[int, ...], int], list[float]] = {}
-        self._segment = segment_tokens(self._cell((self._num_layers,)).kv_layer, memory.device_type)
+        kv_layer = self._cell((self._num_layers,)).kv_layer
+        self._segment = segment_tokens(kv_layer, memory.device_type, True)
+        """Tokens of a segment where K,V are offloaded."""
 
     def _cell(self, stages: tuple[int, ...]) -> StageBytes:
         """The cells of the last of these stages, or of a pipeline's."""

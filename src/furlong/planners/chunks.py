@@ -80,25 +80,28 @@ def refuse_unusable(seq_lens: Sequence[int]) -> None:
 
 
 def split_equal_work(
-    seq_id: int, seq_len: int, num_slices: int, *, quadratic: float = 0.0, linear: float = 1.0
-) -> list[Slice]:
+    seq_id: int, seq_len: int, num_slices: int, *, quadratic: float = 0.0, linear: float = 1.0,
+    step: int = 1,
+) -> list[Slice]:  # fmt: skip
     """Pieces of one sequence that cost about the same, longest first.
 
     Tokens up to x cost f(x) = quadratic * x^2 + linear * x (attention, and all else), and piece j
     of n stops where f(x) = j / n * f(seq_len), as in InfiniPipe's mesh and in Seq1F1B; the default
-    cuts equal tokens. Bounds are rounded to tokens; a sequence of fewer tokens than slices gets
-    fewer.
+    cuts equal tokens. Bounds are rounded to multiples of `step` where the sequence has so many,
+    else to tokens; a sequence of fewer tokens than slices gets fewer.
     """
     count = min(num_slices, seq_len)
+    if seq_len < count * step:
+        step = 1
     work = quadratic * seq_len**2 + linear * seq_len
     starts = [0]
-    for number in range(1, count + 1):
+    for number in range(1, count):
         share = work * number / count
         # the root of f(x) = share in the form that also holds where quadratic is 0
         bound = 2 * share / (linear + sqrt(linear * linear + 4 * quadratic * share))
-        latest = seq_len - (count - len(starts))
-        starts.append(min(max(round(bound), starts[-1] + 1), latest))
-    return [Slice(seq_id, a, b) for a, b in pairwise(starts)]
+        latest = seq_len // step - (count - len(starts))
+        starts.append(step * min(max(round(bound / step), starts[-1] // step + 1), latest))
+    return [Slice(seq_id, a, b) for a, b in pairwise([*starts, seq_len])]
 
 
 def pack(

@@ -41,6 +41,7 @@ from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.plan import Action, Backward, Chunk, ChunkPlan, Forward, Layout, Place, Slice
+from furlong.plan.segments import row_step
 from furlong.planners.candidates import ByteBound
 from furlong.planners.chunks import Groups, refuse_unusable, shard, split_equal_work
 from furlong.planners.options import ChunkOptions
@@ -132,12 +133,13 @@ def plan_infinipipe(
     budget = memory.device_budget_bytes
     batch = _Batch(tuple(seq_lens), model, memory, tuple(stages), sp_size, exact)
     longest, best, nearest = max(seq_lens), None, None
+    step = row_step(model.device_type, sp_size)
     least_s, least_bytes, without_gain, num_cells = inf, inf, 0, 0
     for num_slices in slice_numbers(min(_MOST_SLICES, longest)):
         if without_gain == _PATIENCE or num_cells > _MOST_CELLS * (1 if best else 4):
             break
         work = fit_work(model, longest, num_slices, batch.stages, sp_size)
-        groups = shard(cut_and_pack(seq_lens, num_slices, work), sp_size)
+        groups = shard(cut_and_pack(seq_lens, num_slices, work, step), sp_size)
         num_cells += sum(map(len, groups)) * len(batch.stages)
         step_s = batch.step_s(batch.one_pipeline(groups))  # with recomputed layers it takes longer
         gains = step_s < least_s
@@ -526,16 +528,20 @@ class SliceWork:
         return self.quadratic * (stop**2 - start**2) + self.linear * (stop - start)
 
 
-def cut_and_pack(seq_lens: Sequence[int], num_slices: int, work: SliceWork) -> list[list[Chunk]]:
+def cut_and_pack(
+    seq_lens: Sequence[int], num_slices: int, work: SliceWork, step: int = 1
+) -> list[list[Chunk]]:
     """Groups of chunks, those of most chunks first, then those of most tokens.
 
     A group is the pieces of one sequence longer than the mesh's first slice, the last of them with
     short sequences behind it where they fit, or one chunk of short sequences. The longest sequence
-    becomes `num_slices` chunks (fewer if it has fewer tokens).
+    becomes `num_slices` chunks (fewer if it has fewer tokens), cut at multiples of `step`.
     """
     refuse_unusable(seq_lens)
     longest = max(seq_lens)
-    slices = split_equal_work(0, longest, num_slices, quadratic=work.quadratic, linear=work.linear)
+    slices = split_equal_work(
+        0, longest, num_slices, quadratic=work.quadratic, linear=work.linear, step=step
+    )
     mesh = [piece.num_tokens for piece in slices]
     most_tokens = max(mesh)
     long = [cut(i, n, mesh) for i, n in enumerate(seq_lens) if n > most_tokens]

@@ -21,16 +21,16 @@ from torch.nn.functional import pad
 
 from furlong.ops.backends.base import Block, lse_dtype, merge_
 from furlong.ops.backends.cuda_flash import CUDAFlash
+from furlong.plan.segments import KERNEL_STEP
 
 _NEWER_THAN = 91_500
 """The last version of cuDNN (9.15.0) that reads out of bounds."""
 _CAPABILITIES = {(9, 0), (10, 0), (10, 3)}
 """Hopper and Blackwell of data centers; on others flash attention is as fast, or faster."""
-_STEP, _MIN_SIZE = 128, 256
+_STEP, _MIN_SIZE = KERNEL_STEP, 256
 """Rows and keys of a call are multiples of the one, and at least the other."""
-_CUT_STEP = 1024
-"""Keys that are no multiple, or more than one call takes, end at a multiple of this; fewer rows
-than this are no multiple at the price of a second call."""
+_MIN_CUT = 1024
+"""Fewer rows or keys than this that are no multiple are not worth a second call."""
 _MAX_SIZE = 2**15
 """Rows or keys of a call: longer blocks share their plans, and known faults of fused kernels begin
 with causal squares above 65,535."""
@@ -130,13 +130,8 @@ def parts_of(num_rows: int, num_keys: int, block: Block) -> list[Part]:
     takes = not (block.softcap is not None or block.squares or num_rows < _MIN_SIZE)
     if not takes or not (is_full or block.is_causal(num_rows, num_keys)):
         return [everything]
-    num_aligned = num_rows
-    if num_rows % _STEP:  # in steps that grow with the rows: few plans, 1/32 of the rows at most
-        step = max(_STEP, 2 ** (num_rows.bit_length() - 6))
-        num_aligned = num_rows - num_rows % step if num_rows >= _CUT_STEP else 0
-    aligned_keys = num_keys if is_full else num_aligned
-    if aligned_keys % _STEP or (is_full and num_keys > _MAX_SIZE):
-        aligned_keys -= aligned_keys % _CUT_STEP
+    num_aligned = _aligned(num_rows)
+    aligned_keys = _aligned(num_keys) if is_full else num_aligned
     # the backward has no deterministic form
     if min(num_aligned, aligned_keys) < _MIN_SIZE or torch.are_deterministic_algorithms_enabled():
         return [everything]
@@ -150,6 +145,14 @@ def parts_of(num_rows: int, num_keys: int, block: Block) -> list[Part]:
         if is_full and aligned_keys < num_keys:
             parts.append(Part(rows, slice(aligned_keys, num_keys), is_fused=False))
     return parts
+
+
+def _aligned(size: int) -> int:
+    """The first rows or keys that cuDNN takes: all of a multiple, else all but 1/32 at most, in
+    steps that grow with the size, so that there are few plans."""
+    if size % _STEP == 0:
+        return size
+    return size - size % max(_STEP, 2 ** (size.bit_length() - 6)) if size >= _MIN_CUT else 0
 
 
 def _cut(size: int) -> Iterator[slice]:
