@@ -3,7 +3,9 @@
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
+import emulated_flash4
 import pytest
 import torch
 from emulated_cuda import EmulatedCUDA
@@ -12,7 +14,7 @@ from helpers.covering import Design
 from furlong.ops.backends import cpu_flash, cuda_flash, cudnn, reference, select
 from furlong.ops.backends.base import Block, Tally
 from furlong.ops.backends.cpu_flash import CPUFlash
-from furlong.ops.backends.cuda_flash import CUDAFlash, CUDAFlash3
+from furlong.ops.backends.cuda_flash import CUDAFlash, CUDAFlash3, CUDAFlash4
 from furlong.ops.backends.cudnn import CUDNN
 from furlong.ops.backends.reference import Reference
 from furlong.ops.backends.select import Kind, ProbedBackend, choose_backend
@@ -264,6 +266,58 @@ def test_flash_attention_3_is_a_candidate_of_its_own(capability, fault, num, mon
     if num:
         with EmulatedCUDA():
             assert worst_error(found[-1], "full prefix", (6, 2), torch.float64) < 1e-13
+
+
+FLASH_4 = Design(
+    {"case": list(CASES), "heads": ((2, 2), (6, 2)), "dtype": (torch.float64, torch.bfloat16)},
+    steering=("case",),
+)
+
+
+@pytest.mark.parametrize(("case", "heads", "dtype"), FLASH_4.cases(2))
+def test_flash_attention_4_computes_every_block(case, heads, dtype):
+    """Softcap and windows too, by the signatures of its wheel."""
+    backend = CUDAFlash4(emulated_flash4)
+    assert worst_error(backend, case, heads, dtype) < BOUNDS[dtype]
+
+
+def test_the_probe_of_flash_attention_4():
+    """Packed slices, windows and softcap; one wrong bound or a refusal leaves it out."""
+    for windowed, capped in itertools.product((False, True), repeat=2):
+        kind = Kind(torch.device("cpu"), torch.float64, 16, windowed, capped)
+        assert select._probe(CUDAFlash4(emulated_flash4), kind) is None
+    kind = Kind(torch.device("cpu"), torch.float64, 16, is_windowed=True)
+
+    class Wrong(CUDAFlash4):
+        def _arguments(self, *given, **scores):
+            return super()._arguments(*given, **scores) | {"window_size_left": None}
+
+    assert "relative error" in select._probe(Wrong(emulated_flash4), kind)
+
+    def refuse_heads(*_, **__):
+        raise AssertionError("(head_dim, head_dim_v)=(160, 160) is not supported")
+
+    refusing = SimpleNamespace(_flash_attn_fwd=refuse_heads)
+    assert "not supported" in select._probe(CUDAFlash4(refusing), kind)
+
+
+def test_flash_attention_4_is_a_candidate_ahead_of_cudnn(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92_000)
+    monkeypatch.setattr(cuda_flash, "find_spec", lambda name: name.startswith("flash_attn."))
+    kind = Kind(torch.device("cuda"), torch.bfloat16, 64)
+    capped = replace(kind, is_capped=True)
+    assert select.candidates(capped) == [], "not installed"
+    monkeypatch.setattr(
+        cuda_flash, "find_spec", lambda name: name in ("flash_attn", "flash_attn.cute")
+    )
+    monkeypatch.setattr(cuda_flash, "import_module", lambda name: emulated_flash4)
+    assert [type(x) for x in select.candidates(kind)] == [CUDAFlash, CUDNN, CUDAFlash4]
+    assert [type(x) for x in select.candidates(capped)] == [CUDAFlash4]
+    assert select.candidates(replace(capped, dtype=torch.float32)) == []
+    monkeypatch.setattr(cuda_flash, "import_module", lambda name: refuse())
+    assert [type(x) for x in select.candidates(kind)] == [CUDAFlash, CUDNN]
+    assert "cannot be called: no plan" in caplog.text
 
 
 LENS = {"equal": [5, 5, 5], "unequal": [1, 9, 1, 3, 20], "single tokens": [1, 1, 1, 1]}

@@ -1,4 +1,4 @@
-"""Attention on CUDA by flash attention: PyTorch's own, version 2, or version 3 where installed.
+"""Attention on CUDA by flash attention: PyTorch's own, version 2, or 4 or 3 where installed.
 
 It is called at the level where the log-sum-exp goes in and out, so that blocks can be merged; the
 backward takes the merged output and log-sum-exp, the way torch's own context parallelism does. The
@@ -7,8 +7,10 @@ kernel reads any strides but the last, so that nothing is copied on the way in o
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch import Tensor
 
 from furlong.ops.backends.base import Backend, Block, lse_dtype
 
+DATA_CENTER = {(9, 0), (10, 0), (10, 3)}
+"""Hopper and Blackwell of data centers."""
 _FLASH_3 = "flash_attn_interface"
 """The module that registers the kernels of version 3."""
 
@@ -29,6 +33,7 @@ class CUDAFlash(Backend):
     """
 
     name = "FlashAttention 2"
+    has_softcap = False
 
     def __init__(self) -> None:
         self._last_ends: tuple[object, Tensor] | None = None
@@ -41,7 +46,7 @@ class CUDAFlash(Backend):
             ends, longest = self._ends(block.squares, q), _longest(block.squares)
             result = self._forward(
                 _rows_first(q), _rows_first(k), _rows_first(v), ends, ends, longest, longest,
-                0.0, True, False, scale=block.scale, **_square_window(block),
+                0.0, True, False, **self._scores(block), **_square_window(block),
             )  # fmt: skip
             return result[0].transpose(0, 1), result[1]
         if apart := _rows_apart(q.shape[1], k.shape[1], block):
@@ -59,7 +64,7 @@ class CUDAFlash(Backend):
         result = self._forward(
             _rows_first(q[:, rows])[None], _rows_first(k[:, keys])[None],
             _rows_first(v[:, keys])[None], None, None, call.rows, k.shape[1] - call.first_key,
-            0.0, call.is_causal, False, scale=block.scale, **call.window,
+            0.0, call.is_causal, False, **self._scores(block), **call.window,
         )  # fmt: skip
         seen_out, seen_lse = result[0][0].transpose(0, 1), result[1][0]
         if call.rows == q.shape[1]:
@@ -78,7 +83,7 @@ class CUDAFlash(Backend):
             dq, dk, dv = self._backward(
                 *(_rows_first(x) for x in (dout, q, k, v, out)), lse.contiguous(), ends, ends,
                 longest, longest, 0.0, True, unused, unused,
-                scale=block.scale, **_square_window(block),
+                **self._scores(block), **_square_window(block),
             )  # fmt: skip
             return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
         if apart := _rows_apart(q.shape[1], k.shape[1], block):
@@ -103,7 +108,7 @@ class CUDAFlash(Backend):
             *(_rows_first(x)[None] for x in (dout[:, rows], q[:, rows], k[:, keys], v[:, keys])),
             _rows_first(out[:, rows])[None], lse[:, rows].contiguous()[None], None, None,
             call.rows, k.shape[1] - call.first_key, 0.0, call.is_causal, unused, unused,
-            scale=block.scale, **call.window,
+            **self._scores(block), **call.window,
         )  # fmt: skip
         dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
         return (
@@ -111,6 +116,15 @@ class CUDAFlash(Backend):
             _padded(dk, call.first_key, k.shape[1]),
             _padded(dv, call.first_key, k.shape[1]),
         )
+
+    def _scores(self, block: Block) -> dict[str, float]:
+        """How a call forms its scores. Raises NotImplementedError for what the kernel cannot
+        compute: nothing slower is taken."""
+        if block.softcap is None:
+            return {"scale": block.scale}
+        if not self.has_softcap:
+            raise NotImplementedError(f"{self.name} has no softcap here")
+        return {"scale": block.scale, "softcap": block.softcap}
 
     def _ends(self, slices: Sequence[slice], q: Tensor) -> Tensor:
         """0 and the last row + 1 of each slice, int32 on q's device.
@@ -144,7 +158,7 @@ class CUDAFlash3(CUDAFlash):
 
 def flash_3(device: torch.device) -> CUDAFlash3 | None:
     """flash attention 3 where it is installed, this torch can call it, and the card is a Hopper."""
-    if torch.cuda.get_device_capability(device) != (9, 0) or find_spec(_FLASH_3) is None:
+    if torch.cuda.get_device_capability(device) != (9, 0) or not find_spec(_FLASH_3):
         return None
     try:
         from torch.nn.attention import _fa3  # torch calls it a prototype
@@ -155,6 +169,82 @@ def flash_3(device: torch.device) -> CUDAFlash3 | None:
         log = logging.getLogger(__name__)
         log.warning("flash attention 3 is installed and cannot be called: %s", error)
         return None
+
+
+class CUDAFlash4(CUDAFlash):
+    """flash attention 4 by the functions behind its autograd function: torch's own module for it
+    unpacks fewer values than they return. It compiles each kind of call when it is first made."""
+
+    name = "FlashAttention 4"
+    has_softcap = True
+
+    def __init__(self, interface: Any) -> None:
+        """`interface`: flash_attn.cute.interface."""
+        super().__init__()
+        self._forward, self._backward = self._forward_4, self._backward_4
+        self._interface = interface
+
+    def _forward_4(
+        self, q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor | None, ends_k: Tensor | None,
+        max_q: int, max_k: int, dropout: float, is_causal: bool, debug: bool, **scores: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        call = self._arguments(ends_q, ends_k, max_q, max_k, **scores)
+        forward = self._interface._flash_attn_fwd
+        with _as_refusals():
+            out, lse, *_ = forward(q, k, v, causal=is_causal, return_lse=True, **call)
+        return out, lse
+
+    def _backward_4(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int, dropout: float,
+        is_causal: bool, *unused: Tensor, **scores: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        call = self._arguments(ends_q, ends_k, max_q, max_k, **scores)
+        call["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        backward = self._interface._flash_attn_bwd
+        with _as_refusals():
+            dq, dk, dv = backward(q, k, v, out, dout, lse, causal=is_causal, **call)
+        return dq, dk, dv
+
+    def _arguments(
+        self, ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int, *,
+        scale: float, softcap: float = 0.0, window_size_left: int = -1, window_size_right: int = -1,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the arguments that both functions share; an open side of the window is None."""
+        is_packed = ends_q is not None
+        return {
+            "softmax_scale": scale,
+            "softcap": softcap,
+            "window_size_left": None if window_size_left < 0 else window_size_left,
+            "window_size_right": None if window_size_right < 0 else window_size_right,
+            "cu_seqlens_q": ends_q,
+            "cu_seqlens_k": ends_k,
+            "max_seqlen_q": max_q if is_packed else None,
+            "max_seqlen_k": max_k if is_packed else None,
+        }
+
+
+@contextmanager
+def _as_refusals() -> Iterator[None]:
+    """Raise RuntimeError for what a kernel refuses by an assertion or does not compile."""
+    try:
+        yield
+    except (AssertionError, TypeError, ValueError, KeyError, AttributeError, ImportError) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def flash_4(device: torch.device) -> CUDAFlash4 | None:
+    """flash attention 4 where it is installed and can be called, on Hopper and on Blackwell of data
+    centers."""
+    if not find_spec("flash_attn") or torch.cuda.get_device_capability(device) not in DATA_CENTER:
+        return None
+    try:
+        if find_spec("flash_attn.cute"):  # which version 2 does not bring
+            return CUDAFlash4(import_module("flash_attn.cute.interface"))
+    except Exception as error:  # whatever its compiler's import meets
+        log = logging.getLogger(__name__)
+        log.warning("flash attention 4 is installed and cannot be called: %s", error)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +272,7 @@ def _rows_apart(num_rows: int, num_keys: int, block: Block) -> int:
 
 
 def _call_for(num_rows: int, num_keys: int, block: Block) -> _Call:
-    """Raises NotImplementedError for what the kernel cannot compute: nothing slower is taken."""
-    if block.softcap is not None:
-        raise NotImplementedError("flash attention has no softcap here")
+    """Raises NotImplementedError for what is no call: nothing slower is taken."""
     if block.is_full(num_rows, num_keys):
         return _Call(num_rows, 0, False, {})
     if block.distance == 0 and num_rows == num_keys:

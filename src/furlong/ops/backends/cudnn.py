@@ -20,13 +20,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from furlong.ops.backends.base import Block, lse_dtype, merge_
-from furlong.ops.backends.cuda_flash import CUDAFlash
+from furlong.ops.backends.cuda_flash import DATA_CENTER, CUDAFlash
 from furlong.plan.segments import KERNEL_STEP
 
 _NEWER_THAN = 91_500
 """The last version of cuDNN (9.15.0) that reads out of bounds."""
-_CAPABILITIES = {(9, 0), (10, 0), (10, 3)}
-"""Hopper and Blackwell of data centers; on others flash attention is as fast, or faster."""
 _STEP, _MIN_SIZE = KERNEL_STEP, 256
 """Rows and keys of a call are multiples of the one, and at least the other."""
 _MIN_CUT = 1024
@@ -37,9 +35,10 @@ with causal squares above 65,535."""
 
 
 def is_trusted(device: torch.device) -> bool:
-    """Whether torch itself prefers cuDNN on a device."""
+    """Whether torch itself prefers cuDNN on a device; on others flash attention is as fast, or
+    faster."""
     version = torch.backends.cudnn.version() or 0
-    return version > _NEWER_THAN and torch.cuda.get_device_capability(device) in _CAPABILITIES
+    return version > _NEWER_THAN and torch.cuda.get_device_capability(device) in DATA_CENTER
 
 
 class Part(NamedTuple):

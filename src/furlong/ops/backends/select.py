@@ -13,7 +13,7 @@ from torch import Tensor
 from furlong.errors import first_line
 from furlong.ops.backends.base import Backend, Block, Tally
 from furlong.ops.backends.cpu_flash import CPUFlash
-from furlong.ops.backends.cuda_flash import CUDAFlash, flash_3
+from furlong.ops.backends.cuda_flash import CUDAFlash, CUDAFlash4, flash_3, flash_4
 from furlong.ops.backends.cudnn import CUDNN, is_trusted
 from furlong.ops.backends.reference import Reference
 
@@ -114,13 +114,15 @@ def candidates(kind: Kind) -> list[Backend]:
     """The backends that a kind might take, the fastest last."""
     if kind.device.type == "cpu":
         return [CPUFlash()]
-    if kind.device.type != "cuda" or _why_none(kind):
+    if kind.device.type != "cuda" or kind.dtype not in (torch.bfloat16, torch.float16):
         return []
+    fourth = flash_4(kind.device)
+    if kind.is_capped:
+        return [fourth] if fourth else []
     found: list[Backend] = [CUDAFlash()]
     if is_trusted(kind.device):
         found.append(CUDNN())
-    third = flash_3(kind.device)
-    return found if third is None else [*found, third]
+    return found + [x for x in (fourth, flash_3(kind.device)) if x is not None]
 
 
 def choose_backend(kind: Kind, untried: list[Backend] | None = None) -> Backend:
@@ -153,17 +155,19 @@ def choose_backend(kind: Kind, untried: list[Backend] | None = None) -> Backend:
 
 def _why_none(kind: Kind) -> str:
     """Why CUDA has no kernel for a kind."""
-    if kind.is_capped:
-        return "the fused kernels have no softcap"
     if kind.dtype not in (torch.bfloat16, torch.float16):
         return "the fused kernels compute in 16 bits, train in bfloat16 to have them"
+    if kind.is_capped:
+        return "of fused kernels FlashAttention 4 alone has softcap: pip install --pre flash-attn-4"
     return ""
 
 
 def _probe(backend: Backend, kind: Kind) -> str | None:
     """None if the backend agrees with the reference on blocks of a kind, else why not."""
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(kind.dtype, 3e-2)
-    for num_rows, num_keys, block in _probes(kind, has_tiles=isinstance(backend, CUDNN)):
+    for num_rows, num_keys, block in _probes(
+        kind, has_tiles=isinstance(backend, CUDNN | CUDAFlash4)
+    ):
         q, dout, k, v = _drawn(kind, num_rows, num_keys)
         wide = (dout.double(), q.double(), k.double(), v.double())
         expected = _computed(Reference(), *wide, block)
