@@ -48,7 +48,7 @@ DESIGN = Design(
     {"num_retained": lambda c: c["keep"] != "all"},
     steering=["keep"],
 )
-FEW = DESIGN.array(2)
+FEW = DESIGN.array(2, num_orders=40)
 
 
 def check(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:

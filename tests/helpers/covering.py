@@ -5,6 +5,7 @@ three dials still meet. A fault hides behind so few that meet, hardly ever behin
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -81,22 +82,31 @@ class Design:
                 found.update(map(sum, itertools.product(*values)))
         return found
 
-    def array(self, strength: int, chosen: Iterable[Row] = ()) -> list[Row]:
+    def array(
+        self, strength: int, chosen: Iterable[Row] = (), *, num_orders: int = 1
+    ) -> list[Row]:
         """Rows that hold, with those `chosen` already, every tuple of `strength` dials.
 
         Each begins with a tuple that is missing still, and values of the steering dials that bring
         in most missing ones beside it. Then every other dial takes the value that does, or the one
-        that is least used so far.
+        that is least used so far. How many rows that takes depends on the order of the dials: the
+        shortest array of `num_orders` is taken.
         """
         missing = self.every_tuple(strength).difference(
             *(self.tuples_of(row, strength) for row in chosen)
         )
+        drawn, orders = random.Random(0), [list(self.dials)]
+        for _ in range(num_orders - 1):
+            orders.append(drawn.sample(orders[0], len(orders[0])))
+        return min((self._in_order(dials, set(missing), strength) for dials in orders), key=len)
+
+    def _in_order(self, dials: Sequence[str], missing: set[int], strength: int) -> list[Row]:
         waiting, used, rows = sorted(missing), Counter[int](), []
         while missing:
             while waiting[-1] not in missing:
                 waiting.pop()
             row = self._begun(waiting[-1], missing, strength)
-            for dial in (d for d in self.dials if d not in row):
+            for dial in (d for d in dials if d not in row):
                 own = {d: self._bits[d, row[d]] for d in row}
                 others = [sum(own[d] for d in g) for g in self._beside(dial, list(own), strength)]
                 best = (-1, 0)
@@ -110,9 +120,9 @@ class Design:
             missing -= self.tuples_of(row, strength)
         return rows
 
-    def cases(self, strength: int) -> list[tuple[Any, ...]]:
+    def cases(self, strength: int, *, num_orders: int = 1) -> list[tuple[Any, ...]]:
         """The rows of an array as values alone, in the order of the dials."""
-        return [tuple(row.values()) for row in self.array(strength)]
+        return [tuple(row.values()) for row in self.array(strength, num_orders=num_orders)]
 
     def _begun(self, wanted: int, missing: set[int], strength: int) -> Row:
         """The wanted values beside those of the steering dials that bring in most."""

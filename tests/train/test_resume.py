@@ -76,7 +76,7 @@ DIALS = Design(
     },
     steering=("loss", "model"),
 )
-ROWS = DIALS.cases(2)
+ROWS = DIALS.cases(2, num_orders=60)
 
 
 @pytest.fixture(scope="module")
