@@ -20,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 MADE = runpy.run_path(str(ROOT / "scripts" / "recipes.py"))
 RECIPES = {recipe.stem: recipe for recipe in MADE["RECIPES"]}
 PLANNED = [name for name, file in RECIPES.items() if "# Planned:" in file.read_text()]
+ALIKE = {"dpo-64k", "pretraining-512k", "reasoning-32k", "agent-traces-131k"}
+"""Planned in seconds, by what plans another one: pairs (apo-16k), several devices (8b-full-1m), one
+device (8b-lora-1m)."""
 TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 320, "max_position_embeddings": 1024,
@@ -48,8 +51,13 @@ def test_the_head_says_what_for_which_machine_and_what_it_takes(name: str) -> No
     assert f"[{name}.yaml]({name}.yaml)" in (ROOT / "recipes/README.md").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in ALIKE else pytest.mark.slow)
+        for name in PLANNED
+    ],
+)
 def test_what_is_planned_is_planned_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     line = MADE["planned_line"](RECIPES[name])

@@ -2,48 +2,39 @@
 
 import json
 import os
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import torch
+from helpers.launched import Launched
 
 from furlong.calibrate import measure
 from furlong.cost.machine import Collective
 
-PROGRAM = """
-import json, sys, torch
-from furlong.calibrate.measure import collective_links, processes
-with processes(torch.device("cpu")) as is_first:
-    links = collective_links(torch.device("cpu"))
-if is_first:
-    with open(sys.argv[1], "w") as file:
-        json.dump({name: [link.latency_s, link.bytes_per_s] for name, link in links.items()}, file)
-"""
+
+def measure_links(out: Path) -> None:
+    """Links of processes on one machine, then as if each were on a machine of its own."""
+    device = torch.device("cpu")
+    with measure.processes(device) as is_first:
+        links = {}
+        for local in ("2", "1"):
+            os.environ["LOCAL_WORLD_SIZE"] = local
+            links |= measure.collective_links(device)
+    if is_first:
+        out.write_text(json.dumps({n: [x.latency_s, x.bytes_per_s] for n, x in links.items()}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("local", "suffix"), [("2", ""), ("1", " between nodes")])
-def test_every_collective_has_a_link(tmp_path, local, suffix):
-    program, out = tmp_path / "program.py", tmp_path / "links.json"
-    program.write_text(PROGRAM)
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
-    children = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(out)], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **store, "RANK": str(rank), "WORLD_SIZE": "2",
-                 "LOCAL_WORLD_SIZE": local},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for child in children:
-        _, errors = child.communicate(timeout=120)
-        assert child.returncode == 0, errors
-        assert "Deprecat" not in errors and "FutureWarning" not in errors
-    links = json.loads(out.read_text())
-    assert set(links) == {f"{name}{suffix}" for name in get_args(Collective)}
+def test_every_collective_has_a_link(tmp_path):
+    ended = Launched(tmp_path / "said", measure_links, tmp_path / "links.json").ended(120)
+    for process in ended:
+        assert process.code == 0, process.said
+        assert "Deprecat" not in process.said and "FutureWarning" not in process.said
+    links = json.loads((tmp_path / "links.json").read_text())
+    suffixes = ("", " between nodes")
+    assert set(links) == {f"{name}{end}" for name in get_args(Collective) for end in suffixes}
     assert all(latency >= 0 and rate > 1e6 for latency, rate in links.values())
 
 

@@ -50,7 +50,7 @@ CONTENTS = {
     ),
     "junk.parquet": (lambda: b"PAR1" * 25 * _MIB, 2, "junk.parquet"),
     # below the limit of a text; the tokenizer's regular expression may give up
-    "run.txt": (lambda: b"x" + b" " * 5 * _MIB, 0, "1 sequence"),
+    "run.txt": (lambda: b"x" + b" " * (5 * _MIB // 2), 0, "1 sequence"),
 }  # fmt: skip
 
 
@@ -67,5 +67,4 @@ def test_a_large_file_takes_bounded_time_and_memory(tmp_path: Path) -> None:
         assert code == expected or "on which the tokenizer fails" in said, said
         assert message in said or "on which the tokenizer fails" in said
         assert "Traceback" not in said
-        room = 2 if name == "run.txt" else 1
-        assert used_s < room * _MOST_S and peak_kib * 1024 < room * _MOST_BYTES, name
+        assert used_s < _MOST_S and peak_kib * 1024 < _MOST_BYTES, name

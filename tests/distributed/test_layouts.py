@@ -59,7 +59,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     ("division", "flags"),
     [
         # two replicas are compared in `test_lack_of_memory_on_one_is_answered_by_all` too
-        slow({"dp": 2}, ()),
+        pytest.param({"dp": 2}, (), marks=pytest.mark.nightly),
         ({"pp": 2}, ()),
         ({"sp": 2}, ()),
         # with one sequence in a step one pipeline, or one pool, is always idle

@@ -82,9 +82,7 @@ class Design:
                 found.update(map(sum, itertools.product(*values)))
         return found
 
-    def array(
-        self, strength: int, chosen: Iterable[Row] = (), *, num_orders: int = 1
-    ) -> list[Row]:
+    def array(self, strength: int, chosen: Iterable[Row] = (), *, num_orders: int = 1) -> list[Row]:
         """Rows that hold, with those `chosen` already, every tuple of `strength` dials.
 
         Each begins with a tuple that is missing still, and values of the steering dials that bring

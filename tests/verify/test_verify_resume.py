@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from helpers.ranks import server
 
 from furlong import verify as verify_run
 from furlong.cli.main import main
@@ -21,18 +23,39 @@ from furlong.config.schema import (
 )
 from furlong.config.sources import build_run, read_yaml
 from furlong.models.shrink import shrink_config
-from furlong.verify import FURLONG, Finding, check_resume
-
-FORGETS_THE_MOMENTS = """
-import sys
 from furlong.train import checkpoints
-restore = checkpoints.restore_tensors
-def forget(checkpoint, model, optimizer, *others):
-    restore(checkpoint, model, optimizer, *others)
-    for values in optimizer.state.values():
-        values["exp_avg"].zero_()
-checkpoints.restore_tensors = forget
-"""
+from furlong.verify import Finding, check_resume
+
+
+def train_and_forget(arguments: list[str]) -> None:
+    """`furlong train` whose resume loses the first moments."""
+    restore = checkpoints.restore_tensors
+
+    def forget(checkpoint: Any, model: Any, optimizer: Any, *others: Any) -> None:
+        restore(checkpoint, model, optimizer, *others)
+        for values in optimizer.state.values():
+            values["exp_avg"].zero_()
+
+    checkpoints.restore_tensors = forget
+    sys.exit(main(arguments))
+
+
+class Forked:
+    """What `check_resume` uses of a Popen, of a process that has imported everything before."""
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        self._process = server().Process(target=train_and_forget, args=(command[3:],))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, limit_s: float | None = None) -> int | None:
+        self._process.join(limit_s)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 def run_config(chunks: ChunksConfig | None = None, **model: Any) -> RunConfig:
@@ -72,8 +95,9 @@ def test_a_sampled_run_resumes_to_the_same_draws() -> None:
 
 
 @pytest.mark.slow
-def test_a_resume_that_forgets_is_found() -> None:
-    finding = check_resume(run_config(), tiny(), program=FORGETS_THE_MOMENTS + FURLONG)
+def test_a_resume_that_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_run.subprocess, "Popen", Forked)
+    finding = check_resume(run_config(), tiny())
     assert not finding.passed and "differ" in finding.figure, finding
 
 
