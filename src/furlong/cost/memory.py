@@ -221,7 +221,9 @@ class StageBytes:
 
     def attention(self, layers: range) -> float:
         """Bytes per token of the attention outputs of some layers."""
-        return sum(self.attention_layers[layers.start : layers.stop])
+        if layers not in self._sums:
+            self._sums[layers] = sum(self.attention_layers[layers.start : layers.stop])
+        return self._sums[layers]
 
     @property
     def widest_attention(self) -> float:
@@ -230,8 +232,15 @@ class StageBytes:
 
     def graph(self, recompute_layers: int = 0) -> float:
         """Bytes per token of the stage's whole graph, its first layers checkpointed."""
-        kept = sum(self.graph_layers[recompute_layers:])
-        return kept + recompute_layers * self.message + self.ends
+        if recompute_layers not in self._sums:
+            kept = sum(self.graph_layers[recompute_layers:])
+            self._sums[recompute_layers] = kept + recompute_layers * self.message + self.ends
+        return self._sums[recompute_layers]
+
+    @cached_property
+    def _sums(self) -> dict[range | int, float]:
+        """Bytes of attention by layers, and of graphs by the layers that are recomputed."""
+        return {}
 
 
 @lru_cache(maxsize=4096)
@@ -588,14 +597,15 @@ class _RankMemory:
 
     def _begin(self, action: Action, what: Pass) -> None:
         """Allocate what the action makes and keeps, and what only lives while it runs."""
+        if isinstance(action, COMPUTING):
+            if isinstance(action, Forward):
+                self._deliver(action.chunk, action.stage)
+            if what.computes != "nothing":
+                self._compute(action, what)
+            if what.loss:
+                self._lose(action, backward=what.computes == "backward")
+            return
         match action:
-            case Forward() | Recompute() | RebuildKV() | Backward():
-                if isinstance(action, Forward):
-                    self._deliver(action.chunk, action.stage)
-                if what.computes != "nothing":
-                    self._compute(action, what)
-                if what.loss:
-                    self._lose(action, backward=what.computes == "backward")
             case Recv(payload, chunk, stage):
                 message = self._tokens[chunk] * self._cells[stage].message
                 arrives = payload == "activation"
@@ -747,8 +757,9 @@ class _RankMemory:
             case Backward(chunk, stage):
                 for name in ("graphs", "graph again", "attention", "ids", "leaf"):
                     self._let_go(name, chunk, stage)
-                self.add("gradients", self._made)
-                self._made = 0.0
+                if self._made:
+                    self.add("gradients", self._made)
+                    self._made = 0.0
                 self._let_go("inputs", chunk, stage + 1)  # by now the gradient of the output
                 gradient = self._let_go("inputs", chunk, stage)
                 if gradient and stage > self._plan.frozen_stages:
@@ -791,9 +802,10 @@ class _RankMemory:
             return
         most = 0.0
         for piece, stored in self._pieces(chunk, stage):
-            stored.read(self, piece, *layers)
-            arriving = sum(stored.sizes[i] for i in stored.seen(piece)[:_NUM_BUFFERS])
-            most = max(most, arriving * stored.kv_token_bytes)
+            if seen := stored.seen(piece):
+                stored.read(self, piece, *layers)
+                arriving = sum([stored.sizes[i] for i in seen[:_NUM_BUFFERS]])
+                most = max(most, arriving * stored.kv_token_bytes)
         self._passing["kv"] += most
 
     def _send_kv_back(self, chunk: int, stage: int) -> None:
@@ -801,7 +813,7 @@ class _RankMemory:
         most = 0.0
         for piece, stored in self._pieces(chunk, stage):
             stored.send_back(self, piece)
-            if self._offload["kv"] != "none":
+            if not stored.on_device:
                 old = stored.seen(piece)[:-NUM_HOT][-_NUM_BUFFERS:]
                 most = max(most, sum(stored.sizes[i] for i in old) * stored.gradient_token_bytes)
         self._passing["kv_gradients"] += most
@@ -900,7 +912,7 @@ class StoredLayers:
         """`layers`: their numbers within the stage; bytes are of one token in one layer."""
         self.layers, self._tokens, self._window, self._target = layers, tokens, window, target
         self.kv_token_bytes, self.gradient_token_bytes = kv_token_bytes, gradient_token_bytes
-        self._on_device, self._num_layers = target == "none", len(layers)
+        self.on_device, self._num_layers = target == "none", len(layers)
         self.sizes = tuple(stop - start for start, stop in pairwise(tokens.bounds))
         """Tokens of each segment."""
         self._touched = [tokens.segments(tokens.of_piece(p)) for p in range(len(tokens.lens))]
@@ -911,6 +923,7 @@ class StoredLayers:
         self._gradients = [len(layers) * gradient_token_bytes * n for n in self.sizes]
         self._kv_before = [0.0, *accumulate(self._kv)]
         self._seen: dict[int, Sequence[int]] = {}
+        self._reading: dict[tuple[range, ...], int] = {}
         self._written: dict[int, set[int]] = {}
         """segment that is there -> its pieces that were written."""
         self._owners: dict[int, set[int]] = {}
@@ -935,14 +948,14 @@ class StoredLayers:
                 self._written[index], self._owners[index] = set(), set()
                 self._filling.add(index)
                 rank.add("kv", self._kv[index])
-            elif not self._on_device and index not in self._filling:
+            elif not self.on_device and index not in self._filling:
                 # an offloaded segment that another piece keeps
                 rank.read("kv", self._kv[index], self._num_layers)
                 rank.write("kv", self._kv[index], self._num_layers)
             self._written[index].add(piece)
             self._owners[index].add(piece)
             complete = len(self._written[index]) == self._num_pieces[index]
-            if not self._on_device and complete and index in self._filling:
+            if not self.on_device and complete and index in self._filling:
                 self._filling.remove(index)
                 rank.add("kv", -self._kv[index])
                 rank.add("kv", self._kv[index], self._target)
@@ -956,15 +969,18 @@ class StoredLayers:
             num_bytes = self._kv_before[seen.stop] - self._kv_before[seen.start] if seen else 0.0
         else:
             num_bytes = sum(self._kv[index] for index in seen)
-        num_bytes -= sum(self._kv[index] for index in filling)
-        reading = sum(layer in some for some in layers for layer in self.layers)
+        num_bytes -= sum([self._kv[index] for index in filling])
+        reading = self._reading.get(layers)
+        if reading is None:
+            reading = sum(layer in some for some in layers for layer in self.layers)
+            self._reading[layers] = reading
         num_reads = (len(seen) - len(filling)) * reading
         rank.read("kv", num_bytes * reading / self._num_layers, num_reads)
 
     def send_back(self, rank: _RankMemory, piece: int) -> None:
         """The Backward of a piece adds to the gradients of what it sees."""
         seen, sent_to = self.seen(piece), self._sent_to(piece)
-        if self._on_device:
+        if self.on_device:
             new = [index for index in sent_to if index not in self._hot]
             self._hot.update(new)
             rank.add("kv_gradients", self._sum(new))
@@ -1006,6 +1022,8 @@ class StoredLayers:
 
     def _sent_to(self, piece: int) -> Sequence[int]:
         """The segments that a piece sees and sends gradients to."""
+        if self._tokens.with_gradients is None:
+            return self.seen(piece)
         runs = self._tokens.seen_from(piece, self._window)
         parts = [part for run in runs for part in self._tokens.gradients_in(run)]
         if len(parts) == 1:
