@@ -400,7 +400,10 @@ class PlanMemory:
     def _walked(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
         # of the rank's own chunks only: a plan may have a thousand ranks
         own = dict.fromkeys(a.chunk for a in plan.actions[rank] if isinstance(a, Forward))
-        loads = {i: _loads(plan.chunks[i], plan.sp_size, self.shape) for i in own}
+        known: dict[int, list[list[float]]] = vars(plan).setdefault("_loads", {})
+        for i in own.keys() - known.keys():
+            known[i] = _loads(plan.chunks[i], plan.sp_size, self.shape)
+        loads = {i: known[i] for i in own}
         processes = _unlike(plan, loads)
         curves = [_RankMemory(self, plan, rank, process, loads).run() for process in processes]
         if len(curves) == 1:

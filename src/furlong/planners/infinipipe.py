@@ -437,17 +437,25 @@ def choose_layers(loads: Loads, exact: bool = False) -> Integers | None:
 def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
     layers = np.zeros(loads.saved_bytes.shape[1], dtype=np.int64)
     lacking = loads.lacking_bytes(layers)
-    columns = np.ascontiguousarray(loads.saved_bytes.T)
+    columns, lowest = (
+        np.ascontiguousarray(loads.saved_bytes.T),
+        min(loads.heights.tolist(), default=0),
+    )
 
     def gains() -> Array:
         """Relief of one layer more on each kind of diagonals."""
         rows = np.flatnonzero(lacking > 0)
-        lacks, heights = lacking[rows, None], loads.heights[rows, None]
-        saved = loads.saved_bytes[rows] * (layers < heights)
+        lacks, acting = lacking[rows], loads.acting[rows]
+        saved = loads.saved_bytes[rows]
+        if layers.max() >= lowest:
+            saved *= layers < loads.heights[rows, None]
         # who recomputes for the first time needs bytes for it
-        acts = loads.acting[rows, None] == np.arange(len(layers))
-        more = acts * np.where(layers > 0, 0.0, loads.again_bytes[rows, None])
-        relief = np.clip(saved - more, 1e-3 * saved, lacks) / (lacks if by_shares else 1.0)
+        acts = np.arange(len(rows)), acting
+        own, more = saved[acts], np.where(layers[acting] > 0, 0.0, loads.again_bytes[rows])
+        relief = np.minimum(saved, lacks[:, None], out=saved)
+        relief[acts] = np.clip(own - more, 1e-3 * own, lacks)
+        if by_shares:
+            relief /= lacks[:, None]
         gain: Array = relief.sum(axis=0) / loads.counts
         return gain
 
