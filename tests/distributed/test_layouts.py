@@ -61,7 +61,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         # two replicas are compared in `test_lack_of_memory_on_one_is_answered_by_all` too
         pytest.param({"dp": 2}, (), marks=pytest.mark.nightly),
         ({"pp": 2}, ()),
-        ({"sp": 2}, ()),
+        slow({"sp": 2}, ()),
         # with one sequence in a step one pipeline, or one pool, is always idle
         slow({"dp": 2, "pp": 2}, (*LORA, "--train.sequences_per_step=1")),
         slow({"dp": 2, "sp": 2}, ("--train.sequences_per_step=1", "--chunks.keep=input")),
@@ -171,7 +171,7 @@ def has_no_memory(arguments: list[str], at: int, num_times: int, number: int = 1
     ("division", "number", "at", "chunk_sizes"),
     [
         ({"dp": 2}, 1, 0, (128, 64)),
-        ({"pp": 2}, 1, 4, (128, 64)),
+        slow({"pp": 2}, 1, 4, (128, 64)),
         slow({"dp": 2}, 1, 1, (256, 128, 64)),
         slow({"dp": 2, "pp": 2}, 3, 4, (128, 64)),
     ],

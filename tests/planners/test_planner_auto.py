@@ -87,6 +87,8 @@ def test_the_search_loses_nothing_to_brute_force(num_devices, lens, gib):
             order = {"order": "layer-first", "stage_layers": height} if height else {}
             if height and (layout.pp > 1 or (num_devices > 1 and height > 1)):
                 continue
+            if keep == "all" and number:  # whole graphs are retained, whatever the number
+                continue
             options = ChunkOptions(size=size, num_retained=number, keep=keep, **order)
             plan_of = space.plan_of(options)
             longest = predict(space.model, plan_of(longest_step(space, size)))

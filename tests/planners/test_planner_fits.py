@@ -79,11 +79,12 @@ def test_advice_names_no_dial_that_was_tried(part, training, num_devices, given,
 @pytest.mark.parametrize(
     ("card", "gib", "preset", "count", "most"),
     [
-        ("H100", 72, "github", 32, 65_536),
+        pytest.param("H100", 72, "github", 32, 65_536, marks=pytest.mark.nightly),
         ("A100-80", 72, "lmsys-chunkflow", 64, 16_384),
         ("A100-80", 72, "chatqa2", 8, 16_384),
     ],
 )
+@pytest.mark.slow
 def test_a_plan_that_fits_holds_the_gradients_of_the_chunks_before(card, gib, preset, count, most):
     """The second chunk of a step finds the gradients of all layers, of which the longest sequence
     alone, in one chunk, makes one after the other."""

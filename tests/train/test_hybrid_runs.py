@@ -31,7 +31,12 @@ def records(run: Path, key: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "family", ["lfm2", pytest.param("bamba", marks=slow), pytest.param("qwen3_5_text", marks=slow)]
+    "family",
+    [
+        pytest.param("lfm2", marks=slow),
+        pytest.param("qwen3_5_text", marks=slow),
+        pytest.param("bamba", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_run_learns_and_its_model_is_one_of_transformers(
     folders: dict[str, TinyRun], tmp_path: Path, family: str

@@ -201,7 +201,11 @@ GROUPS = "--train.groups=[{match: norm, lr: 1e-4}, {match: q_proj, lr: 2e-2, wei
         ("--train.optimizer=adamw_8bit", "--train.async_save=true"),
         ("--train.state_dtype=bfloat16", GROUPS),
         *(
-            pytest.param((f"--train.optimizer={name}", *more), marks=pytest.mark.slow)
+            pytest.param(
+                (f"--train.optimizer={name}", *more),
+                # its state is that of adamw_8bit, paged as that of paged_adamw_32bit
+                marks=pytest.mark.nightly if name == "paged_adamw_8bit" else pytest.mark.slow,
+            )
             for name, more in {
                 "adafactor": (),
                 "muon": ("--train.min_lr=1e-3",),

@@ -103,6 +103,7 @@ def ends_after(step: int, end: Any) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_mix_of_sources_goes_on_to_the_same_bits(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
@@ -252,6 +253,7 @@ def test_a_run_folder_of_another_config_is_refused(
     assert now == files
 
 
+@pytest.mark.slow
 def test_how_it_is_computed_may_change(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

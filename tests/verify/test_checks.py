@@ -114,6 +114,7 @@ def test_a_loss_that_is_a_mean_of_means_is_found(
     assert not check_accumulation(llama).passed
 
 
+@pytest.mark.slow
 def test_sequences_that_see_each_other_are_found(
     llama: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
