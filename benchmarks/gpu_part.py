@@ -4,31 +4,43 @@ soon as it is known: {"result": its name, ...}."""
 from __future__ import annotations
 
 import json
-import logging
 import math
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from measuring import Timer, release
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 from transformers import AutoConfig
 
 import furlong
-from furlong.cost.machine import known_card
+from furlong.config.schema import DataConfig, ModelConfig, RunConfig, Source
+from furlong.config.schema import LoraConfig as LoraKeys
+from furlong.cost.machine import Machine, known_card, this_cpu
 from furlong.cost.shape import known_models
+from furlong.models.build import build_model
 from furlong.models.describe import describe
+from furlong.ops.backends.base import Block, Tally
+from furlong.ops.backends.reference import Reference
+from furlong.ops.backends.select import Kind, candidates
+from furlong.plan.lengths import StepSize, count_lengths
+from furlong.planners.decide import decide
+from furlong.planners.setup import cost_model_of, limits_of
 from furlong.runtime.profile import peak_memory_bytes, reset_peak_memory
 from furlong.testing import Gradients, take_grads, total_relative_error
 from furlong.train.metrics import MfuMeter
 from furlong.train.run_folder import CHECKPOINTS, list_checkpoints
+from furlong.values import log_prob
 
 K = 1024
 SMALL, LARGE = "Qwen2.5-0.5B", "Qwen2.5-7B"
@@ -39,7 +51,7 @@ PLANS: dict[str, dict[str, Any]] = {
 _LORA_RANK = 16
 _MAX_POSITIONS = 2**21
 _ERROR_LAYERS = 4
-_LONG_LAYERS = 4
+_BETA = 0.1
 _REPOSITORY = Path(__file__).resolve().parents[1]
 
 Results = Iterator[tuple[str, dict[str, Any]]]
@@ -81,6 +93,10 @@ class Point:
     """Held on the host and on disk by plans."""
     resident_bytes: int
     loss: float
+    calls: dict[str, int]
+    """Of each attention kernel."""
+    shares: dict[str, float]
+    """Of attention's FLOPs, by kernel."""
 
 
 class Subject:
@@ -101,8 +117,31 @@ class Subject:
         ids = self._ids[:num_tokens]
         return [{"input_ids": ids, "labels": ids}]
 
-    def step(self, num_tokens: int, plan: str) -> tuple[float, float, furlong.StepResult]:
-        options = furlong.ChunkOptions(size=self._settings.chunk, **PLANS[plan])
+    def auto(self, num_tokens: int) -> furlong.ChunkOptions:
+        """What `furlong train` chooses for a run over sequences of this length on this device."""
+        lora = LoraKeys(rank=_LORA_RANK) if self._is_lora else None
+        config = RunConfig(
+            model=ModelConfig(name=LARGE if self._is_lora else SMALL, lora=lora),
+            data=DataConfig(train=(Source(path="none"),), max_seq_len=num_tokens),
+        )
+        if self.device.type == "cuda":
+            whole = torch.cuda.get_device_properties(0).total_memory
+            machine = Machine.of_card(_device_name(self.device), whole)
+            held = torch.cuda.memory_allocated()
+            budget = int(0.95 * (torch.cuda.mem_get_info()[0] + held))
+            limits = limits_of(machine, budget, int(0.6 * psutil.virtual_memory().available))
+        else:
+            machine = this_cpu()
+            limits = limits_of(machine, int(0.6 * psutil.virtual_memory().available))
+        shape = describe(AutoConfig.for_model(**self.config))
+        return decide(
+            count_lengths([num_tokens]), size=StepSize(1), limits=limits,
+            model=cost_model_of(config, shape, machine),
+        ).options  # fmt: skip
+
+    def step(
+        self, num_tokens: int, options: furlong.ChunkOptions
+    ) -> tuple[float, float, furlong.StepResult]:
         whole = Timer(self.device)
         result = self.engine.forward_backward(self.batch(num_tokens), options)
         own = Timer(self.device)
@@ -111,40 +150,23 @@ class Subject:
         return whole.seconds(), optimizer_s, result
 
     def point(self, num_tokens: int, plan: str, *, repeats: bool = True) -> Point:
-        first_s = self.step(num_tokens, plan)[0] if repeats else None
+        """`plan`: one of PLANS, or `auto`."""
+        given = {"size": self._settings.chunk} | PLANS.get(plan, {})
+        options = self.auto(num_tokens) if plan == "auto" else furlong.ChunkOptions(**given)
+        first_s = self.step(num_tokens, options)[0] if repeats else None
         release(self.model)
         reset_peak_memory(self.device)
-        step_s, optimizer_s, result = self.step(num_tokens, plan)
+        step_s, optimizer_s, result = self.step(num_tokens, options)
+        computed = result.attention
+        total = max(1, computed.flops.total())
+        shares = {name: flops / total for name, flops in computed.flops.items()}
         return Point(
             num_tokens, step_s, optimizer_s, first_s, num_tokens / step_s,
             self._mfu(num_tokens, step_s), peak_memory_bytes(self.device),
             _pinned_bytes(self.device), result.cpu_bytes + result.disk_bytes,
             peak_memory_bytes(torch.device("cpu")), result.loss,
+            dict(computed.calls), shares,
         )  # fmt: skip
-
-    def unchunked(self, num_tokens: int, *, offloads: bool) -> float:
-        """Seconds of the second step of transformers with checkpoints, the head's loss in tiles;
-        with `offloads` the inputs of layers wait in pinned host memory."""
-        from contextlib import nullcontext
-
-        ids = self._ids[:num_tokens].to(self.device)
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model.enable_input_require_grads()
-        base = getattr(self.model, "base_model", self.model)
-        causal = base.model if self._is_lora else self.model
-        step_s = math.nan
-        for _ in range(2):
-            saved = torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
-            whole = Timer(self.device)
-            with saved if offloads else nullcontext():
-                hidden = causal.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-                loss = _loss_in_tiles(causal.lm_head, hidden[:-1], ids[1:])
-                loss.backward()
-            self._optimizer.step()
-            step_s = whole.seconds()
-            release(self.model)
-        self.model.gradient_checkpointing_disable()
-        return step_s
 
     def _mfu(self, num_tokens: int, step_s: float) -> float | None:
         peak, card = self._settings.peak_flops_per_s, known_card(_device_name(self.device))
@@ -156,36 +178,79 @@ class Subject:
         return MfuMeter(shape, peak, has_frozen_base=self._is_lora).mfu([num_tokens], step_s)
 
 
-def versions(settings: Settings) -> Results:
-    """What there is, and which kernels were chosen for which attention."""
-    from importlib.metadata import PackageNotFoundError, version
-    from importlib.util import find_spec
-
-    from furlong.ops.backends.select import Kind, choose_backend
-
+def kernels(settings: Settings) -> Results:
+    """What there is; and of each attention kernel, at the shapes that train, the error of one group
+    of heads against float32 and the rate of all."""
     found: dict[str, Any] = {"torch": torch.__version__, "device": _device_name(settings.device)}
     if settings.device == "cuda":
         found["cuda"], found["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
         found["capability"] = torch.cuda.get_device_capability()
         found["memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
-    for package in ("transformers", "peft"):
+        _ = torch.empty(2**26, device="cuda")
+        segments = torch.cuda.memory_snapshot()
+        found["expandable_segments"] = any(own.get("is_expandable") for own in segments)
+    for package in ("transformers", "peft", "bitsandbytes", "flash-attn-4"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
-    found["flash_attn_interface"] = find_spec("flash_attn_interface") is not None
     yield "versions", found
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("furlong.ops.backends.select").addHandler(handler)
-    chosen = {}
-    for head_dim, width in ((64, None), (128, None), (192, 128), (256, None)):
-        for is_windowed in (False, True):
-            device = torch.device(settings.device)
-            kind = Kind(device, torch.bfloat16, head_dim, is_windowed, value_width=width)
-            chosen[str(kind)] = type(choose_backend(kind)).__name__
-    yield "backends", {"chosen": chosen, "left out": told}
+    num_rows, tail = (128, 53) if settings.is_tiny else (8192, 848)
+    odd = num_rows // 3
+    shapes: dict[str, tuple[int, int, dict[str, Any]]] = {
+        "full": (num_rows, num_rows, {"distance": num_rows}),
+        "causal": (num_rows, num_rows, {}),
+        "tail": (tail, num_rows, {"distance": num_rows}),
+        "window": (num_rows, num_rows, {"window": num_rows // 2}),
+        "packed": (num_rows, num_rows, {"squares": (slice(0, odd), slice(odd, num_rows))}),
+    }
+    for heads, groups, width in ((32, 8, 128), (14, 2, 64), (16, 8, 256)):
+        for name, (rows, keys, rule) in shapes.items():
+            block = Block(**{"distance": 0, "scale": width**-0.5, **rule})
+            kind = Kind(
+                torch.device(settings.device), torch.bfloat16, width, block.window is not None
+            )
+            for backend in candidates(kind):
+                text = f"kernel, {name}, {heads}/{groups} x {width}, {type(backend).__name__}"
+                try:
+                    yield text, _kernel(backend, kind, (rows, keys), (heads, groups), block)
+                except (RuntimeError, NotImplementedError) as error:  # the others are asked too
+                    if isinstance(error, torch.AcceleratorError):
+                        raise
+                    yield text, {"refused": str(error).splitlines()[0]}
+
+
+def _kernel(
+    backend: Any, kind: Kind, sizes: tuple[int, int], heads: tuple[int, int], block: Block
+) -> dict[str, Any]:
+    """Error and rate of a forward and a backward of q (N, T, H), k and v (K, S, H)."""
+    generator = torch.Generator().manual_seed(0)
+    (num_rows, num_keys), (num_heads, num_groups), width = sizes, heads, kind.head_dim
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, width, generator=generator).to(kind.device, kind.dtype)
+
+    q, dout = (draw(num_rows, num_heads).transpose(0, 1) for _ in range(2))
+    k, v = draw(num_keys, 2, num_groups).permute(1, 2, 0, 3)  # as a store keeps them
+
+    def computed(own: Any, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        out, lse = own.forward(q, k, v, block)
+        return out, *own.backward(dout, q, k, v, out, lse, block)
+
+    backend.tally = Tally()
+    found = computed(backend, dout, q, k, v)
+    calls = dict(backend.tally.calls)
+    group = num_heads // num_groups
+    wide = (x.float() for x in (dout[:group], q[:group], k[:1], v[:1]))
+    error = max(
+        float((x[: len(truth)].float() - truth).norm() / truth.norm())
+        for x, truth in zip(found, computed(Reference(), *wide), strict=True)
+    )
+    timer = Timer(kind.device)
+    for _ in range(3):
+        computed(backend, dout, q, k, v)
+    flops = 3 * 14 * block.num_pairs(num_rows, num_keys) * num_heads * width
+    return {"error": error, "tflops_per_s": flops / timer.seconds() / 1e12, "calls": calls}
 
 
 def tests(settings: Settings) -> Results:
@@ -206,8 +271,8 @@ def errors(settings: Settings) -> Results:
     whole = settings.tokens(4096)
     odd = whole // 4 + whole // 64  # 64 mod 128 keys
     cases: dict[str, tuple[int, int, dict[str, Any]]] = {
-        "1 chunk": (whole, whole, {}), "16 chunks": (whole, whole // 16, {}),
-        "64 chunks": (whole, whole // 64, {}), "tails, cpu": (3 * odd + 1, odd, PLANS["cpu"]),
+        "1 chunk": (whole, whole, {}), "64 chunks": (whole, whole // 64, {}),
+        "tails, cpu": (3 * odd + 1, odd, PLANS["cpu"]),
     }  # fmt: skip
     for window in (None, whole // 4):
         changes: dict[str, Any] = {"num_hidden_layers": _ERROR_LAYERS}
@@ -234,77 +299,131 @@ def errors(settings: Settings) -> Results:
             yield f"error, {text}", {"ratio": ours / theirs, "own": ours, "transformers": theirs}
 
 
-def seven(settings: Settings) -> Results:
-    """7B with LoRA in one process."""
+def verify(settings: Settings) -> Results:
+    run = subprocess.run(
+        [sys.executable, "-m", "furlong", "verify"], capture_output=True, text=True, check=False
+    )
+    lines = (run.stdout + run.stderr).splitlines()
+    yield "verify", {"returncode": run.returncode, "last": "".join(lines[-1:])}
+
+
+def auto(settings: Settings) -> Results:
+    """7B with LoRA as a run's own search has it; then with compiled layers."""
+    subject, num_tokens = Subject(settings, LARGE, is_lora=True), settings.tokens(128 * K)
+    yield "7B, 128K, auto", asdict(subject.point(num_tokens, "auto"))
+    for layer in subject.engine.model.layers:
+        layer.compile(backend="eager" if settings.is_tiny else "inductor")
+    yield "7B, 128K, compiled", asdict(subject.point(num_tokens, "auto"))
+
+
+def host(settings: Settings) -> Results:
+    """7B with LoRA at 64K, its keys and values on the device and on the host."""
     subject = Subject(settings, LARGE, is_lora=True)
-    yield "7B, 128K, cpu", asdict(subject.point(settings.tokens(128 * K), "cpu"))
     for plan in PLANS:
         yield f"7B, 64K, {plan}", asdict(subject.point(settings.tokens(64 * K), plan))
-    short = settings.tokens(32 * K)
-    yield "7B, 32K, cpu", asdict(subject.point(short, "cpu"))
-    yield "7B, 4 chunks, profile", _profile(subject, 4 * settings.chunk)
-    for offloads in (True, False):
-        text = "offload" if offloads else "checkpoints"
-        try:
-            step_s = subject.unchunked(short, offloads=offloads)
-        except torch.OutOfMemoryError as error:
-            yield f"transformers, 32K, {text}", {"error": str(error).splitlines()[0]}
-            continue
-        yield f"transformers, 32K, {text}", {"step_s": step_s, "tokens_per_s": short / step_s}
 
 
-def long(settings: Settings) -> Results:
-    """All weights of 0.5B trained; and four of its layers at a million tokens."""
+def flat(settings: Settings) -> Results:
+    """All weights of 0.5B trained."""
     subject = Subject(settings, SMALL, is_lora=False)
     for thousands in (64, 256):
         point = subject.point(settings.tokens(thousands * K), "cpu", repeats=thousands == 64)
         yield f"0.5B, {thousands}K, cpu", asdict(point)
-    del subject
-    subject = Subject(settings, SMALL, is_lora=False, num_hidden_layers=_LONG_LAYERS)
-    for thousands in (64, 1024):
-        point = subject.point(settings.tokens(thousands * K), "cpu", repeats=thousands == 64)
-        yield f"0.5B's first {_LONG_LAYERS} layers, {thousands}K, cpu", asdict(point)
 
 
-def processes(settings: Settings) -> Results:
-    """A world of one: weights divided by FSDP2, sums and agreements over NCCL."""
-    alone = Subject(settings, SMALL, is_lora=False, num_hidden_layers=_ERROR_LAYERS)
-    num_tokens = settings.tokens(16 * K)
-    own = alone.step(num_tokens, "cpu")[2].loss
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-        __file__, "rank", json.dumps(asdict(settings)),
-    ]  # fmt: skip
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in run.stdout.splitlines() if line.startswith('{"result"')]
-    if run.returncode or not lines:
-        raise RuntimeError(run.stderr[-2000:])
-    theirs = json.loads(lines[-1])
-    loss = theirs["loss"]
-    yield "one process of FSDP2", {"loss": loss, "alone": own, "off": abs(loss / own - 1)}
-
-
-def rank(settings: Settings) -> Results:
+def fsdp(settings: Settings) -> Results:
+    """A process group of one: weights divided by FSDP2, sums and agreements over NCCL."""
     import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
 
     from furlong.runtime.distributed.mesh import make_ranks
 
-    on_gpu = settings.device == "cuda"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    config = _config(settings, SMALL) | {"num_hidden_layers": _ERROR_LAYERS}
-    model = build(config, torch.device(settings.device), is_lora=False)
-    ranks = make_ranks(1, 1, 1, settings.device)
-    engine = furlong.Engine(model, compute_dtype=torch.bfloat16, ranks=ranks)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config["vocab_size"], (2**20,), generator=generator)
-    ids = ids[: settings.tokens(16 * K)]
-    options = furlong.ChunkOptions(size=settings.chunk, **PLANS["cpu"])
-    result = engine.forward_backward([{"input_ids": ids, "labels": ids}], options)
-    yield "rank", {"loss": result.loss}
-    dist.destroy_process_group()
+    def step(**given: Any) -> tuple[float, float, int]:
+        config = _config(settings, SMALL) | {"num_hidden_layers": _ERROR_LAYERS}
+        model = build(config, torch.device(settings.device), is_lora=False)
+        engine = furlong.Engine(model, compute_dtype=torch.bfloat16, **given)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(config["vocab_size"], (settings.tokens(16 * K),), generator=generator)
+        options = furlong.ChunkOptions(size=settings.chunk, keep="attention")
+        loss = engine.forward_backward([{"input_ids": ids, "labels": ids}], options).loss
+        norm = engine.clip_gradients(None)
+        return loss, norm, sum(isinstance(p, DTensor) for p in model.parameters())
+
+    loss, norm, _ = step()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo",
+            init_method=f"file://{folder}/store", rank=0, world_size=1,
+        )  # fmt: skip
+        ranks = replace(make_ranks(1, 1, 1, settings.device), is_forced=True)
+        divided = step(ranks=ranks)
+        dist.destroy_process_group()
+    yield "FSDP2", {
+        "divided": divided[2], "loss_off": abs(divided[0] / loss - 1),
+        "norm_off": abs(divided[1] / norm - 1),
+    }  # fmt: skip
 
 
-def train(settings: Settings) -> Results:
+def losses(settings: Settings) -> Results:
+    """Errors of gradients in bfloat16 by those of Hugging Face's own, as in `errors`."""
+    config = _config(settings, SMALL) | {"num_hidden_layers": 2}
+    size, device = settings.tokens(1 * K) // 4, torch.device(settings.device)
+    generator = torch.Generator().manual_seed(1)
+    pair = [
+        torch.randint(config["vocab_size"], (4 * size + n,), generator=generator).to(device)
+        for n in (0, size // 3)
+    ]
+    chunks = furlong.ChunkOptions(size=size, keep="kv", num_retained=0)
+
+    def dpo(sums: list[Tensor]) -> Tensor:
+        return -logsigmoid(_BETA * (sums[0] - sums[1]))
+
+    def whole(model: Any) -> Gradients:
+        sums = []
+        for ids in pair:
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+            sums.append(logits.log_softmax(-1).gather(1, ids[1:, None]).sum())
+        dpo(sums).backward()
+        return take_grads(model)
+
+    model = build(config, device, is_lora=False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    truth = whole(model)
+    engine = furlong.Engine(model, compute_dtype=torch.bfloat16)
+    given = [{"input_ids": ids, "labels": ids} for ids in pair]
+    values = engine.token_values(given, chunks, log_prob())
+    dpo([own.sum() for own in values]).backward()
+    ours = total_relative_error(take_grads(model), truth)
+    narrow = build(config, device, is_lora=False)
+    for own, wide in zip(narrow.parameters(), model.parameters(), strict=True):
+        own.data = wide.data.bfloat16()
+    theirs = total_relative_error(whole(narrow), truth)
+    yield "DPO", {"ratio": ours / theirs, "own": ours, "transformers": theirs}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        keys = LoraKeys(rank=_LORA_RANK).model_dump()
+
+        def quantized(**more: Any) -> Any:
+            made = build_model(folder, quantize="nf4", lora=keys, **more).to(device)
+            generator = torch.Generator().manual_seed(2)
+            for parameter in made.parameters():
+                if parameter.requires_grad:  # B of zeros would hide A's gradient
+                    drawn = torch.randn(parameter.shape, generator=generator) / 50
+                    parameter.data = drawn.bfloat16().to(parameter)
+            return made
+
+        batch = given[:1]
+        truth = _unchunked_gradients(quantized(unpacked=True), pair[0])
+        own = quantized()
+        furlong.forward_backward(own, batch, chunks, compute_dtype=torch.bfloat16)
+        ours = total_relative_error(take_grads(own), truth)
+        with torch.autocast(device.type, torch.bfloat16):
+            theirs = total_relative_error(_unchunked_gradients(quantized(), pair[0]), truth)
+    yield "QLoRA", {"ratio": ours / theirs, "own": ours, "transformers": theirs}
+
+
+def resume(settings: Settings) -> Results:
     """`furlong train` of a tiny model, killed, and the same resumed; against one that was not."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -321,8 +440,8 @@ def train(settings: Settings) -> Results:
 
 
 PARTS: dict[str, Callable[[Settings], Results]] = {
-    "versions": versions, "tests": tests, "errors": errors, "seven": seven, "long": long,
-    "processes": processes, "train": train, "rank": rank,
+    "kernels": kernels, "tests": tests, "errors": errors, "verify": verify, "auto": auto,
+    "host": host, "flat": flat, "fsdp": fsdp, "resume": resume, "losses": losses,
 }  # fmt: skip
 
 
@@ -356,85 +475,6 @@ def _config(settings: Settings, name: str) -> dict[str, Any]:
     if settings.num_layers is not None:
         config["num_hidden_layers"] = settings.num_layers
     return config
-
-
-def _loss_in_tiles(head: Any, hidden: Tensor, labels: Tensor, tile: int = 2048) -> Tensor:
-    """The mean cross-entropy of hidden states (T, D), the logits of a tile at a time."""
-    from torch.nn.functional import cross_entropy
-    from torch.utils.checkpoint import checkpoint
-
-    def of_tile(x: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(head(x).float(), y, reduction="sum")
-
-    parts = [
-        checkpoint(of_tile, x, y, use_reentrant=False)
-        for x, y in zip(hidden.split(tile), labels.split(tile), strict=True)
-    ]
-    return torch.stack(parts).sum() / len(labels)
-
-
-def _profile(subject: Subject, num_tokens: int) -> dict[str, Any]:
-    """Of the device's work alone: copies that computing hides, kernels, gaps between them."""
-    if torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():
-        return {"hidden_share": None}
-    subject.step(num_tokens, "cpu")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        subject.step(num_tokens, "cpu")
-    copies, kernels = _device_spans(profiler.events())
-    busy = merged([*copies, *kernels])
-    whole = busy[-1][1] - busy[0][0] if busy else 0.0
-    computing = sum(stop - start for start, stop in merged(kernels))
-    return {
-        "hidden_share": hidden(copies, kernels), "num_kernels": len(kernels),
-        "computing_share": computing / whole if whole else None,
-    }  # fmt: skip
-
-
-def hidden(
-    copies: Iterable[tuple[float, float]], kernels: Iterable[tuple[float, float]]
-) -> float | None:
-    """Share of the time of `copies` in which any of `kernels` runs too; None without copies.
-
-    Spans are (start, stop) in one unit.
-    """
-    copying, computing = merged(copies), merged(kernels)
-    whole = sum(stop - start for start, stop in copying)
-    both, at = 0.0, 0
-    for start, stop in copying:
-        while at < len(computing) and computing[at][1] <= start:
-            at += 1
-        index = at
-        while index < len(computing) and computing[index][0] < stop:
-            both += min(stop, computing[index][1]) - max(start, computing[index][0])
-            index += 1
-    return both / whole if whole else None
-
-
-def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same times without overlaps, in order."""
-    found: list[tuple[float, float]] = []
-    for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
-        else:
-            found.append((start, stop))
-    return found
-
-
-def _device_spans(
-    events: Any,
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Copies between host and device, and kernels, of a profile."""
-    copies, kernels = [], []
-    for event in events:
-        if "CUDA" not in str(event.device_type):
-            continue
-        span = event.time_range.start, event.time_range.end
-        if "Memcpy" not in event.name:
-            kernels.append(span)
-        elif "HtoD" in event.name or "DtoH" in event.name:
-            copies.append(span)
-    return copies, kernels
 
 
 def _unchunked_gradients(model: Any, ids: Tensor) -> Gradients:

@@ -183,7 +183,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
             "buffers that are free at once",
         )
     },
-    **{f"benchmark: {part}": partial(benchmark, part) for part in ("versions", "seven")},
+    **{f"benchmark: {part}": partial(benchmark, part) for part in ("auto", "host")},
 }  # fmt: skip
 
 

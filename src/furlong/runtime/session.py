@@ -438,7 +438,7 @@ class Session:
     @property
     def _is_sharded(self) -> bool:
         ranks = self.state.ranks
-        return ranks is not None and ranks.shard_mesh.size() > 1
+        return ranks is not None and ranks.divides
 
     def require_checked(
         self, heights: tuple[int, ...], now: tuple[int, int, int] | None = None
@@ -470,7 +470,7 @@ class Session:
     def _shard(self, ranks: Ranks) -> None:
         """Divide the weights; what was checked whole is checked."""
         model, dtype = self.model, self.compute_dtype
-        if ranks.shard_mesh.size() > 1:
+        if ranks.divides:
             unchanged = [] if dtype is None else model.stays_float32(dtype)
             layers = [x for x in model.layers if not isinstance(x, PlaceholderLayer)]
             whole = [weakref.ref(p) for p in model.base.parameters() if p.requires_grad]

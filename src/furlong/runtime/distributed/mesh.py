@@ -41,6 +41,8 @@ class Ranks:
     """By number of processes, the one place of that size that this process is in; from 2 on."""
     shard_mesh: DeviceMesh
     """The replicas and pools of this stage on one axis: they share its weights."""
+    is_forced: bool = False
+    """Whether a process that is alone goes through its groups and FSDP2, as several do."""
 
     @property
     def plan_rank(self) -> int:
@@ -51,6 +53,11 @@ class Ranks:
     @property
     def num_processes(self) -> int:
         return self.dp * self.sp * self.pp
+
+    @property
+    def divides(self) -> bool:
+        """Whether FSDP2 divides the weights of this stage."""
+        return self.is_forced or self.shard_mesh.size() > 1
 
     @property
     def groups(self) -> list[ProcessGroup]:
@@ -174,7 +181,7 @@ def ranks_given(
         )
     if process_group is not None:
         ranks = ranks_of_group(process_group, device_type)
-    return ranks if ranks is not None and ranks.num_processes > 1 else None
+    return ranks if ranks is not None and (ranks.is_forced or ranks.num_processes > 1) else None
 
 
 def time_limit(group: ProcessGroup) -> timedelta | None:
