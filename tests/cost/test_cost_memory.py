@@ -178,6 +178,15 @@ def curve(plan, rank=0, **fields):
     return PlanMemory(shape, training, 10**15, **fields).curve(plan, rank)
 
 
+def test_a_plan_is_walked_once_by_equal_memories():
+    model = CostModel(tiny_shape(), Machine.named("H100"))
+    plan = plan_on_device([64], ChunkOptions(size=32, keep="kv"), num_layers=4)
+    walked = model.memory().curve(plan, 0)
+    assert model.memory().curve(plan, 0) is walked
+    assert model.memory(2**30).curve(plan, 0) is not walked
+    assert model.memory().curve(replace(plan), 0) is not walked
+
+
 def test_a_checkpointed_layer_keeps_its_input():
     cell = stage_bytes(LLAMA8, (16, 16), 1, Training())
     assert cell.graph(16) == 16 * 2 * 4096 + cell.ends

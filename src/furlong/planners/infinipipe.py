@@ -437,10 +437,8 @@ def choose_layers(loads: Loads, exact: bool = False) -> Integers | None:
 def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
     layers = np.zeros(loads.saved_bytes.shape[1], dtype=np.int64)
     lacking = loads.lacking_bytes(layers)
-    columns, lowest = (
-        np.ascontiguousarray(loads.saved_bytes.T),
-        min(loads.heights.tolist(), default=0),
-    )
+    columns = np.ascontiguousarray(loads.saved_bytes.T)
+    lowest = min(loads.heights.tolist(), default=0)
 
     def gains() -> Array:
         """Relief of one layer more on each kind of diagonals."""
