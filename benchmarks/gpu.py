@@ -213,7 +213,8 @@ def run(
     packages: str = "",
 ) -> str:  # fmt: skip
     """Run a part, and add its results as they come; return how it ended."""
-    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    pinned = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    environment = {"PYTORCH_ALLOC_CONF": f"expandable_segments:True,{pinned}", **os.environ}
     own = [str(_HERE.parent / "src"), packages, environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, own))
     command = [sys.executable, str(_HERE / "gpu_part.py"), part, json.dumps(settings)]

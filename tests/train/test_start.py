@@ -167,7 +167,10 @@ def test_what_torch_reads_at_its_start_is_set_unless_the_user_has_set_it(
 ) -> None:
     expected = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
     if not any("ALLOC_CONF" in name for name in given):
-        expected["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        expected["PYTORCH_ALLOC_CONF"] = (
+            "expandable_segments:True,"
+            "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+        )
     environment = dict(given)
     monkeypatch.setattr(cli_train, "os", SimpleNamespace(environ=environment))
     cli_train.set_allocators()

@@ -290,14 +290,11 @@ class Trainer:
             if layout.pp > 1:  # of this stage
                 first = sum(decision.stages[: ranks.stage])
                 layers = range(first, first + decision.stages[ranks.stage])
-        self.model = processes.together(
-            lambda: build.fused(config, build.build_run_model(config, layers).to(self.device))
-        )
-        # of weights that checkpoints do not hold
-        self.fingerprints = {
-            "base_fingerprint": checkpoints.base_fingerprint(self.model, processes),
-            "reference": None,
-        }
+        made = processes.together(lambda: build.build_run_model(config, layers))
+        # of weights that checkpoints do not hold; from a GPU they would be copied back
+        frozen = checkpoints.base_fingerprint(made, processes)
+        self.model = processes.together(lambda: build.fused(config, made.to(self.device)))
+        self.fingerprints = {"base_fingerprint": frozen, "reference": None}
         alternatives = batch_plans_of(config, self.run_model, decision)
         if self.objective.needs_reference:
             self.fingerprints["reference"] = reference_fingerprint(
