@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ from furlong.cost.shape import known_models
 from furlong.plan.check import check
 from furlong.plan.lengths import Lengths
 from furlong.plan.text import load_plan, save_plan
-from furlong.planners.search import METHODS
+from furlong.planners.search import METHODS, _Search
 from furlong.report.patience import patience
+from furlong.report.report import report_plan
 
 MIXED = [9000, 3000, 700, 300, 120, 90]
 QUICK = ["--chunks.method=chunkflow"]
@@ -523,3 +525,29 @@ def test_a_budget_above_the_memory_of_the_card_is_told(budget, told):
     lengths = "--lengths=github", "--model.name=Qwen2.5-0.5B", "--hardware=H100"
     said = question_of(parse_flags([*lengths, "--memory.device", budget])).lines()["warning"]
     assert said == "memory.device, more than the 79.6 GiB that H100 has" * told
+
+
+def test_a_step_above_the_budget_fits_nowhere_on_its_page(lengths, capsys, monkeypatch):
+    def report(*arguments, **named):
+        return replace(report_plan(*arguments, **named), budget_bytes=2**20)
+
+    monkeypatch.setattr("furlong.cli.plan.report_plan", report)
+    assert plan(lengths, *QUICK, "--json") == 0
+    page = json.loads(capsys.readouterr().out)
+    assert not page["fits"] and not page["runs_here"] and not page["longest_of_data_fits"]
+
+
+def test_an_interrupted_search_prints_the_best_plan_so_far(lengths, capsys, monkeypatch):
+    whole_try, tried = _Search._try, []
+
+    def interrupted(search, candidate, beat_s):
+        if search.fitting:
+            raise KeyboardInterrupt
+        tried.append(candidate)
+        return whole_try(search, candidate, beat_s)
+
+    monkeypatch.setattr(_Search, "_try", interrupted)
+    assert plan(lengths, *QUICK, "--json") == 0
+    page = json.loads(capsys.readouterr().out)
+    assert page["search"]["is_cut_short"] and page["search"]["num_tried"] == 1
+    assert page["options"]["size"] == tried[-1].options.size and page["fits"]

@@ -265,7 +265,7 @@ def _show_found(
         longest_words, longest = "", dict[str, Any]()
     else:
         tell("looking for the longest sequence that would fit")
-        longest_words, longest = _longest(question, answer)
+        longest_words, longest = _longest(question, answer, report)
     # a method's own chunks have none of these options
     next_best = [
         {"method": one.method, "layout": asdict(one.layout),
@@ -334,14 +334,17 @@ def _of_run(question: PlanQuestion, found: Found) -> tuple[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _longest(question: PlanQuestion, answer: Answer) -> tuple[str, dict[str, Any]]:
-    """Whether the data's longest sequence fits, and the longest that would: words and values."""
+def _longest(
+    question: PlanQuestion, answer: Answer, report: PlanReport
+) -> tuple[str, dict[str, Any]]:
+    """Whether the data's longest sequence fits, and the longest that would: words and values. It
+    does not where the plan of the batch that is shown needs more memory than there is."""
     tokens, own = question.batch.longest_tokens, max(question.batch.seq_lens)
     positions = question.model.shape.num_positions
     is_beyond = positions is not None and positions < own
     most = None if is_beyond else positions
     longest = longest_sequence(answer, start=own, num_positions=most)
-    fits = tokens <= max(longest.num_tokens, own)
+    fits = not report.lacks and tokens <= max(longest.num_tokens, own)
     digits = 10 ** max(0, len(str(longest.num_tokens)) - 3)  # it is found to 1 %
     count = f"{longest.num_tokens // digits * digits:,}"
     values = {
