@@ -149,6 +149,20 @@ def test_several_small_steps_are_not_packed_into_one():
         assert longest_step(space, 4096) == ([500] if per_step == 1 else [500, 1500])
 
 
+def test_a_step_of_the_longest_sequence_has_it_a_second_time():
+    for per_step, step in ((1, [9000]), (2, [9000, 3288]), (4, [9000, 3288, 9000])):
+        question = Question([9000] * 4, CPU, Limits(2**40), sequences_per_step=per_step)
+        assert longest_step(Space(question, Layout()), 4096) == step
+
+
+def test_several_layouts_are_tried_best_first():
+    lens = [32_000, 12_000, 9000, 5000, 3000, *[700] * 32]
+    given = {"keep": "kv", "num_retained": 0, "size": 4096, "pp": 1}
+    question = Question(lens, H100, Limits(24 * GIB), 8, given=given, method="chunkflow")
+    answer = search(question)
+    assert len(answer.slower) == 2 and len(answer.tried) + len(answer.refused) == 1
+
+
 @pytest.mark.slow
 def test_where_nothing_fits_the_smallest_is_taken_unless_the_budget_is_given():
     decision = choose(budget_bytes=1 * GIB)

@@ -149,3 +149,16 @@ def test_a_slow_link_is_in_the_estimate(kind, least, stage_layers, keep):
     is_written = kind != "attention" or keep == "attention"
     assert (seconds > 20 * on_device_s) == is_written
     assert least * seconds <= estimate.seconds(dials) <= seconds * (1 + 1e-9)
+
+
+def test_the_bound_of_a_later_sequence_has_the_gradients_of_all_layers():
+    model, dials = MODELS["small"](), ChunkOptions(size=512, keep="kv", num_retained=0)
+    alone, later = (
+        ByteBound(model, 512, 512, has_gradients=there).needs(dials).device_bytes
+        for there in (False, True)
+    )
+    first, second = (
+        predict(model, plan_on_device([512] * count, dials, num_layers=6)).device_bytes
+        for count in (1, 2)
+    )
+    assert alone <= first < later <= second

@@ -19,6 +19,7 @@ from furlong.plan.text import format_chunk
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas
+from furlong.planners.spaco import Factors, sample_backwards
 from furlong.simulate.clock import time_actions
 
 
@@ -82,3 +83,11 @@ def test_refuses_idle_replicas_and_strangers():
     taller = plan_chunkflow([3], options, stages=(3,))
     with pytest.raises(ConfigError, match=r"on replica 1: stages = .*3.*, on replica 0 .*2"):
         join_replicas([plan, taller], [[0], [1]], [3, 3])
+
+
+def test_joined_samples_keep_whether_their_loss_is_reported():
+    for is_reported in (False, True):
+        plans, dealt, _ = join([8] * 4, 2, 4, stages=(2,))
+        drawn = {0: Factors(2, 2), 2: Factors()}
+        some = [sample_backwards(plan, drawn, report_loss=is_reported) for plan in plans]
+        assert join_replicas(some, dealt, [8] * 4).report_loss == is_reported
