@@ -411,8 +411,8 @@ def test_one_process_per_run_folder_goes_on_and_does_not_decide_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     run = tmp_path / "run"
-    monkeypatch.delattr("furlong.train.trainer.choose_run_plan")
     tiny_run.leave_run(run, stopped_after=2)
+    monkeypatch.delattr("furlong.train.trainer.choose_run_plan")
     with (run / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(tiny_run.arguments(run, "--resume")) == 2
