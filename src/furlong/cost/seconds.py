@@ -104,9 +104,6 @@ Hidden = Literal["all-to-all", "gathers", "streams"]
 processes, the weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another
 target."""
 HEADS = ("head", "head and back")
-_ADAPTED = 1.6
-"""Bytes that pass through a GPU's kernels for each saved one with adapters, over those without: the
-frozen products save less, and scale and add of adapters pass outputs that nobody saves."""
 _NO_WAIT = Link(0.0, float("inf"))
 
 
@@ -219,8 +216,6 @@ class StageSeconds:
         hardware, back = self._hardware, part.work == "backward"
         linear, passed = self._per_token(part)
         layers, attending = self._num_layers(part), self._attending(part)
-        if self._training.lora is not None and hardware.device_type != "cpu":
-            passed *= _ADAPTED
         token_s = linear / self._rate + passed / hardware.activation_bytes_per_s
         process_s = linear * hardware.linear.half_tokens / self._rate + self._unpacking_s(part)
         matrices = [token_s, process_s]
