@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -108,7 +109,8 @@ def staging_of(
     rules = describe(config), Training.in_dtype("bfloat16"), 10**15
     counted = memory.PlanMemory(*rules).curve(plan, 0).device_bytes[0]
     with mock.patch.multiple(memory, _STAGING_BYTES=0, _NUM_LARGEST=0):
-        without = memory.PlanMemory(*rules).curve(plan, 0).device_bytes[0]
+        # a copy: curves are noted beside the plan
+        without = memory.PlanMemory(*rules).curve(replace(plan), 0).device_bytes[0]
     staging = engine._session.state.opened.of("cpu")._staging  # type: ignore[attr-defined]
     return {
         "held": staging.total_bytes, "most": staging._limit_bytes, "counted": counted - without

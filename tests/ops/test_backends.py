@@ -300,6 +300,15 @@ def test_the_probe_of_flash_attention_4():
     refusing = SimpleNamespace(_flash_attn_fwd=refuse_heads)
     assert "not supported" in select._probe(CUDAFlash4(refusing), kind)
 
+    class CompilerError(Exception):
+        """As its compiler's errors derive."""
+
+    def fail(*_, **__):
+        raise CompilerError
+
+    for broken in (SimpleNamespace(_flash_attn_fwd=fail), SimpleNamespace()):
+        assert "Error" in select._probe(CUDAFlash4(broken), kind)
+
 
 def test_flash_attention_4_is_a_candidate_ahead_of_cudnn(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

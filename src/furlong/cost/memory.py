@@ -400,7 +400,8 @@ class PlanMemory:
     def _walked(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
         # of the rank's own chunks only: a plan may have a thousand ranks
         own = dict.fromkeys(a.chunk for a in plan.actions[rank] if isinstance(a, Forward))
-        known: dict[int, list[list[float]]] = vars(plan).setdefault("_loads", {})
+        of_shapes: dict[ModelShape, Any] = vars(plan).setdefault("_loads", {})
+        known: dict[int, list[list[float]]] = of_shapes.setdefault(self.shape, {})
         for i in own.keys() - known.keys():
             known[i] = _loads(plan.chunks[i], plan.sp_size, self.shape)
         loads = {i: known[i] for i in own}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
@@ -254,6 +254,10 @@ class ChunkPlan:
     """Whether each pass gathers the weights of its stage anew, as ZeRO-3 does. Passes are then
     collectives of all ranks that hold the stage: these run in lockstep, equally many passes in
     one order of forwards and backwards, and dummies fill up the lists of those with less to do."""
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the fields alone: what is noted of a plan does not travel to other processes."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def checksum(self) -> int:

@@ -187,7 +187,8 @@ def chunk_inputs(
         positions.append(torch.arange(first, first + stop - start, device="cpu"))
     if not rows.tokens:
         ids = positions = [torch.zeros(1, dtype=torch.int64, device="cpu")]
-    sent = [sent_to(device, torch.cat(x)) for x in (ids, positions)]
+    # of one run they are the sequence's own: on a CPU a copy of all ids would live for the step
+    sent = [sent_to(device, torch.cat(x) if len(x) > 1 else x[0]) for x in (ids, positions)]
     return ChunkInputs(sent[0], sent[1], rows)
 
 

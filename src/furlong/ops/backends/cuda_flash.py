@@ -189,8 +189,8 @@ class CUDAFlash4(CUDAFlash):
         max_q: int, max_k: int, dropout: float, is_causal: bool, debug: bool, **scores: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         call = self._arguments(ends_q, ends_k, max_q, max_k, **scores)
-        forward = self._interface._flash_attn_fwd
         with _as_refusals():
+            forward = self._interface._flash_attn_fwd
             out, lse, *_ = forward(q, k, v, causal=is_causal, return_lse=True, **call)
         return out, lse
 
@@ -201,8 +201,8 @@ class CUDAFlash4(CUDAFlash):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         call = self._arguments(ends_q, ends_k, max_q, max_k, **scores)
         call["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        backward = self._interface._flash_attn_bwd
         with _as_refusals():
+            backward = self._interface._flash_attn_bwd
             dq, dk, dv = backward(q, k, v, out, dout, lse, causal=is_causal, **call)
         return dq, dk, dv
 
@@ -226,10 +226,13 @@ class CUDAFlash4(CUDAFlash):
 
 @contextmanager
 def _as_refusals() -> Iterator[None]:
-    """Raise RuntimeError for what a kernel refuses by an assertion or does not compile."""
+    """Raise RuntimeError for what a kernel refuses by an assertion or does not compile: errors of
+    its compiler derive from Exception alone."""
     try:
         yield
-    except (AssertionError, TypeError, ValueError, KeyError, AttributeError, ImportError) as error:
+    except RuntimeError:
+        raise  # torch's own, which tell a lack of memory from a refusal
+    except Exception as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
