@@ -183,6 +183,8 @@ def test_a_plan_is_walked_once_by_equal_memories():
     plan = plan_on_device([64], ChunkOptions(size=32, keep="kv"), num_layers=4)
     walked = model.memory().curve(plan, 0)
     assert model.memory().curve(plan, 0) is walked
+    with pytest.raises(ValueError, match="read-only"):
+        walked.device[:] = 0
     assert model.memory(2**30).curve(plan, 0) is not walked
     assert model.memory().curve(replace(plan), 0) is not walked
 

@@ -226,6 +226,15 @@ def test_kernels_are_counted_where_a_block_is_cut(small_cudnn):
     assert tally.flops.total() == 14 * 35 * 49 * 6 * 16
     assert tally.flops["cuDNN"] == 14 * 34 * 48 * 6 * 16
     assert not backend.tally.calls
+    with pytest.raises(NotImplementedError):  # softcap: a refused call is not counted
+        backend.forward(q, k, v, replace(block, softcap=1.0))
+    assert not backend.tally.calls
+
+
+def test_a_row_beyond_the_window_of_every_key_sees_nothing():
+    q, k = torch.ones(1, 1, 4), torch.ones(1, 257, 4)
+    out, lse = CUDAFlash().forward(q, k, k, Block(distance=296, window=28, scale=1.0))
+    assert not out.any() and lse.item() == -torch.inf
 
 
 @pytest.mark.parametrize("capability, version, is_right", [

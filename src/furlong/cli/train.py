@@ -26,7 +26,7 @@ _RESUME = "--resume"
 _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _NUM_KERNELS = "64"
 # Chunks of changing length leave gaps in a GPU's memory that segments of fixed size never fill.
-# Threads pin host memory faster than cudaHostAlloc, which takes a page after another.
+# Several threads register host memory side by side; cudaHostAlloc pins it in one (not measured).
 _GPU_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _GPU_SETTINGS = (
     "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"

@@ -390,11 +390,16 @@ class PlanMemory:
         return self.curve(plan, rank).device_bytes
 
     def curve(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
-        """Bytes in every memory while each action of the rank runs, and what it moves. They are
-        noted beside the plan's cached properties, for it does not change."""
+        """Return the bytes in every memory while each action of the rank runs, and what it moves.
+
+        The curve is kept beside the plan's cached properties, since a plan does not change: who
+        asks again gets the same arrays, which nobody can write.
+        """
         known: dict[tuple[PlanMemory, int], MemoryCurve] = vars(plan).setdefault("_curves", {})
         if (self, rank) not in known:
-            known[self, rank] = self._walked(plan, rank)
+            made = known[self, rank] = self._walked(plan, rank)
+            for array in (made.device, made.cpu, made.disk):
+                array.setflags(write=False)
         return known[self, rank]
 
     def _walked(self, plan: ChunkPlan, rank: int) -> MemoryCurve:

@@ -83,7 +83,7 @@ def split_equal_work(
     seq_id: int, seq_len: int, num_slices: int, *, quadratic: float = 0.0, linear: float = 1.0,
     step: int = 1,
 ) -> list[Slice]:  # fmt: skip
-    """Pieces of one sequence that cost about the same, longest first.
+    """Cut one sequence into pieces that cost about the same.
 
     Tokens up to x cost f(x) = quadratic * x^2 + linear * x (attention, and all else), and piece j
     of n stops where f(x) = j / n * f(seq_len), as in InfiniPipe's mesh and in Seq1F1B; the default

@@ -119,7 +119,7 @@ class Backend(Protocol):
     def count(
         self, kernel: str, q: Tensor, k: Tensor, block: Block, *, backward: bool = False
     ) -> None:
-        """Count a call of a kernel on q (N, T, H) and k (K, S, H)."""
+        """Count a call that a kernel has taken, on q (N, T, H) and k (K, S, H)."""
         if self.tally is not None:
             pairs = block.num_pairs(q.shape[1], k.shape[1])
             self.tally.calls[kernel] += 1

@@ -42,12 +42,12 @@ class CUDAFlash(Backend):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         if block.squares:
-            self.count(self.name, q, k, block)
             ends, longest = self._ends(block.squares, q), _longest(block.squares)
             result = self._forward(
                 _rows_first(q), _rows_first(k), _rows_first(v), ends, ends, longest, longest,
                 0.0, True, False, **self._scores(block), **_square_window(block),
             )  # fmt: skip
+            self.count(self.name, q, k, block)
             return result[0].transpose(0, 1), result[1]
         if apart := _rows_apart(q.shape[1], k.shape[1], block):
             outs, lses = zip(
@@ -59,13 +59,13 @@ class CUDAFlash(Backend):
         call = _call_for(q.shape[1], k.shape[1], block)
         if call.rows == 0:
             return _empty(q)
-        self.count(self.name, q, k, block)
         rows, keys = slice(call.rows), slice(call.first_key, None)
         result = self._forward(
             _rows_first(q[:, rows])[None], _rows_first(k[:, keys])[None],
             _rows_first(v[:, keys])[None], None, None, call.rows, k.shape[1] - call.first_key,
             0.0, call.is_causal, False, **self._scores(block), **call.window,
         )  # fmt: skip
+        self.count(self.name, q, k, block)
         seen_out, seen_lse = result[0][0].transpose(0, 1), result[1][0]
         if call.rows == q.shape[1]:
             return seen_out, seen_lse
@@ -78,13 +78,13 @@ class CUDAFlash(Backend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
         if block.squares:
-            self.count(self.name, q, k, block, backward=True)
             ends, longest = self._ends(block.squares, q), _longest(block.squares)
             dq, dk, dv = self._backward(
                 *(_rows_first(x) for x in (dout, q, k, v, out)), lse.contiguous(), ends, ends,
                 longest, longest, 0.0, True, unused, unused,
                 **self._scores(block), **_square_window(block),
             )  # fmt: skip
+            self.count(self.name, q, k, block, backward=True)
             return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
         if apart := _rows_apart(q.shape[1], k.shape[1], block):
             (dq, dk, dv), (more_dq, more_dk, more_dv) = (
@@ -102,7 +102,6 @@ class CUDAFlash(Backend):
         call = _call_for(q.shape[1], k.shape[1], block)
         if call.rows == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        self.count(self.name, q, k, block, backward=True)
         rows, keys = slice(call.rows), slice(call.first_key, None)
         grads = self._backward(
             *(_rows_first(x)[None] for x in (dout[:, rows], q[:, rows], k[:, keys], v[:, keys])),
@@ -110,6 +109,7 @@ class CUDAFlash(Backend):
             call.rows, k.shape[1] - call.first_key, 0.0, call.is_causal, unused, unused,
             **self._scores(block), **call.window,
         )  # fmt: skip
+        self.count(self.name, q, k, block, backward=True)
         dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
         return (
             _padded(dq, 0, q.shape[1]),
@@ -285,6 +285,8 @@ def _call_for(num_rows: int, num_keys: int, block: Block) -> _Call:
     if block.window is None or block.distance < num_keys - 1:
         raise NotImplementedError(f"flash attention has no call for {num_keys} keys of {block}")
     rows = block.visible_rows(num_rows, num_keys)
+    if rows == 0:
+        return _Call(0, 0, False, {})
     first = max(0, block.distance - block.window + 1)
     aligned = (num_keys - first) - rows  # the key, after the first, that the kernel gives row 0
     left = aligned - (block.distance - first) + block.window - 1

@@ -100,8 +100,10 @@ class CUDNN(CUDAFlash):
         block = block.at(part.rows.start, part.keys.start)
         if not part.is_fused:
             return super().forward(q, k, v, block)
+        is_causal = not block.is_full(q.shape[1], k.shape[1])
+        found = _forward(q, k, v, block, is_causal=is_causal)
         self.count("cuDNN", q, k, block)
-        return _forward(q, k, v, block, is_causal=not block.is_full(q.shape[1], k.shape[1]))
+        return found
 
     def _part_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -112,9 +114,10 @@ class CUDNN(CUDAFlash):
         block = block.at(part.rows.start, part.keys.start)
         if not part.is_fused:
             return super().backward(dout, q, k, v, out, lse, block)
-        self.count("cuDNN", q, k, block, backward=True)
         is_causal = not block.is_full(q.shape[1], k.shape[1])
-        return _backward(dout, q, k, v, out, lse, block, is_causal=is_causal)
+        found = _backward(dout, q, k, v, out, lse, block, is_causal=is_causal)
+        self.count("cuDNN", q, k, block, backward=True)
+        return found
 
 
 def parts_of(num_rows: int, num_keys: int, block: Block) -> list[Part]:
