@@ -12,6 +12,7 @@ from helpers.tiny_runs import build_tiny_run
 
 from furlong.cli.main import main
 from furlong.plan.text import load_plan
+from furlong.runtime import two_phase
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def run_file(tmp_path: Path) -> Path:
     settings = {
         "model": {"name": str(tmp_path / "model"), "dtype": "float32"},
         "data": {
-            "train": str(write_pairs(tmp_path / "pairs.jsonl")), "max_seq_len": 512,
+            "train": str(write_pairs(tmp_path / "pairs.jsonl", 9)), "max_seq_len": 512,
             "cache_dir": str(tmp_path / "cache"),
         },
         "chunks": {"size": 64},
@@ -31,16 +32,31 @@ def run_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_plan_of_the_longest_pair(run_file: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "plan.json"
-    assert main(["plan", str(run_file), f"--out={out}"]) == 0
-    said = capsys.readouterr().out
-    plan = load_plan(out.read_text())
-    first, second = plan.seq_lens
-    assert (
-        first == second == json.loads((tmp_path / "run.lengths.json").read_text())["lengths"][-1][0]
+def test_a_run_has_the_plan_of_the_largest_pair(
+    run_file: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """With its prompt in common, where that has a chunk or more."""
+    made, out = [], tmp_path / "plan.json"
+    seen = two_phase.plan_two_phases
+    monkeypatch.setattr(
+        two_phase, "plan_two_phases", lambda *a, **k: made.append(seen(*a, **k)) or made[-1]
     )
-    assert plan.two_phases
+    flags = [
+        "--chunks.size=8",
+        "--data.limit=3",
+        "--train.steps=1",
+        "--train.eval_every_steps=0",
+    ]
+    assert main(["train", str(run_file), *flags, f"--out={tmp_path / 'run'}"]) == 0
+    assert main(["plan", str(run_file), *flags, f"--out={out}"]) == 0
+    plan = load_plan(out.read_text())
+    largest = max(made, key=lambda one: (sum(one.seq_lens), one == plan))
+    assert plan == largest and plan.trees
+
+
+def test_the_page_of_a_pair(run_file: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["plan", str(run_file)]) == 0
+    said = capsys.readouterr().out
     assert "two phases, size 64, num_retained 0" in said
     assert said.partition("\nauto ")[2].strip().startswith(("keep ", "offload "))
     assert main(["plan", str(run_file), "--json", "--chunks.keep=kv"]) == 0

@@ -8,15 +8,16 @@ from pathlib import Path
 from helpers.tiny_runs import TEXTS, TinyRun
 
 
-def write_pairs(file: Path) -> Path:
-    """Eight pairs: the words of a text, and the same ones backwards."""
+def write_pairs(file: Path, num_asked: int = 3) -> Path:
+    """Eight pairs: the words of a text behind the first ones, and the same ones backwards."""
     records = []
     for text in TEXTS:
         words = text.split()
-        chosen, rejected = words[3:], words[:2:-1]
+        chosen = words[num_asked:]
+        rejected = chosen[::-1]
         records.append(
             {
-                "prompt": " ".join(words[:3]),
+                "prompt": " ".join(words[:num_asked]),
                 "chosen": " " + " ".join(chosen),
                 "rejected": " " + " ".join(rejected[: 2 + len(rejected) // 2]),
             }

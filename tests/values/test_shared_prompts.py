@@ -13,10 +13,13 @@ from helpers.batches import batch
 from helpers.forked import FOUR, NESTED, PAIR, Forked
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from naive_losses import whole_values
 from torch import Tensor
 
 import furlong
+from furlong.plan.lengths import Call
 from furlong.runtime.batch import join_prompts, shift_labels
 from furlong.testing import Batch, take_grads, worst_relative_error
 
@@ -252,6 +255,20 @@ def test_only_prompts_of_a_chunk_or_more_are_shared() -> None:
     ]
     assert len(join_prompts(shifted, 41).planned) == 2
     assert len(join_prompts(shifted, 64).planned) == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 50))
+def test_lengths_say_how_a_pair_is_joined(shared: int, one: int, other: int, size: int) -> None:
+    """By which `furlong plan` and a run's decision plan what a call does."""
+    rows = [[*range(shared), 100 + i, *range(n - 1)] for i, n in enumerate((one, other))]
+    rows[0] = rows[0][: max(1, len(rows[0]) - other % 3)]  # may end where the other goes on
+    ids = [torch.tensor(row) for row in rows]
+    joined = join_prompts(shift_labels([{"input_ids": x, "labels": x} for x in ids]), size)
+    lens = tuple(map(len, ids))
+    common = min(shared, *lens)
+    planned = [len(tree.input_ids) for tree in joined.planned]
+    assert (planned, joined.forks) == Call(lens, common).planned(size)
 
 
 def test_equal_tokens_at_other_positions_are_not_shared() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -91,7 +92,8 @@ def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     if too_long := int((train.seq_lens > limit).sum()):
         longer = count_words(too_long, "sequence")
         print(f"longer than data.max_seq_len = {limit:,}: {longer}")
-    lengths = _count(train.epoch_lens(config.train.seed))
+    calls = objective_of(config.train).calls(train, config.chunks.size)
+    lengths = replace(_count(train.epoch_lens(config.train.seed)), calls=calls)
     if given.streaming:
         number = count_words(len(train.seq_lens), "sequence")
         print(f"data.streaming: counted are the first ones, {number}")

@@ -28,6 +28,7 @@ from furlong.config.sources import FlagParser, RunFlags, is_run_file, read_flags
 from furlong.cost.machine import known_machines
 from furlong.errors import PlanError, UserError, in_short, refusal
 from furlong.plan.check import check
+from furlong.plan.lengths import Call
 from furlong.plan.plan import ChunkPlan, Layout
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
 from furlong.planners.candidates import KEEPS, chunks
@@ -213,10 +214,10 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     Raises ConfigError where no plan is predicted to fit.
     """
     batch, config = question.batch, question.config
-    # of pairs: one call of a run, which takes the longest one
-    is_of_pairs = config.train.is_of_pairs
-    if is_of_pairs:
+    calls: tuple[Call, ...] = ()
+    if config.train.is_of_pairs:
         check_pair_options(config.chunks, config.train.loss)
+        calls = batch.lengths.calls or (Call(batch.seq_lens),)
     # as a run does, decided by a part of it
     is_large = question.num_devices > 1 and sum(batch.seq_lens) > MAX_STEP_TOKENS
     decision = decide(
@@ -224,13 +225,13 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
         budget_words=question.budget_words, num_devices=question.num_devices,
         seed=config.train.seed, longest=batch.longest_tokens if config.data.streaming else None,
         steps=None if question.is_run or is_large else batch.seq_lens,
-        pairs=[batch.seq_lens] if is_of_pairs else None, given=question.given,
+        calls=calls, given=question.given,
         method=method or config.chunks.method, must_fit=True, alone=question.is_run, tell=tell,
         may_cut_short=True,
     )  # fmt: skip
     answer, model = decision.answer, decision.model
     assert answer is not None and model is not None
-    name, plan = best_plan(batch.seq_lens, answer)
+    name, plan = best_plan(answer.best.longest if calls else batch.seq_lens, answer)
     plan = one_draw(plan, decision.options.sampling)
     tell("a plan is found, it is measured")
     budget, num_devices = question.limits.device_bytes, question.num_devices
@@ -247,6 +248,9 @@ def _show_found(
     found: Found, question: PlanQuestion, chosen: Namespace, tell: Tell, smallest: str = ""
 ) -> None:
     decision, answer, method, report = found
+    if answer.question.calls:
+        seq_lens = tuple(answer.best.longest)
+        question = replace(question, batch=replace(question.batch, seq_lens=seq_lens))
     plan, num_tried, num_refused = report.plan, len(answer.tried), len(answer.refused)
     above = question.lines() | {"plan": found.words}
     values = question.to_json() | {
@@ -342,6 +346,7 @@ def _longest(
     tokens, own = question.batch.longest_tokens, max(question.batch.seq_lens)
     positions = question.model.shape.num_positions
     is_beyond = positions is not None and positions < own
+    is_pair = len(answer.best.longest) == 2 and bool(answer.question.calls)
     most = None if is_beyond else positions
     longest = longest_sequence(answer, start=own, num_positions=most)
     fits = not report.lacks and tokens <= max(longest.num_tokens, own)
@@ -361,7 +366,7 @@ def _longest(
         f"{count_words(tokens, 'token')} in the data"
         f" ({'in the batch' if tokens == own else f'the batch has {own:,}'}):"
         f" {'fits' if fits else 'does not fit'}\n"
-        f"{'two of one length' if answer.question.pair else 'one sequence alone'} may have"
+        f"{'two that share nothing' if is_pair else 'one sequence alone'} may have"
         f" {may[longest.limit]}{' by memory' if is_beyond else ''}"
     )
     return words, values
@@ -454,7 +459,7 @@ def _cost(answer: Answer, wanted: dict[str, Any], name: str) -> str:
         is_larger = fastest.step_s < chosen.step_s * 1.0005 and more_bytes > 0
         words = f" and {format_bytes(more_bytes)} more" if is_larger else ""
         return f"{_more(fastest.step_s / chosen.step_s)}{words}"
-    if question.pair or not SMALLEST_CHUNK <= wanted["size"] < 2 * question.longest:
+    if question.calls or not SMALLEST_CHUNK <= wanted["size"] < 2 * question.longest:
         return ""
     sizes = {key: size for key, size in question.given.items() if key in SIZES}
     fixed = {key: wanted[key] for key in compared}

@@ -277,8 +277,8 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
     if is_pair:
         longest, is_single = batch.lengths.longest, config.train.loss == "kto"
         seq_lens = [longest] * (2 - is_single)
-        source = f"{'one' if is_single else 'a pair'} of the longest of {name}, the most that is in"
-        source += " one call"
+        source = f"{'the longest' if is_single else 'a pair'} of {name}, the most that is in one"
+        source += " call" + " that shares nothing" * (not (is_single or batch.lengths.calls))
     elif tokens is not None:
         if longest in seq_lens:  # and those behind it, as far as a step takes them
             seq_lens.insert(0, seq_lens.pop(seq_lens.index(longest)))
@@ -298,6 +298,8 @@ def _limited(lengths: Lengths, name: str, limit: int, too_long: str) -> Lengths:
             "raise data.max_seq_len, or set data.too_long to truncate, drop or split",
             "the run's data.max_seq_len",
         )
+    if lengths.longest <= limit:
+        return lengths
     counts: Counter[int] = Counter()
     for seq_len, times in lengths.counts:
         if too_long == "split" and seq_len > limit:
@@ -360,6 +362,8 @@ def _counted(flags: RunFlags, config: RunConfig) -> tuple[str, Lengths]:
     file, is_cut = flags.own.subject, config.data.too_long != "error" or config.data.join
     changed = {flag for flag in flags.names if flag.startswith("--data")} - _NOT_OF_LENGTHS
     changed |= flags.names & {"--train.loss"}
+    if config.train.is_of_pairs:
+        changed |= flags.names & {_LIMIT, "--chunks.size"}
     if config.data.eval_share:
         changed |= flags.names & {"--train.seed"}
     if file is None or changed or (is_cut and _LIMIT in flags.names):

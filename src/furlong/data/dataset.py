@@ -258,6 +258,13 @@ class DataSet:
         """Tokens of each thing that is drawn."""
         return np.asarray(np.add.reduceat(self.seq_lens, self.units[:, 0]))
 
+    def num_shared(self, unit: int) -> int:
+        """First tokens that the two sequences of a unit have in common."""
+        one, other = (self._tokens(seq_id)[0] for seq_id in range(*self.units[unit].tolist()))
+        shorter = min(len(one), len(other))
+        differ = one[:shorter] != other[:shorter]
+        return int(differ.argmax()) if differ.any() else shorter
+
     def epoch_lens(self, seed: int) -> npt.NDArray[np.int64]:
         """Tokens of the sequences of a run's first epoch, in their order."""
         return self.seq_lens[rows_of(self.units[self.mixture.order(seed, 0)])]

@@ -2,6 +2,8 @@
 
 {"version": 1, "lengths": [[812, 3], [4096, 1]]}     three sequences of 812 tokens, one of 4,096
 {"version": 1, "lengths": [812, 4096, 812, 812]}     the same, as it is easiest to write by hand
+{..., "calls": [[4096, 812, 700], ...]}              of pairs: `Lengths.calls`, and of each pair
+                                                     the first tokens that both answers have
 """
 
 from __future__ import annotations
@@ -10,16 +12,28 @@ import json
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, PositiveInt, Tag, ValidationError
+from pydantic import (
+    BaseModel,
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Tag,
+    ValidationError,
+)
 
 from furlong.errors import ConfigError, first_error
 from furlong.files import os_errors_told, write_text
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 VERSION = 1
 MAX_TOKENS = 2**31
@@ -62,11 +76,39 @@ class StepSize:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """The sequences of one call in two phases."""
+
+    seq_lens: tuple[int, ...]
+    shared: int = 0
+    """First tokens that all of them have in common."""
+
+    def planned(self, size: int) -> tuple[list[int], dict[int, list[tuple[int, int]]]]:
+        """Return the sequences of a plan in chunks of `size` tokens, and where they branch, as
+        `runtime.batch.join_prompts` joins two that have the first chunk in common."""
+        longer, *others = sorted(self.seq_lens, reverse=True)
+        if not others or others[0] <= size or self.shared < size:
+            return list(self.seq_lens), {}
+        forks = {0: [(longer, self.shared)]} if self.shared < others[0] else {}
+        return [longer + others[0] - self.shared], forks
+
+    def num_tokens(self, size: int) -> int:
+        """Tokens of a plan in chunks of `size` tokens."""
+        return sum(self.planned(size)[0])
+
+
+NUM_TIMED = 3
+"""Pairs whose steps are timed, evenly spread over their lengths."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lengths:
     """A multiset of sequence lengths."""
 
     counts: tuple[tuple[int, int], ...]
     """`(seq_len, number of sequences)`, ascending in seq_len, without zeros."""
+    calls: tuple[Call, ...] = field(default=(), kw_only=True)
+    """Calls by which a run on pairs is decided (`choose_calls`)."""
 
     @property
     def num_sequences(self) -> int:
@@ -123,6 +165,38 @@ def count_lengths(seq_lens: Iterable[int]) -> Lengths:
     return Lengths(tuple(sorted(counted.items())))
 
 
+def choose_calls(
+    seq_lens: NDArray[Any], shared_of: Callable[[int], int], size: int | None = None
+) -> tuple[Call, ...]:
+    """Return the calls by which a run is decided: `NUM_TIMED` whose steps stand for all, then those
+    of most tokens in chunks of any size (powers of two, and `size`), and that of the longest
+    sequence.
+
+    `seq_lens`: (U, n) tokens of the sequences of each call; `shared_of`: the first tokens that the
+    two sequences of a call have in common, asked for few calls: what has fewer tokens than another
+    one has with its shared prompt needs less in any case.
+    """
+    sums, number = seq_lens.sum(axis=1), len(seq_lens)
+    order = (-sums).argsort(kind="stable").tolist()
+
+    @cache
+    def call(index: int) -> Call:
+        lens = tuple(seq_lens[index].tolist())
+        return Call(lens, shared_of(index) if len(lens) == 2 else 0)
+
+    timed = [order[(2 * i + 1) * number // (2 * NUM_TIMED)] for i in reversed(range(NUM_TIMED))]
+    large, most = list[Call](), 0
+    for index in order:
+        if sums[index] <= most:
+            break
+        large.append(call(index))
+        most = max(most, large[-1].num_tokens(1))
+    sizes = [2**n for n in range(int(seq_lens.max()).bit_length())] + [size] * (size is not None)
+    largest = [max(large, key=lambda one: one.num_tokens(size)) for size in sizes]
+    largest.append(call(int(seq_lens.max(axis=1).argmax())))
+    return (*map(call, timed), *dict.fromkeys(largest))
+
+
 def draw_lengths(lengths: Lengths, count: int, seed: int) -> tuple[int, ...]:
     """`count` sequences in a random order, each once before any comes again; the first ones of a
     longer draw."""
@@ -136,7 +210,10 @@ def draw_lengths(lengths: Lengths, count: int, seed: int) -> tuple[int, ...]:
 
 def write_lengths(file: Path, lengths: Lengths) -> None:
     """Writes the file whole or not at all. Raises ConfigError."""
-    text = json.dumps({"version": VERSION, "lengths": [list(pair) for pair in lengths.counts]})
+    values = {"version": VERSION, "lengths": [list(pair) for pair in lengths.counts]}
+    if lengths.calls:
+        values["calls"] = [[*call.seq_lens, call.shared] for call in lengths.calls]
+    text = json.dumps(values)
     required, source = "a file that can be written", "the place for the lengths"
     with os_errors_told(
         ConfigError, required=required, source=source, or_else=", or choose another file"
@@ -150,6 +227,7 @@ class _File(BaseModel, strict=True):
 
     version: Literal[1]
     lengths: list[_Entry] = Field(min_length=1)
+    calls: list[Annotated[list[NonNegativeInt], Field(min_length=2, max_length=3)]] = []
 
 
 def read_lengths(file: Path) -> Lengths:
@@ -167,7 +245,10 @@ def read_lengths(file: Path) -> Lengths:
     if counted.total() > MAX_SEQUENCES:
         most = f"more than {MAX_SEQUENCES:,}: a sample of them does as well"
         raise _unreadable(file, f"{counted.total():.4g} sequences, {most}")
-    return Lengths(tuple(sorted(counted.items())))
+    calls = tuple(Call(tuple(lens), shared) for *lens, shared in saved.calls)
+    if odd := [call for call in calls if min(call.seq_lens) < max(1, call.shared)]:
+        raise _unreadable(file, f"calls, of which one has {odd[0].seq_lens} tokens")
+    return Lengths(tuple(sorted(counted.items())), calls=calls)
 
 
 def _exponent(seq_len: int) -> int:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import inf
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -121,22 +122,33 @@ def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:
 
     Between the phases lives what the chunks of both sequences keep: `attention` runs no attention
     again, `kv` all of it once more, `input` every forward, and memory falls in this order whatever
-    the lengths are. All are timed and walked, for there are few.
+    the lengths are. All are timed and walked, for there are few. A prompt of a chunk or more is
+    planned once, as a run shares it: which call needs most depends on the size of chunks.
     """
     space, given, found = Space(question, layout), question.options, []
     model, num_layers = space.model, space.model.shape.num_layers
     keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else KEEPS
     for size, keep in product(sizes(space), keeps):
         plain = ChunkOptions(size=size, keep=keep, num_retained=0)
-        for offload in _offload(space, plain, len(question.pair), (num_layers,)):
+        largest = dict.fromkeys(
+            max(question.calls, key=key).seq_lens
+            for key in (methodcaller("num_tokens", size), lambda call: max(call.seq_lens))
+        )
+        for offload in _offload(space, plain, len(question.calls[0].seq_lens), (num_layers,)):
             options = replace(plain, offload=offload)
-            plan_of = partial(plan_two_phases, options=options, num_layers=num_layers)
-            least = needs_of(model.memory().curve(plan_of(question.pair), 0))
+            plan_of = partial(_plan_call, question, options)
+            walked = {lens: needs_of(model.memory().curve(plan_of(lens), 0)) for lens in largest}
+            most = max(walked, key=lambda lens: question.limits.fullest(walked[lens]))
             seconds = inf
-            if question.limits.hold(least):
+            if question.limits.hold(least := walked[most]):
                 seconds = space.busiest_s(plan_of)
-            found.append(Candidate(PAIRS, layout, options, seconds, plan_of, least, question.pair))
+            found.append(Candidate(PAIRS, layout, options, seconds, plan_of, least, most))
     yield from sorted(found, key=lambda c: (c.estimate_s, len(c.options.offloading.targets)))
+
+
+def _plan_call(question: Question, options: ChunkOptions, seq_lens: Sequence[int]) -> ChunkPlan:
+    lens, forks = question.call_of(seq_lens).planned(options.size)
+    return plan_two_phases(lens, options, num_layers=question.model.shape.num_layers, forks=forks)
 
 
 def bounds_of(space: Space, size: int) -> list[ByteBound]:

@@ -20,9 +20,10 @@ from furlong.cost.machine import THIS_CPU, are_links_measured
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError, PlanError, UserError
-from furlong.plan.lengths import Lengths, StepSize, draw_lengths
+from furlong.plan.lengths import NUM_TIMED, Call, Lengths, StepSize, draw_lengths
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners.candidates import KEEPS
+from furlong.planners.chunks import Forks
 from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions, fixed_options, options_in_words
 from furlong.planners.orders import plan_two_phases
 from furlong.planners.question import (
@@ -92,7 +93,8 @@ def longest_sequence(
         least, actions = inf, 0
         for plan_of in plans:
             with suppress(PlanError, UserError):
-                plan = plan_of([num_tokens] * max(1, len(question.pair)))
+                count = len(question.calls[0].seq_lens) if question.calls else 1
+                plan = plan_of([num_tokens] * count)
                 curves = (memory.curve(plan, rank) for rank in range(len(plan.actions)))
                 share = limits.fullest(most_of(map(needs_of, curves))) - 1
                 least, actions = min(least, share), len(plan.actions[0])
@@ -154,12 +156,6 @@ _NEEDS: Mapping[str, tuple[str, str]] = {
 """Requirements of each method, and the sizes that give it a layout."""
 
 
-Pair = tuple[int, ...]
-"""Tokens of both sequences."""
-_NUM_TIMED = 3
-"""Pairs whose steps are timed, evenly spread over their lengths."""
-
-
 @dataclass(frozen=True)
 class Decision:
     """The options of a run, and why."""
@@ -204,7 +200,7 @@ def decide(
     seed: int = 0,
     longest: int | None = None,
     steps: Sequence[int] | None = None,
-    pairs: Sequence[Pair] | None = None,
+    calls: Sequence[Call] = (),
     given: Mapping[str, Any] | None = None,
     method: str = "auto",
     must_fit: bool = False,
@@ -216,14 +212,14 @@ def decide(
 
     `model`: of one device. `size`: of a step. `longest`: tokens of the data's longest sequence, if
     it is not among `lengths`. `steps`: the sequences of the steps that are timed; None: drawn as a
-    run draws them. `pairs`: those of a loss that stands between two phases, one in each call: the
-    largest must fit, and a few of them are timed, on one device. `given`: options, and sizes of the
+    run draws them. `calls`: those of a loss that stands between two phases, on one device
+    (`choose_calls`): the first are timed, and all must fit. `given`: options, and sizes of the
     layout, that the user has given. Where no plan is predicted to fit, small chunks that keep K,V
     are taken, and the words say so; with `must_fit` that is a ConfigError, whose advice is that for
     a run, or without `alone` that for who may take more devices. `may_cut_short`: see `search`.
     """
-    if pairs is not None:
-        question = _question_of_pairs(pairs, model, limits, given or {})
+    if calls:
+        question = _question_of_calls(calls, model, limits, given or {})
     else:
         if steps is None:
             steps, size = sample_steps(lengths, size, seed, num_devices)
@@ -237,13 +233,13 @@ def decide(
         whole, stages = whole_model(question.model_of(layout)), question.stages_of(layout)
         return Decision(options, words, model=whole, layout=layout, stages=stages)
 
-    if pairs is None and question.longest > MAX_CHUNKS * question.given.get("size", inf):
+    if not calls and question.longest > MAX_CHUNKS * question.given.get("size", inf):
         words = f"more than {MAX_CHUNKS:,} chunks are not searched: by the fixed rule"
         options = fixed_options(question.longest, question.options)
         return unsearched(options, words, walkable(question)[0])
     answer = search(question, tell, may_cut_short=may_cut_short)
     if not answer.tried:
-        error = nothing_fits(answer, alone=alone or pairs is not None)
+        error = nothing_fits(answer, alone=alone or bool(calls))
         if must_fit:
             raise error
         budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
@@ -260,14 +256,13 @@ def decide(
     )  # fmt: skip
 
 
-def _question_of_pairs(
-    pairs: Sequence[Pair], model: CostModel, limits: Limits, given: Mapping[str, Any]
+def _question_of_calls(
+    calls: Sequence[Call], model: CostModel, limits: Limits, given: Mapping[str, Any]
 ) -> Question:
-    ordered = sorted(pairs, key=sum)
-    timed = [ordered[(2 * i + 1) * len(ordered) // (2 * _NUM_TIMED)] for i in range(_NUM_TIMED)]
     return Question(
-        [n for pair in timed for n in pair], model, limits, longest=max(map(max, pairs)),
-        sequences_per_step=2, pair=max(pairs, key=lambda pair: (sum(pair), max(pair))),
+        [n for call in calls[:NUM_TIMED] for n in call.seq_lens], model, limits,
+        longest=max(max(call.seq_lens) for call in calls),
+        sequences_per_step=len(calls[0].seq_lens), calls=tuple(calls),
         given={name: value for name, value in given.items() if name not in SIZES},
     )  # fmt: skip
 
@@ -325,14 +320,15 @@ def check_pair_options(chunks: ChunksConfig, loss: str) -> None:
 
 
 def with_keep(
-    seq_lens: Sequence[int], options: ChunkOptions, memory: PlanMemory, budgets: Limits
-) -> ChunkOptions:
+    seq_lens: Sequence[int], options: ChunkOptions, memory: PlanMemory, budgets: Limits,
+    forks: Forks | None = None,
+) -> ChunkOptions:  # fmt: skip
     """The options with a keep in the place of auto: the first of `KEEPS` whose plan the budgets
     hold beside weights, gradients and optimizer; where none does the last one, which needs least.
-    """
+    `forks`: where sequences branch."""
     for keep in KEEPS:
         found = replace(options, keep=keep)
-        plan = plan_two_phases(seq_lens, found, num_layers=memory.shape.num_layers)
+        plan = plan_two_phases(seq_lens, found, num_layers=memory.shape.num_layers, forks=forks)
         if budgets.hold(needs_beside_state(plan, memory)):
             break
     return found

@@ -25,7 +25,7 @@ from furlong.cost.memory import Part
 from furlong.cost.model import CostModel, update_s
 from furlong.cost.training import Training, ZeroStage
 from furlong.errors import ConfigError
-from furlong.plan.lengths import StepSize
+from furlong.plan.lengths import Call, StepSize
 from furlong.plan.plan import TARGETS, ChunkPlan, Layout, OffloadTarget
 from furlong.planners.chunks import by_cost
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
@@ -185,8 +185,8 @@ class Question:
     """`auto`, or the published system whose plans are wanted."""
     mean_keys: float = 0.0
     """Keys that a token of the data attends on average; 0: that of `seq_lens`."""
-    pair: tuple[int, ...] = ()
-    """Tokens of the largest pair of sequences, where each call takes a pair in two phases."""
+    calls: tuple[Call, ...] = ()
+    """The calls that may need most memory, where a step is several calls in two phases."""
     stages: tuple[int, ...] = ()
     """Layers of each stage of a pipeline that is cut already."""
     beat_s: float = inf
@@ -203,6 +203,12 @@ class Question:
             object.__setattr__(self, "sequences_per_step", len(self.seq_lens))
         if not self.mean_keys:
             object.__setattr__(self, "mean_keys", mean_attended_keys(self.seq_lens))
+
+    def call_of(self, seq_lens: Sequence[int]) -> Call:
+        """The call of these sequences; nothing is shared in one that is not known."""
+        lens = tuple(seq_lens)
+        alike = (call for call in self.calls if call.seq_lens == lens)
+        return min(alike, key=lambda call: call.shared, default=Call(lens))
 
     @property
     def options(self) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class _Search:
             else:
                 bounds_s[layout] = 0.0 if self._is_one or self._samples else least_s(space)
         ordered = sorted(bounds_s, key=bounds_s.__getitem__)
-        method = pairs if question.pair else METHODS.get(question.method, chunks)
+        method = pairs if question.calls else METHODS.get(question.method, chunks)
         walks = [
             ((False, bounds_s[layout]), i, self._walk(layout, method, bounds_s[layout]))
             for i, layout in enumerate(ordered)
@@ -308,7 +308,7 @@ class _Search:
             if self._is_one:
                 seconds = candidate.estimate_s
                 is_plain = candidate.options.offloading == ON_DEVICE and sampling is None
-                if not is_plain and not self._question.pair:
+                if not is_plain and not self._question.calls:
                     seconds = space.busiest_s(plan_of)
                     self._num_actions += sum(map(len, plan.actions))
                 self.fitting.append(replace(candidate, step_s=seconds))

@@ -405,7 +405,7 @@ def _tree(
     def grow(group: range, depth: int, parent: int) -> None:
         """Lay out sequences of the order, behind the `depth` tokens that all share, which end at
         token `parent` of the tree."""
-        for own in _groups(group, shared, depth + least_tokens):
+        for own in sorted(_groups(group, shared, depth + least_tokens), key=shortness):
             members = [order[number] for number in own]
             tokens = sequences[members[0]].input_ids
             stop = min((shared[at] for at in own[:-1]), default=len(tokens))
@@ -419,6 +419,10 @@ def _tree(
                 spans.extend(Span(i, depth, at, end) for i in members)
             if len(own) > 1:
                 grow(own, stop, end)
+
+    def shortness(own: range) -> int:
+        """Longest first, so that lengths alone say how a pair lies (`plan.lengths.Call`)."""
+        return -max(len(sequences[order[number]].input_ids) for number in own)
 
     grow(group, 0, 0)
     first = sequences[order[group[0]]].first_position

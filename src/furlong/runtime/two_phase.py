@@ -30,6 +30,7 @@ from furlong.cost.machine import card_budget_bytes, free_ram_budget_bytes
 from furlong.errors import ConfigError, in_short
 from furlong.kv.pools import Pools
 from furlong.plan.plan import ChunkPlan, Forward
+from furlong.planners.chunks import Forks
 from furlong.planners.decide import with_keep
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device, plan_two_phases, require_two_phases
@@ -442,7 +443,7 @@ def _planned_alone(
     lens = [len(tree.input_ids) for tree in batch.planned]
     if differs:
         if options.keep == "auto":
-            options = decided(session, options, lens, autocast)
+            options = decided(session, options, lens, batch.forks, autocast)
         return batch, plan_two_phases(lens, options, num_layers=model.num_layers, forks=batch.forks)
     if options.keep == "auto":
         options = replace(options, keep="kv")  # no matter: nothing comes after the forwards
@@ -479,8 +480,9 @@ moments of AdamW."""
 
 
 def decided(
-    session: Session, options: ChunkOptions, seq_lens: Sequence[int], autocast: Autocast
-) -> ChunkOptions:
+    session: Session, options: ChunkOptions, seq_lens: Sequence[int], forks: Forks,
+    autocast: Autocast,
+) -> ChunkOptions:  # fmt: skip
     """The options of a call with gradients, with a keep in the place of auto: as much as the free
     bytes of the device hold between the phases, `kv` where the model's bytes cannot be counted."""
     storage = session.state.opened.storage
@@ -488,7 +490,8 @@ def decided(
     memory = memory_of(session, autocast.dtype if autocast.enabled else None, room)
     if memory is None:
         return replace(options, keep="kv")
-    return with_keep(seq_lens, options, memory, Limits(room, storage.cpu_bytes, storage.disk_bytes))
+    limits = Limits(room, storage.cpu_bytes, storage.disk_bytes)
+    return with_keep(seq_lens, options, memory, limits, forks)
 
 
 def _room_bytes(session: Session) -> int:

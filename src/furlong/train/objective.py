@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from furlong.config.schema import Format, RunConfig, TrainConfig
 from furlong.errors import ConfigError
+from furlong.plan.lengths import Call, choose_calls
 from furlong.plan.plan import Backward, Forward
 from furlong.planners.decide import check_pair_options
 from furlong.planners.options import ChunkOptions
@@ -24,7 +25,9 @@ from furlong.timeline import Record, Timeline
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from furlong.data.dataset import DataSet
     from furlong.data.loader import Batch
+    from furlong.data.stream import StreamSet
     from furlong.data.tokenize import Sequence as Tokens
     from furlong.runtime.step import StepResult
     from furlong.train.batches import BatchEngine
@@ -69,6 +72,11 @@ class Objective:
         """Gradients of the mean loss of a global batch, or its losses; see `BatchEngine.compute`.
         All processes call it."""
         return engine.compute(batch, options, backward=backward, watch=watch)
+
+    def calls(self, data: DataSet | StreamSet, size: int | str) -> tuple[Call, ...]:
+        """The calls in two phases by which a run over `data` is decided, with `size` as
+        `chunks.size`; none where a step is one plan."""
+        return ()
 
     def num_terms(self, batch: Batch) -> int:
         """Terms of a batch's mean loss."""
@@ -188,6 +196,13 @@ class AnswerLoss(Objective):
             result = engine.compute(learnt, options, weights=counts, watch=watch)
         total = float(loss_sum.detach())
         return replace(result, loss=total / len(units), loss_sum=total, metrics=metrics)
+
+    def calls(self, data: DataSet | StreamSet, size: int | str) -> tuple[Call, ...]:
+        from furlong.data.dataset import DataSet
+
+        assert isinstance(data, DataSet)  # a stream has no reference
+        learnt = data.seq_lens.reshape(-1, self.unit_size)[:, : self.num_learnt]
+        return choose_calls(learnt, data.num_shared, None if isinstance(size, str) else size)
 
     def _beside(self, of_sequences: Sequence[_T]) -> list[_T]:
         return [one for n, one in enumerate(of_sequences) if n % self.unit_size >= self.num_learnt]

@@ -248,10 +248,7 @@ def _searched(
             return Decision(ChunkOptions(**whole), "", model=cost, layout=some[0], stages=stages)
         budget_bytes = _NO_BOUND_BYTES  # but CPU memory and disk must hold it
     objective = objective_of(config.train)
-    pairs = None
-    if objective.in_two_phases(num_processes):
-        learnt = train.seq_lens.reshape(-1, objective.unit_size)[:, : objective.num_learnt]
-        pairs = [tuple(own) for own in learnt.tolist()]
+    is_in_calls = objective.in_two_phases(num_processes)
     lens, size = train.epoch_lens(config.train.seed), step_size(config.train)
     decision = decide(
         count_lengths(lens),
@@ -262,7 +259,7 @@ def _searched(
         num_devices=num_processes,
         seed=config.train.seed,
         longest=train.longest,
-        pairs=pairs,
+        calls=objective.calls(train, config.chunks.size) if is_in_calls else (),
         given=given | {name: size for name, size in sizes.items() if size is not None},
         method=config.chunks.method,
         must_fit=offloads or has_budget or not is_free,
