@@ -8,12 +8,13 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
+from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Offload
-from furlong.planners.decide import nothing_fits
+from furlong.planners.decide import decide, nothing_fits
 from furlong.planners.question import Limits, Question, Space, advice
 from furlong.planners.search import search
 from furlong.planners.setup import offload_budgets
-from furlong.simulate.predict import needs_of
+from furlong.simulate.predict import most_of, needs_of
 
 GIB = 2**30
 
@@ -98,6 +99,42 @@ def test_a_plan_that_fits_holds_the_gradients_of_the_chunks_before(card, gib, pr
         plan = one.plan_of(space.lens(space.dealt[0][0]))
         memory = space.model.memory()
         assert all(limits.hold(needs_of(memory.curve(plan, n))) for n in range(len(plan.actions)))
+
+
+QWEN = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("H100"), Training())
+STAGES = {"dp": 1, "sp": 1, "pp": 2, "size": 1024, "keep": "kv"}
+
+
+@pytest.mark.parametrize(("num_bytes", "fits"), [(11_593_363_455, False), (11_593_363_456, True)])
+def test_a_pipeline_holds_its_batch_and_not_only_the_longest_sequence(num_bytes, fits):
+    """With the first chunks of others 10,627,624,960 bytes: a second long one retains its own."""
+    given = STAGES | {"num_retained": 4}
+    question = Question([4096] * 12, QWEN, Limits(num_bytes, margin=0), 2, given=given)
+    assert bool(search(question).tried) == fits
+
+
+def test_a_whole_step_fits_though_a_part_of_it_decides():
+    """Of a step of more than 2**18 tokens two devices time a part, here without neighbours that are
+    both long."""
+    seq_lens = [8192, *[4096] * 3, *[128] * 2000]
+
+    def decided(num_bytes, **given):
+        return decide(
+            count_lengths(seq_lens), size=StepSize(len(seq_lens)), model=QWEN, num_devices=2,
+            limits=Limits(num_bytes, margin=0), given=STAGES | given, must_fit=True,
+        )  # fmt: skip
+
+    best = decided(20 * GIB, num_retained=4).answer.best
+    assert needs_in(best, seq_lens) == best.needs > needs_in(best, best.longest)
+    with pytest.raises(ConfigError):
+        decided(best.needs.device_bytes - 1, num_retained=4)
+    other = decided(best.needs.device_bytes - 1).answer.best  # the next one
+    assert max(needs_in(other, seq_lens), other.needs) == other.needs < best.needs
+
+
+def needs_in(candidate, seq_lens):
+    plan = candidate.plan_of(tuple(seq_lens))
+    return most_of(needs_of(QWEN.memory().curve(plan, rank)) for rank in (0, 1))
 
 
 @pytest.mark.parametrize("alone", [True, False])

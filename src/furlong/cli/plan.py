@@ -28,7 +28,7 @@ from furlong.config.sources import FlagParser, RunFlags, is_run_file, read_flags
 from furlong.cost.machine import known_machines
 from furlong.errors import PlanError, UserError, in_short, refusal
 from furlong.plan.check import check
-from furlong.plan.lengths import Call
+from furlong.plan.lengths import Call, count_lengths
 from furlong.plan.plan import ChunkPlan, Layout
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
 from furlong.planners.candidates import KEEPS, chunks
@@ -221,7 +221,8 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     # as a run does, decided by a part of it
     is_large = question.num_devices > 1 and sum(batch.seq_lens) > MAX_STEP_TOKENS
     decision = decide(
-        batch.lengths, size=batch.size, model=question.model, limits=question.limits,
+        count_lengths(batch.seq_lens) if is_large and not question.is_run else batch.lengths,
+        size=batch.size, model=question.model, limits=question.limits,
         budget_words=question.budget_words, num_devices=question.num_devices,
         seed=config.train.seed, longest=batch.longest_tokens if config.data.streaming else None,
         steps=None if question.is_run or is_large else batch.seq_lens,

@@ -132,6 +132,7 @@ _MAX_SEQUENCES = 1024
 _MAX_TOKENS = 2**17
 """Most tokens of the predicted steps, but for a single longer sequence: more change the choice by
 less than its error."""
+_MOST_IN_A_STEP = 2**14
 _MIN_STEPS = 4
 """Number of steps that are predicted for several devices, if they have no more tokens than may be.
 """
@@ -221,10 +222,12 @@ def decide(
     if calls:
         question = _question_of_calls(calls, model, limits, given or {})
     else:
+        longest, whole = max(longest or 0, lengths.longest), list[int]()
         if steps is None:
+            whole = whole_step(lengths, size, seed, longest) if num_devices > 1 else whole
             steps, size = sample_steps(lengths, size, seed, num_devices)
         question = Question(
-            steps, model, limits, num_devices, longest=max(longest or 0, lengths.longest),
+            steps, model, limits, num_devices, longest=longest, whole=whole,
             sequences_per_step=size.sequences or 0, tokens_per_step=size.tokens, given=given or {},
             method=method, mean_keys=lengths.num_pairs / lengths.num_tokens,
         )  # fmt: skip
@@ -296,6 +299,14 @@ def sample_steps(
     if size.tokens is not None:
         size = StepSize(max(count, size.tokens * count // sum(some)))
     return some, size
+
+
+def whole_step(lengths: Lengths, size: StepSize, seed: int, longest: int) -> list[int]:
+    """Return the sequences of a run's first step, the longest of them in the place of its longest:
+    no step that a run draws is likely to need more."""
+    drawn = draw_lengths(lengths, min(size.sequences or _MOST_IN_A_STEP, _MOST_IN_A_STEP), seed)
+    step = [longest, *sorted(drawn[: size.stops(drawn)[0]], reverse=True)[1:]]
+    return step[: size.stops(step)[0]]
 
 
 def check_pair_options(chunks: ChunksConfig, loss: str) -> None:

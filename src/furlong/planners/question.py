@@ -183,6 +183,9 @@ class Question:
     """Sizes of the layout (`SIZES`) and options of chunks that the user has fixed, by name."""
     method: str = "auto"
     """`auto`, or the published system whose plans are wanted."""
+    whole: Sequence[int] = ()
+    """Sequences of a whole step with the longest one, which must fit too; empty where `seq_lens`
+    are such steps."""
     mean_keys: float = 0.0
     """Keys that a token of the data attends on average; 0: that of `seq_lens`."""
     calls: tuple[Call, ...] = ()
@@ -283,6 +286,17 @@ class Space:
             most_first = sorted(replicas, key=lambda some: -sum(own[i] for i in some))
             steps.append([[first + i for i in sorted(some)] for some in most_first])
         return steps
+
+    @cached_property
+    def whole(self) -> list[tuple[int, ...]]:
+        """Sequences of two replicas in a whole step: that with most work, that with the longest."""
+        if not self.question.whole:
+            return []
+        step = replace(self.question, seq_lens=self.question.whole, sequences_per_step=0,
+                       tokens_per_step=None)  # fmt: skip
+        (replicas,) = Space(step, self.layout).dealt
+        lens = [tuple(step.seq_lens[i] for i in own) for own in replicas]
+        return list(dict.fromkeys((lens[0], max(lens, key=max))))
 
     @cached_property
     def most_tokens(self) -> int:

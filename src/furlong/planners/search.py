@@ -24,6 +24,7 @@ from heapq import heappop, heappush
 from math import inf, log2
 
 from furlong.errors import ConfigError, PlanError, UserError
+from furlong.plan.lengths import StepSize
 from furlong.plan.plan import ON_DEVICE, ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners import chunkflow, fpdt, infinipipe, places, seco, skrull
 from furlong.planners.candidates import CHUNKS, chunks, least_s, pairs
@@ -185,6 +186,34 @@ class _Search:
                 )
                 if bounds_s[layout] < self._best_s and beside and is_worth_it:
                     deque(self._walk(layout, METHODS[name]), maxlen=0)
+        self._refuse_partial()
+
+    def _refuse_partial(self) -> None:
+        """Refuse the best plan as long as it holds the steps that were timed and no whole step."""
+        while (best := self._best()) is not None:
+            self.fitting.remove(best)
+            try:
+                whole = self._walked(best, self._whole_plans(best))
+            except (UserError, PlanError) as error:
+                self.error = error
+                continue
+            if self._limits.hold(whole.needs):
+                self.fitting.append(whole)
+                break
+            self._refused.append(whole)
+
+    def _whole_plans(self, candidate: Candidate) -> list[ChunkPlan]:
+        """Plans of a whole step's sequences as far as they decide memory. Without a pipeline the
+        longest one does; chunks of a method that `auto` has chosen give way to options."""
+        space, is_named = self._spaces[candidate.layout], candidate.method == self._question.method
+        if candidate.layout.pp == 1 and (candidate.longest or not is_named):
+            return []
+        plan_of = candidate.plan_of
+        if not candidate.longest:
+            plan_of = self._asked(candidate) if is_named else space.plan_of(candidate.options)
+        most = _MAX_ACTIONS * _MOST_TIMES // (4 * _CELL_ACTIONS * candidate.layout.pp)
+        most *= candidate.options.size
+        return [plan_of(_longest_of(lens, most)) for lens in space.whole]
 
     def _beside(self, layout: Layout) -> list[Candidate]:
         """The chunk options that fit in a layout, the fastest first, as far as one replica may take
@@ -346,12 +375,15 @@ class _Search:
         return step_s
 
     def _walked(self, candidate: Candidate, plans: Sequence[ChunkPlan]) -> Candidate:
-        """The candidate with the bytes of these plans."""
+        """The candidate with the bytes of these plans, where they need more than it has shown."""
         memory = self._spaces[candidate.layout].model.memory()
         curves = [memory.curve(p, rank) for p in plans for rank in range(len(p.actions))]
-        curve = max(curves, key=lambda curve: self._limits.lacking(needs_of(curve)))
         self._num_actions += sum(len(own) for plan in plans for own in plan.actions)
-        return replace(candidate, needs=most_of(map(needs_of, curves)), peak=curve.peak)
+        needs = most_of((candidate.needs, *map(needs_of, curves)))
+        if needs == candidate.needs:
+            return candidate
+        curve = max(curves, key=lambda curve: self._limits.lacking(needs_of(curve)))
+        return replace(candidate, needs=needs, peak=curve.peak)
 
     def _options_beside(self, candidate: Candidate) -> ChunkOptions:
         """Chunk options for evaluations, and for what a method with its own chunks has no plan of:
@@ -371,8 +403,12 @@ class _Search:
     def _plan_longest(self, candidate: Candidate) -> None:
         """Raise UserError where the method that is named has no plan of the longest sequence, which
         may take longer than the step that the candidate has to beat."""
+        self._asked(candidate)([self._question.longest])
+
+    def _asked(self, candidate: Candidate) -> PlanOf:
+        """The plans of the method that is named, whatever step the candidate has to beat."""
         (asked,) = METHODS[candidate.method](replace(self._question, beat_s=inf), candidate.layout)
-        asked.plan_of([self._question.longest])
+        return asked.plan_of
 
     def try_least(self) -> None:
         """Find what lacks least, for the message that no plan fits."""
@@ -392,16 +428,16 @@ class _Search:
                 break
             if (candidate.layout, candidate.options) not in known:
                 self._try(candidate, inf)
+                self._refuse_partial()
 
-    def _ranked(self) -> list[Candidate]:
-        """The plans that fit, the chosen one first, then by their seconds."""
+    def _best(self) -> Candidate | None:
+        """The plan that is chosen."""
 
         def simplest(one: Candidate) -> tuple[object, ...]:
             layout = one.layout
             return (one.needs, one.step_s) if self._is_one else (layout.pp, layout.sp, one.step_s)
 
-        best = min(self._alike(), key=simplest, default=None)
-        return sorted(self.fitting, key=lambda one: (one is not best, one.step_s))
+        return min(self._alike(), key=simplest, default=None)
 
     def _alike(self) -> list[Candidate]:
         """The plans within the slack of the fastest one; on one device those of its order, its
@@ -419,7 +455,8 @@ class _Search:
 
     def answer(self, started_s: float) -> Answer:
         """The outcome, with the layouts of which nothing was tried."""
-        tried, limits = self._ranked(), self._limits
+        best, limits = self._best(), self._limits
+        tried = sorted(self.fitting, key=lambda one: (one is not best, one.step_s))
         opened = {one.layout for one in (*self.fitting, *self._refused)}
         too_large, slower = dict(self._too_large), dict[Layout, float]()
         for candidate in self._found:
@@ -440,6 +477,12 @@ class _Search:
             num_pruned=len(self._found) - len(tried) - len(self._refused),
             seconds=time.monotonic() - started_s,
         )
+
+
+def _longest_of(seq_lens: Sequence[int], most_tokens: int) -> tuple[int, ...]:
+    """The longest sequences that have at most so many tokens together, one at least."""
+    ordered = sorted(seq_lens, reverse=True)
+    return tuple(ordered[: StepSize(tokens=most_tokens).stops(ordered)[0]])
 
 
 def walkable(question: Question) -> list[Layout]:
