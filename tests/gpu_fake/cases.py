@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,6 +22,7 @@ import torch
 from fake_gpu import Card, FakeGPU, build
 
 import furlong
+from furlong.models import fused
 from furlong.models.describe import describe
 from furlong.runtime.executor import Executor
 from furlong.values import log_prob
@@ -157,6 +159,41 @@ def mutant(what: str) -> dict[str, Any]:
         return seen(gpu)
 
 
+_QWEN3_8B = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 12288, "vocab_size": 1000, "max_position_embeddings": 2**17,
+}  # fmt: skip
+
+
+def elementwise(*, is_lora: bool, is_fused: bool = True) -> dict[str, Any]:
+    """Kernels and bytes outside of products and attention of each layer and chunk of 8,192 tokens
+    in a step of two chunks, which keep their attention: forward, recompute and backward."""
+    if not is_fused:
+        fused.DEVICES = ()
+
+    def of_layers(number: int) -> tuple[Counter[str], Counter[str]]:
+        with FakeGPU() as gpu:
+            dtype = torch.bfloat16 if is_lora else torch.float32
+            model: Any = build("qwen3", dtype=dtype, num_hidden_layers=number, **_QWEN3_8B)
+            if is_lora:
+                import peft
+
+                lora = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+                model = peft.get_peft_model(model, lora)
+            options = furlong.ChunkOptions(size=8192, keep="attention", num_retained=0)
+            engine = furlong.Engine(model, compute_dtype=torch.bfloat16)
+            for parameter in model.parameters():  # as in any step but the first
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            gpu.clear()
+            engine.forward_backward(batch([16_384]), options)
+            return Counter(gpu.kernels), Counter(gpu.kernel_bytes)
+
+    few, many = of_layers(1), of_layers(2)
+    kernels, moved = ({name: (n - less[name]) / 2 for name, n in more.items() if n > less[name]}
+                      for more, less in zip(many, few, strict=True))  # fmt: skip
+    return {"kernels": kernels, "bytes": moved}
+
+
 def benchmark(part: str) -> dict[str, Any]:
     """A part of benchmarks/gpu.py: models of two layers, all else as on a GPU."""
     import gpu_part
@@ -178,6 +215,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "gemma3_text on an A100": partial(step, "gemma3_text", "none", "chunk-first", AMPERE),
     "old cuDNN": partial(step, "qwen2", "none", "chunk-first", Card(cudnn=91_000)),
     "values of a tree": values,
+    "elementwise, all weights": partial(elementwise, is_lora=False),
+    "elementwise, LoRA": partial(elementwise, is_lora=True),
+    "elementwise, all weights, as written": partial(elementwise, is_lora=False, is_fused=False),
+    "elementwise, LoRA, as written": partial(elementwise, is_lora=True, is_fused=False),
     **{
         f"mutant: {what}": partial(mutant, what)
         for what in (

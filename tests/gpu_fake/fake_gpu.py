@@ -16,7 +16,8 @@ What it does
   a copy is seen to be done by `query`: at once, never, or by chance.
 - The attention operators are checked against what their C++ checks or silently assumes
   (MHA.cpp, sdp_utils.cpp, flash_api.cpp of torch 2.11 to 2.13): see `Rules`.
-- It counts host syncs.
+- It counts host syncs, and the kernels outside of products and attention with the bytes that they
+  read and write (`kernels`, `kernel_bytes`).
 
 What it cannot tell: values (an `item()` gives a number that lets checks pass), real times.
 """
@@ -24,6 +25,7 @@ What it cannot tell: values (an `item()` gives a number that lets checks pass), 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
 import traceback
@@ -46,6 +48,16 @@ from torch.utils._pytree import tree_flatten
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 
+
+def _never_called(*_):
+    raise AssertionError("fake tensors have no kernel")
+
+
+# Of a CUDA build: where a device has a kernel of its own, autograd does not take operators apart.
+_OF_CUDA = torch.library.Library("aten", "IMPL")
+for _name in ("silu_backward", "_fused_rms_norm"):
+    _OF_CUDA.impl(_name, _never_called, "CUDA")
+
 TOUCH_NOTHING = {
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias",
     "_unsafe_view", "lift_fresh", "set_", "resize_", "is_same_size", "sym_size", "_version",
@@ -54,6 +66,13 @@ TOUCH_NOTHING = {
 SYNCS = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim",
     "_unique2", "unique_consecutive", "bincount", "repeat_interleave",
+}  # fmt: skip
+
+
+NO_ELEMENTWISE = {
+    "mm", "addmm", "addmm_", "bmm", "baddbmm",
+    "_flash_attention_forward", "_flash_attention_backward",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
 }  # fmt: skip
 
 
@@ -281,6 +300,8 @@ class FakeGPU:
         self.local = threading.local()
         self.counts: Counter = Counter()
         self.syncs: Counter = Counter()
+        self.kernels: Counter = Counter()
+        self.kernel_bytes: Counter = Counter()
         self.problems: dict[tuple[str, str], list] = {}
         self.host_clock: dict[int, int] = {}
         self.streams: list[FakeStream] = []
@@ -435,7 +456,8 @@ class FakeGPU:
         self._check_attention(name, _with_defaults(func, args), kwargs)
         if name == "_to_copy" and not fakes:
             self._sent(args[0], kwargs)
-        result = func(*args, **kwargs)
+        is_norm = name == "_fused_rms_norm"
+        result = _rms_norm(*args) if is_norm else func(*args, **kwargs)
         if name == "_to_copy" and not fakes and args[0].numel() <= 64:
             with no_dispatch():  # what the host has just sent, it may ask for again
                 result.gpu_values = args[0].tolist()
@@ -516,6 +538,7 @@ class FakeGPU:
         stream.tick()
         self._access(source, stream, writes=False)
         self._access(into, stream, writes=True)
+        self._count("copy_", [source], [into])
         kinds = isinstance(source, FakeTensor), isinstance(into, FakeTensor)
         if kinds == (True, True):
             return func(*args, **kwargs)
@@ -533,6 +556,7 @@ class FakeGPU:
             return
         outputs = [x for x in tree_flatten(result)[0] if isinstance(x, FakeTensor)]
         inputs = [x for x in flat if isinstance(x, FakeTensor)]
+        self._count(name, [] if name in ("zero_", "fill_") else inputs, outputs)
         stream = self.stream()
         stream.tick()
         written = {id(x) for x in outputs}
@@ -544,6 +568,12 @@ class FakeGPU:
             self._access(x, stream, writes=id(x) in written)
         for x in outputs:
             self._access(x, stream, writes=True)
+
+    def _count(self, name, inputs, outputs):
+        """A kernel that reads its inputs once, and writes its outputs once."""
+        if name not in NO_ELEMENTWISE:
+            self.kernels[name] += 1
+            self.kernel_bytes[name] += sum(_touched(x) for x in (*inputs, *outputs))
 
     def _access(self, x, stream, *, writes):
         if not isinstance(x, Tensor) or x.numel() == 0:
@@ -584,7 +614,13 @@ class FakeGPU:
                         self.problem("RACE", f"{what} is freed while stream {number} uses it")
 
     def clear(self):
-        for counter in (self.counts, self.syncs, self.rules.shapes):
+        for counter in (
+            self.counts,
+            self.syncs,
+            self.rules.shapes,
+            self.kernels,
+            self.kernel_bytes,
+        ):
             counter.clear()
         self.problems.clear()
 
@@ -622,6 +658,18 @@ def _span(x) -> tuple[int, int]:
     size, first = x.element_size(), x.storage_offset()
     last = first + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
     return first * size, last * size
+
+
+def _rms_norm(x, shape, *_):
+    """The output, and the reciprocal of each row's root mean square."""
+    rows = (*x.shape[: x.ndim - len(shape)], *(1 for _ in shape))
+    return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+
+
+def _touched(x) -> int:
+    """Bytes of a tensor, each element of an expanded one once."""
+    sizes = (n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
+    return x.element_size() * math.prod(sizes)
 
 
 def _is_cpu(device) -> bool:

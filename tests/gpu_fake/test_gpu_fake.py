@@ -99,6 +99,18 @@ def test_a_wait_that_is_left_out_is_a_race(what):
     assert len(races) == len(found["problems"])
 
 
+@pytest.mark.slow
+def test_few_kernels_lie_between_products():
+    """Of Qwen3-8B, per layer and chunk of 8,192 tokens."""
+    most = {"all weights": (86, 12.8e9), "LoRA": (111, 12.1e9)}
+    found = seen(*(f"elementwise, {what}" for what in most))
+    for what, (num_kernels, num_bytes) in most.items():
+        case = found[f"elementwise, {what}"]
+        assert "error" not in case, case
+        assert sum(case["kernels"].values()) <= num_kernels
+        assert sum(case["bytes"].values()) <= num_bytes
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in ALL if case not in QUICK])

@@ -614,9 +614,9 @@ class ModelConfig(BaseModel):
     the model's where it has the same type."""
     compile: bool = False
     """torch.compile of each layer, with attention between its graphs; in one process."""
-    kernels: Literal["none", "liger", "hub"] = "none"
-    """Norms and activations of liger-kernel, or of the Hub: transformers' use_kernels, which loads
-    compiled code from there."""
+    kernels: Literal["auto", "none", "liger", "hub"] = "auto"
+    """auto: torch's RMS norm on a GPU, where it agrees with the model's. Norms and activations of
+    liger-kernel, or of the Hub: transformers' use_kernels, which loads compiled code from there."""
 
 
 class SampleConfig(BaseModel):

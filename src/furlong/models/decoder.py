@@ -29,6 +29,7 @@ from furlong.errors import PlanError, UnsupportedModelError, UserError
 from furlong.families import family_of, for_all_layers
 from furlong.models.attention import (
     CellAttention,
+    Change,
     KVReady,
     bound,
     cache_argument,
@@ -38,6 +39,7 @@ from furlong.models.attention import (
     own_forward,
     patched,
 )
+from furlong.models.fused import fused
 from furlong.models.mixers import (
     NUM_TOKENS,
     Called,
@@ -416,6 +418,7 @@ class HFDecoder:
         with (
             chunked_attention(self.base, self.max_seq_len, self.compiled),
             relaying(mixers) if mixers else nullcontext(),
+            patched(self.fused),
             hooked(self.decoder, self._refuse_others),
         ):
             yield
@@ -506,6 +509,11 @@ class HFDecoder:
             return []
         others = {self.base, self.decoder, *self.base.get_input_embeddings().modules()}
         return [module for module in found if module not in others]
+
+    @cached_property
+    def fused(self) -> list[Change]:
+        """The changes that save element-wise kernels; a compiled layer has fewer already."""
+        return [] if self.compiled else fused(self.base)
 
     @property
     def cell_modules(self) -> list[nn.Module]:

@@ -71,6 +71,8 @@ class ModelState:
     pools: Pools | None = None
     backend: ProbedBackend = field(default_factory=ProbedBackend)
     checked: set[tuple[Any, ...]] = field(default_factory=set)
+    keeps_written: bool = False
+    """Whether chunks with fused modules have failed a check that those without have passed."""
     thread: int | None = None
     """The thread of the call that runs."""
     pooled: threading.Lock = field(default_factory=threading.Lock)
@@ -318,6 +320,8 @@ class Session:
                 is_entered=self._is_entered,
                 device=self.device,
             )
+            if self.state.keeps_written:
+                self.model.fused = []
             if self.ranks is not None:
                 require_stages(self.ranks.pp, self.model.num_layers)
         elif base.training:
@@ -454,7 +458,7 @@ class Session:
 
         def check() -> None:
             if not is_checked:
-                self_check(self.model, self.state.backend, heights)
+                self._check(heights)
             _ = self.model.probed  # an adapter that is new finds its mixers in a forward
 
         with self._weights():
@@ -463,6 +467,22 @@ class Session:
                     module.unshard()
             together(self.ranks, check)
         self.state.checked.add(key)
+
+    def _check(self, heights: tuple[int, ...]) -> None:
+        """Check the model in chunks; without fused modules where it fails with them."""
+        try:
+            self_check(self.model, self.state.backend, heights)
+            return
+        except UnsupportedModelError as error:
+            if not self.model.fused:
+                raise
+            fault = reason_of(error)
+        self.model.fused = []
+        self_check(self.model, self.state.backend, heights)
+        self.state.keeps_written = True
+        warnings.warn(
+            f"{self.model.name} keeps its own norms and adapters in chunks: {fault}", stacklevel=2
+        )
 
     def _key(self, now: tuple[int, int, int], heights: tuple[int, ...]) -> tuple[object, ...]:
         return now[:2], self.compute_dtype, self.max_seq_len, heights, self._is_entered

@@ -26,6 +26,7 @@ from furlong.data.stream import SharedBlocks, StreamSet
 from furlong.kv.pools import Storage
 from furlong.models.build import build_model
 from furlong.models.decoder import HFDecoder
+from furlong.models.fused import keep_written
 from furlong.planners.decide import Decision, division_in_words
 from furlong.planners.options import option_values, value_in_words
 from furlong.planners.setup import given_options
@@ -86,10 +87,12 @@ def build_run_model(
 def fused(config: RunConfig, model: Any) -> Any:
     """The model where it computes, with the kernels and the compiled layers that the run names."""
     settings = config.model
-    if settings.kernels == "none" and not settings.compile:
+    if settings.kernels == "none":
+        keep_written(model)
+    if settings.kernels in ("auto", "none") and not settings.compile:
         return model
     adapter = HFDecoder(model, max_seq_len=config.data.max_seq_len)
-    if settings.kernels != "none":
+    if settings.kernels == "liger" or settings.kernels == "hub":
         put_kernels(adapter, settings.kernels, getattr(torch, settings.dtype))
     for layer in adapter.layers if settings.compile else ():
         layer.compile()

@@ -1,0 +1,165 @@
+"""Fewer element-wise kernels in passes on a GPU: RMS norms, and adapters' outputs.
+
+Of the bytes that a layer of 8B moves outside of products and attention, most are those of norms,
+which transformers writes as operators in float32, and with LoRA those of wide outputs that peft
+scales and adds. torch's RMS norm reads and writes once; a product adds its result to the base's.
+Both round once where those round twice or more. Python callers who give a module a `forward` of
+its instance's own keep it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from furlong.models.attention import Change
+from furlong.testing import relative_error
+
+DEVICES = ("cuda",)
+"""Types of devices whose modules are changed."""
+_EPSILONS = ("variance_epsilon", "eps")
+_NUM_ROWS = 8
+_WORST = 1.1
+"""The largest error against float32, by that of the module's own forward."""
+_ROUNDING = 1e-6
+"""Relative error of float32 that is rounding."""
+
+Norm = Callable[[Tensor, Tensor, float], Tensor]
+"""x (..., D), weight (D,), epsilon -> (..., D)."""
+NORMS: tuple[Norm, ...] = (
+    lambda x, weight, eps: rms_norm(x, weight.shape, weight, eps),
+    # Gemma's: the kernel takes one dtype, and 1 + weight is not to be rounded to 16 bits
+    lambda x, weight, eps: rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype),
+)
+_AGREED: dict[Any, dict[torch.dtype, Norm]] = {}
+"""The norm of each dtype in which it agrees, by the kind of module that was asked."""
+
+
+def fused(base: nn.Module) -> list[Change]:
+    """Return the changes of `forward` in the modules of a model."""
+    here = [m for m in base.modules() if "forward" not in vars(m) and _lies_there(m)]
+    functions = [*_norms(here), *_adapters(here)]
+    return [(vars(own.args[0]), "forward", own) for own in functions]
+
+
+def keep_written(base: nn.Module) -> None:
+    """Let the modules that `fused` would change keep the forward of their class, for good."""
+    for names, key, own in fused(base):
+        names[key] = own.args[0].forward
+
+
+def _lies_there(module: nn.Module) -> bool:
+    return any(p is not None and p.device.type in DEVICES for p in module.parameters())
+
+
+def _norms(modules: list[nn.Module]) -> Iterator[partial[Tensor]]:
+    """Which module is an RMS norm no name tells: what has a weight (D,), an epsilon and nothing
+    else is asked on random numbers, one of each kind, where it computes."""
+    for module in modules:
+        eps = next((e for n in _EPSILONS if isinstance(e := vars(module).get(n), float)), None)
+        weight = module._parameters.get("weight")
+        held = [*module._parameters.values(), *module._buffers.values(), *module._modules.values()]
+        takes = inspect.signature(type(module).forward).parameters
+        if eps is None or weight is None or weight.ndim != 1 or len(takes) != 2:
+            continue
+        if sum(x is not None for x in held) != 1:
+            continue
+        numbers = [
+            (name, value) for name, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and name != "training"
+        ]  # fmt: skip
+        kind = type(module), weight.device, weight.shape, weight.dtype, *numbers
+        if kind not in _AGREED:
+            dtypes = {torch.bfloat16, weight.dtype} - {torch.float64}
+            chosen = ((dtype, _choose(module, eps, dtype)) for dtype in dtypes)
+            _AGREED[kind] = {dtype: norm for dtype, norm in chosen if norm is not None}
+        if _AGREED[kind]:
+            yield partial(_norm, module, eps, _AGREED[kind])
+
+
+def _norm(
+    module: Any, eps: float, norms: dict[torch.dtype, Norm], *args: Tensor, **named: Tensor
+) -> Tensor:
+    (x,) = (*args, *named.values())
+    norm = norms.get(x.dtype)
+    if norm is None or module.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
+        return type(module).forward(module, x)  # type: ignore[no-any-return]
+    return norm(x, module.weight, eps)
+
+
+def _choose(module: Any, eps: float, dtype: torch.dtype) -> Norm | None:
+    """The first of `NORMS` whose values and gradients are as near to float32 as the module's."""
+    generator, shape = torch.Generator("cpu").manual_seed(0), module.weight.shape
+
+    def draw(*sizes: int) -> Tensor:
+        # a mean that is not zero tells an RMS norm from a layer norm
+        x = torch.randn(*sizes, *shape, generator=generator, device="cpu") + 0.5
+        return x.to(module.weight.device, dtype)
+
+    x, w, g = draw(_NUM_ROWS), draw(), draw(_NUM_ROWS)
+
+    def written(x: Tensor, w: Tensor, _: float) -> Tensor:
+        twin = copy(module)
+        vars(twin)["_parameters"] = {"weight": w}
+        return type(module).forward(twin, x)  # type: ignore[no-any-return]
+
+    def outcome(norm: Norm, x: Tensor, w: Tensor, g: Tensor) -> list[Tensor]:
+        leaves = [given.clone().requires_grad_() for given in (x, w)]
+        with torch.enable_grad():
+            y = norm(leaves[0], leaves[1], eps)
+        return [y.detach(), *torch.autograd.grad(y, leaves, g)]
+
+    def errors(norm: Norm) -> list[float]:
+        found = outcome(norm, x, w, g)
+        return [relative_error(own, true) for own, true in zip(found, truth, strict=True)]
+
+    try:
+        truth = outcome(written, x.float(), w.float(), g.float())
+        bounds = [max(_WORST * error, _ROUNDING) for error in errors(written)]
+        for norm in NORMS:
+            if all(e <= most for e, most in zip(errors(norm), bounds, strict=True)):
+                return norm
+    except (RuntimeError, TypeError):  # no norm of one tensor, or no kernel for it
+        pass
+    return None
+
+
+def _adapters(modules: list[nn.Module]) -> Iterator[partial[Tensor]]:
+    peft: Any = sys.modules.get("peft.tuners.lora.layer")
+    for module in modules if peft else ():
+        if type(module) is peft.Linear and type(module.base_layer) is nn.Linear:
+            yield partial(_adapted, module)
+
+
+def _adapted(module: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
+    """peft's forward of a linear layer, whose low-rank product adds to what the base has given."""
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    parts: list[Any] = [module.base_layer]
+    parts += [table[names[0]] for table in (module.lora_A, module.lora_B) if names]
+    if (
+        args or named or len(names) != 1 or names[0] in module.lora_variant or module.merged
+        or module.disable_adapters or torch.is_autocast_enabled(x.device.type)
+        or not all(_is_plain(part) and part.weight.dtype == x.dtype for part in parts)
+        or parts[-1].bias is not None
+    ):  # fmt: skip
+        return type(module).forward(module, x, *args, **named)  # type: ignore[no-any-return]
+    (name,) = names
+    base, down, up = parts
+    low = down(module.lora_dropout[name](x)).flatten(0, -2)  # (tokens, rank)
+    # of two dimensions it is no view, which a sum in place would copy
+    out = base(x.flatten(0, -2))
+    out.addmm_(low, up.weight.t(), alpha=module.scaling[name])
+    return out.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+
+
+def _is_plain(module: Any) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is nn.Linear and not hooks and "forward" not in vars(module)
