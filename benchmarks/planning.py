@@ -104,7 +104,7 @@ def _skrull() -> Callable[[], object]:
 def _infinipipe() -> None:
     lens = [min(n, _CONTEXT_TOKENS) for n in sample_lengths("github", 512)]
     model = CostModel(model_shape("GPT-13B"), Machine.named("A800"), Training(zero_stage=3))
-    stages = cut_layers(model.shape, 4, mean_attended_keys(lens))
+    stages = cut_layers(model, 4, mean_attended_keys(lens))
     made = plan_infinipipe(lens, model, stages=stages, sp_size=8)
     num_slices = max(map(len, made.groups.values()))
     console.print(f"InfiniPipe: {num_slices} slices, {len(made.chunks)} chunks")

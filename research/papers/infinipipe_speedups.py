@@ -203,7 +203,7 @@ def steps(model: str, lens: Sequence[int]) -> Steps:
     layers = usual if max(lens) <= 96 * K else None  # beyond, what is fastest of what fits
     groups = TensorParallel.of(cost.shape, cost.hardware, replace(cost.training, zero_stage=1), 8)
     megatron = with_ring(groups, lens, cp)
-    stages = cut_layers(cost.shape, NUM_STAGES, mean_attended_keys(lens))
+    stages = cut_layers(cost, NUM_STAGES, mean_attended_keys(lens))
     own = plan_infinipipe(lens, cost, stages=stages, sp_size=8)
     divided = in_equal_heads(cost, sp)
     ulysses = plan_ulysses(lens, divided, dp_size=32 // sp, sp_size=sp, recompute_layers=layers)

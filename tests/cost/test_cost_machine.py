@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -212,7 +213,8 @@ def test_assumed_rates_are_those_of_the_dtype(name, dtype, slower, tmp_path, mon
     """A calibration's are shares of the peak in 16 bits, whatever its dtype."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shape = model_shape("Qwen2.5-0.5B")
-    model = CostModel(shape, Machine.named(name), Training.in_dtype(dtype))
+    card = replace(Machine.named(name), activation_bytes_per_s=inf)
+    model = CostModel(shape, card, Training.in_dtype(dtype))
     plan = plan_on_device([2**17], ChunkOptions(size=2**17), num_layers=24)
     sixteen, wide = (
         sum(costs.compute_s(action, 0) for action in plan.actions[0])

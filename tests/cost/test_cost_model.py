@@ -1,6 +1,7 @@
 """Seconds of actions: what hides behind what, and what the simulator makes of them."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from papers.chunkflow_plan import plan_chunkflow
@@ -31,7 +32,9 @@ from furlong.simulate.clock import simulate
 SHAPE = model_shape("Llama-3-8B")
 A100 = Machine.named("A100-80")
 HALF = Efficiency(best=0.5, half_tokens=0)
-EXACT = replace(A100, linear=HALF, attention_forward=HALF, attention_backward=HALF)
+EXACT = replace(
+    A100, linear=HALF, attention_forward=HALF, attention_backward=HALF, activation_bytes_per_s=inf
+)
 LONG = 32 * 1024
 
 

@@ -11,6 +11,7 @@ from furlong.cost.machine import Efficiency, Machine
 from furlong.cost.memory import stage_bytes
 from furlong.cost.model import CostModel, update_s
 from furlong.cost.seconds import attended_keys, chunk_table
+from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Place, Recompute, Slice
 from furlong.planners.chunks import group_chunks
@@ -20,7 +21,7 @@ from furlong.planners.orders import plan_1f1b, plan_on_device
 FREE = Efficiency(inf, 0.0)
 NOTHING = replace(
     Machine.named("A100-80"), linear=FREE, attention_forward=FREE, attention_backward=FREE,
-    layer_launch_s=0.0, hides_launches=False,
+    layer_launch_s=0.0, hides_launches=False, activation_bytes_per_s=inf,
 )  # fmt: skip
 CHUNKS = (
     Chunk((Slice(0, 0, 40),)),
@@ -184,3 +185,39 @@ def test_seconds_without_a_plan_are_those_of_a_plan():
     for rank, own in enumerate(cells):
         expected = [costs.compute_s(action, rank) for action in own]
         assert found[rank].ravel().tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("card", "lora", "bytes_passed", "linear_flops_per_s", "bandwidth"),
+    [
+        ("H100", None, 34.1e9, 620e12, 2.6e12),
+        ("H100", Lora(16), 38.9e9, 620e12, 2.6e12),
+        ("H200", Lora(16), 38.9e9, 690e12, 3.6e12),
+    ],
+)
+def test_each_kind_of_kernel_of_a_layer_takes_what_was_counted_of_it(
+    card, lora, bytes_passed, linear_flops_per_s, bandwidth
+):
+    """Qwen3-8B in one chunk, which is not recomputed: products, cuDNN's attention, and bytes of
+    unfused element-wise kernels, counted by operator for 8,192 tokens with a recompute: a fourth
+    of their passes, for a backward is two."""
+    shape, tokens, machine = model_shape("Qwen3-8B"), 32_768, Machine.named(card)
+    plan = plan_on_device([tokens], ChunkOptions(size=tokens, num_retained=0), num_layers=36)
+    free = dict.fromkeys(("linear", "attention_forward", "attention_backward"), FREE)
+    free |= {"activation_bytes_per_s": inf, "layer_launch_s": 0.0}
+
+    def layers_s(*kinds):
+        spent = {name: getattr(machine, name) for name in kinds}
+        model = CostModel(
+            replace(shape, vocab_size=0), replace(machine, **free | spent), Training(lora=lora)
+        )
+        return sum(model.costs(plan).compute_s(action, 0) for action in plan.actions[0])
+
+    elements = 3 / 4 * 36 * tokens / 8192 * bytes_passed / bandwidth
+    assert layers_s("activation_bytes_per_s") == pytest.approx(elements, rel=0.05)
+    matrices = sum(layer.matrices for layer in shape.layers)
+    products = (4 if lora else 6) * matrices * tokens / linear_flops_per_s
+    assert layers_s("linear") == pytest.approx(products, rel=0.05)
+    keys = 36 * 4 * 4096 * attended_keys(0, tokens) / 1e12
+    attention = keys * (1 / 580 + 2.5 / 480)
+    assert layers_s("attention_forward", "attention_backward") == pytest.approx(attention, rel=0.05)

@@ -154,7 +154,7 @@ def skrull(rng):
 
 
 def infinipipe(rng):
-    sp_size, stages = rng.choice((1, 2)), cut_layers(MODEL.shape, rng.randint(1, 3))
+    sp_size, stages = rng.choice((1, 2)), cut_layers(MODEL, rng.randint(1, 3))
     return plan_infinipipe(lengths(rng), MODEL, stages=stages, sp_size=sp_size)
 
 

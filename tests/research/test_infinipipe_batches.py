@@ -26,7 +26,7 @@ GPT = CostModel(model_shape("GPT-13B"), Machine.named("A800"))
 def test_a_batch_of_the_paper():
     lens = [min(n, 192 * K) for n in sample_lengths("github", 512, 0)]
     model = replace(GPT, training=Training(zero_stage=3))
-    stages = cut_layers(model.shape, 4, mean_attended_keys(lens))
+    stages = cut_layers(model, 4, mean_attended_keys(lens))
     plan = plan_infinipipe(lens, model, stages=stages, sp_size=8)
     # "usually at most two pipelines", and bubbles below 20 % (5.3)
     assert (

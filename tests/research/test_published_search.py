@@ -92,7 +92,7 @@ def rooms(batch):
     for layout, balance in product(layouts(2, MODEL.shape), ("none", "tokens", "time")):
         if layout.dp <= len(lens):
             yield Room(
-                layout=layout, stages=cut_layers(MODEL.shape, layout.pp, keys),
+                layout=layout, stages=cut_layers(MODEL, layout.pp, keys),
                 balance=balance, longest_tokens=longest,
                 sizes=chunk_sizes(layout, longest, least=1024),
             )  # fmt: skip

@@ -138,7 +138,7 @@ def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Itera
         if layout.dp > len(lens):
             continue
         if layout.pp not in cuts:
-            cuts[layout.pp] = cut_layers(model.shape, layout.pp, mean_keys)
+            cuts[layout.pp] = cut_layers(model, layout.pp, mean_keys)
         sizes = chunk_sizes(layout, longest, least=least, below=below)
         for balance in ways_to_deal(layout, len(lens)):
             yield Room(

@@ -59,6 +59,9 @@ _CORE_FLOPS_PER_S = 5e10
 OPTIMIZER_STEP_BYTES = 30
 """AdamW reads a gradient (4 bytes), a master weight (4) and two moments (8) of each parameter, and
 writes all but the gradient, and the weight in 16 bits (2)."""
+_ACHIEVED_BANDWIDTH, _BYTES_PER_SAVED = 0.77, 4.8
+"""Assumed of a card's memory, and of unfused element-wise kernels: bytes that they read and write
+for each byte of a graph, in both passes of a forward and twice in a backward."""
 CPU_TILE_TOKENS = 512
 """Keys of a tile of torch's flash attention on a CPU (kvSplitSize in FlashAttentionKernel.cpp)."""
 
@@ -505,6 +508,7 @@ def _machine(
         layer_launch_s=1.5e-4,
         optimizer_parameters_per_s=memory_tb_per_s * 1e12 / OPTIMIZER_STEP_BYTES,
         unpacking_bytes_per_s=memory_tb_per_s * 1e12,
+        activation_bytes_per_s=_ACHIEVED_BANDWIDTH / _BYTES_PER_SAVED * memory_tb_per_s * 1e12,
         links=ClusterLinks(
             devices_per_node=8,
             within_node=Link(2e-5, of_node["within_node_bytes_per_s"]),

@@ -28,7 +28,6 @@ import numpy as np
 from furlong.cost.machine import Machine
 from furlong.cost.memory import PlanMemory
 from furlong.cost.seconds import (
-    ATTENTION_BACKWARD,
     HEADS,
     Array,
     ChunkTable,
@@ -38,9 +37,8 @@ from furlong.cost.seconds import (
     cell_parts,
     chunk_table,
     parts_of,
-    sequence_flops,
 )
-from furlong.cost.shape import ModelShape
+from furlong.cost.shape import LayerShape, ModelShape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.passes import passes
@@ -138,12 +136,22 @@ class CostModel:
     def sequence_seconds(self, seq_lens: Sequence[int]) -> list[float]:
         """Seconds of a forward and a backward of each whole sequence through the whole model on one
         device with its kernels at their best, by which replicas are dealt sequences."""
-        machine, products = self.hardware, 3 if self.training.lora is None else 2
-        linear = products / machine.linear.best
-        attention = 1 / machine.attention_forward.best
-        attention += ATTENTION_BACKWARD / machine.attention_backward.best
-        flops = [sequence_flops(self.shape, n) for n in seq_lens]
-        return [(linear * a + attention * b) / machine.peak_flops_per_s for a, b in flops]
+        return self._at_best((self.shape.num_layers,), 0, seq_lens)
+
+    def layer_seconds(self, mean_keys: float) -> list[float]:
+        """Seconds as of `sequence_seconds` of each layer, those of the head with the last one's,
+        for a sequence whose tokens attend `mean_keys` on average: stages are cut by them."""
+        layers, seq_len = self.shape.layers, max(1, round(2 * mean_keys) - 1)
+        stages, known = (1,) * len(layers), dict[tuple[LayerShape, bool], float]()
+        for i, layer in enumerate(layers):
+            kind = layer, i == len(layers) - 1
+            if kind not in known:
+                (known[kind],) = self._at_best(stages, i, [seq_len])
+        return [known[layer, i == len(layers) - 1] for i, layer in enumerate(layers)]
+
+    def _at_best(self, stages: tuple[int, ...], stage: int, seq_lens: Sequence[int]) -> list[float]:
+        own = self.stage_seconds(stages, stage, layout=Layout(), ranks=(0,))
+        return own.sequence_seconds(sum(cell_parts(stages, stage), ()), seq_lens)
 
     def memory(self, budget_bytes: int | None = None) -> PlanMemory:
         """Bytes of every action of any plan; the default budget is the device's."""

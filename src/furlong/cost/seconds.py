@@ -104,6 +104,9 @@ Hidden = Literal["all-to-all", "gathers", "streams"]
 processes, the weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another
 target."""
 HEADS = ("head", "head and back")
+_ADAPTED = 1.6
+"""Bytes that pass through a GPU's kernels for each saved one with adapters, over those without: the
+frozen products save less, and scale and add of adapters pass outputs that nobody saves."""
 _NO_WAIT = Link(0.0, float("inf"))
 
 
@@ -183,10 +186,7 @@ class StageSeconds:
 
     def pass_seconds(self, parts: tuple[PassPart, ...], table: ChunkTable) -> Array:
         """(P, S, C) parts of a pass over the stage, on every process."""
-        if parts not in self._rows:
-            rows = zip(*map(self._row, parts), strict=True)
-            self._rows[parts] = tuple(np.array(row, float) for row in rows)
-        matrices, keys, attending, launches = self._rows[parts]
+        matrices, keys, attending, launches = self._factors(parts)
         tokens, busy = table.tokens, (table.tokens > 0).astype(float)
         # E experts of which a token visits k: n tokens visit E (1 - (1 - k/E)^n) on average
         visited = [1 - share ** np.maximum(tokens - 1, 0) for share in self._unvisited]
@@ -209,6 +209,23 @@ class StageSeconds:
                     both(own_s, self._gathered_s(backward=part.work == "backward"), out=own_s)
         return seconds
 
+    def sequence_seconds(self, parts: tuple[PassPart, ...], seq_lens: Sequence[int]) -> list[float]:
+        """Seconds of parts of passes of each whole sequence, with kernels at their best."""
+        matrices, keys, *_ = self._factors(parts)
+        token_s, key_s = matrices[:, 0].sum(), keys.sum(axis=0)
+        return [
+            token_s * n
+            + sum(s * attended_keys(0, n, w) for s, w in zip(key_s, self._windows, strict=False))
+            for n in seq_lens
+        ]
+
+    def _factors(self, parts: tuple[PassPart, ...]) -> tuple[Array, ...]:
+        """Arrays (P, ...) of the factors of each part, as of `_row`."""
+        if parts not in self._rows:
+            rows = zip(*map(self._row, parts), strict=True)
+            self._rows[parts] = tuple(np.array(row, float) for row in rows)
+        return self._rows[parts]
+
     def _row(self, part: PassPart) -> tuple[list[float], list[float], int, list[float]]:
         """Factors of one part: of tokens, of processes that have one, and of the experts that some
         of these visit, by the share that one token does not; of attended keys by window, and of
@@ -216,6 +233,8 @@ class StageSeconds:
         hardware, back = self._hardware, part.work == "backward"
         linear, passed = self._per_token(part)
         layers, attending = self._num_layers(part), self._attending(part)
+        if self._training.lora and hardware.device_type != "cpu" and part.work not in HEADS:
+            passed *= _ADAPTED
         token_s = linear / self._rate + passed / hardware.activation_bytes_per_s
         process_s = linear * hardware.linear.half_tokens / self._rate + self._unpacking_s(part)
         matrices = [token_s, process_s]

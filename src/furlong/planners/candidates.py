@@ -29,7 +29,7 @@ import numpy as np
 
 from furlong.cost.memory import TOKEN_BYTES, StageBytes, first_backward
 from furlong.cost.model import CostModel
-from furlong.cost.seconds import Hidden, PassPart, chunk_table, parts_of
+from furlong.cost.seconds import Array, Hidden, PassPart, chunk_table, parts_of
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import RankWeights
 from furlong.errors import ConfigError
@@ -357,6 +357,7 @@ class TimeEstimate:
         order = np.argsort(behind, kind="stable")
         chunks = [chunk for group in groups for chunk in group]
         chunks = [chunks[i] for i in order]
+        self._group_sizes = np.array([len(group) for group in groups])
         self._behind = behind[order]
         """Chunks behind each one in its group, ascending."""
         # of the first process alone: all have the same part of every slice
@@ -374,26 +375,47 @@ class TimeEstimate:
         return max(self._compute[on_device], self._copies_s(options))
 
     def _compute_s(self, options: ChunkOptions) -> float:
-        """Seconds of all passes; of a pipeline those of its slowest stage, and those in which it
-        fills and drains."""
+        """Seconds of all passes; of a pipeline those of its slowest stage, and those in which the
+        others fill and drain it."""
         shape, stages = self._model.shape, self._stages
         few = replace(options, num_retained=min(options.num_retained, 2))
         some = range(2 if options.num_retained < 2 else 3)  # they take all passes that there are
         if stages:
+            alike = first_alike(shape, stages)
             actions = [
                 action
-                for stage in dict.fromkeys(first_alike(shape, stages))
+                for stage in dict.fromkeys(alike)
                 for action in schedule_group(
                     some, num_retained=few.num_retained, keep=few.kept, stage=stage
                 )
             ]
-            slowest_s = max(self._stage_seconds(actions, some, stages, options).values())
-            return slowest_s * (1 + self._num_steps * (len(stages) - 1) / len(self._behind))
+            passes_s = self._stage_seconds(actions, some, stages, options)
+            return self._filled_s(np.array([passes_s[stage] for stage in alike]))
         stages = stages_of(self._num_layers, options)
         counts, walked = count_kinds(shape, stages)
         actions = walk_group(some, stages, few, only=walked)
-        seconds = self._stage_seconds(actions, some, stages, options)
-        return sum(count * seconds[stage] for stage, count in counts.items())
+        passes_s = self._stage_seconds(actions, some, stages, options)
+        return float(sum(count * passes_s[stage].sum() for stage, count in counts.items()))
+
+    def _filled_s(self, passes_s: Array) -> float:
+        """Seconds of a pipeline, of the forwards, backwards and other passes of all chunks at each
+        of its S stages (S, 3): those of the slowest stage, while the others fill and drain; or
+        those of the last, which waits for the forwards of each group. Beyond the first S of them,
+        which come at the pace of the slowest forwards, each waits for a backward of the group
+        before, too. What is recomputed waits for nothing."""
+        num_chunks, num_groups = len(self._behind), len(self._group_sizes)
+        forward_s = passes_s[:, 0] / num_chunks
+        both_s = forward_s + passes_s[:, 1] / num_chunks
+        flow_s = forward_s.max() - forward_s[-1]
+        hops_s = np.cumsum([0.0, *np.maximum(both_s[-2::-1] - forward_s[-1], 0.0)])
+        most = np.minimum(self._group_sizes, len(both_s)) - 1
+        waits_s = (hops_s[most] + (self._group_sizes - 1 - most) * flow_s).mean()
+        first_s = (self._group_sizes.mean() - 1) * flow_s + both_s[:-1].sum()
+        waits_s *= max(0.0, num_groups - self._num_steps)
+        totals_s = passes_s.sum(axis=1)
+        slowest = totals_s.argmax()
+        filled_s = totals_s[slowest] + self._num_steps * (both_s.sum() - both_s[slowest])
+        return float(max(filled_s, totals_s[-1] + waits_s + self._num_steps * first_s))
 
     def _stage_seconds(
         self,
@@ -401,20 +423,23 @@ class TimeEstimate:
         some: range,
         stages: tuple[int, ...],
         options: ChunkOptions,
-    ) -> dict[int, float]:
-        """Seconds of each stage over all chunks, where a walk of `some` has these actions."""
+    ) -> dict[int, Array]:
+        """Seconds of each stage over all chunks, of forwards, backwards and other passes (3,),
+        where a walk of `some` has these actions."""
         pieces = tuple(Chunk((Slice(0, i, i + 1),)) for i in some)
         plan = ChunkPlan((len(some),), pieces, stages, (tuple(actions),))
         # of the chunks by those behind them: the last ones of groups, the retained ones, the others
         ends = np.searchsorted(self._behind, (0, 1, max(1, options.num_retained), inf)).tolist()
         firsts = {some[-1]: 0, some[-2]: 1, 0: 2}
-        total: dict[int, float] = defaultdict(float)
+        total: dict[int, Array] = defaultdict(lambda: np.zeros(3))
         for action, what in zip(actions, passes(plan, 0), strict=True):
             if isinstance(action, Forward | Recompute | Backward | RebuildKV):
                 at = firsts[action.chunk]
                 for part in parts_of(what, stages[action.stage]):
                     sums = self._sums_of(stages, action.stage, part)
-                    total[action.stage] += sums[ends[at + 1]] - sums[ends[at]]
+                    own_s = sums[ends[at + 1]] - sums[ends[at]]
+                    kind = {Forward: 0, Backward: 1}.get(type(action), 2)
+                    total[action.stage][kind] += own_s
         return total
 
     def _sums_of(self, stages: tuple[int, ...], stage: int, part: PassPart) -> list[float]:

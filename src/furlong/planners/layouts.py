@@ -9,12 +9,15 @@ from math import inf, prod
 import numpy as np
 import numpy.typing as npt
 
+from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
 from furlong.plan.plan import Layout
 from furlong.units import count_words
 
 Floats = npt.NDArray[np.float64]
+_STATE_SHARE = 0.9
+"""Share of a device that the state of a pipeline's stage may take: the rest is left for passes."""
 
 
 def layouts(
@@ -76,28 +79,47 @@ def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]
     return ConfigError(given=given, required=required, source=source, change=change)
 
 
-def cut_layers(shape: ModelShape, num_stages: int, mean_keys: float = 0.0) -> tuple[int, ...]:
-    """Layers of each stage so that the slowest stage does least, the head counted with the last.
+def cut_layers(
+    model: CostModel,
+    num_stages: int,
+    mean_keys: float = 0.0,
+    *,
+    group_size: int = 1,
+    limit_bytes: float = inf,
+) -> tuple[int, ...]:
+    """Layers of each stage so that the slowest stage takes least, the head counted with the last.
 
-    `mean_keys`: keys that a token of the batch attends on average.
+    `mean_keys`: keys that a token of the batch attends on average. `limit_bytes`: of a device, most
+    of which the state of a stage may take, shared by `group_size` devices, if it can be cut so.
     """
-    work = [layer.flops + layer.key_flops * mean_keys for layer in shape.layers]
-    work[-1] += 2.0 * shape.embedding_parameters
-    before = [0.0, *accumulate(work)]
-    slowest, _ = _cut(before, num_stages, np.maximum)
+    shape, weights = model.shape, model.training.weights
+    before, outside = [0.0, *accumulate(model.layer_seconds(mean_keys))], None
+    if limit_bytes < inf:
+        alone = (1,) * shape.num_layers
+        layers = (frozenset((i,)) for i in range(shape.num_layers))
+        states = [weights(shape, alone, own, group_size).state.total for own in layers]
+        held = [0.0, *accumulate(states)]
+        least, _ = _cut(held, num_stages, np.maximum)
+        bound = max(least * (1 + 1e-9), _STATE_SHARE * limit_bytes)
+        outside = np.subtract.outer(np.array(held), np.array(held)) > bound  # [stop, first]
+    slowest, _ = _cut(before, num_stages, np.maximum, outside)
     limit = slowest * (1 + 1e-9)
     # of all cuts with that slowest stage the most even one
     _, stages = _cut(
-        before, num_stages, lambda so_far, stage: np.where(stage <= limit, so_far + stage**2, inf)
-    )
+        before, num_stages,
+        lambda so_far, stage: np.where(stage <= limit, so_far + stage**2, inf), outside,
+    )  # fmt: skip
     return stages
 
 
 def _cut(
-    before: Sequence[float], num_stages: int, add: Callable[[Floats, Floats], Floats]
+    before: Sequence[float],
+    num_stages: int,
+    add: Callable[[Floats, Floats], Floats],
+    outside: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[float, tuple[int, ...]]:
     """The cut with the least cost, and its layers per stage. `before[n]`: work of the first n
-    layers; `add`: the cost of some stages and one more."""
+    layers; `add`: the cost of some stages and one more; `outside`: [stop, first] of no stage."""
     num_layers = len(before) - 1
     work = np.subtract.outer(np.array(before), np.array(before))  # [stop, first]
     costs = np.full(num_layers + 1, inf)
@@ -107,6 +129,8 @@ def _cut(
         options = add(costs[None, :], work)
         options[:, :stage] = inf  # each stage before it has a layer
         options[np.triu_indices(num_layers + 1)] = inf
+        if outside is not None:
+            options[outside] = inf
         firsts.append(options.argmin(axis=1))
         costs = options.min(axis=1)
     stop, stages = num_layers, list[int]()

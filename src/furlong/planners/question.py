@@ -241,7 +241,10 @@ class Question:
             return ()
         if len(self.stages) == layout.pp:
             return self.stages
-        return cut_layers(self.model.shape, layout.pp, self.mean_keys)
+        return cut_layers(
+            self.model_of(layout), layout.pp, self.mean_keys,
+            group_size=layout.dp * layout.sp, limit_bytes=self.limits.limit_bytes,
+        )  # fmt: skip
 
     def state_bytes(self, layout: Layout) -> int:
         """Bytes of weights, gradients and optimizer on the device that has most of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from furlong.models.rope import apply_rope, switching_lengths
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Layout
 from furlong.planners.decide import Decision, decide
-from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
+from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.orders import even_heights
 from furlong.planners.question import Question
@@ -89,9 +89,9 @@ class RunModel:
         """The keys of the config that say what is computed, as JSON holds them."""
         return _architecture_of(self.config)
 
-    def stages(self, layout: Layout, seq_lens: Sequence[int]) -> tuple[int, ...]:
-        """Layers of each stage, so that all take about as long over these lengths; of equal height
-        where the model's work cannot be counted; empty without a pipeline.
+    def even_stages(self, layout: Layout) -> tuple[int, ...]:
+        """Layers of each stage, equally many, where the model's work cannot be counted; empty
+        without a pipeline.
 
         Raises ConfigError for fewer layers than stages.
         """
@@ -105,9 +105,7 @@ class RunModel:
                 source=f"parallel.pp, and {self.name}, config.json",
                 change=f"set parallel.pp to {num_layers} or less",
             )
-        if self.cost is None:
-            return even_heights(num_layers, layout.pp)
-        return cut_layers(self.cost.shape, layout.pp, mean_attended_keys(seq_lens))
+        return even_heights(num_layers, layout.pp)
 
     def budget(self, config: RunConfig) -> tuple[int, str]:
         """Bytes of the device that plans may use, and the words for them; asked before the model
@@ -244,7 +242,8 @@ def _searched(
     all_given = is_free and _are_all(whole)
     if all_given and not has_budget and len(some) == 1:
         if not offloads:
-            stages = model.stages(some[0], train.seq_lens.tolist())
+            limits = limits_of(cost.hardware, budget_bytes)
+            stages = Question(train.seq_lens.tolist(), cost, limits).stages_of(some[0])
             return Decision(ChunkOptions(**whole), "", model=cost, layout=some[0], stages=stages)
         budget_bytes = _NO_BOUND_BYTES  # but CPU memory and disk must hold it
     objective = objective_of(config.train)
@@ -289,7 +288,7 @@ def _uncounted(
     if _are_all(given) and config.memory.device == "auto":
         words = ""
     options = fixed_options(config.data.max_seq_len, given)
-    stages = model.stages(layout, train.seq_lens.tolist())
+    stages = model.even_stages(layout)
     return Decision(options, words, layout=layout, stages=stages)
 
 
