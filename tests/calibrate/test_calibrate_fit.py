@@ -22,8 +22,8 @@ from furlong.planners.orders import plan_on_device
 
 TRUE_RATES = {
     "linear": Efficiency(0.8, 40.0),
-    "attention_forward": Efficiency(0.5, 0.0),
-    "attention_backward": Efficiency(0.4, 0.0),
+    "attention_forward": Efficiency(0.5, 0.0, square=0.9, packed=0.6),
+    "attention_backward": Efficiency(0.4, 0.0, square=0.8, packed=0.7),
     "pass_launch_s": 1.5e-3,
     "layer_launch_s": 7e-4,
     "slice_launch_s": 2e-4,
@@ -64,6 +64,8 @@ def assert_close(found, rel):
         if isinstance(value, Efficiency):
             assert found[name].best == pytest.approx(value.best, rel=rel), name
             assert found[name].half_tokens == pytest.approx(value.half_tokens, rel=rel, abs=1e-6)
+            assert found[name].square == pytest.approx(value.square, rel=rel), name
+            assert found[name].packed == pytest.approx(value.packed, rel=rel), name
         else:
             assert found[name] == pytest.approx(value, rel=rel), name
 
@@ -104,14 +106,19 @@ def test_rates_are_found_where_launches_hide_behind_work():
     """On a GPU a pass takes the longer of its work and its launches."""
     spec = Machine.named("A100-80")
     truth = replace(
-        spec, linear=Efficiency(0.7, 200.0), attention_forward=Efficiency(0.5, 100.0),
-        attention_backward=Efficiency(0.4, 150.0), layer_launch_s=3e-4, pass_launch_s=2e-4,
+        spec, linear=Efficiency(0.7, 200.0), layer_launch_s=3e-4, pass_launch_s=2e-4,
+        attention_forward=Efficiency(0.5, 100.0, square=0.85, packed=0.5),
+        attention_backward=Efficiency(0.4, 150.0, square=0.85, packed=0.6),
         slice_launch_s=1e-4, activation_bytes_per_s=5e11,
     )  # fmt: skip
     samples = simulated(spec, truth, largest=8192, hidden=3584)
     found = fit_rates(samples, spec)
     assert_steps(samples, replace(spec, **found), 0.01)
     assert found["layer_launch_s"] == pytest.approx(3e-4, rel=0.01)
+    for name in ("attention_forward", "attention_backward"):
+        for share in ("square", "packed"):
+            true = getattr(getattr(truth, name), share)
+            assert getattr(found[name], share) == pytest.approx(true, rel=0.02)
 
 
 def test_too_few_actions_are_refused():

@@ -97,7 +97,7 @@ def test_what_an_exchange_moves_and_what_is_attended(num_heads, num_kv_heads, si
     assert forward_s == pytest.approx(NUM_LAYERS * element_bytes * received[0])
     assert backward_s == pytest.approx(forward_s)
     table = chunk_table(plan.chunks, shape, 8)
-    assert table.shared_keys[None][0, 0] * num_heads == attended[0]
+    assert table.shared_keys[None, "square"][0, 0] * num_heads == attended[0]
     assert table.num_slices[0, 0] == (1 if num_blocks == 1 else 2)
 
 
@@ -159,7 +159,7 @@ def test_a_store_keeps_the_keys_of_every_token_of_the_process_heads():
     assert stored == NUM_LAYERS * 600 * (2 * HEAD_DIM * 2)
     table = chunk_table(chunks, shape, 8)
     assert table.prefix_tokens[None][0].tolist() == [0, 600 / 2]
-    assert table.prefix_keys[None][0].tolist() == [0, 600 * 400 / 8]
+    assert table.prefix_keys(None)[0].tolist() == [0, 600 * 400 / 8]
 
 
 def test_processes_that_get_other_tokens_are_told_apart():

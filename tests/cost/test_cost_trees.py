@@ -31,7 +31,7 @@ def test_attended_keys_are_those_along_the_path():
     plan = shared(plan_on_device)
     table = chunk_table(plan.chunks, MODEL.shape, 1, position=plan.position)
     behind = attended_keys(PROMPT, PROMPT + ANSWER)
-    assert table.local_keys[None].sum() == attended_keys(0, PROMPT) + ANSWERS * behind
+    assert sum(table.local_keys.values()).sum() == attended_keys(0, PROMPT) + ANSWERS * behind
     assert table.tokens.sum() == PROMPT + ANSWERS * ANSWER
     # four answers share a chunk and read the prompt once for all
     assert [chunk.num_tokens for chunk in plan.chunks] == [4096] * 6
@@ -61,7 +61,10 @@ def test_the_page_says_what_sharing_saves(row):
     for found, said in zip(
         (
             [table.tokens.sum() for table in tables],
-            [token_flops * t.tokens.sum() + key_flops * t.local_keys[None].sum() for t in tables],
+            [
+                token_flops * t.tokens.sum() + key_flops * sum(t.local_keys.values()).sum()
+                for t in tables
+            ],
             [MODEL.memory().curve(plan, 0).device[:, kv].max() for plan in plans],
         ),
         row[3:], strict=True,

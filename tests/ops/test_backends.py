@@ -11,6 +11,7 @@ import torch
 from emulated_cuda import EmulatedCUDA
 from helpers.covering import Design
 
+from furlong.cost.machine import Machine
 from furlong.ops.backends import cpu_flash, cuda_flash, cudnn, reference, select
 from furlong.ops.backends.base import Block, Tally
 from furlong.ops.backends.cpu_flash import CPUFlash
@@ -543,3 +544,16 @@ def test_the_probe_on_cuda(backend, head_dim, is_windowed):
     for is_token_major in (False, True):
         kind = Kind(device, torch.bfloat16, head_dim, is_windowed, False, is_token_major)
         assert select._probe(backend(), kind) is None
+
+
+@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN, CUDAFlash3, CUDAFlash4])
+def test_rates_of_a_hopper_are_assumed_of_the_fastest_kernel_that_is_installed(
+    backend, monkeypatch
+):
+    """Seconds of plans on this machine are those of the kernel that the run will take."""
+    found = [CUDAFlash(), object.__new__(backend)]
+    monkeypatch.setattr(select, "candidates", lambda kind: found)
+    name = select.fastest(Kind(torch.device("cuda"), torch.bfloat16, 128))
+    machine = Machine.named("H100").attended_by(name)
+    assert f"attention by {name};" in machine.origin
+    assert (machine == Machine.named("H100")) == (backend is CUDNN)

@@ -12,10 +12,12 @@ from furlong.cost.machine import Link, Machine, this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
-from furlong.planners.candidates import ByteBound, TimeEstimate
+from furlong.plan.plan import Layout
+from furlong.planners.candidates import ByteBound, TimeEstimate, least_s
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
+from furlong.planners.question import Limits, Question, Space
 from furlong.simulate.predict import needs_of, predict
 
 SMALL = {
@@ -162,3 +164,12 @@ def test_the_bound_of_a_later_sequence_has_the_gradients_of_all_layers():
         for count in (1, 2)
     )
     assert alone <= first < later <= second
+
+
+def test_no_step_is_faster_than_the_bound_of_its_layout():
+    """On a card where packed slices go to a slower kernel than the chunks of a long sequence."""
+    model = CostModel(model_shape("Qwen3-8B"), Machine.named("H100"))
+    question = Question([400_000, 300, 300], model, Limits(2**50))
+    space = Space(question, Layout())
+    plan_of = space.plan_of(ChunkOptions(size=65_536, keep="all"))
+    assert least_s(space) < space.step_s(plan_of)

@@ -47,7 +47,7 @@ def least_s(
     places: all tokens in one chunk, at the efficiency of endless ones."""
     hardware = model.hardware
     endless = {
-        name: replace(getattr(hardware, name), half_tokens=0.0)
+        name: replace(getattr(hardware, name), half_tokens=0.0, square=1.0, packed=1.0)
         for name in ("linear", "attention_forward", "attention_backward")
     }
     hardware = replace(hardware, **endless, slice_launch_s=0.0, tile_tokens=0)

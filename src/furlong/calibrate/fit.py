@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.machine import EFFICIENCIES, Efficiency, Machine
+from furlong.cost.machine import CALLS, EFFICIENCIES, Efficiency, Machine
 from furlong.cost.model import CostModel
 from furlong.plan.passes import passes
 from furlong.plan.plan import ChunkPlan
@@ -48,6 +48,8 @@ def fit_rates(samples: Sequence[Sample], spec: Machine) -> dict[str, Any]:
     # a kernel that works in tiles does as well with few tokens, but for what the tiles waste
     saturating = EFFICIENCIES[:1] if spec.tile_tokens else EFFICIENCIES
     names = [*EFFICIENCIES, *(f"{name} half" for name in saturating), *_LAUNCHES, _BYTES]
+    # what squares take beyond blocks without a mask, which no kernel computes more slowly
+    names += [f"{name} {call}" for name in EFFICIENCIES[1:] for call in CALLS[1:]]
     table, measured = _table(samples, spec, names)
     found = relative_fit(table, measured)
     if spec.hides_launches:
@@ -79,13 +81,12 @@ def _table(samples: Sequence[Sample], spec: Machine, names: Sequence[str]) -> tu
     """(actions, names) columns and (actions,) measured seconds, of all actions that compute."""
     rows, measured = [], []
     for sample in samples:
-        columns = {
-            name: _seconds(sample, _only(spec, name.removesuffix(" half"), half=0.0))
-            for name in names
-            if not name.endswith(" half")
-        }
-        for name in EFFICIENCIES:
-            columns[f"{name} half"] = _seconds(sample, _only(spec, name, half=1.0)) - columns[name]
+        columns: dict[str, Array] = {}
+        for term in names:
+            name, _, more = term.partition(" ")
+            changed = {"": {}, "half": {"half_tokens": 1.0}}.get(more, {more: 0.5})
+            columns[term] = _seconds(sample, _only(spec, name, **changed))
+            columns[term] -= columns[name] if more else 0.0
         for what, seconds, *row in zip(
             passes(sample.plan, 0), sample.seconds, *(columns[n] for n in names), strict=True
         ):
@@ -97,13 +98,16 @@ def _table(samples: Sequence[Sample], spec: Machine, names: Sequence[str]) -> tu
     return np.array(rows), np.array(measured)
 
 
-def _only(spec: Machine, name: str, half: float) -> Machine:
-    """Hardware on which all but one term is free, and that one has the rate one."""
+def _only(spec: Machine, name: str, **changed: float) -> Machine:
+    """Hardware on which all but one term is free, and that one has the rate one, but for what is
+    changed of an efficiency."""
     free: dict[str, Any] = dict.fromkeys(EFFICIENCIES, _NO_COST)
     free |= dict.fromkeys(_LAUNCHES, 0.0) | {_BYTES: inf, "peak_flops_per_s": 1.0}
-    free[name] = Efficiency(best=1.0, half_tokens=half) if name in EFFICIENCIES else 1.0
     if name in EFFICIENCIES:
         free["peak_flops_per_s"] = spec.peak_flops_per_s
+        free[name] = Efficiency(**{"best": 1.0, "half_tokens": 0.0} | changed)
+    else:
+        free[name] = 1.0
     return replace(spec, **free)
 
 
@@ -122,7 +126,8 @@ def _fields(found: Mapping[str, float]) -> dict[str, Any]:
         if each == 0:
             raise ValueError(f"the measured actions do not tell the rate of {name} from a cost"
                              " per call")  # fmt: skip
-        fields[name] = Efficiency(best=1 / each, half_tokens=half / each)
+        shares = {call: each / (each + found.get(f"{name} {call}", 0.0)) for call in CALLS[1:]}
+        fields[name] = Efficiency(best=1 / each, half_tokens=half / each, **shares)
     return fields
 
 

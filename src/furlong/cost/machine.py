@@ -73,7 +73,20 @@ class Efficiency:
     best: float
     half_tokens: float
     """Tokens at which half of `best` is reached."""
+    square: float = 1.0
+    """Share of `best`, which in attention is that of blocks without a mask, that one causal square
+    reaches."""
+    packed: float = 1.0
+    """The share that squares of several slices in one call reach, perhaps in another kernel."""
 
+    def share(self, call: Call) -> float:
+        """The share of `best` that a kind of calls of attention reaches."""
+        return {"full": 1.0, "square": self.square, "packed": self.packed}[call]
+
+
+Call = Literal["full", "square", "packed"]
+"""Kinds of calls of attention: blocks of a prefix, one causal square, those of several slices."""
+CALLS: tuple[Call, ...] = get_args(Call)
 
 EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
 """The fields of Machine that are one."""
@@ -152,6 +165,20 @@ class Machine:
         cards = known_machines().values()
         nearest = min(cards, key=lambda known: abs(known.memory_bytes - memory_bytes))
         return replace(nearest, card=device_name, memory_bytes=memory_bytes)
+
+    def attended_by(self, kernel: str) -> Machine:
+        """The card with the rates that are assumed of another kernel of attention, as kernels are
+        called in known_machines.toml; as it is where nothing is assumed of it."""
+        card = _known()["cards"].get(self.name, {})
+        rates = _known()["efficiency"].get(card.get("efficiency"), {}).get("attention", {})
+        if kernel not in rates:
+            return self
+        half_tokens, (forward, backward) = self.linear.half_tokens, rates[kernel]
+        return replace(
+            self, attention_forward=Efficiency(forward[0], half_tokens, *forward[1:]),
+            attention_backward=Efficiency(backward[0], half_tokens, *backward[1:]),
+            origin=f"assumed, attention by {kernel}; furlong calibrate measures them",
+        )  # fmt: skip
 
     @property
     def budget_bytes(self) -> int:
@@ -267,10 +294,13 @@ def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
         made_for = {name: str(values.pop(name)) for name in ("hardware", "machine", "dtype")}
         figures: dict[str, Any] = {n: Link(**of) for n, of in values.pop("links").items()}
         for name, value in values.items():
-            of_calls = name in EFFICIENCIES
-            if name not in (*EFFICIENCIES, *_NUMBERS) or not (of_calls or value >= 0):
+            figures[name] = of = Efficiency(**value) if name in EFFICIENCIES else value
+            if isinstance(of, Efficiency):
+                is_sound = min(of.best, of.square, of.packed) > 0 <= of.half_tokens
+            else:
+                is_sound = name in _NUMBERS and value >= 0
+            if not is_sound:
                 raise ValueError(f"{name} = {value!r}")
-            figures[name] = Efficiency(**value) if of_calls else value
         return made_for, figures
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
@@ -487,24 +517,23 @@ def known_card(device_name: str) -> Machine | None:
 
 def _machine(
     name: str, *, tflops: list[float], memory_mib: int, memory_tb_per_s: float, node: str,
-    efficiency: str, **_: Any,
+    efficiency: str, linear: float | None = None, **_: Any,
 ) -> Machine:  # fmt: skip
     sixteen, wide, widest = (each * 1e12 for each in tflops)
     memory_bytes, of_node = memory_mib * 2**20, _known()["nodes"][node]
     # a matrix in 16 bits is read in the time in which peak / bandwidth tokens go through it
     half_tokens = 5 / 3 * tflops[0] / memory_tb_per_s
-    linear, forward, backward = (
-        Efficiency(best, half_tokens) for best in _known()["efficiency"][efficiency]
-    )
-    return Machine(
+    assumed = _known()["efficiency"][efficiency]
+    matrices = Efficiency(linear or assumed["linear"], half_tokens)
+    machine = Machine(
         name=name,
         peak_flops_per_s=sixteen,
         wide_flops_per_s={"float32": wide, "float64": widest},
         memory_bytes=memory_bytes,
         reserved_bytes=CONTEXT_BYTES + int(0.03 * memory_bytes),
-        linear=linear,
-        attention_forward=forward,
-        attention_backward=backward,
+        linear=matrices,
+        attention_forward=matrices,
+        attention_backward=matrices,
         layer_launch_s=1.5e-4,
         optimizer_parameters_per_s=memory_tb_per_s * 1e12 / OPTIMIZER_STEP_BYTES,
         unpacking_bytes_per_s=memory_tb_per_s * 1e12,
@@ -518,3 +547,4 @@ def _machine(
         ),
         host_bytes=ram_budget_bytes(of_node["host_gib"] * 2**30) // 8,
     )
+    return machine.attended_by(next(iter(assumed["attention"])))

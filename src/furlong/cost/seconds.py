@@ -11,7 +11,9 @@ gathers with every pass, and gradients that it scatters.
     matrices    (tokens + half_tokens) * FLOPs per token / rate + saved bytes that pass / bandwidth;
                 half_tokens are those of reading the matrices, of experts those that some token of
                 the process visits; those in 4 bits are made whole first, whatever the tokens
-    attention   attended keys * (1 + half_tokens / tokens) * FLOPs per key / rate
+    attention   attended keys * (1 / share + half_tokens / tokens) * FLOPs per key / rate; the share
+                of the rate is that of a kind of calls: blocks without a mask, one causal square,
+                or squares of several slices in one call
 
 The all-to-alls of slices on several processes, one for every size of places, hide behind the
 attention of slices on one (Skrull, Eq. 2). A group is as slow as its slowest process. A table may
@@ -38,13 +40,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import product
 from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.machine import Collective, Efficiency, Link, Machine
+from furlong.cost.machine import CALLS, Call, Collective, Efficiency, Link, Machine
 from furlong.cost.memory import stage_bytes
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
@@ -53,6 +56,8 @@ from furlong.plan.plan import Chunk, Layout, OffloadTarget, Slice, first_device,
 from furlong.plan.segments import NUM_HOT, segment_tokens
 
 Array = NDArray[np.float64]
+Keys = Mapping[tuple[int | None, Call], Array]
+"""(window, kind of call) -> attended keys (S, C)."""
 
 Work = Literal["forward", "to last kv", "first layers", "backward", "head", "head and back"]
 """to last kv: up to the last layer's K,V projection; first layers: forward of that many; head and
@@ -107,6 +112,7 @@ HEADS = ("head", "head and back")
 _ADAPTED = 1.6
 """Bytes that pass through a GPU's kernels for each saved one with adapters, over those without: the
 frozen products save less, and scale and add of adapters pass outputs that nobody saves."""
+_FUSED_HEAD_DIM = 128
 _NO_WAIT = Link(0.0, float("inf"))
 
 
@@ -213,9 +219,9 @@ class StageSeconds:
         """Seconds of parts of passes of each whole sequence, with kernels at their best."""
         matrices, keys, *_ = self._factors(parts)
         token_s, key_s = matrices[:, 0].sum(), keys.sum(axis=0)
+        full_s = dict(zip(product(self._windows, CALLS), key_s.tolist(), strict=False))
         return [
-            token_s * n
-            + sum(s * attended_keys(0, n, w) for s, w in zip(key_s, self._windows, strict=False))
+            token_s * n + sum(full_s[w, "full"] * attended_keys(0, n, w) for w in self._windows)
             for n in seq_lens
         ]
 
@@ -228,8 +234,9 @@ class StageSeconds:
 
     def _row(self, part: PassPart) -> tuple[list[float], list[float], int, list[float]]:
         """Factors of one part: of tokens, of processes that have one, and of the experts that some
-        of these visit, by the share that one token does not; of attended keys by window, and of
-        keys per token of the process; layers that exchange; of processes and calls launched."""
+        of these visit, by the share that one token does not; of attended keys by window and kind
+        of call, and of keys per token of the process by window; layers that exchange; of processes
+        and calls launched."""
         hardware, back = self._hardware, part.work == "backward"
         linear, passed = self._per_token(part)
         layers, attending = self._num_layers(part), self._attending(part)
@@ -245,24 +252,29 @@ class StageSeconds:
             sum(2 * o.idle_parameters * read_s for o in passed_whole if o.unvisited == share)
             for share in self._unvisited
         ]
-        key_s = self._key_s(part)
-        keys = [
-            sum(key_s[i] for i in attending if self._layers[i].window == window)
-            for window in self._windows
-        ]
+        each_s = {call: self._key_s(part, call) for call in CALLS}
+        key_s = {
+            (window, call): sum(
+                each_s[call][i] for i in attending if self._layers[i].window == window
+            )
+            for window, call in product(self._windows, CALLS)
+        }
         half_tokens = self._attention(part).half_tokens
+        keys = [*key_s.values(), *(half_tokens * key_s[w, "full"] for w in self._windows)]
         passes = part.work in ("forward", "to last kv", "backward")
         launches = [
             (1 + back) * hardware.layer_launch_s * layers + hardware.pass_launch_s * passes,
             (1 + back) * hardware.slice_launch_s * len(attending),
         ]
-        return matrices, keys + [half_tokens * each for each in keys], len(attending), launches
+        return matrices, keys, len(attending), launches
 
-    def _attended(self, keys: Mapping[int | None, Array], tokens: Array) -> Array:
-        """(2 W, S, C) attended keys by window, and keys per token: attention of few tokens is less
-        efficient."""
-        found = np.stack([keys[window] for window in self._windows])
-        return np.concatenate([found, found / np.maximum(tokens, 1e-9)])
+    def _attended(self, keys: Keys, tokens: Array) -> Array:
+        """(4 W, S, C) attended keys by window and kind of call, and keys per token by window:
+        attention of few tokens is less efficient."""
+        nothing = np.zeros_like(tokens)
+        found = np.stack([keys.get(kind, nothing) for kind in product(self._windows, CALLS)])
+        of_windows = found.reshape(len(self._windows), len(CALLS), *tokens.shape).sum(axis=1)
+        return np.concatenate([found, of_windows / np.maximum(tokens, 1e-9)])
 
     def _exchanges_s(self, table: ChunkTable) -> Array:
         """(S, C) the all-to-alls of one layer, those of all sizes of the process's places."""
@@ -377,11 +389,19 @@ class StageSeconds:
         backward = part.work == "backward"
         return self._hardware.attention_backward if backward else self._hardware.attention_forward
 
-    def _key_s(self, part: PassPart) -> list[float]:
-        """Seconds of an attended key in each layer, at the best efficiency."""
+    def _key_s(self, part: PassPart, call: Call = "full") -> list[float]:
+        """Seconds of an attended key in each layer, in long calls of a kind. Fused kernels that
+        take neither windows nor wide heads leave them to the kernel of packed slices."""
         times = ATTENTION_BACKWARD if part.work == "backward" else 1.0
-        rate = self._hardware.peak_flops_per_s * self._attention(part).best
-        return [times * layer.key_flops / rate for layer in self._layers]
+        of, on_card = self._attention(part), self._hardware.device_type == "cuda"
+        is_wide = self._shape.head_dim > _FUSED_HEAD_DIM
+        rate = self._hardware.peak_flops_per_s * of.best
+        apart = on_card and is_wide
+        return [
+            times * layer.key_flops
+            / (rate * of.share("packed" if apart or (on_card and layer.window) else call))
+            for layer in self._layers
+        ]  # fmt: skip
 
     def _exchange_s(self, size: int) -> float:
         """Seconds per token of a place's slices in the exchanges of one layer, without latencies:
@@ -410,7 +430,7 @@ class StageSeconds:
         key_s, layers = self._key_s(part), self._layers
         kinds = Counter((layers[i].window, key_s[i]) for i in attending)
         for (window, each), count in kinds.items():
-            keys_s = table.prefix_keys[window] * each * slower
+            keys_s = table.prefix_keys(window) * each * slower
             load_s = self._loads_s(table.prefix_tokens[window], part.work == "backward")
             total += count * self._stall_s(table.prefix_tokens[window], own_s, keys_s, load_s)
         return total
@@ -449,16 +469,19 @@ class ChunkTable:
     of which each takes an early and a late part, so that all have equally many keys."""
     exchanged_tokens: dict[int, Array]
     """size of a place, more than 1 -> tokens of the slices on the process's place of that size."""
-    local_keys: dict[int | None, Array]
-    """window -> keys of slices on one process that are computed: the attended ones, and those that
-    share a tile with them behind the mask."""
-    shared_keys: dict[int | None, Array]
-    """window -> the process's part of the computed keys of slices on larger places."""
+    local_keys: Keys
+    """Keys of slices on one process that are computed: the attended ones, and those that share a
+    tile with them behind the mask. What is missing are none."""
+    shared_keys: Keys
+    """The process's part of the computed keys of slices on larger places."""
     prefix_tokens: dict[int | None, Array]
     """window -> stored tokens that the process reads before its slices, in units of whole heads: of
     a prefix it counts the share of the heads that it keeps."""
-    prefix_keys: dict[int | None, Array]
-    """window -> the attended keys that lie in those prefixes, in the same units."""
+
+    def prefix_keys(self, window: int | None) -> Array:
+        """(S, C) attended keys that lie in those prefixes, in the same units."""
+        found: Array = self.local_keys[window, "full"] + self.shared_keys[window, "full"]
+        return found
 
 
 def chunk_table(
@@ -474,37 +497,42 @@ def chunk_table(
     kinds = list(dict.fromkeys(model.windows))
     shape = (sp_size, len(chunks))
     sizes = {piece.place.size for chunk in chunks for piece in chunk.slices} - {1}
-    # zigzag balances causal attention, as in context parallelism: where inner groups divide a
-    # slice's rows, group b of c has the parts b and 2 c - 1 - b of 2 c
-    calls = {size: 1 + (model.inner_size(size) < size) for size in (1, *sizes)}
+    calls = {size: calls_of(model, size) for size in (1, *sizes)}
     tokens, num_slices = np.zeros(shape), np.zeros(shape)
     exchanged = {size: np.zeros(shape) for size in sorted(sizes)}
-    local, shared, prefix, prefix_keys = (
-        {window: np.zeros(shape) for window in kinds} for _ in range(4)
-    )
+    prefix = {window: np.zeros(shape) for window in kinds}
+    local, shared = ({kind: np.zeros(shape) for kind in product(kinds, CALLS)} for _ in range(2))
     for c, chunk in enumerate(chunks):
         if chunk.is_dummy:
             tokens[:, c] = num_slices[:, c] = 1
-        before = -1
+        before, together = -1, Counter(piece.place for piece in chunk.slices)
         for piece in chunk.slices:
             n, start, size = piece.num_tokens, position(piece), piece.place.size
+            diagonal: Call = "packed" if together[piece.place] > 1 else "square"
+            keys = shared if size > 1 else local
             who = slice(piece.place.first, piece.place.stop)
             tokens[who, c] += n / size
             num_slices[who, c] += calls[size]
             if size > 1:
                 exchanged[size][who, c] += n
             for window in kinds:
-                attended = attended_keys(start, start + n, window)
-                computed = attended + n * min(n, tile_tokens) / 2
-                (shared if size > 1 else local)[window][who, c] += computed / size
+                own = attended_keys(0, n, window)
+                keys[window, diagonal][who, c] += (own + n * min(n, tile_tokens) / 2) / size
                 if start:
                     seen = start if window is None else min(start, window - 1)
                     if piece.seq_id != before:  # branches of one parent read it once
                         prefix[window][who, c] += seen * model.kv_share(size)
-                    earlier = attended - attended_keys(0, n, window)
-                    prefix_keys[window][who, c] += earlier / size
+                    earlier = attended_keys(start, start + n, window) - own
+                    keys[window, "full"][who, c] += earlier / size
             before = piece.seq_id
-    return ChunkTable(tokens, num_slices, exchanged, local, shared, prefix, prefix_keys)
+    return ChunkTable(tokens, num_slices, exchanged, local, shared, prefix)
+
+
+def calls_of(model: ModelShape, size: int) -> int:
+    """Calls of attention of a slice on each process of a place: zigzag balances causal attention,
+    as in context parallelism: where inner groups divide a slice's rows, group b of c has the parts
+    b and 2 c - 1 - b of 2 c."""
+    return 1 + (model.inner_size(size) < size)
 
 
 ATTENTION_BACKWARD = 2.5

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from furlong.cost.machine import EFFICIENCIES
 from furlong.cost.memory import TOKEN_BYTES, StageBytes, first_backward
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import Array, Hidden, PassPart, chunk_table, parts_of
@@ -170,8 +171,8 @@ def least_s(space: Space) -> float:
     waited for."""
     sp_size, hardware = space.layout.sp, space.model.hardware
     endless = {
-        name: replace(getattr(hardware, name), half_tokens=0.0)
-        for name in ("linear", "attention_forward", "attention_backward")
+        name: replace(getattr(hardware, name), half_tokens=0.0, square=1.0, packed=1.0)
+        for name in EFFICIENCIES
     }
     hardware = replace(hardware, **endless, slice_launch_s=0.0, tile_tokens=0)
     free: tuple[Hidden, ...] = ("all-to-all",)

@@ -27,12 +27,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from furlong.cost.machine import Call
 from furlong.cost.memory import gathered_tokens
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import (
     Array,
     ChunkTable,
     StageSeconds,
+    calls_of,
     cell_parts,
     chunk_table,
 )
@@ -145,10 +147,10 @@ def starts_of(setting: Setting, num_micro_batches: int, enough_s: float = inf) -
     return found
 
 
-TOKENS, _CALLS, GATHERED = range(3)
-"""Sums of a load that do not depend on sizes or windows: tokens, calls of attention, and tokens of
-which K,V come beyond the process's own part (`cost.memory.gathered_tokens`)."""
-_NUM_PLAIN = 3
+TOKENS, GATHERED = range(2)
+"""Sums of a load that do not depend on sizes or windows: tokens, and tokens of which K,V come
+beyond the process's own part (`cost.memory.gathered_tokens`)."""
+_NUM_PLAIN = 2
 _A_LITTLE = 1e-6
 """Tokens of a process that has next to nothing to do."""
 
@@ -174,9 +176,14 @@ class PoolBatch:
             model.shape, pool_size, model.hardware.tile_tokens,
         )  # fmt: skip
         gathered = [gathered_tokens(piece, 0, model.shape) for piece in pieces]
-        exchanged, local, shared = table.exchanged_tokens, table.local_keys, table.shared_keys
-        keys = [*exchanged.values(), *local.values(), *shared.values()]
-        rows = [table.tokens[0], table.num_slices[0], gathered, *(each[0] for each in keys)]
+        counts = np.array([[piece.place.size == size for piece in pieces] for size in sizes])
+        keys = [
+            own * (table.local_keys if size == 1 else table.shared_keys)[window, "square"][0]
+            for size, own in zip(sizes, counts, strict=True)
+            for window in dict.fromkeys(model.shape.windows)
+        ]
+        exchanged = [each[0] for each in table.exchanged_tokens.values()]
+        rows = [table.tokens[0], gathered, *counts, *exchanged, *keys]
         added = np.stack(rows, axis=-1).reshape(len(seq_lens), len(sizes), len(rows))
         return cls(tuple(seq_lens), model, pool_size, sizes, added)
 
@@ -186,9 +193,10 @@ class PoolBatch:
 
     @property
     def exchange_rows(self) -> slice:
-        """Sums of a load: tokens of the slices on the process's place of each size but 1; sums of
-        attended keys follow."""
-        return slice(_NUM_PLAIN, _NUM_PLAIN + len(self.sizes) - 1)
+        """Sums of a load: tokens of the slices on the process's place of each size but 1. Numbers
+        of the slices on that of each size come before, and attended keys of these after."""
+        first = _NUM_PLAIN + len(self.sizes)
+        return slice(first, first + len(self.sizes) - 1)
 
     @cached_property
     def passes(self) -> tuple[StageSeconds, StageSeconds]:
@@ -211,16 +219,24 @@ class PoolBatch:
 
     def table(self, loads: Array) -> ChunkTable:
         """Loads (F, ...) as the cost model takes them."""
-        exchanged = self.exchange_rows
-        shared = exchanged.stop + len(self.windows)
+        exchanged, shape = self.exchange_rows, self.model.shape
+        counts, windows = loads[_NUM_PLAIN : exchanged.start], self.windows
+        keys = loads[exchanged.stop :].reshape(len(counts), len(windows), *counts.shape[1:])
+        packed = np.where(counts[:, None] > 1, keys, 0.0)  # several slices of a place share calls
+        calls: dict[Call, Array] = {"packed": packed, "square": keys - packed}
+        local, shared = (
+            {(w, call): own[of, i].sum(axis=0) for call, own in calls.items()
+             for i, w in enumerate(windows)}
+            for of in (slice(1), slice(1, None))
+        )  # fmt: skip
+        times = [calls_of(shape, size) for size in self.sizes]
         return ChunkTable(
             tokens=loads[TOKENS],
-            num_slices=loads[_CALLS],
+            num_slices=np.tensordot(times, counts, 1),
             exchanged_tokens=dict(zip(self.sizes[1:], loads[exchanged], strict=True)),
-            local_keys=dict(zip(self.windows, loads[exchanged.stop : shared], strict=True)),
-            shared_keys=dict(zip(self.windows, loads[shared:], strict=True)),
+            local_keys=local,
+            shared_keys=shared,
             prefix_tokens={},
-            prefix_keys={},
         )
 
 

@@ -25,6 +25,7 @@ import torch
 from furlong.cost.machine import Machine, free_ram_budget_bytes, this_cpu
 from furlong.cost.memory import MAPPED_BYTES, MAPPED_WITH_OFFLOAD_BYTES, SPARE_BYTES
 from furlong.kv.pools import Pools
+from furlong.ops.backends.select import Kind, fastest
 from furlong.plan.plan import Action
 from furlong.timeline import Record, Timeline
 
@@ -235,5 +236,6 @@ def machine_of(device: torch.device) -> Machine:
         return this_cpu()
     total_bytes = torch.cuda.mem_get_info(device)[1]
     found = Machine.of_card(torch.cuda.get_device_name(device), total_bytes)
+    found = found.attended_by(fastest(Kind(device, torch.bfloat16, 128)))
     links = replace(found.links, devices_per_node=1)
     return replace(found, links=links, host_bytes=free_ram_budget_bytes())

@@ -125,6 +125,12 @@ def candidates(kind: Kind) -> list[Backend]:
     return found + [x for x in (fourth, flash_3(kind.device)) if x is not None]
 
 
+def fastest(kind: Kind) -> str:
+    """The kernel of the fastest backend that a kind might take, in words; none has been probed."""
+    *_, last = [Reference(), *candidates(kind)]
+    return "cuDNN" if isinstance(last, CUDNN) else getattr(last, "name", "the reference")
+
+
 def choose_backend(kind: Kind, untried: list[Backend] | None = None) -> Backend:
     """The last of `untried`, by default of all candidates, that agrees with the reference here; it
     and those behind it are taken from the list. The reference where there is none.
