@@ -40,7 +40,7 @@ def planned_line(recipe: Path) -> str | None:
         parts.append(f"{format_bytes(cpu_bytes)} of RAM")
     step = format_seconds(plan["step_s"] + plan["optimizer_s"])
     start = plan["batch"]["source"].partition(" of ")[0]
-    what = {"a pair": "a pair", "one": "an answer"}.get(start, "a step")
+    what = {"a pair": "a pair", "the longest": "an answer"}.get(start, "a step")
     parts.append(f"{step} for {what} of {format_count(plan['batch']['num_tokens'])} tokens")
     return f"# Planned: {', '.join(parts)} (furlong {match[1]})"
 
