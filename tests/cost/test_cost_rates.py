@@ -204,9 +204,11 @@ ATTENTION = dict(zip(KERNELS, ((370e12, 290e12), (580e12, 480e12), (640e12, 540e
 """FLOP/s of a forward and of a backward on Hopper over blocks without a mask; squares 15 % less."""
 CARDS = {"H100": (620e12, 2.6e12), "H200": (690e12, 3.6e12)}
 """FLOP/s of products, and bytes per second of the memory."""
-PASSED = {None: 34.1e9, Lora(16): 38.9e9}
-"""Bytes outside of products that 8,192 tokens of a layer of Qwen3-8B pass in a forward, a recompute
-and a backward, which is two passes: counted by operator."""
+PASSED = {None: 12.7e9, Lora(16): 12.0e9}
+"""Bytes outside of products and attention that 8,192 tokens of a layer of Qwen3-8B pass in a
+forward, a recompute and a backward, which is two passes: counted by operator (docs/one-gpu.md)."""
+WRITTEN = {None: 34.1e9, Lora(16): 38.9e9}
+"""Those by which the steps below were added up: of modules as written, with offload and merges."""
 STEPS_S = {
     ("H100", 32 * K): (8.1, 6.7, 6.4),
     ("H100", 128 * K): (77.7, 55.3, 51.4),
@@ -267,10 +269,15 @@ def test_each_kind_of_kernel_takes_what_its_rate_says(card, kernel, lora, tokens
 
 @pytest.mark.parametrize(("card", "tokens"), STEPS_S)
 def test_steps_on_hopper_take_what_their_kernels_sum_up_to(card, tokens):
+    def written(lora):
+        bytes_per_s = Machine.named(card).activation_bytes_per_s * PASSED[lora] / WRITTEN[lora]
+        return {"activation_bytes_per_s": bytes_per_s}
+
     for kernel, step_s in zip(KERNELS, STEPS_S[card, tokens], strict=True):
-        assert in_chunks(card, kernel, Lora(16), tokens)[1] == pytest.approx(step_s, rel=0.05)
+        found = in_chunks(card, kernel, Lora(16), tokens, **written(Lora(16)))
+        assert found[1] == pytest.approx(step_s, rel=0.05)
     if card == "H100":
-        model, step_s = in_chunks(card, "cuDNN", None, tokens)
+        model, step_s = in_chunks(card, "cuDNN", None, tokens, **written(None))
         flops = step_flops(model.shape, [tokens], has_frozen_base=False)
         assert flops / 989e12 / step_s == pytest.approx(MFU[tokens], rel=0.05)
     assert Machine.named(card).attended_by("cuDNN") == Machine.named(card)

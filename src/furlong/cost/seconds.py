@@ -109,9 +109,9 @@ Hidden = Literal["all-to-all", "gathers", "streams"]
 processes, the weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another
 target."""
 HEADS = ("head", "head and back")
-_ADAPTED = 1.6
-"""Bytes that pass through a GPU's kernels for each saved one with adapters, over those without: the
-frozen products save less, and scale and add of adapters pass outputs that nobody saves."""
+_ADAPTED = 1.3
+"""Bytes that pass through a GPU's kernels for each saved one with adapters, over those without:
+frozen products save less."""
 _FUSED_HEAD_DIM = 128
 _NO_WAIT = Link(0.0, float("inf"))
 
@@ -240,7 +240,7 @@ class StageSeconds:
         hardware, back = self._hardware, part.work == "backward"
         linear, passed = self._per_token(part)
         layers, attending = self._num_layers(part), self._attending(part)
-        if self._training.lora and hardware.device_type != "cpu" and part.work not in HEADS:
+        if self._lora and hardware.device_type == "cuda" and part.work not in HEADS:
             passed *= _ADAPTED
         token_s = linear / self._rate + passed / hardware.activation_bytes_per_s
         process_s = linear * hardware.linear.half_tokens / self._rate + self._unpacking_s(part)

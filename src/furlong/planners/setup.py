@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from furlong.cost.machine import Machine
+from furlong.cost.machine import AS_WRITTEN, Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import PACKED_BYTES, Lora, Training
@@ -45,6 +45,8 @@ def cost_model_of(
         training = replace(training, zero_stage=1, gathers=True)
     dtype = config.model.dtype
     found = machine.calibrated(dtype) if calibrate else machine.computing_in(dtype)
+    if config.model.kernels == "none" and found.device_type == "cuda":
+        found = replace(found, activation_bytes_per_s=found.activation_bytes_per_s / AS_WRITTEN)
     return CostModel(shape, found, training)
 
 
