@@ -109,7 +109,8 @@ STAGES = {"dp": 1, "sp": 1, "pp": 2, "size": 1024, "keep": "kv"}
 def test_a_pipeline_holds_its_batch_and_not_only_the_longest_sequence(num_bytes, fits):
     """With the first chunks of others 10,627,624,960 bytes: a second long one retains its own."""
     given = STAGES | {"num_retained": 4}
-    question = Question([4096] * 12, QWEN, Limits(num_bytes, margin=0), 2, given=given)
+    limits = Limits(num_bytes, margin=0)
+    question = Question([4096] * 12, QWEN, limits, 2, given=given, stages=(16, 8))
     assert bool(search(question).tried) == fits
 
 
