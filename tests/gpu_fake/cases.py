@@ -200,7 +200,7 @@ def benchmark(part: str) -> dict[str, Any]:
 
     settings = gpu_part.Settings(num_layers=2, peak_flops_per_s=1e15)
     with FakeGPU() as gpu:
-        found = [name for name, _ in gpu_part.PARTS[part](settings)]
+        found = {name: values["shares"] for name, values in gpu_part.PARTS[part](settings)}
         return seen(gpu, results=found)
 
 

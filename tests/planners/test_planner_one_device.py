@@ -1,9 +1,7 @@
 """Plans of one device: legal in every order, K,V and inputs that live as long as needed, stages
 that only run forward, and two phases with the loss between them."""
 
-from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -11,12 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.errors import ConfigError, PlanError
-from furlong.ops.backends.base import Block
-from furlong.ops.backends.cudnn import parts_of
 from furlong.plan.check import check
 from furlong.plan.passes import input_frees, kv_frees, passes
 from furlong.plan.plan import (
-    ONE_DEVICE,
     Backward,
     Forward,
     Keep,
@@ -26,9 +21,7 @@ from furlong.plan.plan import (
     Recompute,
     Reduce,
 )
-from furlong.plan.segments import segment_tokens
 from furlong.plan.text import format_action, load_plan, save_plan
-from furlong.planners.candidates import sizes
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import (
     even_heights,
@@ -251,35 +244,3 @@ def test_names_chunks_and_stage_and_evaluation_only_forwards():
     assert found == "F7.2:kv F9.2:all B9.2 R7.2 B7.2"
     found = schedule([7, 9], num_retained=1, keep="kv", stage=2, backward=False)
     assert found == "F7.2:input F9.2:input"
-
-
-@pytest.mark.parametrize("longest", [32_768, 65_536, 100_000, 131_072, 2**18, 2**20])
-def test_chunks_for_a_gpu_are_of_sizes_that_its_fastest_kernel_takes(longest):
-    """Of a length that is a multiple, cuDNN computes all attention."""
-    for device_type in ("cuda", "cpu"):
-        question = SimpleNamespace(given={}, longest=longest, most_chunks=10**6)
-        space = SimpleNamespace(
-            question=question, layout=ONE_DEVICE, model=SimpleNamespace(device_type=device_type)
-        )
-        found = sizes(space, longest)
-        assert len(found) > 3
-        if device_type == "cuda":
-            shares = [fused_share(size, longest) for size in found if size >= 256]
-            assert all(share > 0.97 if longest % 128 else share == 1 for share in shares), found
-
-
-def fused_share(size, longest):
-    """Of the pairs of a sequence in chunks of `size`, those of cuDNN's calls."""
-    segment, found = segment_tokens(4096, "cuda", False), Counter()
-    for start in range(0, longest, size):
-        rows = min(size, longest - start)
-        blocks = [(rows, Block(0, 1.0))]
-        for first in range(0, start, segment):
-            blocks.append((min(segment, start - first), Block(start - first, 1.0)))
-        for keys, block in blocks:
-            for part in parts_of(rows, keys, block):
-                num_rows, num_keys = (x.stop - x.start for x in part[:2])
-                own = block.at(part.rows.start, part.keys.start)
-                found[part.is_fused] += own.num_pairs(num_rows, num_keys)
-    assert found.total() == longest * (longest + 1) // 2
-    return found[True] / found.total()
