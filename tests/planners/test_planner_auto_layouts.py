@@ -17,7 +17,7 @@ from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.lengths import Lengths, StepSize, count_lengths
 from furlong.plan.plan import ChunkPlan, Layout, Reduce, Unshard
-from furlong.planners import infinipipe
+from furlong.planners import infinipipe, orders
 from furlong.planners.candidates import TimeEstimate, bounds_of, chunks, longest_step
 from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.decide import Decision, decide
@@ -26,8 +26,8 @@ from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
 from furlong.planners.question import Candidate, Limits, Question, Space, whole_model
-from furlong.planners.search import _MOST_FITTING, METHODS, _Search, search
-from furlong.simulate.predict import Needs, predict, predict_step, step_s
+from furlong.planners.search import _MOST_FITTING, METHODS, _Search, best_plan, search
+from furlong.simulate.predict import Needs, most_of, needs_of, predict, predict_step, step_s
 from furlong.train.batches import BatchPlanner, Wanted
 
 GIB = 2**30
@@ -256,6 +256,31 @@ def test_plans_of_equal_estimates_are_not_one_plan() -> None:
     assert len(tried) == _MOST_FITTING
 
 
+def test_a_search_checks_no_plan_that_nobody_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[ChunkPlan] = []
+    monkeypatch.setattr(orders, "check", checked.append)
+    question = Question([9000, 3000, 700, 500], H100, LIMITS, num_devices=4)
+    answer = search(question)
+    assert len(answer.tried) > 1 and not checked
+    best_plan(question.seq_lens, answer)
+    assert checked and checked[-1].seq_lens == tuple(question.seq_lens)
+
+
+@pytest.mark.parametrize("keep", ["all", "attention", "input"])
+def test_one_rank_of_each_kind_tells_what_a_pipeline_needs(keep: Any) -> None:
+    layout = Layout(pp=8)
+    space = Space(Question([9000, 3000, 3000, 700], H100, LIMITS, 8), layout)
+    state, memory = _Search(space.question, lambda words: None), space.model.memory()
+    for size, offload in product((512, 4096), ({}, {"offload": "cpu"})):
+        options = ChunkOptions(size=size, keep=keep, num_retained=2, **offload)
+        plan = space.plan_of(options)(space.question.seq_lens)
+        candidate = Candidate("", layout, options, 0.0, space.plan_of(options), longest=[9000])
+        found = state._walked(candidate, [plan])
+        assert len(vars(plan)["_curves"]) < layout.pp
+        curves = [memory.curve(plan, rank) for rank in range(layout.pp)]
+        assert found.needs == most_of(map(needs_of, curves))
+
+
 def test_chunks_with_which_replicas_wait_for_each_other_end_no_search() -> None:
     """One replica has one chunk and the other two, which no estimate sees: they meet late."""
     lens = (1103, 6410, 395, 884, 376, 6298, 317, 31_596, 38_542)
@@ -314,6 +339,10 @@ def test_equal_sequences_end_the_search_as_soon_as_one(monkeypatch: pytest.Monke
         limit_bytes = 16 * GIB
         plan_infinipipe([9000] * count, H100, stages=(12, 12), budget_bytes=limit_bytes)
     assert len(costs) > 1 and max(costs) < 20_000
+    # another step to beat changes nothing of what was chosen
+    before = len(costs)
+    plan_infinipipe([9000] * 80, H100, stages=(12, 12), budget_bytes=limit_bytes, beat_s=1e6)
+    assert len(costs) == before
 
 
 def test_a_search_that_is_interrupted_answers_with_what_it_has(

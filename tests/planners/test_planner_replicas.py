@@ -1,5 +1,6 @@
 """One plan of the plans of replicas: renumbered, checked, as fast as a thousand ranks need."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from papers.chunkflow_plan import plan_chunkflow
 from papers.unit_costs import UnitCosts
 
 from furlong.errors import ConfigError
+from furlong.plan.passes import passes
 from furlong.plan.plan import (
     Recv,
     Reduce,
@@ -18,7 +20,7 @@ from furlong.plan.plan import (
 from furlong.plan.text import format_chunk
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import join_replicas
+from furlong.planners.orders import join_kept, join_replicas
 from furlong.planners.spaco import Factors, sample_backwards
 from furlong.simulate.clock import time_actions
 
@@ -53,6 +55,11 @@ def test_any_replicas_join(seq_lens, dp_size, num_stages, backward):
     assert [[(s.seq_id, s.start, s.stop) for s in c.slices] for c in joined.chunks] == chunks
     kinds = [[type(a) for a in actions] for plan in plans for actions in plan.actions]
     assert [[type(a) for a in actions] for actions in joined.actions] == kinds
+    kept = join_kept(plans, dealt, seq_lens, dp_size + 1)
+    for plan in (joined, kept):  # passes of the replicas' plans are taken along
+        anew = replace(plan)
+        ranks = range(len(plan.actions))
+        assert [passes(plan, rank) for rank in ranks] == [passes(anew, rank) for rank in ranks]
 
 
 def test_numbers_and_peers_are_shifted():

@@ -425,22 +425,25 @@ class PlanMemory:
 def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
     """(3, S) tokens of a chunk on each process of a pool: its own; those whose K,V it gets beyond
     its own, and whose gradients it sends back; its own that travel to other processes."""
-    own, gathered, travelling = ([0.0] * sp_size for _ in range(3))
+    is_shared = all(piece.place.size == sp_size for piece in chunk.slices)
+    count = 1 if is_shared else sp_size  # where all have equal loads one stands for all
+    own, gathered, travelling = ([0.0] * count for _ in range(3))
     for piece in chunk.slices:
         place, share = piece.place, piece.num_tokens * (1 / piece.place.size)
         others = gathered_tokens(piece, place.first, shape) if place.size > 1 else 0.0
-        for process in range(place.first, place.stop):
+        for process in range(place.first, min(place.stop, place.first + count)):
             own[process] += share
             if place.size > 1:
                 gathered[process] += others
                 travelling[process] += share
-    return [[1.0] * sp_size if chunk.is_dummy else own, gathered, travelling]
+    rows = [[1.0] * count if chunk.is_dummy else own, gathered, travelling]
+    return [row * (sp_size // count) for row in rows]
 
 
 def _unlike(plan: ChunkPlan, loads: Mapping[int, list[list[float]]]) -> list[int]:
     """One process of the pool for all that have equal loads, and hold as many tokens of every cut
     sequence."""
-    if plan.sp_size == 1:
+    if plan.sizes_of_places == (plan.sp_size,):
         return [0]
     rows = [row for of_chunk in loads.values() for row in of_chunk]
     for piece in (piece for chunk in loads for piece in plan.chunks[chunk].slices):

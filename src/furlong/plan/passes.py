@@ -73,6 +73,15 @@ def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
     return known[rank]
 
 
+def keep_passes(made: ChunkPlan, first_rank: int, plan: ChunkPlan) -> None:
+    """Note the passes of `plan` as those of a plan whose ranks from `first_rank` on have its
+    actions, behind some on parameters: they are the same."""
+    known: dict[int, tuple[Pass, ...]] = vars(made).setdefault("_passes", {})
+    for rank, actions in enumerate(plan.actions):
+        ahead = len(made.actions[first_rank + rank]) - len(actions)
+        known[first_rank + rank] = (NOTHING,) * ahead + passes(plan, rank)
+
+
 def _passes_of(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
     actions = plan.actions[rank]
     trained = {(a.chunk, a.stage) for a in actions if isinstance(a, Backward)}

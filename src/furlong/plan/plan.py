@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -226,6 +226,10 @@ class Tree:
         return found
 
 
+_OF_CHUNKS = ("groups", "trees", "links", "num_computed", "piece_lens", "continues")
+"""Properties that follow from a plan's chunks, the first three in any case."""
+
+
 @dataclass(frozen=True)
 class ChunkPlan:
     """The actions of every rank on one global batch."""
@@ -258,6 +262,15 @@ class ChunkPlan:
     def __getstate__(self) -> dict[str, object]:
         """Return the fields alone: what is noted of a plan does not travel to other processes."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def with_actions(self, actions: tuple[tuple[Action, ...], ...]) -> ChunkPlan:
+        """The plan of the same chunks with other actions, with what follows from the chunks."""
+        made = replace(self, actions=actions)
+        # without `report_loss` actions say which chunks are computed
+        names = _OF_CHUNKS if self.report_loss else _OF_CHUNKS[:3]
+        vars(made).update({name: getattr(self, name) for name in names})
+        vars(made)["_loads"] = vars(self).setdefault("_loads", {})  # see `cost.memory`
+        return made
 
     @cached_property
     def checksum(self) -> int:

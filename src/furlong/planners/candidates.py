@@ -113,7 +113,8 @@ def chunks(
             if estimate and fastest_s < question.beat_s and question.limits.hold(needs):
                 about_s = question.share * estimate.seconds(options)
             plan_of = space.plan_of(options)
-            found.append(Candidate(method, layout, options, about_s, plan_of, needs, longest))
+            made = Candidate(method, layout, options, about_s, plan_of, needs, longest)
+            found.append(replace(made, unchecked=space.plan_of(options, checked=False)))
     found.sort(key=lambda c: (c.estimate_s, len(c.options.offloading.targets), c.least))
     yield from found
 

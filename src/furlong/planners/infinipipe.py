@@ -27,8 +27,10 @@ as its tail also where the mesh fits exactly, so that its K,V have no reader.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
 from math import inf
 from typing import Any
@@ -130,32 +132,29 @@ def plan_infinipipe(
     """
     refuse_unusable(seq_lens)
     memory = model.memory(budget_bytes)
-    budget = memory.device_budget_bytes
     batch = _Batch(tuple(seq_lens), model, memory, tuple(stages), sp_size, exact)
-    longest, best, nearest = max(seq_lens), None, None
-    step = row_step(model.device_type, sp_size)
-    least_s, least_bytes, without_gain, num_cells = inf, inf, 0, 0
-    for num_slices in slice_numbers(min(_MOST_SLICES, longest)):
+    batch = next((known for known in _last_batch if known == batch), batch)
+    _last_batch.append(batch)
+    best: ChunkPlan | None = None
+    refused: list[ChunkPlan] = []
+    least_s, without_gain, num_cells = inf, 0, 0
+    for num_slices in slice_numbers(min(_MOST_SLICES, max(seq_lens))):
         if without_gain == _PATIENCE or num_cells > _MOST_CELLS * (1 if best else 4):
             break
-        work = fit_work(model, longest, num_slices, batch.stages, sp_size)
-        groups = shard(cut_and_pack(seq_lens, num_slices, work, step), sp_size)
-        num_cells += sum(map(len, groups)) * len(batch.stages)
-        step_s = batch.step_s(batch.one_pipeline(groups))  # with recomputed layers it takes longer
+        cut = batch.cut(num_slices)
+        num_cells += sum(map(len, cut.groups)) * len(batch.stages)
+        step_s = cut.bare_s  # with recomputed layers it takes longer
         gains = step_s < least_s
         if step_s < beat_s:
-            found: ChunkPlan | None = None
-            if best is not None:
-                found = batch.fitting_plan(groups)
-            plan = found or batch.one_pipeline(groups, layers=max(batch.stages))
-            if found is None and (used_bytes := max(batch.used_bytes(plan))) > budget:
+            found = None if best is None else cut.fitting_plan
+            plan = found or cut.one_pipeline(layers=max(batch.stages))
+            if found is None and not batch.has_room(plan):
                 # whatever recomputes less does not fit either
                 without_gain += best is not None
-                if used_bytes < least_bytes:
-                    least_bytes, nearest = used_bytes, plan
+                refused.append(plan)
                 continue
             if best is None:
-                plan = batch.fitting_plan(groups) or plan
+                plan = cut.fitting_plan or plan
             step_s = batch.step_s(plan)
             gains = step_s < least_s
             if step_s < beat_s:
@@ -165,8 +164,8 @@ def plan_infinipipe(
     if best is not None:
         check(best, memory)
         return best
-    if nearest is not None and least_s == inf:
-        raise batch.no_room(nearest)
+    if refused and least_s == inf:
+        raise batch.no_room(min(refused, key=lambda plan: max(batch.used_bytes(plan))))
     raise ConfigError(
         given=f"a step of at least {least_s:.3g} s however it is cut",
         required=f"less than {beat_s:.3g} s",
@@ -194,18 +193,16 @@ class _Batch:
     stages: tuple[int, ...]
     sp_size: int
     exact: bool
+    _cuts: dict[int, _Cut] = field(init=False, repr=False, compare=False, default_factory=dict)
 
-    def plan(self, groups: Groups, pipelines: Sequence[Pipeline]) -> ChunkPlan:
-        return in_a_row(
-            self.seq_lens, groups, pipelines, self.stages, sp_size=self.sp_size, checked=False
-        )
-
-    def one_pipeline(self, groups: Groups, own: range | None = None, layers: int = 0) -> ChunkPlan:
-        """The plan of one pipeline of all groups, or its `own`, each diagonal with the same number
-        of layers."""
-        own = range(len(groups)) if own is None else own
-        num_diagonals = sum(len(groups[i]) for i in own) + len(self.stages) - 1
-        return self.plan(groups, [(own, [layers] * num_diagonals)])
+    def cut(self, num_slices: int) -> _Cut:
+        """The batch with its longest sequence in so many slices."""
+        if num_slices not in self._cuts:
+            longest, step = max(self.seq_lens), row_step(self.model.device_type, self.sp_size)
+            work = fit_work(self.model, longest, num_slices, self.stages, self.sp_size)
+            groups = shard(cut_and_pack(self.seq_lens, num_slices, work, step), self.sp_size)
+            self._cuts[num_slices] = _Cut(self, groups)
+        return self._cuts[num_slices]
 
     def step_s(self, plan: ChunkPlan) -> float:
         return time_actions(plan, self.model.costs(plan)).duration_s
@@ -214,29 +211,87 @@ class _Batch:
         """(P,) the most that each rank needs."""
         return [max(self.memory.peak_bytes_of_actions(plan, s)) for s in range(len(self.stages))]
 
-    def fitting_plan(self, groups: Groups) -> ChunkPlan | None:
-        """Return the plan of these groups, those of most chunks first, with least overhead; None
-        where none was found that fits."""
-        spare_bytes = _ROUNDING_BYTES
+    def has_room(self, plan: ChunkPlan) -> bool:
+        """Whether a plan fits; not all of the ranks are walked of one that does not."""
+        walks = (self.memory.peak_bytes_of_actions(plan, s) for s in range(len(self.stages)))
+        return all(max(used) <= self.memory.device_budget_bytes for used in walks)
+
+    def no_room(self, plan: ChunkPlan) -> DoesNotFitError:
+        """Return the error for a plan with every layer recomputed, of those the closest to fit."""
+        used = self.used_bytes(plan)
+        rank, num_slices = used.index(max(used)), max(map(len, plan.groups.values()), default=1)
+        return DoesNotFitError(
+            rank, self.memory.curve(plan, rank).peak, self.memory.device_budget_bytes,
+            self.model.training, num_devices=len(self.stages) * self.sp_size,
+            with_what=f"the longest sequence of {count_words(max(self.seq_lens), 'token')} cut "
+            f"into {count_words(num_slices, 'chunk')} and every layer recomputed",
+        )  # fmt: skip
+
+
+_last_batch: deque[_Batch] = deque(maxlen=1)
+"""The last batch with what was found of it: the search asks, and then who makes the plan of its
+answer, with another step to beat."""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A batch in chunks, with what no step to beat changes."""
+
+    batch: _Batch
+    groups: Groups
+
+    @cached_property
+    def bare_s(self) -> float:
+        """Seconds of a step that recomputes nothing."""
+        return self.batch.step_s(self.one_pipeline())
+
+    @cached_property
+    def _chunks(self) -> ChunkPlan:
+        """The plan without actions, of which all others have what follows from its chunks."""
+        return self._in_a_row([])
+
+    def _in_a_row(self, pipelines: Sequence[Pipeline]) -> ChunkPlan:
+        batch = self.batch
+        return in_a_row(
+            batch.seq_lens, self.groups, pipelines, batch.stages, sp_size=batch.sp_size,
+            checked=False,
+        )  # fmt: skip
+
+    def plan(self, pipelines: Sequence[Pipeline]) -> ChunkPlan:
+        return self._chunks.with_actions(self._in_a_row(pipelines).actions)
+
+    def one_pipeline(self, own: range | None = None, layers: int = 0) -> ChunkPlan:
+        """The plan of one pipeline of all groups, or its `own`, each diagonal with the same number
+        of layers."""
+        own = range(len(self.groups)) if own is None else own
+        num_diagonals = sum(len(self.groups[i]) for i in own) + len(self.batch.stages) - 1
+        return self.plan([(own, [layers] * num_diagonals)])
+
+    @cached_property
+    def fitting_plan(self) -> ChunkPlan | None:
+        """The plan with least overhead, the groups of most chunks first; None where none was found
+        that fits."""
+        spare_bytes, budget = _ROUNDING_BYTES, self.batch.memory.device_budget_bytes
         for _ in range(_MAX_REPAIRS):
-            pipelines = self._pipelines(groups, spare_bytes)
+            pipelines = self._pipelines(spare_bytes)
             if pipelines is None:
                 break
-            plan = self.plan(groups, pipelines)
-            lacking_bytes = max(self.used_bytes(plan)) - self.memory.device_budget_bytes
+            plan = self.plan(pipelines)
+            lacking_bytes = max(self.batch.used_bytes(plan)) - budget
             if lacking_bytes <= 0:
                 return plan
             spare_bytes += lacking_bytes
         return None
 
-    def _pipelines(self, groups: Groups, spare_bytes: int) -> list[Pipeline] | None:
+    def _pipelines(self, spare_bytes: int) -> list[Pipeline] | None:
         """The pipelines of least overhead; None where nothing fits. Each costs a warm-up and a
         cool-down, and each of its layers a forward (Eq. 13)."""
-        cells_s = self.model.cell_seconds(
-            [chunk for group in groups for chunk in group], self.stages, sp_size=self.sp_size
+        batch, groups, stages = self.batch, self.groups, self.batch.stages
+        cells_s = batch.model.cell_seconds(
+            [chunk for group in groups for chunk in group], stages, sp_size=batch.sp_size
         )  # (P, K, 2)
-        ends_s = (len(self.stages) - 1) * float(cells_s.sum(axis=2).mean())
-        layer_s = float(cells_s[..., 0].mean()) * len(self.stages) / sum(self.stages)
+        ends_s = (len(stages) - 1) * float(cells_s.sum(axis=2).mean())
+        layer_s = float(cells_s[..., 0].mean()) * len(stages) / sum(stages)
         last = len(groups)
         edges: list[int] = []  # where groups have at most half the chunks of those before
         for i, group in enumerate(groups):
@@ -257,9 +312,9 @@ class _Batch:
             if last in found and least_s >= found[last][0]:
                 continue
             own = range(start, stop)
-            plan = self.one_pipeline(groups, own)
-            kinds = kinds_of([groups[i] for i in own], len(self.stages))
-            layers = choose_layers(loads_of(plan, self.memory, kinds, spare_bytes), self.exact)
+            plan = self.one_pipeline(own)
+            kinds = kinds_of([groups[i] for i in own], len(stages))
+            layers = choose_layers(loads_of(plan, batch.memory, kinds, spare_bytes), batch.exact)
             if layers is None:
                 continue
             layers = layers[kinds]
@@ -267,17 +322,6 @@ class _Batch:
             if stop not in found or overhead_s < found[stop][0]:
                 found[stop] = overhead_s, [*before, (own, layers.tolist())]
         return found[last][1] if last in found else None
-
-    def no_room(self, plan: ChunkPlan) -> DoesNotFitError:
-        """Return the error for a plan with every layer recomputed, of those the closest to fit."""
-        used = self.used_bytes(plan)
-        rank, num_slices = used.index(max(used)), max(map(len, plan.groups.values()), default=1)
-        return DoesNotFitError(
-            rank, self.memory.curve(plan, rank).peak, self.memory.device_budget_bytes,
-            self.model.training, num_devices=len(self.stages) * self.sp_size,
-            with_what=f"the longest sequence of {count_words(max(self.seq_lens), 'token')} cut "
-            f"into {count_words(num_slices, 'chunk')} and every layer recomputed",
-        )  # fmt: skip
 
 
 def in_a_row(
@@ -333,6 +377,13 @@ class Loads:
         """Whether every stage has room all the time."""
         return bool(self.lacking_bytes(layers).max(initial=-inf) <= 0)
 
+    def at(self, moments: NDArray[np.bool_]) -> Loads:
+        """These loads at some moments alone."""
+        return Loads(
+            self.excess_bytes[moments], self.saved_bytes[moments], self.again_bytes[moments],
+            self.acting[moments], self.heights[moments], self.counts,
+        )  # fmt: skip
+
 
 def kinds_of(groups: Groups, num_stages: int) -> Integers:
     """(D,) the kind of each diagonal of a pipeline. Groups of equal chunks that follow each other
@@ -363,7 +414,7 @@ def loads_of(
     last, num_diagonals = len(plan.stages) - 1, len(backwards) + len(plan.stages) - 1
     kinds = np.arange(num_diagonals) if kinds is None else kinds
     counts = np.bincount(kinds)
-    found: dict[bytes, tuple[float, Array, float, int, int]] = {}
+    found: dict[tuple[Any, ...], tuple[float, Array, float, int, int]] = {}
     for stage, (height, actions) in enumerate(zip(plan.stages, plan.actions, strict=True)):
         cell = memory.cell(plan.stages, stage)
         means = np.cumsum(cell.graph_layers) / np.arange(1, height + 1)
@@ -383,27 +434,28 @@ def loads_of(
             lacks = sum(parts) + spare_bytes - memory.device_budget_bytes
             *late, made = curve.late.get(index, (0.0, 0.0, 0.0))
             lacks += made if first and is_backward else max(0, whole - parts[_GRADIENTS])
-            others = alive.copy()
-            others[kind] = max(0.0, alive[kind] - own)
-            start, moments = lacks - max(0.0, *late), []
+            others = alive
+            if is_backward:
+                others = alive.copy()  # moments of now keep theirs
+                others[kind] = max(0.0, alive[kind] - own)
+            start, moments = lacks - max(0.0, *late), list[tuple[float, float, Array]]()
             if is_backward and stage == last:
                 # the loss runs before a layer recomputes, and is over when one is at work
                 loss = memory.loss_bytes(cell, tokens, backward=True)
                 at_work = tokens * (cell.working + cell.exchange * (plan.sp_size > 1))
                 if parts[PARTS.index("logits")]:
                     start = lacks - loss + at_work
-                moments = [(start - at_work + loss, 0.0, alive.copy())]
-            moments.append((start, more, alive.copy()))
+                moments = [(start - at_work + loss, 0.0, alive)]
+            moments.append((start, more, alive))
             # when the gradients are there, one layer of the graph is left, and then none
             beside = zip(late, (own, 0.0), strict=True) if made and not first else ()
             for beyond, gone in beside:
                 moments.append((start + beyond, more - gone, others))
             for lacks, more, saves in moments:
                 if lacks + more > 0:  # at other moments all fits in any case
-                    key = np.array([lacks, more, kind, height, *saves]).tobytes()
-                    found[key] = lacks, saves, more, kind, height
-            if is_backward:
-                alive = others.copy()  # moments of now keep theirs
+                    key = lacks, more, kind, height, saves.tobytes()
+                    found[key] = lacks, saves.copy(), more, kind, height
+            alive = others
     columns = zip(*found.values(), strict=True) if found else [()] * 5
     excess, saved, again, acting, tops = columns
     return Loads(
@@ -438,34 +490,43 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
     layers = np.zeros(loads.saved_bytes.shape[1], dtype=np.int64)
     lacking = loads.lacking_bytes(layers)
     columns = np.ascontiguousarray(loads.saved_bytes.T)
-    lowest = min(loads.heights.tolist(), default=0)
+    reliefs, gains = np.zeros_like(loads.saved_bytes), np.zeros(len(layers))
+    """(R, G) relief of one layer more on a kind of diagonals, and (G,) its sums, per diagonal."""
+    felt = loads.saved_bytes > 0
+    felt[np.arange(len(lacking)), loads.acting] = True
+    firsts, ends = felt.argmax(axis=1), len(layers) - felt[:, ::-1].argmax(axis=1)
+    felt = np.ascontiguousarray(felt.T)
 
-    def gains() -> Array:
-        """Relief of one layer more on each kind of diagonals."""
-        rows = np.flatnonzero(lacking > 0)
-        lacks, acting = lacking[rows], loads.acting[rows]
-        saved = loads.saved_bytes[rows]
-        if layers.max() >= lowest:
-            saved *= layers < loads.heights[rows, None]
+    def weigh(touched: NDArray[np.bool_]) -> None:
+        """Weigh anew what is left of some moments, and the sums that they are part of."""
+        rows = np.flatnonzero(touched & (is_weighed | (lacking > 0)))
+        if not len(rows):
+            return
+        first, end = firsts[rows].min(), ends[rows].max()
+        lacks, acting = np.maximum(lacking[rows, None], 0.0), loads.acting[rows]
+        relief = loads.saved_bytes[rows, first:end]
+        relief *= layers[first:end] < loads.heights[rows, None]
         # who recomputes for the first time needs bytes for it
-        acts = np.arange(len(rows)), acting
-        own, more = saved[acts], np.where(layers[acting] > 0, 0.0, loads.again_bytes[rows])
-        relief = np.minimum(saved, lacks[:, None], out=saved)
-        relief[acts] = np.clip(own - more, 1e-3 * own, lacks)
+        acts = np.arange(len(rows)), acting - first
+        own, more = relief[acts], np.where(layers[acting] > 0, 0.0, loads.again_bytes[rows])
+        np.minimum(relief, lacks, out=relief)
+        relief[acts] = np.clip(own - more, 1e-3 * own, lacks[:, 0])
         if by_shares:
-            relief /= lacks[:, None]
-        gain: Array = relief.sum(axis=0) / loads.counts
-        return gain
+            np.divide(relief, lacks, out=relief, where=lacks > 0)
+        reliefs[rows, first:end] = relief
+        is_weighed[rows] = lacking[rows] > 0
+        gains[first:end] = reliefs[:, first:end].sum(axis=0) / loads.counts[first:end]
 
+    is_weighed = np.zeros(len(lacking), dtype=bool)
+    weigh(lacking > 0)
     while lacking.max(initial=-inf) > 0:
-        gain = gains()
-        chosen = int(gain.argmax())
-        if gain[chosen] <= 0:
+        chosen = int(gains.argmax())
+        if gains[chosen] <= 0:
             return None
-        gain[chosen] = 0.0
+        gain, gains[chosen] = gains[chosen], 0.0
         is_first, saved = not layers[chosen], columns[chosen]
         # the others' gains fall, too, but where one that recomputes for the first time needs bytes
-        least = gain.max() * loads.counts[chosen]
+        least, gains[chosen] = gains.max() * loads.counts[chosen], gain
         while True:
             lacking -= saved * (layers[chosen] < loads.heights)
             layers[chosen] += 1
@@ -479,10 +540,12 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
                 relief = np.divide(relief, lacks, out=relief, where=lacks > 0)
             if relief.sum() <= least:
                 break
+        weigh(felt[chosen])
     for diagonal in np.argsort(layers, kind="stable"):
+        those = loads.at(felt[diagonal])
         while layers[diagonal]:
             layers[diagonal] -= 1
-            if not loads.fit(layers):
+            if not those.fit(layers):
                 layers[diagonal] += 1
                 break
     return layers

@@ -38,8 +38,8 @@ from itertools import accumulate, pairwise
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError, difference_words, differing, in_short
 from furlong.plan.check import check
+from furlong.plan.passes import keep_passes
 from furlong.plan.plan import (
-    COMPUTING,
     ON_DEVICE,
     Action,
     Backward,
@@ -151,6 +151,7 @@ def plan_1f1b(
     num_retained: int = 1,
     keep: Keep = "kv",
     recompute_layers: int = 0,
+    checked: bool = True,
 ) -> ChunkPlan:
     """A checked plan of any groups in state-aware 1F1B, in the order in which they are listed.
 
@@ -166,7 +167,7 @@ def plan_1f1b(
     )  # fmt: skip
     return assemble(
         seq_lens, groups, stages, lists, offload=offload, sp_size=sp_size,
-        frozen_stages=frozen_stages if backward else 0,
+        frozen_stages=frozen_stages if backward else 0, checked=checked,
     )  # fmt: skip
 
 
@@ -261,7 +262,7 @@ def assemble(
     needed = (
         [a for a in own if not isinstance(a, RebuildKV) or plan.continues[a.chunk]] for own in lists
     )
-    plan = replace(plan, actions=tuple(map(_with_reduces, needed)))
+    plan = plan.with_actions(tuple(map(_with_reduces, needed)))
     if checked:
         check(plan)
     return plan
@@ -302,6 +303,7 @@ def plan_on_device(
     sp_size: int = 1,
     backward: bool = True,
     frozen_layers: int = 0,
+    checked: bool = True,
 ) -> ChunkPlan:
     """A checked plan for one device, or for one pool of `sp_size`; without backward a plan that
     only evaluates.
@@ -321,7 +323,7 @@ def plan_on_device(
     ]
     return assemble(
         seq_lens, groups, stages, [[action for walk in walks for action in walk]],
-        offload=options.offloading, sp_size=sp_size, frozen_stages=frozen,
+        offload=options.offloading, sp_size=sp_size, frozen_stages=frozen, checked=checked,
     )  # fmt: skip
 
 
@@ -429,10 +431,11 @@ def plan_replica(
     frozen_layers: int = 0,
     forks: Forks | None = None,
     local_in: ModelShape | None = None,
+    checked: bool = True,
 ) -> ChunkPlan:
-    """A checked plan of the chunks that `options` make, every slice shared by all `sp_size`
-    processes of a pool, or with the shape `local_in` of a model whole sequences on one process as
-    far as its work then balances.
+    """A plan of the chunks that `options` make, every slice shared by all `sp_size` processes of a
+    pool, or with the shape `local_in` of a model whole sequences on one process as far as its work
+    then balances. It is checked unless told otherwise: a search makes plans that nobody runs.
 
     `stages`: layers of each stage of a pipeline, which is walked in state-aware 1F1B; without one
     the order is that of `options`. `frozen_layers`, `forks`: as for `plan_on_device`.
@@ -445,20 +448,24 @@ def plan_replica(
     if len(stages) < 2:
         return plan_on_device(
             seq_lens, options, num_layers=num_layers, groups=groups, sp_size=sp_size,
-            backward=backward, frozen_layers=frozen_layers,
+            backward=backward, frozen_layers=frozen_layers, checked=checked,
         )  # fmt: skip
     return plan_1f1b(
         seq_lens, groups, stages=stages, offload=options.offloading, sp_size=sp_size,
         frozen_stages=_count_frozen(stages, frozen_layers), backward=backward,
         num_retained=options.num_retained, keep=options.kept,
-        recompute_layers=options.recompute_layers,
+        recompute_layers=options.recompute_layers, checked=checked,
     )  # fmt: skip
 
 
 def join_replicas(
-    plans: Sequence[ChunkPlan], seq_ids: Sequence[Sequence[int]], seq_lens: Sequence[int]
+    plans: Sequence[ChunkPlan],
+    seq_ids: Sequence[Sequence[int]],
+    seq_lens: Sequence[int],
+    *,
+    checked: bool = True,
 ) -> ChunkPlan:
-    """A checked plan of the global batch `seq_lens`.
+    """A plan of the global batch `seq_lens`, checked unless told otherwise.
 
     `plans[d]` is the plan of replica d for the sequences `seq_ids[d]` of the batch, numbered from 0
     in that order. All have the same stages, as many of them frozen, and the same ranks, sp_size and
@@ -495,7 +502,11 @@ def join_replicas(
         frozen_stages=first.frozen_stages, regathers=any(plan.regathers for plan in plans),
         report_loss=all(plan.report_loss for plan in plans),
     )  # fmt: skip
-    check(joined)
+    for replica, plan in enumerate(plans):
+        if plan.report_loss == joined.report_loss:
+            keep_passes(joined, replica * len(first.actions), plan)
+    if checked:
+        check(joined)
     return joined
 
 
@@ -504,22 +515,27 @@ def join_kept(
     seq_ids: Sequence[Sequence[int]],
     seq_lens: Sequence[int],
     num_replicas: int,
+    *,
+    checked: bool = True,
 ) -> ChunkPlan:
-    """The checked plan of a run's batch, in which weights are kept for the step: `join_replicas`,
-    with dummies for replicas without a plan.
+    """The plan of a run's batch, in which weights are kept for the step: `join_replicas`, with
+    dummies for replicas without a plan.
 
     Weights are gathered before the first chunk: a replica meets the others then only where
     gradients are added up, and one that fails in between can tell them.
     """
     num_idle = num_replicas - len(plans)
     some = [*plans, *[idle_plan(plans[0])] * num_idle]
-    return join_replicas(list(map(gathered_first, some)), [*seq_ids, *[[]] * num_idle], seq_lens)
+    ids = [*seq_ids, *[[]] * num_idle]
+    return join_replicas(list(map(gathered_first, some)), ids, seq_lens, checked=checked)
 
 
 def gathered_first(plan: ChunkPlan) -> ChunkPlan:
     """The plan in which each rank first gathers the weights of its stages."""
     lists = zip(plan.held, plan.actions, strict=True)
-    return replace(plan, actions=tuple((*map(Unshard, held), *own) for held, own in lists))
+    made = plan.with_actions(tuple((*map(Unshard, held), *own) for held, own in lists))
+    keep_passes(made, 0, plan)
+    return made
 
 
 def idle_plan(like: ChunkPlan) -> ChunkPlan:
@@ -544,9 +560,17 @@ def _layout(plan: ChunkPlan) -> dict[str, object]:
 
 
 def _moved(action: Action, chunks: int, ranks: int) -> Action:
-    """The action with its chunk's number and its peer raised by so many."""
-    if isinstance(action, (Send, Recv)):
-        return replace(action, chunk=action.chunk + chunks, peer=action.peer + ranks)
-    if isinstance(action, COMPUTING):
-        return replace(action, chunk=action.chunk + chunks)
+    """The action with its chunk's number and its peer raised by so many. (`replace` would take
+    half of the time in which replicas are joined.)"""
+    match action:
+        case Send(payload, chunk, stage, peer) | Recv(payload, chunk, stage, peer):
+            return type(action)(payload, chunk + chunks, stage, peer + ranks)
+        case Forward(chunk, stage, keep, layers):
+            return Forward(chunk + chunks, stage, keep, layers)
+        case Recompute(chunk, stage, layers):
+            return Recompute(chunk + chunks, stage, layers)
+        case Backward(chunk, stage, loss_factor, relay_factor):
+            return Backward(chunk + chunks, stage, loss_factor, relay_factor)
+        case RebuildKV(chunk, stage):
+            return RebuildKV(chunk + chunks, stage)
     return action

@@ -318,11 +318,11 @@ class Space:
         """Tokens of some of the sequences."""
         return tuple(self.question.seq_lens[i] for i in own)
 
-    def plan_of(self, options: ChunkOptions) -> PlanOf:
+    def plan_of(self, options: ChunkOptions, *, checked: bool = True) -> PlanOf:
         """Plans of chunks with these options."""
         return partial(
             plan_replica, options=options, num_layers=self.model.shape.num_layers,
-            stages=self.stages, sp_size=self.layout.sp,
+            stages=self.stages, sp_size=self.layout.sp, checked=checked,
         )  # fmt: skip
 
     def busiest_s(self, plan_of: PlanOf) -> float:
@@ -360,11 +360,11 @@ class Space:
 
 
 def _joined(plans: Sequence[ChunkPlan], num_replicas: int = 0) -> ChunkPlan:
-    """The plans of replicas as a run joins them."""
+    """The plans of replicas as a run joins them, which nobody runs."""
     stops = accumulate(len(plan.seq_lens) for plan in plans)
     own_ids = [list(range(n - len(p.seq_lens), n)) for p, n in zip(plans, stops, strict=True)]
     seq_lens = [n for plan in plans for n in plan.seq_lens]
-    return join_kept(plans, own_ids, seq_lens, num_replicas or len(plans))
+    return join_kept(plans, own_ids, seq_lens, num_replicas or len(plans), checked=False)
 
 
 def whole_model(model: CostModel) -> CostModel:
@@ -385,6 +385,7 @@ class Candidate:
     """About the seconds of the question's steps, or less; on one device by the clock, but for
     copies and for what a draw leaves out."""
     plan_of: PlanOf
+    """Makes checked plans."""
     least: Needs | None = None
     """Bytes of a device below which no step with the longest sequence gets, where they are known
     without its plan."""
@@ -397,6 +398,12 @@ class Candidate:
     """Once its plans were walked: the bytes of a device and below, of the longest sequence."""
     peak: Mapping[Part, int] = field(default_factory=dict)
     """The parts of these, of the device that lacks most."""
+    unchecked: PlanOf | None = None
+    """Makes the same plans for a search, which runs none of them; None: `plan_of` does."""
+
+    def trial(self, seq_lens: Sequence[int]) -> ChunkPlan:
+        """A plan that is walked and timed, and never run."""
+        return (self.unchecked or self.plan_of)(seq_lens)
 
 
 Candidates = Callable[[Question, Layout], Iterable[Candidate]]

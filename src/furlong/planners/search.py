@@ -27,7 +27,7 @@ from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.lengths import StepSize
 from furlong.plan.plan import ON_DEVICE, ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners import chunkflow, fpdt, infinipipe, places, seco, skrull
-from furlong.planners.candidates import CHUNKS, chunks, least_s, pairs
+from furlong.planners.candidates import CHUNKS, chunks, count_kinds, least_s, pairs
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import gathered_first, join_kept, plan_replica, stages_of
@@ -208,7 +208,7 @@ class _Search:
         space, is_named = self._spaces[candidate.layout], candidate.method == self._question.method
         if candidate.layout.pp == 1 and (candidate.longest or not is_named):
             return []
-        plan_of = candidate.plan_of
+        plan_of: PlanOf = candidate.trial
         if not candidate.longest:
             plan_of = self._asked(candidate) if is_named else space.plan_of(candidate.options)
         most = _MAX_ACTIONS * _MOST_TIMES // (4 * _CELL_ACTIONS * candidate.layout.pp)
@@ -277,7 +277,7 @@ class _Search:
             if is_hard and candidate.longest and not self._is_one:
                 alike_long = (one for one in hopeful if self._is_long(one) == is_long)
                 leanest, num_actions = min(alike_long, key=self._leanness), self._num_actions
-                walked = self._walked(leanest, [leanest.plan_of(tuple(leanest.longest))])
+                walked = self._walked(leanest, [leanest.trial(tuple(leanest.longest))])
                 self._num_actions = num_actions  # a look, no try
                 if not self._limits.hold(walked.needs):
                     self._refused.append(walked)
@@ -326,7 +326,7 @@ class _Search:
         """Seconds of a candidate's plans if they fit, else None: of a step or, where that alone
         takes `beat_s`, of one replica, of which no step takes less."""
         space, layout = self._spaces[candidate.layout], candidate.layout
-        exact, sampling = cache(candidate.plan_of), candidate.options.sampling
+        exact, sampling = cache(candidate.trial), candidate.options.sampling
         plan_of: PlanOf = cache(lambda lens: one_draw(exact(lens), sampling))
         if candidate.longest:
             plan = exact(tuple(candidate.longest))  # any draw may be of all chunks
@@ -376,8 +376,12 @@ class _Search:
 
     def _walked(self, candidate: Candidate, plans: Sequence[ChunkPlan]) -> Candidate:
         """The candidate with the bytes of these plans, where they need more than it has shown."""
-        memory = self._spaces[candidate.layout].model.memory()
-        curves = [memory.curve(p, rank) for p in plans for rank in range(len(p.actions))]
+        space = self._spaces[candidate.layout]
+        memory, ranks = space.model.memory(), [*range(candidate.layout.pp)]
+        if candidate.longest and space.stages:
+            # a later stage of a kind has the same cells, and holds fewer of them
+            ranks = sorted(count_kinds(space.model.shape, space.stages)[0])
+        curves = [memory.curve(plan, rank) for plan in plans for rank in ranks]
         self._num_actions += sum(len(own) for plan in plans for own in plan.actions)
         needs = most_of((candidate.needs, *map(needs_of, curves)))
         if needs == candidate.needs:
