@@ -48,8 +48,9 @@ def fit_rates(samples: Sequence[Sample], spec: Machine) -> dict[str, Any]:
     # a kernel that works in tiles does as well with few tokens, but for what the tiles waste
     saturating = EFFICIENCIES[:1] if spec.tile_tokens else EFFICIENCIES
     names = [*EFFICIENCIES, *(f"{name} half" for name in saturating), *_LAUNCHES, _BYTES]
-    # what squares take beyond blocks without a mask, which no kernel computes more slowly
-    names += [f"{name} {call}" for name in EFFICIENCIES[1:] for call in CALLS[1:]]
+    if not spec.tile_tokens:  # a CPU has one kernel for all calls
+        # what squares take beyond blocks without a mask, which no kernel computes more slowly
+        names += [f"{name} {call}" for name in EFFICIENCIES[1:] for call in CALLS[1:]]
     table, measured = _table(samples, spec, names)
     found = relative_fit(table, measured)
     if spec.hides_launches:

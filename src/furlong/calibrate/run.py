@@ -109,7 +109,6 @@ def trials(largest: int) -> list[Trial]:
         trial("own", (1,), 1, keep="all"),
         trial("own", (1,), 1 / 4, keep="input", **layer_first),
         trial("own", (1 / 10,) * 10, 1, keep="kv"),
-        trial("own", (1 / 3,) * 3, 1, keep="kv"),  # packed slices apart from launches of slices
         trial("narrow", (2,), 1 / 2, keep="kv", num_retained=1),
         trial("narrow", (4,), 1, keep="attention", num_retained=0),
         trial("narrow", (1 / 2,), 1 / 16, keep="kv", num_retained=0),

@@ -95,7 +95,7 @@ def _shown(name: str, value: Any, machine: Machine) -> str:
     if isinstance(value, Efficiency):
         rate = format_count(value.best * machine.peak_flops_per_s)
         half = f", half of it at {value.half_tokens:.0f} tokens" if value.half_tokens else ""
-        if name.startswith("attention"):
+        if name.startswith("attention") and machine.device_type == "cuda":
             half += f"; causal squares {value.square:.0%} of it, packed ones {value.packed:.0%}"
         return f"{value.best:.0%} of the peak ({rate}FLOP/s){half}"
     if isinstance(value, Link):
