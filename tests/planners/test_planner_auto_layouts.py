@@ -125,7 +125,7 @@ def test_a_slow_link_between_machines_is_crossed_by_stages_or_replicas() -> None
         model = CostModel(shape, replace(Machine.named("H100"), links=links))
         decision = choose(lengths, model=model, size=StepSize(1))
         found.append(decision.layout)
-    assert found == [Layout(sp=4), Layout(sp=2, pp=2)]
+    assert found[0] == Layout(sp=4) and found[1].sp * found[1].pp == 4 and found[1].pp > 1
 
 
 def test_nothing_fits_in_any_layout() -> None:
