@@ -99,6 +99,8 @@ class Point:
     """Of each attention kernel."""
     shares: dict[str, float]
     """Of attention's FLOPs, by kernel."""
+    num_fused: int
+    """Norms and adapters with fewer kernels: 0 with compiled layers."""
 
 
 class Subject:
@@ -170,7 +172,7 @@ class Subject:
             self._mfu(num_tokens, step_s), peak_memory_bytes(self.device),
             _pinned_bytes(self.device), result.cpu_bytes + result.disk_bytes,
             peak_memory_bytes(torch.device("cpu")), result.loss,
-            dict(computed.calls), shares,
+            dict(computed.calls), shares, len(self.engine.model.fused),
         )  # fmt: skip
 
     def _mfu(self, num_tokens: int, step_s: float) -> float | None:

@@ -215,6 +215,7 @@ def test_pairs_of_a_block(case):
     assert block.num_pairs(num_rows, num_keys) == pairs
     squares = slice(0, 3), slice(3, 9)
     assert Block(0, 0.3, 2, squares=squares).num_pairs(9, 9) == 5 + 11
+    assert Block(0, 0.3, squares=squares).num_pairs(9, 9) == 6 + 21
 
 
 def test_kernels_are_counted_where_a_block_is_cut(small_cudnn):
