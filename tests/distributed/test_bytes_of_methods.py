@@ -17,6 +17,7 @@ from helpers.tiny_runs import run_command
 
 pytestmark = pytest.mark.nightly
 CUT, PIPELINE, POOL = "--chunks.size=512", "--parallel.pp=2", "--parallel.sp=2"
+ADAPTERS = ("--model.lora.rank=8", "--model.lora.target_modules=all-linear")
 VOCAB_SIZE = 8192
 METHODS: dict[str, tuple[int, tuple[str, ...]]] = {
     # name: processes, flags
@@ -32,6 +33,10 @@ METHODS: dict[str, tuple[int, tuple[str, ...]]] = {
     "chunkflow, a pipeline": (2, (CUT, PIPELINE)),
     "infinipipe": (2, (PIPELINE, "--memory.device=560MiB")),
     "skrull": (2, (POOL, "--memory.device=1200MiB")),
+    "auto, adapters": (1, ADAPTERS),
+    "seco, adapters": (1, (CUT, *ADAPTERS)),
+    "chunkflow, adapters": (1, ("--chunks.size=1024", *ADAPTERS)),
+    "seco, a pool, adapters": (2, (CUT, POOL, *ADAPTERS)),
     "places": (2, (POOL, "--memory.device=1200MiB")),
 }
 

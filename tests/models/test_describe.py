@@ -149,7 +149,7 @@ def test_counts_windows_kinds_and_saved_bytes_are_those_of_the_model(name):
     require_saved_bytes(name, "bfloat16")
 
 
-NUM_TOKENS = 128
+NUM_TOKENS, RANK = 128, 16
 
 
 def real_bytes_per_token(config, dtype, adapters=()):
@@ -157,7 +157,7 @@ def real_bytes_per_token(config, dtype, adapters=()):
     dtype = getattr(torch, dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if adapters:
-        model = get_peft_model(model, LoraConfig(r=1, target_modules=list(adapters)))
+        model = get_peft_model(model, LoraConfig(r=RANK, target_modules=list(adapters)))
         model = model.to(dtype)  # as the executor computes: adapters in compute dtype
     adapter, store = HFDecoder(model), KVStore(Arena(torch.device("cpu")), {})
     rows = rows_of(Chunk((Slice(0, 0, NUM_TOKENS),)), 0, sp_size=1, q_heads=1, kv_heads=1)
@@ -211,14 +211,14 @@ MLP = ("gate_proj", "up_proj", "down_proj")
     ],
 )
 def test_frozen_matrices_save_no_input(name, dtype, adapters):
-    lora = Lora(1, adapters)
+    lora = Lora(RANK, adapters)
     shape = shape_of(name)
     expected = counted(shape, replace(Training.in_dtype(dtype), lora=lora))
     real = real_bytes_per_token(config(name), dtype, adapters)
-    assert expected == pytest.approx(real, rel=0.04)
+    assert expected == pytest.approx(real, rel=0.03)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config(name))
-        model = get_peft_model(model, LoraConfig(r=1, target_modules=list(adapters)))
+        model = get_peft_model(model, LoraConfig(r=RANK, target_modules=list(adapters)))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sum(lora.layer_parameters(shape, n) for n in range(shape.num_layers)) == trained
 

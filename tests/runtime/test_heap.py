@@ -8,7 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.tiny_families import build
+from peft import LoraConfig, get_peft_model
 
+import furlong
 from furlong.runtime import profile
 from furlong.runtime.profile import ProcessHeap
 
@@ -17,7 +20,7 @@ ACTIONS = """
 import torch
 from furlong.runtime.profile import ProcessHeap, memory_bytes
 cpu, kept = torch.device("cpu"), []
-heap = ProcessHeap(cpu, offloads=True)
+heap = ProcessHeap(cpu, maps_small=True)
 before = memory_bytes(cpu)
 for kib in range(80, 120):  # blocks for which no hole of the action before has room
     freed = []
@@ -48,14 +51,24 @@ def calls(monkeypatch):
 
 
 def test_what_is_free_goes_back_when_a_step_has_grown_by_it(calls):
-    heap = ProcessHeap(torch.device("cpu"), offloads=False)
+    heap = ProcessHeap(torch.device("cpu"), maps_small=False)
     assert calls.options == [(-3, 2 * MIB)]
     for held, clean, trims in ((104, 0, 0), (120, 110, 1), (114, 0, 1), (115, 114, 2), (118, 0, 2)):
         calls.held, calls.clean = held * MIB, clean * MIB
         heap.end()
         assert calls.trims == trims, held
-    ProcessHeap(torch.device("cpu"), offloads=True)
+    ProcessHeap(torch.device("cpu"), maps_small=True)
     assert calls.options[1:] == [(-3, 2**17)]
+
+
+@pytest.mark.parametrize(("has_adapters", "mapped_bytes"), [(False, 2**21), (True, 2**17)])
+def test_small_blocks_go_back_under_adapters(calls, has_adapters, mapped_bytes):
+    model = build("llama").train()
+    if has_adapters:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    ids = torch.arange(8)
+    furlong.forward_backward(model, [{"input_ids": ids, "labels": ids}])
+    assert calls.options[-1] == (-3, mapped_bytes)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +84,7 @@ def test_settings_of_the_users_own_and_other_devices_are_left_alone(
     calls, monkeypatch, variable, value, device
 ):
     monkeypatch.setenv(variable, value)
-    heap = ProcessHeap(torch.device(device), offloads=True)
+    heap = ProcessHeap(torch.device(device), maps_small=True)
     calls.held *= 2
     heap.end()
     assert (calls.options, calls.trims) == ([], 0)

@@ -259,10 +259,10 @@ def stage_bytes(
     element = training.compute_bytes
     first = sum(stages[:stage])
     own = shape.layers[first : first + stages[stage]]
-    adapters = [
-        0 if training.lora is None else training.lora.saves(shape, n)
-        for n in range(first, first + len(own))
-    ]
+    lora, numbers = training.lora, range(first, first + len(own))
+    adapters = [0 if lora is None else lora.saves(shape, n) for n in numbers]
+    # each pair of small matrices keeps what is between them
+    between = [lora.rank * len(lora.adapted(shape)[n]) if lora else 0 for n in numbers]
     is_last = stage == len(stages) - 1
     hidden = element * shape.hidden_size
     wide = max(element, _FLOAT32)
@@ -279,8 +279,8 @@ def stage_bytes(
     ]
     return StageBytes(
         graph_layers=tuple(
-            factor * of_dtype(each.saved, element, column)
-            for each, column in zip(own, adapters, strict=True)
+            factor * (of_dtype(each.saved, element, column) + element * rank)
+            for each, column, rank in zip(own, adapters, between, strict=True)
         ),
         attention_layers=tuple(
             element * layer.output_size + lse if layer.attends else 0.0 for layer in own
@@ -300,13 +300,13 @@ def stage_bytes(
     )
 
 
-MAPPED_BYTES, MAPPED_WITH_OFFLOAD_BYTES = 2**21, 2**17
-"""Blocks from so many bytes on go back to the system when they are freed, in a plan that has all on
-the device and in others (`runtime.profile.ProcessHeap`): each costs page faults."""
+MAPPED_BYTES, SMALL_MAPPED_BYTES = 2**21, 2**17
+"""Blocks from so many bytes on go back to the system when they are freed, and in a plan that
+offloads or under adapters (`runtime.profile.ProcessHeap`): each costs page faults."""
 SPARE_BYTES = 2**22
 """Bytes of the rest that may be free at the end of an action, before they go back."""
 _SPARE = 0.1
-"""Share of a layer's graph that is free meanwhile, in a plan that offloads."""
+"""Share of a layer's graph that is free meanwhile, where small blocks go back too."""
 _STAGING_BYTES, _NUM_LARGEST = 2**25, 5
 
 
@@ -381,7 +381,7 @@ class PlanMemory:
                 columns = max(widest, shape.vocab_size) if is_end else widest
                 blocks.append(shape.hidden_size * columns * training.gradient_bytes)
         held = self.heap_blocks * min(max(blocks), MAPPED_BYTES) + self.heap_share * max(graphs)
-        if self.heap_share and plan.offload != ON_DEVICE:
+        if self.heap_share and (plan.offload != ON_DEVICE or training.lora is not None):
             held = min(held, _SPARE * max(graphs) + SPARE_BYTES)
         return round(held)
 

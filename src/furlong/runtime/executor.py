@@ -120,7 +120,8 @@ class Executor:
         self._graphs = None if plan.offload.graphs == "none" else pools.of(plan.offload.graphs)
         self._attention = pools.of(plan.offload.attention)
         self._heap = ProcessHeap(
-            model.device, offloads=plan.offload != ON_DEVICE,
+            model.device,
+            maps_small=plan.offload != ON_DEVICE or hasattr(model.model, "peft_config"),
             is_measured=measuring.get("exact_peaks", False),
         )  # fmt: skip
         self._num_done, self._skipped = 0, frozenset[int]()
