@@ -92,8 +92,12 @@ class Part:
 
 PARTS = {
     "kernels": Part(
-        "Is each attention kernel right at the shapes that train, and how fast?", 40,
-        (Bound("kernel, *", "error", "<=", 0.02),),
+        "Is each attention kernel right at the shapes that train, and how fast; and norms?", 40,
+        (
+            Bound("kernel, *", "error", "<=", 0.02),
+            *(Bound(f"norm, {of}, fused", "seconds", "<=", 0.5, below=f"norm, {of}, as written")
+              for of in ("hidden", "heads")),
+        ),
     ),
     "tests": Part(
         "Do the tests marked gpu pass?", 50, (Bound("tests", "returncode", "<=", 0),)

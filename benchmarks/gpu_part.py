@@ -23,14 +23,17 @@ from measuring import Timer, release
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import furlong
 from furlong.config.schema import DataConfig, ModelConfig, RunConfig, Source
 from furlong.config.schema import LoraConfig as LoraKeys
 from furlong.cost.machine import Machine, known_card, this_cpu
 from furlong.cost.shape import known_models
+from furlong.models.attention import patched
 from furlong.models.build import build_model
 from furlong.models.describe import describe
+from furlong.models.fused import fused
 from furlong.ops.backends.base import Block, Tally
 from furlong.ops.backends.reference import Reference
 from furlong.ops.backends.select import Kind, candidates
@@ -225,6 +228,22 @@ def kernels(settings: Settings) -> Results:
                     if isinstance(error, torch.AcceleratorError):
                         raise
                     yield text, {"refused": str(error).splitlines()[0]}
+    yield from _norms(settings, num_rows)
+
+
+def _norms(settings: Settings, num_tokens: int) -> Results:
+    """Seconds of an RMS norm's forward and backward, of hidden states and of heads."""
+    for name, sizes in (("hidden", (num_tokens, 4096)), ("heads", (32 * num_tokens, 128))):
+        norm = LlamaRMSNorm(sizes[1]).to(settings.device, torch.bfloat16)
+        x = torch.randn(sizes, device=settings.device, dtype=torch.bfloat16, requires_grad=True)
+        for way, changes in (("as written", []), ("fused", fused(norm))):
+            with patched(changes):
+                norm(x).backward(x.detach())
+                timer = Timer(torch.device(settings.device))
+                for _ in range(5):
+                    norm(x).backward(x.detach())
+                found = {"seconds": timer.seconds() / 5, "num_changed": len(changes)}
+            yield f"norm, {name}, {way}", found
 
 
 def _kernel(
