@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from statistics import mean
 
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.machine import Machine
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.plan.plan import Chunk, ChunkPlan, Slice
@@ -20,7 +19,7 @@ from papers.fused_pairs import FusedPairs
 from papers.seq1f1b_plan import plan_seq1f1b
 from papers.tables import Table, aggregate, count_faster, shown, speedup
 from papers.tensor_parallel import TensorParallel
-from papers.timing import step_s, with_fixed_costs
+from papers.timing import fused_card, step_s, with_fixed_costs
 
 FULLY_RECOMPUTED = {("Qwen2.5-7B", 256), ("Qwen2.5-14B", 256), ("Qwen2.5-32B", 256)}
 """Where Megatron-LM needs full recomputation (ChunkFlow, Table 3); elsewhere it is selective, which
@@ -30,7 +29,7 @@ with flash attention recomputes nothing."""
 def speedups(num_batches: int, fixed_factor: float = 1.0) -> dict[str, float]:
     """By setting. `fixed_factor` multiplies the assumed fixed costs of a call."""
     found = {}
-    spec = with_fixed_costs(Machine.named(CARD), fixed_factor)
+    spec = with_fixed_costs(fused_card(CARD), fixed_factor)
     for model, context, tp, pp, (size, retained) in TABLE_4:
         shape = model_shape(model)
         cost = TensorParallel.of(shape, spec, Training(kv_gradient_bytes=2), tp)
@@ -99,7 +98,7 @@ def drop(tp: int, pp: int, fully_recomputed: bool, num_batches: int) -> float:
     seconds = [0.0, 0.0]
     for i, (own_tp, own_pp, full) in enumerate(((4, 1, False), (tp, pp, fully_recomputed))):
         training = Training(kv_gradient_bytes=2)
-        cost = TensorParallel.of(shape, Machine.named(CARD), training, own_tp)
+        cost = TensorParallel.of(shape, fused_card(CARD), training, own_tp)
         stages = (shape.num_layers // own_pp,) * own_pp
         for seed in range(num_batches):
             lens = sample_lengths("lmsys-chunkflow", 64, seed, max_seq_len=32 * K)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import product
 
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
@@ -16,7 +15,7 @@ from papers.chunkflow import TABLE_5, chunkflow_plan, peak_gib
 from papers.fused import OtherMemory, fused
 from papers.tables import Bound, Row, Table, aggregate
 from papers.tensor_parallel import SharedTraining, TensorParallel
-from papers.timing import step_s, with_fixed_costs
+from papers.timing import fused_card, step_s, with_fixed_costs
 
 CARD = "A100-80"
 """ChunkFlow names a cloud instance (ml.gu7ef.8xlarge-gu100) and 75 GB in use: an 80 GB device."""
@@ -75,7 +74,7 @@ def neighbour(ours: int, paper: int) -> Bound:
 
 def best_chunks(model: str, context: int, tp: int, pp: int, num_batches: int) -> tuple[int, int]:
     shape = model_shape(model)
-    training, spec = Training(kv_gradient_bytes=2), Machine.named(CARD)
+    training, spec = Training(kv_gradient_bytes=2), fused_card(CARD)
     cost = TensorParallel.of(shape, spec, training, tp)
     memory = OtherMemory(
         shape, SharedTraining.of(training, tp), spec.memory_bytes, saved=fused(shape), tp_size=tp
@@ -108,7 +107,7 @@ ABSOLUTE = (
 
 def table_6_model(half_tokens_factor: float) -> CostModel:
     """Qwen2.5-7B on TP 4, calls losing as much to their size as `half_tokens_factor` says."""
-    spec = Machine.named(CARD)
+    spec = fused_card(CARD)
     scaled = replace(with_fixed_costs(spec, half_tokens_factor), layer_launch_s=spec.layer_launch_s)
     training = Training(kv_gradient_bytes=2)
     return TensorParallel.of(model_shape("Qwen2.5-7B"), scaled, training, 4)
@@ -165,7 +164,7 @@ def table_6(num_batches: int = 12) -> Table:
     return Table(
         "ChunkFlow, Table 6: Qwen2.5-7B, TP 4, PP 4, 256K", "K tokens; ratios of seconds; s", rows,
         (
-            f"an A100's half_tokens ({Machine.named(CARD).linear.half_tokens:.0f}) is an "
+            f"an A100's half_tokens ({fused_card(CARD).linear.half_tokens:.0f}) is an "
             "assumption that was chosen in view of this table's (2K, 16); with half of it the best "
             f"is {others[0][0]}K, with twice as much {others[1][0]}K",
             f"ours are seconds of a step of {tokens / 1e3:.0f}K tokens, as Table 2 distributes "

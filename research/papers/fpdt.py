@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from furlong.cost.lengths import K
-from furlong.cost.machine import Link, Machine
+from furlong.cost.machine import Link
 from furlong.cost.model import CostModel, update_s
 from furlong.cost.seconds import sequence_flops
 from furlong.cost.shape import ModelShape, model_shape
@@ -18,7 +18,7 @@ from papers.fpdt_plan import plan_fpdt
 from papers.fused import fused, whole_cell
 from papers.tables import Row, Table, aggregate
 from papers.tensor_parallel import TensorParallel
-from papers.timing import shared_chunk
+from papers.timing import fused_card, shared_chunk
 
 WHOLE = frozenset((0,))
 MODEL = "Llama-3-8B"
@@ -179,7 +179,7 @@ def mfu() -> Table:
 def counted_flops(s: Strategy) -> float:
     """FLOPs of a step over those that eight devices make in a second."""
     found = sum(sequence_flops(model_shape(MODEL), s.context * K))
-    return (3 + s.checkpoints) * found / (8 * Machine.named(CARD).peak_flops_per_s)
+    return (3 + s.checkpoints) * found / (8 * fused_card(CARD).peak_flops_per_s)
 
 
 def step_s(s: Strategy, node_bytes_per_s: float | None) -> float:
@@ -197,7 +197,7 @@ def step_s(s: Strategy, node_bytes_per_s: float | None) -> float:
 
 def cost_of(s: Strategy, node_bytes_per_s: float | None) -> CostModel:
     """Eight devices on two nodes with so much between them, or (None) on one."""
-    spec = Machine.named(CARD)
+    spec = fused_card(CARD)
     if node_bytes_per_s is not None:
         between = Link(spec.links.between_nodes.latency_s, node_bytes_per_s / 4)
         links = replace(spec.links, devices_per_node=4, between_nodes=between)
@@ -227,7 +227,7 @@ def plan_of(s: Strategy) -> ChunkPlan:
 
 def claims() -> Table:
     """The slides' other numbers: a 6.7B model on one node of four A100 80GB."""
-    model = CostModel(model_shape("GPT-7B"), Machine.named(CARD), Training(zero_stage=3))
+    model = CostModel(model_shape("GPT-7B"), fused_card(CARD), Training(zero_stage=3))
     lost = []
     for context in (256, 2048):
         plan = plan_fpdt(

@@ -11,7 +11,7 @@ import numpy as np
 
 from furlong.calibrate.fit import relative_fit
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.machine import ClusterLinks, Link, Machine
+from furlong.cost.machine import ClusterLinks, Link
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import ATTENTION_BACKWARD, sequence_flops
 from furlong.cost.shape import ModelShape, model_shape
@@ -24,6 +24,7 @@ from furlong.planners.infinipipe import (
     pack_balanced,
 )
 from papers.tables import Row, Table, aggregate
+from papers.timing import fused_card
 
 # SP degree -> (seconds, share of all-to-all) at each context length
 TABLE_3 = {
@@ -78,7 +79,7 @@ def table_3() -> Table:
             Row(case=f"{case}: all-to-all, per cent", paper=100 * share, ours=100 * moved_s / ours,
                 tolerance=1 / (100 * share), promise="1 point", fitted=fitted, on_line=not fitted),
         ]  # fmt: skip
-    peak = Machine.named("A800").peak_flops_per_s
+    peak = fused_card("A800").peak_flops_per_s
     return Table(
         "InfiniPipe, Appendix A, Table 3: GPT-13B under Ulysses, one step", "s", rows,
         (
@@ -167,7 +168,7 @@ def packings(
     """Relative deviations of (time, tokens): packed by time alone, as printed, and by the rule of
     this project. Over all chunks, or without those that nothing can be packed with."""
     lens = [min(n, context) for n in sample_lengths(preset, 512, 0)]
-    model = CostModel(model_shape("GPT-13B"), Machine.named("A800"))
+    model = CostModel(model_shape("GPT-13B"), fused_card("A800"))
     work = fit_work(model, max(lens), num_slices, stages=(10,) * 4, sp_size=8)
     longest = cut_and_pack([max(lens)], num_slices, work)[0]
     mesh = [chunk.slices[0].num_tokens for chunk in longest]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.machine import ClusterLinks, Link, Machine
+from furlong.cost.machine import ClusterLinks, Link
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
@@ -26,7 +26,7 @@ from papers.published.flexsp import plan_flexsp
 from papers.seq1f1b_plan import plan_seq1f1b
 from papers.tables import Row, Table, aggregate, count_faster, shown, speedup
 from papers.tensor_parallel import TensorParallel
-from papers.timing import step_s
+from papers.timing import fused_card, step_s
 from papers.whole_sequences import plan_ulysses
 
 # model -> devices of DeepSpeed's sequence parallelism, of Megatron-LM's context parallelism,
@@ -198,7 +198,7 @@ def steps(model: str, lens: Sequence[int]) -> Steps:
     """All systems on one batch."""
     sp, cp, usual = MODELS[model]
     cost = CostModel(
-        model_shape(model), Machine.named("A800"), Training(zero_stage=3, gradient_bytes=2)
+        model_shape(model), fused_card("A800"), Training(zero_stage=3, gradient_bytes=2)
     )
     layers = usual if max(lens) <= 96 * K else None  # beyond, what is fastest of what fits
     groups = TensorParallel.of(cost.shape, cost.hardware, replace(cost.training, zero_stage=1), 8)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from furlong.cost.lengths import K
-from furlong.cost.machine import Machine
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.plan.plan import ChunkPlan
@@ -21,6 +20,7 @@ from furlong.simulate.clock import time_actions
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fused import OtherMemory
 from papers.tables import Row, Table, speedup
+from papers.timing import fused_card
 from papers.unit_costs import UnitCosts
 
 GIB = 2**30
@@ -72,7 +72,7 @@ def lengths() -> Table:
         Row(case="all at once", paper=1, ours=naive, tolerance=0.0),
         Row(case="SeCO, chunks of 128", paper=16, ours=longest_k(chunk=128), tolerance=0.0),
     ]
-    card = Machine.named("RTX3090")
+    card = fused_card("RTX3090")
     return Table(
         "SeCO: longest sequence on one RTX 3090", "K tokens", rows,
         (
@@ -84,7 +84,7 @@ def lengths() -> Table:
 
 
 def longest_k(chunk: int | None, candidates: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)) -> int:
-    budget = Machine.named("RTX3090").budget_bytes
+    budget = fused_card("RTX3090").budget_bytes
     return max((k for k in candidates if peak_on_card(k, chunk) <= budget), default=0)
 
 

@@ -29,7 +29,7 @@ from papers.published.chunks import by_order
 from papers.seco import HF_LOGIT_BYTES
 from papers.skrull_forms import TABLE_3_MB, TABLE_3_US, bucket_tokens
 from papers.tables import Row, Table, shown
-from papers.timing import shared_chunk, step_s
+from papers.timing import fused_card, shared_chunk, step_s
 from papers.whole_sequences import plan_skrull, schedule_skrull
 
 GIB = 2**30
@@ -83,7 +83,7 @@ def buckets() -> Table:
     "Selective recomputation" is taken as: outputs of norms and of the gated activation are made
     again, everything that a matrix or attention makes is kept.
     """
-    device = Machine.named("H100")
+    device = fused_card("H100")
     selective = Counted(hidden=2, mlp=2, logit_bytes=HF_LOGIT_BYTES)
     rows, alone = [], []
     for model, paper in BUCKETS.items():
@@ -106,7 +106,7 @@ def local_shares(num_batches: int = 4) -> Table:
     rows = []
     for model, data, dp, cp, batch_size, bucket_k in SETTINGS:
         training = Training(zero_stage=1, gathers=True, replicas=dp)
-        cost = CostModel(model_shape(model), Machine.named("H100"), training)
+        cost = CostModel(model_shape(model), fused_card("H100"), training)
         sizes = {"sp_size": cp, "budget_bytes": int(cost.hardware.budget_bytes * (1 - MARGIN))}
         shares = []
         for count in (batch_size, batch_size * dp):
@@ -148,7 +148,7 @@ def bucket_k(shape: ModelShape, activations: Counted) -> float:
     buckets = 2 * 2 * 5e8  # DeepSpeed's default of 5e8 elements: one to reduce, one to gather
     cell = whole_cell(shape, training, activations)
     token = cell.graph() + cell.logit * shape.vocab_size
-    budget = Machine.named("H100").budget_bytes
+    budget = fused_card("H100").budget_bytes
     return bucket_tokens(budget, state.total + buckets, token) / K
 
 
@@ -229,7 +229,7 @@ _LINES = {
 def skrull_h100() -> Machine:
     """An H100 whose collectives are Skrull's profile, as bus bandwidths: of a group of n, which is
     not stated and taken as 8, each device moves (n - 1) / n."""
-    spec, share = Machine.named("H100"), (_GROUP - 1) / _GROUP
+    spec, share = fused_card("H100"), (_GROUP - 1) / _GROUP
     links = {
         name: Link(us * 1e-6, share * moves * 1e12 / us_per_mb)
         for name, (us_per_mb, us, moves) in _LINES.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from math import inf
 
 from furlong.cost.machine import Efficiency, Machine
 from furlong.cost.model import CostModel
@@ -20,6 +21,12 @@ def step_s(
     free: Collection[Hidden] = (),
 ) -> float:
     return clock(plan, cost.costs(plan, free=free)).run().duration_s
+
+
+def fused_card(name: str) -> Machine:
+    """A known card under the papers' own frameworks, whose element-wise kernels are fused: what is
+    left of them is in the rates of products, which their publications report with all else."""
+    return replace(Machine.named(name), activation_bytes_per_s=inf)
 
 
 def with_fixed_costs(spec: Machine, factor: float) -> Machine:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from helpers.pipeline_plans import num_pipelines
 from papers.infinipipe import packings
+from papers.timing import fused_card
 
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
@@ -19,7 +19,7 @@ from furlong.simulate.clock import measure, simulate
 pytestmark = pytest.mark.nightly
 
 K = 1024
-GPT = CostModel(model_shape("GPT-13B"), Machine.named("A800"))
+GPT = CostModel(model_shape("GPT-13B"), fused_card("A800"))
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_where_nothing_fits_the_nearest_is_told(changes, words):
 def test_every_method_deals_by_the_time_of_its_plans():
     """Launches take time, too, and attention is slower in short calls."""
     training = Training(zero_stage=3, lora=Lora(16))
-    model = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("H100"), training)
+    model = CostModel(model_shape("Qwen2.5-0.5B"), Machine.named("A100-80"), training)
     lens = sample_lengths("lmsys-skrull", 128, 1)
     batch = problem(seq_lens=lens, model=model, num_devices=8)
     for name in ("Data parallel", "ChunkFlow"):
