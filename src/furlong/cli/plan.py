@@ -217,7 +217,9 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     calls: tuple[Call, ...] = ()
     if config.train.is_of_pairs:
         check_pair_options(config.chunks, config.train.loss)
-        calls = batch.lengths.calls or (Call(batch.seq_lens),)
+        number = len(batch.seq_lens)
+        calls = tuple(call for call in batch.lengths.calls if len(call.seq_lens) == number)
+        calls = calls or (Call(batch.seq_lens),)
     # as a run does, decided by a part of it
     is_large = question.num_devices > 1 and sum(batch.seq_lens) > MAX_STEP_TOKENS
     decision = decide(
