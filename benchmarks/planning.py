@@ -41,8 +41,8 @@ from furlong.cost.training import Training
 from furlong.plan.check import check
 from furlong.plan.passes import kv_frees
 from furlong.plan.plan import ChunkPlan
+from furlong.planners import infinipipe
 from furlong.planners.chunks import pack, sequence_work
-from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.layouts import cut_layers, mean_attended_keys
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas
@@ -102,10 +102,11 @@ def _skrull() -> Callable[[], object]:
 
 
 def _infinipipe() -> None:
+    infinipipe.forget()  # each round is a first question
     lens = [min(n, _CONTEXT_TOKENS) for n in sample_lengths("github", 512)]
     model = CostModel(model_shape("GPT-13B"), Machine.named("A800"), Training(zero_stage=3))
     stages = cut_layers(model, 4, mean_attended_keys(lens))
-    made = plan_infinipipe(lens, model, stages=stages, sp_size=8)
+    made = infinipipe.plan_infinipipe(lens, model, stages=stages, sp_size=8)
     num_slices = max(map(len, made.groups.values()))
     console.print(f"InfiniPipe: {num_slices} slices, {len(made.chunks)} chunks")
 

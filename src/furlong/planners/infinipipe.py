@@ -231,6 +231,7 @@ class _Batch:
 _last_batch: deque[_Batch] = deque(maxlen=1)
 """The last batch with what was found of it: the search asks, and then who makes the plan of its
 answer, with another step to beat."""
+forget = _last_batch.clear
 
 
 @dataclass(frozen=True)
