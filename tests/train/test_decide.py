@@ -148,6 +148,10 @@ def test_a_plan_is_what_a_run_on_such_a_card_decides(
     name = {"RTX4090": "NVIDIA GeForce RTX 4090", "H100": "NVIDIA H100 80GB HBM3"}
     name = name.get(card, "NVIDIA A100-SXM4-40GB")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    capability = {"RTX4090": (8, 9), "H100": (9, 0)}.get(card, (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    trusted = "furlong.ops.backends.select.is_trusted"
+    monkeypatch.setattr(trusted, lambda device: capability == (9, 0))  # a newer cuDNN is there
     config = load_run(str(file))
     model = RunModel.read(config, torch.device("cuda"), Launch(0, num, 0, num))
     data = SimpleNamespace(seq_lens=np.array(lens), longest=max(lens), epoch_lens=lambda seed: lens)
