@@ -54,3 +54,6 @@ class UnitCosts:
 
     def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
         return 0.0
+
+    def head_s(self, action: Unshard, rank: int) -> float:
+        return 0.0

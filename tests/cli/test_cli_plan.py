@@ -47,7 +47,7 @@ def test_prints_a_measured_step_and_its_figures(saved, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "given"),
     [
-        ('"version": 6', '"version": 7', "version = 7"),
+        ('"version": 7', '"version": 8', "version = 8"),
         ('"B1.0"', '"B1.0 x"', "'B1.0 x'"),
         ('"R0.0"', '"R0.0",\n "R0.0"', "the graph of 0.0 is there already"),
     ],

@@ -12,15 +12,10 @@ from distributed.layout_cases import whole_grads
 from helpers.batches import batch
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
-from papers.published.in_step import join_in_step
 from torch import nn
 
 import furlong
-from furlong.cost.machine import Machine
-from furlong.cost.model import CostModel
-from furlong.cost.training import Training
 from furlong.errors import FurlongError
-from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.orders import join_kept, plan_on_device
 from furlong.runtime.distributed.mesh import make_ranks
@@ -66,7 +61,6 @@ class Step:
     masked: tuple[range, ...] = ()
     """Tokens without a label, by sequence."""
     backward: bool = True
-    regathers: bool = False
 
     @property
     def seq_lens(self) -> list[int]:
@@ -86,8 +80,6 @@ class Step:
             for own in self.lens
         ]
         ids = [self.ids(replica) for replica in range(len(plans))]
-        if self.regathers:
-            return join_in_step(plans, ids, self.seq_lens, cost_of(model))
         return join_kept(plans, ids, self.seq_lens, len(plans))
 
 
@@ -98,11 +90,6 @@ def message(call: Callable[[], object]) -> str:
     except (FurlongError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
-
-
-def cost_of(model: Any) -> CostModel:
-    shape = describe(model.config)
-    return CostModel(shape, Machine.named("A100-80"), Training(zero_stage=3))
 
 
 class Counted:

@@ -32,12 +32,17 @@ from furlong.simulate.clock import simulate
 LENS = ((21, 4, 40, 7), (5, 9), (64,), (8, 8, 8, 8))
 TOKEN_S = 1e-6
 """Of a forward through one layer; a gather takes 20e-6."""
-ORDERS = ({"order": "chunk-first"}, *({"order": "layer-first", "stage_layers": n} for n in (1, 2)))
+ORDERS = (
+    {"order": "chunk-first"},
+    *({"order": "layer-first", "stage_layers": n} for n in (1, 2)),
+    *({"order": "layer-first", "stage_layers": n, "reshard": True} for n in (1, 2)),
+)
 
 
 def plan_of(order: dict[str, Any], size: int) -> ChunkPlan:
     options = furlong.ChunkOptions(size=size, keep="all", **order)
-    plans = [plan_replica(own, options, num_layers=NUM_LAYERS) for own in LENS]
+    # without backwards, whose last ones wait for others' gradients
+    plans = [plan_replica(own, options, num_layers=NUM_LAYERS, backward=False) for own in LENS]
     lens = [n for own in LENS for n in own]
     starts = [sum(map(len, LENS[:d])) for d in range(len(LENS))]
     ids = [list(range(at, at + len(own))) for at, own in zip(starts, LENS, strict=True)]
@@ -53,8 +58,10 @@ class VirtualTime:
     waited_s: float = 0.0
     free_s: float = 0.0
     """When the links are free."""
-    under_way: list[int] = field(default_factory=list)
-    """The gathers that have been started and not been waited for."""
+    under_way: dict[int, tuple[list[dist.Work], Tensor, float]] = field(default_factory=dict)
+    """The gathers that have been started and not been waited for, nor any that was started later:
+    what brings them, when each process came to them, and their seconds."""
+    ended_s: dict[int, float] = field(default_factory=dict)
     num_gathers: int = 0
     num_beside: int = 0
     """The most of them that were under way beside a layer."""
@@ -89,15 +96,20 @@ class VirtualTime:
             )
         ]
         self.num_gathers += 1
-        self.under_way.append(number := self.num_gathers)
+        number = self.num_gathers
+        self.under_way[number] = works, come, seconds
+        ended_s = self.ended_s
 
         def wait() -> None:
-            for work in works:
-                work.wait()
-            assert self.under_way.pop(0) == number, "not in the order in which they were started"
-            self.free_s = max(self.free_s, float(come.max())) + seconds
-            self.waited_s += max(0.0, self.free_s - self.now_s)
-            self.now_s = max(self.now_s, self.free_s)
+            # those that were started before have the links before it
+            for earlier in [n for n in self.under_way if n <= number]:
+                works, come, seconds = self.under_way.pop(earlier)
+                for work in works:
+                    work.wait()
+                self.free_s = max(self.free_s, float(come.max())) + seconds
+                ended_s[earlier] = self.free_s
+            self.waited_s += max(0.0, ended_s[number] - self.now_s)
+            self.now_s = max(self.now_s, ended_s[number])
 
         if given["async_op"]:
             return Delayed(wait)
@@ -141,7 +153,7 @@ def waits(rank: int) -> list[tuple[float, float, int]]:
                 running[:] = [time]
                 engine.run(plan, sequences)
             running.clear()
-            assert not time.under_way and time.num_gathers == NUM_LAYERS + 1
+            assert not time.under_way and time.num_gathers == NUM_LAYERS + 3
             records = simulate(plan, Costs(plan, costs_of)).records
             cells = [r for r in records if r.rank == rank and isinstance(r.action, Forward)]
             worked_s = sum(r.stop_s - r.start_s for r in cells)
@@ -155,6 +167,7 @@ class Costs:
     def __init__(self, plan: ChunkPlan, model: CostModel) -> None:
         self._plan, self._costs = plan, model.costs(plan)
         self.blocking_s, self.link_s = self._costs.blocking_s, self._costs.link_s
+        self.head_s = self._costs.head_s
 
     def compute_s(self, action: Any, rank: int) -> float:
         if isinstance(action, Unshard):
@@ -169,7 +182,7 @@ def left_over(rank: int) -> tuple[float, float]:
     """A weight of a layer whose gather no pass has waited for, before and after an update."""
     model, ranks = llama(), make_ranks(len(LENS), 1, 1, "cpu")
     layer, *_ = model.model.layers
-    shard(model, model.model.layers, ranks.shard_mesh)
+    shard(model, model.model.layers, (), ranks.shard_mesh)
     before = float(layer.input_layernorm.weight.full_tensor()[0])
     layer.unshard(async_op=True)
     reshard(model)
@@ -185,6 +198,6 @@ def test_processes_wait_for_gathers_as_long_as_the_clock_says_and_none_outlives_
     for found in waited:
         for measured_s, simulated_s, num_beside in found:
             assert measured_s == pytest.approx(simulated_s, rel=0.01)
-            assert 0 < num_beside < NUM_LAYERS
+            assert 0 < num_beside <= NUM_LAYERS  # the other layers and the head
     for before, after in left:
         assert after == before + 1

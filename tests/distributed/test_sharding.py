@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,7 +24,7 @@ from helpers.tiny_families import bound, build
 from torch.distributed.fsdp import FSDPModule
 
 import furlong
-from furlong.plan.plan import Backward, Chunk, Place, Slice
+from furlong.plan.plan import Chunk, Place, Slice, Unshard
 from furlong.planners.chunks import chunk_by_chunk
 from furlong.planners.orders import plan_replica
 from furlong.runtime.distributed.mesh import make_ranks
@@ -45,12 +44,21 @@ KEPT = {
     "layer-first": Step(UNEQUAL, {"order": "layer-first", "keep": "kv"}),
 }
 FEW = ("chunk-first", "evaluation", "no label", "layer-first")
-REGATHERED = {
-    "in step": Step(UNEQUAL, {"keep": "kv"}, regathers=True),
-    "to the last K,V": Step(((40,), (9, 9, 3)), {"keep": "input"}, regathers=True),
-    "retained": Step(((21, 4), (17, 40)), {"num_retained": 2}, (range(21),), regathers=True),
+RESHARD = {"order": "layer-first", "reshard": True}
+RESHARDED = {
+    "attention": Step(UNEQUAL, RESHARD),
+    "K,V": Step(UNEQUAL, RESHARD | {"keep": "kv", "recompute_layers": 1}),
+    "graphs": Step(UNEQUAL, RESHARD | {"keep": "all"}),
+    "two layers": Step(((40,), (9, 9, 3)), RESHARD | {"keep": "input", "stage_layers": 2}),
+    "evaluation": Step(UNEQUAL, RESHARD, backward=False),
+    "no label": Step(
+        ((29, 9), (12, 11)), RESHARD, (range(0), range(0), range(12), range(11))
+    ),
+    "on the CPU": Step(UNEQUAL, RESHARD | {"offload": "cpu"}),
     "kept again": Step(UNEQUAL),
-}
+}  # fmt: skip
+NUM_GROUPS = NUM_LAYERS + 3
+"""The layers, the embedding, the head, and what else there is."""
 
 
 def tried(steps, make=llama, num_ranks=2):
@@ -87,7 +95,7 @@ def replicas():
     heads = some(KEPT, "chunk-first", "no label")
     given = (
         (some(KEPT, *FEW, "after it"), llama),
-        (some(REGATHERED, "in step", "retained", "kept again"), llama),
+        (some(RESHARDED, "attention", "evaluation", "no label", "kept again"), llama),
         (heads, tied_llama), (heads, llama_with_a_trained_head),
     )  # fmt: skip
     return dict(zip(names, tried_all(*given), strict=True))
@@ -97,7 +105,7 @@ def replicas():
 def more_replicas():
     """All of them."""
     return dict(
-        zip(("kept", "gathered"), tried_all((KEPT, llama), (REGATHERED, llama)), strict=True)
+        zip(("kept", "gathered"), tried_all((KEPT, llama), (RESHARDED, llama)), strict=True)
     )
 
 
@@ -108,25 +116,28 @@ SETS = ["replicas", pytest.param("more_replicas", marks=pytest.mark.slow)]
 def test_kept_weights_are_gathered_and_their_gradients_added_up_once(steps, request):
     found = request.getfixturevalue(steps)["kept"]
     assert_exact(found)
-    num_groups = NUM_LAYERS + 1
     for name, of in found.items():
-        sums = num_groups if KEPT[name].backward else 0
-        assert (of.num_gathers, of.num_sums) == (num_groups, sums), name
-        assert of.num_ahead == NUM_LAYERS, name
+        sums = NUM_GROUPS if KEPT[name].backward else 0
+        assert (of.num_gathers, of.num_sums) == (NUM_GROUPS, sums), name
+        assert of.num_ahead == NUM_GROUPS - 1, name
     assert found["chunk-first"].error > 0, "compared with itself"
 
 
 @pytest.mark.parametrize("steps", SETS)
-def test_weights_gathered_with_each_pass(steps, request):
-    found = dict(request.getfixturevalue(steps)["gathered"])
+def test_weights_are_gathered_as_often_as_the_plan_says_however_many_chunks_there_are(
+    steps, request
+):
+    found = request.getfixturevalue(steps)["gathered"]
     assert_exact(found)
-    kept = found.pop("kept again")
-    assert kept.num_gathers == kept.num_sums == NUM_LAYERS + 1
     for name, of in found.items():
-        own = REGATHERED[name].plan(llama()).actions[0]
-        num_backwards = sum(isinstance(action, Backward) for action in own)
-        assert of.num_sums == num_backwards * NUM_LAYERS + 1, name
-    assert min(of.num_gathers for of in found.values()) > 20
+        plan = RESHARDED[name].plan(llama())
+        for own in plan.actions:
+            gathered = [action.stage for action in own if isinstance(action, Unshard)]
+            ends = gathered.count(0) + gathered.count(len(plan.stages) - 1)
+            planned = ends + sum(plan.stages[stage] for stage in gathered)
+            assert (of.num_gathers, of.num_ahead) == (planned + 1, planned), name
+        assert of.num_sums == (NUM_GROUPS if RESHARDED[name].backward else 0), name
+    assert found["kept again"].num_gathers == NUM_GROUPS < found["attention"].num_gathers
 
 
 def in_a_pool(rank: int) -> list[tuple[float, int, int]]:
@@ -139,7 +150,7 @@ def in_a_pool(rank: int) -> list[tuple[float, int, int]]:
         Chunk((Slice(0, 0, 21, both), Slice(2, 0, 9, Place(1, 1)))),
         Chunk((Slice(1, 0, 13, Place(0, 1)),)),
     ]
-    options = furlong.ChunkOptions(size=64, keep="kv", order="layer-first", stage_layers=1)
+    options = furlong.ChunkOptions(size=64, keep="kv", **RESHARD)
     layered = plan_replica(lens, options, num_layers=NUM_LAYERS, sp_size=2)
     plans = [
         chunk_by_chunk(lens, [places], num_layers=NUM_LAYERS, sp_size=2),
@@ -151,19 +162,18 @@ def in_a_pool(rank: int) -> list[tuple[float, int, int]]:
     found = []
     for plan in plans:
         with Counted() as counted:
-            engine.run(replace(plan, regathers=True), sequences)
+            engine.run(plan, sequences)
         error = worst_relative_error(whole_grads(model), truth)
         found.append((error, counted.num_gathers, counted.num_sums))
     return found
 
 
 @pytest.mark.slow
-def test_weights_gathered_with_each_pass_of_a_pool():
+def test_weights_of_a_pool():
     for places, layered in run_ranks(in_a_pool, num_ranks=2, limit_s=180):
         assert 0 < places[0] <= BOUND and 0 < layered[0] <= BOUND
-        # forward and backward of two chunks, and once what is beside the layers
-        assert places[1:] == (4 * NUM_LAYERS + 1, 2 * NUM_LAYERS + 1)
-        assert layered[1] > 2 * NUM_LAYERS and layered[2] == NUM_LAYERS + 1  # one chunk
+        assert places[1:] == (NUM_GROUPS, NUM_GROUPS)
+        assert layered[1:] == (NUM_GROUPS + NUM_LAYERS - 1, NUM_GROUPS)  # the first two again
 
 
 @pytest.mark.parametrize("what", ["tied", "head"])
@@ -181,15 +191,16 @@ def on_an_older_torch(rank: int, steps: Sequence[Step]) -> list[Found]:
 @pytest.mark.slow
 def test_a_head_without_a_label_on_one_process_before_torch_2_13():
     names = "no label", "masked", "no label", "layer-first"
-    steps = [*(KEPT[name] for name in names), REGATHERED["in step"]]
+    steps = [*(KEPT[name] for name in names), RESHARDED["no label"]]
     for found in run_ranks(on_an_older_torch, steps, num_ranks=2, limit_s=180):
         assert_exact(dict(zip(range(5), found, strict=True)))
-        assert {of.num_sums for of in found} == {NUM_LAYERS + 1}
+        assert {of.num_sums for of in found} == {NUM_GROUPS}
 
 
 @pytest.mark.slow
 def test_adapters_and_other_families():
-    families, few = ("gemma3_text", "gpt2", "gpt_oss"), some(KEPT, *FEW)
+    families = "gemma3_text", "gpt2", "gpt_oss"
+    few = some(KEPT, *FEW) | {"resharded": RESHARDED["no label"]}
     own = adapted_llama, tied_llama, llama_with_a_trained_head
     makes = *own, *(partial(build, family) for family in families)
     found = tried_all(*((few, make) for make in makes))
@@ -203,5 +214,5 @@ def test_adapters_and_other_families():
 @pytest.mark.slow
 def test_four_replicas():
     lens = ((21, 4, 40, 7), (5, 9), (3,), (17, 30))
-    steps = {"kept": Step(lens), "in step": Step(lens, regathers=True)}
+    steps = {"kept": Step(lens), "resharded": Step(lens, RESHARD)}
     assert_exact(tried(steps, num_ranks=4))

@@ -30,7 +30,7 @@ from furlong.plan.text import parse_chunk
 from furlong.planners.chunks import Groups
 from furlong.planners.infinipipe import in_a_row, plan_infinipipe
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import number_chunks, plan_1f1b, walk_group
+from furlong.planners.orders import number_chunks, plan_1f1b, walk_groups
 from furlong.simulate.clock import measure, simulate
 from helpers.shapes import shape_of_values
 
@@ -138,7 +138,7 @@ def layer_first_pipeline(
         own = range(stop - len(heights[rank]), stop)
         actions: list[Action] = []
         for numbers in number_chunks(groups):
-            for action in walk_group(numbers, stages, options, only=own):
+            for action in walk_groups([numbers], stages, options, only=own):
                 actions += _with_messages(action, rank, own, len(stages))
         actions += [Reduce(stage) for stage in reversed(own)]
         lists.append(tuple(actions))

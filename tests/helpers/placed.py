@@ -13,7 +13,7 @@ from furlong.models.decoder import HFDecoder
 from furlong.ops.sequence_parallel import Exchange
 from furlong.plan.plan import FIRST_PROCESS, Backward, Chunk, ChunkPlan
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import assemble, stages_of, walk_group
+from furlong.planners.orders import assemble, stages_of, walk_groups
 from furlong.runtime.distributed.comms import Comms
 from furlong.testing import Batch
 from helpers.executors import executor_of
@@ -37,7 +37,7 @@ def plan_of(
 ) -> ChunkPlan:  # fmt: skip
     """The checked plan of one rank over chunks on places, all in one group."""
     stages = stages_of(num_layers, options)
-    walk = walk_group(range(len(chunks)), stages, options, backward=backward)
+    walk = walk_groups([range(len(chunks))], stages, options, backward=backward)
     return assemble(lens, [chunks], stages, [walk], offload=options.offloading, sp_size=sp_size)
 
 

@@ -22,7 +22,7 @@ from furlong.plan.check import check
 from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Slice
 from furlong.plan.text import format_action, parse_action
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import join_replicas
+from furlong.planners.orders import join_kept, join_replicas, plan_on_device
 from furlong.planners.spaco import Factors, sample_backwards
 
 ONE = plan_chunkflow([9, 2], ChunkOptions(size=3, hybrid=False), stages=(2,))
@@ -62,6 +62,16 @@ SHARDED = plan_of(
     "unshard 0, F2.0 kv, F3.0 all, B3.0, R2.0, B2.0, reduce 0",
 )
 """Two data-parallel ranks whose stage is unsharded while they compute."""
+RESHARDED = join_kept(
+    [
+        plan_on_device(
+            lens, ChunkOptions(size=3, order="layer-first", reshard=True), num_layers=3
+        )
+        for lens in ((6,), (5, 2))
+    ],
+    [[0], [1, 2]], (6, 5, 2), 3,
+)  # fmt: skip
+"""Three replicas, one of them idle, that gather each stage once on each way through them."""
 IN_STEP = plan_of(
     "0:0-3; 0:3-6; 1:0-2; 2:0-3; dummy; dummy; 3:0-1",
     "F0.0 kv, F1.0 all, B1.0, R0.0, B0.0, F2.0 all, B2.0, reduce 0",
@@ -98,6 +108,7 @@ BASES = {
     "sampled pipeline": SAMPLED_PIPELINE,
     "losses left out": LEFT_OUT,
     "sharded": SHARDED,
+    "resharded": RESHARDED,
     "in step": IN_STEP,
     "stages in step": STAGES_IN_STEP,
     "pipelines in step": PIPELINES_IN_STEP,
@@ -172,7 +183,10 @@ ONCE = "every cell has one Forward and one Backward, on one rank"
 ENDS = "a Backward ends its cell, and no graph is left over"
 BUDGET = "memory stays within the budget"
 PAIRED = "every message that is sent is received, in the same order"
-SAME = "the ranks of a stage issue its collectives, and passes that gather weights, in one order"
+SAME = (
+    "ranks that share stages issue their collectives, and passes that gather weights, in one "
+    "order over all of these"
+)
 USED = "parameters are unsharded while they are used"
 REDUCED = "a Reduce follows the last Backward of its stage on its rank, once"
 PHASES = "a plan of two phases has all Forwards in the first"
@@ -238,10 +252,16 @@ BROKEN = [
     (IN_STEP, both(change("F0.0 kv", "F0.0 all"), drop("R0.0")), SAME, "F5.0 all"),
     (IN_STEP, move("B5.0", "reduce 0", rank=1), SAME, "R6.0"),
     (IN_STEP, handed_over("F5.0 all", "B5.0", to=0), SAME, "reduce 0"),
+    (RESHARDED, drop("reshard 0"), USED, "unshard 0"),
+    (RESHARDED, move("reshard 0", "F0.0 attention"), USED, "F0.0 attention"),
+    (RESHARDED, move("reshard 2", "reduce 2"), USED, "reduce 2"),
+    # all that either rank computes finds its weights, but not those that the other one sends
+    (RESHARDED, both(drop("unshard 1", rank=2), insert("unshard 1", "unshard 0", rank=2)),
+     SAME, "unshard 1"),
     (IN_STEP, both(insert("unshard 0", "F0.0 kv"),
      insert("unshard 0", "F4.0 input", rank=1)), SAME, "unshard 0"),
     (PIPELINES_IN_STEP, move("R0.0", "recv gradient 1.1 from 1"), SAME, "B4.0"),
-    (STAGES_IN_STEP, move("F2.1 all", "F3.0 all", rank=1), STALL, "F1.0 all"),
+    (STAGES_IN_STEP, move("F2.1 all", "F3.0 all", rank=1), SAME, "F2.1 all"),
     (PIPELINE, move("recv gradient 1.1 from 1", "send activation 1.0 to 1"),
      STALL, "recv gradient 1.1 from 1"),
     (SAMPLED_PIPELINE, move("recv gradient 0.1 from 1", "send activation 1.0 to 1"),
@@ -344,7 +364,7 @@ def crossed(first, second, chunk):
         ),
         (
             plan_of("0:0-4; 1:0-4", crossed(0, 1, 0), crossed(1, 0, 1), stages=(1, 1)),
-            STALL, "unshard 0",
+            SAME, "unshard 1",
         ),
         (
             plan_of(

@@ -22,6 +22,7 @@ from furlong.plan.plan import (
     Recompute,
     Recv,
     Reduce,
+    Reshard,
     Send,
     Slice,
     Unshard,
@@ -48,6 +49,7 @@ FORMS = [
     (Send("activation", 3, 0, peer=1), "send activation 3.0 to 1"),
     (Recv("gradient", 3, 0, peer=1), "recv gradient 3.0 from 1"),
     (Unshard(2), "unshard 2"),
+    (Reshard(1), "reshard 1"),
     (Reduce(2), "reduce 2"),
 ]
 PLAN = ChunkPlan(
@@ -118,7 +120,7 @@ def test_a_saved_plan_has_one_short_text_per_line_and_names_where_each_kind_is_o
     assert ' "F0.0 kv",' in lines and ' "0:4-5 1:0-2"' in lines
     offload = {"kv": "disk", "inputs": "none", "attention": "cpu", "graphs": "none"}
     saved = json.loads(save_plan(PLAN))
-    assert (saved["version"], saved["offload"]) == (6, offload)
+    assert (saved["version"], saved["offload"]) == (7, offload)
 
 
 ODD = [

@@ -35,6 +35,9 @@ class Costs:
         is_first = isinstance(action, Unshard) and action.stage == 0
         return self.seconds.get("blocking", 0.0) if is_first else 0.0
 
+    def head_s(self, action, rank):
+        return self.seconds.get("head", 0.0)
+
     def copy_s(self, action, rank):
         return self.seconds.get("copy", 0.0) if isinstance(action, Backward) else 0.0
 

@@ -38,7 +38,7 @@ class Drawn:
     def blocking_s(self, action, rank):
         return 0.0
 
-    link_s = blocking_s
+    link_s = head_s = blocking_s
 
 
 class PerKind(Drawn):

@@ -34,7 +34,7 @@ a GPU CPU memory has buffers there for all of a step, which blocks of K,V are a 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -62,6 +62,8 @@ from furlong.plan.plan import (
     RebuildKV,
     Recompute,
     Recv,
+    Reduce,
+    Reshard,
     Send,
     Slice,
     Unshard,
@@ -499,6 +501,10 @@ class _RankMemory:
         self._made = 0.0
         """Bytes of gradients that the action makes of layers, and that stay."""
         self._late: dict[int, tuple[float, float, float]] = {}
+        self._whole: dict[int, int] = {}
+        """Bytes of the weights of each stage that the plan frees and gathers."""
+        self._unreduced: dict[int, float] = defaultdict(float)
+        """Bytes of gradients that are freed with the Reduce of each stage."""
 
     def run(self) -> MemoryCurve:
         """Go through the list of the rank."""
@@ -578,12 +584,14 @@ class _RankMemory:
     def _start(self) -> None:
         """Bytes that are there before the first action, and stay."""
         plan, memory = self._plan, self._memory
-        shape, training = memory.shape, memory.training.under(plan.regathers)
+        shape, training = memory.shape, memory.training
         held = self._held_stages
         alike = len(plan.holders[held[0]]) if held else 1  # share all of their stages
         group = alike * plan.sp_size * training.replicas
         self._weights = own = training.weights(shape, plan.stages, frozenset(held), group)
-        self.add("weights", own.state.weights)
+        if training.gathers and group > 1 and plan.reshards:
+            self._whole = {stage: own.whole_bytes(stage) for stage in held}
+        self.add("weights", own.state.weights - sum(self._whole.values()))
         self.add("optimizer", own.state.optimizer)
         heap = memory.heap_bytes(plan, self._rank)
         waits = any(count > 1 for count in self._num_backwards.values())
@@ -623,6 +631,8 @@ class _RankMemory:
                 arrives = payload == "activation"
                 part: Part = "activations" if arrives else "buffers"
                 self._hold("inputs", chunk, stage + arrives, message, part)
+            case Unshard(stage) if stage in self._whole:
+                self.add("weights", self._whole[stage])
             case Unshard(stage) if self._memory.training.regathers:
                 training, shape = self._memory.training, self._memory.shape
                 own = training.weights(shape, self._plan.stages, frozenset((stage,)))
@@ -742,6 +752,8 @@ class _RankMemory:
         """The first Backward of a stage, whose first `again` layers run again, makes its gradients:
         the head's with all of the graph, of layers while that goes."""
         gradients = self._weights.gradients(stage, num_backwards)
+        for key, whole in self._weights.freed_gradients(stage, gradients):
+            self._unreduced[key] += whole
         self.add("gradients", gradients[-1])
         self._made = sum(gradients[:-1])
         held = [self._held.get((name, chunk, stage)) for name in ("graphs", "graph again")]
@@ -780,6 +792,10 @@ class _RankMemory:
                 self._let_go("ids", chunk, 0)
             case Send(payload, chunk, stage):
                 self._let_go("inputs", chunk, stage + (payload == "activation"))
+            case Reshard(stage) if stage in self._whole:
+                self.add("weights", -self._whole[stage])
+            case Reduce(stage) if stage in self._unreduced:
+                self.add("gradients", -self._unreduced.pop(stage))
 
     def _write_states(self, chunk: int, stage: int) -> None:
         """The states that leave a cell come into being, unless they are there."""

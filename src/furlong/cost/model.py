@@ -19,6 +19,7 @@ end only, and hide behind nothing. Nor does a CPU's process compute while it wai
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -185,9 +186,7 @@ class PlanCosts:
     """
 
     def __init__(self, model: CostModel, plan: ChunkPlan, free: Collection[Hidden] = ()) -> None:
-        training = model.training.under(plan.regathers)
-        if training is not model.training:
-            model = replace(model, training=training)
+        training = model.training
         self._model = model
         self._plan = plan
         self._parts: dict[tuple[type[Action], int, int], tuple[PassPart, ...]] = {}
@@ -221,14 +220,28 @@ class PlanCosts:
             )
             for stage in range(len(plan.stages))
         ]  # fmt: skip
-        self._beside: dict[int, tuple[float, float]] = {}
-        """In this runtime by the first stage of a rank: seconds in which what the rank has beside
-        all layers is gathered, before them, and its gradients are reduced, after theirs."""
+        self._front_s: dict[int, float] = {}
+        """In this runtime by the first stage of a rank: seconds in which what the rank has in front
+        of its layers is gathered, and waited for, and what it has beside them, once for a step."""
+        self._head_s: dict[int, float] = {}
+        """By the last stage of a rank: seconds in which its head is gathered, behind the layers."""
+        self._ends_s: dict[int, float] = defaultdict(float)
+        """By stage: seconds in which gradients of both are reduced, after those of its layers."""
         for held in filter(None, set(plan.held)) if training.gathers else ():
             own = training.weights(shape, plan.stages, frozenset(held))
-            first = self._stages[held[0]]
-            gather_s, reduce_s = first.gather_s(own.beside_floats), first.sum_s(own.beside_trained)
-            self._beside[held[0]] = gather_s, reduce_s
+            first, last = self._stages[held[0]], self._stages[held[-1]]
+            beside, embedding, head = own.groups
+            times = max(1, plan.actions[plan.held.index(held)].count(Unshard(held[0])))
+            beside_s, embedding_s, head_s = (
+                stage.gather_s(count) if count else 0.0
+                for stage, count in ((first, beside), (first, embedding), (last, head))
+            )
+            self._front_s[held[0]] = embedding_s + beside_s / times
+            self._head_s[held[-1]] = head_s
+            of_head = own.ends_trained[1] if head else 0
+            for stage, of_ends in ((0, own.beside_trained - of_head), (-1, of_head)):
+                if of_ends:
+                    self._ends_s[held[stage]] += self._stages[held[stage]].sum_s(of_ends)
         firsts: dict[tuple[Any, ...], int] = {}
         self._alike = [firsts.setdefault(own.kind, i) for i, own in enumerate(self._stages)]
         """The first stage of each one's kind."""
@@ -249,7 +262,8 @@ class PlanCosts:
             return self._seconds(self.parts(action), action.stage)[action.chunk]
         match action:
             case Unshard(stage) if self._model.training.gathers:
-                return self._beside_s(stage)[0] + self._stages[stage].layer_gathers_s
+                gathers_s = self._stages[stage].layer_gathers_s + self._head_s.get(stage, 0.0)
+                return self._front_s.get(stage, 0.0) + gathers_s
             case Unshard(stage):
                 return self.unshard_s(stage)
             case Reduce(stage):
@@ -264,18 +278,19 @@ class PlanCosts:
 
     def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
         """Seconds of a collective, from its start, in which its ranks compute nothing: on a GPU
-        those of an Unshard's weights beside all layers."""
+        those of an Unshard's weights in front of the layers."""
         if not self._hides:
             return self.compute_s(action, rank)
-        return self._beside_s(action.stage)[0] if isinstance(action, Unshard) else 0.0
+        return self._front_s.get(action.stage, 0.0) if isinstance(action, Unshard) else 0.0
+
+    def head_s(self, action: Unshard, rank: int) -> float:
+        """Seconds in which an Unshard gathers the head, behind the layers."""
+        return self._head_s.get(action.stage, 0.0)
 
     @property
     def _hides(self) -> bool:
         """Whether collectives run beside computation."""
         return self._model.device_type != "cpu" and self._model.training.overlaps
-
-    def _beside_s(self, stage: int) -> tuple[float, float]:
-        return self._beside.get(stage, (0.0, 0.0))
 
     def copy_s(self, action: Action, rank: int) -> float:
         """Seconds of the copies of offloaded tensors that run beside `action`: those of each memory
@@ -326,11 +341,11 @@ class PlanCosts:
         """Seconds of a Reduce that the last Backward does not hide: under ZeRO-1 and 2 the ranks
         also gather each other's new weights, as far as the next first Forward does not hide that,
         unless an Unshard does it; where ZeRO-3 gathers with every pass the backwards have reduced
-        already, in this runtime all but the gradients of the embedding and the head."""
+        already."""
         training, costs, gathered_s = self._model.training, self._stages[stage], 0.0
         of_layers_s, late_s = self._reduces_s(stage)
         if costs.passes_gather:
-            return late_s if training.gathers else 0.0
+            return 0.0
         if training.zero_stage in (1, 2) and stage not in self._unsharded:
             gathered_s = max(0.0, costs.trained_gather_s - self._layers_s(self._firsts, stage))
         # the gradients of the layer whose backward is the last one hide behind none
@@ -344,7 +359,7 @@ class PlanCosts:
         costs = self._stages[stage]
         of_layers_s = costs.reduce_s * (1 - costs.late_share)
         gathers = self._model.training.gathers
-        return of_layers_s, self._beside_s(stage)[1] if gathers else costs.reduce_s - of_layers_s
+        return of_layers_s, self._ends_s[stage] if gathers else costs.reduce_s - of_layers_s
 
     def _layers_s(self, passes: Mapping[tuple[int, int], Computing], stage: int) -> float:
         """Seconds in which the slowest rank of a stage is in its layers, in one of its passes, and

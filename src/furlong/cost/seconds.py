@@ -327,8 +327,7 @@ class StageSeconds:
 
     def _gathered_s(self, *, backward: bool) -> float:
         """Seconds of the weights that come with a pass, and of gradients that go with it."""
-        late = self.late_share if self._training.gathers else 0.0
-        return self.unshard_s + (self.reduce_s * (1 - late) if backward else 0.0)
+        return self.unshard_s + (self.reduce_s if backward else 0.0)
 
     def _sp_link(self, size: int, devices: range) -> Link:
         """The link of the all-to-all of places of `size` among the `devices` of a sequence-parallel

@@ -17,8 +17,8 @@ those of its layers so; what is beside the layers is gathered and summed whole a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -115,7 +115,7 @@ class Training:
     gathers: bool = False
     """Whether the state is that of this runtime, on FSDP2: every step gathers whole weights from
     the shards of a group and adds gradients up into shards, and shards of weights lie beside whole
-    ones. The plan says whether they are kept for the step or come with every pass."""
+    ones. The plan says when they are gathered and freed."""
     overlaps: bool = True
     """Whether gradients that wait for the last Backward are reduced behind it, and weights gathered
     behind the first Forward: not so where DeepSpeed's overlap_comm is off, its default below
@@ -136,10 +136,6 @@ class Training:
         """Whether each pass gathers weights, unless they are unsharded for longer; a plan that is
         made for it says so too."""
         return self.zero_stage == 3
-
-    def under(self, regathers: bool) -> Training:
-        """The training under a plan that says so much of its weights (`ChunkPlan.regathers`)."""
-        return replace(self, zero_stage=3) if self.gathers and regathers else self
 
     def weights(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int = 1
@@ -178,7 +174,7 @@ class RankWeights:
         return self.shape.embedding_parameters * (min(1, count) if self.shape.tied_head else count)
 
     @cached_property
-    def _ends_trained(self) -> tuple[int, int]:
+    def ends_trained(self) -> tuple[int, int]:
         """Trained parameters of the embedding and of the head, whose gradient comes first where
         they are one."""
         lora, (first, last) = self.training.lora, self._ends
@@ -191,7 +187,7 @@ class RankWeights:
     @property
     def beside_trained(self) -> int:
         """Trained parameters of embedding and head."""
-        return sum(self._ends_trained)
+        return sum(self.ends_trained)
 
     @cached_property
     def all(self) -> int:
@@ -230,11 +226,30 @@ class RankWeights:
         own = (self.shape.layers[n] for n in self.layers)
         return [n.parameters - (n.linear_parameters if is_packed else 0) for n in own]
 
+    @property
+    def groups(self) -> tuple[int, int, int]:
+        """Parameters that are gathered together, in this runtime: beside the layers, of the
+        embedding, and of the head. Tied ones are beside the layers."""
+        embedding, head = (0 if self.shape.tied_head else self.shape.embedding_parameters * end
+                           for end in self._ends)  # fmt: skip
+        return self.beside_floats - embedding - head, embedding, head
+
+    @property
+    def in_use(self) -> int:
+        """Parameters that passes compute with, but for those in 4 bits."""
+        return self.floats + (self.trained if self.training.lora is not None else 0)
+
+    def whole_bytes(self, stage: int) -> int:
+        """Bytes of a stage's whole weights, as this runtime gathers them: with the embedding in
+        front of the first and the head behind the last, unless these are tied."""
+        own = RankWeights(self.training, self.shape, self.stages, frozenset((stage,)), 1)
+        kept = own.beside if self.shape.tied_head else 0
+        return (own.in_use - kept) * self.training.compute_bytes
+
     @cached_property
     def state(self) -> StateBytes:
         """Bytes of one device's share."""
-        training, trained = self.training, self.trained
-        in_use = self.floats + (trained if training.lora is not None else 0)
+        training, trained, in_use = self.training, self.trained, self.in_use
         shard = [1 if training.zero_stage < stage else self.group_size for stage in (1, 2, 3)]
         weights = in_use * training.compute_bytes / shard[2]
         weights += trained * training.master_bytes / shard[0]
@@ -262,29 +277,23 @@ class RankWeights:
     def collective_bytes(self, *, reuses: bool = True) -> int:
         """Bytes beside whole weights and gradients while a group gathers or adds them up: the
         largest layer passes through a buffer; so does what is beside the layers, whose gradients
-        are shards by then. Under ZeRO-3 that layer's gradient is whole in compute dtype, too.
-        `reuses`: whether whole gradients have waited, whose memory is there again when they are
-        shards; a C library's heap keeps it."""
+        are shards by then. `reuses`: whether whole gradients have waited, whose memory is there
+        again when they are shards; a C library's heap keeps it."""
         training = self.training
         if not training.gathers or self.group_size <= 1:
             return 0
         layers = self.float_layers()
-        is_freed = reuses and training.zero_stage < 3
-        freed = sum(layers) * (1 - 1 / self.group_size) if is_freed else 0.0
+        freed = sum(layers) * (1 - 1 / self.group_size) if reuses else 0.0
         added = training.gradient_bytes if training.lora is None else 0
         element_bytes = max(training.compute_bytes, added)
-        widest = max(*layers, self.beside - freed) * element_bytes
-        if training.zero_stage == 3 and training.lora is None:
-            widest = max(widest, max(layers) * (element_bytes + training.compute_bytes))
-        return round(widest)
+        return round(max(*layers, self.beside - freed) * element_bytes)
 
     def gradients(self, stage: int, num_backwards: int) -> list[float]:
         """Bytes of the gradients that a stage's first Backward makes, of so many: in front of its
         layers, of each layer, and behind them.
 
         They are whole until they are reduced, which this runtime does in the last Backward of a
-        stage, layer by layer, and ZeRO-3 in each; this runtime's of embedding and head wait for the
-        last Backward of all.
+        stage, layer by layer, and ZeRO-3 in each.
         """
         training, shape, lora = self.training, self.shape, self.training.lora
         numbers = range(sum(self.stages[:stage]), sum(self.stages[: stage + 1]))
@@ -292,27 +301,36 @@ class RankWeights:
             shape.layers[n].parameters if lora is None else lora.layer_parameters(shape, n)
             for n in numbers
         ]
-        embedding, head = self._ends_trained
+        embedding, head = self.ends_trained
         ends = [
             (embedding + shape.entrance_parameters * (lora is None)) * (stage == 0),
             (head + shape.final_parameters * (lora is None)) * (stage == len(self.stages) - 1),
         ]
         is_shard = training.zero_stage == 3
-        share = 1 / self.group_size if is_shard and not training.gathers else 1.0
+        share = 1 / self.group_size if is_shard else 1.0
         front, behind = (share * training.gradient_bytes * n for n in ends)
         is_shard |= training.gathers and num_backwards == 1
         share = 1 / self.group_size if is_shard else 1.0
         return [front, *(share * training.gradient_bytes * n for n in layers), behind]
 
+    def freed_gradients(self, stage: int, made: Sequence[float]) -> list[tuple[int, float]]:
+        """Stages whose Reduce leaves shards of gradients that the first Backward of `stage` has
+        `made`, each with the bytes that are free from then on, in this runtime. A gradient that
+        embedding and head share is reduced with the rank's first stage."""
+        if not self.training.gathers or self.group_size <= 1:
+            return []
+        shards = (n / self.group_size for n in self.gradients(stage, num_backwards=2))
+        *freed, of_head = (n - shard for n, shard in zip(made, shards, strict=True))
+        last = min(self.held) if self.shape.tied_head else stage
+        return [(stage, sum(freed)), (last, of_head)]
+
     @property
     def gathered_bytes(self) -> int:
         """Weights in compute dtype that are whole at a time under ZeRO-3 without an Unshard: the
-        largest layers, or the head; in this runtime both, and the embedding."""
+        largest layers, or the head."""
         training = self.training
         if training.zero_stage < 3 or self.group_size <= 1:
             return 0
         largest = sum(sorted(self.float_layers(), reverse=True)[:_GATHERED_LAYERS])
         widest = max(largest, self.shape.embedding_parameters * any(self._ends))
-        if training.gathers:
-            widest = largest + self.beside
         return round(widest * training.compute_bytes)

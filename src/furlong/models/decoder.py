@@ -313,6 +313,20 @@ class HFDecoder:
         return weight if isinstance(weight, nn.Parameter) else None
 
     @property
+    def ends(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """The embedding and the head; None for one that is not here, and for both where they share
+        a weight."""
+        embedding = self.base.get_input_embeddings()
+        head = self.base.get_output_embeddings() if self._has_head else None
+        each = [
+            set(module.parameters()) if module is not None else set()
+            for module in (embedding, head)
+        ]
+        if each[0] & each[1]:
+            return None, None
+        return embedding if each[0] else None, head if each[1] else None
+
+    @property
     def num_frozen_layers(self) -> int:
         """First layers of the decoder without a trained parameter in them or below.
 

@@ -37,6 +37,7 @@ from furlong.plan.plan import (
     Recompute,
     Recv,
     Reduce,
+    Reshard,
     Send,
     Slice,
     Unshard,
@@ -95,8 +96,8 @@ def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
         "a Backward ends its cell, and no graph is left over": _after_the_end,  # I8
         "every message that is sent is received, in the same order": _unpaired_messages,  # I9
         "a Reduce follows the last Backward of its stage on its rank, once": _odd_reduces,
-        "the ranks of a stage issue its collectives, and passes that gather weights, in one order":
-            _unequal_collectives,
+        "ranks that share stages issue their collectives, and passes that gather weights, in one "
+        "order over all of these": _unequal_collectives,
         "parameters are unsharded while they are used": _used_while_sharded,
         "no rank waits for ever": _stalls,  # I10
     }.items():
@@ -560,21 +561,28 @@ def _odd_reduces(grid: Grid) -> Breaks:
 
 
 def _unequal_collectives(grid: Grid) -> Breaks:
-    """I9. The ranks of a stage issue its collectives in the same order. Where each pass gathers its
-    weights, passes are collectives too: in FSDP2 one too many hangs, and one the other way round
-    computes with the weights of other layers, silently."""
-    lists: dict[int, dict[int, _Entries]] = defaultdict(lambda: defaultdict(list))
+    """I9. Ranks issue the collectives of all stages that they share in the same order. Where each
+    pass gathers its weights, passes are collectives too: in FSDP2 one too many hangs, and another
+    one in its place computes with the weights of other layers, silently, where these are of one
+    size."""
+    lists: dict[int, _Entries] = defaultdict(list)
     for at, (action, rank, way) in enumerate(
         zip(grid.actions, grid.ranks, grid.ways(), strict=True)
     ):
         if grid.plan.regathers and isinstance(action, Unshard):
             yield "no stage of this plan is unsharded for longer", at
-        if way or isinstance(action, ON_PARAMETERS):
-            lists[action.stage][rank].append((at, way or type(action)))
-    for stage, by_rank in lists.items():
-        first, *others = sorted(grid.members[stage])
+        if way or isinstance(action, (Unshard, Reduce)):
+            lists[rank].append((at, (way or type(action), action.stage)))
+    shared: dict[tuple[int, int], set[int]] = defaultdict(set)
+    """For each pair of ranks, the first that holds a stage and another one, the stages that both
+    hold."""
+    for stage, members in grid.members.items():
+        first, *others = sorted(members)
         for rank in others:
-            yield from _unequal(grid, (first, rank), (by_rank[first], by_rank[rank]), _lacks)
+            shared[first, rank].add(stage)
+    for pair, stages in sorted(shared.items()):
+        both = [[e for e in lists[rank] if grid.actions[e[0]].stage in stages] for rank in pair]
+        yield from _unequal(grid, pair, both, _lacks)
 
 
 def _lacks(rank: int) -> str:
@@ -582,9 +590,10 @@ def _lacks(rank: int) -> str:
 
 
 def _used_while_sharded(grid: Grid) -> Breaks:
-    """I9. A stage that a rank unshards is so once, before anything computes there."""
-    sharded = {(action.stage, grid.ranks[at]) for at, action, _ in grid.each(Unshard)}
-    for at, action, _ in grid.each(Unshard, *COMPUTING) if sharded else ():
+    """I9. A stage that a rank unshards is so before anything computes there, up to its Reshard,
+    which comes behind the Reduce: gradients are whole until then."""
+    sharded = {(action.stage, grid.ranks[at]) for at, action, _ in grid.each(Unshard, Reshard)}
+    for at, action, _ in grid.each(*ON_PARAMETERS, *COMPUTING) if sharded else ():
         key = action.stage, grid.ranks[at]
         if isinstance(action, Unshard):
             if key not in sharded:
@@ -592,6 +601,8 @@ def _used_while_sharded(grid: Grid) -> Breaks:
             sharded.discard(key)
         elif key in sharded:
             yield f"stage {action.stage} is not unsharded here", at
+        elif isinstance(action, Reshard):
+            sharded.add(key)
 
 
 def _unequal(

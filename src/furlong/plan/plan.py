@@ -177,7 +177,14 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Unshard:
-    """Gathers the weights of a stage, for the rest of the step."""
+    """Gather the weights of a stage, until its Reshard or for the rest of the step."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """Free the gathered weights of a stage; each process keeps its shard."""
 
     stage: int
 
@@ -190,8 +197,8 @@ class Reduce:
 Computing = Forward | Recompute | Backward | RebuildKV
 COMPUTING = (Forward, Recompute, Backward, RebuildKV)
 MESSAGES = (Send, Recv)
-ON_PARAMETERS = (Unshard, Reduce)
-Action = Computing | Send | Recv | Unshard | Reduce
+ON_PARAMETERS = (Unshard, Reshard, Reduce)
+Action = Computing | Send | Recv | Unshard | Reshard | Reduce
 
 
 Bounds = tuple[int, int, int]
@@ -276,6 +283,11 @@ class ChunkPlan:
     def checksum(self) -> int:
         """A checksum of all fields, for processes that compare their plans."""
         return zlib.crc32(repr(self).encode())
+
+    @cached_property
+    def reshards(self) -> bool:
+        """Whether the plan frees gathered weights before the step ends."""
+        return any(isinstance(action, Reshard) for own in self.actions for action in own)
 
     @cached_property
     def sizes_of_places(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@
     B3.0 a16 c8.5     Backward with loss factor 16 and relay factor 8.5 (left out where 1)
     K3.0              RebuildKV
     send activation 3.0 to 1, recv gradient 3.0 from 1
-    unshard 0, reduce 0
+    unshard 0, reshard 0, reduce 0
     0:0-4096@2        a slice: tokens [0, 4096) of sequence 0 on process 2 (none: on process 0)
     0:0-4096@4-7      ... spread over the processes 4 to 7; @* over the whole pool
     0:92-110<75       a branch: it goes on from behind token 74, not from the piece before it
@@ -45,6 +45,7 @@ from furlong.plan.plan import (
     Recompute,
     Recv,
     Reduce,
+    Reshard,
     Send,
     Slice,
     Unshard,
@@ -69,7 +70,7 @@ def format_action(action: Action) -> str:
             return f"send {payload} {chunk}.{stage} to {peer}"
         case Recv(payload, chunk, stage, peer):
             return f"recv {payload} {chunk}.{stage} from {peer}"
-        case Unshard(stage) | Reduce(stage):
+        case Unshard(stage) | Reshard(stage) | Reduce(stage):
             return f"{type(action).__name__.lower()} {stage}"
 
 
@@ -92,6 +93,7 @@ _FORMS: tuple[tuple[str, Callable[..., Action]], ...] = (
     (rf"recv ({_PAYLOADS}) {_CELL} from (\d+)",
      lambda payload, c, s, peer: Recv(payload, int(c), int(s), int(peer))),
     (r"unshard (\d+)", lambda s: Unshard(int(s))),
+    (r"reshard (\d+)", lambda s: Reshard(int(s))),
     (r"reduce (\d+)", lambda s: Reduce(int(s))),
 )
 # fmt: on
@@ -204,7 +206,7 @@ def format_plan(plan: ChunkPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-VERSION = 6
+VERSION = 7
 """The version of the JSON form. Other versions are refused: a plan is cheap to make again."""
 
 
@@ -212,7 +214,7 @@ class _Saved(BaseModel, extra="forbid", strict=True):
     """The JSON form of a plan; chunks and actions are texts."""
 
     made_for: Any = None
-    version: Literal[6]
+    version: Literal[7]
     offload: dict[OffloadKind, OffloadTarget] = Field(min_length=len(get_args(OffloadKind)))
     sp_size: int
     frozen_stages: int

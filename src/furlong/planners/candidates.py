@@ -56,7 +56,7 @@ from furlong.plan.segments import NUM_HOT, row_step, segment_tokens
 from furlong.planners.chunks import Groups, group_chunks, shard
 from furlong.planners.layouts import first_alike
 from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions
-from furlong.planners.orders import plan_two_phases, schedule_group, stages_of, walk_group
+from furlong.planners.orders import plan_two_phases, schedule_group, stages_of, walk_groups
 from furlong.planners.question import Candidate, Question, Space
 from furlong.simulate.predict import Needs, most_of, needs_of
 from furlong.units import count_words
@@ -395,7 +395,7 @@ class TimeEstimate:
             return self._filled_s(np.array([passes_s[stage] for stage in alike]))
         stages = stages_of(self._num_layers, options)
         counts, walked = count_kinds(shape, stages)
-        actions = walk_group(some, stages, few, only=walked)
+        actions = walk_groups([some], stages, few, only=walked)
         passes_s = self._stage_seconds(actions, some, stages, options)
         return float(sum(count * passes_s[stage].sum() for stage, count in counts.items()))
 

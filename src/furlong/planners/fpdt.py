@@ -5,7 +5,7 @@ group (Ulysses) and cut into u chunks; a layer runs forward over all of them, ch
 chunks 0..i whose K,V come back from CPU memory while chunk j computes, before the next layer
 begins. The backward goes layer by layer in reverse. A layer's tensors are those of one chunk on
 the device, and what crosses layers, the chunks' inputs, lies in CPU memory. Here the order is
-`orders.walk_group` with stages of one layer.
+`orders.walk_groups` with stages of one layer.
 
 A copy is hidden where a chunk has at least e g Phi / (2 B) tokens (e bytes an element, g the
 share of K,V heads, Phi FLOP/s, B bytes/s of the link): about 8,000 for bfloat16 on an A100 with 25

@@ -41,6 +41,10 @@ class ChunkOptions:
     order: Order = "chunk-first"
     stage_layers: int | None = None
     """Most layers of a stage; with layer-first only, whose default is 1."""
+    reshard: bool = False
+    """Whether processes that share weights hold whole ones of two stages at a time, gathered once
+    for each of the two walks through the stages; with layer-first only, which then takes each stage
+    for the whole batch. False: whole weights of all stages, for the step."""
     recompute_layers: int = 0
     """First layers of a cell's graph that keep only their input and run again in its backward."""
     hybrid: bool = True
@@ -78,8 +82,9 @@ class ChunkOptions:
     def __post_init__(self) -> None:
         for name, lowest in (("size", 1), ("num_retained", 0), ("recompute_layers", 0)):
             _check_whole(name, getattr(self, name), lowest)
-        if not isinstance(self.hybrid, bool):
-            _refuse("hybrid", self.hybrid, "True or False", "pass a boolean")
+        for name in ("hybrid", "reshard"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "True or False", "pass a boolean")
         _check_among("keep", self.keep, (*_KEEPS, "auto"))
         _check_among("order", self.order, _ORDERS)
         object.__setattr__(self, "offload", checked_offload(self.offload))
@@ -93,6 +98,12 @@ class ChunkOptions:
                 "stage_layers", self.stage_layers,
                 "no stage_layers with order chunk-first, where all layers are one stage",
                 "set order to layer-first, or leave stage_layers out",
+            )  # fmt: skip
+        elif self.reshard:
+            _refuse(
+                "reshard", self.reshard,
+                "no reshard with order chunk-first, where all layers are one stage",
+                "set order to layer-first, or leave reshard out",
             )  # fmt: skip
 
 

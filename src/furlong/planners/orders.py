@@ -1,9 +1,7 @@
 """Orders of actions, and the plans that they make of groups of chunks.
 
 Chunk-first is ChunkFlow's Algorithm 2 (planners/chunkflow.py) for one group after another, each
-through all stages and back. The other order, every stage over all groups, would hold the hidden
-states of the whole batch at every stage at once; it would only gather sharded parameters less
-often.
+through all stages and back. So is layer-first where weights are kept.
 
 Layer-first: one stage for all chunks of a group, then the next. All stages are on one rank (or one
 sp group), so nothing is sent. Between forward and backward a cell keeps its stage input; K,V live
@@ -12,6 +10,13 @@ on the spot: its K,V are still there, and it alone may retain graphs, which any 
 hold through all stages behind it. With one stage this is SeCO's walk, with one layer per stage
 FPDT's. In between, a stage of h of L layers holds L/h hidden states and h layers of K,V with their
 gradients per token: the peak is lowest near h = sqrt(L * hidden bytes / K,V bytes per layer).
+
+With `reshard` layer-first takes each stage for all groups before the next, so that processes that
+share weights gather those of a stage once on the way there and once on the way back, however many
+chunks there are. The price is the hidden states of the whole batch at every stage. Of four stages,
+each of which is gathered while the one before it runs, with at most two whole at a time:
+
+    U0 U1 F.0 | /0 U2 F.1 | /1 U3 F.2 | F.3 B.3 reduce 3 | /3 U1 B.2 reduce 2 | /2 U0 B.1 ...
 
 State-aware 1F1B (planners/chunkflow.py): where every group is one chunk this is plain 1F1B, the
 order of Megatron-LM. Data dependencies never close a circle, and neighbours agree on the order of
@@ -33,7 +38,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import attrgetter
 
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError, difference_words, differing, in_short
@@ -52,6 +58,7 @@ from furlong.plan.plan import (
     Recompute,
     Recv,
     Reduce,
+    Reshard,
     Send,
     Unshard,
 )
@@ -98,8 +105,8 @@ def schedule_group(
     return actions
 
 
-def walk_group(
-    chunks: Sequence[int],
+def walk_groups(
+    numbered: Sequence[Sequence[int]],
     stages: Sequence[int],
     options: ChunkOptions,
     *,
@@ -107,12 +114,13 @@ def walk_group(
     backward: bool = True,
     only: Collection[int] | None = None,
 ) -> list[Action]:
-    """The actions of one group on a rank that has all `stages`, the layers of each.
+    """The actions of some groups on a rank that has all `stages`, the layers of each: every stage
+    for all groups before the next, but for the last one, which turns around group by group.
 
     The first `frozen_stages`, with nothing to train in them or below, only run forward. `only`:
     those stages alone, for the time of one stage of each kind.
     """
-    schedules = []
+    schedules: list[list[list[Action]]] = []
     for stage, height in enumerate(stages):
         if only is not None and stage not in only:
             continue
@@ -122,21 +130,23 @@ def walk_group(
             num_retained, rebuilds = 0, ("input", "attention")
         elif options.order == "layer-first" and keep == "input":
             keep = "kv"  # they are there until the backward, which comes next
-        schedules.append(
+        schedules.append([
             schedule_group(
                 chunks, num_retained=num_retained, keep=keep, stage=stage, rebuilds=rebuilds,
                 recompute_layers=min(options.recompute_layers, height),
                 backward=backward and stage >= frozen_stages,
             )
-        )  # fmt: skip
-    return _there_and_back(schedules)
+            for chunks in numbered
+        ])  # fmt: skip
+    *others, last = ([action for own in groups for action in own] for groups in schedules)
+    ahead, back = _there_and_back(others)
+    return [*ahead, *last, *back]
 
 
-def _there_and_back(schedules: Sequence[Sequence[Action]]) -> list[Action]:
-    """The forwards of all, then what follows them in each, the last one first."""
-    ahead = [action for own in schedules for action in own if isinstance(action, Forward)]
-    back = [a for own in reversed(schedules) for a in own if not isinstance(a, Forward)]
-    return [*ahead, *back]
+def _there_and_back(schedules: Sequence[Sequence[Action]]) -> tuple[list[Action], list[Action]]:
+    """The forwards of all, and what follows them in each, the last one first."""
+    ahead: list[Action] = [a for own in schedules for a in own if isinstance(a, Forward)]
+    return ahead, [a for own in reversed(schedules) for a in own if not isinstance(a, Forward)]
 
 
 def plan_1f1b(
@@ -250,6 +260,7 @@ def assemble(
     sp_size: int = 1,
     frozen_stages: int = 0,
     two_phases: bool = False,
+    reshard: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
     """The plan of every rank's list, checked unless told otherwise. Each stage that has a Backward
@@ -262,7 +273,8 @@ def assemble(
     needed = (
         [a for a in own if not isinstance(a, RebuildKV) or plan.continues[a.chunk]] for own in lists
     )
-    plan = plan.with_actions(tuple(map(_with_reduces, needed)))
+    reduced = map(_with_reduces, needed)
+    plan = plan.with_actions(tuple(map(_with_loads, reduced) if reshard else reduced))
     if checked:
         check(plan)
     return plan
@@ -280,6 +292,31 @@ def _with_reduces(actions: Sequence[Action]) -> tuple[Action, ...]:
     for stage, place in sorted(last.items(), key=lambda item: -item[1]):
         found.insert(place + 1, Reduce(stage))
     return tuple(found)
+
+
+def _with_loads(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """The actions, with the weights of a stage gathered one stage ahead of its use, and no more
+    than two stages whole at a time."""
+    runs = [(stage, list(own)) for stage, own in groupby(actions, key=attrgetter("stage"))]
+    found: list[Action] = []
+    whole: list[int] = []
+
+    def gather(stage: int, needed: int) -> None:
+        if stage in whole:
+            return
+        if len(whole) == 2:
+            freed = next(own for own in whole if own != needed)
+            whole.remove(freed)
+            found.append(Reshard(freed))
+        whole.append(stage)
+        found.append(Unshard(stage))
+
+    for place, (stage, own) in enumerate(runs):
+        gather(stage, needed=stage)
+        if place + 1 < len(runs):
+            gather(runs[place + 1][0], needed=stage)
+        found += own
+    return (*found, *map(Reshard, whole))
 
 
 def stage_heights(num_layers: int, stage_layers: int) -> tuple[int, ...]:
@@ -317,13 +354,15 @@ def plan_on_device(
         groups = group_chunks(seq_lens, options, forks)
     stages = stages_of(num_layers, options)
     frozen = _count_frozen(stages, frozen_layers) if backward else 0
+    numbered = number_chunks(groups)
     walks = [
-        walk_group(numbers, stages, options, frozen_stages=frozen, backward=backward)
-        for numbers in number_chunks(groups)
+        walk_groups(own, stages, options, frozen_stages=frozen, backward=backward)
+        for own in ([numbered] if options.reshard else ([numbers] for numbers in numbered))
     ]
     return assemble(
         seq_lens, groups, stages, [[action for walk in walks for action in walk]],
-        offload=options.offloading, sp_size=sp_size, frozen_stages=frozen, checked=checked,
+        offload=options.offloading, sp_size=sp_size, frozen_stages=frozen,
+        reshard=options.reshard, checked=checked,
     )  # fmt: skip
 
 
@@ -392,8 +431,9 @@ def plan_two_phases(
         schedule_group(group, num_retained=0, keep=options.kept, recompute_layers=layers)
         for group in number_chunks(groups)
     ]
+    ahead, back = _there_and_back(schedules)
     return assemble(
-        seq_lens, groups, (num_layers,), [_there_and_back(schedules)], offload=options.offloading,
+        seq_lens, groups, (num_layers,), [[*ahead, *back]], offload=options.offloading,
         two_phases=True,
     )  # fmt: skip
 
@@ -531,7 +571,10 @@ def join_kept(
 
 
 def gathered_first(plan: ChunkPlan) -> ChunkPlan:
-    """The plan in which each rank first gathers the weights of its stages."""
+    """The plan in which each rank first gathers the weights of its stages, unless it says when it
+    does."""
+    if any(isinstance(action, Unshard) for own in plan.actions for action in own):
+        return plan
     lists = zip(plan.held, plan.actions, strict=True)
     made = plan.with_actions(tuple((*map(Unshard, held), *own) for held, own in lists))
     keep_passes(made, 0, plan)
@@ -545,10 +588,11 @@ def idle_plan(like: ChunkPlan) -> ChunkPlan:
     frozen = like.frozen_stages if trained else len(like.stages)
     if len(like.actions) == 1:
         options = ChunkOptions(keep="all", order="layer-first")
-        lists = [walk_group([0], like.stages, options, frozen_stages=frozen)]
+        lists = [walk_groups([[0]], like.stages, options, frozen_stages=frozen)]
     else:
         lists = state_aware_lists([range(1)], like.stages, keep="all", frozen_stages=frozen)
-    actions = tuple(map(_with_reduces, lists))
+    reduced = map(_with_reduces, lists)
+    actions = tuple(map(_with_loads, reduced) if like.reshards else reduced)
     return replace(like, seq_lens=(), chunks=(Chunk(()),), actions=actions)
 
 
@@ -556,6 +600,7 @@ def _layout(plan: ChunkPlan) -> dict[str, object]:
     return {
         "stages": plan.stages, "lists of actions": len(plan.actions), "sp_size": plan.sp_size,
         "offload": asdict(plan.offload), "frozen_stages": plan.frozen_stages,
+        "reshard": plan.reshards,
     }  # fmt: skip
 
 

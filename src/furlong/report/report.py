@@ -103,8 +103,8 @@ class PlanReport:
         run it."""
         needed = len(self.plan.actions) * self.plan.sp_size
         parts = self.lacks
-        if self.plan.regathers and self.layout["pp"] > 1:
-            parts.append("a pipeline that gathers its weights with every pass (ZeRO-3)")
+        if self.plan.regathers:
+            parts.append("weights that are gathered with every pass (ZeRO-3)")
         if needed != self.num_processes:
             parts.append(f"{needed} processes that run it by furlong.Engine.run")
         return ", ".join(parts)

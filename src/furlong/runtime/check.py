@@ -71,7 +71,7 @@ from furlong.ops.loss import IGNORE_INDEX
 from furlong.plan.passes import Pass
 from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Order, Recompute, Slice
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import assemble, walk_group
+from furlong.planners.orders import assemble, walk_groups
 from furlong.runtime.batch import Batch, ChunkTargets, ShiftedSequence, batch_of
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.executor import Executor, Layers
@@ -480,7 +480,7 @@ def plan_chunks(
     chunks = [*(Chunk((piece,)) for piece in pieces[:-1]), Chunk((pieces[-1], *others))]
     numbers, stages = range(len(chunks)), range(len(heights))
     if order == "layer-first":
-        walk = walk_group(numbers, heights, ChunkOptions(order=order, keep="attention"))
+        walk = walk_groups([numbers], heights, ChunkOptions(order=order, keep="attention"))
     else:
         walk = [Forward(c, s, "attention" if c % 2 else "all") for s in stages for c in numbers]
         for stage, chunk in product(reversed(stages), reversed(numbers)):

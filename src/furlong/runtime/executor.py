@@ -34,6 +34,7 @@ from furlong.plan.plan import (
     Recompute,
     Recv,
     Reduce,
+    Reshard,
     Send,
     Unshard,
 )
@@ -210,6 +211,8 @@ class Executor:
                 self._keep((payload, chunk, stage), self._comms.recv(action))
             case Unshard(stage):
                 self._comms.unshard(stage)
+            case Reshard(stage):
+                self._comms.reshard(stage)
             case Reduce(stage):
                 self._comms.reduce(stage)
 

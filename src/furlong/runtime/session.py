@@ -349,20 +349,17 @@ class Session:
                 if self.state.pipeline is not None:
                     stack.enter_context(self.state.pipeline.adding_up(self.model))
                 stack.enter_context(added_gradients(model, keeps_zeros=plan.sampled))
-            regathers = plan is not None and plan.regathers
-            stack.enter_context(self._weights(regathers=regathers, returned=returned))
+            stack.enter_context(self._weights(returned))
             stack.enter_context((decoder or self.model).installed())
             if self.ranks is not None:  # masks of dropout must not be the same on all
                 number = dist.get_rank(self.ranks.group)
                 stack.enter_context(independent_draws(number, self.model.device))
             yield
 
-    def _weights(
-        self, *, regathers: bool = False, returned: dict[int, Tensor] | None = None
-    ) -> AbstractContextManager[None]:
-        """Within it the weights are in the compute dtype; `regathers`: see `one_step`."""
+    def _weights(self, returned: dict[int, Tensor] | None = None) -> AbstractContextManager[None]:
+        """Within it the weights are in the compute dtype."""
         if self._is_sharded:
-            return one_step(self.model.base, regathers=regathers)
+            return one_step(self.model.base)
         dtype = self.compute_dtype
         unchanged = [] if dtype is None else self.model.stays_float32(dtype)
         return compute_parameters(self.model.model, dtype, unchanged=unchanged, returned=returned)
@@ -494,7 +491,8 @@ class Session:
             unchanged = [] if dtype is None else model.stays_float32(dtype)
             layers = [x for x in model.layers if not isinstance(x, PlaceholderLayer)]
             whole = [weakref.ref(p) for p in model.base.parameters() if p.requires_grad]
-            divide = partial(shard, model.base, layers, ranks.shard_mesh, dtype)
+            ends = [module for module in model.ends if module is not None]
+            divide = partial(shard, model.base, layers, ends, ranks.shard_mesh, dtype)
             together(ranks, partial(divide, unchanged=unchanged))
             if whole and all(parameter() is not None for parameter in whole):
                 warnings.warn(_HELD_ELSEWHERE, stacklevel=5)

@@ -243,7 +243,8 @@ def facts_of(options: ChunkOptions, backward: bool) -> dict[str, object]:
     """Return the options of a step that must be alike on all replicas, by name."""
     return {
         "backward": backward, "chunks.order": options.order,
-        "chunks.stage_layers": options.stage_layers, "chunks.offload": str(options.offload),
+        "chunks.stage_layers": options.stage_layers, "chunks.reshard": options.reshard,
+        "chunks.offload": str(options.offload),
         "chunks.sample": repr(options.sampling),
     }  # fmt: skip
 

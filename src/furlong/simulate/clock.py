@@ -13,9 +13,10 @@ ranks of a stage starts when the last of them has come to it:
     gathering pass  all have come                   when they are through themselves
     reducing pass   all have come                   when they are through themselves
 
-An Unshard gathers what is beside the layers, for which its ranks wait, then one layer after the
-other in equal times, beside what they compute. The first pass through the stage runs each layer
-when that is there: it is recorded as if it waited for all of them in front of its first layer.
+An Unshard gathers what is in front of the layers, for which its ranks wait, then one layer after
+the other in equal times, and the head, beside what they compute. The first pass through the stage
+runs each layer when that is there: it is recorded as if it waited for all of them in front of its
+first layer. So does the first pass with a loss for the head.
 
 A Reduce begins layer by layer beside the stage's last Backward, as far as the links are free then;
 its action stands for what is left of it.
@@ -105,6 +106,9 @@ class ActionCosts(Protocol):
 
     def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
         """Seconds of a collective, from its start, in which its ranks compute nothing."""
+
+    def head_s(self, action: Unshard, rank: int) -> float:
+        """Seconds of an Unshard, at its end, that are of the head."""
 
 
 class CopyCosts(Protocol):
@@ -223,6 +227,7 @@ class Clock:
         now = 0.0  # when the rank is free for its next action
         index = 0
         unsharding: dict[int, tuple[int, _Joined]] = {}  # by stages that no pass has used yet
+        heads: dict[int, tuple[int, _Joined]] = {}  # by stages whose head none has used
         while index < len(actions):
             action = actions[index]
             if isinstance(action, (Send, Recv)):
@@ -233,16 +238,24 @@ class Clock:
                 # runs on the link, beside the cells that follow
                 joined = self._join(rank, index, now)
                 if isinstance(action, Unshard):
-                    unsharding[action.stage] = index, joined
+                    unsharding[action.stage] = heads[action.stage] = index, joined
                 if blocking_s := self._costs.blocking_s(action, rank):
                     yield from self._end(joined)
                     now = max(now, starts[index] + blocking_s)
                 index += 1
                 continue
-            if action.stage in unsharding and passes(self._plan, rank)[index] is not NOTHING:
+            what = passes(self._plan, rank)[index]
+            if action.stage in unsharding and what is not NOTHING:
                 at, joined = unsharding.pop(action.stage)
                 yield from self._end(joined)
                 now = max(now, self._entered_s(rank, at, action))
+            if what.loss and action.stage in heads:
+                at, joined = heads.pop(action.stage)
+                yield from self._end(joined)
+                before_s = 0.0  # a backward begins with the head, a forward ends with it
+                if isinstance(action, Forward):
+                    before_s = self._costs.compute_s(action, rank)
+                now = max(now, self._stop_s[rank][at] - before_s)
             if self._joins[rank][index] is None:
                 starts[index] = now
                 stops[index] = free = now + self._costs.compute_s(action, rank)
@@ -320,7 +333,7 @@ class Clock:
         if it is not to wait for any of them once it runs."""
         unshard, num_layers = self._plan.actions[rank][at], self._plan.stages[action.stage]
         assert isinstance(unshard, Unshard)
-        stop_s = self._stop_s[rank][at]
+        stop_s = self._stop_s[rank][at] - self._costs.head_s(unshard, rank)
         layers_s = stop_s - self._start_s[rank][at] - self._costs.blocking_s(unshard, rank)
         before_last = 1 - 1 / num_layers
         return stop_s - before_last * min(layers_s, self._costs.compute_s(action, rank))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -30,8 +30,8 @@ from furlong.plan.plan import (
     Backward,
     ChunkPlan,
     Computing,
-    Forward,
     Recv,
+    Reshard,
     Send,
     Unshard,
 )
@@ -44,7 +44,7 @@ from furlong.runtime.distributed.consensus import (
     outcome_of,
 )
 from furlong.runtime.distributed.failures import is_lost
-from furlong.runtime.distributed.fsdp import adding_up, adds_unused
+from furlong.runtime.distributed.fsdp import adding_up, end_gather, reshard_modules
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.distributed.p2p import Links, Neighbour, Parcel, open_links
 from furlong.runtime.precision import gradients_apart
@@ -117,8 +117,11 @@ class Comms:
         base = None if model is None else model.base
         self._base: FSDPModule | None = base if isinstance(base, FSDPModule) else None
         """The model; None where no other process holds the same weights."""
-        self._layers = () if model is None or self._base is None else model.layers
+        self._model = model
         self._stages: tuple[tuple[FSDPModule, ...], ...] = ()
+        """The layers of each stage, with embedding or head: gathered and added up together."""
+        self._is_kept = False
+        """Whether the plan leaves open when weights are gathered: before the first action."""
         self._outcome = FINE
         self._stage_knows = False
         """Whether all processes of this stage know that one of them has failed."""
@@ -134,10 +137,19 @@ class Comms:
         self._plan, self._rank = plan, 0 if self._ranks is None else self._ranks.plan_rank
         own = plan.actions[self._rank]
         self._last_backwards = {a.stage: a for a in own if isinstance(a, Backward)}
-        stops = list(accumulate(plan.stages))
+        if self._base is None or self._model is None:
+            self._stages = ((),) * len(plan.stages)
+            return
+        self._is_kept = not any(isinstance(action, Unshard) for action in own)
+        layers, (embedding, head) = self._model.layers, self._model.ends
+        stages: list[list[object]] = [
+            [*layers[stop - n : stop]]
+            for n, stop in zip(plan.stages, accumulate(plan.stages), strict=True)
+        ]
+        stages[0].insert(0, embedding)
+        stages[-1].append(head)
         self._stages = tuple(
-            tuple(x for x in self._layers[stop - n : stop] if isinstance(x, FSDPModule))
-            for n, stop in zip(plan.stages, stops, strict=True)
+            tuple(module for module in own if isinstance(module, FSDPModule)) for own in stages
         )
 
     def before(self, index: int) -> None:
@@ -148,6 +160,8 @@ class Comms:
             if not index:
                 links.begin(self._plan, self._rank, parcel)
             links.before(index)
+        if not index:
+            self._gather_kept()
 
     def send(self, action: Send, x: Tensor) -> None:
         """Send hidden states, or their gradient, (T, D) to a neighbour."""
@@ -158,16 +172,29 @@ class Comms:
         return self._neighbour(action).recv(action)
 
     def unshard(self, stage: int) -> None:
-        """Start to gather the stage's layers, each of which FSDP2 waits for before its first pass.
+        """Start to gather the stage's weights, each group of which FSDP2 waits for before its first
+        pass.
 
         In front of this process's first layers what is beside all of them is gathered, and waited
         for: every first pass needs it, and no copy of it is made beside layers that have come.
         """
-        first = self._ranks.stage if self._ranks is not None and self._ranks.pp > 1 else 0
-        if stage == first and self._base is not None:
+        if self._base is None:
+            return
+        if stage == self._plan.held[self._rank][0]:
             self._base.unshard()
         for module in self._stages[stage]:
             module.unshard(async_op=True)
+
+    def reshard(self, stage: int) -> None:
+        """Free the stage's gathered weights."""
+        reshard_modules(self._stages[stage])
+
+    def _gather_kept(self) -> None:
+        """Gather all weights of a plan that leaves open when."""
+        if self._is_kept:
+            self._is_kept = False
+            for stage in self._plan.held[self._rank]:
+                self.unshard(stage)
 
     def is_last(self, action: Backward) -> bool:
         """Whether an action is the last Backward of its stage in this process's list."""
@@ -176,9 +203,8 @@ class Comms:
     @contextmanager
     def backward(self, action: Backward) -> Iterator[None]:
         """Within it runs a Backward, without the loss in front of it. A stage's gradients are added
-        up in its last Backward or, where weights come with every pass, in each; in the last of all
-        also those beside the layers. Before a last one all that add them up agree that none of them
-        has failed.
+        up in its last Backward; in the last of all also those beside the stages. Before a last one
+        all that add them up agree that none of them has failed.
 
         All ranks come to it in the same order: the last Backward of a stage comes after that of the
         stage behind it.
@@ -186,13 +212,13 @@ class Comms:
         if self._ranks is None:
             yield
             return
-        stage = action.stage
-        modules = [*self._stages[stage]]
+        modules = [*self._stages[action.stage]]
+        for module in modules:  # FSDP2 expects whole ones of a head that no label has used, too
+            end_gather(module)
         if not self.is_last(action):
-            each_adds = self._plan.regathers and adds_unused()
-            with adding_up(modules) if each_adds else nullcontext():
-                yield
+            yield
             return
+        stage = action.stage
         is_last_of_all = stage == min(self._last_backwards)
         if is_last_of_all and self._base is not None:
             modules.append(self._base)
@@ -236,6 +262,7 @@ class Comms:
                 ) from error
             return
         traceback.clear_frames(error.__traceback__)  # they hold tensors
+        self._gather_kept()
         for action in rest:
             self._skip(action)
         self.settle()
@@ -258,8 +285,6 @@ class Comms:
             return None
         if self._plan.sp_size > 1 and any(isinstance(action, Computing) for action in rest):
             return "while processes exchanged rows of a chunk"
-        if self._base is not None and self._plan.regathers:
-            return "while weights were gathered with every pass"
         return None
 
     def _skip(self, action: Action) -> None:
@@ -267,18 +292,13 @@ class Comms:
         match action:
             case Send() | Recv():
                 self._neighbour(action).skip(action)
-            case Unshard() | Forward() if not self._stage_knows:
-                self._gather()
+            case Unshard(stage) if not self._stage_knows:
+                self.unshard(stage)
+            case Reshard(stage):
+                self.reshard(stage)
             case Backward(_, stage) if self.is_last(action):
                 if not self._stage_knows and stage not in self._agreed:
                     self._agree_on(stage)
-
-    def _gather(self) -> None:
-        """Gather what a first forward gathers on its way, in the same order."""
-        own: list[FSDPModule] = [] if self._base is None else [self._base]
-        held = self._plan.held[self._rank]  # a process may have the layers of other stages, too
-        for module in (*own, *(module for stage in held for module in self._stages[stage])):
-            module.unshard()
 
     def _agree_on(self, stage: int) -> None:
         if self._ranks is not None and self._base is not None:
@@ -312,5 +332,7 @@ def require_layout(plan: ChunkPlan, ranks: Ranks | None) -> None:
         )
     if ranks.pp > 1 and len(plan.stages) < ranks.pp:
         raise PlanError(f"the plan has {len(plan.stages)} stages, this run has pp {ranks.pp}")
-    if plan.regathers and ranks.pp > 1:
-        raise PlanError("a pipeline keeps its weights: the plan gathers them with every pass")
+    if plan.regathers:
+        raise PlanError("the plan gathers weights with every pass, which no run does: see Reshard")
+    if plan.reshards and ranks.pp > 1:
+        raise PlanError("a pipeline keeps its weights: the plan frees them between passes")

@@ -1,11 +1,12 @@
-"""Weights that several processes share, by FSDP2: gathered once per step, gradients added up once.
+"""Weights that several processes share, by FSDP2: gathered where the plan says so, gradients added
+up once.
 
-The root is the model itself, each layer a group of its own, and every pass enters through the
-method that FSDP2 knows. A step keeps what it has gathered, so that no collective depends on the
-number of its chunks; or each pass gathers its layers anew, and then all ranks go in step. Gradients
-are added up on each process over all chunks, and over the processes once: in the last backward of
-each. Where passes gather, each backward adds those of its layers up over the processes, so that
-they are shards between the passes; what is beside the layers is whole all through the step.
+Each layer is a group of its own, and so are the embedding and the head unless they are one weight;
+the root, which is the model itself, has the rest. Every pass enters through the method that FSDP2
+knows. FSDP2 never frees or gathers by itself here: the plan's Unshard and Reshard do, so that no
+collective depends on the number of chunks. What the root has is whole all through the step.
+Gradients are added up on each process over all chunks, and over the processes once: in the last
+backward of each stage.
 
 Weights are gathered in the compute dtype. The gradients of a chunk arrive in that dtype and are
 added to float32 sums at once, as `runtime.precision` does it for weights that are whole.
@@ -39,6 +40,7 @@ from furlong.runtime.distributed.mesh import Ranks
 def shard(
     base: nn.Module,
     layers: Sequence[nn.Module],
+    ends: Sequence[nn.Module],
     mesh: DeviceMesh,
     compute_dtype: torch.dtype | None = None,
     *,
@@ -47,16 +49,16 @@ def shard(
     """Divide a model's weights among the processes of a mesh, which call it together.
 
     Its parameters are then DTensors, of which each process holds a part: an optimizer is made after
-    it. `compute_dtype`: the dtype in which they are gathered (None: as they are). `unchanged`:
-    parameters that must not compute in it. Raises UnsupportedModelError for what FSDP2 cannot
-    divide.
+    it. `ends`: the embedding and the head, where they share no weight. `compute_dtype`: the dtype
+    in which weights are gathered (None: as they are). `unchanged`: parameters that must not compute
+    in it. Raises UnsupportedModelError for what FSDP2 cannot divide.
     """
-    dtype = _refuse_indivisible(base, layers, unchanged if compute_dtype else ())
+    dtype = _refuse_indivisible(base, (*layers, *ends), unchanged if compute_dtype else ())
     # reduce_dtype is that of the sums over chunks, too
     wide = torch.promote_types(compute_dtype or dtype, torch.float32)
     policy = MixedPrecisionPolicy(compute_dtype, wide, cast_forward_inputs=False)
     whole = {linear.weight for linear in packed_linears(base).values()}  # codes stay everywhere
-    for module in (*layers, base):
+    for module in (*layers, *ends, base):
         fully_shard(
             module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole
         )
@@ -67,11 +69,13 @@ def shard(
         if adds_unused():
             # what is unused on one process must not be missing in a sum with others
             part.set_reduce_scatter_unused_params(True, recurse=False)
+        # by itself a backward would gather the group that ran before, whatever the plan says
+        part.set_modules_to_backward_prefetch([part])
 
 
 def adds_unused() -> bool:
     """Whether FSDP2 adds up what a backward has not reached (from torch 2.13 on). Else it is given
-    zeros, which are whole gradients, and so in the last backward alone."""
+    zeros, which are whole gradients."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
@@ -81,16 +85,21 @@ def sharded_modules(base: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(base: nn.Module) -> None:
-    """Divide all weights again that have been gathered, or are being gathered."""
-    for module in sharded_modules(base):
-        _end_gather(module)
+    """Free all whole weights that have been gathered, or are being gathered."""
+    reshard_modules(sharded_modules(base))
+
+
+def reshard_modules(modules: Iterable[FSDPModule]) -> None:
+    """Free those of some modules."""
+    for module in modules:
+        end_gather(module)
         module.reshard()
 
 
 @contextmanager
-def one_step(base: nn.Module, *, regathers: bool = False) -> Iterator[None]:
+def one_step(base: nn.Module) -> Iterator[None]:
     """Within it gradients stay on their process until `adding_up`, and weights that have been
-    gathered are kept, or with `regathers` gathered for each pass; those of the root are kept.
+    gathered until `reshard_modules`.
 
     On exit, also after an error, all weights are divided again. An error forgets the gradients that
     were not added up.
@@ -100,11 +109,8 @@ def one_step(base: nn.Module, *, regathers: bool = False) -> Iterator[None]:
         return
     base.set_requires_gradient_sync(False)
     base.set_is_last_backward(False)
-    base.set_reshard_after_forward(regathers)
-    base.set_reshard_after_backward(regathers)
-    # the head is used tile by tile, and other processes have other numbers of tiles
-    base.set_reshard_after_forward(False, recurse=False)
-    base.set_reshard_after_backward(False, recurse=False)
+    base.set_reshard_after_forward(False)
+    base.set_reshard_after_backward(False)
     try:
         yield
     except BaseException:
@@ -129,7 +135,7 @@ def adding_up(modules: Sequence[FSDPModule], *, is_last: bool = False) -> Iterat
         module.set_requires_gradient_sync(False, recurse=False)
 
 
-def _end_gather(module: FSDPModule) -> None:
+def end_gather(module: FSDPModule) -> None:
     """Wait for a gather that no pass has waited for: the next one would hand out its weights, which
     are old by then. One that failed, with the process that it came from, is dropped."""
     for group in _groups(module):
@@ -155,7 +161,7 @@ def _fill_sums(module: FSDPModule) -> None:
 def _forget(base: Any) -> None:
     """Bring FSDP2 back from the middle of a pass, without the gradients of the step."""
     for module in sharded_modules(base):
-        _end_gather(module)
+        end_gather(module)
     if base._get_fsdp_state()._is_root and hasattr(base, "reset_iter_state"):  # it has been entered
         base.reset_iter_state()
     for parameter in (p for module in sharded_modules(base) for p in _divided(module)):
@@ -222,7 +228,7 @@ def _refuse_indivisible(
 
 
 def _shared_between(base: nn.Module, layers: Sequence[nn.Module]) -> str | None:
-    """The name of a parameter that two layers have, or a layer and what is beside all of them: they
+    """The name of a parameter that two groups have, or one and what is beside all of them: they
     would be gathered and added up apart."""
     own = {id(layer) for layer in layers}
     prefixes = [f"{name}." for name, module in base.named_modules() if id(module) in own]
