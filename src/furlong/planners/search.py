@@ -190,16 +190,19 @@ class _Search:
 
     def _refuse_partial(self) -> None:
         """Refuse the best plan as long as it holds the steps that were timed and no whole step."""
-        while (best := self._best()) is not None:
-            self.fitting.remove(best)
+        whole: Candidate | None = None
+        while (best := self._best()) not in (None, whole):
+            assert best is not None
+            at = self.fitting.index(best)  # of plans that are as fast the first is chosen
+            del self.fitting[at]
             try:
                 whole = self._walked(best, self._whole_plans(best))
             except (UserError, PlanError) as error:
                 self.error = error
                 continue
             if self._limits.hold(whole.needs):
-                self.fitting.append(whole)
-                break
+                self.fitting.insert(at, whole)
+                continue
             self._refused.append(whole)
 
     def _whole_plans(self, candidate: Candidate) -> list[ChunkPlan]:
