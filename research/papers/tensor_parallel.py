@@ -42,6 +42,10 @@ class _Share(RankWeights):
     def all(self) -> Any:
         return super().all / self.training.tp_size  # type: ignore[attr-defined]
 
+    def gradients(self, stage: int, num_backwards: int) -> list[float]:
+        whole = super().gradients(stage, num_backwards)
+        return [n / self.training.tp_size for n in whole]  # type: ignore[attr-defined]
+
 
 @dataclass(frozen=True)
 class TensorParallel(CostModel):

@@ -58,10 +58,10 @@ def test_a_gpu_holds_its_share():
     assert memory.cell(stages, 1).kv_layer == whole.kv_layer / 2
     held = frozenset((1,))
     own, alone = (
-        training.weights(SHAPE, stages, held, 4).state.total
-        for training in (memory.training, model.training)
+        training.weights(SHAPE, stages, held, 4) for training in (memory.training, model.training)
     )
-    assert own == pytest.approx(alone / 2, abs=2)
+    assert own.state.total == pytest.approx(alone.state.total / 2, abs=2)
+    assert sum(own.gradients(1, 2)) == pytest.approx(sum(alone.gradients(1, 2)) / 2)
 
 
 def test_fused_modules_save_what_megatron_counts():

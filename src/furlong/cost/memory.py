@@ -892,7 +892,8 @@ def first_backward(
     front, *layers, _ = gradients
     height = len(layers)
     graph = [cell.ends, *reversed(cell.graph_layers[again:]), *[cell.message] * again]
-    gone = [graph_bytes / sum(graph) * n for n in accumulate(graph)]
+    share = graph_bytes / sum(graph) if graph_bytes else 0.0
+    gone = [share * n for n in accumulate(graph)]
     made = [0.0, *accumulate(reversed(layers))]
     moments = [(0.0, 0.0), *zip(made[:height], gone, strict=False)]
     return [*moments, (made[-1], gone[-2]), (made[-1] + front, gone[-1])]
