@@ -116,6 +116,7 @@ def test_least_sum_against_brute_force(counts, heights, share, again):
     least, greedy = brute_force(loads), choose_layers(loads)
     exact = choose_layers(loads, exact=True)
     assert (None if exact is None else exact.sum()) == least
+    assert least is None or loads.least_sum <= least + 1e-9
     assert greedy is None or (loads.fit(greedy) and greedy.sum() >= least)
 
 

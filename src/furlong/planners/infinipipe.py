@@ -304,18 +304,27 @@ class _Cut:
             for start in (0, *edges)
             if start < stop and stop - start < last
         ]
+
+        def kinds_and_loads(own: range) -> tuple[Integers, Loads]:
+            kinds = kinds_of([groups[i] for i in own], len(stages))
+            return kinds, loads_of(self.one_pipeline(own), batch.memory, kinds, spare_bytes)
+
         found: dict[int, tuple[float, list[Pipeline]]] = {0: (0.0, [])}  # of the first groups
-        for start, stop in [(0, last), *stretches]:
+        whole = kinds_and_loads(range(last))
+        bound_s = ends_s + layer_s * whole[1].least_sum
+        # one pipeline comes last where others may be better: to choose its layers takes longest
+        stretches.insert(0 if bound_s <= 2 * ends_s else len(stretches), (0, last))
+        for start, stop in stretches:
             if start not in found:
                 continue
             before_s, before = found[start]
             least_s = before_s + ends_s * (1 if stop == last else 2)
+            own, is_whole = range(start, stop), stop - start == last
+            least_s = bound_s if is_whole else least_s
             if last in found and least_s >= found[last][0]:
                 continue
-            own = range(start, stop)
-            plan = self.one_pipeline(own)
-            kinds = kinds_of([groups[i] for i in own], len(stages))
-            layers = choose_layers(loads_of(plan, batch.memory, kinds, spare_bytes), batch.exact)
+            kinds, loads = whole if is_whole else kinds_and_loads(own)
+            layers = choose_layers(loads, batch.exact)
             if layers is None:
                 continue
             layers = layers[kinds]
@@ -377,6 +386,29 @@ class Loads:
     def fit(self, layers: Integers) -> bool:
         """Whether every stage has room all the time."""
         return bool(self.lacking_bytes(layers).max(initial=-inf) <= 0)
+
+    @property
+    def least_sum(self) -> float:
+        """Layers of which no choice has fewer, over all diagonals: those of moments with no graph
+        in common, each at the best rates of its own."""
+        most = self.counts * self.heights[:, None]
+        order = np.argsort(-self.saved_bytes / self.counts, axis=1)
+        relief = np.take_along_axis(self.saved_bytes * self.heights[:, None], order, axis=1)
+        relief, layers = (
+            np.pad(np.cumsum(rows, axis=1), ((0, 0), (1, 0)))
+            for rows in (relief, np.take_along_axis(most, order, axis=1))
+        )
+        felt, num_kinds = self.saved_bytes > 0, len(self.counts)
+        starts, stops = felt.argmax(axis=1), num_kinds - felt[:, ::-1].argmax(axis=1)
+        needed = map(np.interp, self.excess_bytes, relief, layers)
+        least = np.zeros(num_kinds + 1)  # of moments whose graphs are of the first kinds
+        rows = sorted(zip(stops.tolist(), starts.tolist(), needed, strict=True))
+        at = 0
+        for stop, start, count in rows:
+            least[at + 1 : stop + 1] = least[at]
+            at = stop
+            least[stop] = max(least[stop], least[start] + count)
+        return float(least[at])
 
     def at(self, moments: NDArray[np.bool_]) -> Loads:
         """These loads at some moments alone."""
