@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 
 import pytest
 
@@ -173,7 +173,11 @@ def test_what_is_saved_is_read(tmp_path):
         ({"speed": 3}, "speed = 3"),
         ({"memory_bytes": 3}, "memory_bytes = 3"),
         ({"heap_blocks": -1}, "heap_blocks = -1"),
-        ({"heap_share": None}, "not supported"),
+        ({"heap_share": None}, "heap_share = None"),
+        ({"linear": {"best": 0.5, "half_tokens": 1, "square": nan}}, "'square': nan"),
+        ({"linear": {"best": True, "half_tokens": 1}}, "'best': True"),
+        ({"peak_flops_per_s": 0}, "peak_flops_per_s = 0"),
+        ({"time_error": inf}, "time_error = inf"),
     ],
 )
 def test_edited_files_are_refused_and_those_of_other_machines_left_alone(tmp_path, change, told):

@@ -45,6 +45,14 @@ def adapted_llama() -> nn.Module:
     return model.double()
 
 
+def llama_with_trained_upper_layers() -> nn.Module:
+    """What has no group of its own is trained, and nothing below: the final norm."""
+    model = tied_llama()
+    model.get_input_embeddings().weight.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
 def llama_with_a_trained_head() -> nn.Module:
     model = llama()
     model.requires_grad_(False)

@@ -15,6 +15,7 @@ from distributed.sharded_cases import (
     adapted_llama,
     llama,
     llama_with_a_trained_head,
+    llama_with_trained_upper_layers,
     run_steps,
     tied_llama,
 )
@@ -91,12 +92,14 @@ def some(steps, *names):
 @pytest.fixture(scope="module")
 def replicas():
     """Steps of replicas in one start: kept weights, gathered ones, a tied and a trained head."""
-    names = "kept", "gathered", "tied", "head"
+    names = "kept", "gathered", "tied", "head", "upper"
     heads = some(KEPT, "chunk-first", "no label")
+    upper = some(KEPT, "layer-first", "chunk-first") | some(RESHARDED, "attention", "no label")
     given = (
         (some(KEPT, *FEW, "after it"), llama),
         (some(RESHARDED, "attention", "evaluation", "no label", "kept again"), llama),
         (heads, tied_llama), (heads, llama_with_a_trained_head),
+        (upper, llama_with_trained_upper_layers),
     )  # fmt: skip
     return dict(zip(names, tried_all(*given), strict=True))
 
@@ -176,8 +179,8 @@ def test_weights_of_a_pool():
         assert layered[1:] == (NUM_GROUPS + NUM_LAYERS - 1, NUM_GROUPS)  # the first two again
 
 
-@pytest.mark.parametrize("what", ["tied", "head"])
-def test_a_tied_head_and_one_that_alone_is_trained(what, replicas):
+@pytest.mark.parametrize("what", ["tied", "head", "upper"])
+def test_models_of_which_a_part_is_trained(what, replicas):
     assert_exact(replicas[what])
 
 

@@ -57,14 +57,23 @@ class Other(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.what == "centred":
             x = x - x.mean(-1, keepdim=True)
-        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.what == "drawing" and self.training:
+            x = nn.functional.dropout(x, 0.1)
+        root = torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps * (self.what != "outside"))
+        y = x / (root + self.eps * (self.what == "outside"))
         return y * (self.weight**2 if self.what == "squared" else self.weight)
 
 
-@pytest.mark.parametrize(("what", "taken"), [("", 2), ("centred", 0), ("squared", 0)])
+@pytest.mark.parametrize(
+    ("what", "taken"),
+    [("", 2), ("centred", 0), ("squared", 0), ("drawing", 0), ("outside", 0), ("scaled", 0)],
+)
 def test_what_computes_something_else_is_left(what: str, taken: int) -> None:
     """Whatever its weights are: a square of ones is one."""
     modules = nn.ModuleList([Other(what), Other(what)])
+    if what == "scaled":  # by what no kind can be told by
+        for module in modules:
+            module.scale = torch.tensor(1.0)  # type: ignore[assignment]
     assert len(fused.fused(modules)) == taken
     modules[0].forward = modules[0].forward  # type: ignore[method-assign]
     assert len(fused.fused(modules)) == taken // 2, "one of its own stays"

@@ -172,7 +172,7 @@ def test_text_that_is_no_plan_is_refused_in_four_parts(text, given):
         load_plan(text)
     assert given in error.value.given
     assert error.value.required and error.value.source
-    assert "save the plan again" in error.value.change
+    assert "make the plan again" in error.value.change
 
 
 def test_page_for_a_person():

@@ -15,13 +15,13 @@ from papers.chunkflow_plan import plan_chunkflow, recomputed_late
 from papers.published.chunks import whole_groups
 from papers.seq1f1b_plan import plan_seq1f1b
 
-from furlong.errors import PlanError
+from furlong.errors import ConfigError, PlanError
 from furlong.plan.check import check
 from furlong.plan.plan import Backward, Chunk, Forward, RebuildKV, Recv, Send, Slice
 from furlong.plan.text import format_action
 from furlong.planners.chunks import group_chunks, split_equal_work
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import plan_1f1b, recompute_on_diagonals
+from furlong.planners.orders import plan_1f1b, plan_replica, recompute_on_diagonals
 
 FOUR = (1,) * 4
 
@@ -210,3 +210,10 @@ def test_only_a_frozen_rank_may_be_without_a_reduce():
     idle = replace(plan, actions=(*plan.actions, ()))
     with pytest.raises(PlanError, match="rank 3 has none"):
         check(idle)
+
+
+def test_a_pipeline_refuses_an_order_that_it_has_not():
+    options = ChunkOptions(size=4, order="layer-first", reshard=True)
+    with pytest.raises(ConfigError) as error:
+        plan_replica([8], options, num_layers=2, stages=(1, 1))
+    assert "reshard" in error.value.change

@@ -285,6 +285,12 @@ _NUMBERS = (
 )  # fmt: skip
 
 
+_DIVISORS = {
+    "best", "square", "packed", "peak_flops_per_s", "activation_bytes_per_s",
+    "optimizer_parameters_per_s",
+}  # fmt: skip
+
+
 def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """The machine and dtype of a calibration's file, and its figures. Raises ConfigError for
     anything else than `Machine.save` writes."""
@@ -298,12 +304,12 @@ def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
         figures: dict[str, Any] = {n: Link(**of) for n, of in values.pop("links").items()}
         for name, value in values.items():
             figures[name] = of = Efficiency(**value) if name in EFFICIENCIES else value
-            if isinstance(of, Efficiency):
-                is_sound = min(of.best, of.square, of.packed) > 0 <= of.half_tokens
-            else:
-                is_sound = name in _NUMBERS and value >= 0
-            if not is_sound:
-                raise ValueError(f"{name} = {value!r}")
+            numbers = asdict(of) if isinstance(of, Efficiency) else {name: of}
+            for key, number in numbers.items():
+                is_number = isinstance(number, int | float) and not isinstance(number, bool)
+                is_sound = is_number and 0 <= number < inf and (key not in _DIVISORS or number > 0)
+                if not is_sound or (name not in _NUMBERS and name not in EFFICIENCIES):
+                    raise ValueError(f"{name} = {value!r}")
         return made_for, figures
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(

@@ -312,6 +312,14 @@ class HFDecoder:
         weight = self.base.get_input_embeddings().weight
         return weight if isinstance(weight, nn.Parameter) else None
 
+    def empty_backward(self) -> None:
+        """Run a backward through the model that changes no gradient, for what its wrapper does
+        behind one: FSDP2 adds up gradients."""
+        with torch.enable_grad():
+            leaf = torch.zeros((), device=self.device, requires_grad=True)
+            output = call_root(self.base, lambda: leaf * 1)
+        output.backward()  # type: ignore[no-untyped-call]
+
     @property
     def trains_head(self) -> bool:
         """Whether the head has a trained parameter."""

@@ -63,6 +63,7 @@ def _lies_there(module: nn.Module) -> bool:
 def _norms(modules: list[nn.Module]) -> Iterator[partial[Tensor]]:
     """Which module is an RMS norm no name tells: what has a weight (D,), an epsilon and nothing
     else is asked on random numbers, one of each kind, where it computes."""
+    plain = vars(nn.Module()).keys()
     for module in modules:
         eps = next((e for n in _EPSILONS if isinstance(e := vars(module).get(n), float)), None)
         weight = module._parameters.get("weight")
@@ -72,10 +73,10 @@ def _norms(modules: list[nn.Module]) -> Iterator[partial[Tensor]]:
             continue
         if sum(x is not None for x in held) != 1:
             continue
-        numbers = [
-            (name, value) for name, value in vars(module).items()
-            if isinstance(value, bool | int | float | str) and name != "training"
-        ]  # fmt: skip
+        own = {name: x for name, x in vars(module).items() if name not in plain}
+        if not all(isinstance(x, bool | int | float | str | None) for x in own.values()):
+            continue
+        numbers = own.items()
         kind = type(module), weight.device, weight.shape, weight.dtype, *numbers
         if kind not in _AGREED:
             dtypes = {torch.bfloat16, weight.dtype} - {torch.float64}
@@ -96,7 +97,9 @@ def _norm(
 
 
 def _choose(module: Any, eps: float, dtype: torch.dtype) -> Norm | None:
-    """The first of `NORMS` whose values and gradients are as near to float32 as the module's."""
+    """The first of `NORMS` whose values and gradients are as near to float32 as the module's, of
+    rows as layers have and of such as its epsilon decides. None for a module that draws random
+    numbers."""
     generator, shape = torch.Generator("cpu").manual_seed(0), module.weight.shape
 
     def draw(*sizes: int) -> Tensor:
@@ -106,9 +109,9 @@ def _choose(module: Any, eps: float, dtype: torch.dtype) -> Norm | None:
 
     x, w, g = draw(_NUM_ROWS), draw(), draw(_NUM_ROWS)
 
-    def written(x: Tensor, w: Tensor, _: float) -> Tensor:
+    def written(x: Tensor, w: Tensor, _: float, training: bool = True) -> Tensor:
         twin = copy(module)
-        vars(twin)["_parameters"] = {"weight": w}
+        vars(twin).update(_parameters={"weight": w}, training=training)
         return type(module).forward(twin, x)  # type: ignore[no-any-return]
 
     def outcome(norm: Norm, x: Tensor, w: Tensor, g: Tensor) -> list[Tensor]:
@@ -117,12 +120,20 @@ def _choose(module: Any, eps: float, dtype: torch.dtype) -> Norm | None:
             y = norm(leaves[0], leaves[1], eps)
         return [y.detach(), *torch.autograd.grad(y, leaves, g)]
 
+    inputs = [(x, w, g), (x * eps**0.5, w, g)]
+
+    def outcomes(norm: Norm, dtype: torch.dtype) -> list[Tensor]:
+        return [y for given in inputs for y in outcome(norm, *(own.to(dtype) for own in given))]
+
     def errors(norm: Norm) -> list[float]:
-        found = outcome(norm, x, w, g)
+        found = outcomes(norm, dtype)
         return [relative_error(own, true) for own, true in zip(found, truth, strict=True)]
 
     try:
-        truth = outcome(written, x.float(), w.float(), g.float())
+        truth = outcomes(written, torch.float32)
+        again = outcomes(partial(written, training=False), torch.float32)
+        if not all(map(torch.equal, truth, again)):
+            return None
         bounds = [max(_WORST * error, _ROUNDING) for error in errors(written)]
         for norm in NORMS:
             if all(e <= most for e, most in zip(errors(norm), bounds, strict=True)):
@@ -157,7 +168,7 @@ def _adapted(module: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
     # of two dimensions it is no view, which a sum in place would copy
     out = base(x.flatten(0, -2))
     out.addmm_(low, up.weight.t(), alpha=module.scaling[name])
-    return out.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+    return out.view(*x.shape[:-1], out.shape[-1])  # type: ignore[no-any-return]
 
 
 def _is_plain(module: Any) -> bool:

@@ -156,7 +156,7 @@ def _unreadable(given: str, required: str, source: str = "a saved plan") -> User
         given=given,
         required=required,
         source=source,
-        change="save the plan again with this version of furlong",
+        change="make the plan again with this version of furlong: furlong plan --out",
     )
 
 
@@ -214,7 +214,7 @@ class _Saved(BaseModel, extra="forbid", strict=True):
     """The JSON form of a plan; chunks and actions are texts."""
 
     made_for: Any = None
-    version: Literal[7]
+    version: Literal[6, 7]  # 6 has no reshard
     offload: dict[OffloadKind, OffloadTarget] = Field(min_length=len(get_args(OffloadKind)))
     sp_size: int
     frozen_stages: int

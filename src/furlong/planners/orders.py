@@ -456,7 +456,7 @@ def require_two_phases(options: ChunkOptions) -> None:
         given=f"chunks.{name} = {in_short(repr(getattr(options, name)), 60)}",
         required=required,
         source="the options of token_values, hidden_states or furlong.chunked",
-        change=f"leave {name} out",
+        change=f"leave {name} and reshard out" if options.reshard else f"leave {name} out",
     )
 
 
@@ -485,6 +485,14 @@ def plan_replica(
         groups = shard(groups, sp_size)
     else:
         groups = shard_long(groups, seq_lens, local_in, sp_size)
+    if len(stages) > 1 and options.order == "layer-first":
+        raise ConfigError(
+            given=f"chunks.order = layer-first with a pipeline of {len(stages)} stages",
+            required="chunk-first: a pipeline has stages of its own, one for each rank, and keeps "
+            "their weights",
+            source="the options of chunks, and pp",
+            change="leave order, stage_layers and reshard out, or set pp to 1",
+        )
     if len(stages) < 2:
         return plan_on_device(
             seq_lens, options, num_layers=num_layers, groups=groups, sp_size=sp_size,

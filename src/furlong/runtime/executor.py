@@ -349,8 +349,8 @@ class Executor:
         with self._comms.backward(action):
             if output.requires_grad:
                 torch.autograd.backward(output, gradient, inputs=ends)
-            elif self._comms.is_last(action):  # nothing is trained below the head
-                self._head.no_rows(output)
+            elif self._comms.is_last(action):  # nothing is trained in the stage or below
+                self._model.empty_backward()
 
     def _open(self, chunk: int, stage: int) -> Cell:
         own = self._stages[stage]
