@@ -312,11 +312,8 @@ _SPARE = 0.1
 _STAGING_BYTES, _NUM_LARGEST = 2**25, 5
 
 
-def tile_tokens(vocab_size: int, device_type: str, trained_size: int = 0) -> int:
+def tile_tokens(vocab_size: int, device_type: str) -> int:
     """Tokens per tile of the loss, so that its logits stay small beside a chunk's activations.
-
-    `trained_size`: the hidden size D of a head that is trained. Each tile then reads and writes its
-    V x D sums, which a GPU does seldom: its tile has about as many bytes of logits as these.
 
     On a CPU 128 to 256: fewer cost time, more cost memory and save little. One thread, float32, D
     896, a trained head; milliseconds per token and MiB of peak above the start (the tile's logits
@@ -329,7 +326,7 @@ def tile_tokens(vocab_size: int, device_type: str, trained_size: int = 0) -> int
     """
     if device_type == "cpu":
         return min(max(2**22 // vocab_size, 128), 256)
-    return max(2**27 // vocab_size, trained_size // 2, 64)
+    return max(2**27 // vocab_size, 64)
 
 
 @dataclass(frozen=True)
@@ -358,9 +355,7 @@ class PlanMemory:
 
     def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
         """Bytes of the logits of a tile; in a backward with the gradient of the head."""
-        trained_size = self.shape.hidden_size if cell.head_gradient else 0
-        most = tile_tokens(self.shape.vocab_size, self.device_type, trained_size)
-        tile = min(num_tokens, most)
+        tile = min(num_tokens, tile_tokens(self.shape.vocab_size, self.device_type))
         logits = cell.logit * self.shape.vocab_size * tile
         return logits + (cell.head_gradient if backward else 0.0)
 

@@ -321,12 +321,6 @@ class HFDecoder:
         output.backward()  # type: ignore[no-untyped-call]
 
     @property
-    def trains_head(self) -> bool:
-        """Whether the head has a trained parameter."""
-        head = self.base.get_output_embeddings() if self._has_head else None
-        return head is not None and any(p.requires_grad for p in head.parameters())
-
-    @property
     def ends(self) -> tuple[nn.Module | None, nn.Module | None]:
         """The embedding and the head; None for one that is not here, and for both where they share
         a weight."""

@@ -277,8 +277,7 @@ Head = LossHead | OutputHead
 
 
 def _tiled(model: HFDecoder, function: TokenFunction, **more: Any) -> TiledHead:
-    trained_size = model.config.hidden_size if model.trains_head else 0
-    most_tokens = tile_tokens(model.vocab_size, model.device.type, trained_size)
+    most_tokens = tile_tokens(model.vocab_size, model.device.type)
     return TiledHead(model.logits, function, most_tokens, **more)
 
 
