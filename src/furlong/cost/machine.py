@@ -307,7 +307,8 @@ def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
             numbers = asdict(of) if isinstance(of, Efficiency) else {name: of}
             for key, number in numbers.items():
                 is_number = isinstance(number, int | float) and not isinstance(number, bool)
-                is_sound = is_number and 0 <= number < inf and (key not in _DIVISORS or number > 0)
+                is_sound = is_number and number >= 0 and (key not in _DIVISORS or number > 0)
+                is_sound = is_sound and (number < inf or key == "activation_bytes_per_s")
                 if not is_sound or (name not in _NUMBERS and name not in EFFICIENCIES):
                     raise ValueError(f"{name} = {value!r}")
         return made_for, figures

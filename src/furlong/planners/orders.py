@@ -485,9 +485,9 @@ def plan_replica(
         groups = shard(groups, sp_size)
     else:
         groups = shard_long(groups, seq_lens, local_in, sp_size)
-    if len(stages) > 1 and options.order == "layer-first":
+    if len(stages) > 1 and options.reshard:
         raise ConfigError(
-            given=f"chunks.order = layer-first with a pipeline of {len(stages)} stages",
+            given=f"chunks.reshard with a pipeline of {len(stages)} stages",
             required="chunk-first: a pipeline has stages of its own, one for each rank, and keeps "
             "their weights",
             source="the options of chunks, and pp",
