@@ -39,8 +39,6 @@ NORMS: tuple[Norm, ...] = (
     # Gemma's: the kernel takes one dtype, and 1 + weight is not to be rounded to 16 bits
     lambda x, weight, eps: rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype),
 )
-_AGREED: dict[Any, dict[torch.dtype, Norm]] = {}
-"""The norm of each dtype in which it agrees, by the kind of module that was asked."""
 
 
 def fused(base: nn.Module) -> list[Change]:
@@ -64,6 +62,8 @@ def _norms(modules: list[nn.Module]) -> Iterator[partial[Tensor]]:
     """Which module is an RMS norm no name tells: what has a weight (D,), an epsilon and nothing
     else is asked on random numbers, one of each kind, where it computes."""
     plain = vars(nn.Module()).keys()
+    agreed: dict[Any, dict[torch.dtype, Norm]] = {}
+    """The norm of each dtype in which it agrees, by the kind of module that was asked."""
     for module in modules:
         eps = next((e for n in _EPSILONS if isinstance(e := vars(module).get(n), float)), None)
         weight = module._parameters.get("weight")
@@ -78,12 +78,12 @@ def _norms(modules: list[nn.Module]) -> Iterator[partial[Tensor]]:
             continue
         numbers = own.items()
         kind = type(module), weight.device, weight.shape, weight.dtype, *numbers
-        if kind not in _AGREED:
+        if kind not in agreed:
             dtypes = {torch.bfloat16, weight.dtype} - {torch.float64}
             chosen = ((dtype, _choose(module, eps, dtype)) for dtype in dtypes)
-            _AGREED[kind] = {dtype: norm for dtype, norm in chosen if norm is not None}
-        if _AGREED[kind]:
-            yield partial(_norm, module, eps, _AGREED[kind])
+            agreed[kind] = {dtype: norm for dtype, norm in chosen if norm is not None}
+        if agreed[kind]:
+            yield partial(_norm, module, eps, agreed[kind])
 
 
 def _norm(
