@@ -74,9 +74,9 @@ def test_what_computes_something_else_is_left(what: str, taken: int) -> None:
     if what == "scaled":  # by what no kind can be told by
         for module in modules:
             module.scale = torch.tensor(1.0)  # type: ignore[assignment]
-    assert len(fused.fused(modules)) == taken
+    assert len(fused.fused(modules, {})) == taken
     modules[0].forward = modules[0].forward  # type: ignore[method-assign]
-    assert len(fused.fused(modules)) == taken // 2, "one of its own stays"
+    assert len(fused.fused(modules, {})) == taken // 2, "one of its own stays"
 
 
 LORA = functools.partial(peft.LoraConfig, r=4, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -39,7 +39,7 @@ from furlong.models.attention import (
     own_forward,
     patched,
 )
-from furlong.models.fused import fused
+from furlong.models.fused import Agreed, fused
 from furlong.models.mixers import (
     NUM_TOKENS,
     Called,
@@ -255,6 +255,7 @@ class HFDecoder:
         self.vocab_size = int(head.weight.shape[0])
         self.decoder: Any = decoder_of(base)
         self._decoder_name = _child_name(base, self.decoder)
+        self.agreed: Agreed = {}
         self._is_entered = is_entered
         self._decodes_in: int | None = None  # the thread that is about to call the decoder
         self.attention_modules = [m for m in self.decoder.modules() if hasattr(m, "layer_idx")]
@@ -535,7 +536,7 @@ class HFDecoder:
     @cached_property
     def fused(self) -> list[Change]:
         """The changes that save element-wise kernels; a compiled layer has fewer already."""
-        return [] if self.compiled else fused(self.base)
+        return [] if self.compiled else fused(self.base, self.agreed)
 
     @property
     def cell_modules(self) -> list[nn.Module]:

@@ -40,17 +40,21 @@ NORMS: tuple[Norm, ...] = (
     lambda x, weight, eps: rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype),
 )
 
+Agreed = dict[Any, dict[torch.dtype, Norm]]
+"""The norm of each dtype in which a kind of module agrees; none where it was asked and does not."""
 
-def fused(base: nn.Module) -> list[Change]:
-    """Return the changes of `forward` in the modules of a model."""
+
+def fused(base: nn.Module, agreed: Agreed) -> list[Change]:
+    """Return the changes of `forward` in the modules of a model. What norms agree with joins
+    `agreed`: a question waits for the device, and one of each kind of module is enough."""
     here = [m for m in base.modules() if "forward" not in vars(m) and _lies_there(m)]
-    functions = [*_norms(here), *_adapters(here)]
+    functions = [*_norms(here, agreed), *_adapters(here)]
     return [(vars(own.args[0]), "forward", own) for own in functions]
 
 
 def keep_written(base: nn.Module) -> None:
     """Let the modules that `fused` would change keep the forward of their class, for good."""
-    for names, key, own in fused(base):
+    for names, key, own in fused(base, {}):
         names[key] = own.args[0].forward
 
 
@@ -58,12 +62,10 @@ def _lies_there(module: nn.Module) -> bool:
     return any(p is not None and p.device.type in DEVICES for p in module.parameters())
 
 
-def _norms(modules: list[nn.Module]) -> Iterator[partial[Tensor]]:
+def _norms(modules: list[nn.Module], agreed: Agreed) -> Iterator[partial[Tensor]]:
     """Which module is an RMS norm no name tells: what has a weight (D,), an epsilon and nothing
     else is asked on random numbers, one of each kind, where it computes."""
     plain = vars(nn.Module()).keys()
-    agreed: dict[Any, dict[torch.dtype, Norm]] = {}
-    """The norm of each dtype in which it agrees, by the kind of module that was asked."""
     for module in modules:
         eps = next((e for n in _EPSILONS if isinstance(e := vars(module).get(n), float)), None)
         weight = module._parameters.get("weight")

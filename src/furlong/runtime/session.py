@@ -38,6 +38,7 @@ from furlong.kv.arena import Arena
 from furlong.kv.pools import Pools, Storage, is_lane
 from furlong.models.attention import called_within, hooked
 from furlong.models.decoder import HFDecoder
+from furlong.models.fused import Agreed
 from furlong.models.placeholders import PlaceholderLayer
 from furlong.models.quantized import settle
 from furlong.models.support import (
@@ -71,6 +72,7 @@ class ModelState:
     pools: Pools | None = None
     backend: ProbedBackend = field(default_factory=ProbedBackend)
     checked: set[tuple[Any, ...]] = field(default_factory=set)
+    agreed: Agreed = field(default_factory=dict)
     keeps_written: bool = False
     """Whether chunks with fused modules have failed a check that those without have passed."""
     thread: int | None = None
@@ -320,6 +322,7 @@ class Session:
                 is_entered=self._is_entered,
                 device=self.device,
             )
+            self.model.agreed = self.state.agreed
             if self.state.keeps_written:
                 self.model.fused = []
             if self.ranks is not None:
