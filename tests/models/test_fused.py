@@ -108,7 +108,7 @@ def test_a_check_that_fails_with_them_is_taken_without(monkeypatch: pytest.Monke
     model = build("llama")
     norm: Any = model.model.layers[0].input_layernorm
 
-    def wrong(base: nn.Module) -> list[Any]:
+    def wrong(base: nn.Module, agreed: fused.Agreed) -> list[Any]:
         return [(vars(norm), "forward", lambda x: type(norm).forward(norm, x) * 1.01)]
 
     monkeypatch.setattr("furlong.models.decoder.fused", wrong)
