@@ -133,7 +133,7 @@ MUTANTS = {
         "models/test_quantized.py::test_a_linear_layer_without_its_gradient_is_refused",
     ),
     "scales of 4 bits are not in the checksum": Mutant(
-        "for tensor in (weight.detach(), *scales_of(weight)):", "for tensor in (weight.detach(),):",
+        "return weight.detach(), *scales_of(weight)", "return (weight.detach(),)",
         "models/test_quantized.py::test_scales_are_in_the_checksum",
     ),
     "gradients of pieces are compared in the order of their graphs": Mutant(

@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.ranks import run_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from furlong.runtime.distributed import consensus
-from furlong.runtime.distributed.consensus import _hash_of, weights_checksum
+from furlong.runtime.distributed.consensus import _hash_of, weights_checksum, whole_checksums
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
 
@@ -44,7 +47,7 @@ def test_equal_values_have_one_checksum_whatever_their_strides(
     known = weights_checksum([weight, weight[0, 0], weight[:0]])
     spread = torch.stack([weight, weight], 2)[:, :, 1].t().contiguous().t()
     assert not spread.is_contiguous()
-    monkeypatch.setattr(consensus, "_BLOCK", 14)  # two rows and a bit
+    monkeypatch.setattr(consensus, "_CPU_BLOCK", 14)  # two rows and a bit
     assert weights_checksum([spread, spread[0, 0], spread[:0]]) == known
 
 
@@ -57,3 +60,22 @@ def test_the_sums_of_parts_in_their_places_add_up_to_that_of_the_whole(dtype: to
         for part, at in zip(parts, torch.arange(6).split(2), strict=True):
             part.index_copy_(axis, at, weight.index_select(axis, at))
         assert sum(map(_hash_of, parts)) == _hash_of(weight)
+
+
+def sums_in_layouts(rank: int) -> list[list[int]]:
+    """The checksums of a matrix, of experts and of what only some processes hold, in layouts."""
+    weights = [drawn(torch.float32), torch.arange(210.0).view(5, 6, 7), torch.ones(3)]
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    layouts = [
+        (line, [Shard(0)]), (square, [Replicate(), Shard(0)]), (square, [Shard(0), Shard(0)])
+    ]  # fmt: skip
+    found = [whole_checksums(weights)]
+    found += [whole_checksums([distribute_tensor(w, *of) for w in weights]) for of in layouts]
+    two_axes = [distribute_tensor(w, square, [Shard(1), Shard(0)]) for w in weights[:2]]
+    return [*found, [*whole_checksums(two_axes), found[0][2]]]
+
+
+@pytest.mark.slow
+def test_a_checksum_is_that_of_the_whole_weight_in_every_layout() -> None:
+    for found in run_ranks(sums_in_layouts, num_ranks=4):
+        assert len({tuple(sums) for sums in found}) == 1

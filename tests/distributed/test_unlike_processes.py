@@ -186,11 +186,11 @@ def test_a_call_that_differs_on_one_process_is_refused_on_all(sizes: Any) -> Non
 
 
 SAID = {
-    "weights": r"embed_tokens.weight: float64 \(96, 32\) trained, checksum .* on process 1, ",
-    "trained": r"model.layers.0.self_attn.q_proj.weight: .* trained, .* on process 1, .* frozen",
+    "weights": r"embed_tokens.weight: checksum .* on process 1, ",
+    "trained": r"model.layers.0.self_attn.q_proj.weight: .* trained on process 1, .* frozen",
     "dtype": r"dtype of its passes: .*float32.* on process 1, .*float64.* on process 0",
     "config": "rms_norm_eps: 2e-05 on process 1, 1e-05 on process 0",
-    "tied": "the tied embeddings: float64 .* on process 1, ",
+    "tied": "the tied embeddings: checksum .* on process 1, ",
     "tokens, pool": r"sequence 0: \d+ on process 1, \d+ on process 0",
     "tokens, pipeline": r"sequence 0: \d+ on process 1, \d+ on process 0",
     "pool": "accepted",

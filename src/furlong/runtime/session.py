@@ -301,7 +301,7 @@ class Session:
             settings = {"max_seq_len": str(self.max_seq_len), "mode": _mode(base)}
             require_equal(
                 self.model, self.ranks, self.compute_dtype, settings, module_facts(base),
-                is_divided=self.state.ranks is not None,
+                are_known=self.state.ranks is not None,
             )  # fmt: skip
         self.require_checked((self.model.num_layers,), now)
         self._fingerprint = now

@@ -50,6 +50,7 @@ from furlong.errors import CheckpointError, differing
 from furlong.families import versions
 from furlong.files import TEMPORARY, SummedFile, os_errors_told, publish, sync, write_json
 from furlong.models.quantized import scales_of
+from furlong.runtime.distributed.consensus import whole_checksums
 from furlong.train.optim import local, make_state, state_tensors
 from furlong.train.processes import ALONE, Processes
 from furlong.train.run_folder import (
@@ -104,31 +105,66 @@ def check_data(checkpoint: Checkpoint, fingerprint: dict[str, str]) -> None:
         )
 
 
-def base_fingerprint(model: nn.Module, processes: Processes = ALONE) -> str | None:
+def base_fingerprint(
+    model: nn.Module, processes: Processes = ALONE, *, like: str | None = None
+) -> str | None:
     """A checksum of the frozen parameters of all processes, by name and content; None if all are
-    trained. A collective."""
+    trained. `like`: that of a checkpoint, see `checksums`. A collective."""
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    found = checksums(frozen, processes)
+    found = checksums(frozen, processes, like)
     if not found:
         return None
     lines = "".join(f"{name} {found[name]}\n" for name in sorted(found))
-    return xxhash.xxh3_128_hexdigest(lines.encode())
+    return fingerprint_of(lines, like)
 
 
-def checksums(weights: Mapping[str, Tensor], processes: Processes) -> dict[str, str]:
-    """The checksums of all processes' weights, by name. A collective."""
+_SUMS = "sums-"
+"""How fingerprints begin that are made of checksums which no layout changes."""
+
+
+def fingerprint_of(text: str, like: str | None) -> str:
+    """The fingerprint of checksums and other facts, of the kind of `like` (None: today's)."""
+    return _SUMS * (not _is_older(like)) + xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _is_older(like: str | None) -> bool:
+    return like is not None and not like.startswith(_SUMS)
+
+
+def checksums(
+    weights: Mapping[str, Tensor], processes: Processes, like: str | None = None
+) -> dict[str, str]:
+    """The checksums of all processes' weights, by name; in 4 bits also of their scales. A
+    collective.
+
+    `like`: a fingerprint to be compared with. Those of older checkpoints are made of the bytes of
+    whole weights: a run that such a checkpoint begins keeps to it.
+    """
+    own = dict.fromkeys(weights, "")
+    if _is_older(like):
+        own = {name: _digest(weight) for name, weight in weights.items()}
+    else:
+        parts = [(name, x) for name, weight in weights.items() for x in _parts_of(weight)]
+        sums = whole_checksums([x for _, x in parts])
+        for (name, x), total in zip(parts, sums, strict=True):
+            own[name] += f"{x.dtype} {tuple(x.shape)} {total:x} "
     found: dict[str, str] = {}
-    for of_process in processes.each({name: checksum(own) for name, own in weights.items()}):
+    for of_process in processes.each(own):
         found |= of_process
     return found
 
 
-def checksum(weight: Tensor) -> str:
-    """A checksum of a tensor: its dtype, its shape and its bytes; in 4 bits also its scales."""
+def _parts_of(weight: Tensor) -> tuple[Tensor, ...]:
+    return weight.detach(), *scales_of(weight)
+
+
+def _digest(weight: Tensor) -> str:
+    """A checksum of a whole tensor's dtype, shape and bytes, and of its scales. A collective."""
     found = xxhash.xxh3_128()
-    for tensor in (weight.detach(), *scales_of(weight)):
-        found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    for x in _parts_of(weight):
+        whole = x.full_tensor() if isinstance(x, DTensor) else x
+        found.update(f"{whole.dtype} {tuple(whole.shape)}".encode())
+        found.update(whole.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -70,7 +70,8 @@ def export(
 
     check_architecture(checkpoint, read_architecture(config))
     model = build_run_model(config)
-    check_weights(checkpoint, {"base_fingerprint": base_fingerprint(model)})
+    frozen = base_fingerprint(model, like=state["base_fingerprint"])
+    check_weights(checkpoint, {"base_fingerprint": frozen})
     if merge and packed_linears(model):
         model = build_run_model(config, unpacked=True)
     try:

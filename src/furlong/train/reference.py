@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from furlong.data.cache import ReferenceLogProbs
 from furlong.data.dataset import DataSet
 from furlong.report.patience import patience
 from furlong.train.batches import BatchEngine
-from furlong.train.checkpoints import checksums
+from furlong.train.checkpoints import checksums, fingerprint_of
 from furlong.train.evaluation import evaluating
 from furlong.train.memory import Fitting
 from furlong.train.objective import log_probs
@@ -37,19 +36,20 @@ _GROUP_TOKENS = 2**16
 
 def reference_fingerprint(
     model: Any, architecture: Mapping[str, Any], *, dtype: str, max_seq_len: int,
-    processes: Processes = ALONE,
+    processes: Processes = ALONE, like: str | None = None,
 ) -> str:  # fmt: skip
     """A checksum of what decides log-probabilities besides tokens: the model without new adapters,
-    as a run begins with it, and the dtype of the compute. A collective, of whole weights."""
+    as a run begins with it, and the dtype of the compute. `like`: that of a checkpoint, see
+    `checksums`. A collective."""
     is_adapted = hasattr(model, "disable_adapter") and not has_learnt(model)
     named = dict(model.named_parameters())
     own = {name: p for name, p in named.items() if not (is_adapted and p.requires_grad)}
-    weights = checksums(own, processes)  # of a pipeline each has its layers
+    weights = checksums(own, processes, like)  # of a pipeline each has its layers
     known = json.dumps(architecture, sort_keys=True, default=str)
     # whose factors follow from the longest sequence of a run
     limit = max_seq_len if "longrope" in known else None
     text = json.dumps([weights, known, dtype, limit], sort_keys=True)
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return fingerprint_of(text, like)
 
 
 def referenced(

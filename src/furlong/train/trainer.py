@@ -291,15 +291,18 @@ class Trainer:
                 first = sum(decision.stages[: ranks.stage])
                 layers = range(first, first + decision.stages[ranks.stage])
         made = processes.together(lambda: build.build_run_model(config, layers))
-        # of weights that checkpoints do not hold; from a GPU they would be copied back
-        frozen = checkpoints.base_fingerprint(made, processes)
         self.model = processes.together(lambda: build.fused(config, made.to(self.device)))
+        before = {} if self.run.checkpoint is None else self.run.checkpoint.state
+        frozen = checkpoints.base_fingerprint(  # of weights that checkpoints do not hold
+            self.model, processes, like=before.get("base_fingerprint")
+        )
         self.fingerprints = {"base_fingerprint": frozen, "reference": None}
         alternatives = batch_plans_of(config, self.run_model, decision)
         if self.objective.needs_reference:
             self.fingerprints["reference"] = reference_fingerprint(
                 self.model, self.run_model.architecture, dtype=config.model.dtype,
                 max_seq_len=self.longest_tokens, processes=processes,
+                like=before.get("reference"),
             )  # fmt: skip
             alternatives = None  # their plans know no weights of sequences
         engine = build.engine_of(

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from furlong.errors import (
     ConfigError,
@@ -192,17 +193,17 @@ def checksum_of(sequence: ShiftedSequence, checksum: int = 0) -> int:
 _NO_MATTER = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 """Keys of a config that may differ; the weights' own dtypes are compared."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = 2**22
-"""Elements of a weight whose products are in memory at a time."""
+_BLOCK, _CPU_BLOCK = 2**22, 2**16
+"""Elements of a weight whose products are in memory, and in the cache of a CPU, at a time."""
 
 
 def require_equal(
     model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None, settings: Mapping[str, str],
-    modules: Mapping[str, str], *, is_divided: bool,
+    modules: Mapping[str, str], *, are_known: bool,
 ) -> None:  # fmt: skip
     """Raise ConfigError, on all processes, unless they have the same config and `settings` and
     compute in the same dtype, and those of a stage have the same weights and facts of `modules`.
-    Collective over them. Of weights that `is_divided` the forms are compared."""
+    Collective over them. `are_known`: of weights that were compared before, the forms alone are."""
     dtypes = (p.dtype for p in model.base.parameters() if p.is_floating_point())
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NO_MATTER}
     facts = {key: json.dumps(value, default=str, sort_keys=True) for key, value in config.items()}
@@ -211,26 +212,54 @@ def require_equal(
     parameters = dict(model.base.named_parameters())
     names = zlib.crc32(repr([*modules, *parameters]).encode())
     of_stage = {"checksum of names of modules and weights": f"{names:x}", **modules}
-    of_stage |= {n: _form(p, is_divided=is_divided) for n, p in parameters.items()}
+    of_stage |= {name: _form(p) for name, p in parameters.items()}
     facts |= {f"stage {ranks.stage}, {key}": value for key, value in of_stage.items()}
-    if model.tied_weight is not None and ranks.stage in (0, ranks.pp - 1):
-        facts["the tied embeddings"] = _form(model.tied_weight, is_divided=is_divided)
+    tied = model.tied_weight if ranks.stage in (0, ranks.pp - 1) else None
+    if tied is not None:
+        facts["the tied embeddings"] = _form(tied)
+    require_same(ranks, facts, None)  # first: checksums of divided weights are collectives
+    if are_known:
+        return
+    sums = whole_checksums([*parameters.values()])
+    facts = {}
+    for (name, weight), x in zip(parameters.items(), sums, strict=True):
+        facts["the tied embeddings" if weight is tied else f"stage {ranks.stage}, {name}"] = (
+            f"checksum {x:x}"
+        )
     require_same(ranks, facts, None)
 
 
-def _form(weight: Tensor, *, is_divided: bool) -> str:
-    """The shape and dtype of a weight, whether it is trained, and a checksum of a whole one."""
+def _form(weight: Tensor) -> str:
+    """The shape and dtype of a weight, how it is divided, and whether it is trained."""
     dtype = str(weight.dtype).removeprefix("torch.")
+    divided = f" in parts {weight.placements}" if isinstance(weight, DTensor) else ""
     trained = "trained" if weight.requires_grad else "frozen"
-    text = f"{dtype} {tuple(weight.shape)} {trained}"
-    return text if is_divided else f"{text}, checksum {int(_hash_of(weight)):x}"
+    return f"{dtype} {tuple(weight.shape)}{divided} {trained}"
+
+
+def whole_checksums(weights: Sequence[Tensor]) -> list[int]:
+    """Return a checksum of each weight, the same one in whatever way it is divided: of its values
+    and of their places. A collective over the processes that share divided ones."""
+    sums = [_hash_of(weight) for weight in weights]
+    divided: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for number, weight in enumerate(weights):
+        if isinstance(weight, DTensor):
+            placed = enumerate(weight.placements)
+            cut = tuple(weight.device_mesh.get_group(axis) for axis, p in placed if p.is_shard())
+            divided.setdefault(cut, []).append(number)
+    for groups, numbers in divided.items():
+        totals = torch.stack([sums[number] for number in numbers])
+        for group in groups:
+            dist.all_reduce(totals, group=group)
+        for number, total in zip(numbers, totals, strict=True):
+            sums[number] = total
+    return [int(total) for total in sums]
 
 
 def weights_checksum(parameters: Iterable[Tensor]) -> int:
     """A checksum of parameters, and of what this process has of divided ones: optimizers change
     DTensors, and `.data` any tensor, without a new version."""
-    locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
-    sums = torch.stack([_hash_of(own) for own in locals_])
+    sums = torch.stack([_hash_of(parameter) for parameter in parameters])
     return zlib.crc32(repr(sums.tolist()).encode())
 
 
@@ -238,30 +267,38 @@ def _hash_of(weight: Tensor) -> Tensor:
     """A checksum (), int64, of the values of a weight and of their places, whatever its strides.
 
     It is the sum, modulo 2**64, of the bits of each element times a factor for its index on each
-    axis. So the sums of shards add up to that of the whole weight, wherever it is cut, if indices
-    count from the start of the whole.
+    axis of the whole weight. So the sums of shards add up to that of the whole, wherever it is cut.
     """
     own: Any = weight.detach()
+    starts = (0,) * own.ndim
+    if isinstance(own, DTensor):
+        _, starts = compute_local_shape_and_global_offset(
+            own.shape, own.device_mesh, own.placements
+        )
+        own = own.to_local()
     bits: Tensor = own.view(_INTEGERS[own.dtype.itemsize])
     if not bits.ndim:
-        bits = bits[None]
-    factors = [_factors(length, axis, bits.device) for axis, length in enumerate(bits.shape)]
+        bits, starts = bits[None], (0,)
+    places = enumerate(zip(bits.shape, starts, strict=True))
+    first, *others = (_factors(length, at, axis, bits.device) for axis, (length, at) in places)
+    if not others:
+        bits, others = bits[:, None], [torch.ones_like(first[:1])]
+    for factor in others[:-1]:
+        first = (first[:, None] * factor).flatten()
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    at, rows = 0, max(1, _BLOCK * len(bits) // max(1, bits.numel()))
-    for block in bits.split(rows):
-        x = block
+    block = _CPU_BLOCK if bits.device.type == "cpu" else _BLOCK
+    num_rows = max(1, block // max(1, bits.shape[-1]))
+    rows = bits.flatten(0, -2)  # (rows, last)
+    for x, factor in zip(rows.split(num_rows), first.split(num_rows), strict=True):
         if own.dtype.itemsize == 8:  # else a factor would push a sign out of the 64 bits
             x = x ^ (x >> 32 & 0xFFFFFFFF)
-        stop = at + len(block)
-        for factor in [*factors[:0:-1], factors[0][at:stop]]:  # the last axis first
-            x = (x * factor).sum(-1)
-        total, at = total + x, stop
+        total += ((x * others[-1]).sum(-1) * factor).sum()
     return total
 
 
-def _factors(length: int, axis: int, device: torch.device) -> Tensor:
-    """An odd int64 for each index (length,) on an axis, without a pattern."""
-    x = torch.arange(1, length + 1, device=device) * -0x61C8864680B583EB + axis
+def _factors(length: int, start: int, axis: int, device: torch.device) -> Tensor:
+    """An odd int64 for each index (length,) from `start` on an axis, without a pattern."""
+    x = torch.arange(start + 1, start + length + 1, device=device) * -0x61C8864680B583EB + axis
     x = (x ^ x >> 30) * -0x40A7B892E31B1A47  # constants and shifts of splitmix64
     return (x ^ x >> 27) * -0x6B2FB644ECCEEE15 | 1
 
