@@ -348,6 +348,17 @@ def test_equal_sequences_end_the_search_as_soon_as_one(monkeypatch: pytest.Monke
     assert len(costs) == before
 
 
+def test_a_plan_that_holds_no_whole_step_keeps_no_other_from_being_tried() -> None:
+    """Only part of a step is timed; the fastest plan holds that, and the search goes on."""
+    question = Question(
+        [8192, 500, 500, 500], H100, Limits(12 * GIB), num_devices=2, sequences_per_step=32,
+        given={"pp": 2}, whole=[8192, 6000, 3000, 500] * 8, method="chunkflow",
+    )  # fmt: skip
+    answer = search(question)
+    (partial,) = answer.refused
+    assert partial.step_s < answer.best.step_s < 1.1 * partial.step_s
+
+
 def test_a_search_that_is_interrupted_answers_with_what_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
