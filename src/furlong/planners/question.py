@@ -200,8 +200,8 @@ class Question:
     """Most cells of the longest sequence, layer-first: more take longer to walk than all else."""
 
     recent: deque[Any] = field(default_factory=partial(deque, maxlen=1), repr=False, compare=False)
-    """What a planner has found of the last batch, for questions that are made of this one: the
-    search asks, and then who makes the plan of its answer, with another step to beat."""
+    """The last batch that a planner has cut, and its cuts, kept for questions that are made of
+    this one: the maker of an answer's plan asks again, with another step to beat."""
 
     def __post_init__(self) -> None:
         if not self.longest:
