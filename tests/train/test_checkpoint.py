@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from furlong.config.schema import TrainConfig
 from furlong.errors import CheckpointError
+from furlong.models.build import build_model
 from furlong.train import checkpoints as module
 from furlong.train.checkpoints import (
     Checkpoints,
@@ -26,6 +28,7 @@ from furlong.train.checkpoints import (
     stored_tensors,
 )
 from furlong.train.optim import build_optimizer, build_schedule, set_rate
+from furlong.train.processes import Launch, Processes
 from furlong.train.run_folder import (
     DamagedCheckpointError,
     checkpoint_of,
@@ -304,3 +307,28 @@ def test_a_write_cut_short_leaves_the_checkpoint_before(tmp_path: Path, num_byte
     assert newest_checkpoint(tmp_path) == read_checkpoint(before)
     again = save(tmp_path, 2)[0]
     assert newest_checkpoint(tmp_path) == read_checkpoint(again)
+
+
+def test_tied_embeddings_with_an_adapter_are_the_same_frozen_weights_in_stages(
+    tmp_path: Path,
+) -> None:
+    """The last stage has the embeddings as its head, without the adapter of the first."""
+    config = LlamaConfig(
+        vocab_size=9, hidden_size=4, intermediate_size=4, num_hidden_layers=2,
+        num_attention_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    lora = {"rank": 1, "alpha": 1, "dropout": 0, "target_modules": ["q_proj", "embed_tokens"]}
+    whole, *stages = (
+        build_model(str(tmp_path), lora=lora, layers=layers)
+        for layers in (None, range(1), range(1, 2))
+    )
+    told: list[dict[str, str]] = []
+
+    class Stage(Processes):
+        def each(self, value: Any) -> list[Any]:
+            told.append(value)
+            return told
+
+    found = [base_fingerprint(stage, Stage(Launch())) for stage in stages]
+    assert found[-1] == base_fingerprint(whole) != found[0]

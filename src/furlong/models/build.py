@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -418,6 +419,7 @@ def build_model(
     seed: int = 0,
     layers: range | None = None,
     unpacked: bool = False,
+    is_empty: bool = False,
 ) -> Any:
     """A transformers decoder in train mode.
 
@@ -427,7 +429,8 @@ def build_model(
     `rope_type` and its keys (models.rope); `max_seq_len` is the run's longest sequence, for which
     the model must have positions. `layers`: those that this process holds (None: all); nothing of
     other stages is built or read (models.placeholders). `unpacked`: weights in 4 bits are made what
-    they stand for, in floats. Raises ConfigError or UnsupportedModelError.
+    they stand for, in floats. `is_empty`: on meta, to write weights that are elsewhere. Raises
+    ConfigError or UnsupportedModelError.
     """
     source = check_folder(name, revision)
     trained_dtype = torch.promote_types(dtype, torch.float32)
@@ -436,16 +439,19 @@ def build_model(
         source, revision=revision, changes=changes, rope=rope, max_seq_len=max_seq_len
     )
     with torch.random.fork_rng(devices=[]):
-        if init == "random":
+        if init == "random" or (is_empty and lora is not None):
             if getattr(config, "quantization_config", None) is not None:
                 del config.quantization_config
             model = model_of_config(config, source, dtype=loaded_dtype)
             if layers is not None:
                 hold(model, placeholders(model, layers))
-            draw_weights(model, seed, torch.device("cpu"))
+            if not is_empty:
+                draw_weights(model, seed, torch.device("cpu"))
         else:
             check_packed(config, source, quantize, has_adapters=lora is not None)
-            model = _load_weights(source, config, loaded_dtype, layers, revision, quantize)
+            model = _load_weights(
+                source, config, loaded_dtype, layers, revision, quantize, is_empty=is_empty
+            )
         if unpacked and packed_linears(model):
             with hushed():
                 model = model.dequantize(loaded_dtype)
@@ -461,8 +467,9 @@ def build_model(
             model = add_adapters(model, lora, whole)
             for settings in getattr(model, "peft_config", {}).values():
                 settings.revision = revision
-            draw_adapters(model, seed)
-            if lora.get("adapter") and hasattr(model, "peft_config"):
+            if not is_empty:
+                draw_adapters(model, seed)
+            if not is_empty and lora.get("adapter") and hasattr(model, "peft_config"):
                 load_adapter(model, lora["adapter"], is_whole=layers is None)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -478,17 +485,20 @@ def export_model(
     dtype: torch.dtype,
     has_other_config: bool = False,
     card: str | None = None,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Writes a folder that transformers (or, for adapters, peft) loads; returns it.
 
-    Weights are written in `dtype`. `has_other_config`: the base of adapters computes something else
-    than its own files say; the folder `BASE` then holds its config, and this is printed. `card`:
-    README.md. The folder appears whole or not at all. Raises ConfigError if it is there already.
+    Weights are written in `dtype`. `weights`: those of `exported_names` as they are written, where
+    the model's own are divided or others; they are taken out, layer by layer. `has_other_config`:
+    the base of adapters computes something else than its own files say; the folder `BASE` then
+    holds its config, and this is printed. `card`: README.md. The folder appears whole or not at
+    all. Raises ConfigError if it is there already.
     """
     folder = Path(folder)
     check_export_folder(folder)
     with whole_folder(folder) as aside:
-        _write_model(model, aside, dtype)
+        _write_model(model, aside, dtype, weights)
         _end_by(aside / GENERATION, tokenizer)
         if card is not None:
             (aside / "README.md").write_text(card, encoding="utf-8")
@@ -528,23 +538,62 @@ def _end_by(file: Path, tokenizer: Any) -> None:
         write_json(file, values)
 
 
-def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
+def exported_names(model: Any) -> dict[str, str]:
+    """The names of what an export of the model holds, each with the name by which its weight comes
+    first: tied weights have several."""
+    tensors = model.state_dict(keep_vars=True)
+    if hasattr(model, "peft_config"):
+        from peft import get_peft_model_state_dict
+
+        with hushed(), warnings.catch_warnings(action="ignore"):
+            own = get_peft_model_state_dict(model, dict(tensors)).values()
+        ids = {id(tensor) for tensor in own}
+        tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) in ids}
+    firsts: dict[int, str] = {}
+    return {name: firsts.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def _write_model(
+    model: Any, folder: Path, dtype: torch.dtype, weights: dict[str, torch.Tensor] | None
+) -> None:
     is_adapter = hasattr(model, "peft_config")
+    whole: dict[str, torch.Tensor] | None = None
+    if weights is not None:
+        whole = {name: weights[first] for name, first in exported_names(model).items()}
+        weights.clear()
     with hushed(is_reading=False):
         if is_adapter:
             for adapters in model.peft_config.values():
                 base = adapters.base_model_name_or_path or ""
                 if os.path.isdir(base):  # a relative one would be another folder elsewhere
                     adapters.base_model_name_or_path = os.path.abspath(base)
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=whole)
         else:
-            model.save_pretrained(folder, state_dict=_cast(model, dtype))
+            written = _as_in_files(model, whole or _cast(model, dtype))
+            model.save_pretrained(folder, state_dict=written, save_original_format=False)
     if not is_adapter:
         # transformers notes the dtype of the weights in memory, not of those it was handed.
         text = (folder / "config.json").read_text(encoding="utf-8")
         config = json.loads(text) | {"dtype": str(dtype).removeprefix("torch.")}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _add_older_rope(folder)
+
+
+def _as_in_files(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights as files of the model's family hold them: tied ones once, experts apart. Layer by
+    layer, and without those of `weights`: not all are there in two forms."""
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    left = remove_tied_weights_from_state_dict(weights, model)
+    of_layers: dict[str, list[str]] = {}
+    for name in left:
+        found = re.match(r".*?\.\d+\.", name)
+        of_layers.setdefault(found[0] if found else "", []).append(name)
+    written: dict[str, torch.Tensor] = {}
+    for names in of_layers.values():
+        written |= revert_weight_conversion(model, {name: left.pop(name) for name in names})
+    return written
 
 
 def _add_older_rope(folder: Path) -> None:
@@ -716,7 +765,7 @@ _USE_WHOLE = "use the whole model's folder with its own config.json, or model.in
 
 def _load_weights(
     source: str, config: Any, dtype: torch.dtype, layers: range | None, revision: str | None,
-    quantize: str | Mapping[Any, Any] | None,
+    quantize: str | Mapping[Any, Any] | None, *, is_empty: bool = False,
 ) -> Any:  # fmt: skip
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -728,6 +777,8 @@ def _load_weights(
         named["quantization_config"] = quantization(quantize, dtype)
     if is_packed or quantize is not None:
         named["device_map"] = {"": "cpu"}  # there, so that the codes are the same everywhere
+    elif is_empty:
+        named["device_map"] = {"": "meta"}
     check_weights(source, are_packed=is_packed)
     check_generation(source, revision)
     opened: Any = AutoModelForCausalLM

@@ -63,10 +63,12 @@ def engine_of(
 
 
 def build_run_model(
-    config: RunConfig, layers: range | None = None, *, unpacked: bool = False
-) -> Any:
+    config: RunConfig, layers: range | None = None, *, unpacked: bool = False,
+    is_empty: bool = False,
+) -> Any:  # fmt: skip
     """The model that a run begins with, on the CPU; of a stage's process what lies in `layers`, and
-    before the first or behind the last of them. `unpacked`: in floats what is in 4 bits."""
+    before the first or behind the last of them. `unpacked`: in floats what is in 4 bits.
+    `is_empty`: on meta."""
     settings = config.model
     return build_model(
         settings.name,
@@ -81,6 +83,7 @@ def build_run_model(
         seed=config.train.seed,
         layers=layers,
         unpacked=unpacked,
+        is_empty=is_empty,
     )
 
 

@@ -21,7 +21,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,7 +110,11 @@ def base_fingerprint(
 ) -> str | None:
     """A checksum of the frozen parameters of all processes, by name and content; None if all are
     trained. `like`: that of a checkpoint, see `checksums`. A collective."""
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    # the last stage's copy of tied embeddings has no adapter, where the first one's has
+    wrapped = "" if _is_older(like) else ".base_layer"
+    frozen = {
+        name.replace(wrapped, ""): p for name, p in model.named_parameters() if not p.requires_grad
+    }
     found = checksums(frozen, processes, like)
     if not found:
         return None
@@ -491,38 +495,46 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def whole_weights(engine: Engine, processes: Processes) -> dict[str, Tensor]:
-    """The trained weights of all processes, on the CPU of the first one, and nothing on the
-    others. A collective.
+def whole_weights(
+    engine: Engine, processes: Processes, names: Collection[str],
+    dtype: torch.dtype | None = None, stored: Path | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The weights and buffers of these names, from all processes, on the CPU of the first one in
+    `dtype` (None: their own); nothing on the others. A collective.
 
-    The processes of a stage gather its weights; then the first one of each stage sends them on.
+    `stored`: a checkpoint, from which trained weights are read. The processes of a stage gather the
+    others one by one; then the first one of each stage sends them on.
     """
-    ranks = engine.ranks
+    ranks, live = engine.ranks, dict[str, Tensor]()
+    for name, tensor in engine.model.model.state_dict(keep_vars=True).items():
+        if name in names and not (stored is not None and tensor.requires_grad):
+            live[name] = tensor.detach()
     is_sender = ranks is None or (ranks.replica, ranks.process) == (0, 0)
-    found: dict[str, Tensor] = {}
-    for name, parameter in trained(engine.model.model).items():
-        weight = parameter.data
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        if is_sender:
+    forms = {name: (list(x.shape), _dtype_in(x, dtype)) for name, x in live.items() if is_sender}
+    told, found = processes.each(forms), dict[str, Tensor]()
+    for name, tensor in live.items():
+        own = tensor.to(_dtype_in(tensor, dtype))
+        whole = own.full_tensor() if isinstance(own, DTensor) else own
+        if is_sender and processes.is_first:
             found[name] = whole.cpu()
-    if ranks is None or ranks.pp == 1:
-        return found if processes.is_first else {}
-    forms = {name: (list(w.shape), w.dtype) for name, w in found.items()}
-    told = processes.each(forms)
+        elif is_sender and name not in told[0]:
+            dist.send(whole.cpu().contiguous(), 0)
     if not processes.is_first:
-        for weight in found.values():
-            dist.send(weight.contiguous(), 0)
         return {}
     for number, forms in enumerate(told[1:], start=1):
-        for name, (shape, dtype) in forms.items():
-            found[name] = torch.empty(shape, dtype=dtype)
-            dist.recv(found[name], number)
+        for name, (shape, own_dtype) in forms.items():
+            if name not in told[0]:
+                found[name] = torch.empty(shape, dtype=own_dtype)
+                dist.recv(found[name], number)
+    if stored is not None:
+        kinds = {name.removeprefix(_MODEL): of for name, of in stored_tensors(stored).items()}
+        read = {name: torch.empty(kinds[name][0], dtype=dtype or kinds[name][1])
+                for name in names if name in kinds}  # fmt: skip
+        load_tensors(stored, {_MODEL + name: tensor for name, tensor in read.items()})
+        found |= read
     return found
 
 
-def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights into the parameters of their names."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, weight in weights.items():
-            parameters[name].copy_(weight)
+def _dtype_in(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a tensor is written where floats are in `dtype`."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -40,7 +40,7 @@ from furlong.errors import (
     in_short,
 )
 from furlong.files import write_json
-from furlong.models.build import check_model, export_model
+from furlong.models.build import check_model, export_model, exported_names
 from furlong.planners.options import ChunkOptions
 from furlong.report.patience import patience
 from furlong.runtime.distributed.mesh import make_ranks
@@ -591,27 +591,32 @@ class Trainer:
 
     def _write_model(self, folder: Path, best: Checkpoint | None = None) -> None:
         """Writes the model of now, or that of a checkpoint, with its card."""
-        engine, several = self.engine.engine, self.processes.num_processes > 1
-        is_gathered = several and best is None
-        weights = checkpoints.whole_weights(engine, self.processes) if is_gathered else {}
-        config, values = self.config, self._values()
+        config, values, processes = self.config, self._values(), self.processes
+        engine, dtype = self.engine.engine, getattr(torch, config.model.dtype)
+        model, weights = engine.model.model, None
 
-        def write() -> None:
-            model: Any = engine.model.model
-            if several or best is not None:
-                model = build.build_run_model(config)
-            if best is not None:
-                checkpoints.load_tensors(best.path, checkpoints.trained_tensors(model))
-            checkpoints.put_weights(model, weights)
-            export_model(
-                model, self.tokenizer, folder, dtype=getattr(torch, config.model.dtype),
-                has_other_config=has_other_base(config),
-                card=model_card(config, values if best is None else best.state),
+        def names() -> set[str]:
+            nonlocal model
+            if self.decision.layout.pp > 1:  # of which this process has a part
+                model = build.build_run_model(config, is_empty=True)
+            return {*exported_names(model).values()}
+
+        if processes.num_processes > 1 or best is not None:
+            weights = checkpoints.whole_weights(
+                engine, processes, processes.from_first(names),
+                None if config.model.lora is not None else dtype,
+                None if best is None else best.path,
             )  # fmt: skip
 
-        drawn = RNGState.read(self.engine.device)
-        self.processes.from_first(write)
-        drawn.write(self.engine.device)  # building a model draws its random weights
+        def write() -> None:
+            with folder_errors_reported(folder.parent):
+                export_model(
+                    model, self.tokenizer, folder, dtype=dtype, weights=weights,
+                    has_other_config=has_other_base(config),
+                    card=model_card(config, values if best is None else best.state),
+                )  # fmt: skip
+
+        processes.from_first(write)
 
     def _best_checkpoint(self) -> Checkpoint | None:
         """The checkpoint to export in the place of the weights of now; None where these are the
