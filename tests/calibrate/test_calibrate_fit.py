@@ -81,6 +81,15 @@ def test_rates_of_a_cpu_are_found_again():
     assert_close(fit_rates(simulated(spec, replace(spec, **TRUE_RATES)), spec), 1e-6)
 
 
+def test_no_fit_is_above_the_peak():
+    """Which a file could not hold."""
+    spec = this_cpu()
+    truth = replace(spec, **TRUE_RATES | {"attention_backward": Efficiency(1.5, 0.0)})
+    found = fit_rates(simulated(spec, truth), spec)
+    assert found["attention_backward"].best == 1
+    assert found["attention_forward"].best == pytest.approx(0.5)
+
+
 def test_bytes_that_cost_nothing_replace_what_was_assumed(tmp_path):
     """Else an assumption that no measurement bears out comes on top of all that was fitted."""
     spec = this_cpu()

@@ -316,10 +316,10 @@ def test_lengths_beside_a_run_file_are_of_its_own_data(run_file, flags, name, mo
     (text := folder / "a.txt").write_text("text")
     run_file.write_text(run_file.read_text().replace("data.txt", "texts"))
     counted = run_file.with_name("run.lengths.json")
-    counted.write_text('{"version": 1, "lengths": [300, 20]}')
+    counted.write_text('{"version": 1, "lengths": [[300, 3], 20]}')
     monkeypatch.setattr("furlong.cli.question._count", lambda config: Lengths(((77, 4),)))
     assert name in question_of(parse_flags([str(run_file), *flags])).batch.source
-    assert json.loads(counted.read_text())["lengths"] == [300, 20]
+    assert json.loads(counted.read_text())["lengths"] == [[300, 3], 20]
     later = counted.stat().st_mtime + 9
     os.utime(text, (later, later))
     assert question_of(parse_flags([str(run_file), *flags])).batch.seq_lens == (77,) * 4
@@ -329,6 +329,22 @@ def test_a_run_whose_data_would_be_refused_is_refused(run_file, lengths, capsys)
     run_file.write_text(run_file.read_text().replace("16384", "8192"))
     assert main(["plan", str(run_file), "--lengths", str(lengths)]) == 2
     refused(capsys, "a sequence of 9,000 tokens", "data.max_seq_len = 8,192", "too_long")
+
+
+@pytest.mark.parametrize(
+    ("flags", "given"),
+    [
+        (["--train.sequences_per_step=7"], "train.sequences_per_step = 7"),
+        (["--parallel.dp=2", "--train.optimizer=adamw_8bit"], "train.optimizer: adamw_8bit with 2"),
+        (["--data.train={folder}", "--data.cache_dir={folder}/c"], "within {folder} of data.train"),
+        (["--train.loss=dpo", "--chunks.keep=all"], "chunks.keep = all with train.loss: dpo"),
+    ],
+)
+def test_a_run_that_train_refuses_has_no_plan(run_file, lengths, flags, given, capsys):
+    run_file.with_name("run.lengths.json").write_text(lengths.read_text())
+    flags = [flag.format(folder=run_file.parent) for flag in flags]
+    assert main(["plan", str(run_file), "--hardware", "RTX4090", *flags]) == 2
+    refused(capsys, given.format(folder=run_file.parent))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -466,7 +482,7 @@ def run_of(folder, rope="", **values):
     (folder / "config.json").write_text(json.dumps(config | values))
     (folder / "data.txt").write_text("text")
     (folder / "run.yaml").write_text(RUN_OF_512.format(folder=folder, rope=rope))
-    (folder / "run.lengths.json").write_text('{"version": 1, "lengths": [300, 20]}')
+    (folder / "run.lengths.json").write_text('{"version": 1, "lengths": [300, [20, 31]]}')
     return str(folder / "run.yaml")
 
 

@@ -178,6 +178,9 @@ def test_what_is_saved_is_read(tmp_path):
         ({"linear": {"best": True, "half_tokens": 1}}, "'best': True"),
         ({"peak_flops_per_s": 0}, "peak_flops_per_s = 0"),
         ({"time_error": inf}, "time_error = inf"),
+        ({"linear": {"best": 5, "half_tokens": 1}}, "'best': 5"),
+        ({"attention_forward": {"best": 0.5, "half_tokens": 1, "square": 2}}, "'square': 2"),
+        ({"memory_error": 1.5}, "memory_error = 1.5"),
     ],
 )
 def test_edited_files_are_refused_and_those_of_other_machines_left_alone(tmp_path, change, told):

@@ -21,7 +21,7 @@ from furlong.planners import infinipipe, orders
 from furlong.planners.candidates import TimeEstimate, bounds_of, chunks, longest_step
 from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.decide import Decision, decide
-from furlong.planners.infinipipe import Loads, choose_layers, plan_infinipipe
+from furlong.planners.infinipipe import Loads, choose_layers
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
@@ -335,14 +335,28 @@ def test_equal_sequences_end_the_search_as_soon_as_one(monkeypatch: pytest.Monke
         return choose_layers(loads, exact)
 
     monkeypatch.setattr(infinipipe, "choose_layers", see)
+    limits, layout = Limits(16 * GIB), Layout(pp=2)
     for count in (40, 80):
-        limit_bytes = 16 * GIB
-        plan_infinipipe([9000] * count, H100, stages=(12, 12), budget_bytes=limit_bytes)
+        question = Question([9000] * count, H100, limits, num_devices=2, stages=(12, 12))
+        (asked,) = infinipipe.candidates(question, layout)
+        asked.plan_of([9000] * count)
     assert len(costs) > 1 and max(costs) < 20_000
     # another step to beat changes nothing of what was chosen
     before = len(costs)
-    plan_infinipipe([9000] * 80, H100, stages=(12, 12), budget_bytes=limit_bytes, beat_s=1e6)
+    (asked,) = infinipipe.candidates(replace(question, beat_s=1e6), layout)
+    asked.plan_of([9000] * 80)
     assert len(costs) == before
+
+
+def test_a_plan_that_holds_no_whole_step_keeps_no_other_from_being_tried() -> None:
+    """Only part of a step is timed; the fastest plan holds that, and the search goes on."""
+    question = Question(
+        [8192, 500, 500, 500], H100, Limits(12 * GIB), num_devices=2, sequences_per_step=32,
+        given={"pp": 2}, whole=[8192, 6000, 3000, 500] * 8, method="chunkflow",
+    )  # fmt: skip
+    answer = search(question)
+    (partial,) = answer.refused
+    assert partial.step_s < answer.best.step_s < 1.1 * partial.step_s
 
 
 def test_a_search_that_is_interrupted_answers_with_what_it_has(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from helpers.shapes import with_windows
 
 from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
@@ -245,6 +246,11 @@ def test_what_is_lost_has_parts_and_model_flops_do_not_count_it():
     palm = sum(n * (6 * matrices + 12 * 24 * 14 * 64 * n) for n in LENS)
     peak = Machine.named("RTX4090").peak_flops_per_s
     assert least.mfu(masked=False) == pytest.approx(palm / (least.whole_step_s * peak))
+    windowed = model()
+    windowed = replace(windowed, shape=with_windows(windowed.shape, [512] * 24))
+    few = report_plan(build(pp=1, retained=0), windowed)
+    keys = sum(n * (6 * matrices + 12 * 24 * 14 * 64 * min(n, 512)) for n in LENS)
+    assert few.mfu(masked=False) == pytest.approx(keys / (few.whole_step_s * peak))
     values = least.to_json()
     assert 0 < values["mfu"] < values["mfu_unmasked"] < 1
     low, high = values["whole_step_s_between"]

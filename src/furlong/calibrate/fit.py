@@ -127,6 +127,7 @@ def _fields(found: Mapping[str, float]) -> dict[str, Any]:
         if each == 0:
             raise ValueError(f"the measured actions do not tell the rate of {name} from a cost"
                              " per call")  # fmt: skip
+        each = max(1.0, each)  # noise may let a few short calls seem to compute above the peak
         shares = {call: each / (each + found.get(f"{name} {call}", 0.0)) for call in CALLS[1:]}
         fields[name] = Efficiency(best=1 / each, half_tokens=half / each, **shares)
     return fields

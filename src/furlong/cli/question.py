@@ -176,7 +176,6 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     is_run = own.subject is not None or "--data.train" in flags.names
     if own.hardware is None and not is_run:
         raise missing("--hardware")
-    batch = batch or batch_of(flags, config)
     # the sizes of a run hold, as they do when it trains; without one what no flag gives is searched
     sizes = {name: getattr(config.parallel, name) for name in SIZES}
     sizes = {
@@ -186,6 +185,11 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     check_num_devices(prod(sizes.values()), "the product of dp, sp and pp")
     num_devices: int = prod(sizes.values()) if own.devices is None else own.devices
     check_num_devices(num_devices, "--devices")
+    if is_run:
+        from furlong.train.start import check_run
+
+        check_run(config, 1 if config.train.is_of_pairs else num_devices)
+    batch = batch or batch_of(flags, config)
     if config.train.is_of_pairs:
         changes = {
             "give --devices=1": num_devices > 1,
@@ -261,6 +265,11 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
         too_long = config.data.too_long
         if too_long == "error" and (not is_run or _LIMIT in flags.names):
             too_long = "drop"
+        if own.lengths is None and own.sequences is None and not config.data.streaming:
+            unit = 2 if is_pair else 1
+            StepSize(count, tokens).check(
+                lengths.num_sequences // unit, "pair" * is_pair or "sequence"
+            )
         kept = _limited(lengths, name, limit, too_long)
         if config.data.too_long == "error" and lengths.longest > limit:
             left_out = lengths.longest

@@ -285,6 +285,7 @@ _NUMBERS = (
 )  # fmt: skip
 
 
+_SHARES = {"best", "square", "packed", "memory_error"}
 _DIVISORS = {
     "best", "square", "packed", "peak_flops_per_s", "activation_bytes_per_s",
     "optimizer_parameters_per_s",
@@ -308,7 +309,9 @@ def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
             for key, number in numbers.items():
                 is_number = isinstance(number, int | float) and not isinstance(number, bool)
                 is_sound = is_number and number >= 0 and (key not in _DIVISORS or number > 0)
+                most = 1 if key in _SHARES else inf
                 is_sound = is_sound and (number < inf or key == "activation_bytes_per_s")
+                is_sound = is_sound and number <= most
                 if not is_sound or (name not in _NUMBERS and name not in EFFICIENCIES):
                     raise ValueError(f"{name} = {value!r}")
         return made_for, figures

@@ -568,11 +568,15 @@ def step_flops(
     gradient: 4 in the place of 6, and adapters are left out.
 
     `masked`: count the keys alone that the causal mask and windows leave, about half of PaLM's.
+    Without it a token attends T keys, or the window of a layer that has one.
     """
     linear, total = 2 if has_frozen_base else 3, 0.0
     for seq_len in seq_lens:
         matrices, attention = sequence_flops(shape, seq_len)
         if not masked:
-            attention = float(seq_len) ** 2 * sum(layer.key_flops for layer in shape.layers)
+            attention = sum(
+                seq_len * min(seq_len, layer.window or seq_len) * layer.key_flops
+                for layer in shape.layers
+            )
         total += linear * matrices + 3 * attention
     return total

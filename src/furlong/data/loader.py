@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 
 from furlong.data.tokenize import Sequence
-from furlong.errors import ConfigError
 from furlong.plan.lengths import StepSize
 from furlong.units import count_words
 
@@ -166,14 +165,7 @@ def describe_batches(epochs: Epochs, noun: str = "sequence") -> str:
     Raises ConfigError if an epoch is smaller than one batch.
     """
     num_draws, size = sum(epochs.mixture.draws), epochs.size
-    if size.sequences is not None and size.sequences > num_draws:
-        raise ConfigError(
-            given=f"train.sequences_per_step = {size.sequences:,}",
-            required=f"at most {num_draws:,}, the training {noun}s of an epoch",
-            source="train.sequences_per_step, by default 32",
-            change=f"set train.sequences_per_step to {num_draws} or less, add data, or raise the"
-            " weights of its sources",
-        )
+    size.check(num_draws, noun)
     batches = epochs.batches(0)
     line = f"{count_words(num_draws, noun)} per epoch in {count_words(len(batches), 'batch')}"
     if size.tokens is None:

@@ -61,6 +61,17 @@ class StepSize:
     def __str__(self) -> str:
         return f"{self.sequences:,}" if self.tokens is None else f"at most {self.tokens:,} tokens"
 
+    def check(self, num_draws: int, noun: str = "sequence") -> None:
+        """Raise ConfigError for an epoch of so many draws that is smaller than one batch."""
+        if self.sequences is not None and self.sequences > num_draws:
+            raise ConfigError(
+                given=f"train.sequences_per_step = {self.sequences:,}",
+                required=f"at most {num_draws:,}, the training {noun}s of an epoch",
+                source="train.sequences_per_step, by default 32",
+                change=f"set train.sequences_per_step to {num_draws} or less, add data, or raise"
+                " the weights of its sources",
+            )
+
     def stops(self, lens: Sequence[int]) -> list[int]:
         """The ends of the batches of sequences in this order; the last one may be smaller."""
         count = len(lens)

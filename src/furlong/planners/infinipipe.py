@@ -95,6 +95,7 @@ def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
         return plan_infinipipe(
             seq_lens, model, stages=stages, sp_size=layout.sp,
             budget_bytes=question.limits.limit_bytes, beat_s=question.beat_s,
+            recent=question.recent,
         )  # fmt: skip
 
     yield Candidate("infinipipe", layout, ChunkOptions(), 0.0, plan_of)
@@ -121,11 +122,13 @@ def plan_infinipipe(
     budget_bytes: int | None = None,
     exact: bool = False,
     beat_s: float = inf,
+    recent: deque[_Batch] | None = None,
 ) -> ChunkPlan:
     """A checked plan of one replica of len(stages) x sp_size devices that fits `budget_bytes` each.
 
     `stages`: layers per stage; rank s holds stage s. With sp_size > 1 every slice is sharded over
-    the sp group. `beat_s`: a step that the plan has to beat.
+    the sp group. `beat_s`: a step that the plan has to beat. `recent`: keeps what was found of a
+    batch for the next call, which may have another step to beat.
 
     Raises DataError for unusable lengths, ConfigError where no plan can beat `beat_s`, and
     DoesNotFitError for the plan that lacks least where no slice number fits.
@@ -133,8 +136,9 @@ def plan_infinipipe(
     refuse_unusable(seq_lens)
     memory = model.memory(budget_bytes)
     batch = _Batch(tuple(seq_lens), model, memory, tuple(stages), sp_size, exact)
-    batch = next((known for known in _last_batch if known == batch), batch)
-    _last_batch.append(batch)
+    if recent is not None:
+        batch = next((known for known in recent if known == batch), batch)
+        recent.append(batch)
     best: ChunkPlan | None = None
     refused: list[ChunkPlan] = []
     least_s, without_gain, num_cells = inf, 0, 0
@@ -226,12 +230,6 @@ class _Batch:
             with_what=f"the longest sequence of {count_words(max(self.seq_lens), 'token')} cut "
             f"into {count_words(num_slices, 'chunk')} and every layer recomputed",
         )  # fmt: skip
-
-
-_last_batch: deque[_Batch] = deque(maxlen=1)
-"""The last batch with what was found of it: the search asks, and then who makes the plan of its
-answer, with another step to beat."""
-forget = _last_batch.clear
 
 
 @dataclass(frozen=True)

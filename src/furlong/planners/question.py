@@ -13,7 +13,7 @@ On a CPU its RAM is the device's: `memory.device` is the budget of everything in
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -198,6 +198,10 @@ class Question:
     """Most chunks of the longest sequence."""
     most_cells: int = 2048
     """Most cells of the longest sequence, layer-first: more take longer to walk than all else."""
+
+    recent: deque[Any] = field(default_factory=partial(deque, maxlen=1), repr=False, compare=False)
+    """The last batch that a planner has cut, and its cuts, kept for questions that are made of
+    this one: the maker of an answer's plan asks again, with another step to beat."""
 
     def __post_init__(self) -> None:
         if not self.longest:

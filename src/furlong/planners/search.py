@@ -153,12 +153,23 @@ class _Search:
         self._waiting: set[tuple[Layout, int]] = set()
         """Chunk sizes of a layout with which replicas wait for each other: no estimate knows, so
         others may be faster."""
+        self._hopeless: set[tuple[Layout, Candidates, bool]] = set()
+        """Layouts, methods and whether candidates are long, where what needs least does not fit."""
+        self._partial: set[object] = set()
+        """Plans that hold no whole step."""
         self._num_actions = 0
         self.error: Exception | None = None
         """Why a method that fits its plans itself has none."""
 
     def run(self) -> None:
-        """Try what the question leaves in every layout that may be faster than the best plan."""
+        """Try what the question leaves in every layout that may be faster than the best plan; again
+        where that is refused, for it has kept slower ones from being tried."""
+        self._try_all()
+        while self._refuse_partial():
+            self._try_all()
+
+    def _try_all(self) -> None:
+        self._found.clear()
         question, bounds_s = self._question, dict[Layout, float]()
         for layout, space in self._spaces.items():
             lacking_bytes = question.state_bytes(layout) - self._limits.limit_bytes
@@ -186,24 +197,25 @@ class _Search:
                 )
                 if bounds_s[layout] < self._best_s and beside and is_worth_it:
                     deque(self._walk(layout, METHODS[name]), maxlen=0)
-        self._refuse_partial()
 
-    def _refuse_partial(self) -> None:
-        """Refuse the best plan as long as it holds the steps that were timed and no whole step."""
-        whole: Candidate | None = None
-        while (best := self._best()) not in (None, whole):
-            assert best is not None
-            at = self.fitting.index(best)  # of plans that are as fast the first is chosen
-            del self.fitting[at]
-            try:
-                whole = self._walked(best, self._whole_plans(best))
-            except (UserError, PlanError) as error:
-                self.error = error
-                continue
+    def _refuse_partial(self) -> bool:
+        """Refuse the best plan if it holds the steps that were timed and no whole step; whether it
+        was refused."""
+        if (best := self._best()) is None:
+            return False
+        at = self.fitting.index(best)  # of plans that are as fast the first is chosen
+        try:
+            whole = self._walked(best, self._whole_plans(best))
+        except (UserError, PlanError) as error:
+            self.error = error
+        else:
             if self._limits.hold(whole.needs):
-                self.fitting.insert(at, whole)
-                continue
+                self.fitting[at] = whole
+                return False
             self._refused.append(whole)
+        del self.fitting[at]
+        self._partial.add(_key_of(best))
+        return True
 
     def _whole_plans(self, candidate: Candidate) -> list[ChunkPlan]:
         """Plans of a whole step's sequences as far as they decide memory. Without a pipeline the
@@ -257,10 +269,13 @@ class _Search:
         offered = list(method(replace(self._question, beat_s=beat_s), layout))
         self._found += offered
         hopeful = sorted(filter(self._may_fit, offered), key=self._is_long)
-        num_refused, hopeless = 0, set[bool]()
+        known = dict[object, float | None]()
+        known |= {_key_of(one): one.step_s for one in self.fitting}
+        known |= dict.fromkeys((*map(_key_of, self._refused), *self._partial))
+        num_refused = 0
         for candidate in hopeful:
             is_long = self._is_long(candidate)
-            if is_long in hopeless:
+            if (layout, method, is_long) in self._hopeless:
                 continue
             yield is_long, candidate.estimate_s
             if is_long and self.fitting:
@@ -271,7 +286,11 @@ class _Search:
             if self._is_done(candidate, len(alike(size))):
                 continue
             self._say(layout, candidate.method)
-            if (fits_s := self._try(candidate, self._best_s)) is not None:
+            if (key := _key_of(candidate)) in known:
+                fits_s = known[key]
+            else:
+                fits_s = self._try(candidate, self._best_s)
+            if fits_s is not None:
                 alike(size).add(fits_s)
                 fitting.add(on_device)
                 continue
@@ -284,7 +303,7 @@ class _Search:
                 self._num_actions = num_actions  # a look, no try
                 if not self._limits.hold(walked.needs):
                     self._refused.append(walked)
-                    hopeless.add(is_long)  # where what needs least does not fit nothing does
+                    self._hopeless.add((layout, method, is_long))  # nothing else fits
 
     def _say(self, layout: Layout, method: str) -> None:
         best = f"best {format_seconds(self._best_s)}" if self.fitting else "none fits so far"
@@ -435,7 +454,8 @@ class _Search:
                 break
             if (candidate.layout, candidate.options) not in known:
                 self._try(candidate, inf)
-                self._refuse_partial()
+                while self._refuse_partial():
+                    pass
 
     def _best(self) -> Candidate | None:
         """The plan that is chosen."""
@@ -507,6 +527,12 @@ def walkable(question: Question) -> list[Layout]:
             change="leave chunks.order and chunks.stage_layers out, or set parallel.pp to 1",
         )
     return [one for one in found if one.dp <= question.sequences_per_step] or found
+
+
+def _key_of(candidate: Candidate) -> tuple[str, Layout, ChunkOptions | None]:
+    """Return what tells a candidate from all others of a search."""
+    options = candidate.options if candidate.longest else None  # else those beside its own chunks
+    return candidate.method, candidate.layout, options
 
 
 def _order_of(candidate: Candidate) -> tuple[object, ...]:

@@ -401,7 +401,7 @@ class StepFigures:
     def _share_without(self, *busy: str) -> float:
         total_s = self.duration_s * len(self.ranks)
         busy_s = sum(getattr(rank, name) for rank in self.ranks for name in busy)
-        return 1 - busy_s / total_s if total_s else 0.0
+        return max(0.0, 1 - busy_s / total_s) if total_s else 0.0  # sums of parts may round up
 
     def shares(self) -> dict[str, float]:
         """Share of all ranks' time by the fields of RankSeconds without their unit; sums to 1."""

@@ -46,9 +46,28 @@ def open_run(
     )
 
 
+def check_run(config: RunConfig, num_processes: int) -> None:
+    """Raise ConfigError for keys of a run file that so many processes cannot obey together,
+    whatever machine they run on."""
+    objective_of(config.train).check(config, num_processes)
+    if _has_packed_states(config) and num_processes > 1 and config.parallel.pp != num_processes:
+        raise ConfigError(
+            given=f"train.optimizer: {config.train.optimizer} with {num_processes} processes that"
+            " divide the weights",
+            required="whole weights: states as that library packs them cannot be divided, as a"
+            " checkpoint of divided ones must be",
+            source="train.optimizer, parallel and the number of processes that were started",
+            change=f"set parallel.pp to {num_processes}, or train.optimizer to adamw or adafactor"
+            " (and train.state_dtype to bfloat16, which halves the moments)",
+        )
+    for source in config.data.train:
+        if os.path.isdir(os.path.expanduser(source.path)):
+            _check_apart(source.path, config)
+
+
 def _check(config: RunConfig, num_processes: int) -> None:
     layout = layout_of(config.parallel, num_processes)
-    objective_of(config.train).check(config, num_processes)
+    check_run(config, num_processes)
     options = given_options(config)  # refuses what contradicts itself there
     if layout.pp > 1 and options.get("order") == "layer-first":
         raise ConfigError(
@@ -66,7 +85,7 @@ def _check(config: RunConfig, num_processes: int) -> None:
                 source=f"log.{package}",
                 change=f"pip install 'furlong[{package}]', or remove log.{package}",
             )
-    _check_optimizer(config, num_processes)
+    _check_optimizer(config)
     check_files(config.model.name, config.model.revision)
     for key, named in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for source in named or ():
@@ -74,15 +93,17 @@ def _check(config: RunConfig, num_processes: int) -> None:
             if not os.path.isdir(os.path.expanduser(source.path)):
                 is_streamed = config.data.streaming and key == "data.train"
                 list_files(source, key, fetch=not is_streamed)
-            elif key == "data.train":
-                _check_apart(source.path, config)
 
 
-def _check_optimizer(config: RunConfig, num_processes: int) -> None:
-    """Raises ConfigError for an optimizer of a package that is not there, and for quantised states
-    of weights that processes divide."""
+def _has_packed_states(config: RunConfig) -> bool:
+    """Whether the optimizer's states are quantised by a library."""
+    return config.train.optimizer.endswith(("bit", "fp8"))
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    """Raises ConfigError for an optimizer of a package that is not there."""
     name = config.train.optimizer
-    if not name.endswith(("bit", "fp8")):
+    if not _has_packed_states(config):
         return
     package = "torchao" if "torch_" in name else "bitsandbytes"
     if find_spec(package) is None:
@@ -91,15 +112,6 @@ def _check_optimizer(config: RunConfig, num_processes: int) -> None:
             required=f"the package {package}",
             source="train.optimizer",
             change=f"pip install 'furlong[{package}]', or set train.optimizer to adamw",
-        )
-    if num_processes > 1 and config.parallel.pp != num_processes:
-        raise ConfigError(
-            given=f"train.optimizer: {name} with {num_processes} processes that divide the weights",
-            required="whole weights: states as that library packs them cannot be divided, as a"
-            " checkpoint of divided ones must be",
-            source="train.optimizer, parallel and the number of processes that were started",
-            change=f"set parallel.pp to {num_processes}, or train.optimizer to adamw or adafactor"
-            " (and train.state_dtype to bfloat16, which halves the moments)",
         )
 
 
