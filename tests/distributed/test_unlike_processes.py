@@ -7,8 +7,10 @@ the tokens of one and the labels of another.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from distributed.sharded_cases import Step, llama, message
@@ -183,6 +185,20 @@ def test_a_call_that_differs_on_one_process_is_refused_on_all(sizes: Any) -> Non
     for found in run_ranks(calls, sizes, num_ranks=2):
         assert {n: text for n, text in found.items() if not re.search(said[n], text)} == {}
         assert found.keys() == said.keys()
+
+
+def fused(rank: int) -> int:
+    """The number of fused modules where those of process 1 alone compute something else."""
+    model, factor = llama(), 1.01 if rank else 1.0
+    norm: Any = model.model.layers[0].input_layernorm
+    taken = [(vars(norm), "forward", lambda x: type(norm).forward(norm, x) * factor)]
+    with patch("furlong.models.decoder.fused", lambda *_: taken), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return len(furlong.Engine(model, ranks=make_ranks(2, 1, 1, "cpu")).model.fused)
+
+
+def test_fused_modules_that_fail_on_one_process_are_left_on_all() -> None:
+    assert run_ranks(fused, num_ranks=2) == [0, 0]
 
 
 SAID = {

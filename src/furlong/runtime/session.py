@@ -452,37 +452,37 @@ class Session:
         now = now or self._fingerprint
         assert now is not None
         key = self._key(now, heights)
-        is_checked, is_probed = key in self.state.checked, "probed" in vars(self.model)
-        if not any(each_of(self.ranks, lambda: not (is_checked and is_probed))):
+        is_new, is_probed = key not in self.state.checked, "probed" in vars(self.model)
+        if not any(each_of(self.ranks, lambda: is_new or not is_probed)):
             return
 
-        def check() -> None:
-            if not is_checked:
-                self._check(heights)
+        fault = "another process found an error with faster ones"
+
+        def check() -> bool:
+            """Return whether the model fails with fused modules."""
+            nonlocal fault
+            try:
+                if is_new:
+                    self_check(self.model, self.state.backend, heights)
+            except UnsupportedModelError as error:
+                if not self.model.fused:
+                    raise
+                fault = reason_of(error)
+                return True
             _ = self.model.probed  # an adapter that is new finds its mixers in a forward
+            return False
 
         with self._weights():
             if self._is_sharded:  # at once: a forward that fails on one process gathers none
                 for module in sharded_modules(self.model.base):
                     module.unshard()
-            together(self.ranks, check)
+            if any(each_of(self.ranks, check)):  # then all keep what their modules compute
+                self.model.fused, is_new = [], True
+                together(self.ranks, check)
+                self.state.keeps_written = True
+                words = f"{self.model.name} keeps its own norms and adapters in chunks: {fault}"
+                warnings.warn(words, stacklevel=2)
         self.state.checked.add(key)
-
-    def _check(self, heights: tuple[int, ...]) -> None:
-        """Check the model in chunks; without fused modules where it fails with them."""
-        try:
-            self_check(self.model, self.state.backend, heights)
-            return
-        except UnsupportedModelError as error:
-            if not self.model.fused:
-                raise
-            fault = reason_of(error)
-        self.model.fused = []
-        self_check(self.model, self.state.backend, heights)
-        self.state.keeps_written = True
-        warnings.warn(
-            f"{self.model.name} keeps its own norms and adapters in chunks: {fault}", stacklevel=2
-        )
 
     def _key(self, now: tuple[int, int, int], heights: tuple[int, ...]) -> tuple[object, ...]:
         return now[:2], self.compute_dtype, self.max_seq_len, heights, self._is_entered
