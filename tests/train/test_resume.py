@@ -8,7 +8,7 @@ import json
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from helpers.tiny_runs import TEXTS, TinyRun, build_hybrid_run, signal_after
 
 from furlong.cli.lengths import count_run
 from furlong.cli.main import main
-from furlong.config.sources import load_run
+from furlong.config.sources import build_run, load_run
+from furlong.errors import ConfigError
 from furlong.train import run_folder
 from furlong.train.metrics import MetricsLog
 
@@ -251,6 +252,24 @@ def test_a_run_folder_of_another_config_is_refused(
     assert "--resume; in Python resume=True" in capsys.readouterr().err
     now = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.name != ".lock"}
     assert now == files
+
+
+@pytest.mark.parametrize("written", [{}, {"kernels": "none"}])
+def test_a_default_of_today_is_not_given_to_a_run_of_before(
+    written: dict[str, str], tmp_path: Path
+) -> None:
+    values: dict[str, Any] = {"model": {"name": "m"}, "data": {"train": "t"}, "out": str(tmp_path)}
+    whole = build_run(values, "here").model_dump(mode="json")
+    del whole["model"]["kernels"]
+    whole["model"] |= written
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "metrics.jsonl").touch()
+    with ExitStack() as stack:
+        opened = run_folder.open_run_folder(stack, build_run(values, "here"), resume=True)
+    assert opened.config is not None and opened.config.model.kernels == "none"
+    values["model"]["kernels"] = "auto"
+    with ExitStack() as stack, pytest.raises(ConfigError, match=r"model\.kernels"):
+        run_folder.open_run_folder(stack, build_run(values, "here"), resume=True)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.schema import RunConfig, TrainConfig
-from furlong.config.sources import build_run, load_run
+from furlong.config.sources import build_run, read_run_file
 from furlong.errors import CheckpointError, ConfigError, difference_words, differing
 from furlong.files import TEMPORARY, checksum, os_errors_told
 from furlong.plan.plan import Layout
@@ -50,6 +50,9 @@ _FREE_KEYS = (
     "train.evals_per_epoch", "train.eval_train_share", "train.early_stopping", "train.max_loss",
     "train.steps", "train.epochs",
 )  # fmt: skip
+_BEFORE = {"model.kernels": "none"}
+"""Keys whose default is another one since, with that of before: a run that does not know them has
+computed so."""
 _ENDING_KEYS = {"train.steps", "train.epochs", "train.early_stopping", "hub.repo"}
 _FREE_OF_A_SAMPLE = ("chunks.sample.report_loss", "chunks.sample.check_every_steps")
 _DECIDING_KEYS = ("chunks", "offload", "memory", "parallel")
@@ -103,6 +106,9 @@ class RunFolder:
     """Taken before, and still valid."""
     checkpoint: Checkpoint | None = None
     is_new: bool = True
+    config: RunConfig | None = None
+    """That of a run that goes on, with its own value of a key that is not given and whose default
+    is another one since."""
     report: TrainReport | None = None
     """That of a finished run whose exported model is whole."""
 
@@ -125,7 +131,8 @@ def open_run_folder(
                 print(f"nothing to resume in {path}: a new run")
             return RunFolder(path)
         lock_folder(stack, path)
-        saved = load_run(path / CONFIG)
+        saved = _read_run(read_run_file(str(path / CONFIG)), path / CONFIG)
+        config = _with_own(config, saved)
         changed = differing(saved.model_dump(mode="json"), config.model_dump(mode="json"))
         _check_same(saved, config, path / CONFIG, may_move=True)
         if not changed.keys() & _ENDING_KEYS:
@@ -133,7 +140,7 @@ def open_run_folder(
             if report is not None:
                 _check_same(saved, config, path / CONFIG, may_move=False)
                 print(f"the run in {path} is finished: its model is {path / EXPORT}")
-                return RunFolder(path, is_new=False, report=report)
+                return RunFolder(path, is_new=False, config=config, report=report)
         checkpoint = newest_checkpoint(path / CHECKPOINTS)
         if checkpoint is None:
             _check_same(saved, config, path / CONFIG, may_move=False)
@@ -147,11 +154,30 @@ def open_run_folder(
                     " may begin (model.name)",
                 )
             source = checkpoint.path / STATE
-            written = build_run(checkpoint.state["config"], str(source))
+            written = _read_run(checkpoint.state["config"], source)
             _check_same(written, config, source, may_move=True)
         clear_leftovers(path, checkpoint)
         decided = _decided(path, checkpoint, changed, num_processes)
-        return RunFolder(path, decided, checkpoint, is_new=False)
+        return RunFolder(path, decided, checkpoint, is_new=False, config=config)
+
+
+def _read_run(values: Mapping[str, Any], source: Path) -> RunConfig:
+    """The run of a config that was written, which may be older than some of its keys."""
+    values = {name: dict(of) if isinstance(of, Mapping) else of for name, of in values.items()}
+    for key, before in _BEFORE.items():
+        section, name = key.split(".")
+        values[section].setdefault(name, before)
+    return build_run(values, str(source))
+
+
+def _with_own(config: RunConfig, saved: RunConfig) -> RunConfig:
+    """A config with what the run has of `_BEFORE`, unless it is given."""
+    for section, name in (key.split(".") for key in _BEFORE):
+        asked = getattr(config, section)
+        if name not in asked.model_fields_set:
+            own = asked.model_copy(update={name: getattr(getattr(saved, section), name)})
+            config = config.model_copy(update={section: own})
+    return config
 
 
 def _finished(path: Path) -> TrainReport | None:

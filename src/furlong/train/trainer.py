@@ -173,6 +173,7 @@ class Trainer:
         self._num_loads = 0
         with ExitStack() as stack:
             self.run = run or open_run(stack, config, resume=resume, processes=processes)
+            self.config = self.run.config or config
             checkpoint = self.run.checkpoint
             kept = 0 if checkpoint is None else checkpoint.state["metrics_bytes"]
             # the first process speaks for all
