@@ -209,6 +209,8 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "a wrong value": {"train.optimizer": "adam"},
         "a wrong number": {"train.lr": -1},
         "a wrong layout": {"parallel.dp": 0},
+        "freed stages of a pipeline": {"parallel.reshard": True, "parallel.pp": 2},
+        "freed stages of chunk-first": {"parallel.reshard": True, "chunks.order": "chunk-first"},
     }  # fmt: skip
     for name, keys in of_config.items():
         yield name, Run(keys, "config")
@@ -299,6 +301,7 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "revision of a folder": {"model.revision": "main"},
         "no weights": {"model.init": "pretrained"},
         "one machine": {"parallel.pp": 4},
+        "freed weights of one process": {"parallel.reshard": True},
     }  # fmt: skip
     for name, keys in of_start.items():
         yield f"start: {name}", Run(keys)
@@ -315,6 +318,23 @@ def _rows() -> Iterator[tuple[str, Run]]:
             {"parallel.pp": 2, "chunks.order": "layer-first"}, "--devices=2",
         ),
         "divided states": ({"model.name": "mamba", "parallel.sp": 2}, "--devices=2"),
+        "freed states": ({"model.name": "whole", "parallel.reshard": True}, "--devices=2"),
+        "one freed stage": (
+            {"parallel.reshard": True, "chunks.stage_layers": 2}, "--devices=2",
+        ),
+        "freed weights of one device": ({"parallel.reshard": True}, "--devices=1"),
+        "freed weights where stages are left": (
+            {"parallel.reshard": True, "parallel.dp": 1, "parallel.pp": "auto"}, "--devices=2",
+        ),
+        "freed weights of a method": (
+            {"parallel.reshard": True, "chunks.method": "chunkflow"}, "--devices=2",
+        ),
+        "freed weights of chunks of its own": (
+            {"parallel.reshard": True, "parallel.sp": 2, "chunks.method": "places"}, "--devices=2",
+        ),
+        "kept weights": (
+            {"parallel.reshard": False, "memory.device": "150KiB"}, "--devices=2",
+        ),
         "pairs": (pairs, "--devices=2"),
         "compared pairs": (pairs, "--compare"),
         "counted pairs": (pairs, "--sequences=2"),

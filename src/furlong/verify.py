@@ -441,7 +441,7 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
 def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
     """The run's own options, with chunks and stages that cut the small sequences and model; without
     sampling, for an exact step."""
-    given = given_options(run) | {"size": CHUNK_SIZE, "sample": None}
+    given = given_options(run) | {"size": CHUNK_SIZE, "sample": None, "reshard": False}
     if given.get("stage_layers", whole.num_hidden_layers) < whole.num_hidden_layers:
         most = max(1, shrunk.num_hidden_layers // 2)
         given["stage_layers"] = min(given["stage_layers"], most)

@@ -72,8 +72,8 @@ def test_prints_what_was_chosen_and_why(lengths, monkeypatch, capsys):
     heads = [line.split("  ")[0] for line in page.splitlines() if line[0] != " "]
     assert heads == [
         "batch", "model", "devices", "figures", "plan", "chunks", "order",
-        "offload", "layout", "step", "MFU", "lost", "pool", "memory", "longest", "runs here",
-        "auto", "search",
+        "offload", "layout", "weights", "step", "MFU", "lost", "pool", "memory", "longest",
+        "runs here", "auto", "search",
     ]  # fmt: skip
     assert f"6 sequences, 13.2K tokens, longest 9,000: all of {lengths}" in printed
     assert "2 x RTX4090" in printed

@@ -24,7 +24,8 @@ from furlong.plan.plan import (
     Unshard,
 )
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import plan_on_device
+from furlong.planners.orders import plan_on_device, plan_replica
+from furlong.planners.question import STATE
 
 LLAMA8, QWEN = model_shape("Llama-3-8B"), model_shape("Qwen2.5-0.5B")
 WHOLE = frozenset((0,))
@@ -205,6 +206,25 @@ def test_an_unsharded_stage_is_whole_from_then_on():
     whole = 2 * tiny_shape().num_parameters
     sharded = training.weights(tiny_shape(), (4,), WHOLE, 1).state.weights
     assert weights.tolist() == [sharded + whole] * 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("height", [1, 3])
+def test_a_state_whose_weights_are_freed_is_what_the_walk_holds_of_it(tied, height):
+    """Without an entrance of another size: at the ends, where a stage has the embedding or the
+    head beside its layers, or in between."""
+    shape = shape_of_values(TINY | {"tie_word_embeddings": tied, "num_hidden_layers": 7})
+    options = ChunkOptions(size=8, order="layer-first", stage_layers=height, reshard=True)
+    training = Training(zero_stage=1, gathers=True, replicas=2)
+    plan = plan_replica([40, 13], options, num_layers=7, sp_size=2)
+    curve = CostModel(shape, Machine.named("A100-80"), training).memory().curve(plan, 0)
+    parts = [PARTS.index(part) for part in STATE]
+    own = training.weights(shape, plan.stages, frozenset(plan.held[0]), 4)
+    walked = curve.device[:, parts].sum(axis=1)
+    assert own.resharded_bytes == pytest.approx(max(walked), abs=8)
+    weights = curve.device[:, PARTS.index("weights")]
+    assert own.share_bytes + own.whole_at_a_time(reshards=True) == max(weights)
+    assert own.share_bytes + own.whole_at_a_time(reshards=False) == own.state.weights
 
 
 def test_processes_of_a_group_hold_their_own_slices():

@@ -21,6 +21,10 @@ from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.models.describe import describe
 from furlong.models.placeholders import hold, placeholders
+from furlong.plan.lengths import StepSize, count_lengths
+from furlong.planners.decide import decide
+from furlong.planners.options import option_values
+from furlong.planners.question import Limits
 from furlong.runtime.distributed.fsdp import _groups, sharded_modules
 from furlong.runtime.distributed.mesh import make_ranks
 
@@ -29,6 +33,22 @@ SETTINGS = {
     "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
     "num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 1024,
 }  # fmt: skip
+
+
+def costs() -> CostModel:
+    shape = describe(config_of("llama", **SETTINGS))
+    training = replace(Training.in_dtype("float32"), zero_stage=1, gathers=True)
+    return CostModel(shape, Machine.named("A100-80"), training)
+
+
+def chosen(budget_bytes: int) -> dict[str, Any]:
+    """The options of a run on a pool of two devices with so many bytes each."""
+    given = {"sp": 2, "pp": 1, "offload": "none", "size": 256}
+    decision = decide(
+        count_lengths(LENS), size=StepSize(len(LENS)), steps=LENS, model=costs(), num_devices=2,
+        limits=Limits(budget_bytes), given=given, must_fit=True,
+    )  # fmt: skip
+    return option_values(decision.options)
 
 
 def measured(
@@ -40,12 +60,11 @@ def measured(
     if ranks.pp > 1:
         hold(model, placeholders(model, range(2 * ranks.stage, 2 * ranks.stage + 2)))
     engine = furlong.Engine(model, ranks=ranks)
-    shape = describe(config_of("llama", **SETTINGS))
-    training = replace(Training.in_dtype("float32"), zero_stage=1, gathers=True)
-    memory = CostModel(shape, Machine.named("A100-80"), training).memory()
+    model_costs = costs()
+    shape, training, memory = model_costs.shape, model_costs.training, model_costs.memory()
     found = []
     for given in options:
-        plan = engine.plan(LENS, furlong.ChunkOptions(size=128 * ranks.sp, **given))
+        plan = engine.plan(LENS, furlong.ChunkOptions(**{"size": 128 * ranks.sp, **given}))
         sequences = batch(LENS)
         engine.run(plan, sequences)  # checked, and the arena is grown
         model.zero_grad()
@@ -87,6 +106,10 @@ def watched(model: nn.Module, whole_bytes: list[int]) -> None:
 )
 def test_no_process_takes_more_than_is_predicted(sizes, more):
     options: list[dict[str, Any]] = [more, {"keep": "all"} | more, {"keep": "kv"} | more]
+    if more:
+        assert "reshard" not in chosen(14 * 2**20)
+        options.append(chosen(12 * 2**20))
+        assert options[-1]["reshard"]
     for own in run_ranks(measured, sizes, options, num_ranks=2, limit_s=240):
         print(own)
         for took, predicted in own:

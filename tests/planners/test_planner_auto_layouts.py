@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,17 +70,16 @@ def test_one_long_sequence_is_shared() -> None:
 def test_stages_are_made_where_memory_is_short(sizes: dict[str, int]) -> None:
     ample, short = choose(SHORT, sizes={"sp": 1}, size=StepSize(32)), 5 * GIB
     assert ample.layout.pp == 1
-    decision = choose(SHORT, budget_bytes=short, sizes=sizes, size=StepSize(32))
+    kept = {"reshard": False}
+    decision = choose(SHORT, budget_bytes=short, sizes=sizes | kept, size=StepSize(32))
     assert decision.layout.pp > 1 and sum(decision.stages) == SHAPE.num_layers
     assert len(decision.stages) == decision.layout.pp
     if len(sizes) == 1:
         assert "dp 4 x sp 1 x pp 1 does not fit: it lacks " in decision.layout_words
     with pytest.raises(ConfigError) as caught:
-        choose(SHORT, budget_bytes=short, sizes={"sp": 1, "pp": 1}, size=StepSize(32))
-    assert (
-        "set parallel.sp to auto; or set parallel.pp to auto; or start more processes"
-        in caught.value.change
-    )
+        choose(SHORT, budget_bytes=short, sizes={"sp": 1, "pp": 1} | kept, size=StepSize(32))
+    ways = [f"set parallel.{name} to auto" for name in ("sp", "pp", "reshard")]
+    assert "; or ".join([*ways, "start more processes"]) in caught.value.change
 
 
 def test_a_pool_is_made_where_a_sequence_does_not_fit_one_device() -> None:
@@ -132,12 +132,14 @@ def test_nothing_fits_in_any_layout() -> None:
     with pytest.raises(ConfigError) as caught:
         choose(budget_bytes=2 * GIB)
     given = caught.value.given
-    assert "in none of 6 layouts a plan fits; nearest is dp 1 x sp 1 x pp 4" in given
+    assert "in none of 6 layouts a plan fits; nearest is dp 4 x sp 1 x pp 1" in given
     assert "weights, gradients and optimizer of " in given
     assert "start more processes; or give it a larger memory.device" in caught.value.change
     decision = choose(budget_bytes=2 * GIB, must_fit=False)
-    assert decision.layout == Layout(pp=4) and decision.stages[0] < decision.stages[1]  # tied head
+    assert decision.layout == Layout(dp=4) and decision.options.reshard
     assert "no plan is predicted to fit 2 GiB" in decision.words
+    decision = choose(budget_bytes=2 * GIB, must_fit=False, dials={"reshard": False})
+    assert decision.layout == Layout(pp=4) and decision.stages[0] < decision.stages[1]  # tied head
 
 
 @pytest.mark.parametrize(
@@ -317,6 +319,71 @@ def test_no_plan_needs_less_than_the_bound(layout: Layout) -> None:
         needed = predict(space.model, plan).device_bytes
         least = max(bound.needs(options).device_bytes for bound in bounds_of(space, options.size))
         assert 0.5 * needed < least <= needed * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, sp=2), Layout(sp=4)], ids=str)
+@pytest.mark.parametrize("height", [1, 5])
+@pytest.mark.parametrize("keep", ["all", "attention", "input"])
+def test_no_plan_that_frees_weights_needs_less_than_the_bound(
+    layout: Layout, height: int, keep: Any
+) -> None:
+    """The whole batch of a replica waits in front of every stage."""
+    question = Question([9000, 3000, 3000, 700], H100, LIMITS, layout.num_devices)
+    space = Space(question.resharding(), layout)
+    options = ChunkOptions(
+        size=1024, keep=keep, order="layer-first", stage_layers=height, reshard=True
+    )
+    plans = (space.plan_of(options)(space.lens(own)) for step in space.dealt for own in step)
+    needed = max(predict(space.model, plan).device_bytes for plan in plans)
+    least = max(bound.needs(options).device_bytes for bound in bounds_of(space, options.size))
+    assert 0.9 * needed < least <= needed * (1 + 1e-6)
+
+
+def test_a_card_between_kept_and_freed_weights_has_them_freed() -> None:
+    """What fits first is taken: the larger card keeps all weights."""
+    lengths, dials = count_lengths([16_000] * 4), {"size": 16_384, "offload": "none"}
+    card = partial(choose, lengths, sizes={"sp": 4, "pp": 1}, size=StepSize(4))
+    assert not card(budget_bytes=9 * GIB, dials=dials).options.reshard
+    small = card(budget_bytes=7 * GIB, dials=dials)
+    assert small.options.reshard and small.options.order == "layer-first"
+    assert small.answer and small.answer.best.needs.device_bytes <= 0.9 * 7 * GIB
+    with pytest.raises(ConfigError) as caught:
+        card(budget_bytes=7 * GIB, dials=dials | {"reshard": False})
+    assert "set parallel.reshard to auto" in caught.value.change
+    assert card(dials=dials | {"order": "layer-first", "reshard": True}).options.reshard
+
+
+def test_weights_are_freed_where_kept_ones_leave_no_room_for_a_plan() -> None:
+    """Their state alone would fit."""
+    lengths, sizes, layout = count_lengths([60_000]), {"sp": 2, "pp": 1}, Layout(sp=2)
+    kept = Question([60_000], H100, Limits(8 * GIB), 2).resharding(False)
+    assert kept.state_bytes(layout) < kept.limits.limit_bytes
+    dials = {"size": 2048, "keep": "input", "offload": "none"}
+    decision = choose(lengths, 2, 8 * GIB, sizes=sizes, size=StepSize(1), dials=dials)
+    assert decision.options.reshard
+
+
+@pytest.mark.parametrize(("name", "optimizer_bytes"), [("Qwen2.5-14B", 8), ("Qwen2.5-32B", 4)])
+def test_a_node_holds_large_models_with_all_weights_trained(
+    name: str, optimizer_bytes: int
+) -> None:
+    """32 G parameters with moments of 2 bytes each: those of AdamW in float32 need 16 bytes of a
+    parameter, 61 GiB of each of eight cards, beside which no margin is left."""
+    training = replace(H100.training, optimizer_bytes=optimizer_bytes)
+    model = CostModel(model_shape(name), H100.hardware, training)
+    budget_bytes = H100.hardware.budget("auto", 8)[0]
+    lengths, sizes = count_lengths([131_072]), {"pp": 1, "sp": 8}
+    decision = choose(lengths, 8, budget_bytes, model, sizes, size=StepSize(1), dials={
+        "offload": "none", "keep": "input", "size": 65_536,
+    })  # fmt: skip
+    assert decision.options.reshard
+    question = Question([131_072], model, Limits(0), 8)
+    kept, freed = (
+        question.resharding(own).state_bytes(Layout(sp=8)) / 1e9 for own in (False, True)
+    )
+    moments = ", `train.state_dtype: bfloat16`" * (optimizer_bytes == 4)
+    page = (Path(__file__).parents[2] / "docs/many-devices.md").read_text(encoding="utf-8")
+    assert f"| {name}{moments} | {kept:.1f} | {freed:.1f} |" in page
 
 
 @pytest.mark.parametrize(("budget_bytes", "times"), [(25 * GIB, 0), (70 * GIB, 1)])

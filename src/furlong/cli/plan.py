@@ -379,10 +379,11 @@ _FORWARD, _DEEP = "chunk-first", "layer-first"
 
 
 def reasons(answer: Answer) -> list[str]:
-    """Return a line for each choice that the search made: sizes of the layout above 1, then the
-    size of chunks, `keep`, `offload` and `order`.
+    """Return a line for each choice that the search made: sizes of the layout above 1, `reshard`,
+    then the size of chunks, `keep`, `offload` and `order`.
 
-    A choice has no line where it was given or where nothing was offered in its place. Costs are
+    A choice has no line where it was given or where nothing was offered in its place; `reshard`
+    has one where the weights of stages are freed. Costs are
     those of plans that were timed; `about` marks those of estimates by closed forms, `at least`
     those of bounds.
     """
@@ -424,6 +425,7 @@ def _of_options(answer: Answer) -> Iterator[str]:
         return
     own = _keys(chosen.options)
     for name, others in (
+        ("reshard", [False] if own["reshard"] else []),
         ("size", [own["size"] // 2, own["size"] * 2]),
         ("keep", [keep for keep in ("all", *KEEPS) if keep != own["keep"]]),
         ("offload", ["none"] if own["offload"] != "none" else []),
@@ -431,15 +433,20 @@ def _of_options(answer: Answer) -> Iterator[str]:
     ):
         if name in question.options or (name == "order" and chosen.layout.pp > 1):
             continue
-        costs = [(_words(value), _cost(answer, own | {name: value}, name)) for value in others]
+        kept = {"reshard": False} if _FORWARD in others else {}
+        costs = [
+            (_words(value), _cost(answer, own | kept | {name: value}, name)) for value in others
+        ]
         if told := ", ".join(f"{value} {cost}" for value, cost in costs if cost):
             yield f"{'chunks of' if name == 'size' else name} {_words(own[name])}: {told}"
 
 
 def _keys(options: ChunkOptions) -> dict[str, Any]:
     """The options that have a line, by name."""
-    names = ("size", "keep", "offload", "order")
-    values = {"offload": "none", "order": options.order, **option_values(options)}
+    names = ("reshard", "size", "keep", "offload", "order")
+    values = {
+        "offload": "none", "order": options.order, "reshard": False, **option_values(options)
+    }  # fmt: skip
     return {name: values[name] for name in names}
 
 
@@ -483,7 +490,7 @@ def _cost(answer: Answer, wanted: dict[str, Any], name: str) -> str:
 def _words(value: Any) -> str:
     if value == "none":
         return "on the device"
-    return f"{value:,}" if isinstance(value, int) else value_in_words(value)
+    return f"{value:,}" if type(value) is int else value_in_words(value)
 
 
 def _more(ratio: float) -> str:

@@ -123,9 +123,7 @@ class PlanQuestion:
         return {
             "batch": str(self.batch),
             "model": f"{self.config.model.name}: {format_count(shape.num_parameters)} parameters,"
-            f" {count_words(shape.num_layers, 'layer')}{_kinds(model)}; {trained}"
-            + ", ZeRO-1"
-            * (count > 1),
+            f" {count_words(shape.num_layers, 'layer')}{_kinds(model)}; {trained}",
             "devices": f"{count} x {name}, a budget of {budgets}" + " each" * (count > 1),
             "figures": machine.origin,
             "warning": self.budget_words if limits.device_bytes > machine.memory_bytes else "",

@@ -183,6 +183,9 @@ class ParallelConfig(BaseModel):
     """Processes that share a sequence; auto: what the search finds fastest."""
     pp: Positive | Literal["auto"] = 1
     """Pipeline stages; auto: what the search finds fastest."""
+    reshard: bool | Literal["auto"] = Field(default="auto", examples=[True])
+    """Whether the processes that share weights hold whole ones of two stages at a time, gathered
+    once per pass, with layer-first; false: of all, for the step; auto: false where that fits."""
 
 
 RECORD_FIELDS = (
@@ -860,6 +863,19 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         "a number: which gradient is estimated does not depend on the size of chunks, but its error"
         " does, so no search may choose it",
         "set chunks.size, such as 1024, or remove chunks.sample",
+    )
+    parallel, is_resharded = run.parallel, run.parallel.reshard is True
+    yield (
+        is_resharded and parallel.pp not in ("auto", 1),
+        "parallel.reshard and parallel.pp",
+        "parallel.pp of 1: weights that are freed between stages need no pipeline",
+        "set parallel.pp to 1, or parallel.reshard to false",
+    )
+    yield (
+        is_resharded and run.chunks.order == "chunk-first",
+        "parallel.reshard and chunks.order",
+        "layer-first: chunk-first takes each chunk through all layers, and none could be freed",
+        "remove chunks.order, or set parallel.reshard to false",
     )
     lora = run.model.lora
     yield (

@@ -174,6 +174,8 @@ def values_of(key: str) -> str:
             words += map(str, get_args(kind))
         elif kind is int and example.endswith("iB"):
             words.append(example)
+        elif kind is bool:
+            words += ["true", "false"]
         elif kind is not NoneType:
             words.append(_word_of(kind))
     return words[0] if len(words) == 1 else f"{{{','.join(words)}}}"
@@ -187,7 +189,6 @@ def _word_of(kind: Any) -> str:
     known: dict[Any, str] = {
         int: "N",
         float: "NUMBER",
-        bool: "{true,false}",
         str: "TEXT",
         Source: "TEXT",
     }

@@ -17,9 +17,11 @@ those of its layers so; what is beside the layers is gathered and summed whole a
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import inf
 from typing import Literal
 
 from furlong.cost.shape import Matrix, ModelShape
@@ -245,6 +247,41 @@ class RankWeights:
         own = RankWeights(self.training, self.shape, self.stages, frozenset((stage,)), 1)
         kept = own.beside if self.shape.tied_head else 0
         return (own.in_use - kept) * self.training.compute_bytes
+
+    def freed_bytes(self, *whole: int) -> int:
+        """Bytes of weights that are whole in `state`, and freed while those of the stages `whole`
+        alone are, as this runtime gathers them."""
+        if not self.training.gathers or self.group_size <= 1:
+            return 0
+        return sum(self.whole_bytes(stage) for stage in self.held if stage not in whole)
+
+    @property
+    def share_bytes(self) -> int:
+        """Bytes of weights that stay on one device between steps."""
+        in_use = self.in_use * self.training.compute_bytes
+        return self.state.weights - (in_use if self.training.gathers else 0)
+
+    def whole_at_a_time(self, *, reshards: bool) -> int:
+        """Most bytes of whole weights at a time: of all stages, or of two neighbours."""
+        freed = 0
+        if reshards:
+            freed = min(self.freed_bytes(stage, stage + 1) for stage in range(len(self.stages) - 1))
+        return self.in_use * self.training.compute_bytes - freed
+
+    @property
+    def resharded_bytes(self) -> int:
+        """Most bytes of the state in a step that frees the weights of stages, in this runtime:
+        whole ones are of two stages at a time, whole gradients of one, the last one first."""
+        state, used, most = self.state, 0.0, -inf
+        unreduced: dict[int, float] = defaultdict(float)
+        for stage in sorted(self.held, reverse=True):
+            made = self.gradients(stage, num_backwards=2)
+            for key, freed in self.freed_gradients(stage, made):
+                unreduced[key] += freed
+            used += sum(made)
+            most = max(most, used - self.freed_bytes(stage, stage - 1 if stage else 1))
+            used -= unreduced.pop(stage, 0.0)
+        return round(state.weights + state.optimizer + most)
 
     @cached_property
     def state(self) -> StateBytes:

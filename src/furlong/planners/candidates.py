@@ -97,7 +97,8 @@ def chunks(
             if is_whole and options.keep == "all" and options.order == "layer-first":
                 continue
             needs = least[options] = most_of(bound.needs(options) for bound in bounds)
-            if options.offloading == ON_DEVICE and (options.keep == "all" or is_one_chunk):
+            has_graphs = options.keep == "all" or (is_one_chunk and options.order == "chunk-first")
+            if options.offloading == ON_DEVICE and has_graphs:
                 is_whole = is_whole or question.limits.hold(needs)
         estimate, fastest_s = None, inf
         if any(map(question.limits.hold, least.values())):
@@ -155,8 +156,15 @@ def _plan_call(question: Question, options: ChunkOptions, seq_lens: Sequence[int
 
 def bounds_of(space: Space, size: int) -> list[ByteBound]:
     """Bounds of the bytes of a device: of the longest sequence and, where a step has more chunks,
-    of another one; of a pipeline those of the first and the last stage."""
+    of another one; of a pipeline those of the first and the last stage; where stages are taken for
+    the whole batch of the replica with the longest sequence and of that with most tokens."""
     layout, stages = space.layout, space.stages
+    if space.question.given.get("reshard"):
+        replicas = space.whole or [space.lens(own) for step in space.dealt for own in step]
+        return [
+            ByteBound(space.model, max(own), size, layout=layout, beside_tokens=sum(own) - max(own))
+            for own in dict.fromkeys((max(replicas, key=max), max(replicas, key=sum)))
+        ]
     longest, *others = longest_step(space, size)
     share = -longest % size and others.pop(0) if others else 0
     make = partial(ByteBound, space.model, longest, size, share, layout=layout, stages=stages)
@@ -235,7 +243,9 @@ def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
     layers is chunk-first, but for keep=input, whose K,V it need not rebuild. A pipeline, with its
     own stages, is chunk-first."""
     given, num_layers = space.question.options, space.model.shape.num_layers
-    order = given.get("order", "layer-first" if "stage_layers" in given else None)
+    order, reshards = given.get("order"), given.get("reshard", False)
+    if "stage_layers" in given or reshards:
+        order = order or "layer-first"
     if order != "layer-first":
         yield {}
     if order == "chunk-first" or space.stages:
@@ -243,24 +253,31 @@ def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
     heights = [given["stage_layers"]] if "stage_layers" in given else [
         *(1 << bits for bits in range((num_layers - 1).bit_length())), num_layers
     ]  # fmt: skip
-    if space.model.shape.whole:
-        heights = [height for height in heights if height >= num_layers]
-        if not heights:
-            raise _not_in_stages(space, given["stage_layers"])
+    if space.model.shape.whole or reshards:
+        # of weights that stay whole all layers, of those that are freed less
+        heights = [height for height in heights if (height < num_layers) == reshards]
+        if (space.model.shape.whole and reshards) or not heights:
+            raise _not_in_stages(space, reshards)
     for height in heights:
         is_small = num_chunks * -(-num_layers // height) <= space.question.most_cells
         if is_small or (order == "layer-first" and height == heights[-1]):
             yield {"order": "layer-first", "stage_layers": height}
 
 
-def _not_in_stages(space: Space, height: int) -> ConfigError:
-    shape = space.model.shape
+def _not_in_stages(space: Space, reshards: bool) -> ConfigError:
+    shape, height = space.model.shape, space.question.options.get("stage_layers", 1)
+    kind = f"a {shape.family}, which {shape.whole}" if shape.whole else f"a {shape.family}"
+    keys = "chunks.order and chunks.stage_layers"
+    is_high = reshards and 1 < shape.num_layers <= height and not shape.whole
+    ways = ["remove chunks.stage_layers"] if is_high else [] if reshards else [f"remove {keys}"]
     return ConfigError(
-        given=f"stages of {count_words(height, 'layer')}, for a {shape.family},"
-        f" which {shape.whole}",
-        required="one stage of all layers: its decoder is not divided between them",
-        source="chunks.order, chunks.stage_layers and the model's layers",
-        change="remove chunks.order and chunks.stage_layers",
+        given=f"{'parallel.reshard and ' * reshards}stages of {count_words(height, 'layer')}, for"
+        f" {kind} of {count_words(shape.num_layers, 'layer')}",
+        required="one stage of all layers: its decoder is not divided between them"
+        if shape.whole
+        else "two stages at least, of which one is freed while another one computes",
+        source=f"{'parallel.reshard, ' * reshards}{keys}, and the model's layers",
+        change=" or ".join([*ways, *["set parallel.reshard to false"] * reshards]),
     )
 
 
@@ -505,14 +522,17 @@ class ByteBound:
         stages: tuple[int, ...] = (),
         stage: int = 0,
         ahead_tokens: int = 0,
+        beside_tokens: int = 0,
         has_gradients: bool = False,
     ) -> None:
         """`others`: tokens of short sequences that share the last chunk; `stage`: that of the
         device among the `stages` of a pipeline; `ahead_tokens`: those of chunks of other sequences
-        that it has begun meanwhile; `has_gradients`: those of a chunk before are there."""
+        that it has begun meanwhile, `beside_tokens`: of the replica's step where a stage is taken
+        for all of it; `has_gradients`: those of a chunk before are there."""
         memory, shape, sp_size = model.memory(), model.shape, layout.sp
         self._memory, self._size = memory, max(1, size // sp_size)
         self._stages, self._stage, self._ahead_tokens = stages, stage, ahead_tokens
+        self._group_size, self._beside_tokens = layout.dp * sp_size, beside_tokens / sp_size
         self._has_gradients = has_gradients
         self._cells: dict[tuple[int, ...], StageBytes] = {}
         self._num_chunks = -(-longest // size)
@@ -529,12 +549,11 @@ class ByteBound:
         """Whether each layer has attention."""
         self._kinds: dict[int, Counter[int | None]] = {}
         """By number of last layers, how many of these have attention with each window."""
-        self._weights = partial(
-            RankWeights, model.training, shape, group_size=layout.dp * layout.sp
-        )
+        self._weights = partial(RankWeights, model.training, shape, group_size=self._group_size)
         held = self._weights(stages=own, held=frozenset((stage,)))
         self._static_bytes = held.state.weights + held.state.optimizer + memory.overhead_bytes
         self._made: dict[tuple[tuple[int, ...], int], list[float]] = {}
+        self._freed_bytes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         kv_layer = self._cell((self._num_layers,)).kv_layer
         self._segment = segment_tokens(kv_layer, memory.device_type, True)
         """Tokens of a segment where K,V are offloaded."""
@@ -554,6 +573,14 @@ class ByteBound:
             own = self._weights(stages=stages, held=held)
             self._made[key] = own.gradients(stage, self._num_chunks)
         return self._made[key]
+
+    def _freed(self, stages: tuple[int, ...], *whole: int) -> int:
+        """Bytes of the weights that are freed while those of two stages are whole."""
+        key = stages, whole
+        if key not in self._freed_bytes:
+            own = self._weights(stages=stages, held=frozenset(range(len(stages))))
+            self._freed_bytes[key] = own.freed_bytes(*whole)
+        return self._freed_bytes[key]
 
     def needs(self, options: ChunkOptions) -> Needs:
         """Bytes in each memory, of which no plan with these options needs less."""
@@ -589,11 +616,15 @@ class ByteBound:
         there = self._gradients((num_layers,), 0) if self._has_gradients else gradients
         used["none"] = self._static_bytes + (there[-1] if is_first else sum(there))
         used["none"] += (tokens - done) * TOKEN_BYTES
+        if options.reshard:
+            used["none"] -= self._freed(stages, num_below - 1, num_below)
         if keep == "all":
             whole = self._cell((num_layers,))
             again = min(num_layers, options.recompute_layers * len(stages))
             graphs = sum(sorted(whole.graph_layers)[: num_layers - again])
             used[offload.graphs] += (tokens - done) * (graphs + again * whole.message)
+            below = sorted(whole.graph_layers)[: num_layers - height - again]
+            used[offload.graphs] += self._beside_tokens * sum(below)
             is_here = offload.graphs == "none"
         else:
             num_done = -(-done // self._size)
@@ -604,12 +635,13 @@ class ByteBound:
             is_here = offload.graphs == "none" or num_retained <= 0
             if num_below:
                 # the inputs of cells whose graph is there are its leaves
-                used[offload.inputs] += (num_below * tokens - graph_tokens) * cell.message
+                delivered = num_below * (tokens + self._beside_tokens)
+                used[offload.inputs] += (delivered - graph_tokens) * cell.message
                 used["none"] += graph_tokens * cell.message
             if keep == "attention":
                 dropped = max(0, tokens - done - graph_tokens)
                 whole, own = (self._cell((num_layers,)), num_layers - height)
-                known = tokens * whole.attention(range(own))
+                known = (tokens + self._beside_tokens) * whole.attention(range(own))
                 known += dropped * whole.attention(range(own, num_layers - 1))
                 used[offload.attention] += known
         again = min(options.recompute_layers, height)
@@ -651,7 +683,9 @@ class ByteBound:
             made = max(a - b for a, b in first_backward(cell, again, graph * is_here, gradients))
         used: dict[OffloadTarget, float] = dict.fromkeys(("none", *TARGETS), 0.0)
         others = sum(self._gradients((self._num_layers,), 0)) - sum(gradients[:-1])
-        used["none"] = self._static_bytes + others + made + (tokens - done) * TOKEN_BYTES
+        used["none"] = self._static_bytes + made + (tokens - done) * TOKEN_BYTES
+        used["none"] += others / (self._group_size if options.reshard else 1)
+        used["none"] -= self._freed(stages, 0, 1) if options.reshard else 0
         used["none"] += current * (cell.message + cell.working)
         used[offload.inputs] += (tokens - done) * cell.message  # gradients of the stage's output
         used[offload.graphs if options.keep == "all" else "none"] += graph

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from furlong.cost.machine import THIS_CPU, are_links_measured
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
+from furlong.cost.training import RankWeights
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.lengths import NUM_TIMED, Call, Lengths, StepSize, draw_lengths
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners.candidates import KEEPS
 from furlong.planners.chunks import Forks
 from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions, fixed_options, options_in_words
-from furlong.planners.orders import plan_two_phases
+from furlong.planners.orders import plan_two_phases, stages_of
 from furlong.planners.question import (
     SIZES,
     SLACK,
@@ -247,9 +248,11 @@ def decide(
             raise error
         budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
         words = f"small chunks, for no plan is predicted to fit {budget}: {error.given}"
-        small = {"num_retained": 0, "keep": "kv"} | question.options
+        layout = nearest(answer)[1]
+        least = question.resharding() if question.may_reshard(layout) else question
+        small = {"num_retained": 0, "keep": "kv"} | least.options
         options = fixed_options(min(1024, question.longest), small)
-        return unsearched(options, words, nearest(answer)[1])
+        return unsearched(options, words, layout)
     is_one, layout = question.num_devices == 1, answer.best.layout
     return Decision(
         answer.options, why(answer, budget_words), answer,
@@ -406,6 +409,7 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
         if len(layouts) > 1:
             given = f"in none of {len(layouts)} layouts a plan fits; nearest is {layout}: {given}"
         fixed = [name for name in ("sp", "pp") if question.given.get(name) == 1]
+        fixed += ["reshard"] * (question.given.get("reshard") is False)
         ways = [f"set parallel.{name} to auto" for name in fixed]
         ways += ["start more processes"] if alone and not on_cpu else []
         change = "; or ".join([*ways, change])
@@ -526,6 +530,18 @@ def layouts_in_words(answer: Answer) -> str:
     if not are_links_measured(question.model.hardware):
         words.append("links between devices are assumed")
     return "; ".join(words)
+
+
+def share_of(model: CostModel, decision: Decision) -> RankWeights:
+    """The weights of a process of a run, of one that has most of them."""
+    layout, shape = decision.layout, model.shape
+    stages = decision.stages or stages_of(shape.num_layers, decision.options)
+    stage_sets = [{stage} for stage in range(layout.pp)] if layout.pp > 1 else [range(len(stages))]
+    weights = (
+        model.training.weights(shape, stages, frozenset(held), layout.dp * layout.sp)
+        for held in stage_sets
+    )
+    return max(weights, key=lambda own: own.share_bytes)
 
 
 def division_in_words(layout: Layout, stages: Sequence[int]) -> str:

@@ -52,6 +52,17 @@ def layouts(
     return dividing + [one for one in found if one not in dividing]
 
 
+def refuse_reshard_alone(num_devices: int) -> None:
+    """Raise ConfigError for one device, which has nobody to divide its weights among."""
+    if num_devices == 1:
+        raise ConfigError(
+            given="parallel.reshard = true on one device",
+            required="several devices that divide the weights among them",
+            source="parallel.reshard, and the number of devices",
+            change="set parallel.reshard to false, or use several devices",
+        )
+
+
 def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]) -> ConfigError:
     """The error for sizes that no layout of the devices has: the first reason why."""
     product = prod(size or 1 for size in sizes.values())

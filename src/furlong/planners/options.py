@@ -168,6 +168,8 @@ def option_values(options: ChunkOptions) -> dict[str, Any]:
     }  # fmt: skip
     if options.order == "layer-first":
         values |= {"order": options.order, "stage_layers": options.stage_layers or 1}
+    if options.reshard:
+        values["reshard"] = True
     if isinstance(options.offload, str):
         return values if options.offload == "none" else values | {"offload": options.offload}
     named = {kind: where for kind, where in asdict(options.offloading).items() if where != "none"}
@@ -177,7 +179,7 @@ def option_values(options: ChunkOptions) -> dict[str, Any]:
 def value_in_words(value: object) -> str:
     """The value of an option; a mapping as a run file has it."""
     if not isinstance(value, Mapping):
-        return str(value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
     return "{" + ", ".join(f"{name}: {inner}" for name, inner in value.items()) + "}"
 
 

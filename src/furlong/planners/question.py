@@ -30,7 +30,7 @@ from furlong.plan.plan import TARGETS, ChunkPlan, Layout, OffloadTarget
 from furlong.planners.chunks import by_cost
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import gathered_first, join_kept, plan_replica
+from furlong.planners.orders import gathered_first, join_kept, plan_replica, stage_heights
 from furlong.report.scene import PART_WORDS
 from furlong.simulate.predict import Needs, step_s
 from furlong.units import format_bytes
@@ -44,6 +44,8 @@ SLACK = 0.02
 """Plans whose times differ by less are alike: no prediction is better."""
 SIZES = ("dp", "sp", "pp")
 """Names of a layout's sizes among what is given; the others are those of `ChunkOptions`."""
+RESHARDING = ("auto", "fpdt")
+"""Methods whose plans may free the weights of stages: others take a chunk through all of them."""
 STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 
 
@@ -100,7 +102,8 @@ class Limits:
 
 def key_of(name: str) -> str:
     """The key of a run file that gives an option, or a size of the layout."""
-    return name if name == "offload" else f"{'parallel' if name in SIZES else 'chunks'}.{name}"
+    section = "parallel" if name in (*SIZES, "reshard") else "chunks"
+    return name if name == "offload" else f"{section}.{name}"
 
 
 def advice(
@@ -219,8 +222,12 @@ class Question:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The given options of chunks."""
-        return {name: value for name, value in self.given.items() if name not in SIZES}
+        """The given options of chunks. `reshard: False` is none: every plan may keep weights."""
+        return {
+            name: value
+            for name, value in self.given.items()
+            if name not in SIZES and (name != "reshard" or value)
+        }
 
     @property
     def stops(self) -> list[int]:
@@ -250,13 +257,34 @@ class Question:
             group_size=layout.dp * layout.sp, limit_bytes=self.limits.limit_bytes,
         )  # fmt: skip
 
+    def may_reshard(self, layout: Layout) -> bool:
+        """Whether a search may choose to free the weights of stages in a layout."""
+        num_layers = self.model.shape.num_layers
+        return (
+            "reshard" not in self.given
+            and self.method in RESHARDING
+            and layout.pp == 1 < layout.num_devices
+            and not (self.model.shape.whole or self.calls)
+            and self.given.get("order") != "chunk-first"
+            and self.given.get("stage_layers", 1) < num_layers
+        )
+
+    def resharding(self, reshard: bool = True) -> Question:
+        """The question for plans that free the weights of stages, or that keep those of all."""
+        order = {"order": "layer-first"} if reshard else {}
+        return replace(self, given={**self.given, **order, "reshard": reshard})
+
     def state_bytes(self, layout: Layout) -> int:
-        """Bytes of weights, gradients and optimizer on the device that has most of them."""
-        model = self.model_of(layout)
+        """Least bytes of weights, gradients and optimizer on the device that has most of them."""
+        model, size = self.model_of(layout), layout.dp * layout.sp
+        if self.given.get("reshard", self.may_reshard(layout)):
+            stages = stage_heights(model.shape.num_layers, self.given.get("stage_layers", 1))
+            held = frozenset(range(len(stages)))
+            return model.training.weights(model.shape, stages, held, size).resharded_bytes
         stages = self.stages_of(layout) or (model.shape.num_layers,)
         weights = model.training.weights
         return max(
-            weights(model.shape, stages, frozenset((stage,)), layout.dp * layout.sp).state.total
+            weights(model.shape, stages, frozenset((stage,)), size).state.total
             for stage in range(len(stages))
         )
 

@@ -29,6 +29,7 @@ from furlong.plan.plan import ON_DEVICE, ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners import chunkflow, fpdt, infinipipe, places, seco, skrull
 from furlong.planners.candidates import CHUNKS, chunks, count_kinds, least_s, pairs
 from furlong.planners.chunks import by_cost
+from furlong.planners.layouts import refuse_reshard_alone
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import gathered_first, join_kept, plan_replica, stages_of
 from furlong.planners.question import (
@@ -149,6 +150,8 @@ class _Search:
         self._found: list[Candidate] = []
         self.fitting: list[Candidate] = []
         self._refused: list[Candidate] = []
+        self._resharding: dict[Layout, Question] = {}
+        """The layouts that are asked for plans which free the weights of stages."""
         self._too_large: dict[Layout, int] = {}
         self._waiting: set[tuple[Layout, int]] = set()
         """Chunk sizes of a layout with which replicas wait for each other: no estimate knows, so
@@ -163,20 +166,43 @@ class _Search:
 
     def run(self) -> None:
         """Try what the question leaves in every layout that may be faster than the best plan; again
-        where that is refused, for it has kept slower ones from being tried."""
-        self._try_all()
-        while self._refuse_partial():
-            self._try_all()
+        where that is refused, for it has kept slower ones from being tried.
 
-    def _try_all(self) -> None:
-        self._found.clear()
-        question, bounds_s = self._question, dict[Layout, float]()
-        for layout, space in self._spaces.items():
-            lacking_bytes = question.state_bytes(layout) - self._limits.limit_bytes
+        Where it is free whether the weights of stages are freed, they are in layouts whose kept
+        state does not fit, and in the others once nothing fits."""
+        asked, limit_bytes = self._question, self._limits.limit_bytes
+        first, later = dict[Layout, Question](), dict[Layout, Question]()
+        for layout in self._spaces:
+            own, may_reshard = asked, asked.may_reshard(layout)
+            if may_reshard:
+                own = asked.resharding(False)
+            lacking_bytes = own.state_bytes(layout) - limit_bytes
+            if lacking_bytes > 0 and may_reshard:
+                own = asked.resharding()
+                lacking_bytes = own.state_bytes(layout) - limit_bytes
+            elif may_reshard:
+                later[layout] = asked.resharding()
             if lacking_bytes > 0 and not self._is_one:
                 self._too_large[layout] = lacking_bytes
             else:
-                bounds_s[layout] = 0.0 if self._is_one or self._samples else least_s(space)
+                first[layout] = own
+        for questions in filter(None, (first, later)):
+            if self.fitting:
+                break
+            before, self._num_actions = [*self._found], 0
+            self._hopeless.clear()
+            self._try_all(questions)
+            while self._refuse_partial():
+                self._found[:] = before
+                self._try_all(questions)
+
+    def _try_all(self, questions: Mapping[Layout, Question]) -> None:
+        question, bounds_s = self._question, dict[Layout, float]()
+        for layout, own in questions.items():
+            if own.options.get("reshard"):
+                self._resharding[layout] = own
+            no_bound = self._is_one or self._samples
+            bounds_s[layout] = 0.0 if no_bound else least_s(self._spaces[layout])
         ordered = sorted(bounds_s, key=bounds_s.__getitem__)
         method = pairs if question.calls else METHODS.get(question.method, chunks)
         walks = [
@@ -190,7 +216,7 @@ class _Search:
                 heappush(walks, (max(reached, following), i, walk))
         # they take long, and have to beat the best
         for layout in ordered:
-            for name in own_methods(question, layout):
+            for name in own_methods(questions[layout], layout):
                 beside = self._beside(layout)
                 is_worth_it = layout.pp == 1 or (
                     beside and beside[0].step_s > _BADLY * bounds_s[layout]
@@ -219,11 +245,14 @@ class _Search:
 
     def _whole_plans(self, candidate: Candidate) -> list[ChunkPlan]:
         """Plans of a whole step's sequences as far as they decide memory. Without a pipeline the
-        longest one does; chunks of a method that `auto` has chosen give way to options."""
+        longest one does, unless a stage is taken for all of them; chunks of a method that `auto`
+        has chosen give way to options."""
         space, is_named = self._spaces[candidate.layout], candidate.method == self._question.method
+        plan_of: PlanOf = candidate.trial
+        if candidate.options.reshard:
+            return [plan_of(lens) for lens in space.whole]
         if candidate.layout.pp == 1 and (candidate.longest or not is_named):
             return []
-        plan_of: PlanOf = candidate.trial
         if not candidate.longest:
             plan_of = self._asked(candidate) if is_named else space.plan_of(candidate.options)
         most = _MAX_ACTIONS * _MOST_TIMES // (4 * _CELL_ACTIONS * candidate.layout.pp)
@@ -240,6 +269,7 @@ class _Search:
             if one.layout == layout
             and one.longest
             and one.options.offloading.kv == "none"
+            and not one.options.reshard
             and (layout.dp == 1 or one.options.order == "chunk-first")
         ]
         return sorted(fitting, key=lambda one: one.step_s)
@@ -266,7 +296,8 @@ class _Search:
             return seconds[size if (layout, size) in self._waiting else 0]
 
         self._say(layout, "")
-        offered = list(method(replace(self._question, beat_s=beat_s), layout))
+        question = self._resharding.get(layout, self._question)
+        offered = list(method(replace(question, beat_s=beat_s), layout))
         self._found += offered
         hopeful = sorted(filter(self._may_fit, offered), key=self._is_long)
         known = dict[object, float | None]()
@@ -382,7 +413,8 @@ class _Search:
             self._num_actions += sum(len(own) for n in busiest for own in plan_of(n).actions)
         if step_s == inf:
             return None
-        if candidate.longest and layout.pp > 1 and step_s < self._best_s:
+        holds_more = layout.pp > 1 or candidate.options.reshard
+        if candidate.longest and holds_more and step_s < self._best_s:
             # stages in front hold chunks of more sequences than those of the longest step
             walked = self._walked(candidate, [plan_of(lens) for lens in busiest])
             if not self._limits.hold(walked.needs):
@@ -516,15 +548,21 @@ def walkable(question: Question) -> list[Layout]:
     """The layouts that the given options can have; of these those without an idle replica, if there
     are any. Raises ConfigError."""
     some = question.layouts()
-    found = some
+    found, reshards = some, question.given.get("reshard", False)
+    if reshards:
+        refuse_reshard_alone(question.num_devices)
     if question.given.get("order") == "layer-first":
         found = [layout for layout in found if layout.pp == 1]
     if not found:
         raise ConfigError(
-            given=f"chunks.order = layer-first with {some[0]}",
+            given=f"{'parallel.reshard' if reshards else 'chunks.order = layer-first'} with"
+            f" {some[0]}",
             required="chunk-first: a pipeline has stages of its own, one for each rank",
-            source="chunks.order or chunks.stage_layers, and parallel.pp",
-            change="leave chunks.order and chunks.stage_layers out, or set parallel.pp to 1",
+            source=f"{'parallel.reshard' if reshards else 'chunks.order or chunks.stage_layers'},"
+            " and parallel.pp",
+            change="set parallel.reshard to false"
+            if reshards
+            else "leave chunks.order and chunks.stage_layers out, or set parallel.pp to 1",
         )
     return [one for one in found if one.dp <= question.sequences_per_step] or found
 
@@ -571,6 +609,7 @@ class BatchPlans:
             return method, plan
         # smaller chunks than at the start: what was predicted to fit did not
         is_free = options == self.options and not self.has_shrunk and not plan.frozen_stages
+        is_free = is_free and not options.reshard  # chunks of their own keep all weights
         is_free = is_free and options.offloading.kv == "none" and not question.options
         if plan.sp_size == 1 and not is_free:
             return CHUNKS, plan

@@ -129,13 +129,15 @@ def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape)
 
 
 def given_options(config: RunConfig) -> dict[str, Any]:
-    """The options that a run file gives; stage_layers alone mean layer-first. Raises ConfigError
-    for a sample whose keys contradict each other."""
+    """The options that a run file gives; stage_layers or reshard alone mean layer-first. Raises
+    ConfigError for a sample whose keys contradict each other."""
     chunks = config.chunks
     values = chunks.model_dump(include={*SEARCHED_OPTIONS, "stage_layers"})
     values |= {"offload": config.offload}
     given = {name: value for name, value in values.items() if value != "auto"}
-    if "stage_layers" in given:
+    if config.parallel.reshard != "auto":
+        given["reshard"] = config.parallel.reshard
+    if "stage_layers" in given or given.get("reshard"):
         given = {"order": "layer-first", **given}
     if chunks.sample is not None:
         given["sample"] = Sampling(**chunks.sample.model_dump(exclude={"check_every_steps"}))

@@ -13,7 +13,8 @@ import numpy as np
 from furlong.cost.memory import MemoryCurve
 from furlong.cost.model import CostModel, PlanCosts, update_s
 from furlong.cost.seconds import Array, Hidden, PassPart, step_flops
-from furlong.plan.plan import COMPUTING, ON_DEVICE, Backward, ChunkPlan, Computing
+from furlong.cost.training import RankWeights
+from furlong.plan.plan import COMPUTING, ON_DEVICE, Backward, ChunkPlan, Computing, Unshard
 from furlong.report.scene import Panel, lost_shares, ranks_per_replica
 from furlong.simulate.clock import StepFigures, measure, simulate
 from furlong.timeline import Timeline
@@ -44,6 +45,8 @@ class PlanReport:
     """Processes that are there to run it."""
     refused: str
     """Why `furlong train` refuses the run, whatever its plan; empty where it does not."""
+    gathers_s: float
+    """Seconds of links in which weights are gathered, of the rank that takes longest."""
     memory: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
     """The bytes of each rank while each of its actions runs, and what it moves."""
 
@@ -60,6 +63,19 @@ class PlanReport:
     def whole_step_s(self) -> float:
         """Seconds of the step with that of the optimizer."""
         return self.step_s + self.update_s
+
+    @cached_property
+    def weights(self) -> RankWeights:
+        """The weights of the rank that holds most of them."""
+        plan, training = self.plan, self.model.training
+        found = (
+            training.weights(
+                self.model.shape, plan.stages, frozenset(held),
+                len(plan.holders[held[0]]) * plan.sp_size * training.replicas,
+            )
+            for held in filter(None, plan.held)
+        )  # fmt: skip
+        return max(found, key=lambda own: own.share_bytes)
 
     @property
     def lost(self) -> dict[str, float]:
@@ -149,6 +165,13 @@ class PlanReport:
             "optimizer_s": self.update_s,
             "tokens_per_s": self.tokens_per_s,
             "whole_step_s_between": self.model.hardware.seconds_between(self.whole_step_s),
+            "weights": {
+                "num_sharing": self.weights.group_size,
+                "share_bytes": self.weights.share_bytes,
+                "whole_bytes": self.weights.whole_at_a_time(reshards=self.plan.reshards),
+                "reshard": self.plan.reshards,
+                "gathers_s": self.gathers_s,
+            },
             "mfu": self.mfu(),
             "mfu_unmasked": self.mfu(masked=False),
             "peak_flops_per_s": self.model.hardware.peak_flops_per_s,
@@ -209,6 +232,10 @@ def report_plan(
         disk_budget_bytes=disk_budget_bytes,
         num_processes=num_processes,
         refused=refused,
+        gathers_s=max(
+            sum(costs.compute_s(a, rank) for a in own if isinstance(a, Unshard))
+            for rank, own in enumerate(plan.actions)
+        ),
         memory=tuple(curves),
     )  # fmt: skip
 

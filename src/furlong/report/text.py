@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from textwrap import wrap
 from typing import Any
 
 from furlong.cost.machine import Machine
 from furlong.cost.memory import PARTS
+from furlong.cost.training import RankWeights
 from furlong.errors import in_short
 from furlong.plan.plan import TARGETS, ChunkPlan
 from furlong.plan.text import KIND_WORDS, offload_in_words
@@ -57,6 +58,8 @@ def format_report(report: PlanReport) -> str:
     order = "1F1B over chunks" if len(plan.stages) > 1 else "chunk-first"
     if max(map(len, plan.held)) > 1:
         order = "layer-first, each stage for all chunks before the next"
+    if plan.reshards:
+        order = "layer-first, each stage for all chunks of the step before the next"
     is_uneven = report.pool_idle_ratio >= 5e-4
     slowest = ": the slowest of a pool holds the others up" if is_uneven else ""
     texts = {
@@ -65,6 +68,7 @@ def format_report(report: PlanReport) -> str:
         "offload": offload_in_words(plan.offload),
         "moved": "\n".join(_traffic_words(report)),
         "layout": _layout_words(report),
+        "weights": _weights_words(report),
         "step": _step_words(report),
         "MFU": _mfu_words(report),
         "lost": f"{lost_words(figures)}{_inside_words(report)}",
@@ -84,6 +88,32 @@ def between_words(machine: Machine, seconds: float) -> str:
     if machine.time_error is not None:
         why = "by the calibration's error"
     return f"{format_seconds(seconds)} ({low} to {high} {why})"
+
+
+def weights_words(own: RankWeights, *, reshards: bool) -> str:
+    """Words for the weights of a process that shares them with others; empty where it has none."""
+    if own.group_size == 1 or not own.training.gathers:
+        return ""
+    held, whole = len(own.layers), own.whole_at_a_time(reshards=reshards)
+    times, most = "once", f"all {held} layers"
+    if reshards:
+        most = f"{max(map(sum, pairwise(own.stages)))} of {held} layers"
+        times = "twice" if len(own.stages) > 2 else "once"
+    return (
+        f"divided among {own.group_size} processes, {format_bytes(own.share_bytes)} each;"
+        f" {most} whole at a time ({format_bytes(whole)}), gathered {times} a step"
+    )
+
+
+def _weights_words(report: PlanReport) -> str:
+    words = weights_words(report.weights, reshards=report.plan.reshards)
+    if not words:
+        return ""
+    waits_s = report.breakdown["collectives"] * report.step_s
+    return (
+        f"{words}: {format_seconds(report.gathers_s)} on the links; of gathers and sums of"
+        f" gradients {format_seconds(waits_s)} are not hidden"
+    )
 
 
 def _step_words(report: PlanReport) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from furlong.api import Engine
 from furlong.config.schema import DataConfig, Format, RunConfig, TrainConfig
+from furlong.cost.model import CostModel
 from furlong.data.chat import DATE
 from furlong.data.dataset import DataSet, describe_shared, load_data
 from furlong.data.loader import (
@@ -27,10 +28,11 @@ from furlong.kv.pools import Storage
 from furlong.models.build import build_model
 from furlong.models.decoder import HFDecoder
 from furlong.models.fused import keep_written
-from furlong.planners.decide import Decision, division_in_words
+from furlong.planners.decide import Decision, division_in_words, share_of
 from furlong.planners.options import option_values, value_in_words
 from furlong.planners.setup import given_options
 from furlong.planners.spaco import sampling_in_words
+from furlong.report.text import weights_words
 from furlong.runtime.distributed.mesh import Ranks, gpu_of
 from furlong.train.checkpoints import ModelSize
 from furlong.train.kernels import put_kernels
@@ -203,8 +205,9 @@ def announce(
     device: torch.device,
     storage: Storage,
     num_steps: int,
+    cost: CostModel | None,
 ) -> None:
-    """Print what is going to be trained, and how."""
+    """Print what is going to be trained, and how. `cost`: see `RunModel`."""
     trained, total = size.num_trained, size.num_parameters
     where = str(device)
     if (count := decision.layout.num_devices) > 1:
@@ -224,6 +227,10 @@ def announce(
     if count > 1:
         divided = division_in_words(decision.layout, decision.stages)
         print(f"parallel: {decision.layout_words or divided}")
+    if cost is not None and (
+        shared := weights_words(share_of(cost, decision), reshards=options.reshard)
+    ):
+        print(f"weights: {shared}")
     if "disk" in options.offloading.targets:
         print(f"disk: at most {format_bytes(storage.disk_bytes or 0)} in {storage.disk_dir}")
     if options.sampling is not None:

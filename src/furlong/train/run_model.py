@@ -240,6 +240,8 @@ def _searched(
     is_free = config.chunks.method == "auto"
     whole = {"order": "chunk-first"} | given if all(one.pp > 1 for one in some) else given
     all_given = is_free and _are_all(whole)
+    if num_processes > 1 and whole.get("order") == "layer-first":
+        all_given = all_given and "reshard" in whole
     if all_given and not has_budget and len(some) == 1:
         if not offloads:
             limits = limits_of(cost.hardware, budget_bytes)

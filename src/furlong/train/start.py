@@ -13,6 +13,7 @@ from furlong.data.sources import list_files
 from furlong.errors import ConfigError
 from furlong.families import versions
 from furlong.models.folder import check_files
+from furlong.planners.layouts import refuse_reshard_alone
 from furlong.planners.setup import given_options
 from furlong.train.objective import objective_of
 from furlong.train.processes import ALONE, Processes, layout_of, require_equal
@@ -69,6 +70,8 @@ def _check(config: RunConfig, num_processes: int) -> None:
     layout = layout_of(config.parallel, num_processes)
     check_run(config, num_processes)
     options = given_options(config)  # refuses what contradicts itself there
+    if options.get("reshard"):
+        refuse_reshard_alone(num_processes)
     if layout.pp > 1 and options.get("order") == "layer-first":
         raise ConfigError(
             given=f"{'chunks.order' if config.chunks.order != 'auto' else 'chunks.stage_layers'}"

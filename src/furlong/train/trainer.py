@@ -318,7 +318,7 @@ class Trainer:
         self.engine = BatchEngine(engine, processes, work, decision.stages, alternatives, seconds)
         stack.callback(self.engine.close)
         size = checkpoints.model_size(engine, processes)
-        build.announce(config, size, decision, self.device, self.storage, self.num_steps)
+        build.announce(config, size, decision, self.device, self.storage, self.num_steps, cost)
         state_bytes: float = 2 * size.trained_bytes
         if cost is not None:
             state_bytes = size.num_trained * cost.training.optimizer_bytes
