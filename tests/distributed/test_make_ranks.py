@@ -15,6 +15,7 @@ from furlong.runtime.distributed.mesh import (
     Ranks,
     make_ranks,
     ranks_of_group,
+    require_replicate,
     require_sizes,
     require_stages,
 )
@@ -32,7 +33,7 @@ def of_one(rank: int, num_processes: int, own: int, sizes: tuple[int, int, int])
         "shape": tuple(ranks.mesh.mesh.shape),
         "at": (ranks.stage, ranks.replica, ranks.process, ranks.plan_rank),
         "places": {n: dist.get_process_group_ranks(g) for n, g in ranks.place_groups.items()},
-        "shards": dist.get_process_group_ranks(ranks.shard_mesh.get_group()),
+        "shards": dist.get_process_group_ranks(ranks.stage_group),
         "peers": ranks.mesh.mesh.reshape(ranks.pp, ranks.dp, -1)[..., ranks.process].T.flatten(),
         "all": ranks.num_processes,
     }
@@ -70,7 +71,7 @@ def sums(rank: int) -> tuple[float, float, float]:
     own = ranks_of_group(dist.new_group([0, 1, 2, 3]), "cpu")
     assert (own.dp, own.replica, own.num_processes) == (4, rank, 4)
     found = []
-    for group in (ranks.place_groups[2], ranks.shard_mesh.get_group(), own.group):
+    for group in (ranks.place_groups[2], ranks.stage_group, own.group):
         x = torch.tensor(float(2**rank))
         dist.all_reduce(x, group=group)
         found.append(x.item())
@@ -103,5 +104,13 @@ def test_more_stages_than_layers():
 def test_facts_are_told_on_the_host_where_the_group_has_a_side_for_it(config, device, monkeypatch):
     """Through a GPU they would wait for all that it has to do."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    ranks = Ranks(SimpleNamespace(device_type="cuda"), None, 1, 1, 1, 0, 0, 0, {}, None)  # type: ignore[arg-type]
+    ranks = Ranks(SimpleNamespace(device_type="cuda"), None, 1, 1, 1, 0, 0, 0, {}, None, None)  # type: ignore[arg-type]
     assert ranks.facts_device(None) == device  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("replicate", [0, 4, 12])
+def test_groups_that_hold_all_weights_divide_the_replicas(replicate):
+    require_replicate(6, 3)
+    with pytest.raises(ConfigError) as refused:
+        require_replicate(6, replicate)
+    require_replicate(6, int(refused.value.change.rpartition(" ")[2]))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
-from distributed.layout_cases import whole_grads
+from distributed.layout_cases import read_grads, whole_grads
 from distributed.sharded_cases import (
     NUM_LAYERS,
     Counted,
@@ -22,6 +22,7 @@ from distributed.sharded_cases import (
 from helpers.batches import batch
 from helpers.ranks import run_all, run_ranks
 from helpers.tiny_families import bound, build
+from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 import furlong
@@ -30,6 +31,8 @@ from furlong.planners.chunks import chunk_by_chunk
 from furlong.planners.orders import plan_replica
 from furlong.runtime.distributed.mesh import make_ranks
 from furlong.testing import reference_loss, take_grads, worst_relative_error
+from furlong.train.checkpoints import model_size
+from furlong.train.processes import Launch, Processes
 
 BOUND = 1e-10
 UNEQUAL = ((21, 4, 40, 7), (5, 9))
@@ -212,6 +215,41 @@ def test_adapters_and_other_families():
     others = found[len(own) :]
     for family, found in zip(families, others, strict=True):
         assert max(of.error for of in found.values()) <= max(BOUND, bound(family))
+
+
+def of_groups(rank: int) -> list[tuple[float, float, float]]:
+    """Layouts whose weights two groups hold, each with the worst error of two steps' gradients, of
+    their norm, and what it says of the number of parameters."""
+    found = []
+    lens = (21, 4, 40, 7)
+    for dp, sp, replicate in ((4, 1, 2), (2, 2, 2), (4, 1, 4)):
+        model = tied_llama() if sp > 1 else llama()
+        sequences = batch(lens)
+        reference_loss(model, sequences)
+        truth = take_grads(model)
+        true_norm = sum(float(own.square().sum()) for own in truth.values()) ** 0.5
+        num_parameters = sum(p.numel() for p in model.parameters())
+        ranks = make_ranks(dp, sp, 1, "cpu", replicate)
+        engine = furlong.Engine(model, ranks=ranks)
+        dealt = [sequences[i] for i in range(len(lens)) if i % dp == ranks.replica]
+        errors, norms = [], []
+        for options in (RESHARD, {}) if sp == 1 else ({},):
+            engine.forward_backward(dealt, options=furlong.ChunkOptions(size=8, **options))
+            errors.append(worst_relative_error(read_grads(model), truth))
+            norms.append(abs(engine.clip_gradients(1.0) / true_norm - 1))
+            model.zero_grad()
+        processes = Processes(Launch(rank, 4, rank), dist.group.WORLD)
+        told = model_size(engine, processes).num_parameters / num_parameters
+        found.append((max(errors), max(norms), told))
+    return found
+
+
+@pytest.mark.slow
+def test_groups_that_hold_all_weights_give_the_gradients_of_one_process():
+    for found in run_ranks(of_groups, num_ranks=4, limit_s=240):
+        assert len(found) == 3
+        for error, norm, told in found:
+            assert 0 < error <= 1e-12 and norm <= 1e-12 and told == 1
 
 
 @pytest.mark.slow

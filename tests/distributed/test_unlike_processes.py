@@ -171,7 +171,7 @@ OF_CALLS = {
     "counts": "weight of sequence 1: 2.0 on process 1, 1.0 on process 0",
     "call": "process 0 in a call of plan; process 1 in a call of forward_backward",
     "clip": r"gradient of .*: False on process 1, True on process 0",
-    "sizes": r"dp, sp, pp = \(2, 1, 1\) on process 1, \(1, 2, 1\) on process 0",
+    "sizes": r"replicate = \(2, 1, 1, 1\) on process 1, \(1, 2, 1, 1\) on process 0",
     "before": "accepted",
     "after": "accepted",
 }

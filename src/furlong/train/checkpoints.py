@@ -481,7 +481,10 @@ def model_size(engine: Engine, processes: Processes) -> ModelSize:
     elsewhere = {id(parameter) for parameter in engine.counted_elsewhere}
     own = [p for p in engine.model.model.parameters() if id(p) not in elsewhere]
     if (ranks := engine.ranks) is not None and (ranks.replica, ranks.process) != (0, 0):
-        own = [p for p in own if isinstance(p, DTensor)]  # the first one counts what all have
+        is_counted = (
+            ranks.replica < ranks.dp // ranks.replicate
+        )  # of groups that hold all, the first
+        own = [p for p in own if is_counted and isinstance(p, DTensor)]  # whole ones: process 0
     trained = [p for p in own if p.requires_grad]
     ours = [sum(local(p).numel() * (1 if p.is_floating_point() else 2) for p in own),
             sum(local(p).numel() for p in trained),

@@ -303,7 +303,7 @@ class Comms:
     def _agree_on(self, stage: int) -> None:
         if self._ranks is not None and self._base is not None:
             self._agreed.add(stage)
-            failure = failure_of(self._ranks, self._outcome, self._ranks.shard_mesh.get_group())
+            failure = failure_of(self._ranks, self._outcome, self._ranks.stage_group)
             self._stage_knows = failure is not None
             if failure is not None and self._outcome is FINE:
                 raise failure

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,13 @@ class Ranks:
     """Its number in the pool."""
     place_groups: Mapping[int, ProcessGroup]
     """By number of processes, the one place of that size that this process is in; from 2 on."""
+    stage_group: ProcessGroup
+    """The replicas and pools of this stage: they add up its gradients."""
     shard_mesh: DeviceMesh
-    """The replicas and pools of this stage on one axis: they share its weights."""
+    """The same processes, on one axis or on two, replicate and part: along the last one each has a
+    part of the stage's weights."""
+    replicate: int = 1
+    """Groups of replicas of which each holds all weights of a stage."""
     is_forced: bool = False
     """Whether a process that is alone goes through its groups and FSDP2, as several do."""
 
@@ -57,13 +62,13 @@ class Ranks:
     @property
     def divides(self) -> bool:
         """Whether FSDP2 divides the weights of this stage."""
-        return self.is_forced or self.shard_mesh.size() > 1
+        return self.is_forced or self.stage_group.size() > 1
 
     @property
     def groups(self) -> list[ProcessGroup]:
         """All groups of this process, that of all processes first."""
         meshes = self.mesh.get_all_groups(), self.shard_mesh.get_all_groups()
-        own = (self.group, *self.place_groups.values(), *meshes[0], *meshes[1])
+        own = (self.group, self.stage_group, *self.place_groups.values(), *meshes[0], *meshes[1])
         return list(dict.fromkeys(own))
 
     def facts_device(self, group: ProcessGroup) -> str:
@@ -76,17 +81,28 @@ class Ranks:
         return process // self.sp % self.dp
 
 
-def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
+def make_ranks(dp: int, sp: int, pp: int, device_type: str, replicate: int = 1) -> Ranks:
     """The ranks of a run; every process calls it with the same sizes, inside a process group.
 
-    Raises ConfigError, on all, for other sizes on some processes than on others, and for sizes that
-    do not multiply to the number of processes.
+    Args:
+        dp: Replicas, each with sequences of its own.
+        sp: Processes of a pool, which share sequences.
+        pp: Stages of a pipeline.
+        device_type: "cuda" or "cpu".
+        replicate: Groups of replicas that each hold all weights of a stage (HSDP, torchtitan's
+            dp_replicate): weights are gathered within a group, gradients also added up between
+            them. It divides `dp`.
+
+    Raises:
+        ConfigError: On all, for other sizes on some processes than on others, and for sizes that do
+            not multiply to the number of processes.
     """
     world = dist.group.WORLD
     assert world is not None
-    each: list[tuple[int, int, int]] = [(dp, sp, pp)] * world.size()
+    sizes = dp, sp, pp, replicate
+    each: list[tuple[int, ...]] = [sizes] * world.size()
     try:
-        dist.all_gather_object(each, (dp, sp, pp))
+        dist.all_gather_object(each, sizes)
     except RuntimeError as error:
         if not is_lost(error):
             raise
@@ -94,12 +110,14 @@ def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
     for process, given in enumerate(each):
         if given != each[0]:
             raise ConfigError(
-                given=f"dp, sp, pp = {given} on process {process}, {each[0]} on process 0",
+                given=f"dp, sp, pp, replicate = {given} on process {process}, {each[0]} on process"
+                " 0",
                 required="the same sizes on all processes",
                 source="the calls of make_ranks",
                 change="pass the same sizes on all processes",
             )
     require_sizes(dp, sp, pp, world.size())
+    require_replicate(dp, replicate)
     pool = _pool_axes(sp)
     names = tuple(f"sp{index}" for index in range(len(pool)))
     mesh = init_device_mesh(device_type, (pp, dp, *pool), mesh_dim_names=("pp", "dp", *names))
@@ -109,15 +127,22 @@ def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
     }
     for size in place_sizes(sp)[1:]:
         if size not in places:  # 3 and 6 of a pool of 12
-            sizes, names_of = (pp * dp * sp // size, size), ("apart", "place")
-            apart = init_device_mesh(device_type, sizes, mesh_dim_names=names_of)
+            own_sizes, names_of = (pp * dp * sp // size, size), ("apart", "place")
+            apart = init_device_mesh(device_type, own_sizes, mesh_dim_names=names_of)
             places[size] = apart["place"]
+    weights = of_stage = _flat(mesh, ("dp", *names), "shard")
+    if replicate > 1:  # neighbours hold parts of the same weights
+        of_groups = init_device_mesh(
+            device_type, (pp, replicate, dp * sp // replicate),
+            mesh_dim_names=("stage", "replicate", "part"),
+        )  # fmt: skip
+        weights = of_groups["replicate", "part"]
     stage, replica, *own = mesh.get_coordinate() or []
     return Ranks(
         mesh, world, pp, dp, sp, stage, replica,
         process=sum(at * prod(pool[axis + 1 :]) for axis, at in enumerate(own)),
         place_groups={size: place.get_group() for size, place in places.items()},
-        shard_mesh=_flat(mesh, ("dp", *names), "shard"),
+        stage_group=of_stage.get_group(), shard_mesh=weights, replicate=replicate,
     )  # fmt: skip
 
 
@@ -132,6 +157,17 @@ def require_sizes(dp: int, sp: int, pp: int, num_processes: int) -> None:
             change=f"start {product} processes (torchrun --nproc-per-node), or change the sizes"
             if min(dp, sp, pp) > 0
             else "set each size to 1 or more",
+        )
+
+
+def require_replicate(dp: int, replicate: int) -> None:
+    """Raise ConfigError unless the replicas can be put into so many groups."""
+    if replicate < 1 or dp % replicate:
+        raise ConfigError(
+            given=f"replicate {replicate} with dp {dp}",
+            required="a divisor of dp: each group that holds all weights has as many replicas",
+            source="the sizes of make_ranks",
+            change=f"set replicate to {gcd(dp, max(1, replicate))}",
         )
 
 
@@ -151,7 +187,7 @@ def ranks_of_group(group: ProcessGroup, device_type: str) -> Ranks:
     """Data-parallel ranks in a process group that the caller has made."""
     mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
     size = group.size()
-    return Ranks(mesh, group, 1, size, 1, 0, group.rank(), 0, {}, mesh)
+    return Ranks(mesh, group, 1, size, 1, 0, group.rank(), 0, {}, group, mesh)
 
 
 def gpu_of(number: int, num_local: int) -> torch.device:
