@@ -302,6 +302,7 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "no weights": {"model.init": "pretrained"},
         "one machine": {"parallel.pp": 4},
         "freed weights of one process": {"parallel.reshard": True},
+        "groups of one process": {"parallel.replicate": 2},
     }  # fmt: skip
     for name, keys in of_start.items():
         yield f"start: {name}", Run(keys)
@@ -323,6 +324,7 @@ def _rows() -> Iterator[tuple[str, Run]]:
             {"parallel.reshard": True, "chunks.stage_layers": 2}, "--devices=2",
         ),
         "freed weights of one device": ({"parallel.reshard": True}, "--devices=1"),
+        "groups of odd replicas": ({"parallel.replicate": 2}, "--devices=3"),
         "freed weights where stages are left": (
             {"parallel.reshard": True, "parallel.dp": 1, "parallel.pp": "auto"}, "--devices=2",
         ),

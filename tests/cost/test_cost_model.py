@@ -16,6 +16,7 @@ from furlong.plan.plan import (
     Chunk,
     ChunkPlan,
     Forward,
+    Layout,
     Offload,
     Place,
     RebuildKV,
@@ -120,6 +121,19 @@ def test_collectives_on_parameters():
         assert costs.reduce_s(0) == pytest.approx(reduce_s)
     single = CostModel(SHAPE, A100).costs(one_chunk(Slice(0, 0, 64)))
     assert single.compute_s(Reduce(0), 0) == 0
+
+
+def test_groups_that_hold_all_weights_gather_within_and_add_up_between():
+    training = Training(zero_stage=1, gathers=True)
+    model = CostModel(SHAPE, A100, replace(training, replicate=2))
+    stage = model.stage_seconds((32,), 0, layout=Layout(dp=4), ranks=(0, 1, 2, 3))
+    # as of two devices in `test_collectives_on_parameters`; then an all-reduce of the half
+    assert stage.unshard_s == pytest.approx(0.026787537)
+    assert stage.reduce_s == pytest.approx(0.05355508 + 0.05355508)
+    of_one = model.training.weights(SHAPE, (32,), frozenset((0,)), 2)
+    assert of_one.state.weights == SHAPE.num_parameters * (2 + 4)
+    of_two = training.weights(SHAPE, (32,), frozenset((0,)), 2)
+    assert model.training.weights(SHAPE, (32,), frozenset((0,)), 4).state == of_two.state
 
 
 def test_a_reduction_hides_behind_the_last_backward_and_a_gather_behind_the_first_forward():

@@ -106,8 +106,9 @@ def in_parts(folder: Path, arguments: list[str], *divisions: dict[str, int]) -> 
     """A run of six steps in attempts of two steps, each in another layout; what each says."""
     said = []
     for index, division in enumerate(divisions):
-        num_processes, is_last = prod(division.values()), index == len(divisions) - 1
-        own = [*arguments, *sizes(**{"dp": 1, "sp": 1, "pp": 1} | division)]
+        num_processes = prod(size for name, size in division.items() if name != "replicate")
+        is_last = index == len(divisions) - 1
+        own = [*arguments, *sizes(**{"dp": 1, "sp": 1, "pp": 1, "replicate": 1} | division)]
         own += ["--train.steps=6", *(["--resume"] if index else [])]
         stop = 100 if is_last else 2 * (index + 1)
         started = Launched(
@@ -127,7 +128,7 @@ def test_another_layout_goes_on(
     common = (*STEPS, *LORA, "--train.eval_every_steps=0")
     assert main(tiny_run.arguments(whole, *common, "--train.steps=6")) == 0
     arguments = tiny_run.arguments(run, *common)
-    said = in_parts(tmp_path, arguments, {"pp": 2}, {"sp": 2}, {"dp": 2})
+    said = in_parts(tmp_path, arguments, {"pp": 2}, {"sp": 2}, {"dp": 2, "replicate": 2})
     assert "resumed from step-00000002: step 2 of 6" in said[1]
     assert "options are decided again, for these keys have changed: parallel." in said[1]
     assert records(run, "loss") == pytest.approx(records(whole, "loss"), rel=1e-10)

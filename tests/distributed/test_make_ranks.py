@@ -11,11 +11,11 @@ from helpers.ranks import run_all, run_ranks
 
 from furlong.errors import ConfigError
 from furlong.plan.plan import Layout, first_device
+from furlong.planners.layouts import require_replicate
 from furlong.runtime.distributed.mesh import (
     Ranks,
     make_ranks,
     ranks_of_group,
-    require_replicate,
     require_sizes,
     require_stages,
 )

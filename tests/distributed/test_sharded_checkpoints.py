@@ -84,7 +84,10 @@ def go_on(rank: int, num_ranks: int, folder: Path, first: int, steps: range) -> 
     processes = of_process(rank, num_ranks)
     model = build()
     if num_ranks > 1:
-        fully_shard(model, mesh=init_device_mesh("cpu", (num_ranks,)))
+        sizes = (2, num_ranks // 2) if num_ranks == 4 else (num_ranks,)  # two that have all of it
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[-len(sizes) :])
+        )
     optimizer = optimizer_of(model)
     if first:
         restore_tensors(folder / f"step-{first:08d}", model, optimizer, processes)
@@ -105,7 +108,7 @@ def undisturbed(steps: range) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow)],
+    [(2, 1), *(pytest.param(*counts, marks=pytest.mark.slow) for counts in ((3, 2), (4, 3)))],
 )
 def test_another_number_of_processes_goes_on(tmp_path: Path, before: int, after: int) -> None:
     for number, first, steps in ((before, 0, range(2)), (after, 2, range(2, 4))):

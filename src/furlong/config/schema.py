@@ -183,6 +183,9 @@ class ParallelConfig(BaseModel):
     """Processes that share a sequence; auto: what the search finds fastest."""
     pp: Positive | Literal["auto"] = 1
     """Pipeline stages; auto: what the search finds fastest."""
+    replicate: Positive = Field(default=1, examples=[2])
+    """Groups of replicas that each hold all weights (HSDP, torchtitan's dp_replicate): weights are
+    gathered within a group, gradients added up between them, too. It divides dp."""
     reshard: bool | Literal["auto"] = Field(default="auto", examples=[True])
     """Whether the processes that share weights hold whole ones of two stages at a time, gathered
     once per pass, with layer-first; false: of all, for the step; auto: false where that fits."""

@@ -320,10 +320,17 @@ class StageSeconds:
         return self.gather_s(self._weights.trained)
 
     def _collective_s(self, kind: Collective, num_bytes: float) -> float:
-        """Seconds of a collective over all devices that hold the stage."""
-        links = self._hardware.links
+        """Seconds of a collective over all devices that hold the stage: over those of a group that
+        holds all weights and, of gradients, of each part between these groups."""
+        links, replicate = self._hardware.links, self._training.replicate
         devices = [device for group in self._groups for device in group]
-        return links.collective_s(kind, num_bytes, len(devices), links.num_nodes(devices))
+        size = max(1, len(devices) // replicate)
+        own, alike = devices[:size], devices[::size]
+        own_s = links.collective_s(kind, num_bytes, size, links.num_nodes(own))
+        if kind == "all_gather" or replicate == 1:
+            return own_s
+        nodes = links.num_nodes(alike)
+        return own_s + links.collective_s("all_reduce", num_bytes / size, len(alike), nodes)
 
     def _gathered_s(self, *, backward: bool) -> float:
         """Seconds of the weights that come with a pass, and of gradients that go with it."""

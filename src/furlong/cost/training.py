@@ -114,6 +114,9 @@ class Training:
     among them; None: they are as other weights."""
     replicas: int = 1
     """Data-parallel replicas of the whole plan that it does not list; they share its state."""
+    replicate: int = 1
+    """Groups of replicas that each share a whole state (HSDP): gradients are also added up between
+    them."""
     gathers: bool = False
     """Whether the state is that of this runtime, on FSDP2: every step gathers whole weights from
     the shards of a group and adds gradients up into shards, and shards of weights lie beside whole
@@ -142,8 +145,9 @@ class Training:
     def weights(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int = 1
     ) -> RankWeights:
-        """The weights of a rank that holds the stages `held`; `group_size` devices share them."""
-        return RankWeights(self, shape, stages, held, group_size)
+        """The weights of a rank that holds the stages `held`; `group_size` devices add up their
+        gradients, and those of each of the groups that hold all weights share them."""
+        return RankWeights(self, shape, stages, held, max(1, group_size // self.replicate))
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,11 @@ class RankWeights:
         """Whether the rank holds the first stage, with the embedding, and the last, with the
         head."""
         return 0 in self.held, len(self.stages) - 1 in self.held
+
+    @property
+    def _is_copied(self) -> bool:
+        """Whether whole weights are copies beside shards, of which a group of one has all."""
+        return self.training.gathers and (self.group_size > 1 or self.training.replicate > 1)
 
     @cached_property
     def beside(self) -> int:
@@ -290,7 +299,7 @@ class RankWeights:
         shard = [1 if training.zero_stage < stage else self.group_size for stage in (1, 2, 3)]
         weights = in_use * training.compute_bytes / shard[2]
         weights += trained * training.master_bytes / shard[0]
-        if training.gathers and self.group_size > 1 and training.zero_stage < 3:
+        if self._is_copied and training.zero_stage < 3:
             frozen = in_use - trained
             weights += (frozen + (0 if training.master_bytes else trained)) * (
                 training.compute_bytes / self.group_size
@@ -317,7 +326,7 @@ class RankWeights:
         are shards by then. `reuses`: whether whole gradients have waited, whose memory is there
         again when they are shards; a C library's heap keeps it."""
         training = self.training
-        if not training.gathers or self.group_size <= 1:
+        if not self._is_copied:
             return 0
         layers = self.float_layers()
         freed = sum(layers) * (1 - 1 / self.group_size) if reuses else 0.0

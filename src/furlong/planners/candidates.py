@@ -532,7 +532,8 @@ class ByteBound:
         memory, shape, sp_size = model.memory(), model.shape, layout.sp
         self._memory, self._size = memory, max(1, size // sp_size)
         self._stages, self._stage, self._ahead_tokens = stages, stage, ahead_tokens
-        self._group_size, self._beside_tokens = layout.dp * sp_size, beside_tokens / sp_size
+        self._group_size = max(1, layout.dp * sp_size // model.training.replicate)
+        self._beside_tokens = beside_tokens / sp_size
         self._has_gradients = has_gradients
         self._cells: dict[tuple[int, ...], StageBytes] = {}
         self._num_chunks = -(-longest // size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from math import inf, prod
+from math import gcd, inf, prod
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,15 @@ def layouts(
     sp: int | None = None,
     pp: int | None = None,
     gathers: bool = False,
+    replicate: int = 1,
 ) -> list[Layout]:
     """All layouts of `num_devices` that the model can take, with the sizes that are given.
 
     An sp group divides the query heads (Ulysses). Larger ones, which gather K,V, come last, and
     without `gathers` only where the given sizes leave no other; recurrent layers are on one device.
     A pipeline has no more stages than layers, and one where layers need more than what the one
-    before them gives. Raises ConfigError that shows the arithmetic where nothing is left.
+    before them gives. Replicas are in `replicate` groups, see `require_replicate`. Raises
+    ConfigError that shows the arithmetic where nothing is left.
     """
     found = [
         Layout(num_devices // (s * p), s, p)
@@ -46,10 +48,24 @@ def layouts(
     ]
     if not found:
         raise _no_layout(num_devices, shape, {"dp": dp, "sp": sp, "pp": pp})
+    require_replicate(max(one.dp for one in found), replicate)
+    found = [one for one in found if one.dp % replicate == 0]
     dividing = [one for one in found if shape.num_heads % one.sp == 0]
     if dividing and not gathers:
         return dividing
     return dividing + [one for one in found if one not in dividing]
+
+
+def require_replicate(dp: int, replicate: int) -> None:
+    """Raise ConfigError unless replicas can be put into so many groups that each hold all
+    weights."""
+    if replicate < 1 or dp % replicate:
+        raise ConfigError(
+            given=f"replicate {replicate} with dp {dp}",
+            required="a divisor of dp: each group that holds all weights has as many replicas",
+            source="parallel.replicate, or the sizes of make_ranks, and the number of devices",
+            change=f"set parallel.replicate to {gcd(dp, max(1, replicate))}",
+        )
 
 
 def refuse_reshard_alone(num_devices: int) -> None:

@@ -244,7 +244,10 @@ class Question:
     def layouts(self) -> list[Layout]:
         """The layouts with the given sizes. Raises ConfigError where there is none."""
         sizes = {name: self.given.get(name) for name in SIZES}
-        return layouts(self.num_devices, self.model.shape, gathers=True, **sizes)
+        replicate = self.model.training.replicate
+        return layouts(
+            self.num_devices, self.model.shape, gathers=True, replicate=replicate, **sizes
+        )
 
     def stages_of(self, layout: Layout) -> tuple[int, ...]:
         """Layers of each stage of a pipeline; empty without one."""

@@ -41,6 +41,8 @@ def cost_model_of(
     that is not wanted. `packed`: as for `training_of`. Raises ConfigError for a damaged
     calibration."""
     training = with_optimizer(training_of(config.model, packed), config.train, shape)
+    if num_devices > 1 or not config.train.is_of_pairs:  # of which one device is asked about
+        training = replace(training, replicate=config.parallel.replicate)
     if num_devices > 1:
         training = replace(training, zero_stage=1, gathers=True)
     dtype = config.model.dtype

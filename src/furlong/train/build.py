@@ -226,7 +226,9 @@ def announce(
     print(f"chunks: {', '.join(words)}")
     if count > 1:
         divided = division_in_words(decision.layout, decision.stages)
-        print(f"parallel: {decision.layout_words or divided}")
+        replicate = config.parallel.replicate
+        groups = f"; {replicate} groups of replicas hold all weights" if replicate > 1 else ""
+        print(f"parallel: {decision.layout_words or divided}{groups}")
     if cost is not None and (
         shared := weights_words(share_of(cost, decision), reshards=options.reshard)
     ):

@@ -234,7 +234,10 @@ def _searched(
     budget: tuple[int, str],
 ) -> Decision:
     num_processes, sizes = model.launch.num_processes, sizes_of(config.parallel)
-    some = layouts(num_processes, cost.shape, dp=sizes["dp"], sp=sizes["sp"], pp=sizes["pp"])
+    some = layouts(
+        num_processes, cost.shape, dp=sizes["dp"], sp=sizes["sp"], pp=sizes["pp"],
+        replicate=config.parallel.replicate,
+    )  # fmt: skip
     has_budget, (budget_bytes, budget_words) = config.memory.device != "auto", budget
     offloads = bool(ChunkOptions(offload=given.get("offload", "none")).offloading.targets)
     is_free = config.chunks.method == "auto"

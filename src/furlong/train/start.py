@@ -13,7 +13,7 @@ from furlong.data.sources import list_files
 from furlong.errors import ConfigError
 from furlong.families import versions
 from furlong.models.folder import check_files
-from furlong.planners.layouts import refuse_reshard_alone
+from furlong.planners.layouts import refuse_reshard_alone, require_replicate
 from furlong.planners.setup import given_options
 from furlong.train.objective import objective_of
 from furlong.train.processes import ALONE, Processes, layout_of, require_equal
@@ -68,6 +68,7 @@ def check_run(config: RunConfig, num_processes: int) -> None:
 
 def _check(config: RunConfig, num_processes: int) -> None:
     layout = layout_of(config.parallel, num_processes)
+    require_replicate(layout.dp, config.parallel.replicate)
     check_run(config, num_processes)
     options = given_options(config)  # refuses what contradicts itself there
     if options.get("reshard"):

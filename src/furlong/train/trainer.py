@@ -287,7 +287,8 @@ class Trainer:
         torch.manual_seed(config.train.seed + processes.launch.number)
         ranks, layers, layout = None, None, decision.layout
         if layout.num_devices > 1:
-            ranks = make_ranks(layout.dp, layout.sp, layout.pp, self.device.type)
+            sizes = layout.dp, layout.sp, layout.pp
+            ranks = make_ranks(*sizes, self.device.type, config.parallel.replicate)
             if layout.pp > 1:  # of this stage
                 first = sum(decision.stages[: ranks.stage])
                 layers = range(first, first + decision.stages[ranks.stage])

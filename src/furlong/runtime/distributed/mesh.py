@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from math import gcd, prod
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from furlong.errors import ConfigError
 from furlong.plan.plan import place_sizes
+from furlong.planners.layouts import require_replicate
 from furlong.runtime.distributed.failures import is_lost, lost
 
 
@@ -157,17 +158,6 @@ def require_sizes(dp: int, sp: int, pp: int, num_processes: int) -> None:
             change=f"start {product} processes (torchrun --nproc-per-node), or change the sizes"
             if min(dp, sp, pp) > 0
             else "set each size to 1 or more",
-        )
-
-
-def require_replicate(dp: int, replicate: int) -> None:
-    """Raise ConfigError unless the replicas can be put into so many groups."""
-    if replicate < 1 or dp % replicate:
-        raise ConfigError(
-            given=f"replicate {replicate} with dp {dp}",
-            required="a divisor of dp: each group that holds all weights has as many replicas",
-            source="the sizes of make_ranks",
-            change=f"set replicate to {gcd(dp, max(1, replicate))}",
         )
 
 
