@@ -11,11 +11,11 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from copy import copy
 from difflib import get_close_matches
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -25,7 +25,8 @@ from zlib import crc32
 import psutil
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from furlong.config.adapter import ADAPTER, ADAPTER_WEIGHTS, adapter_file
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
@@ -52,8 +53,8 @@ from furlong.models.placeholders import (
     NO_OUT_PROJ,
     adapted_elsewhere,
     all_linear,
+    constructed,
     hold,
-    holding_class,
     placeholders,
 )
 from furlong.models.quantized import (
@@ -418,6 +419,8 @@ def build_model(
     max_seq_len: int | None = None,
     seed: int = 0,
     layers: range | None = None,
+    divide: Callable[[Any], None] | None = None,
+    device: torch.device | None = None,
     unpacked: bool = False,
     is_empty: bool = False,
 ) -> Any:
@@ -428,9 +431,11 @@ def build_model(
     `model.lora` and freezes everything else. `changes` are those of `model.config`. `rope` holds
     `rope_type` and its keys (models.rope); `max_seq_len` is the run's longest sequence, for which
     the model must have positions. `layers`: those that this process holds (None: all); nothing of
-    other stages is built or read (models.placeholders). `unpacked`: weights in 4 bits are made what
-    they stand for, in floats. `is_empty`: on meta, to write weights that are elsewhere. Raises
-    ConfigError or UnsupportedModelError.
+    other stages is built or read (models.placeholders). `divide` divides a model that is on meta
+    among processes: this one then reads its shares alone, onto `device`. What cannot be read so is
+    returned whole, on the CPU; `support.is_sharded` tells. `unpacked`: weights in 4 bits are made
+    what they stand for, in floats. `is_empty`: on meta, to write weights that are elsewhere.
+    Raises ConfigError or UnsupportedModelError.
     """
     source = check_folder(name, revision)
     trained_dtype = torch.promote_types(dtype, torch.float32)
@@ -449,8 +454,17 @@ def build_model(
                 draw_weights(model, seed, torch.device("cpu"))
         else:
             check_packed(config, source, quantize, has_adapters=lora is not None)
+            divide = divide if lora is None else None  # adapters are put into whole layers
             model = _load_weights(
-                source, config, loaded_dtype, layers, revision, quantize, is_empty=is_empty
+                source,
+                config,
+                loaded_dtype,
+                layers,
+                revision,
+                quantize,
+                divide,
+                device,
+                is_empty=is_empty,
             )
         if unpacked and packed_linears(model):
             with hushed():
@@ -472,7 +486,7 @@ def build_model(
             if not is_empty and lora.get("adapter") and hasattr(model, "peft_config"):
                 load_adapter(model, lora["adapter"], is_whole=layers is None)
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter.dtype != trained_dtype:
             parameter.data = parameter.data.to(trained_dtype)
     return model.train()
 
@@ -765,9 +779,17 @@ _USE_WHOLE = "use the whole model's folder with its own config.json, or model.in
 
 def _load_weights(
     source: str, config: Any, dtype: torch.dtype, layers: range | None, revision: str | None,
-    quantize: str | Mapping[Any, Any] | None, *, is_empty: bool = False,
+    quantize: str | Mapping[Any, Any] | None, divide: Callable[[Any], None] | None,
+    device: torch.device | None, *, is_empty: bool = False,
 ) -> Any:  # fmt: skip
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    """The model with the weights of its files; divided where `divide` is given and each process can
+    read its rows of them alone."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModelForCausalLM,
+        PreTrainedModel,
+        modeling_utils,
+    )
 
     _check_kind(config, source)
     named = _OWN_KERNELS | ({} if revision is None else {"revision": revision})
@@ -785,15 +807,15 @@ def _load_weights(
     others: dict[str, nn.Module] = {}
     if layers is not None:
         whole = model_of_config(config, source, dtype=dtype)
-        others, config = placeholders(whole, layers), whole.config
-        opened = holding_class(type(whole), others)
-    # a vision tower beside the text, say, which a family leaves out in silence
-    tells_all = patch.object(
-        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_keys_to_ignore_on_load_unexpected", None
-    )
-    try:
-        with hushed(), tells_all:
-            model, loaded = opened.from_pretrained(
+        others, config, opened = placeholders(whole, layers), whole.config, type(whole)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+    def read(change: Callable[[Any], None] | None, **named: Any) -> tuple[Any, dict[str, Any]]:
+        # a vision tower beside the text, say, which a family leaves out in silence
+        tells_all = patch.object(kind, "_keys_to_ignore_on_load_unexpected", None)
+        changed = nullcontext() if change is None else constructed(kind, change)
+        with hushed(), tells_all, changed:
+            found: tuple[Any, dict[str, Any]] = opened.from_pretrained(
                 source,
                 config=config,
                 dtype=dtype,
@@ -803,6 +825,25 @@ def _load_weights(
                 output_loading_info=True,
                 **named,
             )
+        return found
+
+    stage = partial(hold, others=others) if others else None
+    model = None
+    if divide is not None:
+        why = "transformers cannot read the rows of each weight apart"
+        try:
+            share = partial(_take_share, others, divide, PreTrainedModel.tie_weights)
+            # whether two are equal each tells by its own rows: a collective might wait for others
+            with patch.object(modeling_utils, "_tied_params_are_equal", _are_equal_here):
+                model, loaded = read(share, device_map={"": device}, **named)
+            model = model if not loaded["mismatched_keys"] and _are_shares(model) else None
+        except Exception as error:  # told as it is read whole, if that fails as well
+            why = reason(error, vars(config))
+        if model is None:
+            print(f"{source}: each process reads it whole, and keeps its share: {why}")
+    try:
+        if model is None:
+            model, loaded = read(stage, **named)
     except Exception as error:  # of the family's code, of safetensors, of the hub
         what = f"{source}: {reason(error, vars(config))}"
         raise model_error(what, _WHOLE_WEIGHTS, _USE_WHOLE) from error
@@ -815,8 +856,6 @@ def _load_weights(
         if names:
             given = f"{source} {what} {len(names)} weights, {names[0]} among them"
             raise model_error(given, _WHOLE_WEIGHTS, _USE_WHOLE)
-    if layers is not None:
-        model.__class__ = type(whole)
     _require_tied(model, source)
     settle(model, dtype)
     elsewhere = tuple(f"{name}." for name in others)
@@ -828,6 +867,51 @@ def _load_weights(
         print(f"{source}: {len(unused)} tensors are no weights of the model and are left out,"
               f" {unused[0]} among them")  # fmt: skip
     return model
+
+
+def _take_share(
+    others: Mapping[str, nn.Module], divide: Callable[[Any], None], tie: Callable[..., None],
+    model: Any,
+) -> None:  # fmt: skip
+    """Divide a model on meta, so that transformers reads of each weight the rows of this process
+    alone. What its files lack is not drawn: it is refused, and a draw might wait for others.
+    `tie`: transformers' own, which it takes away while it reads."""
+    from transformers import PreTrainedModel
+
+    hold(model, others)
+    with patch.object(PreTrainedModel, "tie_weights", tie):
+        model.tie_weights(recompute_mapping=False)  # divided apart, one of two would not be trained
+    divide(model)
+    name = "_move_missing_keys_from_meta_to_device"
+    move = getattr(model, name)
+
+    def moved(*given: Any) -> None:
+        del vars(model)[name]
+        move(*given)
+        for parameter in model.parameters():
+            parameter._is_hf_initialized = True
+
+    vars(model)[name] = moved
+
+
+def _are_equal_here(*weights: Tensor) -> bool:
+    return torch.equal(*(x.to_local() if isinstance(x, DTensor) else x for x in weights))
+
+
+def _are_shares(model: Any) -> bool:
+    """Whether each weight is divided and has the rows (indices on the first axis) of this process:
+    those of what a file holds, or of several that are stacked. What transformers makes otherwise of
+    parts of files mixes their rows, unless it works along other axes alone."""
+    used = getattr(model, "_weight_conversions", None) or ()
+    operations = [op for one in used for op in getattr(one, "operations", None) or ()]
+    merged = [op for op in operations if type(op).__name__ == "MergeModulelist"]
+    axes = [
+        [axis for key, axis in vars(op).items() if key in ("dim", "dim0", "dim1")]
+        for op in operations
+        if op not in merged
+    ]
+    is_by_rows = not any(op.dim for op in merged) and all(own and min(own) > 0 for own in axes)
+    return is_by_rows and all(isinstance(weight, DTensor) for weight in model.parameters())
 
 
 def _require_tied(model: Any, source: str) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from furlong.errors import PlanError, UnsupportedModelError, UserError
+from furlong.errors import ElsewhereError, PlanError, UnsupportedModelError, UserError
 from furlong.families import family_of, for_all_layers
 from furlong.models.attention import (
     CellAttention,
@@ -508,7 +508,7 @@ class HFDecoder:
         try:
             call_root(self.base, lambda: self.decode(cache, position_ids=positions, **given))
         except Exception as error:
-            if isinstance(error, UserError) or is_of_machine(error):
+            if isinstance(error, UserError | ElsewhereError) or is_of_machine(error):
                 raise
             raise UnsupportedModelError(
                 given=f"{self.name} fails with a cache of no tokens: {type(error).__name__}: "

@@ -7,8 +7,11 @@ is left as it does the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -126,18 +129,19 @@ def hold(base: Any, others: Mapping[str, nn.Module]) -> None:
     base.all_tied_weights_keys = {a: b for a, b in tied.items() if {a, b} <= names}
 
 
-def holding_class(whole: type[Any], others: Mapping[str, nn.Module]) -> type[Any]:
-    """A class of models that hold a stage from the start: their constructor puts stand-ins in.
+@contextmanager
+def constructed(kind: type[Any], change: Callable[[Any], None]) -> Iterator[None]:
+    """Within it `change` is called on each new model of a class, which `from_pretrained` of
+    transformers has on meta then: it reads for what it finds."""
+    plain = kind.__init__
 
-    So transformers' own `from_pretrained` reads no weight of another stage.
-    """
-
+    @wraps(plain)
     def construct(self: Any, *given: Any, **named: Any) -> None:
-        whole.__init__(self, *given, **named)
-        hold(self, others)
+        plain(self, *given, **named)
+        change(self)
 
-    body = {"__init__": construct, "__module__": whole.__module__}
-    return type(whole.__name__, (whole,), body)
+    with patch.object(kind, "__init__", construct):
+        yield
 
 
 def local_layers_of(base: Any) -> range:

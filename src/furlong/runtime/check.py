@@ -33,7 +33,7 @@ other devices kernels may be those of any package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from furlong.errors import UnsupportedModelError, UserError
+from furlong.errors import ElsewhereError, UnsupportedModelError, UserError
 from furlong.families import (
     CHUNKED,
     NEWEST_RELEASE,
@@ -74,6 +74,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import assemble, walk_groups
 from furlong.runtime.batch import Batch, ChunkTargets, ShiftedSequence, batch_of
 from furlong.runtime.distributed.comms import Comms
+from furlong.runtime.distributed.fsdp import whole
 from furlong.runtime.executor import Executor, Layers
 from furlong.runtime.head import OutputHead
 from furlong.runtime.rng import RNGState, modes_kept, replayed
@@ -81,6 +82,8 @@ from furlong.testing import relative_error
 
 Run = dict[str, Tensor]
 """Tensors to compare, by name."""
+Agree = Callable[[Mapping[str, float]], dict[str, float]]
+"""Errors by name -> those by which all processes decide that share the model's weights."""
 GRADIENTS = "gradients"
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 _NARROW_BOUND = 0.5
@@ -97,11 +100,15 @@ _FLOAT16_LOSS_SCALE = 2.0**-8
 """Factor of the loss, so that its gradients fit into float16."""
 
 
-def self_check(model: HFDecoder, backend: Backend, heights: Sequence[int] | None = None) -> float:
+def self_check(
+    model: HFDecoder, backend: Backend, heights: Sequence[int] | None = None,
+    compute_dtype: torch.dtype | None = None, agree: Agree = dict,
+) -> float:  # fmt: skip
     """The largest relative L2 error of what is compared; raises if one is too large.
 
     `heights`: layers of each stage, for a check of these stages against one of all layers; a model
-    that is here whole has passed the other check before. None: that other check.
+    that is here whole has passed the other check before. None: that other check. `compute_dtype`:
+    in which divided weights are gathered (None: as they are); `agree`: of their processes.
 
     Runs in the mode in which the model is, or in evaluation mode where it draws random numbers,
     with the parameters as they are now, and adds to no `.grad`. Buffers and generators are
@@ -115,9 +122,10 @@ def self_check(model: HFDecoder, backend: Backend, heights: Sequence[int] | None
     is_whole = model.local_layers == range(model.num_layers)
     errors = []
     if heights == whole and is_whole:
-        errors += [_check(subject, backend) for subject in (model, *_twins(model))]
+        twins = _twins(model, compute_dtype)
+        errors += [_check(subject, backend, agree) for subject in (model, *twins)]
     elif is_whole:
-        errors.append(_check_cuts(model, [model] * len(heights), backend, heights))
+        errors.append(_check_cuts(model, [model] * len(heights), backend, heights, agree))
     else:
         twin = tiny_twin(model)
         errors.append(_check(twin, backend))
@@ -151,7 +159,8 @@ def check_packed_linears(model: HFDecoder) -> None:
         generator = torch.Generator().manual_seed(0)
         x, g = (torch.randn(3, size, generator=generator).to(model.device, dtype)
                 for size in (linear.in_features, linear.out_features))  # fmt: skip
-        with _refused(model, *_WHOLE), modes_kept(linear):
+        weight = unpacked(linear).to(dtype)
+        with _refused(model, *_WHOLE), modes_kept(linear), whole(model.base, name):
             with torch.no_grad():
                 linear.eval()
                 linear(x)
@@ -159,9 +168,8 @@ def check_packed_linears(model: HFDecoder) -> None:
             with torch.enable_grad():
                 y = linear.train()(x)
                 (dx,) = torch.autograd.grad(y, x, g, allow_unused=True)
-        weight = unpacked(linear).to(dtype)
-        truth = {"outputs": torch.nn.functional.linear(x.detach(), weight, linear.bias),
-                 "gradients": g @ weight}  # fmt: skip
+            outputs = torch.nn.functional.linear(x.detach(), weight, linear.bias)
+        truth = {"outputs": outputs, "gradients": g @ weight}
         given = {"outputs": y.detach(), "gradients": x.new_zeros(x.shape) if dx is None else dx}
         most = 1e-4 if dtype == torch.float32 else 3e-2
         for what, wanted in truth.items():
@@ -175,11 +183,13 @@ def check_packed_linears(model: HFDecoder) -> None:
                 )
 
 
-def _twins(model: HFDecoder) -> list[HFDecoder]:
+def _twins(model: HFDecoder, compute_dtype: torch.dtype | None = None) -> list[HFDecoder]:
     """Return the twin of a model whose own check sees too little; none in 16 bits for a class that
     cannot be made small."""
     try:
-        is_told = not hides_lengths(model) and not _is_narrow(model)
+        weights = model.base.parameters()
+        dtypes = {(p.is_floating_point() and compute_dtype) or p.dtype for p in weights}
+        is_told = not hides_lengths(model) and all(dtype.itemsize >= 4 for dtype in dtypes)
         # scans compute in float32, and the errors of many layers add up
         is_recurrent = family_of(model.config.model_type).recurrent != "none"
         return [] if is_told else [tiny_twin(model, all_layers=not is_recurrent)]
@@ -189,14 +199,10 @@ def _twins(model: HFDecoder) -> list[HFDecoder]:
         return []
 
 
-def _is_narrow(model: HFDecoder) -> bool:
-    return any(p.dtype.itemsize < 4 for p in model.base.parameters())
-
-
-def _check(model: HFDecoder, backend: Backend) -> float:
+def _check(model: HFDecoder, backend: Backend, agree: Agree = dict) -> float:
     """The largest error of a whole model in chunks."""
     with _settled(model), cut_embeddings(model) as leaves:
-        trial = _Trial(model, backend, leaves)
+        trial = _Trial(model, backend, leaves, agree)
         with _refused(model, *_WHOLE):
             truth = trial.whole()
         if not all(bool(value.isfinite().all()) for value in truth.values()):
@@ -210,7 +216,7 @@ def _check(model: HFDecoder, backend: Backend) -> float:
             errors, most = _compare(trial, truth)
             found = _within(model, errors, most, "gives other {} in chunks than whole")
             if not _has_known_mixers(model):
-                found += mixer_errors(model, backend)
+                found += mixer_errors(model, backend, agree)
             return max(found)
 
 
@@ -221,7 +227,7 @@ def _compare(trial: _Trial, truth: Run) -> tuple[dict[str, float], float]:
     nothing else, moves far where weights have grown large. So what is above the bound is tried
     again with other roundings: a real difference stays in all of them.
     """
-    model, errors = trial.model, differences(trial.chunked(), truth)
+    model, errors = trial.model, trial.differences(trial.chunked(), truth)
     dtype = truth[GRADIENTS].dtype
     if dtype == torch.float64 and model.probed.mixers:  # scans compute in float32 whatever enters
         dtype = torch.float32
@@ -233,12 +239,12 @@ def _compare(trial: _Trial, truth: Run) -> tuple[dict[str, float], float]:
         if max(errors.values()) <= most:
             break
         with _rounded_again(model, seed=2 * attempt):
-            moved = differences(trial.whole(), truth)
+            moved = trial.differences(trial.whole(), truth)
         most = max(most, min(2 * max(moved.values()), _NARROW_BOUND))
         if max(errors.values()) <= most:
             break
         with _rounded_again(model, seed=2 * attempt + 1):
-            again = differences(trial.chunked(), truth)
+            again = trial.differences(trial.chunked(), truth)
         errors = {name: min(errors[name], again[name]) for name in errors}
     return errors, most
 
@@ -274,8 +280,9 @@ def _has_known_mixers(model: HFDecoder) -> bool:
 
 
 def _check_cuts(
-    model: HFDecoder, parts: Sequence[HFDecoder], backend: Backend, heights: Sequence[int]
-) -> float:
+    model: HFDecoder, parts: Sequence[HFDecoder], backend: Backend, heights: Sequence[int],
+    agree: Agree = dict,
+) -> float:  # fmt: skip
     """The largest error of a model's stages of `heights` layers, in chunks, against one stage of
     all. `parts`: for each stage a model that holds it.
 
@@ -292,7 +299,7 @@ def _check_cuts(
             for order in ("chunk-first", "layer-first"):
                 with _refused(model, *_IN_CHUNKS):
                     given = trial.chunked(parts, heights, order)
-                errors = {name: relative_error(given[name], truth[name]) for name in truth}
+                errors = agree({name: relative_error(given[name], truth[name]) for name in truth})
                 found += _within(model, errors, most, "gives other {} in stages")
         return max(found)
     except UnsupportedModelError as error:  # whole, it has passed already
@@ -403,6 +410,11 @@ class _Trial:
     model: HFDecoder
     backend: Backend
     leaves: list[Tensor]
+    agree: Agree = dict
+
+    def differences(self, given: Run, truth: Run) -> dict[str, float]:
+        """The errors, see `differences`, by which all processes decide."""
+        return self.agree(differences(given, truth))
 
     def whole(self) -> Run:
         """Tensors to compare, by the model itself, one sequence at a time."""
@@ -581,7 +593,7 @@ _LEAST_SHARE = 1e-3
 less may be the rounding of others."""
 
 
-def mixer_errors(model: HFDecoder, backend: Backend) -> list[float]:
+def mixer_errors(model: HFDecoder, backend: Backend, agree: Agree = dict) -> list[float]:
     """The largest relative error of each kind of mixer; raises UnsupportedModelError for one that
     is no longer itself in slices. A mixer of a 16-bit type is compared in float32."""
     kinds = {type(mixer.module): mixer for mixer in reversed(model.probed.mixers)}
@@ -589,10 +601,15 @@ def mixer_errors(model: HFDecoder, backend: Backend) -> list[float]:
         return []
     with own_forward(model.base, model.max_seq_len):
         calls = model.calls_of(list(kinds.values()), sum(_LENS))
-        return [_mixer_error(model, call, backend) for call in calls]
+        names = {module: name for name, module in model.base.named_modules()}
+        found = []
+        for call in calls:
+            with whole(model.base, names[call.mixer.module]):
+                found.append(_mixer_error(model, call, backend, agree))
+        return found
 
 
-def _mixer_error(model: HFDecoder, called: Called, backend: Backend) -> float:
+def _mixer_error(model: HFDecoder, called: Called, backend: Backend, agree: Agree) -> float:
     most = _MIXER_BOUND
     if called.inputs.x.dtype.itemsize < 4:
         most, wide = _NARROW_MIXER_BOUND, deepcopy(called.mixer.module).to(torch.float32)
@@ -611,7 +628,8 @@ def _mixer_error(model: HFDecoder, called: Called, backend: Backend) -> float:
     }
     kind, layer = type(called.mixer.module).__name__, called.mixer.layer
     told = f"has a {kind} (layer {layer}) that gives other {{}} in slices than whole"
-    return max(_within(model, errors, most, told, "the states that its layers keep in their cache"))
+    where = "the states that its layers keep in their cache"
+    return max(_within(model, agree(errors), most, told, where))
 
 
 def _whole_mixer(called: Called, x: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
@@ -693,7 +711,7 @@ def _refused(model: HFDecoder, what: str, *others: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, UserError) or is_of_machine(error):
+        if isinstance(error, UserError | ElsewhereError) or is_of_machine(error):
             raise
         kernel = model.config._attn_implementation
         if isinstance(error, ImportError) and kernel not in ("sdpa", "eager"):

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 
 from furlong.errors import (
     ConfigError,
+    ElsewhereError,
     LinkError,
     UnsupportedModelError,
     in_four_parts,
@@ -54,11 +55,11 @@ from furlong.ops.sequence_parallel import AllToAll
 from furlong.plan.plan import Chunk, ChunkPlan
 from furlong.plan.rows import ChunkRows
 from furlong.runtime.cell import rows_on
-from furlong.runtime.check import self_check
+from furlong.runtime.check import Agree, self_check
 from furlong.runtime.distributed.comms import Comms, Pipeline, open_pipeline
 from furlong.runtime.distributed.consensus import each_of, gathered, require_equal, together
 from furlong.runtime.distributed.failures import is_lost, leave, lost
-from furlong.runtime.distributed.fsdp import one_step, shard, sharded_modules
+from furlong.runtime.distributed.fsdp import one_layer_at_a_time, one_step, shard
 from furlong.runtime.distributed.mesh import Ranks, ranks_given, require_stages
 from furlong.runtime.distributed.p2p import Parcel
 from furlong.runtime.precision import added_gradients, compute_parameters
@@ -188,6 +189,8 @@ _STATES: WeakKeyDictionary[nn.Module, ModelState] = WeakKeyDictionary()
 _CALLS = threading.RLock()
 _CHANGED, _UNLINKED = 1, 2
 """Bits that a process brings to a call: its model is new to it, its pipeline has no links."""
+_CHECK, _PROBE = 1, 2
+"""Bits of what a process has not done yet with a model that is new on any."""
 _HELD_ELSEWHERE = (
     "the weights are divided among the processes now, but something still holds them whole: an "
     "optimizer that was made before the engine trains nothing. Make the engine first"
@@ -452,36 +455,46 @@ class Session:
         now = now or self._fingerprint
         assert now is not None
         key = self._key(now, heights)
-        is_new, is_probed = key not in self.state.checked, "probed" in vars(self.model)
-        if not any(each_of(self.ranks, lambda: is_new or not is_probed)):
+        lacks = _CHECK * (key not in self.state.checked)
+        lacks += _PROBE * ("probed" not in vars(self.model))
+        lacking = each_of(self.ranks, lambda: lacks)
+        if not any(lacking):
             return
+        if any(own & _PROBE for own in lacking):  # all run the same passes, which gather
+            vars(self.model).pop("probed", None)
 
-        fault = "another process found an error with faster ones"
+        is_new = any(own & _CHECK for own in lacking)
+        ranks, fault = self.ranks, "another process found an error with faster ones"
 
         def check() -> bool:
             """Return whether the model fails with fused modules."""
             nonlocal fault
             try:
-                if is_new:
-                    self_check(self.model, self.state.backend, heights)
-            except UnsupportedModelError as error:
-                if not self.model.fused:
+                with self._weights(), ExitStack() as stack:
+                    agree: Agree = dict
+                    dtype = None
+                    if ranks is not None and self._is_sharded:
+                        place = "the start-up self-check"
+                        opened = one_layer_at_a_time(self.model.base, ranks, place)
+                        dtype, agree = self.compute_dtype, stack.enter_context(opened)
+                    if is_new:
+                        backend = self.state.backend
+                        self_check(self.model, backend, heights, dtype, agree)
+                    _ = self.model.probed  # an adapter that is new finds its mixers in a forward
+            except (UnsupportedModelError, ElsewhereError) as error:
+                if isinstance(error, LinkError) or not self.model.fused:
                     raise
-                fault = reason_of(error)
+                if isinstance(error, UnsupportedModelError):
+                    fault = reason_of(error)
                 return True
-            _ = self.model.probed  # an adapter that is new finds its mixers in a forward
             return False
 
-        with self._weights():
-            if self._is_sharded:  # at once: a forward that fails on one process gathers none
-                for module in sharded_modules(self.model.base):
-                    module.unshard()
-            if any(each_of(self.ranks, check)):  # then all keep what their modules compute
-                self.model.fused, is_new = [], True
-                together(self.ranks, check)
-                self.state.keeps_written = True
-                words = f"{self.model.name} keeps its own norms and adapters in chunks: {fault}"
-                warnings.warn(words, stacklevel=2)
+        if any(each_of(ranks, check)):  # then all keep what their modules compute
+            self.model.fused, is_new = [], True
+            together(ranks, check)
+            self.state.keeps_written = True
+            words = f"{self.model.name} keeps its own norms and adapters in chunks: {fault}"
+            warnings.warn(words, stacklevel=2)
         self.state.checked.add(key)
 
     def _key(self, now: tuple[int, int, int], heights: tuple[int, ...]) -> tuple[object, ...]:
@@ -489,19 +502,15 @@ class Session:
 
     def _shard(self, ranks: Ranks) -> None:
         """Divide the weights; what was checked whole is checked."""
-        model, dtype = self.model, self.compute_dtype
-        if ranks.divides:
-            unchanged = [] if dtype is None else model.stays_float32(dtype)
-            layers = [x for x in model.layers if not isinstance(x, PlaceholderLayer)]
-            whole = [weakref.ref(p) for p in model.base.parameters() if p.requires_grad]
-            ends = [module for module in model.ends if module is not None]
-            divide = partial(shard, model.base, layers, ends, ranks.shard_mesh, dtype)
-            together(ranks, partial(divide, unchanged=unchanged))
-            if whole and all(parameter() is not None for parameter in whole):
-                warnings.warn(_HELD_ELSEWHERE, stacklevel=5)
-            self._fingerprint = now = fingerprint(model.base)
-            self.state.checked.add(self._key(now, (model.num_layers,)))
-        self.state.ranks, self.state.compute_dtype = ranks, dtype
+        model = self.model
+        whole = [weakref.ref(p) for p in model.base.parameters() if p.requires_grad]
+        together(ranks, partial(divide, model, ranks, self.compute_dtype))
+        if not ranks.divides:
+            return
+        if whole and all(parameter() is not None for parameter in whole):
+            warnings.warn(_HELD_ELSEWHERE, stacklevel=5)
+        self._fingerprint = now = fingerprint(model.base)
+        self.state.checked.add(self._key(now, (model.num_layers,)))
 
     def _require_own_shards(self, base: nn.Module) -> None:
         """Raise ConfigError for weights that others have divided, or this engine otherwise."""
@@ -525,6 +534,20 @@ class Session:
                 source="a change of the model after furlong.Engine was made",
                 change="add adapters first, then make the engine, then the optimizer",
             )
+
+
+def divide(model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None) -> None:
+    """Divide a model's weights among the processes of its stage, for good. On meta, before they are
+    read, each process has a place for its share of them. Engines of it are given the same `ranks`
+    and `compute_dtype`; see `fsdp.shard`."""
+    if ranks.divides:
+        unchanged = [] if compute_dtype is None else model.stays_float32(compute_dtype)
+        layers = [x for x in model.layers if not isinstance(x, PlaceholderLayer)]
+        ends = [module for module in model.ends if module is not None]
+        mesh = ranks.shard_mesh
+        shard(model.base, layers, ends, mesh, compute_dtype, unchanged=unchanged)
+    state = _STATES.setdefault(model.base, ModelState())
+    state.ranks, state.compute_dtype = ranks, compute_dtype
 
 
 def fingerprint(model: nn.Module) -> tuple[int, int, int]:

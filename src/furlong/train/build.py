@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
@@ -28,12 +27,15 @@ from furlong.kv.pools import Storage
 from furlong.models.build import build_model
 from furlong.models.decoder import HFDecoder
 from furlong.models.fused import keep_written
+from furlong.models.quantized import packed_linears
+from furlong.models.support import bare_model, is_sharded
 from furlong.planners.decide import Decision, division_in_words, share_of
 from furlong.planners.options import option_values, value_in_words
 from furlong.planners.setup import given_options
 from furlong.planners.spaco import sampling_in_words
 from furlong.report.text import weights_words
 from furlong.runtime.distributed.mesh import Ranks, gpu_of
+from furlong.runtime.session import divide
 from furlong.train.checkpoints import ModelSize
 from furlong.train.kernels import put_kernels
 from furlong.train.processes import Launch, Processes
@@ -54,24 +56,34 @@ def engine_of(
     config: RunConfig, model: Any, longest_tokens: int, storage: Storage, ranks: Ranks | None,
     processes: Processes,
 ) -> Engine:  # fmt: skip
-    """The engine of this process; the weights of several are divided among them from now on."""
+    """The engine of this process."""
     dtype = getattr(torch, config.model.dtype)
     make = partial(Engine, model, max_seq_len=longest_tokens, storage=storage, compute_dtype=dtype)
-    with warnings.catch_warnings():
-        # Several check the model alone first: links between stages are opened by all, or by none.
-        warnings.filterwarnings("ignore", r"\d+ processes: gradients are this process's own")
-        engine = processes.together(make)
-    return engine if ranks is None else processes.together(partial(make, ranks=ranks))
+    return processes.together(partial(make, ranks=ranks))
+
+
+def division(
+    config: RunConfig, longest_tokens: int, ranks: Ranks | None
+) -> Callable[[Any], None] | None:
+    """A function that divides a model among the processes; None where none shares its weights."""
+    if ranks is None or not ranks.divides:
+        return None
+    dtype = getattr(torch, config.model.dtype)
+    return lambda model: divide(HFDecoder(model, max_seq_len=longest_tokens), ranks, dtype)
 
 
 def build_run_model(
     config: RunConfig, layers: range | None = None, *, unpacked: bool = False,
-    is_empty: bool = False,
+    is_empty: bool = False, divide: Callable[[Any], None] | None = None,
+    device: torch.device | None = None,
 ) -> Any:  # fmt: skip
     """The model that a run begins with, on the CPU; of a stage's process what lies in `layers`, and
     before the first or behind the last of them. `unpacked`: in floats what is in 4 bits.
-    `is_empty`: on meta."""
+    `is_empty`: on meta. `divide`: see `division`; what can be read so is divided already, and on
+    `device`."""
     settings = config.model
+    if settings.kernels in _COMPARED:
+        divide = None
     return build_model(
         settings.name,
         revision=settings.revision,
@@ -84,9 +96,30 @@ def build_run_model(
         max_seq_len=config.data.max_seq_len,
         seed=config.train.seed,
         layers=layers,
+        divide=divide,
+        device=device,
         unpacked=unpacked,
         is_empty=is_empty,
     )
+
+
+_COMPARED = ("liger", "hub")
+"""Kernels that are put into a whole model, to be compared with it."""
+
+
+def placed(
+    config: RunConfig, model: Any, device: torch.device, divide: Callable[[Any], None] | None
+) -> Any:
+    """The model on the device, as `fused` leaves it, and divided if it is to be: group by group, so
+    that no more than one is whole there."""
+    is_compared = config.model.kernels in _COMPARED
+    if divide is None or is_compared:
+        model = fused(config, model.to(device))
+    if divide is not None and not is_sharded(bare_model(model)):
+        for linear in packed_linears(model).values():
+            linear.to(device)  # codes stay whole
+        divide(model)
+    return model if divide is None or is_compared else fused(config, model)
 
 
 def fused(config: RunConfig, model: Any) -> Any:

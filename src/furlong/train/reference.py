@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from furlong.data.cache import ReferenceLogProbs
 from furlong.data.dataset import DataSet
@@ -117,9 +118,9 @@ def _groups(data: DataSet) -> Iterator[tuple[int, list[int]]]:
 
 def has_learnt(model: Any) -> bool:
     """Whether adapters, as the run begins with them, add anything: those of `lora.adapter` do."""
-    return any(
-        bool(parameter.any()) for name, parameter in model.named_parameters() if ".lora_B." in name
-    )
+    weights = [parameter for name, parameter in model.named_parameters() if ".lora_B." in name]
+    wholes = (w.full_tensor() if isinstance(w, DTensor) else w for w in weights)
+    return any(bool(whole.any()) for whole in wholes)
 
 
 def _as_it_begins(engine: BatchEngine) -> AbstractContextManager[object]:

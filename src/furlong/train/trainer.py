@@ -292,8 +292,10 @@ class Trainer:
             if layout.pp > 1:  # of this stage
                 first = sum(decision.stages[: ranks.stage])
                 layers = range(first, first + decision.stages[ranks.stage])
-        made = processes.together(lambda: build.build_run_model(config, layers))
-        self.model = processes.together(lambda: build.fused(config, made.to(self.device)))
+        divide = build.division(config, self.longest_tokens, ranks)
+        read = partial(build.build_run_model, config, layers, divide=divide, device=self.device)
+        place = partial(build.placed, config, processes.together(read), self.device, divide)
+        self.model = processes.together(place)
         before = {} if self.run.checkpoint is None else self.run.checkpoint.state
         frozen = checkpoints.base_fingerprint(  # of weights that checkpoints do not hold
             self.model, processes, like=before.get("base_fingerprint")

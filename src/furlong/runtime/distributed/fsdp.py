@@ -14,9 +14,11 @@ added to float32 sums at once, as `runtime.precision` does it for weights that a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from furlong.errors import UnsupportedModelError
 from furlong.models.quantized import packed_linears
 from furlong.models.support import add_fsdp_method
+from furlong.runtime.distributed.consensus import FINE, failure_of, gathered, outcome_of
+from furlong.runtime.distributed.failures import is_lost
 from furlong.runtime.distributed.mesh import Ranks
 
 
@@ -64,6 +68,9 @@ def shard(
         )
     register_fsdp_forward_method(base, add_fsdp_method(base))
     for part in sharded_modules(base):
+        # by the names of its class and module transformers knows what files call otherwise
+        kind, (_, _, plain, *_) = type(part), type(part).__mro__
+        kind.__name__, kind.__module__ = plain.__name__, plain.__module__
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
         if adds_unused():
@@ -118,6 +125,72 @@ def one_step(base: nn.Module) -> Iterator[None]:
         raise
     finally:
         reshard(base)  # left gathered by an evaluation they would hide gradients of later steps
+
+
+@contextmanager
+def one_layer_at_a_time(
+    base: nn.Module, ranks: Ranks, place: str
+) -> Iterator[Callable[[Mapping[str, float]], dict[str, float]]]:
+    """Gather each group when a pass comes to it, and free it behind the pass: for a check, which no
+    plan tells when. The root stays whole. Use it inside `one_step`.
+
+    The processes of the stage agree before each gather, and at the end, that none of them has
+    failed: where one has, all raise. So they must run the same passes, and what they decide by must
+    be equal. The yielded function returns the highest of each number that they give it. `place`:
+    see `consensus.together`.
+    """
+    group, goes_on = ranks.stage_group, True
+
+    def agree() -> None:
+        nonlocal goes_on
+        goes_on = False
+        if (failure := failure_of(ranks, FINE, group, place=place)) is not None:
+            raise failure
+        goes_on = True
+
+    def gather(own: Any, plain: Callable[..., None], async_op: bool = False) -> None:
+        if own._all_gather_result is None and not own.is_unsharded:
+            agree()
+        plain(async_op)
+
+    def highest(numbers: Mapping[str, float]) -> dict[str, float]:
+        agree()
+        bits = torch.tensor([*numbers.values()], dtype=torch.float64).view(torch.int64)
+        rows = torch.tensor(gathered(ranks, bits.tolist(), group)).view(torch.float64)
+        return dict(zip(numbers, rows.amax(0).tolist(), strict=True))  # NaN where one has it
+
+    root: object = base
+    layers = [module for module in sharded_modules(base) if module is not root]
+    with ExitStack() as stack:
+        for module in sharded_modules(base):
+            for own in _groups(module):
+                stack.enter_context(patch.object(own, "unshard", partial(gather, own, own.unshard)))
+        for module in layers:
+            for setting in (module.set_reshard_after_forward, module.set_reshard_after_backward):
+                setting(True, recurse=False)
+                stack.callback(setting, False, recurse=False)
+        try:
+            yield highest
+            agree()
+        except Exception as error:
+            if goes_on and not is_lost(error):  # others are about to agree
+                failure_of(ranks, outcome_of(error), group, place=place)
+            raise
+
+
+@contextmanager
+def whole(base: nn.Module, name: str) -> Iterator[None]:
+    """Within it the weights of a module, by its name, are here, with all of its group."""
+    path = name.split(".")
+    owners = (base.get_submodule(".".join(path[:n])) for n in range(len(path), -1, -1))
+    owner = next((module for module in owners if isinstance(module, FSDPModule)), None)
+    if owner is None:
+        yield
+        return
+    owner.unshard()
+    yield
+    if owner is not base:
+        owner.reshard()
 
 
 @contextmanager
