@@ -323,6 +323,9 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "one freed stage": (
             {"parallel.reshard": True, "chunks.stage_layers": 2}, "--devices=2",
         ),
+        "freed weights of groups of one": (
+            {"parallel.reshard": True, "parallel.replicate": 2}, "--devices=2",
+        ),
         "freed weights of one device": ({"parallel.reshard": True}, "--devices=1"),
         "groups of odd replicas": ({"parallel.replicate": 2}, "--devices=3"),
         "freed weights where stages are left": (

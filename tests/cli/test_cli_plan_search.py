@@ -567,3 +567,24 @@ def test_an_interrupted_search_prints_the_best_plan_so_far(lengths, capsys, monk
     page = json.loads(capsys.readouterr().out)
     assert page["search"]["is_cut_short"] and page["search"]["num_tried"] == 1
     assert page["options"]["size"] == tried[-1].options.size and page["fits"]
+
+
+@pytest.mark.slow
+def test_cards_that_free_weights_are_fewer_and_start_with_their_share(capsys):
+    """Of 14 G parameters in full no card keeps all weights, however many there are."""
+    asked = [
+        *("plan", "--lengths", "8192", "--hardware", "H100", "--model.name", "Qwen2.5-14B"),
+        *("--smallest", "--parallel.pp=1", "--chunks.size=8192", "--offload=none", "--json"),
+    ]
+    assert main(asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_devices"] == 8 and found["options"]["reshard"] and found["runs_here"]
+    held = found["weights"]
+    assert held["share_bytes"] < held["start_bytes"] < 2 * held["share_bytes"]
+    assert main([*asked, "--parallel.reshard=false"]) == 2
+    large = ["--devices=8", "--model.name=Qwen2.5-32B", "--train.state_dtype=bfloat16"]
+    few = [flag for flag in asked if flag != "--smallest"]
+    for more, runs in (((), True), (("--model.kernels=hub",), False)):
+        capsys.readouterr()
+        assert main([*few, *large, *more]) == 0
+        assert json.loads(capsys.readouterr().out)["runs_here"] == runs

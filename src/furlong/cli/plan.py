@@ -26,6 +26,7 @@ from furlong.cli.question import (
 )
 from furlong.config.sources import FlagParser, RunFlags, is_run_file, read_flags
 from furlong.cost.machine import known_machines
+from furlong.cost.training import RankWeights
 from furlong.errors import PlanError, UserError, in_short, refusal
 from furlong.plan.check import check
 from furlong.plan.lengths import Call, count_lengths
@@ -39,6 +40,7 @@ from furlong.planners.decide import (
     decide,
     division_in_words,
     longest_sequence,
+    share_of,
 )
 from furlong.planners.options import (
     SMALLEST_CHUNK,
@@ -242,9 +244,25 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
         decision, answer, name,
         report_plan(
             plan, model, budget, disk_budget_bytes=question.limits.disk_bytes,
-            num_processes=num_devices, refused=question.refused,
+            num_processes=num_devices,
+            refused=question.refused or _refused_start(question, share_of(model, decision)),
         ),
     )  # fmt: skip
+
+
+def _refused_start(question: PlanQuestion, own: RankWeights) -> str:
+    """Why a run that fits does not start, "" if it does: some kernels are compared with the whole
+    model before its weights are divided."""
+    kernels, training = question.config.model.kernels, own.training
+    master = training.master_bytes or training.compute_bytes
+    whole = (own.in_use - own.trained) * training.compute_bytes + own.trained * master
+    fits = own.group_size == 1 or whole <= question.limits.device_bytes
+    if kernels not in ("liger", "hub") or fits:
+        return ""
+    return (
+        f"model.kernels = {kernels} compares them with the whole model, {format_bytes(whole)} on"
+        " each device; without model.kernels each reads its share"
+    )
 
 
 def _show_found(

@@ -262,13 +262,25 @@ class RankWeights:
         alone are, as this runtime gathers them."""
         if not self.training.gathers or self.group_size <= 1:
             return 0
-        return sum(self.whole_bytes(stage) for stage in self.held if stage not in whole)
+        return sum(n for stage, n in self._whole.items() if stage not in whole)
+
+    @cached_property
+    def _whole(self) -> dict[int, int]:
+        """Bytes of the whole weights of each stage that the rank holds."""
+        return {stage: self.whole_bytes(stage) for stage in self.held}
 
     @property
     def share_bytes(self) -> int:
         """Bytes of weights that stay on one device between steps."""
         in_use = self.in_use * self.training.compute_bytes
         return self.state.weights - (in_use if self.training.gathers else 0)
+
+    @property
+    def start_bytes(self) -> int:
+        """Bytes of weights at the start of this runtime: the share, and the largest group of
+        weights that is whole while it is read, divided or checked."""
+        widest = max(self.training.master_bytes, self.training.compute_bytes)
+        return self.share_bytes + max(*self.float_layers(), *self.groups) * widest
 
     def whole_at_a_time(self, *, reshards: bool) -> int:
         """Most bytes of whole weights at a time: of all stages, or of two neighbours."""

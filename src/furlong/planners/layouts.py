@@ -68,14 +68,16 @@ def require_replicate(dp: int, replicate: int) -> None:
         )
 
 
-def refuse_reshard_alone(num_devices: int) -> None:
-    """Raise ConfigError for one device, which has nobody to divide its weights among."""
-    if num_devices == 1:
+def refuse_reshard_alone(num_devices: int, replicate: int = 1) -> None:
+    """Raise ConfigError for groups of one device, which divides its weights among no others."""
+    if num_devices <= replicate:
+        groups = f"{count_words(replicate, 'group')} of one device"
         raise ConfigError(
-            given="parallel.reshard = true on one device",
+            given=f"parallel.reshard = true on {groups if replicate > 1 else 'one device'}",
             required="several devices that divide the weights among them",
-            source="parallel.reshard, and the number of devices",
-            change="set parallel.reshard to false, or use several devices",
+            source="parallel.reshard, parallel.replicate and the number of devices",
+            change="set parallel.reshard to false, or"
+            f" {'parallel.replicate to 1' if replicate > 1 else 'use several devices'}",
         )
 
 

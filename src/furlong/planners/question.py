@@ -266,7 +266,8 @@ class Question:
         return (
             "reshard" not in self.given
             and self.method in RESHARDING
-            and layout.pp == 1 < layout.num_devices
+            and layout.pp == 1
+            and layout.num_devices > self.model.training.replicate
             and not (self.model.shape.whole or self.calls)
             and self.given.get("order") != "chunk-first"
             and self.given.get("stage_layers", 1) < num_layers

@@ -550,7 +550,7 @@ def walkable(question: Question) -> list[Layout]:
     some = question.layouts()
     found, reshards = some, question.given.get("reshard", False)
     if reshards:
-        refuse_reshard_alone(question.num_devices)
+        refuse_reshard_alone(question.num_devices, question.model.training.replicate)
     if question.given.get("order") == "layer-first":
         found = [layout for layout in found if layout.pp == 1]
     if not found:

@@ -168,6 +168,7 @@ class PlanReport:
             "weights": {
                 "num_sharing": self.weights.group_size,
                 "share_bytes": self.weights.share_bytes,
+                "start_bytes": self.weights.start_bytes,
                 "whole_bytes": self.weights.whole_at_a_time(reshards=self.plan.reshards),
                 "reshard": self.plan.reshards,
                 "gathers_s": self.gathers_s,

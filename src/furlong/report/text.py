@@ -100,7 +100,8 @@ def weights_words(own: RankWeights, *, reshards: bool) -> str:
         most = f"{max(map(sum, pairwise(own.stages)))} of {held} layers"
         times = "twice" if len(own.stages) > 2 else "once"
     return (
-        f"divided among {own.group_size} processes, {format_bytes(own.share_bytes)} each;"
+        f"divided among {own.group_size} processes, {format_bytes(own.share_bytes)} each,"
+        f" {format_bytes(own.start_bytes)} at the start;"
         f" {most} whole at a time ({format_bytes(whole)}), gathered {times} a step"
     )
 

@@ -72,7 +72,7 @@ def _check(config: RunConfig, num_processes: int) -> None:
     check_run(config, num_processes)
     options = given_options(config)  # refuses what contradicts itself there
     if options.get("reshard"):
-        refuse_reshard_alone(num_processes)
+        refuse_reshard_alone(num_processes, config.parallel.replicate)
     if layout.pp > 1 and options.get("order") == "layer-first":
         raise ConfigError(
             given=f"{'chunks.order' if config.chunks.order != 'auto' else 'chunks.stage_layers'}"
