@@ -508,10 +508,13 @@ def whole_weights(
     `stored`: a checkpoint, from which trained weights are read. The processes of a stage gather the
     others one by one; then the first one of each stage sends them on.
     """
-    ranks, live = engine.ranks, dict[str, Tensor]()
-    for name, tensor in engine.model.model.state_dict(keep_vars=True).items():
-        if name in names and not (stored is not None and tensor.requires_grad):
-            live[name] = tensor.detach()
+    ranks, own_state = engine.ranks, engine.model.model.state_dict(keep_vars=True)
+    live = {
+        # the largest first: copies that a gather makes of it are not beside all others
+        name: own_state[name].detach()
+        for name in sorted(own_state, key=lambda name: -own_state[name].numel())
+        if name in names and not (stored is not None and own_state[name].requires_grad)
+    }
     is_sender = ranks is None or (ranks.replica, ranks.process) == (0, 0)
     forms = {name: (list(x.shape), _dtype_in(x, dtype)) for name, x in live.items() if is_sender}
     told, found = processes.each(forms), dict[str, Tensor]()
