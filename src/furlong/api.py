@@ -82,6 +82,7 @@ class Engine:
         storage: Storage | None = None,
         ranks: Ranks | None = None,
         process_group: ProcessGroup | None = None,
+        offload_weights: bool = False,
     ) -> None:
         """`max_seq_len`: the run's longest sequence, needed by RoPE of type longrope only.
         `compute_dtype`: the dtype in which float32 weights compute (None: as they are).
@@ -91,6 +92,9 @@ class Engine:
         same model, or in a pipeline with what its stage has of it (`models.build.build_model`); or
         `process_group`, for replicas alone. Those of a stage divide its weights by FSDP2, for good:
         make the optimizer after the engine. Every call is then one of all processes.
+        `offload_weights`: weights, gradients and what an optimizer keeps of them lie in CPU memory,
+        and come to the device where the plan has an Unshard; needs a process group, of one process
+        too.
 
         Raises UnsupportedModelError, by name, for a model that cannot be trained exactly. A model
         is checked against its own forward on first use, and again when its modules, its config,
@@ -109,7 +113,7 @@ class Engine:
         self._session = Session(
             model,
             max_seq_len=self.max_seq_len, compute_dtype=compute_dtype, storage=storage,
-            ranks=ranks, process_group=process_group,
+            ranks=ranks, process_group=process_group, offload_weights=offload_weights,
         )  # fmt: skip
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
         if num_processes > 1 and self._session.ranks is None:

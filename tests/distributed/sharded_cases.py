@@ -13,6 +13,7 @@ from helpers.batches import batch
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import furlong
 from furlong.errors import FurlongError
@@ -141,7 +142,9 @@ class Found:
     """Gathers that run beside what follows them."""
 
 
-def run_steps(rank: int, steps: Sequence[Step], make: Callable[[], nn.Module]) -> list[Found]:
+def run_steps(
+    rank: int, steps: Sequence[Step], make: Callable[[], nn.Module], offload_weights: bool = False
+) -> list[Found]:
     """The steps one after the other on one model, without an update."""
     model = make()
     truths = []
@@ -149,7 +152,8 @@ def run_steps(rank: int, steps: Sequence[Step], make: Callable[[], nn.Module]) -
         loss = reference_loss(model, step.sequences(), backward=step.backward)
         truths.append((loss, take_grads(model)))
     ranks = make_ranks(len(steps[0].lens), 1, 1, "cpu")
-    engine = furlong.Engine(model, ranks=ranks)
+    engine = furlong.Engine(model, ranks=ranks, offload_weights=offload_weights)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
     for height in {
         step.options.get("stage_layers", 1) for step in steps if "order" in step.options
     }:

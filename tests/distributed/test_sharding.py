@@ -73,13 +73,13 @@ def tried(steps, make=llama, num_ranks=2):
 
 def tried_all(*given, num_ranks=2):
     """The same of several steps with their models, in one start."""
-    calls = [(run_steps, list(steps.values()), make) for steps, make in given]
+    calls = [(run_steps, list(steps.values()), *more) for steps, *more in given]
     outcomes = run_all(*calls, num_ranks=num_ranks, limit_s=240)
     for answers in outcomes:
         assert all(own == answers[0] for own in answers), "ranks differ in results or collectives"
     return [
         dict(zip(steps, answers[0], strict=True))
-        for (steps, _), answers in zip(given, outcomes, strict=True)
+        for (steps, *_), answers in zip(given, outcomes, strict=True)
     ]
 
 
@@ -95,7 +95,7 @@ def some(steps, *names):
 @pytest.fixture(scope="module")
 def replicas():
     """Steps of replicas in one start: kept weights, gathered ones, a tied and a trained head."""
-    names = "kept", "gathered", "tied", "head", "upper"
+    names = "kept", "gathered", "tied", "head", "upper", "offloaded"
     heads = some(KEPT, "chunk-first", "no label")
     upper = some(KEPT, "layer-first", "chunk-first") | some(RESHARDED, "attention", "no label")
     given = (
@@ -103,6 +103,7 @@ def replicas():
         (some(RESHARDED, "attention", "evaluation", "no label", "kept again"), llama),
         (heads, tied_llama), (heads, llama_with_a_trained_head),
         (upper, llama_with_trained_upper_layers),
+        (some(RESHARDED, "attention", "kept again", "no label"), adapted_llama, True),
     )  # fmt: skip
     return dict(zip(names, tried_all(*given), strict=True))
 
@@ -182,9 +183,15 @@ def test_weights_of_a_pool():
         assert layered[1:] == (NUM_GROUPS + NUM_LAYERS - 1, NUM_GROUPS)  # the first two again
 
 
-@pytest.mark.parametrize("what", ["tied", "head", "upper"])
+@pytest.mark.parametrize("what", ["tied", "head", "upper", "offloaded"])
 def test_models_of_which_a_part_is_trained(what, replicas):
     assert_exact(replicas[what])
+
+
+@pytest.mark.slow
+def test_a_process_that_is_alone_offloads_its_weights():
+    steps = {name: Step(((21, 4, 40, 7),), o) for name, o in {"kept": {}, "again": RESHARD}.items()}
+    assert_exact(tried_all((steps, tied_llama, True), num_ranks=1)[0])
 
 
 def on_an_older_torch(rank: int, steps: Sequence[Step]) -> list[Found]:

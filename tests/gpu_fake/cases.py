@@ -19,11 +19,15 @@ from unittest import mock
 
 import fake_gpu  # noqa: F401 - before torch
 import torch
+import torch.distributed as dist
 from fake_gpu import Card, FakeGPU, build
+from torch.distributed import HashStore, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
 
 import furlong
 from furlong.models import fused
 from furlong.models.describe import describe
+from furlong.runtime.distributed.mesh import make_ranks
 from furlong.runtime.executor import Executor
 from furlong.values import log_prob
 
@@ -135,6 +139,28 @@ def values() -> dict[str, Any]:
         return seen(gpu)
 
 
+def offloaded() -> dict[str, Any]:
+    """The second step with weights in CPU memory, which FSDP2 brings to the device, alone."""
+    init_process_group("cpu:gloo,cuda:fake", store=HashStore(), rank=0, world_size=1)
+    options = furlong.ChunkOptions(size=256, keep="input", order="layer-first", reshard=True)
+    ranks = make_ranks(1, 1, 1, "cpu")
+    with FakeGPU() as gpu, mock.patch.object(
+        dist, "all_gather_object", lambda found, own, **_: found.__setitem__(0, own)
+    ):  # fmt: skip
+        mesh = init_device_mesh("cuda", (1, 1, 1), mesh_dim_names=("pp", "dp", "sp0"))
+        ranks = replace(ranks, mesh=mesh, shard_mesh=mesh["dp", "sp0"]._flatten("shard"))
+        model = build("qwen2", **_SMALL)
+        given = {"ranks": ranks, "offload_weights": True, "compute_dtype": torch.bfloat16}
+        engine = furlong.Engine(model, **given)
+        for _ in range(2):
+            gpu.clear()
+            model.zero_grad()
+            engine.forward_backward(batch(_LENS), options)
+        held = {x.device.type for p in model.parameters() for x in (p, p.grad)}
+        dist.destroy_process_group()
+        return seen(gpu, held=sorted(held), num_parameters=len([*model.parameters()]))
+
+
 def mutant(what: str) -> dict[str, Any]:
     """A step whose pools lack one wait, with copies that are never seen to be done."""
     from furlong.kv import pools
@@ -215,6 +241,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "gemma3_text on an A100": partial(step, "gemma3_text", "none", "chunk-first", AMPERE),
     "old cuDNN": partial(step, "qwen2", "none", "chunk-first", Card(cudnn=91_000)),
     "values of a tree": values,
+    "offloaded weights": offloaded,
     "elementwise, all weights": partial(elementwise, is_lora=False),
     "elementwise, LoRA": partial(elementwise, is_lora=True),
     "elementwise, all weights, as written": partial(elementwise, is_lora=False, is_fused=False),

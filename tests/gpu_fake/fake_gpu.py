@@ -41,6 +41,7 @@ import torch
 from emulated_cuda import window_bounds
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -282,6 +283,8 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         flat, _ = tree_flatten((args, kwargs))
+        if any(isinstance(x, DTensor) for x in flat):  # of its own tensors it comes again
+            return NotImplemented
         fakes = [x for x in flat if isinstance(x, FakeTensor)]
         on_cuda = any(isinstance(x, torch.device) and x.type == "cuda" for x in flat)
         if not fakes and not on_cuda:
@@ -356,6 +359,7 @@ class FakeGPU:
                 "allocated_bytes": {"all": {"current": 0, "peak": 0}}
             },
             "current_device": lambda: 0,
+            "device": lambda device=None: contextlib.nullcontext(),
             "is_available": lambda: False,
             "_lazy_init": lambda: None,
         }
@@ -552,10 +556,12 @@ class FakeGPU:
         return into
 
     def _note(self, func, name, args, flat, result):
-        if func.is_view or name in TOUCH_NOTHING:
-            return
         outputs = [x for x in tree_flatten(result)[0] if isinstance(x, FakeTensor)]
         inputs = [x for x in flat if isinstance(x, FakeTensor)]
+        for storage in {*map(_storage, outputs)} - {*map(_storage, inputs)}:
+            self.accesses.pop(storage, None)  # new memory, of the stream's own blocks
+        if func.is_view or name in TOUCH_NOTHING:
+            return
         self._count(name, [] if name in ("zero_", "fill_") else inputs, outputs)
         stream = self.stream()
         stream.tick()

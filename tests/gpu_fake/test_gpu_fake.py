@@ -64,7 +64,7 @@ def require_right(found: dict[str, Any]) -> None:
 
 def quick(case: str) -> dict[str, Any]:
     """What is seen of one of the slow cases, which share a process."""
-    more = "values of a tree", "old cuDNN"
+    more = "values of a tree", "old cuDNN", "offloaded weights"
     return seen(*QUICK, *more, *(f"mutant: {what}" for what in MUTANTS))[case]
 
 
@@ -72,6 +72,16 @@ def quick(case: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", QUICK)
 def test_steps(case):
     require_right(quick(case))
+
+
+@pytest.mark.slow
+def test_weights_in_cpu_memory_come_to_the_gpu_and_their_gradients_go_back():
+    """Copies are waited for where the step ends, once for each gradient, and no earlier."""
+    found = quick("offloaded weights")
+    assert "error" not in found, found["error"]
+    assert found["problems"] == [] and found["held"] == ["cpu"]
+    assert found["host_syncs"] == MOST_SYNCS + found["num_parameters"]
+    assert found["syncs"]["event.synchronize at "] == found["num_parameters"], found["syncs"]
 
 
 @pytest.mark.slow

@@ -74,11 +74,12 @@ def test_what_computes_something_else_is_left(what: str, taken: int) -> None:
     if what == "scaled":  # by what no kind can be told by
         for module in modules:
             module.scale = torch.tensor(1.0)  # type: ignore[assignment]
-    assert len(fused.fused(modules, {})) == taken
+    assert len(fused.fused(modules, CPU, {})) == taken
     modules[0].forward = modules[0].forward  # type: ignore[method-assign]
-    assert len(fused.fused(modules, {})) == taken // 2, "one of its own stays"
+    assert len(fused.fused(modules, CPU, {})) == taken // 2, "one of its own stays"
 
 
+CPU = torch.device("cpu")
 LORA = functools.partial(peft.LoraConfig, r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -108,7 +109,7 @@ def test_a_check_that_fails_with_them_is_taken_without(monkeypatch: pytest.Monke
     model = build("llama")
     norm: Any = model.model.layers[0].input_layernorm
 
-    def wrong(base: nn.Module, agreed: fused.Agreed) -> list[Any]:
+    def wrong(base: nn.Module, *_: Any) -> list[Any]:
         return [(vars(norm), "forward", lambda x: type(norm).forward(norm, x) * 1.01)]
 
     monkeypatch.setattr("furlong.models.decoder.fused", wrong)

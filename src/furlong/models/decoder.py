@@ -536,7 +536,7 @@ class HFDecoder:
     @cached_property
     def fused(self) -> list[Change]:
         """The changes that save element-wise kernels; a compiled layer has fewer already."""
-        return [] if self.compiled else fused(self.base, self.agreed)
+        return [] if self.compiled else fused(self.base, self.device, self.agreed)
 
     @property
     def cell_modules(self) -> list[nn.Module]:

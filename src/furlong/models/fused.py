@@ -44,25 +44,26 @@ Agreed = dict[Any, dict[torch.dtype, Norm]]
 """The norm of each dtype in which a kind of module agrees; none where it was asked and does not."""
 
 
-def fused(base: nn.Module, agreed: Agreed) -> list[Change]:
-    """Return the changes of `forward` in the modules of a model. What norms agree with joins
-    `agreed`: a question waits for the device, and one of each kind of module is enough."""
-    here = [m for m in base.modules() if "forward" not in vars(m) and _lies_there(m)]
-    functions = [*_norms(here, agreed), *_adapters(here)]
+def fused(base: nn.Module, device: torch.device, agreed: Agreed) -> list[Change]:
+    """Return the changes of `forward` in the modules of a model that computes on a device, wherever
+    its weights lie between steps. What norms agree with joins `agreed`: a question waits for the
+    device, and one of each kind of module is enough."""
+    if device.type not in DEVICES:
+        return []
+    here = [m for m in base.modules() if "forward" not in vars(m)]
+    functions = [*_norms(here, device, agreed), *_adapters(here)]
     return [(vars(own.args[0]), "forward", own) for own in functions]
 
 
-def keep_written(base: nn.Module) -> None:
+def keep_written(base: nn.Module, device: torch.device) -> None:
     """Let the modules that `fused` would change keep the forward of their class, for good."""
-    for names, key, own in fused(base, {}):
+    for names, key, own in fused(base, device, {}):
         names[key] = own.args[0].forward
 
 
-def _lies_there(module: nn.Module) -> bool:
-    return any(p is not None and p.device.type in DEVICES for p in module.parameters())
-
-
-def _norms(modules: list[nn.Module], agreed: Agreed) -> Iterator[partial[Tensor]]:
+def _norms(
+    modules: list[nn.Module], device: torch.device, agreed: Agreed
+) -> Iterator[partial[Tensor]]:
     """Which module is an RMS norm no name tells: what has a weight (D,), an epsilon and nothing
     else is asked on random numbers, one of each kind, where it computes."""
     plain = vars(nn.Module()).keys()
@@ -79,10 +80,10 @@ def _norms(modules: list[nn.Module], agreed: Agreed) -> Iterator[partial[Tensor]
         if not all(isinstance(x, bool | int | float | str | None) for x in own.values()):
             continue
         numbers = own.items()
-        kind = type(module), weight.device, weight.shape, weight.dtype, *numbers
+        kind = type(module), weight.shape, weight.dtype, *numbers
         if kind not in agreed:
             dtypes = {torch.bfloat16, weight.dtype} - {torch.float64}
-            chosen = ((dtype, _choose(module, eps, dtype)) for dtype in dtypes)
+            chosen = ((dtype, _choose(module, eps, device, dtype)) for dtype in dtypes)
             agreed[kind] = {dtype: norm for dtype, norm in chosen if norm is not None}
         if agreed[kind]:
             yield partial(_norm, module, eps, agreed[kind])
@@ -98,7 +99,7 @@ def _norm(
     return norm(x, module.weight, eps)
 
 
-def _choose(module: Any, eps: float, dtype: torch.dtype) -> Norm | None:
+def _choose(module: Any, eps: float, device: torch.device, dtype: torch.dtype) -> Norm | None:
     """The first of `NORMS` whose values and gradients are as near to float32 as the module's, of
     rows as layers have and of such as its epsilon decides. None for a module that draws random
     numbers."""
@@ -107,7 +108,7 @@ def _choose(module: Any, eps: float, dtype: torch.dtype) -> Norm | None:
     def draw(*sizes: int) -> Tensor:
         # a mean that is not zero tells an RMS norm from a layer norm
         x = torch.randn(*sizes, *shape, generator=generator, device="cpu") + 0.5
-        return x.to(module.weight.device, dtype)
+        return x.to(device, dtype)
 
     x, w, g = draw(_NUM_ROWS), draw(), draw(_NUM_ROWS)
 

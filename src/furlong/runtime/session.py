@@ -213,13 +213,17 @@ class Session:
         ranks: Ranks | None = None,
         process_group: ProcessGroup | None = None,
         is_entered: bool = False,
+        offload_weights: bool = False,
     ) -> None:
         """`ranks`, or a `process_group` of replicas: the processes that call it together; None for
-        one alone. `is_entered`: see `HFDecoder`; the head is then the caller's."""
+        one alone. `is_entered`: see `HFDecoder`; the head is then the caller's.
+        `offload_weights`: see `Engine`."""
+        self.offload_weights = offload_weights
         self.given, self.storage, self._is_entered = given, storage, is_entered
         self.max_seq_len, self.compute_dtype = max_seq_len, compute_dtype
         self.state = _STATES.setdefault(bare_model(given), ModelState())
-        self.ranks = ranks_given(ranks, process_group, self.autocast_kind)
+        self.ranks: Ranks | None = None
+        self.ranks = ranks_given(ranks, process_group, self.autocast_kind, offload_weights)
         self._fingerprint: tuple[int, int, int] | None = None
 
     @contextmanager
@@ -306,10 +310,16 @@ class Session:
                 self.model, self.ranks, self.compute_dtype, settings, module_facts(base),
                 are_known=self.state.ranks is not None,
             )  # fmt: skip
+        ranks = self.ranks if self.state.ranks is None else None
+        if ranks is not None and self.offload_weights:  # they are checked where they come to
+            self._shard(ranks)
+            ranks, now = None, fingerprint(base)
         self.require_checked((self.model.num_layers,), now)
         self._fingerprint = now
-        if self.ranks is not None and self.state.ranks is None:
-            self._shard(self.ranks)
+        if ranks is not None:
+            self._shard(ranks)
+            self._fingerprint = fingerprint(base)  # what was checked whole is checked
+            self.state.checked.add(self._key(self._fingerprint, (self.model.num_layers,)))
 
     def _wrap(self, base: nn.Module, now: tuple[int, int, int]) -> None:
         """Make the adapter of a model, or keep it where nothing changed but modes."""
@@ -384,7 +394,9 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes: where the weights are between calls."""
+        """Where it computes: where the weights are between calls, unless they are offloaded."""
+        if self.offload_weights and self.ranks is not None:
+            return self.ranks.device
         where = (parameter.device for parameter in self.given.parameters())
         return next(where, torch.device("cpu"))
 
@@ -501,16 +513,13 @@ class Session:
         return now[:2], self.compute_dtype, self.max_seq_len, heights, self._is_entered
 
     def _shard(self, ranks: Ranks) -> None:
-        """Divide the weights; what was checked whole is checked."""
+        """Divide the weights."""
         model = self.model
         whole = [weakref.ref(p) for p in model.base.parameters() if p.requires_grad]
-        together(ranks, partial(divide, model, ranks, self.compute_dtype))
-        if not ranks.divides:
-            return
-        if whole and all(parameter() is not None for parameter in whole):
+        share = partial(divide, model, ranks, self.compute_dtype, offload=self.offload_weights)
+        together(ranks, share)
+        if ranks.divides and whole and all(parameter() is not None for parameter in whole):
             warnings.warn(_HELD_ELSEWHERE, stacklevel=5)
-        self._fingerprint = now = fingerprint(model.base)
-        self.state.checked.add(self._key(now, (model.num_layers,)))
 
     def _require_own_shards(self, base: nn.Module) -> None:
         """Raise ConfigError for weights that others have divided, or this engine otherwise."""
@@ -536,16 +545,20 @@ class Session:
             )
 
 
-def divide(model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None) -> None:
+def divide(
+    model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None, *, offload: bool = False
+) -> None:
     """Divide a model's weights among the processes of its stage, for good. On meta, before they are
     read, each process has a place for its share of them. Engines of it are given the same `ranks`
-    and `compute_dtype`; see `fsdp.shard`."""
+    and `compute_dtype`; see `fsdp.shard`, for `offload` too."""
     if ranks.divides:
         unchanged = [] if compute_dtype is None else model.stays_float32(compute_dtype)
         layers = [x for x in model.layers if not isinstance(x, PlaceholderLayer)]
         ends = [module for module in model.ends if module is not None]
-        mesh = ranks.shard_mesh
-        shard(model.base, layers, ends, mesh, compute_dtype, unchanged=unchanged)
+        shard(
+            model.base, layers, ends, ranks.shard_mesh, compute_dtype,
+            unchanged=unchanged, offload=offload,
+        )  # fmt: skip
     state = _STATES.setdefault(model.base, ModelState())
     state.ranks, state.compute_dtype = ranks, compute_dtype
 

@@ -126,7 +126,7 @@ def fused(config: RunConfig, model: Any) -> Any:
     """The model where it computes, with the kernels and the compiled layers that the run names."""
     settings = config.model
     if settings.kernels == "none":
-        keep_written(model)
+        keep_written(model, next(model.parameters()).device)
     if settings.kernels in ("auto", "none") and not settings.compile:
         return model
     adapter = HFDecoder(model, max_seq_len=config.data.max_seq_len)

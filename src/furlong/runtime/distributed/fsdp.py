@@ -25,8 +25,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -49,23 +51,28 @@ def shard(
     compute_dtype: torch.dtype | None = None,
     *,
     unchanged: Sequence[nn.Parameter] = (),
+    offload: bool = False,
 ) -> None:
     """Divide a model's weights among the processes of a mesh, which call it together.
 
     Its parameters are then DTensors, of which each process holds a part: an optimizer is made after
     it. `ends`: the embedding and the head, where they share no weight. `compute_dtype`: the dtype
     in which weights are gathered (None: as they are). `unchanged`: parameters that must not compute
-    in it. Raises UnsupportedModelError for what FSDP2 cannot divide.
+    in it. `offload`: parts, their gradients and so the optimizer's state lie in CPU memory, pinned
+    for a GPU; what is gathered comes from there. Raises UnsupportedModelError for what FSDP2 cannot
+    divide.
     """
     dtype = _refuse_indivisible(base, (*layers, *ends), unchanged if compute_dtype else ())
     # reduce_dtype is that of the sums over chunks, too
     wide = torch.promote_types(compute_dtype or dtype, torch.float32)
     policy = MixedPrecisionPolicy(compute_dtype, wide, cast_forward_inputs=False)
+    place = CPUOffloadPolicy(mesh.device_type == "cuda") if offload else OffloadPolicy()
     whole = {linear.weight for linear in packed_linears(base).values()}  # codes stay everywhere
     for module in (*layers, *ends, base):
         fully_shard(
-            module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole
-        )
+            module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=place,
+            ignored_params=whole,
+        )  # fmt: skip
     register_fsdp_forward_method(base, add_fsdp_method(base))
     for part in sharded_modules(base):
         # by the names of its class and module transformers knows what files call otherwise

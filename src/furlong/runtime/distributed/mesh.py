@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 from math import prod
@@ -59,6 +59,12 @@ class Ranks:
     @property
     def num_processes(self) -> int:
         return self.dp * self.sp * self.pp
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        kind = self.mesh.device_type
+        return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
 
     @property
     def divides(self) -> bool:
@@ -195,9 +201,10 @@ def gpu_of(number: int, num_local: int) -> torch.device:
 
 
 def ranks_given(
-    ranks: Ranks | None, process_group: ProcessGroup | None, device_type: str
+    ranks: Ranks | None, process_group: ProcessGroup | None, device_type: str, offloads: bool
 ) -> Ranks | None:
-    """The ranks of an engine, None for a process that is alone. Raises ConfigError for both."""
+    """The ranks of an engine, None for a process that is alone and does not offload its weights.
+    Raises ConfigError for both, and for none where it does."""
     if ranks is not None and process_group is not None:
         raise ConfigError(
             given="ranks and a process_group",
@@ -207,6 +214,16 @@ def ranks_given(
         )
     if process_group is not None:
         ranks = ranks_of_group(process_group, device_type)
+    if offloads:
+        if ranks is None:
+            raise ConfigError(
+                given="offload_weights without ranks and without a process_group",
+                required="one of them: FSDP2 brings weights from CPU memory, on one process too",
+                source="the arguments of furlong.Engine",
+                change="pass process_group=dist.group.WORLD behind dist.init_process_group(), or "
+                "leave offload_weights out",
+            )
+        return replace(ranks, is_forced=True)
     return ranks if ranks is not None and (ranks.is_forced or ranks.num_processes > 1) else None
 
 
