@@ -64,7 +64,8 @@ class Ranks:
     def device(self) -> torch.device:
         """Where this process computes."""
         kind = self.mesh.device_type
-        return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+        is_gpu = kind == "cuda"
+        return torch.device(kind, torch.cuda.current_device()) if is_gpu else torch.device(kind)
 
     @property
     def divides(self) -> bool:
@@ -201,7 +202,10 @@ def gpu_of(number: int, num_local: int) -> torch.device:
 
 
 def ranks_given(
-    ranks: Ranks | None, process_group: ProcessGroup | None, device_type: str, offloads: bool
+    ranks: Ranks | None,
+    process_group: ProcessGroup | None,
+    device_type: str,
+    offloads: bool = False,
 ) -> Ranks | None:
     """The ranks of an engine, None for a process that is alone and does not offload its weights.
     Raises ConfigError for both, and for none where it does."""
