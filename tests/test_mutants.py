@@ -145,7 +145,7 @@ MUTANTS = {
         "runtime/test_self_check.py::test_attention_that_is_kept_wrongly_is_seen",
     ),
     "16 bits are checked without a tiny twin": Mutant(
-        "not hides_lengths(model) and not _is_narrow(model)", "not hides_lengths(model)",
+        "not hides_lengths(model) and not is_narrow", "not hides_lengths(model)",
         "runtime/test_self_check.py::test_attention_that_is_kept_wrongly_is_seen",
     ),
     "16 bits have one wide bound": Mutant(

@@ -189,7 +189,8 @@ def _twins(model: HFDecoder, compute_dtype: torch.dtype | None = None) -> list[H
     try:
         weights = model.base.parameters()
         dtypes = {(p.is_floating_point() and compute_dtype) or p.dtype for p in weights}
-        is_told = not hides_lengths(model) and all(dtype.itemsize >= 4 for dtype in dtypes)
+        is_narrow = any(dtype.itemsize < 4 for dtype in dtypes)
+        is_told = not hides_lengths(model) and not is_narrow
         # scans compute in float32, and the errors of many layers add up
         is_recurrent = family_of(model.config.model_type).recurrent != "none"
         return [] if is_told else [tiny_twin(model, all_layers=not is_recurrent)]
