@@ -217,11 +217,12 @@ class _Search:
         # they take long, and have to beat the best
         for layout in ordered:
             for name in own_methods(questions[layout], layout):
-                beside = self._beside(layout)
+                # a pool's chunk options may be slow where places are not
+                beside = layout.pp > 1 and self._beside(layout)
                 is_worth_it = layout.pp == 1 or (
                     beside and beside[0].step_s > _BADLY * bounds_s[layout]
                 )
-                if bounds_s[layout] < self._best_s and beside and is_worth_it:
+                if bounds_s[layout] < self._best_s and is_worth_it:
                     deque(self._walk(layout, METHODS[name]), maxlen=0)
 
     def _refuse_partial(self) -> bool:
@@ -445,8 +446,8 @@ class _Search:
 
     def _options_beside(self, candidate: Candidate) -> ChunkOptions:
         """Chunk options for evaluations, and for what a method with its own chunks has no plan of:
-        the fastest that fit; where the method is named, and so nothing else was tried, those that
-        lack least by their bounds."""
+        the fastest that fit; where none was tried, the first by their estimates that fit, or those
+        that lack least by their bounds."""
         layout, question = candidate.layout, self._question
         if beside := self._beside(layout):
             return beside[0].options
@@ -455,6 +456,11 @@ class _Search:
             for one in chunks(question, layout)
             if one.options.offloading.kv == "none" and one.options.order == "chunk-first"
         ]
+        hopeful = sorted(filter(self._may_fit, offered), key=lambda one: one.estimate_s)
+        for one in hopeful[:_MOST_REFUSED]:
+            walked = self._walked(one, [one.trial(tuple(one.longest or ()))])
+            if self._limits.hold(walked.needs):
+                return one.options
         lacking = [self._limits.lacking(one.least or Needs(0)) for one in offered]
         return offered[lacking.index(min(lacking))].options
 
