@@ -15,6 +15,7 @@ from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
+from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.lengths import Lengths, StepSize, count_lengths
 from furlong.plan.plan import ChunkPlan, Layout, Reduce, Unshard
@@ -26,7 +27,7 @@ from furlong.planners.infinipipe import Loads, choose_layers
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
-from furlong.planners.question import Candidate, Limits, Question, Space, whole_model
+from furlong.planners.question import SLACK, Candidate, Limits, Question, Space, whole_model
 from furlong.planners.search import _MOST_FITTING, METHODS, _Search, best_plan, search
 from furlong.simulate.predict import Needs, most_of, needs_of, predict, predict_step, step_s
 from furlong.train.batches import BatchPlanner, Wanted
@@ -457,3 +458,21 @@ def test_own_chunks_are_asked_where_chunk_options_fit_badly(
     for lens, pp, times in (([3000] * 32, 2, 0), ([30_000], 4, 1)):
         search(Question(lens, H100, LIMITS, pp, given={"dp": 1, "sp": 1, "pp": pp}))
         assert len(asked) == times
+
+
+@pytest.mark.slow
+def test_places_are_asked_where_no_chunk_options_have_their_keys_on_the_device():
+    """8 of 64 sequences of GitHub, the longest ones: a pool whose fastest options offload K,V."""
+    lens = tuple(sorted(sample_lengths("github", 64, 1))[-8:])
+    model = CostModel(
+        model_shape("GPT-13B"),
+        Machine.named("A800"),
+        Training(zero_stage=1, gathers=True, lora=Lora(16)),
+    )
+    limits = Limits(model.hardware.budget_bytes, int(model.hardware.host_bytes))
+    named, auto = (
+        search(Question(lens, model, limits, 8, method=method)).best
+        for method in ("places", "auto")
+    )
+    assert auto.step_s <= named.step_s * (1 + SLACK)
+    assert auto.method == "places" and auto.options.offloading.kv == "none"
