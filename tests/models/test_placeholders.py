@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from furlong.errors import ConfigError, PlanError, UnsupportedModelError
 from furlong.models.build import build_model, draw_weights, export_model
 from furlong.models.decoder import HFDecoder
-from furlong.models.placeholders import hold, placeholders
+from furlong.models.placeholders import constructed, hold, placeholders
 
 STAGES = (range(1), range(1, 2), range(2, 3))
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
@@ -209,3 +209,18 @@ def test_what_cannot_be_cut_is_refused_by_name():
     base.model.layers = nn.Sequential(*base.model.layers)
     with pytest.raises(UnsupportedModelError, match="holds no list of its 3 layers"):
         placeholders(base, range(1))
+
+
+def test_a_model_that_is_built_meanwhile_is_not_changed():
+    """A tiny one of the same class, that is asked what it does, without end otherwise."""
+    changed, asked = [], []
+
+    def change(model: Any) -> None:
+        changed.append(model)
+        if len(changed) < 4:
+            asked.append(build("llama"))
+
+    with constructed(type(build("llama")), change):
+        models = [build("llama"), build("llama")]
+    assert [id(model) for model in changed] == [id(model) for model in models]
+    assert len(asked) == 2

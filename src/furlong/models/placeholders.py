@@ -131,14 +131,21 @@ def hold(base: Any, others: Mapping[str, nn.Module]) -> None:
 
 @contextmanager
 def constructed(kind: type[Any], change: Callable[[Any], None]) -> Iterator[None]:
-    """Within it `change` is called on each new model of a class, which `from_pretrained` of
-    transformers has on meta then: it reads for what it finds."""
-    plain = kind.__init__
+    """Call `change` on each new model of a class inside the context, where `from_pretrained` of
+    transformers has it on meta: it reads for what it finds. Models that `change` builds to ask what
+    such a model does stay as they are."""
+    plain, is_changing = kind.__init__, False
 
     @wraps(plain)
     def construct(self: Any, *given: Any, **named: Any) -> None:
+        nonlocal is_changing
         plain(self, *given, **named)
-        change(self)
+        if not is_changing:
+            is_changing = True
+            try:
+                change(self)
+            finally:
+                is_changing = False
 
     with patch.object(kind, "__init__", construct):
         yield
