@@ -339,10 +339,12 @@ FLOPs or by the time of its plans (InfiniPipe: not by time), and {margin} of the
 All share one cost model. *furlong* is the answer of `furlong plan` and `furlong train`. Methods
 that share whole sequences have groups larger than the heads of a model allow, too.
 
-**All rows have the parallelism of `furlong train`**: ZeRO-1 (states of the optimizer are sharded
-over replicas and sequence-parallel groups, weights and gradients of a stage are whole), sequence
-and pipeline parallelism, no tensor parallelism. Some papers have another one; where a dash stands
-for one with ZeRO-2 or ZeRO-3, its system may fit:
+**Published methods have the parallelism under which `furlong train` runs them**: ZeRO-1 (states of
+the optimizer are sharded over replicas and sequence-parallel groups, weights and gradients of a
+stage are whole), sequence and pipeline parallelism, no tensor parallelism. Some papers have another
+one; where a dash stands for one with ZeRO-2 or ZeRO-3, its system may fit. *furlong* may also free
+weights between stages (`parallel.reshard`, ZeRO-3 that gathers twice a step), and does so in
+{freed}. There its gain is over methods that are not given this:
 
 {conditions}
 
@@ -364,7 +366,11 @@ def document(rows: Sequence[Row]) -> str:
     table = ["| method | `chunks.method` | here, with ZeRO-1 | in its paper |",
              "| --- | --- | --- | --- |"]  # fmt: skip
     table += [f"| {name} | {' | '.join(words)} |" for name, words in CONDITIONS.items()]
-    parts = [_HEAD.format(margin=f"{MARGIN:.0%}", conditions="\n".join(table))]
+    freed = [row.setting.name for row in rows if "reshard true" in row.answers[_OURS]["dials"]]
+    parts = [_HEAD.format(
+        margin=f"{MARGIN:.0%}", conditions="\n".join(table),
+        freed=", ".join(freed) or "no setting",
+    )]  # fmt: skip
     if missing:
         parts += [f"**Not run** of {len(ALL)} settings: {', '.join(missing)}.", ""]
     for title, words, own in (
