@@ -213,6 +213,11 @@ def test_gpu_answers_all_with_tiny_shapes_on_a_cpu(tmp_path):
     assert found["results"]["train, kill, resume"]["off"] < 1e-5
 
 
+def test_norms_are_timed_as_written_and_fused():
+    found = dict(gpu_part._norms(gpu_part.Settings("cpu", is_tiny=True), 8))
+    assert len(found) == 4 and all(values["seconds"] > 0 for values in found.values())
+
+
 @pytest.mark.slow
 def test_fsdp_is_forced_on_a_process_that_is_alone():
     """As gpu.py asks it: weights divided, the loss and the gradient norm of none."""
