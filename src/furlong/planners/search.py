@@ -65,6 +65,9 @@ _MOST_TIMES = 8
 replica of each step. From half of it on one plan of a layout is timed."""
 _CELL_ACTIONS = 6
 """Actions of a chunk on a stage of a pipeline: three passes at most, and messages."""
+_MOST_ASKED = 128
+"""Devices up to which places are asked in layouts whose chunk options were not tried: on 1,024 that
+takes a minute."""
 _MOST_REFUSED = 3
 """Plans of chunks in a layout that do not fit before the one that needs least is tried."""
 _MOST_FITTING = 4
@@ -217,11 +220,11 @@ class _Search:
         # they take long, and have to beat the best
         for layout in ordered:
             for name in own_methods(questions[layout], layout):
-                # a pool's chunk options may be slow where places are not
-                beside = layout.pp > 1 and self._beside(layout)
-                is_worth_it = layout.pp == 1 or (
-                    beside and beside[0].step_s > _BADLY * bounds_s[layout]
-                )
+                beside = self._beside(layout)
+                if layout.pp > 1:
+                    is_worth_it = bool(beside) and beside[0].step_s > _BADLY * bounds_s[layout]
+                else:  # a pool's chunk options may be slow where places are not
+                    is_worth_it = bool(beside) or layout.num_devices <= _MOST_ASKED
                 if bounds_s[layout] < self._best_s and is_worth_it:
                     deque(self._walk(layout, METHODS[name]), maxlen=0)
 
