@@ -177,6 +177,32 @@ def written(cell):
     )
 
 
+_TRANSCRIPT = re.compile(r"```\n\$ furlong (plan (?!runs/)(?:.*\\\n)*.*)\n((?:(?!```).*\n)*)```")
+
+
+def pieces(text):
+    """What stands between the dots of a text, without line breaks and seconds of a search."""
+    words = " ".join(re.sub(r"\([\d.]+ m?s\)", "", text).split())
+    return [piece.strip() for piece in re.split(r"\[?\.\.\.\]?,?", words)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in PAGES if _TRANSCRIPT.search(p.read_text("utf-8"))],
+                         ids=lambda page: page.name)  # fmt: skip
+def test_plans_of_pages_are_what_their_commands_print_today(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no calibration"))
+    text = page.read_text(encoding="utf-8")
+    for lengths in re.findall(r"`({\"version\": 1, \"lengths\": \[\d.*})`", text):
+        Path("lens.json").write_text(lengths)
+    for command, shown in _TRANSCRIPT.findall(text):
+        main(shlex.split(command.replace("\\\n", " ")))
+        printed, start = " ".join(pieces("".join(capsys.readouterr()))), 0
+        for piece in pieces(shown):
+            assert piece in printed[start:], (command, piece)
+            start = printed.index(piece, start) + len(piece)
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_five_systems_plan_what_they_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

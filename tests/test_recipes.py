@@ -20,7 +20,13 @@ ROOT = Path(__file__).parents[1]
 MADE = runpy.run_path(str(ROOT / "scripts" / "recipes.py"))
 RECIPES = {recipe.stem: recipe for recipe in MADE["RECIPES"]}
 PLANNED = [name for name, file in RECIPES.items() if "# Planned:" in file.read_text()]
-ALIKE = {"dpo-64k", "pretraining-512k", "reasoning-32k", "agent-traces-131k"}
+ALIKE = {
+    "dpo-64k",
+    "agent-traces-64k-24gb",
+    "pretraining-512k",
+    "reasoning-32k",
+    "agent-traces-131k",
+}
 """Planned in seconds, by what plans another one: pairs (apo-16k), several devices (8b-full-1m), one
 device (8b-lora-1m)."""
 TINY = {
