@@ -84,7 +84,13 @@ class Found:
     token_losses: tuple[Tensor, ...]
 
 
-def check(cases: dict[str, Case], sizes: tuple[int, int, int], *, own_alone: bool = False) -> None:
+def check(
+    cases: dict[str, Case],
+    sizes: tuple[int, int, int],
+    *,
+    own_alone: bool = False,
+    bound: float = BOUND,
+) -> None:
     """The cases on processes of dp, sp, pp are exact."""
     num_ranks = sizes[0] * sizes[1] * sizes[2]
     answers = run_ranks(
@@ -92,14 +98,15 @@ def check(cases: dict[str, Case], sizes: tuple[int, int, int], *, own_alone: boo
     )
     for index, (name, case) in enumerate(cases.items()):
         error = worst_error(case, [own[index] for own in answers])
-        assert error <= BOUND, name
+        assert error <= bound, name
 
 
 def run_cases(
     rank: int, cases: Sequence[Case], sizes: tuple[int, int, int], own_alone: bool = False
 ) -> list[Found]:
     """Each case on an engine of dp, sp, pp; `own_alone`: given what this process reads alone."""
-    ranks = make_ranks(*sizes, "cpu")
+    replicate = sizes[0] if cases[0].plan.regathers else 1
+    ranks = make_ranks(*sizes, "cpu", replicate)
     engines: dict[str, furlong.Engine] = {}
     found = []
     for case in cases:

@@ -26,7 +26,7 @@ from furlong.plan.plan import ChunkPlan, Forward
 from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import join_replicas, plan_1f1b
+from furlong.planners.orders import join_kept, join_replicas, plan_1f1b
 from furlong.runtime.distributed.fsdp import clip_gradients
 from furlong.runtime.distributed.mesh import make_ranks
 from furlong.testing import reference_loss, take_grads
@@ -171,6 +171,29 @@ def test_a_pipeline_of_pools():
         (1, 2, 2),
         own_alone=True,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (2, 1, 2)])
+def test_weights_that_are_gathered_in_each_pool_with_every_pass(sizes):
+    dp, sp_size, pp = sizes
+    options = {"sp_size": sp_size, "stages": STAGES if pp == 2 else (3,), "regathers": True}
+    lens = (LENS, (9, 31, 3))[:dp]
+
+    def joined(**settings: object) -> ChunkPlan:
+        plans = [planned(own, **options | settings) for own in lens]
+        ids = [range(4), range(4, 7)][:dp]
+        return join_kept(plans, ids, [n for own in lens for n in own], dp)
+
+    cases = {
+        "kv": Case(joined()),
+        "input, one layer again": Case(joined(keep="input", recompute_layers=1)),
+        "tied, two steps": Case(joined(keep="all"), settings=TIED, num_steps=2),
+        "adapters": Case(joined(keep="attention", num_retained=2), lora=True),
+        "evaluation": Case(joined(backward=False)),
+        "no label on one": Case(joined(), masked=tuple(range(n) for n in LENS)) if dp > 1 else None,
+    }
+    check({name: case for name, case in cases.items() if case}, sizes, bound=1e-12)
 
 
 @pytest.mark.slow

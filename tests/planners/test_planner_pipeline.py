@@ -3,6 +3,7 @@ stages, and thousands of random instances."""
 
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -18,10 +19,10 @@ from papers.seq1f1b_plan import plan_seq1f1b
 from furlong.errors import ConfigError, PlanError
 from furlong.plan.check import check
 from furlong.plan.plan import Backward, Chunk, Forward, RebuildKV, Recv, Send, Slice
-from furlong.plan.text import format_action
+from furlong.plan.text import format_action, load_plan, save_plan
 from furlong.planners.chunks import group_chunks, split_equal_work
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import plan_1f1b, plan_replica, recompute_on_diagonals
+from furlong.planners.orders import join_kept, plan_1f1b, plan_replica, recompute_on_diagonals
 
 FOUR = (1,) * 4
 
@@ -212,8 +213,16 @@ def test_only_a_frozen_rank_may_be_without_a_reduce():
         check(idle)
 
 
-def test_a_pipeline_refuses_an_order_that_it_has_not():
-    options = ChunkOptions(size=4, order="layer-first", reshard=True)
+def test_passes_of_a_pipeline_that_gather_weights_leave_replicas_to_themselves():
+    options = ChunkOptions(size=4, reshard=True)
+    make = partial(plan_replica, options=options, num_layers=2, sp_size=2)
+    lens = [[23, 4], [5]]
+    plans = [make(own, stages=(1, 1)) for own in lens]
+    joined = join_kept(plans, [[0, 1], [2]], [23, 4, 5], 3)  # of which one has no sequence
+    assert joined.regathers and joined.replicated
+    assert load_plan(save_plan(joined)) == joined
+    with pytest.raises(PlanError, match="in one order"):
+        check(replace(joined, replicated=False))
     with pytest.raises(ConfigError) as error:
-        plan_replica([8], options, num_layers=2, stages=(1, 1))
+        make([8])
     assert "reshard" in error.value.change

@@ -172,7 +172,7 @@ class Grid:
 
     def ways(self) -> list[Direction | None]:
         """The direction of each action whose pass gathers weights, None for all others."""
-        if not self.plan.regathers:
+        if not self.plan.regathers or self.plan.replicated:
             return [None] * len(self.actions)
         ranks = range(len(self.plan.actions))
         return [way for rank in ranks for way in directions(self.plan, rank)]
@@ -223,7 +223,7 @@ def _uncovered(plan: ChunkPlan) -> Breaks:
     alone = {min(own) for own in computed if len(own) == 1 < len(plan.actions)}
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
     for index, chunk in enumerate(plan.chunks):
-        meets = index in alone or (plan.regathers and len(plan.actions) > 1)
+        meets = index in alone or (plan.regathers and not plan.replicated and len(plan.actions) > 1)
         if chunk.is_dummy and not meets:
             yield f"chunk {index} is empty, its rank needs none to go with others", index
         for piece in chunk.slices:

@@ -262,9 +262,13 @@ class ChunkPlan:
     frozen_stages: int = 0
     """First stages without a trained parameter in them or below: they have no Backward."""
     regathers: bool = False
-    """Whether each pass gathers the weights of its stage anew, as ZeRO-3 does. Passes are then
-    collectives of all ranks that hold the stage: these run in lockstep, equally many passes in
-    one order of forwards and backwards, and dummies fill up the lists of those with less to do."""
+    """Whether each pass gathers the weights of its stage anew, layer by layer, as ZeRO-3 does.
+    Passes are then collectives of all ranks that hold the stage: these run in lockstep, equally
+    many passes in one order of forwards and backwards, and dummies fill up the lists of those with
+    less to do; not so where they are `replicated`."""
+    replicated: bool = False
+    """Whether each rank of a stage holds all its weights, divided among the processes of its pool
+    alone (HSDP). Only these meet in passes that gather weights."""
 
     def __getstate__(self) -> dict[str, object]:
         """Return the fields alone: what is noted of a plan does not travel to other processes."""

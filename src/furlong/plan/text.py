@@ -189,7 +189,8 @@ def format_plan(plan: ChunkPlan) -> str:
     if plan.trees:
         lines.append(f"{count_words(len(plan.trees), 'sequence')} with branches")
     if plan.regathers:
-        lines.append("weights are gathered with every pass: the ranks of a stage run in lockstep")
+        who = "in its pool" if plan.replicated else "the ranks of a stage run in lockstep"
+        lines.append(f"weights are gathered with every pass: {who}")
     if plan.sampled:
         lines.append(f"{len(plan.trained)} of {count_words(len(plan.chunks), 'chunk')} are drawn")
     lines += [
@@ -222,6 +223,7 @@ class _Saved(BaseModel, extra="forbid", strict=True):
     report_loss: bool
     two_phases: bool
     regathers: bool
+    replicated: bool = False  # 6 has none
     seq_lens: tuple[int, ...]
     stages: tuple[int, ...]
     chunks: list[str]

@@ -43,8 +43,9 @@ class ChunkOptions:
     """Most layers of a stage; with layer-first only, whose default is 1."""
     reshard: bool = False
     """Whether processes that share weights hold whole ones of two stages at a time, gathered once
-    for each of the two walks through the stages; with layer-first only, which then takes each stage
-    for the whole batch. False: whole weights of all stages, for the step."""
+    for each of the two walks through the stages; with layer-first, which then takes each stage for
+    the whole batch. In a pipeline those of two layers, gathered in each pool with every pass.
+    False: whole weights of all stages, for the step."""
     recompute_layers: int = 0
     """First layers of a cell's graph that keep only their input and run again in its backward."""
     hybrid: bool = True
@@ -98,12 +99,6 @@ class ChunkOptions:
                 "stage_layers", self.stage_layers,
                 "no stage_layers with order chunk-first, where all layers are one stage",
                 "set order to layer-first, or leave stage_layers out",
-            )  # fmt: skip
-        elif self.reshard:
-            _refuse(
-                "reshard", self.reshard,
-                "no reshard with order chunk-first, where all layers are one stage",
-                "set order to layer-first, or leave reshard out",
             )  # fmt: skip
 
 

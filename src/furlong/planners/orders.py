@@ -161,6 +161,7 @@ def plan_1f1b(
     num_retained: int = 1,
     keep: Keep = "kv",
     recompute_layers: int = 0,
+    regathers: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
     """A checked plan of any groups in state-aware 1F1B, in the order in which they are listed.
@@ -177,7 +178,7 @@ def plan_1f1b(
     )  # fmt: skip
     return assemble(
         seq_lens, groups, stages, lists, offload=offload, sp_size=sp_size,
-        frozen_stages=frozen_stages if backward else 0, checked=checked,
+        frozen_stages=frozen_stages if backward else 0, regathers=regathers, checked=checked,
     )  # fmt: skip
 
 
@@ -261,14 +262,17 @@ def assemble(
     frozen_stages: int = 0,
     two_phases: bool = False,
     reshard: bool = False,
+    regathers: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
-    """The plan of every rank's list, checked unless told otherwise. Each stage that has a Backward
+    """The plan of every rank's list, checked unless told otherwise. `regathers`: each pass gathers
+    its layers' weights in its pool, and frees them. Each stage that has a Backward
     is reduced. K,V that no later chunk reads are not built again: those of the last ones of
     branches, and a group's chunks need not be pieces of one sequence."""
     plan = ChunkPlan(
         tuple(seq_lens), tuple(chunk for group in groups for chunk in group), tuple(stages), (),
         offload, sp_size, frozen_stages=frozen_stages, two_phases=two_phases,
+        regathers=regathers, replicated=regathers,
     )  # fmt: skip
     needed = (
         [a for a in own if not isinstance(a, RebuildKV) or plan.continues[a.chunk]] for own in lists
@@ -350,6 +354,13 @@ def plan_on_device(
     recompute nor backward runs at stages of such layers alone. The last stage always has both, for
     the loss is in its backward; so chunk-first, with all layers in one stage, leaves nothing out.
     """
+    if options.reshard and options.order == "chunk-first":
+        raise ConfigError(
+            given="chunks.reshard with order chunk-first and no pipeline",
+            required="order layer-first, or a pipeline: all layers are one stage",
+            source="the options of chunks, and pp",
+            change="set order to layer-first, or leave reshard out",
+        )
     if groups is None:
         groups = group_chunks(seq_lens, options, forks)
     stages = stages_of(num_layers, options)
@@ -447,6 +458,8 @@ def require_two_phases(options: ChunkOptions) -> None:
         )
     elif options.order != "chunk-first":
         odd = "order", "chunk-first: all forwards run before the caller makes a loss"
+    elif options.reshard:
+        odd = "reshard", "False: weights are kept between the phases"
     elif options.sampling is not None:
         odd = "sample", "none: the caller's loss wants the gradient of all that it reads"
     else:
@@ -485,14 +498,6 @@ def plan_replica(
         groups = shard(groups, sp_size)
     else:
         groups = shard_long(groups, seq_lens, local_in, sp_size)
-    if len(stages) > 1 and options.reshard:
-        raise ConfigError(
-            given=f"chunks.reshard with a pipeline of {len(stages)} stages",
-            required="chunk-first: a pipeline has stages of its own, one for each rank, and keeps "
-            "their weights",
-            source="the options of chunks, and pp",
-            change="leave order, stage_layers and reshard out, or set pp to 1",
-        )
     if len(stages) < 2:
         return plan_on_device(
             seq_lens, options, num_layers=num_layers, groups=groups, sp_size=sp_size,
@@ -502,7 +507,7 @@ def plan_replica(
         seq_lens, groups, stages=stages, offload=options.offloading, sp_size=sp_size,
         frozen_stages=_count_frozen(stages, frozen_layers), backward=backward,
         num_retained=options.num_retained, keep=options.kept,
-        recompute_layers=options.recompute_layers, checked=checked,
+        recompute_layers=options.recompute_layers, regathers=options.reshard, checked=checked,
     )  # fmt: skip
 
 
@@ -548,6 +553,7 @@ def join_replicas(
         seq_lens=tuple(seq_lens), chunks=tuple(chunks), stages=first.stages, actions=tuple(actions),
         offload=first.offload, sp_size=first.sp_size, sampled=any(plan.sampled for plan in plans),
         frozen_stages=first.frozen_stages, regathers=any(plan.regathers for plan in plans),
+        replicated=any(plan.replicated for plan in plans),
         report_loss=all(plan.report_loss for plan in plans),
     )  # fmt: skip
     for replica, plan in enumerate(plans):
@@ -580,8 +586,8 @@ def join_kept(
 
 def gathered_first(plan: ChunkPlan) -> ChunkPlan:
     """The plan in which each rank first gathers the weights of its stages, unless it says when it
-    does."""
-    if any(isinstance(action, Unshard) for own in plan.actions for action in own):
+    does, or its passes gather them."""
+    if plan.regathers or any(isinstance(action, Unshard) for own in plan.actions for action in own):
         return plan
     lists = zip(plan.held, plan.actions, strict=True)
     made = plan.with_actions(tuple((*map(Unshard, held), *own) for held, own in lists))
@@ -608,7 +614,7 @@ def _layout(plan: ChunkPlan) -> dict[str, object]:
     return {
         "stages": plan.stages, "lists of actions": len(plan.actions), "sp_size": plan.sp_size,
         "offload": asdict(plan.offload), "frozen_stages": plan.frozen_stages,
-        "reshard": plan.reshards,
+        "reshard": plan.reshards or plan.regathers,
     }  # fmt: skip
 
 

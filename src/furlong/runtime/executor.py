@@ -228,6 +228,7 @@ class Executor:
                 case "to last kv":
                     with torch.no_grad(), suppress(KVReady):
                         self._run(cell, at, what)
+                    self._comms.cut_short(action.stage)
                 case "values":
                     with torch.no_grad():
                         hidden = self._run(cell, at, what)

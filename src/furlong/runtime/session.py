@@ -365,17 +365,20 @@ class Session:
                 if self.state.pipeline is not None:
                     stack.enter_context(self.state.pipeline.adding_up(self.model))
                 stack.enter_context(added_gradients(model, keeps_zeros=plan.sampled))
-            stack.enter_context(self._weights(returned))
+            stack.enter_context(self._weights(returned, plan))
             stack.enter_context((decoder or self.model).installed())
             if self.ranks is not None:  # masks of dropout must not be the same on all
                 number = dist.get_rank(self.ranks.group)
                 stack.enter_context(independent_draws(number, self.model.device))
             yield
 
-    def _weights(self, returned: dict[int, Tensor] | None = None) -> AbstractContextManager[None]:
-        """Within it the weights are in the compute dtype."""
+    def _weights(
+        self, returned: dict[int, Tensor] | None = None, plan: ChunkPlan | None = None
+    ) -> AbstractContextManager[None]:
+        """Within it the weights are in the compute dtype, and come as the plan says."""
         if self._is_sharded:
-            return one_step(self.model.base)
+            gathers = plan is not None and plan.regathers
+            return one_step(self.model.base, self.model.layers if gathers else ())
         dtype = self.compute_dtype
         unchanged = [] if dtype is None else self.model.stays_float32(dtype)
         return compute_parameters(self.model.model, dtype, unchanged=unchanged, returned=returned)

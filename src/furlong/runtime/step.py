@@ -12,7 +12,7 @@ from torch import Tensor
 
 from furlong.cost.memory import PlanMemory
 from furlong.cost.training import Training
-from furlong.errors import DataError, PlanError, UserError, in_short
+from furlong.errors import ConfigError, DataError, PlanError, UserError, in_short
 from furlong.kv.pools import CpuPool
 from furlong.models.decoder import HFDecoder
 from furlong.models.describe import describe
@@ -200,6 +200,13 @@ def planner_of(
 
     def plan(seq_lens: Sequence[int], forks: Forks | None = None) -> ChunkPlan:
         require_type(options, ChunkOptions)
+        if options.reshard and pipeline and ranks is not None and ranks.replicate != ranks.dp:
+            raise ConfigError(
+                given=f"reshard with pp {ranks.pp}, dp {ranks.dp}, replicate {ranks.replicate}",
+                required="replicate = dp: the stages of a pipeline are divided in each pool",
+                source="ChunkOptions and make_ranks",
+                change=f"make_ranks(..., replicate={ranks.dp}), or leave reshard out",
+            )
         is_cut = options.order == "layer-first"
         own_frozen = model.num_frozen_layers if is_cut and not pipeline else frozen
         return plan_replica(

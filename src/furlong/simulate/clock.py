@@ -68,11 +68,12 @@ def _joins(plan: ChunkPlan, rank: int, shared: Collection[int]) -> list[Collecti
     joins: list[Collective | None] = [None] * len(actions)
     gathered = {action.stage for action in actions if isinstance(action, Unshard)}
     reducing: dict[int, int] = {}
-    ways = directions(plan, rank) if plan.regathers or shared else repeat(None)
+    in_step = plan.regathers and not plan.replicated
+    ways = directions(plan, rank) if in_step or shared else repeat(None)
     for index, (action, way) in enumerate(zip(actions, ways, strict=False)):
         if isinstance(action, (Unshard, Reduce)):
             joins[index] = type(action), action.stage
-        elif way and plan.regathers:
+        elif way and in_step:
             joins[index] = "pass", action.stage
         elif way and action.stage in shared:
             if action.stage not in gathered:
@@ -262,7 +263,7 @@ class Clock:
             else:
                 # the last rank to come writes this one's start and stop
                 free = yield from self._end(self._join(rank, index, now))
-                if not self._plan.regathers:
+                if not self._plan.regathers or self._plan.replicated:
                     free = stops[index]
             if self._copies and (copy_s := self._copies.copy_s(action, rank)):
                 self._copy_stop_s[rank, index] = starts[index] + copy_s

@@ -11,8 +11,8 @@ one's that of the head; after their sum both optimizers make the same update.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -44,7 +44,12 @@ from furlong.runtime.distributed.consensus import (
     outcome_of,
 )
 from furlong.runtime.distributed.failures import is_lost
-from furlong.runtime.distributed.fsdp import adding_up, end_gather, reshard_modules
+from furlong.runtime.distributed.fsdp import (
+    adding_up,
+    adds_unused,
+    end_gather,
+    reshard_modules,
+)
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.distributed.p2p import Links, Neighbour, Parcel, open_links
 from furlong.runtime.precision import gradients_apart
@@ -120,6 +125,8 @@ class Comms:
         self._model = model
         self._stages: tuple[tuple[FSDPModule, ...], ...] = ()
         """The layers of each stage, with embedding or head: gathered and added up together."""
+        self._passing: tuple[tuple[FSDPModule, ...], ...] = ()
+        """The layers of each stage that are gathered with each pass."""
         self._is_kept = False
         """Whether the plan leaves open when weights are gathered: before the first action."""
         self._outcome = FINE
@@ -138,7 +145,7 @@ class Comms:
         own = plan.actions[self._rank]
         self._last_backwards = {a.stage: a for a in own if isinstance(a, Backward)}
         if self._base is None or self._model is None:
-            self._stages = ((),) * len(plan.stages)
+            self._stages = self._passing = ((),) * len(plan.stages)
             return
         self._is_kept = not any(isinstance(action, Unshard) for action in own)
         layers, (embedding, head) = self._model.layers, self._model.ends
@@ -146,11 +153,10 @@ class Comms:
             [*layers[stop - n : stop]]
             for n, stop in zip(plan.stages, accumulate(plan.stages), strict=True)
         ]
+        self._passing = tuple(_divided(own if plan.regathers else ()) for own in stages)
         stages[0].insert(0, embedding)
         stages[-1].append(head)
-        self._stages = tuple(
-            tuple(module for module in own if isinstance(module, FSDPModule)) for own in stages
-        )
+        self._stages = tuple(map(_divided, stages))
 
     def before(self, index: int) -> None:
         """Action number `index` is about to begin; the first one when the plan has passed all
@@ -183,7 +189,13 @@ class Comms:
         if stage == self._plan.held[self._rank][0]:
             self._base.unshard()
         for module in self._stages[stage]:
-            module.unshard(async_op=True)
+            if module not in self._passing[stage]:
+                module.unshard(async_op=True)
+
+    def cut_short(self, stage: int) -> None:
+        """A pass of the stage has ended inside its last layer, which FSDP2 would not free."""
+        if passing := self._passing[stage]:
+            reshard_modules(passing)
 
     def reshard(self, stage: int) -> None:
         """Free the stage's gathered weights."""
@@ -203,8 +215,9 @@ class Comms:
     @contextmanager
     def backward(self, action: Backward) -> Iterator[None]:
         """Within it runs a Backward, without the loss in front of it. A stage's gradients are added
-        up in its last Backward; in the last of all also those beside the stages. Before a last one
-        all that add them up agree that none of them has failed.
+        up in its last Backward or, of layers that are gathered with each pass, in each; in the last
+        of all also those beside the stages. Before a last one all that add them up agree that none
+        of them has failed.
 
         All ranks come to it in the same order: the last Backward of a stage comes after that of the
         stage behind it.
@@ -215,10 +228,12 @@ class Comms:
         modules = [*self._stages[action.stage]]
         for module in modules:  # FSDP2 expects whole ones of a head that no label has used, too
             end_gather(module)
-        if not self.is_last(action):
-            yield
-            return
         stage = action.stage
+        if not self.is_last(action):
+            own = self._passing[stage] if adds_unused() else ()
+            with adding_up(own, is_complete=False) if own else nullcontext():
+                yield
+            return
         is_last_of_all = stage == min(self._last_backwards)
         if is_last_of_all and self._base is not None:
             modules.append(self._base)
@@ -332,7 +347,17 @@ def require_layout(plan: ChunkPlan, ranks: Ranks | None) -> None:
         )
     if ranks.pp > 1 and len(plan.stages) < ranks.pp:
         raise PlanError(f"the plan has {len(plan.stages)} stages, this run has pp {ranks.pp}")
-    if plan.regathers:
-        raise PlanError("the plan gathers weights with every pass, which no run does: see Reshard")
+    if plan.regathers and not plan.replicated:
+        raise PlanError("the plan gathers weights with every pass over replicas, which no run does")
+    if plan.regathers and ranks.replicate != ranks.dp:
+        raise PlanError(
+            "the plan gathers weights in each pool with every pass: its ranks are those of "
+            f"make_ranks(replicate=dp), here dp is {ranks.dp}, replicate {ranks.replicate}"
+        )
     if plan.reshards and ranks.pp > 1:
-        raise PlanError("a pipeline keeps its weights: the plan frees them between passes")
+        raise PlanError("a pipeline's plan gathers with every pass, and has no Reshard")
+
+
+def _divided(modules: Iterable[object]) -> tuple[FSDPModule, ...]:
+    """Those of some modules that FSDP2 has divided."""
+    return tuple(module for module in modules if isinstance(module, FSDPModule))

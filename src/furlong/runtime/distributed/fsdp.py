@@ -3,10 +3,14 @@ up once.
 
 Each layer is a group of its own, and so are the embedding and the head unless they are one weight;
 the root, which is the model itself, has the rest. Every pass enters through the method that FSDP2
-knows. FSDP2 never frees or gathers by itself here: the plan's Unshard and Reshard do, so that no
+knows. FSDP2 frees and gathers nothing by itself: the plan's Unshard and Reshard do, so that no
 collective depends on the number of chunks. What the root has is whole all through the step.
 Gradients are added up on each process over all chunks, and over the processes once: in the last
 backward of each stage.
+
+Where a plan's passes gather, which a pool does that obeys one list, FSDP2 gathers each layer when a
+pass comes to it, and frees it behind that. Each backward then adds the gradients of its layers up
+within the pool, the last one over replicas too.
 
 Weights are gathered in the compute dtype. The gradients of a chunk arrive in that dtype and are
 added to float32 sums at once, as `runtime.precision` does it for weights that are whole.
@@ -17,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -111,9 +116,9 @@ def reshard_modules(modules: Iterable[FSDPModule]) -> None:
 
 
 @contextmanager
-def one_step(base: nn.Module) -> Iterator[None]:
+def one_step(base: nn.Module, passing: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Within it gradients stay on their process until `adding_up`, and weights that have been
-    gathered until `reshard_modules`.
+    gathered until `reshard_modules`; those of the layers `passing` come and go with each pass.
 
     On exit, also after an error, all weights are divided again. An error forgets the gradients that
     were not added up.
@@ -126,12 +131,39 @@ def one_step(base: nn.Module) -> Iterator[None]:
     base.set_reshard_after_forward(False)
     base.set_reshard_after_backward(False)
     try:
-        yield
+        own = [module for module in passing if isinstance(module, FSDPModule)]
+        with _freed_behind_passes(own), _gathered_ahead(own):
+            yield
     except BaseException:
         _forget(base)
         raise
     finally:
         reshard(base)  # left gathered by an evaluation they would hide gradients of later steps
+
+
+@contextmanager
+def _freed_behind_passes(modules: Sequence[FSDPModule]) -> Iterator[None]:
+    """Within it FSDP2 gathers the weights of these modules when a pass comes to each, and frees
+    them behind it."""
+    with ExitStack() as stack:
+        for module in modules:
+            for setting in (module.set_reshard_after_forward, module.set_reshard_after_backward):
+                setting(True, recurse=False)
+                stack.callback(setting, False, recurse=False)
+        yield
+
+
+@contextmanager
+def _gathered_ahead(modules: Sequence[FSDPModule]) -> Iterator[None]:
+    """Within it a backward gathers each of these modules while that behind it runs: by themselves
+    gathers wait for the reduction before them. Forwards have none between their gathers."""
+    for before, module in pairwise(modules):
+        module.set_modules_to_backward_prefetch([before])
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_modules_to_backward_prefetch([module])
 
 
 @contextmanager
@@ -172,10 +204,7 @@ def one_layer_at_a_time(
         for module in sharded_modules(base):
             for own in _groups(module):
                 stack.enter_context(patch.object(own, "unshard", partial(gather, own, own.unshard)))
-        for module in layers:
-            for setting in (module.set_reshard_after_forward, module.set_reshard_after_backward):
-                setting(True, recurse=False)
-                stack.callback(setting, False, recurse=False)
+        stack.enter_context(_freed_behind_passes(layers))
         try:
             yield highest
             agree()
@@ -201,14 +230,18 @@ def whole(base: nn.Module, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def adding_up(modules: Sequence[FSDPModule], *, is_last: bool = False) -> Iterator[None]:
-    """Within it a backward adds the gradients of these modules up over the processes. `is_last`:
-    the root is among them, and no backward follows."""
+def adding_up(
+    modules: Sequence[FSDPModule], *, is_complete: bool = True, is_last: bool = False
+) -> Iterator[None]:
+    """Within it a backward adds the gradients of these modules up over the processes. Unless
+    `is_complete`, a later one adds to them, and groups that each hold all weights (HSDP) add theirs
+    up then. `is_last`: the root is among them, and no backward follows."""
     for module in modules:
         _fill_sums(module)
         if not adds_unused():
             _give_zeros(module)
         module.set_requires_gradient_sync(True, recurse=False)
+        module.set_requires_all_reduce(is_complete, recurse=False)
         module.set_is_last_backward(is_last)
     yield
     for module in modules:  # any further backward would add them up again
