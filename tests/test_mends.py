@@ -187,6 +187,7 @@ def _rows() -> Iterator[tuple[str, Run]]:
     long = {"data.train": "long_texts"}
     sampled = {"chunks.sample": {"rate": 0.5}}
     pairs = {"data.train": "pairs", "train.loss": "dpo"}
+    away = {"offload": {"weights": "cpu"}}
     of_config: dict[str, dict[str, Any]] = {
         "min_lr": {"train.min_lr": 1.0},
         "min_len": {"data.min_len": 1000},
@@ -211,6 +212,11 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "a wrong layout": {"parallel.dp": 0},
         "freed stages of a pipeline": {"parallel.reshard": True, "parallel.pp": 2},
         "freed stages of chunk-first": {"parallel.reshard": True, "chunks.order": "chunk-first"},
+        "weights on disk": {"offload": {"weights": "disk"}},
+        "weights on the CPU in a pipeline": {**away, "parallel.pp": 2},
+        "weights on the CPU, chunk-first": {**away, "chunks.order": "chunk-first"},
+        "weights on the CPU that stay whole": {**away, "parallel.reshard": False},
+        "weights on the CPU by bitsandbytes": {**away, "train.optimizer": "paged_adamw_8bit"},
     }  # fmt: skip
     for name, keys in of_config.items():
         yield name, Run(keys, "config")
@@ -302,6 +308,8 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "no weights": {"model.init": "pretrained"},
         "one machine": {"parallel.pp": 4},
         "freed weights of one process": {"parallel.reshard": True},
+        "weights on the CPU": away,
+        "pairs with weights on the CPU": {**pairs, **away},
         "groups of one process": {"parallel.replicate": 2},
     }  # fmt: skip
     for name, keys in of_start.items():
@@ -336,6 +344,10 @@ def _rows() -> Iterator[tuple[str, Run]]:
         ),
         "freed weights of chunks of its own": (
             {"parallel.reshard": True, "parallel.sp": 2, "chunks.method": "places"}, "--devices=2",
+        ),
+        "codes on the CPU": (
+            {**away, "model.init": "pretrained", "model.quantize": "nf4",
+             "model.lora": {"rank": 4}}, "--devices=1",
         ),
         "kept weights": (
             {"parallel.reshard": False, "memory.device": "150KiB"}, "--devices=2",

@@ -9,7 +9,7 @@ from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.machine import Machine, this_cpu
 from furlong.cost.memory import PARTS, PlanMemory, stage_bytes, tile_tokens
-from furlong.cost.model import CostModel
+from furlong.cost.model import CostModel, update_s
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.plan.check import check
@@ -208,14 +208,16 @@ def test_an_unsharded_stage_is_whole_from_then_on():
     assert weights.tolist() == [sharded + whole] * 4
 
 
+@pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("height", [1, 3])
-def test_a_state_whose_weights_are_freed_is_what_the_walk_holds_of_it(tied, height):
+def test_a_state_whose_weights_are_freed_is_what_the_walk_holds_of_it(tied, height, offloads):
     """Without an entrance of another size: at the ends, where a stage has the embedding or the
     head beside its layers, or in between."""
     shape = shape_of_values(TINY | {"tie_word_embeddings": tied, "num_hidden_layers": 7})
     options = ChunkOptions(size=8, order="layer-first", stage_layers=height, reshard=True)
     training = Training(zero_stage=1, gathers=True, replicas=2)
+    training = training.offloading() if offloads else training
     plan = plan_replica([40, 13], options, num_layers=7, sp_size=2)
     curve = CostModel(shape, Machine.named("A100-80"), training).memory().curve(plan, 0)
     parts = [PARTS.index(part) for part in STATE]
@@ -225,6 +227,45 @@ def test_a_state_whose_weights_are_freed_is_what_the_walk_holds_of_it(tied, heig
     weights = curve.device[:, PARTS.index("weights")]
     assert own.share_bytes + own.whole_at_a_time(reshards=True) == max(weights)
     assert own.share_bytes + own.whole_at_a_time(reshards=False) == own.state.weights
+    assert not offloads or (own.share_bytes == own.state.optimizer == 0)
+    assert set(curve.cpu) == {own.host_bytes * offloads}
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+def test_one_device_has_its_weights_in_cpu_memory_and_two_layers_of_them(lora):
+    """16 bytes of a trained parameter and 2 of a frozen one; a CPU has them as its own."""
+    options = ChunkOptions(size=4096, order="layer-first", reshard=True)
+    plan = plan_replica([16_384], options, num_layers=32)
+    training = Training(lora=lora).offloading()
+    own = training.weights(LLAMA8, plan.stages, frozenset(plan.held[0]))
+    frozen = 0 if lora is None else own.all
+    assert own.host_bytes == 16 * own.trained + 2 * frozen
+    card = CostModel(LLAMA8, Machine.named("A100-80"), training)
+    curve = card.memory().curve(plan, 0)
+    assert set(curve.cpu) == {own.host_bytes}
+    whole = own.whole_at_a_time(reshards=True)
+    assert curve.device[:, PARTS.index("weights")].max() == whole < 0.12 * 2 * own.in_use
+    here = CostModel(LLAMA8, card.hardware, replace(training, host_is_device=True))
+    on_cpu = here.memory().curve(plan, 0)
+    assert set(on_cpu.cpu) == {0}
+    lies = 12 * own.trained + 2 * frozen
+    assert on_cpu.peak["weights"] + on_cpu.peak["optimizer"] >= lies
+
+
+def test_weights_come_over_the_bus_once_for_each_unshard():
+    """In front of the stage's pass, and gradients go back beside the next one."""
+    options = ChunkOptions(size=4096, order="layer-first", reshard=True)
+    plan = plan_replica([16_384], options, num_layers=32)
+    card = CostModel(LLAMA8, Machine.named("A100-80"), Training().offloading())
+    costs, bus = card.costs(plan), card.hardware.links.host.bytes_per_s
+    own = card.training.weights(LLAMA8, plan.stages, frozenset(plan.held[0]))
+    layer = LLAMA8.layers[5].parameters
+    assert costs.blocking_s(Unshard(5), 0) == pytest.approx(4 * layer / bus, rel=0.01)
+    loaded = sum(costs.blocking_s(a, 0) for a in plan.actions[0] if isinstance(a, Unshard))
+    assert loaded == pytest.approx(2 * 4 * own.all / bus, rel=0.1)
+    assert costs.link_s(Reduce(5), 0) == pytest.approx(4 * layer / bus, rel=0.01)
+    rate = card.hardware.host_parameters_per_s
+    assert update_s(card, plan) == pytest.approx(own.trained / rate)
 
 
 def test_processes_of_a_group_hold_their_own_slices():

@@ -218,7 +218,7 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
     batch, config = question.batch, question.config
     calls: tuple[Call, ...] = ()
     if config.train.is_of_pairs:
-        check_pair_options(config.chunks, config.train.loss)
+        check_pair_options(config)
         number = len(batch.seq_lens)
         calls = tuple(call for call in batch.lengths.calls if len(call.seq_lens) == number)
         calls = calls or (Call(batch.seq_lens),)

@@ -216,7 +216,7 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     if "sample" in options:
         check_sampling(options["sample"], size=size, longest=batch.lengths.longest)
     cpu_bytes, disk_bytes = offload_budgets(
-        options.get("offload"), config.memory.cpu, config.memory.disk,
+        config.offload, config.memory.cpu, config.memory.disk,
         on_cpu=spec.name == THIS_CPU, free_cpu_bytes=int(spec.host_bytes),
     )  # fmt: skip
     assert cpu_bytes is not None  # the hardware's is known

@@ -106,7 +106,9 @@ AmountBytes = Annotated[int, BeforeValidator(_read_amount), Field(ge=0, le=MAX_B
 
 OffloadKind = Literal["kv", "inputs", "attention", "graphs"]
 OffloadTarget = Literal["none", "cpu", "disk"]
-OffloadChoice = Literal["auto"] | OffloadTarget | dict[OffloadKind, OffloadTarget]
+OffloadChoice = (
+    Literal["auto"] | OffloadTarget | dict[OffloadKind | Literal["weights"], OffloadTarget]
+)
 
 
 def told(**parts: str) -> PydanticCustomError:
@@ -118,6 +120,19 @@ def told(**parts: str) -> PydanticCustomError:
 def offloads_to(value: object, target: str) -> bool:
     """Whether a value of offload puts anything on `target`."""
     return target in value.values() if isinstance(value, Mapping) else value == target
+
+
+def kept_offload(value: OffloadChoice) -> OffloadChoice:
+    """The part of a value of offload that is of kept tensors; auto beside weights alone."""
+    if not isinstance(value, dict):
+        return value
+    kept: OffloadChoice = {kind: target for kind, target in value.items() if kind != "weights"}
+    return kept or ("auto" if offloads_weights(value) else "none")
+
+
+def offloads_weights(value: OffloadChoice) -> bool:
+    """Whether a value of offload puts weights, gradients and optimizer into CPU memory."""
+    return isinstance(value, Mapping) and value.get("weights") == "cpu"
 
 
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{\w+\}|\(.*\))")
@@ -765,7 +780,9 @@ class RunConfig(BaseModel):
     chunks: ChunksConfig = ChunksConfig()
     offload: OffloadChoice = Field(default="auto", examples=["cpu"])
     """Where kept tensors live: none (on the device), cpu, disk (needs memory.disk), or a mapping of
-    kinds (kv, inputs, attention, graphs) such as {attention: disk}, others on the device."""
+    kinds (kv, inputs, attention, graphs) such as {attention: disk}, others on the device. The kind
+    weights puts weights, gradients and optimizer there: {weights: cpu}, alone with auto for the
+    others; with auto where nothing else fits, with one word nowhere."""
     memory: MemoryConfig = MemoryConfig()
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
@@ -867,18 +884,40 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         " does, so no search may choose it",
         "set chunks.size, such as 1024, or remove chunks.sample",
     )
-    parallel, is_resharded = run.parallel, run.parallel.reshard is True
+    parallel, is_away = run.parallel, offloads_weights(run.offload)
+    for is_so, key, instead in (
+        (parallel.reshard is True, "parallel.reshard", "set parallel.reshard to false"),
+        (is_away, "offload", "remove offload"),
+    ):
+        yield (
+            is_so and parallel.pp not in ("auto", 1),
+            f"{key} and parallel.pp",
+            "parallel.pp of 1: weights that are freed between stages need no pipeline",
+            f"set parallel.pp to 1, or {instead}",
+        )
+        yield (
+            is_so and run.chunks.order == "chunk-first",
+            f"{key} and chunks.order",
+            "layer-first: chunk-first takes each chunk through all layers, and none could be freed",
+            f"remove chunks.order, or {instead}",
+        )
     yield (
-        is_resharded and parallel.pp not in ("auto", 1),
-        "parallel.reshard and parallel.pp",
-        "parallel.pp of 1: weights that are freed between stages need no pipeline",
-        "set parallel.pp to 1, or parallel.reshard to false",
+        is_away and parallel.reshard is False,
+        "offload and parallel.reshard",
+        "weights of two stages at a time on the device, where they come from the CPU",
+        "remove parallel.reshard, or remove offload",
     )
     yield (
-        is_resharded and run.chunks.order == "chunk-first",
-        "parallel.reshard and chunks.order",
-        "layer-first: chunk-first takes each chunk through all layers, and none could be freed",
-        "remove chunks.order, or set parallel.reshard to false",
+        isinstance(run.offload, dict) and run.offload.get("weights") == "disk",
+        "offload",
+        "weights: cpu, or none: they come to the device from RAM",
+        "set offload to {weights: cpu}, or remove offload",
+    )
+    yield (
+        is_away and train.optimizer in ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+        "offload and train.optimizer",
+        "an optimizer of divided weights on the CPU: bitsandbytes has none",
+        "set train.optimizer to adamw, or remove offload",
     )
     lora = run.model.lora
     yield (

@@ -59,6 +59,9 @@ _CORE_FLOPS_PER_S = 5e10
 OPTIMIZER_STEP_BYTES = 30
 """AdamW reads a gradient (4 bytes), a master weight (4) and two moments (8) of each parameter, and
 writes all but the gradient, and the weight in 16 bits (2)."""
+HOST_PARAMETERS_PER_S = 190e9 / 28
+"""Assumed: torch's fused AdamW passes 28 bytes of each parameter (gradient, weight, two moments;
+all but the gradient come back) at 190 GB/s of a node's DRAM. Nobody has measured it."""
 _ACHIEVED_BANDWIDTH, _BYTES_PER_SAVED = 0.77, 1.8
 """Assumed of a card's memory; and bytes that element-wise kernels read and write for each byte of a
 graph in each pass of a forward, and twice in a backward, counted by operator in a layer of 8B."""
@@ -130,6 +133,8 @@ class Machine:
     """Keys in a tile of attention: what the causal mask hides of one is computed all the same."""
     optimizer_parameters_per_s: float = inf
     """Trained parameters that a step of the optimizer updates per second."""
+    host_parameters_per_s: float = HOST_PARAMETERS_PER_S
+    """The same of an optimizer on the CPUs of a GPU's node, of all processes there together."""
     host_bytes: float = inf
     """Bytes that one device may keep in the memory of its host: its share of the node's."""
     activation_factor: float = 1.0

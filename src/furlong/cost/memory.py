@@ -589,9 +589,10 @@ class _RankMemory:
         alike = len(plan.holders[held[0]]) if held else 1  # share all of their stages
         group = alike * plan.sp_size * training.replicas
         self._weights = own = training.weights(shape, plan.stages, frozenset(held), group)
-        if training.gathers and group > 1 and plan.reshards:
+        if own.divides and plan.reshards:
             self._whole = {stage: own.whole_bytes(stage) for stage in held}
         self.add("weights", own.state.weights - sum(self._whole.values()))
+        self.add("weights", own.host_bytes * own.is_away, "cpu")
         self.add("optimizer", own.state.optimizer)
         heap = memory.heap_bytes(plan, self._rank)
         waits = any(count > 1 for count in self._num_backwards.values())

@@ -263,7 +263,7 @@ class PlanCosts:
         match action:
             case Unshard(stage) if self._model.training.gathers:
                 gathers_s = self._stages[stage].layer_gathers_s + self._head_s.get(stage, 0.0)
-                return self._front_s.get(stage, 0.0) + gathers_s
+                return self._before_s(stage) + gathers_s
             case Unshard(stage):
                 return self.unshard_s(stage)
             case Reduce(stage):
@@ -281,7 +281,12 @@ class PlanCosts:
         those of an Unshard's weights in front of the layers."""
         if not self._hides:
             return self.compute_s(action, rank)
-        return self._front_s.get(action.stage, 0.0) if isinstance(action, Unshard) else 0.0
+        return self._before_s(action.stage) if isinstance(action, Unshard) else 0.0
+
+    def _before_s(self, stage: int) -> float:
+        """Seconds in which a stage's weights come from CPU memory, which FSDP2 copies in the stream
+        of the passes, and in which what is in front of its layers is gathered."""
+        return self._stages[stage].brought_s + self._front_s.get(stage, 0.0)
 
     def head_s(self, action: Unshard, rank: int) -> float:
         """Seconds in which an Unshard gathers the head, behind the layers."""
@@ -394,13 +399,16 @@ class PlanCosts:
 
 def update_s(model: CostModel, plan: ChunkPlan) -> float:
     """Seconds of the optimizer's step behind a plan, on the device with most trained parameters;
-    none without a Backward. Under ZeRO a device updates its share of what others hold too."""
+    none without a Backward. Under ZeRO a device updates its share of what others hold too; the
+    optimizer of weights in a node's CPU memory runs there, for all of its devices."""
     if not plan.trained:
         return 0.0
     training = model.training
     weights = [training.weights(model.shape, plan.stages, frozenset(own)) for own in plan.held]
     trained = max(own.trained for own in weights)
-    shards = 1
-    if training.zero_stage:
-        shards = len(plan.holders[0]) * plan.sp_size * training.replicas
-    return trained / (shards * model.hardware.optimizer_parameters_per_s)
+    machine, num_devices = model.hardware, len(plan.holders[0]) * plan.sp_size * training.replicas
+    shards = max(1, num_devices // training.replicate) if training.zero_stage else 1
+    rate = machine.optimizer_parameters_per_s
+    if training.offload_weights and machine.device_type != "cpu":
+        rate = machine.host_parameters_per_s / min(num_devices, machine.links.devices_per_node)
+    return trained / (shards * rate)

@@ -181,6 +181,8 @@ class StageSeconds:
         self.passes_gather = training.regathers and not unsharded
         """Whether every pass gathers its weights, and every backward reduces."""
         self._gathers = self.passes_gather and "gathers" not in free
+        self.brought_s = self._moved_s(self._weights.brought_bytes(stage) / self._num_sharing)
+        """Seconds in which an Unshard brings a device's part of the weights from CPU memory."""
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
@@ -312,7 +314,13 @@ class StageSeconds:
         """Seconds in which gradients are added up: a reduce-scatter where they or the optimizer are
         sharded, else an all-reduce."""
         kind: Collective = "reduce_scatter" if self._training.zero_stage else "all_reduce"
-        return self._collective_s(kind, num_parameters * self._training.gradient_bytes)
+        num_bytes = num_parameters * self._training.gradient_bytes
+        return self._collective_s(kind, num_bytes) + self._moved_s(num_bytes / self._num_sharing)
+
+    def _moved_s(self, num_bytes: float) -> float:
+        """Seconds in which bytes go to CPU memory where the weights lie there, or come from it."""
+        is_there = self._training.offload_weights
+        return self._hardware.links.host.seconds(num_bytes) if is_there else 0.0
 
     @cached_property
     def trained_gather_s(self) -> float:
@@ -324,13 +332,18 @@ class StageSeconds:
         holds all weights and, of gradients, of each part between these groups."""
         links, replicate = self._hardware.links, self._training.replicate
         devices = [device for group in self._groups for device in group]
-        size = max(1, len(devices) // replicate)
+        size = self._num_sharing
         own, alike = devices[:size], devices[::size]
         own_s = links.collective_s(kind, num_bytes, size, links.num_nodes(own))
         if kind == "all_gather" or replicate == 1:
             return own_s
         nodes = links.num_nodes(alike)
         return own_s + links.collective_s("all_reduce", num_bytes / size, len(alike), nodes)
+
+    @property
+    def _num_sharing(self) -> int:
+        """Devices that share the stage's state."""
+        return max(1, sum(map(len, self._groups)) // self._training.replicate)
 
     def _gathered_s(self, *, backward: bool) -> float:
         """Seconds of the weights that come with a pass, and of gradients that go with it."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import inf
 from typing import Literal
@@ -117,6 +117,11 @@ class Training:
     replicate: int = 1
     """Groups of replicas that each share a whole state (HSDP): gradients are also added up between
     them."""
+    offload_weights: bool = False
+    """Whether each process has its part of weights, gradients and optimizer in CPU memory
+    (`offload.weights`), from where whole weights come to its device; see `offloading`."""
+    host_is_device: bool = False
+    """Whether the device is a CPU, so that all of that lies on it in any case."""
     gathers: bool = False
     """Whether the state is that of this runtime, on FSDP2: every step gathers whole weights from
     the shards of a group and adds gradients up into shards, and shards of weights lie beside whole
@@ -135,6 +140,10 @@ class Training:
         if wide is None:
             return cls()
         return cls(compute_bytes=wide, master_bytes=0, gradient_bytes=wide, kv_gradient_bytes=wide)
+
+    def offloading(self) -> Training:
+        """The same with weights in CPU memory, by FSDP2 on a process that is alone too."""
+        return replace(self, zero_stage=1, gathers=True, offload_weights=True)
 
     @property
     def regathers(self) -> bool:
@@ -174,9 +183,20 @@ class RankWeights:
         return 0 in self.held, len(self.stages) - 1 in self.held
 
     @property
+    def divides(self) -> bool:
+        """Whether whole weights are copies of parts, which may be freed, in this runtime."""
+        training = self.training
+        return training.gathers and (self.group_size > 1 or training.offload_weights)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether these parts, their gradients and the optimizer are not on the device."""
+        return self.training.offload_weights and not self.training.host_is_device
+
+    @property
     def _is_copied(self) -> bool:
         """Whether whole weights are copies beside shards, of which a group of one has all."""
-        return self.training.gathers and (self.group_size > 1 or self.training.replicate > 1)
+        return self.divides or (self.training.gathers and self.training.replicate > 1)
 
     @cached_property
     def beside(self) -> int:
@@ -260,7 +280,7 @@ class RankWeights:
     def freed_bytes(self, *whole: int) -> int:
         """Bytes of weights that are whole in `state`, and freed while those of the stages `whole`
         alone are, as this runtime gathers them."""
-        if not self.training.gathers or self.group_size <= 1:
+        if not self.divides:
             return 0
         return sum(n for stage, n in self._whole.items() if stage not in whole)
 
@@ -307,20 +327,56 @@ class RankWeights:
     @cached_property
     def state(self) -> StateBytes:
         """Bytes of one device's share."""
-        training, trained, in_use = self.training, self.trained, self.in_use
-        shard = [1 if training.zero_stage < stage else self.group_size for stage in (1, 2, 3)]
-        weights = in_use * training.compute_bytes / shard[2]
-        weights += trained * training.master_bytes / shard[0]
+        training, here = self.training, not self.is_away
+        shard = [1 if training.zero_stage < stage else self.group_size for stage in (2, 3)]
+        weights = self.in_use * training.compute_bytes / shard[1]
+        weights += self.packed * (training.packed_bytes or 0)
+        parts, optimizer = self._parts_bytes
+        return StateBytes(
+            weights=round(weights + parts * here),
+            gradients=round(self.trained * training.gradient_bytes / shard[0]),
+            optimizer=round(optimizer * here),
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in CPU memory where the weights lie there: a process's part of them, of a step's
+        gradients and of the optimizer."""
+        if not self.training.offload_weights:
+            return 0
+        return round(sum(self._parts_bytes) + self.returned_bytes)
+
+    @property
+    def returned_bytes(self) -> float:
+        """Bytes of its part of the gradients, which go there once a step."""
+        return self.trained * self.training.gradient_bytes / self.group_size
+
+    @property
+    def _parts_bytes(self) -> tuple[float, float]:
+        """Bytes of the weights that a device has beside whole ones, and of its optimizer."""
+        training, trained = self.training, self.trained
+        shards = self.group_size if training.zero_stage else 1
+        weights = trained * training.master_bytes / shards
         if self._is_copied and training.zero_stage < 3:
-            frozen = in_use - trained
+            frozen = self.in_use - trained
             weights += (frozen + (0 if training.master_bytes else trained)) * (
                 training.compute_bytes / self.group_size
             )
-        return StateBytes(
-            weights=round(weights + self.packed * (training.packed_bytes or 0)),
-            gradients=round(trained * training.gradient_bytes / shard[1]),
-            optimizer=round(self._optimizer_bytes() / shard[0]),
-        )
+        return weights, self._optimizer_bytes() / shards
+
+    def brought_bytes(self, stage: int) -> float:
+        """Bytes that an Unshard of a stage brings from CPU memory to each device that has it: its
+        part in the dtype in which that lies there. A weight that embedding and head share comes
+        with the first stage."""
+        training = self.training
+        if not training.offload_weights:
+            return 0.0
+        own = RankWeights(training, self.shape, self.stages, frozenset((stage,)), 1)
+        is_tied = self.shape.tied_head and stage > 0
+        trained = own.trained - own.beside_trained * is_tied
+        frozen = own.in_use - own.beside * is_tied - trained
+        wide = training.master_bytes or training.compute_bytes
+        return (trained * wide + frozen * training.compute_bytes) / self.group_size
 
     def _optimizer_bytes(self) -> float:
         """Bytes of the optimizer's state on all devices that share it."""
@@ -341,10 +397,12 @@ class RankWeights:
         if not self._is_copied:
             return 0
         layers = self.float_layers()
-        freed = sum(layers) * (1 - 1 / self.group_size) if reuses else 0.0
+        beside = self.beside - (sum(layers) * (1 - 1 / self.group_size) if reuses else 0.0)
+        if training.offload_weights:  # embedding and head pass one after the other
+            beside = max(self.groups)
         added = training.gradient_bytes if training.lora is None else 0
         element_bytes = max(training.compute_bytes, added)
-        return round(max(*layers, self.beside - freed) * element_bytes)
+        return round(max(*layers, beside) * element_bytes)
 
     def gradients(self, stage: int, num_backwards: int) -> list[float]:
         """Bytes of the gradients that a stage's first Backward makes, of so many: in front of its
@@ -373,11 +431,13 @@ class RankWeights:
 
     def freed_gradients(self, stage: int, made: Sequence[float]) -> list[tuple[int, float]]:
         """Stages whose Reduce leaves shards of gradients that the first Backward of `stage` has
-        `made`, each with the bytes that are free from then on, in this runtime. A gradient that
-        embedding and head share is reduced with the rank's first stage."""
-        if not self.training.gathers or self.group_size <= 1:
+        `made`, each with the bytes that are free from then on, in this runtime: all where shards
+        lie elsewhere. A gradient that embedding and head share is reduced with the rank's first
+        stage."""
+        if not self.divides:
             return []
-        shards = (n / self.group_size for n in self.gradients(stage, num_backwards=2))
+        share = 0.0 if self.is_away else 1 / self.group_size
+        shards = (n * share for n in self.gradients(stage, num_backwards=2))
         *freed, of_head = (n - shard for n, shard in zip(made, shards, strict=True))
         last = min(self.held) if self.shape.tied_head else stage
         return [(stage, sum(freed)), (last, of_head)]

@@ -532,7 +532,7 @@ class ByteBound:
         memory, shape, sp_size = model.memory(), model.shape, layout.sp
         self._memory, self._size = memory, max(1, size // sp_size)
         self._stages, self._stage, self._ahead_tokens = stages, stage, ahead_tokens
-        self._group_size = max(1, layout.dp * sp_size // model.training.replicate)
+        group_size = max(1, layout.dp * sp_size // model.training.replicate)
         self._beside_tokens = beside_tokens / sp_size
         self._has_gradients = has_gradients
         self._cells: dict[tuple[int, ...], StageBytes] = {}
@@ -550,9 +550,12 @@ class ByteBound:
         """Whether each layer has attention."""
         self._kinds: dict[int, Counter[int | None]] = {}
         """By number of last layers, how many of these have attention with each window."""
-        self._weights = partial(RankWeights, model.training, shape, group_size=self._group_size)
+        self._weights = partial(RankWeights, model.training, shape, group_size=group_size)
         held = self._weights(stages=own, held=frozenset((stage,)))
         self._static_bytes = held.state.weights + held.state.optimizer + memory.overhead_bytes
+        self._host_bytes = float(held.host_bytes * held.is_away)
+        self._share = 0.0 if held.is_away else 1 / group_size
+        """Share of the gradients of a stage that a Reduce leaves on the device."""
         self._made: dict[tuple[tuple[int, ...], int], list[float]] = {}
         self._freed_bytes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         kv_layer = self._cell((self._num_layers,)).kv_layer
@@ -610,7 +613,7 @@ class ByteBound:
         stages = stages_of(num_layers, options)
         cell, num_below = self._cell(stages), len(stages) - 1
         offload, keep, height = options.offloading, options.keep, stages[-1]
-        used: dict[OffloadTarget, float] = dict.fromkeys(("none", *TARGETS), 0.0)
+        used: dict[OffloadTarget, float] = {"none": 0.0, "cpu": self._host_bytes, "disk": 0.0}
         stage = (self._stages, self._stage) if self._stages else (stages, num_below)
         gradients, made = self._gradients(*stage), 0.0
         is_first = not (done or self._has_gradients)
@@ -682,10 +685,10 @@ class ByteBound:
         if not done:
             is_here = options.keep != "all" or offload.graphs == "none"
             made = max(a - b for a, b in first_backward(cell, again, graph * is_here, gradients))
-        used: dict[OffloadTarget, float] = dict.fromkeys(("none", *TARGETS), 0.0)
+        used: dict[OffloadTarget, float] = {"none": 0.0, "cpu": self._host_bytes, "disk": 0.0}
         others = sum(self._gradients((self._num_layers,), 0)) - sum(gradients[:-1])
         used["none"] = self._static_bytes + made + (tokens - done) * TOKEN_BYTES
-        used["none"] += others / (self._group_size if options.reshard else 1)
+        used["none"] += others * (self._share if options.reshard else 1)
         used["none"] -= self._freed(stages, 0, 1) if options.reshard else 0
         used["none"] += current * (cell.message + cell.working)
         used[offload.inputs] += (tokens - done) * cell.message  # gradients of the stage's output

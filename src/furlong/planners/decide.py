@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Literal
 
+from furlong.config.schema import offloads_weights
 from furlong.cost.machine import THIS_CPU, are_links_measured
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
@@ -46,7 +47,7 @@ from furlong.simulate.predict import Needs, Prediction, most_of, needs_of, predi
 from furlong.units import budget_of, count_words, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from furlong.config.schema import ChunksConfig
+    from furlong.config.schema import RunConfig
 
 
 MAX_CHUNKS = 2048
@@ -185,6 +186,9 @@ class Decision:
     has_shrunk: bool = False
     """Whether the options are of smaller chunks than those that were chosen, after a step that did
     not fit."""
+    offload_weights: bool = False
+    """Whether weights, gradients and optimizer lie in CPU memory, as in `model.training`; the
+    options then free the weights of stages, on one process too."""
 
     def predict(self, plan: ChunkPlan) -> Prediction | None:
         """Seconds and bytes of a plan's step; None where there is nothing to predict with."""
@@ -235,7 +239,10 @@ def decide(
 
     def unsearched(options: ChunkOptions, words: str, layout: Layout) -> Decision:
         whole, stages = whole_model(question.model_of(layout)), question.stages_of(layout)
-        return Decision(options, words, model=whole, layout=layout, stages=stages)
+        return Decision(
+            options, words, model=whole, layout=layout, stages=stages,
+            offload_weights=whole.training.offload_weights,
+        )  # fmt: skip
 
     if not calls and question.longest > MAX_CHUNKS * question.given.get("size", inf):
         words = f"more than {MAX_CHUNKS:,} chunks are not searched: by the fixed rule"
@@ -259,6 +266,7 @@ def decide(
         model if is_one else whole_model(question.model_of(layout)),
         layout=layout, stages=question.stages_of(layout),
         layout_words="" if is_one else layouts_in_words(answer),
+        offload_weights=question.model.training.offload_weights,
     )  # fmt: skip
 
 
@@ -312,9 +320,9 @@ def whole_step(lengths: Lengths, size: StepSize, seed: int, longest: int) -> lis
     return step[: size.stops(step)[0]]
 
 
-def check_pair_options(chunks: ChunksConfig, loss: str) -> None:
+def check_pair_options(config: RunConfig) -> None:
     """Raises ConfigError for options that two phases have not."""
-    retained = chunks.num_retained
+    chunks, loss, retained = config.chunks, config.train.loss, config.chunks.num_retained
     for name, value, is_odd, change in (
         ("keep", chunks.keep, chunks.keep == "all", "set it to attention, kv or input"),
         ("order", chunks.order, chunks.order == "layer-first", "remove it"),
@@ -322,13 +330,15 @@ def check_pair_options(chunks: ChunksConfig, loss: str) -> None:
         ("num_retained", retained, retained not in ("auto", 0), "remove it, or set it to 0"),
         ("method", chunks.method, chunks.method != "auto", "remove it"),
         ("sample", "{...}", chunks.sample is not None, "remove it"),
+        ("offload", "{weights: cpu}", offloads_weights(config.offload), "remove offload"),
     ):
         if is_odd:
+            key = key_of(name)
             raise ConfigError(
-                given=f"chunks.{name} = {value} with train.loss: {loss}",
+                given=f"{key} = {value} with train.loss: {loss}",
                 required="chunk-first plans without a graph between forward and backward, where"
                 " the loss of a pair is made, and exact gradients",
-                source=f"chunks.{name} and train.loss",
+                source=f"{key} and train.loss",
                 change=change,
             )
 

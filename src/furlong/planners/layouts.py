@@ -68,9 +68,10 @@ def require_replicate(dp: int, replicate: int) -> None:
         )
 
 
-def refuse_reshard_alone(num_devices: int, replicate: int = 1) -> None:
-    """Raise ConfigError for groups of one device, which divides its weights among no others."""
-    if num_devices <= replicate:
+def refuse_reshard_alone(num_devices: int, replicate: int = 1, *, offloads: bool = False) -> None:
+    """Raise ConfigError for groups of one device, which divides its weights among no others, unless
+    it brings them from CPU memory."""
+    if num_devices <= replicate and not offloads:
         groups = f"{count_words(replicate, 'group')} of one device"
         raise ConfigError(
             given=f"parallel.reshard = true on {groups if replicate > 1 else 'one device'}",

@@ -299,6 +299,8 @@ class Question:
         training = replace(
             self.model.training, zero_stage=zero, gathers=bool(zero), replicas=layout.dp
         )
+        if training.offload_weights:
+            training = training.offloading()
         return replace(self.model, training=training)
 
 

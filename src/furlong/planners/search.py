@@ -394,6 +394,7 @@ class _Search:
             if self._is_one:
                 seconds = candidate.estimate_s
                 is_plain = candidate.options.offloading == ON_DEVICE and sampling is None
+                is_plain = is_plain and not space.model.training.offload_weights
                 if not is_plain and not self._question.calls:
                     seconds = space.busiest_s(plan_of)
                     self._num_actions += sum(map(len, plan.actions))
@@ -559,7 +560,10 @@ def walkable(question: Question) -> list[Layout]:
     some = question.layouts()
     found, reshards = some, question.given.get("reshard", False)
     if reshards:
-        refuse_reshard_alone(question.num_devices, question.model.training.replicate)
+        training = question.model.training
+        refuse_reshard_alone(
+            question.num_devices, training.replicate, offloads=training.offload_weights
+        )
     if question.given.get("order") == "layer-first":
         found = [layout for layout in found if layout.pp == 1]
     if not found:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from furlong.config.schema import kept_offload, offloads_weights
 from furlong.cost.machine import AS_WRITTEN, Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
@@ -39,12 +40,23 @@ def cost_model_of(
 ) -> CostModel:
     """Figures of one of a run's devices, with what `furlong calibrate` has measured of it unless
     that is not wanted. `packed`: as for `training_of`. Raises ConfigError for a damaged
-    calibration."""
+    calibration, and for weights in 4 bits that are to lie in CPU memory."""
     training = with_optimizer(training_of(config.model, packed), config.train, shape)
     if num_devices > 1 or not config.train.is_of_pairs:  # of which one device is asked about
         training = replace(training, replicate=config.parallel.replicate)
     if num_devices > 1:
         training = replace(training, zero_stage=1, gathers=True)
+    if offloads_weights(config.offload):
+        if training.packed_bytes is not None:
+            raise ConfigError(
+                given=f"offload = {config.offload} for a model in 4 bits",
+                required="weights in floats: codes stay on the device as they are",
+                source="offload, model.quantize and the model's config.json",
+                change="remove offload"
+                + ", or remove model.quantize" * (config.model.quantize is not None),
+            )
+        training = training.offloading()
+    training = replace(training, host_is_device=machine.device_type == "cpu")
     dtype = config.model.dtype
     found = machine.calibrated(dtype) if calibrate else machine.computing_in(dtype)
     if config.model.kernels == "none" and found.device_type == "cuda":
@@ -69,11 +81,13 @@ def offload_budgets(
 ) -> tuple[int | None, int]:
     """Bytes of CPU memory and disk that a plan may use; 0: none, None: no limit.
 
-    `offload`: that of a run file, or None. `cpu`, `disk`: memory.cpu and memory.disk.
+    `offload`: that of a run file. `cpu`, `disk`: memory.cpu and memory.disk.
     `free_cpu_bytes`: what auto means on a GPU; None where that is not known. Raises ConfigError.
     """
-    is_free = offload in (None, "auto")
-    named = [] if is_free else ChunkOptions(offload=offload).offloading.targets
+    kept: Any = kept_offload(offload)
+    named = [] if kept in (None, "auto") else [*ChunkOptions(offload=kept).offloading.targets]
+    if offloads_weights(offload) and not on_cpu:  # whose RAM has weights in any case
+        named.append("cpu")
     cpu_bytes = 0 if on_cpu else free_cpu_bytes if cpu == "auto" else cpu
     if on_cpu and (cpu not in ("auto", 0) or "cpu" in named):
         key, value = ("offload", repr(offload)) if cpu in ("auto", 0) else ("memory.cpu", cpu)
@@ -131,13 +145,16 @@ def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape)
 
 
 def given_options(config: RunConfig) -> dict[str, Any]:
-    """The options that a run file gives; stage_layers or reshard alone mean layer-first. Raises
-    ConfigError for a sample whose keys contradict each other."""
+    """The options that a run file gives; stage_layers or reshard alone mean layer-first, and so do
+    weights on the CPU, which are freed. Raises ConfigError for a sample whose keys contradict each
+    other."""
     chunks = config.chunks
     values = chunks.model_dump(include={*SEARCHED_OPTIONS, "stage_layers"})
-    values |= {"offload": config.offload}
+    values |= {"offload": kept_offload(config.offload)}
     given = {name: value for name, value in values.items() if value != "auto"}
-    if config.parallel.reshard != "auto":
+    if offloads_weights(config.offload):
+        given["reshard"] = True
+    elif config.parallel.reshard != "auto":
         given["reshard"] = config.parallel.reshard
     if "stage_layers" in given or given.get("reshard"):
         given = {"order": "layer-first", **given}

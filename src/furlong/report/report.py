@@ -78,6 +78,13 @@ class PlanReport:
         return max(found, key=lambda own: own.share_bytes)
 
     @property
+    def brought_bytes(self) -> int:
+        """Bytes of weights that a step brings from CPU memory to that rank's device."""
+        own = self.weights
+        actions = self.plan.actions[self.plan.held.index(tuple(sorted(own.held)))]
+        return round(sum(own.brought_bytes(a.stage) for a in actions if isinstance(a, Unshard)))
+
+    @property
     def lost(self) -> dict[str, float]:
         """The parts of `bubble_ratio`, shares of the ranks' time, by the words of a page."""
         return lost_shares(self.figures)
@@ -169,6 +176,8 @@ class PlanReport:
                 "num_sharing": self.weights.group_size,
                 "share_bytes": self.weights.share_bytes,
                 "start_bytes": self.weights.start_bytes,
+                "host_bytes": self.weights.host_bytes,
+                "brought_bytes": self.brought_bytes,
                 "whole_bytes": self.weights.whole_at_a_time(reshards=self.plan.reshards),
                 "reshard": self.plan.reshards,
                 "gathers_s": self.gathers_s,

@@ -91,18 +91,23 @@ def between_words(machine: Machine, seconds: float) -> str:
 
 
 def weights_words(own: RankWeights, *, reshards: bool) -> str:
-    """Words for the weights of a process that shares them with others; empty where it has none."""
-    if own.group_size == 1 or not own.training.gathers:
+    """Words for the weights of a process that has parts of them; empty where it has none."""
+    if not own.divides:
         return ""
     held, whole = len(own.layers), own.whole_at_a_time(reshards=reshards)
     times, most = "once", f"all {held} layers"
     if reshards:
         most = f"{max(map(sum, pairwise(own.stages)))} of {held} layers"
         times = "twice" if len(own.stages) > 2 else "once"
+    where = f"divided among {own.group_size} processes, {format_bytes(own.share_bytes)} each"
+    come = "gathered"
+    if own.training.offload_weights:
+        each = f" of each of {own.group_size} processes" * (own.group_size > 1)
+        where = f"on the CPU, {format_bytes(own.host_bytes)} with gradients and optimizer{each}"
+        come = "brought"
     return (
-        f"divided among {own.group_size} processes, {format_bytes(own.share_bytes)} each,"
-        f" {format_bytes(own.start_bytes)} at the start;"
-        f" {most} whole at a time ({format_bytes(whole)}), gathered {times} a step"
+        f"{where}, {format_bytes(own.start_bytes)} on the device at the start;"
+        f" {most} whole at a time ({format_bytes(whole)}), {come} {times} a step"
     )
 
 
@@ -111,6 +116,13 @@ def _weights_words(report: PlanReport) -> str:
     if not words:
         return ""
     waits_s = report.breakdown["collectives"] * report.step_s
+    if report.weights.training.offload_weights:
+        return (
+            f"{words}: {format_bytes(report.brought_bytes)} come down,"
+            f" {format_bytes(round(report.weights.returned_bytes))} of gradients go up;"
+            f" {format_seconds(waits_s)} are not hidden, the update there takes"
+            f" {format_seconds(report.update_s)}"
+        )
     return (
         f"{words}: {format_seconds(report.gathers_s)} on the links; of gathers and sums of"
         f" gradients {format_seconds(waits_s)} are not hidden"

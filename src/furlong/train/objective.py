@@ -144,7 +144,7 @@ class AnswerLoss(Objective):
 
     def check(self, config: RunConfig, num_processes: int) -> None:
         if num_processes == 1:
-            check_pair_options(config.chunks, self.name)
+            check_pair_options(config)
             return
         if config.chunks.sample is not None:
             raise ConfigError(

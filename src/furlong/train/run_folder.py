@@ -438,6 +438,8 @@ def values_of(decision: Decision) -> dict[str, Any]:
     values = asdict(decision.options) | {
         "layout": asdict(decision.layout), "stages": list(decision.stages),
     }  # fmt: skip
+    if decision.offload_weights:
+        values |= {"offload_weights": True}
     if decision.budget_bytes is not None:
         values |= {"budget_bytes": decision.budget_bytes, "has_shrunk": decision.has_shrunk}
     return values
@@ -447,8 +449,9 @@ def decision_of(values: Mapping[str, Any]) -> Decision:
     """The inverse of `values_of`. Raises KeyError, TypeError or ConfigError for other values."""
     options = dict(values)
     layout, stages = Layout(**options.pop("layout")), tuple(options.pop("stages"))
-    budget = {name: options.pop(name) for name in ("budget_bytes", "has_shrunk") if name in options}
-    return Decision(ChunkOptions(**options), "", layout=layout, stages=stages, **budget)
+    names = "budget_bytes", "has_shrunk", "offload_weights"
+    others = {name: options.pop(name) for name in names if name in options}
+    return Decision(ChunkOptions(**options), "", layout=layout, stages=stages, **others)
 
 
 def shrunk(decision: Decision, options: ChunkOptions) -> Decision:

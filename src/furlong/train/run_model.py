@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from furlong.config.schema import ModelConfig, RunConfig, TrainConfig, offloads_to
+from furlong.config.schema import (
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    kept_offload,
+    offloads_to,
+    offloads_weights,
+)
 from furlong.cost.machine import Machine, free_ram_budget_bytes, one_of
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
@@ -83,6 +90,13 @@ class RunModel:
         except ConfigError as error:
             return cls(*known, None, error.given)
         return cls(*known, cost_model_of(config, shape, machine, launch.num_processes, packed))
+
+    def offloading(self) -> RunModel:
+        """The same with the figures of a run that has its weights in CPU memory."""
+        if self.cost is None:
+            return self
+        training = self.cost.training.offloading()
+        return replace(self, cost=replace(self.cost, training=training))
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -240,6 +254,7 @@ def _searched(
     )  # fmt: skip
     has_budget, (budget_bytes, budget_words) = config.memory.device != "auto", budget
     offloads = bool(ChunkOptions(offload=given.get("offload", "none")).offloading.targets)
+    offloads |= cost.training.offload_weights
     is_free = config.chunks.method == "auto"
     whole = {"order": "chunk-first"} | given if all(one.pp > 1 for one in some) else given
     all_given = is_free and _are_all(whole)
@@ -249,7 +264,10 @@ def _searched(
         if not offloads:
             limits = limits_of(cost.hardware, budget_bytes)
             stages = Question(train.seq_lens.tolist(), cost, limits).stages_of(some[0])
-            return Decision(ChunkOptions(**whole), "", model=cost, layout=some[0], stages=stages)
+            return Decision(
+                ChunkOptions(**whole), "", model=cost, layout=some[0], stages=stages,
+                offload_weights=cost.training.offload_weights,
+            )  # fmt: skip
         budget_bytes = _NO_BOUND_BYTES  # but CPU memory and disk must hold it
     objective = objective_of(config.train)
     is_in_calls = objective.in_two_phases(num_processes)
@@ -294,7 +312,8 @@ def _uncounted(
         words = ""
     options = fixed_options(config.data.max_seq_len, given)
     stages = model.even_stages(layout)
-    return Decision(options, words, layout=layout, stages=stages)
+    away = offloads_weights(config.offload)
+    return Decision(options, words, layout=layout, stages=stages, offload_weights=away)
 
 
 def _are_all(given: Mapping[str, Any]) -> bool:
@@ -346,7 +365,7 @@ def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -
     )  # fmt: skip
     named = config.memory.disk_dir
     folder = Path(config.out if named is None else named).expanduser()
-    if disk_bytes and (offload == "auto" or offloads_to(offload, "disk")):
+    if disk_bytes and (kept_offload(offload) == "auto" or offloads_to(offload, "disk")):
         # The run's folder appears later: until then the one that it will be in stands for it.
         above = (folder, *folder.absolute().parents)
         existing = next(place for place in above if os.path.isdir(place))

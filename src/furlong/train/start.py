@@ -8,7 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from furlong.config.schema import RunConfig
+from furlong.config.schema import RunConfig, offloads_weights
 from furlong.data.sources import list_files
 from furlong.errors import ConfigError
 from furlong.families import versions
@@ -71,8 +71,16 @@ def _check(config: RunConfig, num_processes: int) -> None:
     require_replicate(layout.dp, config.parallel.replicate)
     check_run(config, num_processes)
     options = given_options(config)  # refuses what contradicts itself there
+    if away := offloads_weights(config.offload):
+        raise ConfigError(
+            given=f"offload = {config.offload}",
+            required="weights on the device: furlong train does not bring them yet, which"
+            " furlong.Engine(..., offload_weights=True) does, and furlong plan plans",
+            source="offload",
+            change="remove offload",
+        )
     if options.get("reshard"):
-        refuse_reshard_alone(num_processes, config.parallel.replicate)
+        refuse_reshard_alone(num_processes, config.parallel.replicate, offloads=away)
     if layout.pp > 1 and options.get("order") == "layer-first":
         raise ConfigError(
             given=f"{'chunks.order' if config.chunks.order != 'auto' else 'chunks.stage_layers'}"

@@ -281,6 +281,8 @@ class Trainer:
             return replace(decision, answer=None, model=None)  # what is not needed again
 
         self.decision = self.run.decided or self.processes.from_first(choose)
+        if self.decision.offload_weights:
+            self.run_model = self.run_model.offloading()
 
     def _build_model(self, stack: ExitStack) -> None:
         config, processes, decision = self.config, self.processes, self.decision
