@@ -12,7 +12,6 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.mds import mds_shard
 
 from furlong.config.schema import Source
 from furlong.data import records
@@ -291,33 +290,6 @@ def test_no_code_of_the_data_runs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"set\.py among them"):
         read(script)
     assert not trap.exists()
-
-
-@pytest.mark.parametrize("kind", ["ndarray:uint32", "ndarray"])
-def test_shards_of_mds_are_documents_of_tokens(tmp_path: Path, kind: str) -> None:
-    rows = [
-        {
-            "domain": "book",
-            "input_ids": [5, 6, 7, 8, 9],
-            "indices": [[0, 2], [2, 5]],
-            "mask": [0, 1, 1, 0, 1],
-        },
-        {"domain": "wiki", "input_ids": [1, 2], "indices": [[0, 2]], "mask": [1, 1]},
-    ]
-    kinds = {"domain": "str", "input_ids": kind, "indices": kind, "mask": "ndarray:uint8"}
-    shard = mds_shard(rows, kinds)
-    (tmp_path / "shard.00000.mds").write_bytes(shard)
-    (tmp_path / "index.json").write_text("{}")
-    listing = list_files(Source(path=str(tmp_path)))
-    read = list(read_records(listing, Notes(), ("input_ids", "mask")))
-    assert [one.fields["input_ids"] for one in read] == [[5, 6], [7, 8, 9], [1, 2]]
-    assert [one.fields["mask"] for one in read] == [[-100, 6], [7, -100, 9], [1, 2]]
-    unread = [one.fields["mask"] for one in read_records(listing, Notes(), ("input_ids",))]
-    assert unread == [[False, True], [True, False, True], [True, True]]
-    for broken in (shard[:3], shard[:40], shard[:-3], shard.replace(b"ndarray", b"pkldata")):
-        (tmp_path / "shard.00000.mds").write_bytes(broken)
-        with pytest.raises(DataError):
-            list(read_records(listing, Notes(), ("input_ids",)))
 
 
 POINTER = b"version https://git-lfs" + b".github.com/spec/v1\noid sha256:" + b"ab" * 32

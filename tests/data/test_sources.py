@@ -42,7 +42,7 @@ def test_a_folder_of_texts_is_sorted_and_hidden_files_are_left_out(tmp_path: Pat
     ("files", "kinds"),
     [
         (("a.NDJSON",), ["json lines"]),
-        (("a.arrow", "README.md", "LICENSE", "config.json", "b/a.mds"), ["arrow", "mds"]),
+        (("a.arrow", "README.md", "LICENSE", "config.json", "b/a.jl"), ["arrow", "json lines"]),
         (("a.json", "README.md", "dataset_info.json"), ["json"]),
         (("a.TSV", "LICENSE"), ["tsv"]),
         (("a.csv.gz", "b.json.zst"), ["csv", "json"]),
@@ -228,6 +228,15 @@ def test_of_texts_some_of_which_name_a_split_all_are_read_and_told(tmp_path: Pat
 def test_folders_of_records_that_are_read_as_one_are_told(tmp_path: Path) -> None:
     write(tmp_path, "en/a.jsonl", "de/a.jsonl")
     assert left_out(tmp_path) == ["records of 2 folders as one source (de, en)"]
+
+
+def test_shards_of_mds_are_not_passed_over(tmp_path: Path) -> None:
+    """Which are binary, so that the index beside them would be all that is trained on."""
+    write(tmp_path, "index.json", "shard.00000.mds.zstd")
+    for path in (tmp_path, tmp_path / "shard.00000.mds.zstd"):
+        with pytest.raises(DataError) as caught:
+            list_files(Source(path=str(path)))
+        assert "input_ids" in caught.value.required
 
 
 def test_a_split_that_no_file_names_is_not_proposed_again(tmp_path: Path) -> None:

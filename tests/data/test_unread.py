@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from helpers.mds import mds_shard
 from tiny_tokenizers import CHATML, byte_tokenizer
 
 from furlong.config.schema import DataConfig, Source
@@ -412,16 +410,6 @@ def test_unread_columns_of_tables_are_known(tmp_path: Path, kind: str) -> None:
     write(input_ids=[[1, 2], [3, 4]], parts=[[1, 1], [1, 2]])
     with pytest.raises(DataError, match="parts"):
         load(path, tmp_path)
-
-
-def test_the_mask_of_a_shard_is_not_passed_over(tmp_path: Path) -> None:
-    rows = [{"input_ids": [5, 6, 7], "mask": [0, 1, 1]}]
-    shard = mds_shard(rows, {"input_ids": "ndarray:uint32", "mask": "ndarray:uint8"})
-    (tmp_path / "shard.00000.mds").write_bytes(shard)
-    with pytest.raises(DataError, match="mask"):
-        load(tmp_path, tmp_path / "c")
-    own = load(tmp_path, tmp_path / "c", fields={"labels": "mask"})
-    assert own[0].labels.tolist() == [-100, 6, 7] and isinstance(own[0].labels, np.ndarray)
 
 
 def test_a_column_of_json_keeps_its_nulls(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from data.tiny_tokenizers import byte_tokenizer
 from helpers.hybrids import HYBRIDS
-from helpers.mds import mds_shard
 from helpers.recipes_of_others import converted, recipes_of_others, write_recipe
 from helpers.tiny_families import config_of
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -102,12 +101,6 @@ def lay_out(name: str, folder: Path) -> None:
         if place.suffix in (".jsonl", ".json"):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text("\n".join(lines))
-            continue
-        if recipe["keys"].get("tokenized_mds_train"):
-            place.mkdir(parents=True, exist_ok=True)
-            rows = [{"input_ids": list(text.encode()), "mask": [1] * len(text)} for text in WORDS]
-            kinds = {"input_ids": "ndarray:uint32", "mask": "ndarray:uint8"}
-            (place / "shard.00000.mds").write_bytes(mds_shard(rows, kinds))
             continue
         place.mkdir(parents=True, exist_ok=True)
         split = (source.split or "train").partition("[")[0]

@@ -903,8 +903,10 @@ def _sources(made: Conversion, target: str, given: _Given) -> Any:
         reason = "npy files are not read: write input_ids into .parquet files"
         made.say(_refused(reason), {"dataset_path", "train_file"} & given.keys())
     if "tokenized_mds_train" in given:
+        reason = "MDS is not read: write input_ids, and labels by the mask, into .parquet files"
+        made.say(_refused(reason), ["tokenized_mds_train"])
         if made.value("apply_instruct_masks"):
-            made.say(made.take("data.fields", {"labels": "mask"}), ["apply_instruct_masks"])
+            made.say(_refused(reason), ["apply_instruct_masks"])
         if isinstance(length := made.value("per_device_max_tokens"), int):
             made.run["data.max_seq_len"] = length
     plain = [one["path"] if one.keys() == {"path"} else one for one in found]

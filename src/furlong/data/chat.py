@@ -90,15 +90,9 @@ class CannotBeMaskedError(DataError):
 class ChatTemplate:
     """A tokenizer's chat template."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        before: Callable[[], object] = lambda: None,
-        eot_tokens: Iterable[str] = (),
-    ) -> None:
-        """`before` is called whenever the template is about to run. `eot_tokens` are trained on
-        where they follow an answer."""
-        self._tokenizer, self._before = tokenizer, before
+    def __init__(self, tokenizer: Any, eot_tokens: Iterable[str] = ()) -> None:
+        """`eot_tokens` are trained on where they follow an answer."""
+        self._tokenizer = tokenizer
         ends = self._eot_tokens = tuple(eot_tokens)
         self._end = re.compile(rf"\s*({'|'.join(map(re.escape, ends))})") if ends else None
         self._added = tokenizer.get_added_vocab()
@@ -223,7 +217,7 @@ class ChatTemplate:
             ) from error
 
     def _of(self, text: str) -> _Template:
-        return self._templates.setdefault(text, _Template(text, self._tokenizer, self._before))
+        return self._templates.setdefault(text, _Template(text, self._tokenizer))
 
     def _masked(
         self, own: Turns, template: _Template, *, is_proved: bool = True
@@ -305,8 +299,8 @@ class ChatTemplate:
 class _Template:
     """The text of a template, and how it takes turns."""
 
-    def __init__(self, text: str, tokenizer: Any, before: Callable[[], object]) -> None:
-        self._text, self._tokenizer, self._before = text, tokenizer, before
+    def __init__(self, text: str, tokenizer: Any) -> None:
+        self._text, self._tokenizer = text, tokenizer
         self._stops = tuple(tokenizer.get_added_vocab())
         self.has_tags = bool(_TAG.search(text))
         self.marks = marks_of(text)
@@ -515,7 +509,6 @@ class _Template:
                 else turn
                 for turn in turns
             ]
-        self._before()
         source = _TAG.sub(_with_mark, self._text) if tags else self._text
         try:
             if DATE in own.kwargs:

@@ -7,7 +7,6 @@ for preference and unpaired, which the loss asks for; then it holds for the whol
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from furlong.config.schema import FORMAT_OF_LOSS, DataConfig, Format, Source, refused_kwargs
-from furlong.data.chat import Turns, last_round
+from furlong.data.chat import ChatTemplate, Turns, last_round
 from furlong.data.fields import (
     MARKS,
     answers,
@@ -31,7 +30,6 @@ from furlong.data.fields import (
 )
 from furlong.data.pairs import EMPTY, check_pair, is_of_texts, read_pair, with_mismatches
 from furlong.data.records import BLANK, Notes, SourceRecord, is_message
-from furlong.data.rendering import rendering
 from furlong.data.sources import printable
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Item, NoTokenizer, Rendered, tokenized
 from furlong.data.unread import SAID, Unread
@@ -323,9 +321,10 @@ class _Looked(dict[str, Any]):
 def _encoded(
     records: Iterable[SourceRecord], tokenizer: Any, reading: Reading, notes: Notes
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
+    template: ChatTemplate | None = None
 
-    def items(stack: ExitStack) -> Iterator[Item]:
-        render = None
+    def items() -> Iterator[Item]:
+        nonlocal template
         for record, found in read_whole(records, tokenizer, reading, notes):
             if isinstance(found, str):
                 notes.add(found, record.file, record.line)
@@ -335,9 +334,8 @@ def _encoded(
                 if not isinstance(one, Encoded) and isinstance(tokenizer, NoTokenizer):
                     raise tokenizer.refusal(record.origin)
                 if isinstance(one, Turns):
-                    # A template runs apart.
-                    render = render or stack.enter_context(rendering(tokenizer, reading.eot_tokens))
-                    own.append(text := render(reading.turns(one, record)))
+                    template = template or ChatTemplate(tokenizer, reading.eot_tokens)
+                    own.append(text := template.render(reading.turns(one, record)))
                     for what in text.notes:
                         notes.add(what, record.file, record.line)
                 elif reading.is_learnt_whole and isinstance(one, Rendered):
@@ -346,19 +344,18 @@ def _encoded(
                     own.append(one)
             yield record, own
 
-    with ExitStack() as stack:
-        for record, found in tokenized(items(stack), tokenizer, notes):
-            checked: list[Encoded] | str = found
-            if len(found) == 2:
-                checked = check_pair(found, of_texts=is_of_texts(record))
-            elif not len(found[0].input_ids):
-                checked = BLANK
-            elif reading.format == "unpaired":
-                checked = [replace(found[0], desirable=bool(record.fields["label"]))]
-            if isinstance(checked, str):
-                notes.add(checked, record.file, record.line)
-            else:
-                yield record, checked
+    for record, found in tokenized(items(), tokenizer, notes):
+        checked: list[Encoded] | str = found
+        if len(found) == 2:
+            checked = check_pair(found, of_texts=is_of_texts(record))
+        elif not len(found[0].input_ids):
+            checked = BLANK
+        elif reading.format == "unpaired":
+            checked = [replace(found[0], desirable=bool(record.fields["label"]))]
+        if isinstance(checked, str):
+            notes.add(checked, record.file, record.line)
+        else:
+            yield record, checked
 
 
 def decide_format(first: SourceRecord, fields: Mapping[str, Any]) -> Format:

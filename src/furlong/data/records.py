@@ -530,72 +530,8 @@ def _decode(content: bytes) -> tuple[str, int]:
         return text, text.count("\ufffd") - content.count("\ufffd".encode())
 
 
-def _read_mds(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
-    """Yield the documents of tokens in a shard of MosaicML's streaming format, into which
-    `indices` cut a row. `mask` marks the tokens that are trained on: if read, it becomes labels."""
-    import numpy as np
-
-    with _open(file) as opened:
-        try:
-            (num_rows,) = np.frombuffer(opened.read(4), "<u4")
-            starts = np.frombuffer(opened.read(4 * (int(num_rows) + 1)), "<u4").astype(int)
-            kinds = json.loads(opened.read(starts[0] - 4 * (len(starts) + 1)))
-            for row, size in enumerate(np.diff(starts), start=1):
-                if not 0 < size <= MAX_LINE_BYTES:
-                    raise ValueError(f"a row of {size} bytes")
-                values = _mds_row(opened.read(size), kinds, ("input_ids", "indices", "mask"))
-                ids = values["input_ids"].astype(np.int64)
-                for start, end in values.get("indices", [(0, len(ids))]):
-                    document = {"input_ids": ids[start:end].tolist()}
-                    if "mask" in values:
-                        learnt = values["mask"][start:end] != 0
-                        labels = np.where(learnt, ids[start:end], -100)
-                        document["mask"] = (labels if "mask" in fields else learnt).tolist()
-                    if end - start > 1:
-                        yield row, document
-        except (ValueError, LookupError, TypeError) as error:
-            raise DataError(
-                given=f"{file.origin(0)}: {error}",
-                required="a shard of MDS with a column input_ids, of type ndarray",
-                source=file.origin(0),
-                change="write it again, or write the tokens into .parquet files",
-            ) from error
-
-
-def _mds_row(data: bytes, kinds: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the arrays of a row: the sizes of columns without a fixed one precede the columns."""
-    import numpy as np
-
-    sizes, at = [], 0
-    for size in kinds["column_sizes"]:
-        if not size:
-            (size,) = np.frombuffer(data[at : at + 4], "<u4")
-            at += 4
-        sizes.append(int(size))
-    found = {}
-    named = zip(kinds["column_names"], kinds["column_encodings"], sizes, strict=True)
-    for name, kind, size in named:
-        value, at = data[at : at + size], at + size
-        what, _, form = kind.partition(":")
-        if name not in names or what != "ndarray":
-            continue
-        dtype, _, shape = form.partition(":")
-        if not dtype:
-            # its bits, and 1 more if it has a sign
-            dtype, value = f"{'' if value[0] % 8 else 'u'}int{value[0] // 8 * 8}", value[1:]
-        if shape:
-            axes = [int(one) for one in shape.split(",")]
-        else:  # axes and their width in one byte
-            num_axes, width = value[0] >> 2, 2 ** (value[0] % 4)
-            axes = np.frombuffer(value[1 : 1 + num_axes * width], f"<u{width}").tolist()
-            value = value[1 + num_axes * width :]
-        found[name] = np.frombuffer(value, np.dtype(dtype).newbyteorder("<")).reshape(axes)
-    return found
-
-
 _READERS = {
     "text": _read_text,
-    "mds": _read_mds,
     "json lines": _read_json_lines,
     "json": _read_json,
     "csv": _read_csv,

@@ -24,7 +24,7 @@ from furlong.config.schema import Source
 from furlong.config.sources import read_yaml
 from furlong.errors import DataError, in_short
 
-Kind = Literal["text", "json lines", "json", "csv", "tsv", "parquet", "arrow", "mds", "dataset"]
+Kind = Literal["text", "json lines", "json", "csv", "tsv", "parquet", "arrow", "dataset"]
 Codec = Literal["gzip", "zstd", "bz2"]
 
 _KINDS: dict[str, Kind] = {
@@ -34,7 +34,6 @@ _KINDS: dict[str, Kind] = {
     ".jl": "json lines",
     ".parquet": "parquet",
     ".arrow": "arrow",
-    ".mds": "mds",  # of MosaicML's streaming
 }
 # Of a folder of texts these may be texts too.
 _MAYBE_RECORDS: dict[str, Kind] = {".json": "json", ".csv": "csv", ".tsv": "tsv"}
@@ -493,6 +492,13 @@ def _chosen(
         return SourceFile(root / name, kind, address_of and address_of(name))
 
     source, split = meant.source, meant.split
+    if any(_plain(root / name).suffix.lower() == ".mds" for name in names):
+        raise meant.refusal(
+            f"{printable(source.path)}: shards of MDS, which are not read",
+            "records as .jsonl or .parquet, tokens in a column input_ids",
+            "read them with MosaicML's streaming, and write each document's input_ids, and labels"
+            " that are -100 where it is not learnt, into .parquet files",
+        )
     if names == [Path()]:
         if source.name is not None or split not in (None, "train"):
             lacking = f"split {split}" if split else f"the name {source.name}"

@@ -387,11 +387,6 @@ class Reader:
 
         yield from encode(records(), self._tokenizer, self.reading, self._notes)
 
-    def close(self) -> None:
-        """End what renders conversations: a process, which has all that was open when it began."""
-        if self._encoded is not None:
-            self._encoded.close()
-
     def _fitted(self, record: SourceRecord, sequences: list[Encoded]) -> list[Encoded]:
         """The sequences of a record as data.too_long has them. Raises DataError."""
         limit, too_long = self._settings.max_seq_len, self._settings.too_long
@@ -554,8 +549,6 @@ class StreamSet:
         for reader in self._readers:
             reader.is_closed = True
         self._thread.shutdown(cancel_futures=True)
-        for reader in self._readers:
-            reader.close()
         if self._shared is not None:
             self._shared.close()
 
