@@ -154,6 +154,26 @@ def test_the_same_records_in_other_clothes(tmp_path: Path, name: str, content: b
     assert [record.fields["text"] for record in read(tmp_path / name)] == ["x", "y"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.csv", "text,id\nNone,007\n,NA\n", [("None", "007"), ("", "NA")]),
+        (
+            "a.jsonl",
+            '{"text": "2020-01-01", "id": 1}\n{"id": "x"}\n{"text": null, "id": 1E2}\n{"id": '
+            f"{2**70}}}",
+            [("2020-01-01", 1), (..., "x"), (None, 100.0), (..., 2**70)],
+        ),
+        ("a.json", '[{"text": "null", "id": 1}, {"id": "x"}]', [("null", 1), (..., "x")]),
+    ],
+)
+def test_no_type_is_inferred(tmp_path: Path, name: str, content: str, expected: Any) -> None:
+    """Which `datasets` does by the column: the reason why these files are not read by it."""
+    (tmp_path / name).write_text(content)
+    rows = [(own.get("text", ...), own["id"]) for own, _ in found(tmp_path / name)]
+    assert rows == expected
+
+
 @pytest.mark.parametrize("buffer_bytes", [1, 2, 7, 2**20])
 def test_a_list_is_read_in_pieces(
     tmp_path: Path, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch

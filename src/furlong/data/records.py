@@ -1,8 +1,13 @@
-"""Records out of files: a text file is one record, so is a line of JSON or a row of a table.
+"""Read records from files: a text file is one record, and so is a line of JSON or a row of a table.
 
-JSON is read here and not by `datasets`, whose reader cannot name a broken line. Memory is bounded
-for whatever bytes a file holds, compressed ones too: no line or record above `MAX_LINE_BYTES` and
-no text above `MAX_TEXT_BYTES` is taken in.
+JSON and CSV are read here because `datasets` (5.2) infers one type per column. It reads the answer
+"None" in a .csv file as null and the id 007 as 7.0, reads texts that look like dates as datetimes,
+shifts the cells of a row that is too long, fills the keys that a record lacks with null, and names
+no line of a broken file. It also takes five times the CPU seconds. Tables that have types of their
+own (.parquet, .arrow, `save_to_disk`) are read by pyarrow and decoded by `datasets`.
+
+Memory is bounded whatever bytes a file holds, compressed or not: no line or record longer than
+`MAX_LINE_BYTES` and no text longer than `MAX_TEXT_BYTES` is read into memory.
 """
 
 from __future__ import annotations
@@ -26,14 +31,14 @@ from furlong.units import count_words, format_bytes
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_TEXT_BYTES = 16 * 2**20
-"""Bytes of one sequence in UTF-8: at most as many tokens, and a tokenizer takes 250 to 500 bytes
-of memory for each while it works."""
+"""The most bytes of one text in UTF-8. A text has at most as many tokens as bytes, and a tokenizer
+allocates 250 to 500 bytes per token while it works."""
 
 BINARY, BLANK = "binary files left out", "blank texts left out"
 REPLACED = "bytes that are no UTF-8 replaced"
 HALVES = "records with halves of UTF-16 pairs replaced"
 
-_MARK = b"\xef\xbb\xbf"  # Windows begins a text in UTF-8 with it
+_MARK = b"\xef\xbb\xbf"  # the byte order mark with which Windows begins a text in UTF-8
 _BYTES_LOOKED_AT = 8192
 _BUFFER_BYTES = 2**20
 _ROWS_PER_BATCH = 64
@@ -48,31 +53,33 @@ _A_TABLE = "names in the first row and as many cells in each other; those with l
 _NEXT = re.compile(r"[^\s,]")
 _FASTA = re.compile(r"^>.*\n[A-Za-z*-]+$", re.MULTILINE)
 IS_MEDIA = re.compile(r"(^|_)(image|img|picture|video|audio|pixel)s?(_(url|path|value|byte)s?)?$")
-"""Names of fields that hold no text."""
+"""Matches the names of fields that hold images, video or sound."""
 
 Note = Callable[..., None]
-"""`Notes.add` of one file."""
+"""`Notes.add`, with the number of a file bound."""
 Rows = Iterator[tuple[int, Mapping[str, Any]]]
-"""Fields with their line or row, from 1; 0 = the whole file."""
+"""Pairs of a line or row number (from 1; 0 is the whole file) and the fields of its record."""
 
 
 class Notes(dict[str, list[int]]):
-    """Counts of what a source did not take as it is: number, file and line of the first of them."""
+    """Counts of records that were changed or left out, by reason.
+
+    Each value is a count, and the file and line of the first such record.
+    """
 
     def __init__(self) -> None:
         self.unread = Counter[str]()
-        """The number of records that have each field that is not read."""
+        """For each field that nothing reads, the number of records that have it."""
         self.num_records = 0
 
     def add(self, what: str, file: int, line: int, number: int = 1) -> None:
-        """Count what is true of a record."""
+        """Count a reason for the record at this file and line."""
         if number:
             self.setdefault(what, [0, file, line])[0] += number
 
 
 def left_out(notes: Mapping[str, Items[int]], listing: Listing | None = None) -> str:
-    """The counts of what was not taken as it is, behind a comma each, and where the first of each
-    is in a listing."""
+    """Return the counts as text, each after a comma, with the first place of each in `listing`."""
     return "".join(
         f", {count:,} {what}" + (f" (first: {listing.files[file].origin(line)})" if listing else "")
         for what, (count, file, line) in notes.items()
@@ -81,20 +88,21 @@ def left_out(notes: Mapping[str, Items[int]], listing: Listing | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """The fields that make a sequence, and where they came from."""
+    """The fields of one record, and where it was read."""
 
     fields: Mapping[str, Any]
-    """A field that no format reads may be there without its value."""
+    """Values by name. A column of a table that nothing reads is `...` instead of its value."""
     file: int
-    """Number of its file in the source."""
+    """The number of its file in the source."""
     line: int
-    """Line or row, from 1; 0 = the whole file."""
+    """Its line or row, from 1; 0 if the record is the whole file."""
     origin: str
+    """File and line, for messages."""
 
     def refusal(
         self, given: str, required: str, change: str = "mend or remove the record"
     ) -> DataError:
-        """The error of a record that cannot be trained on."""
+        """Return the error that says why this record cannot be trained on."""
         return DataError(given=given, required=required, source=self.origin, change=change)
 
 
@@ -106,14 +114,22 @@ def read_records(
     limit: int | None = None,
     skip: int = 0,
 ) -> Iterator[SourceRecord]:
-    """The records of a source that its slices mean, file after file, at most `limit` of them.
-    `fields`: those that are read; of a table, no other column is decoded. Of the first file the
-    lines or rows up to `skip` are left out where that saves their reading.
+    """Yield the records of a source, file after file, as its slices select them.
 
-    Binary files (a NUL byte at the start, git's rule, or mostly no UTF-8) are left out and counted,
-    so are texts of nothing but white space; single bytes that are no UTF-8 become U+FFFD. Raises
-    DataError, with file and line, for anything that cannot be read, and for a source without any
-    record.
+    Binary files (with a NUL byte at the start, as git has it, or with mostly invalid UTF-8) and
+    texts of white space alone are left out and counted; single invalid bytes become U+FFFD.
+
+    Args:
+        listing: the files of the source.
+        notes: counts what is changed or left out.
+        fields: the fields that will be read. Other columns of a table are not decoded.
+        key: the key of the run file that names the source, for messages.
+        limit: the most records to yield; None for all.
+        skip: the number of lines or rows at the start of the first file that may be left out,
+            which is done where it saves reading them.
+
+    Raises:
+        DataError: a file or record cannot be read (names file and line), or no record is left.
     """
     parts = _slices(listing, key) if listing.parts else [(0, listing.files, 0, sys.maxsize)]
     records = (
@@ -141,15 +157,15 @@ def read_records(
 
 
 def _has_nul(file: SourceFile) -> bool:
-    """Whether a file is neither in UTF-8 nor in UTF-16, but something else than text."""
+    """Return whether a file begins with a NUL byte among its first ones and is no UTF-16."""
     with _open(file) as opened:
         head = opened.read(_BYTES_LOOKED_AT)
     return b"\0" in head and not head.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
 
 
 def _slices(listing: Listing, key: str) -> list[tuple[int, Items[SourceFile], int, int]]:
-    """The number of the first file of each part, its files, its first record and the one behind its
-    last. Raises DataError for a slice that cannot be cut, and for records that two parts share."""
+    """Return, for each part of the listing, the number of its first file, its files, and the range
+    of its records (half-open). Raises DataError for an invalid slice and for parts that overlap."""
     from datasets import ReadInstruction
 
     found: list[tuple[int, Items[SourceFile], int, int]] = []
@@ -194,7 +210,7 @@ def _read_files(
     key: str,
     skip: int = 0,
 ) -> Iterator[SourceRecord]:
-    """The records of files, the first of which has the number `first` in its source."""
+    """Yield the records of files; `first` is the number of the first file in its source."""
     for number, file in enumerate(files, start=first):
         read = _READERS.get(file.kind, _read_table)
         note = partial(notes.add, file=number)
@@ -213,7 +229,7 @@ def _read_files(
 
 
 def _open(file: SourceFile) -> BinaryIO:
-    """Open the bytes of a file, decompressed as they are read."""
+    """Open a file for reading, and decompress it as it is read."""
     if file.codec is None:
         return file.open()
     import pyarrow
@@ -255,10 +271,10 @@ def _read_json_lines(file: SourceFile, note: Note, fields: Collection[str], skip
 
 
 def _read_csv(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
-    """Rows of cells, each of which is a text; the first row names the columns."""
+    """Yield the rows of a table; each cell is a text, and the first row names the columns."""
     import csv
 
-    csv.field_size_limit(MAX_LINE_BYTES)  # of the process; 128 KiB where nobody says so
+    csv.field_size_limit(MAX_LINE_BYTES)  # for the whole process; 128 KiB by default
     lines = (line for _, line in _lines(file, note))
     rows = csv.reader(lines, delimiter="\t" if file.kind == "tsv" else ",", strict=True)
     columns: list[str] = []
@@ -281,7 +297,7 @@ def _read_csv(file: SourceFile, note: Note, fields: Collection[str], skip: int) 
 
 
 def _lines(file: SourceFile, note: Note) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file of records, numbered from 1."""
+    """Yield the lines of a file with their numbers, from 1."""
     with _open(file) as opened:
         for at in count(1):
             line = opened.readline(MAX_LINE_BYTES + 1)
@@ -298,7 +314,7 @@ def _lines(file: SourceFile, note: Note) -> Iterator[tuple[int, str]]:
 
 
 def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
-    """Objects as they are; a file of messages is one conversation."""
+    """Yield the objects of a file of JSON; a file of messages is one conversation."""
     rows = _json_objects(file, note)
     talk: list[Mapping[str, Any]] = []
     for at, record in rows:
@@ -317,7 +333,7 @@ def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int)
 
 
 def _json_objects(file: SourceFile, note: Note) -> Rows:
-    """Objects one after another, or the list that holds them; only the one at hand is held."""
+    """Yield objects that follow each other or are the items of one list, holding one at a time."""
     decode = json.JSONDecoder().raw_decode
     with _open(file) as opened:
         pieces = _texts(opened, file, note)
@@ -344,7 +360,8 @@ def _json_objects(file: SourceFile, note: Note) -> Rows:
                 except (ValueError, RecursionError) as error:
                     if rest > MAX_LINE_BYTES:
                         raise too_large(file.origin(at + 1), "a record", MAX_LINE_BYTES) from error
-                    # Perhaps its end is still to be read: twice as much is looked at next.
+                    # The object may end in bytes not read yet: double what is looked at, so that
+                    # the time to parse it stays linear in its size.
                     more = "".join(islice(pieces, 1 + rest // _BUFFER_BYTES))
                     if not more:
                         raise _broken(file, at + 1, text[begin:], error) from error
@@ -375,11 +392,11 @@ def _texts(opened: BinaryIO, file: SourceFile, note: Note) -> Iterator[str]:
 
 def _record(value: Any, text: str, note: Note) -> Mapping[str, Any]:
     if isinstance(value, list) and value and all(map(is_message, value)):
-        value = {"messages": value}  # a conversation alone
+        value = {"messages": value}  # a conversation without an object around it
     if not isinstance(value, dict):
         raise ValueError(f"it is of type {type(value).__name__}")
     if "\\ud" in text or "\\uD" in text:
-        # Half of a UTF-16 pair can be written in JSON; no tokenizer takes it.
+        # JSON can hold half of a UTF-16 pair, which no tokenizer accepts.
         whole = _without_surrogates(value)
         note(HALVES, number=int(whole != value))
         return whole  # type: ignore[no-any-return]
@@ -387,7 +404,7 @@ def _record(value: Any, text: str, note: Note) -> Mapping[str, Any]:
 
 
 def is_message(value: Any) -> bool:
-    """Whether a value is a message, and no record that says which conversation it belongs to."""
+    """Return whether a value is a message alone: one with the id of a conversation is a record."""
     keys = value.keys() if isinstance(value, dict) else set[str]()
     is_message = keys >= {"role", "content"} or keys >= {"from", "value"}
     return is_message and not any(key.endswith("_id") and key != "tool_call_id" for key in keys)
@@ -417,7 +434,7 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def _read_table(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
-    """Rows of a Parquet file, an Arrow file or a folder of `datasets`."""
+    """Yield the rows of a Parquet file, an Arrow file or a folder of `datasets.save_to_disk`."""
     import datasets
     import pyarrow
 
@@ -440,8 +457,8 @@ def _read_table(file: SourceFile, note: Note, fields: Collection[str], skip: int
 
 
 def _without_null(value: Any, feature: Any) -> Any:
-    """Return a cell without the null keys of its structs, with which a table fills keys that other
-    rows have. A column of JSON stays as it is."""
+    """Return a cell without the null keys of its structs: a table fills the keys that a row lacks
+    and others have with null. A column of type JSON keeps its nulls."""
     if isinstance(value, dict) and isinstance(feature, dict):
         known = {key: own for key, own in value.items() if own is not None}
         return {key: _without_null(own, feature[key]) for key, own in known.items()}
@@ -454,12 +471,14 @@ def _without_null(value: Any, feature: Any) -> Any:
 def _table_rows(
     file: SourceFile, fields: Collection[str], skip: int
 ) -> tuple[int, Iterator[dict[str, Any]]]:
-    """Return the number of the first row that is read, and the rows of a file. Besides `fields`,
-    columns of numbers are decoded; those of pictures and sound are `...` or None; others are not
-    read and are `...`. Row groups that end before `skip` are not read.
+    """Return the number of the first row that is read, and an iterator over the rows of a table.
 
-    pyarrow reads them and `datasets` decodes its own types: its reader would take the path for a
-    pattern, lock files in its cache, and fail on a file without rows.
+    Columns in `fields` and columns of numbers are decoded. A column of images or sound is `...`
+    where a row has a value and None where it has none; any other column is `...`. Row groups of
+    Parquet that end before row `skip` are not read.
+
+    pyarrow reads the file and `datasets` decodes its types: the reader of `datasets` would take the
+    path for a pattern, lock files in its cache, and fail on a file without rows.
     """
     import datasets
     import pyarrow.parquet
@@ -483,7 +502,7 @@ def _table_rows(
     media = [name for name in schema.names if name not in read and IS_MEDIA.search(name)]
     wanted, others = [*read, *media], dict.fromkeys({*schema.names} - {*read, *media}, ...)
     typed = [schema.field(column) for column in read]
-    # of other columns `datasets` may not know the type
+    # `datasets` may not know the types of columns that nothing reads
     used = datasets.Features.from_arrow_schema(pyarrow.schema(typed, metadata=schema.metadata))
     if table is not None:
         groups = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
@@ -504,7 +523,7 @@ def _table_rows(
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether a column is of bools or numbers, or of lists of them."""
+    """Return whether a type is a bool or a number, or a list of them."""
     from pyarrow import types
 
     own = kind.value_type if types.is_list(kind) or types.is_large_list(kind) else kind
@@ -512,7 +531,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _is_there(column: Any) -> list[bool]:
-    """Whether each cell holds anything: no null, no empty list."""
+    """Return for each cell whether it holds a value: neither null nor an empty list."""
     from pyarrow import compute, types
 
     if types.is_list(column.type) or types.is_large_list(column.type):
@@ -522,7 +541,7 @@ def _is_there(column: Any) -> list[bool]:
 
 
 def _decode(content: bytes) -> tuple[str, int]:
-    """The text, and how many times U+FFFD stands for bytes that are no UTF-8."""
+    """Return the text, and the number of U+FFFD in it that replace invalid bytes."""
     try:
         return content.decode("utf-8"), 0
     except UnicodeDecodeError:
@@ -540,7 +559,7 @@ _READERS = {
 
 
 def too_large(origin: str, what: str, most_bytes: int) -> DataError:
-    """The message about a line or text beyond its limit."""
+    """Return the error about a line, record or text that is longer than its limit."""
     return DataError(
         given=f"{what} of more than {format_bytes(most_bytes)}",
         required=f"lines of at most {format_bytes(MAX_LINE_BYTES)} and texts of at most"

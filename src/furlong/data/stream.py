@@ -1,10 +1,13 @@
-"""Sequences of sources that are read while a run trains; no tokens are kept on disk.
+"""Read sources while a run trains, without a cache of tokens on disk.
 
-A source is read in blocks, file after file, in an order of the files that seed and epoch fix; each
-block is shuffled, and a thread reads the next one meanwhile. Where a run is in a source follows
-from the record in front of a block and the number of sequences that it has drawn of it: a run that
-goes on reads that block again, and compares its checksum. Of the processes of one machine, which
-all draw the same, one reads and writes each block into a folder, from which the others map it.
+A source is read in blocks, file after file; seed and epoch determine the order of the files and the
+shuffle of each block, and a thread reads the next block while one is used. The position in a source
+is the record before its block and the number of sequences drawn from the block. A resumed run reads
+that block again and compares its checksum, so that it continues with exactly the next sequence.
+`IterableDataset.shuffle` (datasets 5.2) does not: `load_state_dict` drops what its buffer held.
+
+The processes of one machine draw the same sequences. One of them reads each block and writes it
+into a folder, from which the others map it into memory.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,65 +56,72 @@ from furlong.plan.lengths import StepSize
 from furlong.units import count_words
 
 BLOCK_TOKENS = 2**24
-"""Tokens of the blocks of all sources together: 128 MiB with labels, and the same again for those
-that are read ahead."""
+"""Tokens of one block of every source together: 128 MiB with labels, and as much again for the
+blocks that are read ahead."""
 BLOCK_RECORDS = 10_000
 _SHORTEST_LOOK_S, _LOOK_S = 0.0005, 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a source, behind a record."""
+    """A position in a source: the record that precedes it."""
 
     epoch: int = 0
     file: int = 0
-    """Number in the epoch's order of files."""
+    """The number of the file in the epoch's order of files."""
     line: int = -1
-    """-1: before the first record of the file."""
+    """The line of the record; -1 is before the first record of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a run is in a source."""
+    """The position of a run in a source, as a checkpoint stores it."""
 
     block: Position = field(default_factory=Position)
-    """Where the block at hand begins."""
+    """The start of the current block."""
     drawn: int = 0
-    """Sequences of it that were drawn."""
+    """The number of sequences drawn from the block."""
     checksum: str = ""
-    """The checksum of the block; empty where it is not read yet."""
+    """The checksum of the block; empty until it is read."""
     num_tokens: int = 0
-    """Tokens of the source that the run has drawn."""
+    """The number of tokens that the run has drawn from the source."""
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Cursor:
-        """The inverse of `asdict`."""
+        """Return the cursor of which `values` is the `asdict`."""
         return cls(**{**values, "block": Position(**values["block"])})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamBlock:
-    """Sequences that follow each other in a source, shuffled."""
+    """Consecutive sequences of a source, shuffled."""
 
     start: Position
     end: Position
     sequences: list[Sequence]
     checksum: str
-    """The checksum of all tokens and labels, in their order."""
+    """The checksum of all tokens and labels, in order."""
     notes: list[str]
-    """Lines about what was left out here for the first time."""
+    """Lines about reasons to leave records out that occur for the first time in this block."""
 
 
 class SharedBlocks:
-    """The folder by which one process of a machine gives the others its blocks, or its error.
+    """A folder through which one process of a machine shares its blocks, or its error.
 
-    All draw the same sequences, so that each asks for the blocks that the first one reads, and no
-    block is waited for that has gone: at the start of a batch all have ended the one before.
+    All processes draw the same sequences, so each asks for the blocks that the reader reads. None
+    waits for a block that was removed: when a batch starts, all have finished the one before.
     """
 
     def __init__(self, folder: Path, reader: int | None = None) -> None:
-        """`reader`: the process that reads; None: this one. Raises ConfigError for a folder that
-        cannot be written."""
+        """Open the folder.
+
+        Args:
+            folder: where blocks are written.
+            reader: the id of the process that reads; None for this one.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
         self._folder = folder
         self._reader = None if reader is None else psutil.Process(reader)
         if self._reader is None:
@@ -122,50 +132,57 @@ class SharedBlocks:
         self, key: str, start: Position, read: Callable[[], StreamBlock],
         is_wanted: Callable[[], bool],
     ) -> StreamBlock | None:  # fmt: skip
-        """The block of a key: that of `read`, which the others then have, or theirs; None where it
-        has come to be not wanted. Raises UserError as `read` does."""
+        """Return the block of a key: `read()` in the reader, which shares it, or the shared block.
+
+        Returns None once `is_wanted()` is false. Raises the UserError that `read` raises, in every
+        process.
+        """
         place = self._folder / key
         if self._reader is not None:
             found = self._await(place, self._reader, is_wanted)
             return None if found is None else _unpacked(start, found)
         try:
             block = read()
-            if is_wanted():  # else it may be cut short
-                own = block.sequences
+            if is_wanted():  # otherwise reading may have stopped early
+                sequences = block.sequences
                 facts = {
-                    "end": asdict(block.end), "checksum": block.checksum,
-                    "origins": [one.origin for one in own], "lens": [one.seq_len for one in own],
-                }  # fmt: skip
-                arrays = chain((one.input_ids for one in own), (one.labels for one in own))
+                    "end": asdict(block.end),
+                    "checksum": block.checksum,
+                    "origins": [one.origin for one in sequences],
+                    "lens": [one.seq_len for one in sequences],
+                }
+                arrays = [one.input_ids for one in sequences] + [one.labels for one in sequences]
                 self._write(place, facts, arrays)
             return block
-        except Exception as error:  # also one of memory: the others wait for this block
+        except Exception as error:  # a MemoryError too, since the others wait for this block
             parts = ("given", "required", "source", "change")
-            told = {"error": {name: getattr(error, name, reason_of(error)) for name in parts}}
-            try:  # there may be room where there is none for a block
-                self._write(place, told)
+            facts = {"error": {name: getattr(error, name, reason_of(error)) for name in parts}}
+            try:  # a full disk may still have room for an error
+                self._write(place, facts)
             except UserError:
-                self.close()  # which the others see
+                self.close()  # the others stop when the folder is gone
             raise
 
     def keep(self, keys: Iterable[str]) -> None:
-        """Remove the blocks of other keys: call it at the start of a batch."""
+        """Remove all blocks but those with these keys; call it when a batch starts."""
         if self._reader is None:
-            known = {*keys}
+            kept = {*keys}
             with writing(self._folder):
-                os.utime(self._folder)  # it is not stale
+                os.utime(self._folder)  # so that no other run removes it as stale
                 for place in self._folder.iterdir():
-                    if place.name not in known and not place.name.startswith("."):
+                    if place.name not in kept and not place.name.startswith("."):
                         place.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Remove the folder, if this process is the reader."""
         if self._reader is None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self, place: Path, facts: dict[str, Any], arrays: Iterable[Any] = ()) -> None:
-        """Write a file: the size of the facts as JSON, these, and the arrays. It need not outlive
-        the run, so that nobody waits until it is on the disk."""
+        """Write a file of the size of `facts` as JSON, `facts`, and the arrays.
+
+        There is no fsync, since the file need not outlive the run.
+        """
         head = json.dumps(facts).encode()
         head += b" " * (-len(head) % 8)
         aside = place.with_name(f".{place.name}")
@@ -207,13 +224,13 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _unpacked(start: Position, found: npt.NDArray[np.uint8]) -> StreamBlock:
-    """The block in the bytes of a file; what was left out is told by the process that read it.
-    Raises DataError where that could not."""
+    """Return the block in the bytes of a file, without notes: the process that read it prints them.
+    Raises the reader's error as DataError."""
     stop = 8 + int(found[:8].view(np.int64)[0])
     facts = json.loads(found[8:stop].tobytes())
     if "error" in facts:
         raise DataError(**facts["error"])
-    # a plain view: torch takes no subclass
+    # a plain array: torch takes no subclass such as memmap
     ids, labels = np.asarray(found[stop:].view(np.int32)).reshape(2, -1)
     bounds = pairwise([0, *np.cumsum(facts["lens"], dtype=np.int64).tolist()])
     sequences = [
@@ -224,14 +241,27 @@ def _unpacked(start: Position, found: npt.NDArray[np.uint8]) -> StreamBlock:
 
 
 class Reader:
-    """The sequences of a source one after another; a thread reads the next block meanwhile."""
+    """Draws the sequences of a source one by one, while a thread reads the next block."""
 
     def __init__(
         self, source: Source, number: int, settings: DataConfig, tokenizer: Any, seed: int,
         key: str, thread: ThreadPoolExecutor, check: Callable[[StreamBlock], None],
     ) -> None:  # fmt: skip
-        """Reads the first record, which decides the format. `check`: what each block goes through
-        before it is drawn from. Raises DataError."""
+        """Read the first record, which decides the format.
+
+        Args:
+            source: the source.
+            number: its number among the sources of the run.
+            settings: the section `data` of the run.
+            tokenizer: used by `thread` alone.
+            seed: the seed of the run.
+            key: the key of the run file that names the source.
+            thread: reads the blocks.
+            check: called with each block before sequences are drawn from it.
+
+        Raises:
+            DataError: the source cannot be listed, or its first record cannot be read.
+        """
         self.source, self._settings, self._key = source, settings, key
         self.shared: SharedBlocks | None = None
         self._num_moves = self._move = 0
@@ -250,21 +280,22 @@ class Reader:
             check_joined(self.reading.format, tokenizer, first.origin)
         self.go_to(Cursor())
         self.is_closed = False
-        self._notes, self._told = Notes(), {f"with {name}, not used" for name in seen.unread}
+        self._notes, self._reported = Notes(), {f"with {name}, not used" for name in seen.unread}
         self._at: Position | None = None
-        self._has_learnt = True
-        """Whether the pass at hand had anything to learn; of one that was not begun here: as if."""
+        self._has_labels = True
+        """Whether the current pass has had a label; taken to be so for a pass begun elsewhere."""
         self._encoded: Generator[tuple[SourceRecord, list[Encoded]]] | None = None
 
     def go_to(self, cursor: Cursor) -> None:
-        """Draw from a cursor on."""
+        """Continue at a cursor."""
         self._num_moves += 1
         self.cursor = cursor
         self.block: StreamBlock | None = None
         self._next: Future[StreamBlock] | None = None
 
     def peek(self) -> Sequence:
-        """The sequence that is drawn next. Raises DataError."""
+        """Return the sequence that is drawn next. Raises DataError for what cannot be read, and for
+        a block that has changed since the checkpoint."""
         while self.block is None or self.cursor.drawn == len(self.block.sequences):
             coming = self._next or self._ask(self.cursor.block)
             block = coming.result()
@@ -289,15 +320,15 @@ class Reader:
         return self.block.sequences[self.cursor.drawn]
 
     def take(self) -> Sequence:
-        """Go on behind the sequence that `peek` has shown."""
-        sequence, own = self.peek(), self.cursor
-        num_tokens = own.num_tokens + sequence.seq_len
-        self.cursor = replace(own, drawn=own.drawn + 1, num_tokens=num_tokens)
+        """Return the next sequence, and move the cursor past it. Raises DataError as `peek`."""
+        sequence, at = self.peek(), self.cursor
+        num_tokens = at.num_tokens + sequence.seq_len
+        self.cursor = replace(at, drawn=at.drawn + 1, num_tokens=num_tokens)
         return sequence
 
     @property
     def keys(self) -> list[str]:
-        """Keys of the blocks that are drawn from here on, as far as they are known."""
+        """The keys of the current block and the next one, as far as they are known."""
         known = [self.cursor.block]
         if self.block is not None:
             known += [self.block.start, self.block.end]
@@ -307,18 +338,18 @@ class Reader:
         return key_of(self._seed, asdict(start))
 
     def _ask(self, start: Position) -> Future[StreamBlock]:
-        """Let the thread read the block that begins behind a record."""
+        """Let the thread read the block that starts at a position."""
         move = self._num_moves
 
         def read() -> StreamBlock:
-            self._move = move  # which only the thread looks at
+            self._move = move  # read by the thread alone
             return self.read(start)
 
         return self._thread.submit(read)
 
     def read(self, start: Position) -> StreamBlock:
-        """The block that begins behind a record; one that the end of an epoch cuts is smaller.
-        Raises DataError."""
+        """Return the block that starts at a position; the last one of an epoch is smaller. Raises
+        DataError."""
         if self.shared is None:
             return self._read(start)
 
@@ -326,7 +357,7 @@ class Reader:
             return not self.is_closed and self._move == self._num_moves
 
         found = self.shared.block(self._key_of(start), start, partial(self._read, start), is_wanted)
-        return found or StreamBlock(start, start, [], "", [])  # which nobody draws from
+        return found or StreamBlock(start, start, [], "", [])  # nobody draws from it
 
     def _read(self, start: Position) -> StreamBlock:
         if start != self._at:
@@ -334,15 +365,15 @@ class Reader:
         end, found, num_tokens = Position(start.epoch + 1), list[tuple[str, Encoded]](), 0
         assert self._encoded is not None
         for record, sequences in self._encoded:
-            own = [(record.origin, one) for one in self._fitted(record, sequences)]
-            found += own
-            num_tokens += sum(len(one.input_ids) for _, one in own)
+            fitted = self._fitted(record, sequences)
+            found += [(record.origin, one) for one in fitted]
+            num_tokens += sum(len(one.input_ids) for one in fitted)
             if num_tokens >= self._most_tokens or len(found) >= BLOCK_RECORDS or self.is_closed:
                 end = Position(start.epoch, record.file, record.line)
                 break
         self._at = end if end.epoch == start.epoch else None
-        own_seed = (*self._seed, start.epoch, start.file, start.line + 1, 3)
-        order = np.random.default_rng(own_seed).permutation(len(found))
+        block_seed = (*self._seed, start.epoch, start.file, start.line + 1, 3)
+        order = np.random.default_rng(block_seed).permutation(len(found))
         found = [found[i] for i in order.tolist()]
         if self._settings.join:
             found = _joined(found, self._settings.max_seq_len)
@@ -355,9 +386,9 @@ class Reader:
         num_blank = sum(not one.num_valid_tokens for one in drawn)
         self._notes.add("sequences without a label", 0, 0, num_blank)
         if start == Position(start.epoch):
-            self._has_learnt = False
-        self._has_learnt |= any(one.num_valid_tokens for one in drawn)
-        if end.epoch > start.epoch and not self._has_learnt and not self.is_closed:
+            self._has_labels = False
+        self._has_labels |= any(one.num_valid_tokens for one in drawn)
+        if end.epoch > start.epoch and not self._has_labels and not self.is_closed:
             given = f"{printable(self.source.path)}: a whole pass without a label"
             raise nothing_to_learn(given + left_out(self._notes), self._key)
         checksum = xxhash.xxh3_128()
@@ -367,8 +398,11 @@ class Reader:
         return StreamBlock(start, end, drawn, checksum.hexdigest(), self._new_notes())
 
     def _encode(self, start: Position) -> Generator[tuple[SourceRecord, list[Encoded]]]:
-        """The records behind a place, to the end of its epoch, with their sequences. Files have
-        their numbers in the epoch's order; that of the first records of a source is its own."""
+        """Yield the records from a position to the end of its epoch, with their sequences.
+
+        Files are numbered in the epoch's order. With a limit the order is the listing's, since the
+        limit means the first records.
+        """
         files, skipped = self.listing.files, 0
         if self._limit is None:
             order = np.random.default_rng((*self._seed, start.epoch, 4)).permutation(len(files))
@@ -381,21 +415,22 @@ class Reader:
                 listing, self._notes, self.reading.columns, self._key, self._limit, skip
             )
             for record in read:
-                own = replace(record, file=record.file + skipped)
-                if (own.file, own.line) > (start.file, start.line):
-                    yield own
+                record = replace(record, file=record.file + skipped)
+                if (record.file, record.line) > (start.file, start.line):
+                    yield record
 
         yield from encode(records(), self._tokenizer, self.reading, self._notes)
 
     def _fitted(self, record: SourceRecord, sequences: list[Encoded]) -> list[Encoded]:
-        """The sequences of a record as data.too_long has them. Raises DataError."""
+        """Return the sequences of a record, cut or left out as data.too_long says. Raises
+        DataError where it is `error`."""
         limit, too_long = self._settings.max_seq_len, self._settings.too_long
         if self._settings.join:
             return sequences
-        own = []
+        fitted = []
         for one in sequences:
             if (num_tokens := len(one.input_ids)) <= limit:
-                own.append(one)
+                fitted.append(one)
                 continue
             format = self.reading.format
             if too_long == "error" or (too_long == "split" and format not in SPLIT):
@@ -404,29 +439,29 @@ class Reader:
             self._notes.add(f"longer than {limit:,} tokens: {too_long}", record.file, record.line)
             stop = {"truncate": limit, "drop": 0, "split": num_tokens}[too_long]
             cut = [slice(first, first + limit) for first in range(0, stop, limit)]
-            own += [Encoded(one.input_ids[piece], one.labels[piece]) for piece in cut]
-        return own
+            fitted += [Encoded(one.input_ids[piece], one.labels[piece]) for piece in cut]
+        return fitted
 
     def _new_notes(self) -> list[str]:
         unread = {f"with {name}, not used" for name in self._notes.unread}
-        new = sorted((self._notes.keys() | unread) - self._told)
-        self._told.update(new)
+        new = sorted((self._notes.keys() | unread) - self._reported)
+        self._reported.update(new)
         return [f"{self._key}: {printable(self.source.path)}: {what}, from here on" for what in new]
 
 
 def _joined(found: Items[tuple[str, Encoded]], limit: int) -> list[tuple[str, Encoded]]:
-    """Texts behind each other, cut to sequences of `limit` tokens; the last one has the rest."""
+    """Concatenate texts, and cut them to sequences of `limit` tokens; the last one has the rest."""
     ids = np.concatenate([np.zeros(0, np.int32), *(one.input_ids for _, one in found)])
     ends = np.cumsum([len(one.input_ids) for _, one in found])
     cut = []
     for first in range(0, len(ids), limit):
-        own = ids[first : first + limit]
-        cut.append((found[int(np.searchsorted(ends, first, "right"))][0], Encoded(own, own)))
+        piece = ids[first : first + limit]
+        cut.append((found[int(np.searchsorted(ends, first, "right"))][0], Encoded(piece, piece)))
     return cut
 
 
 class StreamSet:
-    """Sequences of one or several sources, drawn so that each has its share of the tokens."""
+    """Sequences of one or more sources, drawn so that each has its share of the tokens."""
 
     noun = "sequence"
 
@@ -435,16 +470,27 @@ class StreamSet:
         say: Callable[[str], None] = print, key: str = "data.train",
         shared: Callable[[], SharedBlocks] | None = None,
     ) -> None:  # fmt: skip
-        """`say`: tells what is left out, when it is read. `shared`: the blocks of this machine, if
-        several processes draw them. Raises UserError."""
+        """Open the sources and read the first record of each.
+
+        Args:
+            settings: the section `data` of the run.
+            tokenizer: the tokenizer of the run.
+            seed: the seed of the run, which determines every order.
+            say: called with a line when records are left out for a new reason.
+            key: the key of the run file that names the sources.
+            shared: opens the folder of blocks where several processes of this machine draw them.
+
+        Raises:
+            UserError: a source cannot be read, or two sources name one file.
+        """
         self._settings, self._seed, self.say, self._key = settings, seed, say, key
-        own = copy.deepcopy(tokenizer)  # the thread's
+        copied = copy.deepcopy(tokenizer)  # for the thread
         self._tokenizer = fingerprint(tokenizer)
-        self._told = partial(token_in_words, tokenizer=tokenizer)
+        self._describe_token = partial(token_in_words, tokenizer=tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._vocab_size: int | None = None
         self._readers = [
-            Reader(source, number, settings, own, seed, key, self._thread, self._check)
+            Reader(source, number, settings, copied, seed, key, self._thread, self._check)
             for number, source in enumerate(settings.train)
         ]
         once = "name it once; a larger share draws from it more often"
@@ -455,12 +501,12 @@ class StreamSet:
 
     @property
     def longest(self) -> int:
-        """Most tokens that a sequence may have: nobody knows those that are to come."""
+        """The most tokens that a sequence may have: those to come are not known."""
         return self._settings.max_seq_len
 
     @cached_property
     def sample(self) -> list[Sequence]:
-        """The sequences of the first block of each source."""
+        """The sequences of the first block of each source, by which steps are planned."""
         self._begin(LoaderState())
         found = []
         for reader in self._readers:
@@ -471,21 +517,21 @@ class StreamSet:
 
     @property
     def seq_lens(self) -> npt.NDArray[np.int64]:
-        """(N,) tokens of the sequences of the first blocks, which stand for all."""
+        """(N,) the lengths of the sequences in `sample`."""
         return np.array([one.seq_len for one in self.sample])
 
     @property
     def valid_tokens(self) -> npt.NDArray[np.int64]:
-        """(N,) tokens of these that are learnt."""
+        """(N,) the numbers of tokens in `sample` that have a label."""
         return np.array([one.num_valid_tokens for one in self.sample])
 
     def epoch_lens(self, seed: int) -> npt.NDArray[np.int64]:
-        """Tokens of sequences that are like those of an epoch."""
+        """Return the lengths of `sample`, which stand for those of an epoch."""
         return self.seq_lens
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Checksums of all that decides the sequences but for what is in the files."""
+        """Checksums of all that determines the sequences except the contents of the files."""
         settings = self._settings
         named = {
             f"the names of the files of {named_source(reader.source)}": key_of(
@@ -500,19 +546,21 @@ class StreamSet:
             [reader.reading.key, reader.source.share, reader.source.limit]
             for reader in self._readers
         ]
-        own = [settings.max_seq_len, settings.too_long, settings.join, self._seed, BLOCK_TOKENS]
-        return named | {SEQUENCES: key_of([*named.values()], keys, own)}
+        others = [settings.max_seq_len, settings.too_long, settings.join, self._seed, BLOCK_TOKENS]
+        return named | {SEQUENCES: key_of([*named.values()], keys, others)}
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises DataError, now or when it is read, for a token id or label that a model of
-        `vocab_size` does not know."""
+        """Require token ids and labels below `vocab_size`.
+
+        Raises DataError, for blocks to come when they are read.
+        """
         self._vocab_size = vocab_size
         for reader in self._readers:
             if reader.block is not None:
                 self._check_ids(reader.block)
 
     def describe(self) -> list[str]:
-        """Lines that tell what was found."""
+        """Return lines that describe the sources."""
         lines = []
         for reader in self._readers:
             path, files = named_source(reader.source), reader.listing.files
@@ -524,28 +572,28 @@ class StreamSet:
         return lines
 
     def describe_batches(self, size: StepSize) -> str:
-        """The sizes of global batches, for people."""
+        """Return the size of global batches in words."""
         of = f"{size} sequences" if size.tokens is None else str(size)
         return f"batches of {of}; plans are for {self.longest:,} tokens, which one may have"
 
     def batches(self, size: StepSize, state: LoaderState) -> Iterator[Batch]:
-        """Endless, from a state on."""
+        """Yield batches without end, from a state of `Batch.next_state` on. Raises DataError."""
         self._begin(state)
         while True:
             if self._shared is not None:
                 self._shared.keep(key for reader in self._readers for key in reader.keys)
-            own, num_tokens = list[Sequence](), 0
-            while size.sequences is None or len(own) < size.sequences:
+            drawn, num_tokens = list[Sequence](), 0
+            while size.sequences is None or len(drawn) < size.sequences:
                 reader = self._due()
                 num_tokens += reader.peek().seq_len
-                if own and size.tokens is not None and num_tokens > size.tokens:
+                if drawn and size.tokens is not None and num_tokens > size.tokens:
                     break
-                own.append(reader.take())
+                drawn.append(reader.take())
             cursors = tuple(asdict(reader.cursor) for reader in self._readers)
-            yield Batch(tuple(own), LoaderState(sources=cursors))
+            yield Batch(tuple(drawn), LoaderState(sources=cursors))
 
     def close(self) -> None:
-        """No batch is asked for any more."""
+        """Stop reading, and remove the shared blocks."""
         for reader in self._readers:
             reader.is_closed = True
         self._thread.shutdown(cancel_futures=True)
@@ -560,7 +608,7 @@ class StreamSet:
                 reader.go_to(cursor)
 
     def _due(self) -> Reader:
-        """The source that lacks most tokens of its share."""
+        """Return the reader of the source that lacks most tokens of its share."""
         total = sum(reader.cursor.num_tokens for reader in self._readers)
 
         def lacks(reader: Reader) -> float:
@@ -578,4 +626,4 @@ class StreamSet:
             for one in block.sequences:
                 highest = int(max(one.input_ids.max(), one.labels.max()))
                 if highest >= vocab_size:
-                    raise unknown_token(self._told(highest), vocab_size, one.origin)
+                    raise unknown_token(self._describe_token(highest), vocab_size, one.origin)
