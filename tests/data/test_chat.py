@@ -188,7 +188,7 @@ def test_what_the_template_does_not_write_is_told() -> None:
     assert {*notes[:-1]} == {*map(told.format, unwritten)}
     assert "without a special token" in notes[-1]
     writing = "{{ tools }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
-    whole = Turns("a.jsonl:3", turns, [CALL], is_learnt_whole=True)
+    whole = Turns("a.jsonl:3", turns, [CALL], is_trained_whole=True)
     assert ChatTemplate(byte_tokenizer(writing)).render(whole).notes == ()
 
 
@@ -230,7 +230,7 @@ def test_a_loss_in_what_is_learnt_is_refused(template: str, turns: Any, lost: st
     for is_whole in (False, True):
         with pytest.raises(DataError) as caught:
             ChatTemplate(byte_tokenizer(template)).render(
-                Turns("a.jsonl:3", turns, is_learnt_whole=is_whole)
+                Turns("a.jsonl:3", turns, is_trained_whole=is_whole)
             )
         assert lost in caught.value.given and "a.jsonl:3" in caught.value.source
 

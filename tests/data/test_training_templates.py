@@ -270,6 +270,17 @@ def of_trl(name: str) -> str:
     return (folder / f"{name}.jinja").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"llama3.1"}))
+def test_some_of_trls_templates_train_on_tokens_of_the_prompt(name: str) -> None:
+    """As the table in docs/data.md has it; the others mark what furlong's mark."""
+    turns, alike = [USER, ANSWER, USER, THOUGHT], {"gemma", "gemma3", "llama3", "qwen3"}
+    turns = turns if name in THOUGHTFUL else list(map(unthinking, turns))
+    both = training_templates()[name], of_trl(f"{MODELS[name]}_training")
+    ours, theirs = (learnt(rendered(template, turns, None)) for template in both)
+    assert (ours == theirs) == (name in alike)
+    assert all(our in their for our, their in zip(ours, theirs, strict=True))
+
+
 TALK = [USER, {**ANSWER, "content": "yo"}, USER, {**ANSWER, "content": "sure"}]
 THINKING = [turn if turn["role"] == "user" else turn | {"reasoning_content": "hm"} for turn in TALK]
 

@@ -1,14 +1,14 @@
-"""Conversations as text, by a chat template, and which of it the assistant says.
+"""Render conversations with a chat template, and find the assistant's answers in the text.
 
-A template with `{% generation %}` tags says it itself: marks are written where the tags stand, and
-taken out of the text. With any other, an answer is what the text of the conversation up to it has
-more than the prompt for it. That is right only if both begin the text of the whole conversation,
-which is checked: a template may, for instance, drop the reasoning of earlier answers. Then one of
-furlong's own training templates takes its place, if it writes the same answers.
+A template with `{% generation %}` tags marks them itself: marks are rendered where the tags are,
+and removed from the text. For any other template an answer is the text of the conversation up to it
+minus the prompt for it. That holds only if the text of the whole conversation begins with both,
+which is checked, since a template may, for instance, drop the reasoning of earlier answers. In that
+case one of furlong's training templates is used if it writes the same answers.
 
-The text is proved: each content, thought, call and result is looked for in the place of its
-message. An answer that is trained on must be there whole, and so must what users and tools say
-before it; other losses are counted.
+The text is checked: each content, thought, call and result is searched in the place of its message.
+An answer that is trained on must be there whole, and so must what users and tools say before it;
+other losses are counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from furlong.data.fields import MARKS, Turn, answers, may_be_learnt, num_common
+from furlong.data.fields import MARKS, Turn, answers, may_be_trained, num_common
 from furlong.data.tokenize import Rendered
 from furlong.data.training_templates import (
     PROBES,
@@ -39,30 +39,30 @@ from furlong.errors import ConfigError, DataError, in_short
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # transformers gives each as the others
-_LINKS = ("tool_call_id", "id", "name", "is_error")  # of a result to the call before it
+_LINKS = ("tool_call_id", "id", "name", "is_error")  # they link a result to its call
 _READ = frozenset(("role", "content", "tool_calls", *_THOUGHTS, *MARKS))
 _THINK = re.compile("</?think>")
 _TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 DATE = "strftime_now"
-"""The function by which a template writes the date, and the key of `chat_template_kwargs` that
-holds the day for it."""
+"""The function with which a template writes the date, and the key of `chat_template_kwargs` that
+sets the day."""
 _DATE = re.compile(rf"{DATE}\(\s*(['\"])(.*?)\1\s*\)")
 _NUMBER = re.compile("[0-9]")  # a template may write the time
-_PROBE = "furlong-3f9c"  # stands in no template
+_PROBE = "furlong-3f9c"  # occurs in no template
 _OPEN, _CLOSE = f"{_PROBE}(", f"){_PROBE}"
 _MARK = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
 _EMPTY = re.compile(r"<think>\s*</think>")
-# The prompt may hold where they begin.
+# The prompt may contain their beginning.
 _EMPTY_FIRST = re.compile(r"\s*(<think>)?\s*</think>\s*")
 _CANNOT = "a chat template that cannot be masked"
 _MANY = 2
-"""Answers above which a known template is masked by furlong's own, where both write the same."""
+"""Conversations of more answers are masked by furlong's template if it writes the same text."""
 _MOST_TRIED = 3
-"""Values of a kind that are tried one by one where the text has them in no known form."""
+"""The most values of a kind to replace, one by one, when the text has them in no known form."""
 _SHOWN_CHARS = 24
 
 Range = tuple[int, int]
-"""Characters of a text, half-open."""
+"""A half-open range of characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +70,29 @@ class Turns:
     """A conversation of a record."""
 
     origin: str
+    """File and line of the record."""
     turns: list[Turn]
     tools: list[Any] | None = None
     first: int = 0
-    """The first turn that may be trained on."""
+    """The index of the first turn that may be trained on."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Other variables of the template."""
-    is_learnt_whole: bool = False
-    """Whether all of its text is trained on."""
+    """Other variables of the template, `chat_template_kwargs`."""
+    is_trained_whole: bool = False
+    """Whether all of the text is trained on."""
 
 
 class CannotBeMaskedError(DataError):
-    """The template loses some of what is said, or its text does not show who says it."""
+    """Raised if a template leaves out what is said, or its text does not show who says it."""
 
     why = ""
-    """The fault of the template, as a predicate of "the model's own"."""
+    """What the template does wrong, to follow "since the model's own"."""
 
 
 class ChatTemplate:
-    """A tokenizer's chat template."""
+    """Renders conversations with a tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any, eot_tokens: Iterable[str] = ()) -> None:
-        """`eot_tokens` are trained on where they follow an answer."""
+        """Take the template of a tokenizer; `eot_tokens` are trained on after an answer."""
         self._tokenizer = tokenizer
         ends = self._eot_tokens = tuple(eot_tokens)
         self._end = re.compile(rf"\s*({'|'.join(map(re.escape, ends))})") if ends else None
@@ -102,10 +103,11 @@ class ChatTemplate:
         self._trained_by: dict[_Template, tuple[str, _Template] | None] = {}
 
     def render(self, turns: Turns) -> Rendered:
-        """Return the text of a conversation, with the ranges that are trained on.
+        """Return the text of a conversation and its ranges that are trained on.
 
-        Raises DataError for a conversation or a template that cannot be rendered or masked, and
-        ConfigError for a tokenizer without a template.
+        Raises:
+            DataError: the template cannot render the conversation, or it cannot be masked.
+            ConfigError: the tokenizer has no template, or lacks tokens that the template writes.
         """
         template = self._template_of(turns)
         for number, turn in enumerate(turns.turns, start=1):
@@ -146,7 +148,7 @@ class ChatTemplate:
                 source="data.chat_template, or the model's own",
                 change=self._offer(),
             )
-        if turns.is_learnt_whole:
+        if turns.is_trained_whole:
             return Rendered(text, None, True, tuple(notes))
         ranges = self._as_generated(turns, text, ranges)
         notes += self._on_the_end(turns, template, text, ranges)
@@ -157,8 +159,8 @@ class ChatTemplate:
         return f"set data.chat_template to {names}, or use the tokenizer of a chat model"
 
     def _change(self, own: Turns, template: _Template) -> str | None:
-        """Return the first change with which the conversation can be trained on and its prompt
-        stays the same: a switch of the template, another template, or the last answers alone."""
+        """Return a change that was tried: with it the conversation can be trained on and its prompt
+        stays the same. It is a switch of the template, another template, or the last answers."""
         tries = [
             (f"set data.chat_template_kwargs: {{{name}: {json.dumps(value)}}}", template,
              replace(own, kwargs={**own.kwargs, name: value}))
@@ -181,7 +183,7 @@ class ChatTemplate:
     def _on_the_end(
         self, own: Turns, template: _Template, text: str, ranges: list[Range]
     ) -> Iterator[str]:
-        """Yield a remark unless the last answer ends with a token by which the model stops."""
+        """Yield a note unless the last answer ends with a token at which the model stops."""
         if not ranges:
             return
         end = _end_of(text[slice(*ranges[-1])], self._stops)
@@ -194,7 +196,7 @@ class ChatTemplate:
         elif end not in (self._tokenizer.eos_token, *self._eot_tokens):
             if template not in self._ends:
                 self._ends[template] = None
-                with suppress(DataError):  # the end of a plain answer
+                with suppress(DataError):  # how a plain answer ends
                     probe = Turns(own.origin, PROBES[0][0])
                     said, found, _ = self._masked(probe, template, is_proved=False)
                     self._ends[template] = _end_of(_parts(said, found)[-1], self._stops)
@@ -223,13 +225,13 @@ class ChatTemplate:
         self, own: Turns, template: _Template, *, is_proved: bool = True
     ) -> tuple[str, list[Range], list[str]]:
         """Return the text of a conversation, the ranges that are trained on (none where all of it
-        is), and remarks. Calls are given in the first shape in which nothing is lost. Raises
+        is), and notes. Calls have the first shape in which the template loses nothing. Raises
         DataError."""
         errors: list[DataError] = []
         for shape in _shapes(own):
             shaped = replace(own, turns=[shape(turn) for turn in own.turns])
             try:
-                if own.is_learnt_whole:
+                if own.is_trained_whole:
                     text, ranges = template.write(shaped), list[Range]()
                 else:
                     text, ranges = self._ranges_of(shaped, template)
@@ -243,7 +245,7 @@ class ChatTemplate:
             return template.by_tags(own)
         num_answers = sum(turn["role"] == "assistant" for turn in own.turns)
         if num_answers > _MANY and (known := self._training_template(template, own)):
-            # Tags take two renderings in all, prefixes more.
+            # Tags take two renderings per conversation, prefixes up to two per answer.
             with suppress(DataError):
                 found = known[1].by_tags(own)
                 if found[0] == template.write(own):
@@ -251,7 +253,7 @@ class ChatTemplate:
         return template.by_prefixes(own)
 
     def _training_template(self, template: _Template, own: Turns) -> tuple[str, _Template] | None:
-        """Return the name and template of furlong that writes the same answers, if one does."""
+        """Return name and text of furlong's template that writes the same answers, if one does."""
         if template not in self._trained_by:
             ours = ((name, self._of(text)) for name, text in training_templates().items())
             found = (one for one in ours if self._writes_the_same(own, template, one[1]))
@@ -259,15 +261,15 @@ class ChatTemplate:
         return self._trained_by[template]
 
     def _writes_the_same(self, own: Turns, template: _Template, other: _Template) -> bool:
-        """Whether both templates write the same probes: the whole text where there is one answer,
-        else the last answer."""
+        """Return whether both templates render the probes alike: the whole text of one answer, or
+        the last of several answers."""
         num_same = 0
         for turns, has_tools in PROBES:
             probe = Turns(own.origin, turns, [TOOL] if has_tools else None, len(turns) - 1)
             try:
                 text, ranges, _ = self._masked(probe, template, is_proved=False)
             except DataError:
-                continue  # there is nothing to compare it with
+                continue  # nothing to compare with
             try:
                 others, found, _ = self._masked(probe, other, is_proved=False)
             except DataError:
@@ -282,8 +284,8 @@ class ChatTemplate:
         return num_same > len(PROBES) // 2
 
     def _as_generated(self, own: Turns, text: str, ranges: list[Range]) -> list[Range]:
-        """Return the ranges with the mark that ends a turn, and without the empty thoughts that a
-        template writes where a record has none."""
+        """Return the ranges extended by an `eot_token` that follows, and without the empty thoughts
+        that a template adds."""
         is_own = any(_EMPTY.search(turn.get("content", "")) for turn in own.turns)
         found = []
         for start, stop in ranges:
@@ -297,7 +299,7 @@ class ChatTemplate:
 
 
 class _Template:
-    """The text of a template, and how it takes turns."""
+    """The text of a template, and the forms of turns that it accepts."""
 
     def __init__(self, text: str, tokenizer: Any) -> None:
         self._text, self._tokenizer = text, tokenizer
@@ -305,14 +307,14 @@ class _Template:
         self.has_tags = bool(_TAG.search(text))
         self.marks = marks_of(text)
         self._takes_parts = None if "text" in text else False
-        """Whether it writes contents of parts alone; None before the first conversation."""
+        """Whether it requires contents as lists of parts; None until it is asked."""
 
     def names(self, role: str) -> bool:
         return f"'{role}'" in self._text or f'"{role}"' in self._text
 
     @cached_property
     def switches(self) -> list[str]:
-        """The names of `chat_template_kwargs` that the template reads."""
+        """Names of the `chat_template_kwargs` that the template reads."""
         from transformers.utils.chat_template_utils import _get_template_variables
 
         set_here = {"messages", "tools", "documents", "add_generation_prompt"}
@@ -322,7 +324,8 @@ class _Template:
     def by_tags(self, own: Turns) -> tuple[str, list[Range]]:
         """Return the text of a conversation, and the ranges between its tags. Raises DataError."""
         text = self.write(own)
-        # transformers counts characters where it renders them, not where the template writes them.
+        # `return_assistant_tokens_mask` counts characters when a block is rendered, which is wrong
+        # for a template that stores the rendered block and writes it later.
         marked, ranges = _unmarked(self.write(own, tags=True))
         if _NUMBER.sub("0", marked) != _NUMBER.sub("0", text):
             what = "it works on the text between its {% generation %} tags"
@@ -330,27 +333,28 @@ class _Template:
         if not any(start < stop for start, stop in ranges) and answers(own.turns):
             raise self._refusal(own, f"{_CANNOT}: its {{% generation %}} tags enclose no answer")
         for number in reversed(range(own.first, len(own.turns))):
-            if not may_be_learnt(own.turns[number]):
+            if not may_be_trained(own.turns[number]):
                 start, stop = (self._num_ranges(own, n, ranges) for n in (number, number + 1))
                 ranges = ranges[:start] + ranges[stop:]
         return text, ranges[self._num_ranges(own, own.first, ranges) :]
 
     def by_prefixes(self, own: Turns) -> tuple[str, list[Range]]:
-        """Return the text of a conversation, and what each answer adds to its prompt. Raises
-        DataError.
+        """Return the text of a conversation, and the range that each answer adds to its prompt.
 
-        Rendering a prefix for every answer takes time that is quadratic in their number. Prefixes
-        are rendered for the first, one middle and the last answer of each kind; other answers are
-        found by the same text between them and the contents beside them."""
+        Rendering prefixes for every answer takes time quadratic in their number. They are rendered
+        for the first, a middle and the last answer of each kind (roles and keys of the turn and its
+        neighbours); another answer is found by the text that separates these from the contents
+        beside them. Raises DataError.
+        """
         text = self.write(own)
         kinds: dict[Any, list[int]] = {}
-        for number in _learnt(own):
+        for number in _trained_turns(own):
             beside = own.turns[max(number - 1, 0) : number + 2]
             kind = tuple((turn["role"], _is_thinking(turn), *sorted(turn)) for turn in beside)
             kinds.setdefault((kind, number > 0), []).append(number)
         models = {n for of in kinds.values() for n in (of[0], of[len(of) // 2], of[-1])}
         found = {number: self._added(own, text, number) for number in sorted(models)}
-        contents = self._contents(own, text) if len(found) < len(_learnt(own)) else {}
+        contents = self._contents(own, text) if len(found) < len(_trained_turns(own)) else {}
         for group in kinds.values():
             known = set[tuple[str, str]]()
             for number in sorted(group, key=lambda n: n not in models):
@@ -368,8 +372,8 @@ class _Template:
         return text, [found[number] for number in sorted(found)]
 
     def _contents(self, own: Turns, text: str) -> dict[int, Range]:
-        """Return where the contents of users and tools stand in the text, by number of the message,
-        if marks around them change nothing else."""
+        """Return the ranges of the contents of users and tools, by index of the message; empty if
+        marks around them change anything else."""
         turns, marked = [*own.turns], []
         for number, turn in enumerate(turns):
             if turn["role"] in ("user", "tool") and (content := turn.get("content", "").strip()):
@@ -402,7 +406,7 @@ class _Template:
             )
         is_last = number + 1 == len(own.turns)
         upto = text if is_last else self.write(own, number + 1)
-        # What ends every text (Phi) may go as long as a mark that ends the answer stays.
+        # Phi's template ends every text with a token: drop it while another ends the answer.
         while (end := _end_of(upto, self._stops)) and not text.startswith(upto):
             less_one = upto.rstrip().removesuffix(end)
             if _end_of(less_one, self._stops) is None:
@@ -418,7 +422,7 @@ class _Template:
         return len(prompt), len(upto)
 
     def _num_ranges(self, own: Turns, num_turns: int, ranges: list[Range]) -> int:
-        """Return how many of `ranges` belong to the first turns. Raises DataError."""
+        """Return the number of `ranges` that belong to the first turns. Raises DataError."""
         _, found = _unmarked(self.write(own, num_turns, tags=True)) if num_turns else ("", [])
         if ranges[: len(found)] != found:
             what = f"what is learnt of message {num_turns} changes behind it"
@@ -426,22 +430,22 @@ class _Template:
         return len(found)
 
     def proved(self, own: Turns, shape: Shape, text: str, ranges: list[Range]) -> list[str]:
-        """Return remarks on what the text of a conversation lacks. Raises CannotBeMaskedError where
-        it lacks a part of an answer that is trained on, or of what that answers."""
-        learnt = _learnt(own)
+        """Return notes about what the text of a conversation lacks. Raises CannotBeMaskedError if
+        it lacks a part of an answer that is trained on, or of the message that it answers."""
+        trained = _trained_turns(own)
         places = dict.fromkeys(range(-1, len(own.turns)), (0, len(text)))
-        if ranges and len(ranges) == len(learnt):
-            places |= zip(learnt, ranges, strict=True)
+        if ranges and len(ranges) == len(trained):
+            places |= zip(trained, ranges, strict=True)
             edges = [0, *chain(*ranges), len(text)]
-            for number in places.keys() - {-1, *learnt}:
+            for number in places.keys() - {-1, *trained}:
                 if own.turns[number]["role"] not in ("system", "developer"):
-                    at = 2 * bisect(learnt, number)
+                    at = 2 * bisect(trained, number)
                     places[number] = edges[at], edges[at + 1]
         remarks, tried = dict[str, None](), Counter[tuple[Any, ...]]()
         for number, path, value in _missing(own, text, places):
             role = own.turns[number]["role"] if number >= 0 else ""
             what = f"{path[0]} of role {role}" if role else "tools"
-            kind = (what, number in learnt)
+            kind = (what, number in trained)
             if tried[kind] == _MOST_TRIED:
                 continue
             tried[kind] += 1
@@ -449,8 +453,8 @@ class _Template:
                 if number >= 0:
                     remarks[f"{what} that the template writes in another form"] = None
                 continue
-            is_asked = role in ("user", "tool", "function") and any(n > number for n in learnt)
-            if number in learnt or is_asked:
+            is_asked = role in ("user", "tool", "function") and any(n > number for n in trained)
+            if number in trained or is_asked:
                 what = f"{path[0]} of message {number + 1} ({str(value).strip()[:_SHOWN_CHARS]!r})"
                 raise self._refusal(
                     own, f"{what}, which the chat template leaves out",
@@ -472,7 +476,7 @@ class _Template:
     def _writes(
         self, own: Turns, shape: Shape, text: str, number: int, path: tuple[Any, ...], value: Any
     ) -> bool:
-        """Whether something else in the place of a value makes another text, or none."""
+        """Return whether replacing a value changes the text, or makes the template fail."""
         changed: Any = deepcopy({"tools": own.tools} if number < 0 else own.turns[number])
         place = changed
         for key in path[:-1]:
@@ -484,15 +488,15 @@ class _Template:
         return self._tried(replace(own, turns=turns, tools=tools)) != text
 
     def _tried(self, own: Turns) -> str | None:
-        with suppress(DataError):  # it may ask for what was taken out
+        with suppress(DataError):  # it may require what was taken out
             return self.write(own)
         return None
 
     def write(
         self, own: Turns, num_turns: int | None = None, *, prompt: bool = False, tags: bool = False
     ) -> str:
-        """Return the first turns as text, with a generation prompt, or with marks where the tags
-        are. Raises DataError."""
+        """Return the first `num_turns` turns as text, with a generation prompt (`prompt`) or with
+        marks in the place of the tags (`tags`). Raises DataError."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if self._takes_parts is None:
@@ -521,9 +525,9 @@ class _Template:
                 add_generation_prompt=prompt,
                 **{**self._tokenizer.special_tokens_map, **own.kwargs},
             )
-        except Exception as error:  # a template is a program of someone else's
+        except Exception as error:  # a template is a program, and may fail in any way
             reason = in_short(error)
-            if type(error).__name__ != "TemplateError":  # which a template raises on purpose
+            if type(error).__name__ != "TemplateError":  # raise_exception(...) in the template
                 reason = f"{type(error).__name__}: {reason}"
             part = "the prompt behind" if prompt else "the conversation up to"
             raise DataError(
@@ -552,7 +556,7 @@ class _Template:
 
 
 Shape = Callable[[Turn], Turn]
-"""A way to give the calls of a message."""
+"""Returns a turn with its calls in another form."""
 
 
 def _shapes(own: Turns) -> list[Shape]:
@@ -567,8 +571,8 @@ def _with_null(turn: Turn) -> Turn:
 
 
 def _as_openai_has_it(turn: Turn) -> Turn:
-    """Return a turn with calls as OpenAI writes them, which some templates expect: arguments are a
-    text, and there is a content, if only null."""
+    """Return a turn with calls as OpenAI's API has them, which some templates expect: arguments as
+    JSON in a string, and a content, which may be null."""
     calls = deepcopy(turn.get("tool_calls", ()))
     for function in (call["function"] for call in calls):
         if not isinstance(function["arguments"], str):
@@ -577,17 +581,16 @@ def _as_openai_has_it(turn: Turn) -> Turn:
 
 
 def last_round(own: Turns) -> Turns:
-    """Return the conversation, of which only the answers after the last message of the user are
-    trained on."""
+    """Return the conversation with only the answers after the last user message trained on."""
     asked = [n for n, turn in enumerate(own.turns, start=1) if turn["role"] == "user"]
     return replace(own, first=max([own.first, *asked[-1:]]))
 
 
-def _learnt(own: Turns) -> list[int]:
+def _trained_turns(own: Turns) -> list[int]:
     return [
         number
         for number, turn in enumerate(own.turns)
-        if turn["role"] == "assistant" and number >= own.first and may_be_learnt(turn)
+        if turn["role"] == "assistant" and number >= own.first and may_be_trained(turn)
     ]
 
 
@@ -601,7 +604,7 @@ def _end_of(text: str, stops: Iterable[str]) -> str | None:
 
 
 def _values(turn: Turn) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield all that a message says, piece by piece, with the keys that lead to it."""
+    """Yield each piece of what a message says, with the path of keys that leads to it."""
     thoughts = next((key for key in _THOUGHTS if turn.get(key)), None)
     for key in filter(None, ("content", thoughts)):
         said = turn.get(key) or ""
@@ -614,7 +617,7 @@ def _values(turn: Turn) -> Iterator[tuple[tuple[Any, ...], Any]]:
 def _of_function(
     given: Mapping[str, Any], path: tuple[Any, ...], keys: Iterable[str]
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the values of a call or a tool, whose function may be wrapped."""
+    """Yield the values of a call or tool, whose function may be below the key `function`."""
     own, path = (given["function"], (*path, "function")) if "function" in given else (given, path)
     for key in keys:
         yield from _leaves(own.get(key), (*path, key))
@@ -630,7 +633,7 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 
 
 def _forms(value: Any) -> Iterator[str]:
-    """Yield the texts by which a template may write a value."""
+    """Yield the texts that a template may write for a value."""
     if not isinstance(value, str):
         yield from (json.dumps(value), str(value))
         return
@@ -642,16 +645,16 @@ def _forms(value: Any) -> Iterator[str]:
 def _missing(
     own: Turns, text: str, places: Mapping[int, Range]
 ) -> list[tuple[int, tuple[Any, ...], Any]]:
-    """Return the values of a conversation that its text has in no known form, with the number of
-    the message (-1: of the tools). Two values do not share characters, and each stands in the place
-    of its message."""
+    """Return the values that the text has in no known form: the index of the message (-1: tools),
+    the path of keys, and the value. Each is searched in the range of its message, and two values do
+    not share characters."""
     wanted = [(n, *found) for n, turn in enumerate(own.turns) for found in _values(turn)]
     for number, tool in enumerate(own.tools or ()):
         said = _of_function(tool, ("tools", number), ("name", "description"))
         wanted += [(-1, *found) for found in said]
     wanted = [one for one in wanted if one[2] is not None and str(one[2]).strip()]
     taken, begins, missing = bytearray(len(text)), dict[tuple[str, int], int](), set[int]()
-    # A short value may stand within a long one, which needs its place.
+    # Long values first: a short one may also occur inside a long one.
     for one in sorted(wanted, key=lambda one: -len(str(one[2]))):
         start, stop = places[one[0]]
         for form in _forms(one[2]):
@@ -673,8 +676,8 @@ def _parts(text: str, ranges: list[Range]) -> list[str]:
 
 
 def _with_mark(tag: re.Match[str]) -> str:
-    """Return a tag with the expression that writes its mark. The assignment stands where the
-    template trims the white space beside the tag, which it would not do beside the mark."""
+    """Return a tag with an expression that writes its mark. Templates trim white space beside a tag
+    but not beside an expression, so that an assignment stands between them."""
     before, is_end, behind = tag.groups()
     if is_end:
         return f"{{%{before} set furlong = 0 %}}{{{{ '{_CLOSE}' }}}}{{% endgeneration {behind}%}}"
@@ -682,7 +685,7 @@ def _with_mark(tag: re.Match[str]) -> str:
 
 
 def _unmarked(marked: str) -> tuple[str, list[Range]]:
-    """Return the text without marks, and the ranges that they enclosed."""
+    """Return the text without marks, and the ranges that were between them."""
     pieces, opened, ranges, num_chars = [], [], [], 0
     for piece in _MARK.split(marked):
         if piece == _OPEN:

@@ -183,7 +183,7 @@ def answers(turns: list[Turn]) -> bool:
     )
 
 
-def may_be_learnt(turn: Mapping[str, Any]) -> bool:
+def may_be_trained(turn: Mapping[str, Any]) -> bool:
     """Whether no mark of a message excludes it from the loss."""
     return all(turn.get(mark, True) for mark in MARKS)
 
@@ -260,7 +260,7 @@ def _turns(
         if not calls or turn.get("content") or not are_answers:
             found.append(turn)
             continue
-        if may_be_learnt(before) != may_be_learnt(turn):
+        if may_be_trained(before) != may_be_trained(turn):
             raise record.refusal(
                 f"{message}: calls that are marked otherwise than the message before them",
                 "one mark for an answer and its calls, which the model writes as one",

@@ -20,7 +20,7 @@ from furlong.data.fields import (
     answers,
     columns,
     instruction_turns,
-    may_be_learnt,
+    may_be_trained,
     messages_of,
     optional_text,
     read_values,
@@ -206,7 +206,7 @@ class Reading:
     eot_tokens: tuple[str, ...] = ()
 
     @property
-    def is_learnt_whole(self) -> bool:
+    def is_trained_whole(self) -> bool:
         """Whether all of the text is trained on."""
         is_answer = self.train_on == "conversations" and self.format == "completion"
         return self.train_on in ("all", "conversations") and not is_answer
@@ -254,7 +254,7 @@ class Reading:
                 "an object with names that the chat template reads, and the rendering does not set",
             )
         turns = replace(turns, kwargs={**self.chat_template_kwargs, **own})
-        if self.is_learnt_whole and not all(map(may_be_learnt, turns.turns)):
+        if self.is_trained_whole and not all(map(may_be_trained, turns.turns)):
             raise record.refusal(
                 f"a message that is marked as not learnt, with data.train_on: {self.train_on}",
                 "no such mark where all of the text is learnt",
@@ -262,7 +262,7 @@ class Reading:
             )
         if self.train_on == "last":
             return last_round(turns)
-        return replace(turns, is_learnt_whole=self.is_learnt_whole)
+        return replace(turns, is_trained_whole=self.is_trained_whole)
 
 
 def encode(
@@ -338,7 +338,7 @@ def _encoded(
                     own.append(text := template.render(reading.turns(one, record)))
                     for what in text.notes:
                         notes.add(what, record.file, record.line)
-                elif reading.is_learnt_whole and isinstance(one, Rendered):
+                elif reading.is_trained_whole and isinstance(one, Rendered):
                     own.append(Rendered(one.text))
                 else:
                     own.append(one)

@@ -1,8 +1,11 @@
-"""Sources of data, as `data.train` and `data.eval` name them: files, folders, data sets of the hub.
+"""List the files of a source of `data.train` or `data.eval`: a file, a folder or a hub data set.
 
-A source is listed without being read: names and kinds only, and of a data set of the hub what its
-card says of configurations. Loading data runs no code of the data: there is no pickle, no loading
-script and no remote code.
+Listing reads no records: names and endings decide, and the configurations in a data set's card.
+Loading data runs no code of the data: no pickle, no loading script, no remote code.
+
+`datasets` lists files too, but leaves out, silently, each file whose name has no word for a split
+where others have one; its reader of cards writes out all aliases of a card in an error message that
+it composes for valid cards as well; and it has no folders of texts.
 """
 
 from __future__ import annotations
@@ -35,13 +38,13 @@ _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-# Of a folder of texts these may be texts too.
+# In a folder that holds other texts these are texts too.
 _MAYBE_RECORDS: dict[str, Kind] = {".json": "json", ".csv": "csv", ".tsv": "tsv"}
 _CODECS: dict[str, Codec] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2"}
 _HUB = "hf://datasets/"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
-# The words that say a split, and the split's name.
+# Words in file names that mean a split, and the name that `datasets` has for it.
 _SPLITS = {
     word: name
     for name, words in (
@@ -51,7 +54,7 @@ _SPLITS = {
     )
     for word in words
 }
-# Of a folder of data files these describe the data and are none of it.
+# Files beside records that describe the data and are no data.
 _CARD_NAMES = frozenset(("readme", "license", "licence", "notice", "citation"))
 _CARD_ENDINGS = frozenset((".md", ".json", ".yaml", ".yml", ".gitattributes"))
 _CARD_FILES = frozenset(
@@ -73,20 +76,20 @@ class SourceFile:
     path: Path
     kind: Kind
     address: str | None = None
-    """That of a file which is not here, whose path is its name there."""
+    """The fsspec address of a file that is not on this machine; `path` is its name there."""
 
     @property
     def parts(self) -> list[Path]:
-        """The files whose bytes are its content. Raises OSError."""
+        """The files that hold its content. Raises OSError."""
         return walk(self.path)[0] if self.kind == "dataset" else [self.path]
 
     @property
     def codec(self) -> Codec | None:
-        """How it is compressed."""
+        """The compression of the file; None if it has none."""
         return None if self.kind == "dataset" else _CODECS.get(self.path.suffix.lower())
 
     def origin(self, line: int) -> str:
-        """Where a record is, for messages; line 0 is the whole file."""
+        """Return path and line of a record, for messages; line 0 is the whole file."""
         path = printable(self.address or self.path)
         if line == 0:
             return path
@@ -94,8 +97,12 @@ class SourceFile:
         return f"{path}:{line}" if is_of_lines else f"{path}, row {line}"
 
     def open(self) -> io.BufferedReader:
-        """Open its bytes as they are. Raises OSError or `client_error()`, and DataError for a
-        pointer of Git LFS."""
+        """Open the file for reading, without decompressing it.
+
+        Raises:
+            OSError, `client_error()`: the file cannot be read.
+            DataError: it is a pointer of Git LFS.
+        """
         if self.address is None:
             opened = self.path.open("rb")
         else:
@@ -114,37 +121,37 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Files of a source."""
+    """The files of a source."""
 
     files: tuple[SourceFile, ...]
     notes: list[str]
-    """Lines about what is in the folder and not read, or read as one source."""
+    """Lines about files that are left out, and about folders or splits read as one source."""
     parts: tuple[tuple[int, str], ...] = ()
-    """Where several splits or slices are meant the number of files of each, one behind another, and
-    its slice as `datasets` writes it, `train[:5%]`; empty: all of them."""
+    """For several splits or slices, in the order of `files`, the number of files of each and its
+    slice as `datasets` writes it, such as `train[:5%]`; empty if all records are meant."""
 
     @property
     def slices(self) -> tuple[tuple[int, str], ...]:
-        """Parts that decide which records are meant; none: all of them."""
+        """The parts, if a slice among them leaves records out; else nothing."""
         return self.parts if any(slice for _, slice in self.parts) else ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Meant:
-    """One split of a source, as `key` names it."""
+    """One split of a source, and the key of the run file that names it."""
 
     source: Source
     split: str | None
     key: str
     notes: list[str]
-    """Those of the listing."""
+    """The notes of the listing, which are added to."""
 
     def refusal(self, given: str, required: str, change: str) -> DataError:
-        """The message about what a source holds."""
+        """Return the error about what a source holds."""
         return DataError(given=given, required=required, source=self.key, change=change)
 
     def no_file(self, path: Path, what: str) -> DataError:
-        """The message about a path where nothing can be read."""
+        """Return the error about a path where nothing can be read."""
         return self.refusal(
             f"{printable(path)}: {what}",
             "a file of texts or records, or a folder of them",
@@ -154,15 +161,16 @@ class _Meant:
         )
 
     def not_one_of(self, kind: Literal["name", "split"], known: Items[str]) -> DataError:
-        """The message about a source that holds other configurations or splits, or several."""
+        """Return the error about a name or split that is not among those known, or was not given
+        where there are several."""
         noun = {"name": "configuration", "split": "split"}[kind]
         wanted = self.source.name if kind == "name" else self.split
         listed = ", ".join(one or "files without a split" for one in known) or f"no {noun}s"
-        # What is trained on is called train, what is held out is called something else.
+        # Offer train for training and another split for evaluation.
         is_held_out = "eval" in self.key
         likely = sorted(filter(None, known), key=lambda one: (one == "train") == is_held_out)
         change = f"remove {kind}, or name the files that are meant"
-        if likely and self.key == "data":  # the verb that is handed data has flags
+        if likely and self.key == "data":  # `furlong lengths` takes flags
             change = f"add --{kind} {likely[0]}"
         elif likely:
             own = {"name": self.source.name, "split": self.source.split, kind: likely[0]}
@@ -174,11 +182,16 @@ class _Meant:
 
 
 def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -> Listing:
-    """The files of a source in a fixed order, folders sorted by path, hidden files left out.
+    """Return the files of a source, sorted by path, without hidden ones. Links are followed.
 
-    Links are followed. `key` is where the source was named. Without `fetch` files of the hub, and
-    of other addresses, stay where they are. Raises DataError, also for a folder that cannot be
-    read.
+    Args:
+        source: the source.
+        key: the key of the run file that names it, for messages.
+        fetch: whether files of the hub are downloaded; otherwise they, and those of any other
+            address, are to be read from where they are.
+
+    Raises:
+        DataError: the source does not exist, cannot be read, or is ambiguous.
     """
     from huggingface_hub import constants
 
@@ -209,8 +222,7 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
 
 
 def _by_content(files: list[SourceFile], notes: list[str]) -> list[SourceFile]:
-    """Return the files, as records if each of them holds JSON under another name. Raises
-    OSError."""
+    """Return the files, as files of JSON if each holds JSON under another name. Raises OSError."""
     for file in files:
         if file.kind != "text" or file.codec is not None:
             return files
@@ -222,8 +234,10 @@ def _by_content(files: list[SourceFile], notes: list[str]) -> list[SourceFile]:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a source's path is a data set of the hub: OWNER/NAME, where nothing of that name is
-    here and the name is none of a data file."""
+    """Return whether a source's path means a data set of the hub.
+
+    It does if it is OWNER/NAME, has no ending of a data file, and nothing of that name exists here.
+    """
     if path.startswith(_HUB):
         return True
     ending = _plain(Path(path)).suffix.lower()
@@ -232,10 +246,12 @@ def is_hub_name(path: str) -> bool:
 
 
 def walk(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files below a folder, and links that lead nowhere, both sorted and without hidden ones.
+    """Return the files below a folder and the links that lead nowhere, sorted, without hidden ones.
 
-    Links are followed, and a folder is read once, however many of them lead to it. Raises OSError
-    for a folder that cannot be read.
+    Links are followed, and a folder is read once however many links lead to it.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
     files, dangling = [], []
     seen = {str(path) for path in (folder.resolve(), *folder.resolve().parents)}
@@ -260,15 +276,15 @@ def walk(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def client_error() -> type[Exception]:
-    """The error that the hub's client raises besides OSError, when it has tried six times."""
+    """Return the class of error, besides OSError, that the hub's client raises after six tries."""
     from huggingface_hub import errors
 
-    found: Any = errors.HTTPError  # type: ignore[attr-defined]  # whichever client it has
-    return found  # type: ignore[no-any-return]
+    error: Any = errors.HTTPError  # type: ignore[attr-defined]  # of requests or of httpx
+    return error  # type: ignore[no-any-return]
 
 
 def unreadable(path: object, key: str, error: Exception) -> DataError:
-    """The message about a file or folder, here or elsewhere, that cannot be read."""
+    """Return the error about a file or folder, here or at an address, that cannot be read."""
     reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     change = "check the path and its permissions, or name only the parts that can be read"
     if "://" in str(path):
@@ -283,7 +299,7 @@ def unreadable(path: object, key: str, error: Exception) -> DataError:
 
 
 def printable(path: object) -> str:
-    """A path as text that every terminal takes, whatever bytes its name has."""
+    """Return a path as printable text, whatever bytes its name has."""
     text = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
     if text.isprintable():
         return text
@@ -295,7 +311,7 @@ def _path(given: str) -> Path:
 
 
 def _splits_in(source: Source, key: str) -> list[tuple[str | None, str]]:
-    """The splits that a source names, each with the slice of it that is meant. Raises DataError."""
+    """Return the splits that a source names, each with its slice or "". Raises DataError."""
     given = source.split
     if given is None or not any(mark in given for mark in "[+("):
         return [(given, "")]
@@ -315,8 +331,8 @@ def _splits_in(source: Source, key: str) -> list[tuple[str | None, str]]:
 
 
 def _found_here(meant: _Meant, copy: Path | None = None) -> list[SourceFile]:
-    """The files of a path of this machine, or of the `copy` of another. Raises OSError and
-    DataError."""
+    """Return the files of a path on this machine, or of `copy`, the download of a hub data set.
+    Raises OSError and DataError."""
     folder = copy or _path(meant.source.path)
     if folder.is_file():
         return _chosen(folder, [Path()], meant)
@@ -340,7 +356,8 @@ def _found_here(meant: _Meant, copy: Path | None = None) -> list[SourceFile]:
 
 
 def _fetched(meant: _Meant) -> list[SourceFile]:
-    """The files of a data set of the hub, fetched unless they are there. Raises DataError."""
+    """Return the files of a hub data set, downloaded unless they are in the cache. Raises
+    DataError."""
     import glob
 
     from huggingface_hub import HfApi, snapshot_download
@@ -363,7 +380,7 @@ def _fetched(meant: _Meant) -> list[SourceFile]:
             found = HfApi().dataset_info(f"{owner}/{name}", revision=source.revision)
         except hub.HfHubHTTPError:
             raise
-        except (ConnectionError, client_error()):  # what is there is taken
+        except (ConnectionError, client_error()):  # offline: use what the cache holds
             return _found_here(meant, fetch(local_files_only=True))
         listed = [Path(file.rfilename) for file in found.siblings or ()]
         found_below = (one.relative_to(folder) for one in listed if one.is_relative_to(folder))
@@ -385,8 +402,8 @@ def _fetched(meant: _Meant) -> list[SourceFile]:
 
 
 def _found_elsewhere(meant: _Meant) -> list[SourceFile]:
-    """The files of an address, none of which is fetched. Raises DataError, and what asking its
-    file system raises."""
+    """Return the files of an fsspec address without downloading them. Raises DataError, and the
+    errors of the address's file system."""
     import fsspec
 
     source = meant.source
@@ -436,7 +453,7 @@ def _by_split(value: object) -> object:
 
 
 class _CardConfig(BaseModel):
-    """A configuration of a data set, as its card has it."""
+    """A configuration in a data set's card."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
@@ -446,7 +463,7 @@ class _CardConfig(BaseModel):
     default: bool = False
 
     def patterns(self) -> dict[str, list[str]]:
-        """The patterns of the files of each split; none where the card has none."""
+        """Return the file patterns of each split; empty if the card names no files."""
         return {
             files.split: [str(Path(self.data_dir, one)) for one in files.path]
             for files in self.data_files or ()
@@ -454,7 +471,7 @@ class _CardConfig(BaseModel):
 
 
 def _configs_in(text: str, card: Path, meant: _Meant) -> dict[str, _CardConfig]:
-    """The configurations of a data set by name, as its card has them. Raises DataError."""
+    """Return the configurations in the text of a data set's card, by name. Raises DataError."""
     if "\nconfigs:" not in text:
         return {}
     try:
@@ -462,7 +479,7 @@ def _configs_in(text: str, card: Path, meant: _Meant) -> dict[str, _CardConfig]:
         values = read_yaml(block, str(card), _MEND_CARD)
         configs = TypeAdapter(list[_CardConfig]).validate_python(values["configs"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, ValidationError):  # its own text has all aliases written out
+        if isinstance(error, ValidationError):  # its text would have all aliases written out
             first = error.errors(include_input=False, include_url=False)[0]
             reason = f"configs.{'.'.join(map(str, first['loc']))}: {first['msg']}"
         else:
@@ -482,10 +499,17 @@ def _chosen(
     dangling: Items[Path] = (),
     address_of: Callable[[Path], str] | None = None,
 ) -> list[SourceFile]:
-    """The files that are meant, of those below `root` or the one that it is itself.
+    """Return the files of a source among all files below `root`, or `root` itself.
 
-    dangling: links beside them that lead nowhere. address_of: where they are, if not here. Raises
-    DataError.
+    Args:
+        root: a folder, or a file if `names` is one empty path.
+        names: the paths of the files, relative to `root`.
+        meant: the source and split.
+        dangling: links below `root` that lead nowhere.
+        address_of: returns the address of a name if the files are not on this machine.
+
+    Raises:
+        DataError: the source is ambiguous, incomplete, or of files that are not read.
     """
 
     def file_of(name: Path, kind: Kind) -> SourceFile:
@@ -538,7 +562,8 @@ def _chosen(
 
 
 def _config_among(configs: Mapping[str, _CardConfig], meant: _Meant) -> _CardConfig | None:
-    """The configuration that is meant, None where a card has none. Raises DataError."""
+    """Return the configuration that the source names; None if the card has none. Raises
+    DataError."""
     if not configs:
         return None
     unnamed = [
@@ -555,7 +580,7 @@ def _config_among(configs: Mapping[str, _CardConfig], meant: _Meant) -> _CardCon
 def _named_by_card(
     names: list[Path], by_split: Mapping[str, list[str]], meant: _Meant
 ) -> list[Path]:
-    """The files of the split that is meant, by the patterns of a card. Raises DataError."""
+    """Return the files of the source's split by the patterns of a card. Raises DataError."""
     from fsspec.utils import glob_translate  # type: ignore[import-untyped]
 
     split = meant.split or (next(iter(by_split)) if len(by_split) == 1 else "")
@@ -574,8 +599,11 @@ def _named_by_card(
 
 
 def _kind_among(names: list[Path], meant: _Meant) -> tuple[list[Path], bool]:
-    """The files of records, or all where these are texts, and whether they are records. Raises
-    DataError for a mixture, but of the hub, where others are left out and told."""
+    """Return the files of records, or all files if they are texts, and whether they are records.
+
+    Raises DataError for records among other files. In a data set of the hub these are left out and
+    noted.
+    """
     is_of_hub = is_hub_name(meant.source.path)
     records = [name for name in names if _kind_of(name) in _KINDS.values()]
     described = [name for name in names if not _is_named_card(name)]
@@ -607,14 +635,16 @@ def _kind_among(names: list[Path], meant: _Meant) -> tuple[list[Path], bool]:
 
 
 def _of_split(names: list[Path], are_records: bool, meant: _Meant) -> list[Path]:
-    """The files of the split that is meant; all of them where they are of one split. Of texts some
-    may say none: a program may be called test. Raises DataError."""
+    """Return the files of the source's split, or all if they belong to one split.
+
+    Texts of which only some name a split are read as one: test.py is a program. Raises DataError.
+    """
     split = meant.split
     described = [name for name in names if are_records or not _is_named_card(name)]
     by_split = {name: _split_of(name) for name in described}
     splits = sorted(set(by_split.values()))
     if split is not None:
-        # `datasets` calls dev and val validation, and all train where nothing says a split.
+        # `datasets` calls dev and val validation, and files that name no split train.
         same = [one for one in splits if _SPLITS.get(one, one or "train") == split]
         named = [split] if split in splits else same if splits == [""] or "" not in same else []
         if named:
@@ -628,8 +658,8 @@ def _of_split(names: list[Path], are_records: bool, meant: _Meant) -> list[Path]
 
 
 def _split_of(file: Path) -> str:
-    """The split that a file's name or folder says, `test-00000-of-00003`, `my_train.jsonl` or
-    `dev/`; empty where they say none."""
+    """Return the split that a file's name or folder says (`test-00000-of-00003`, `my_train.jsonl`),
+    or "" if there is none."""
     stem = _plain(file).stem
     if match := _SHARD.fullmatch(stem):
         return match[1]
@@ -638,10 +668,10 @@ def _split_of(file: Path) -> str:
 
 
 def _splits_on_disk(folder: Path) -> list[str]:
-    """The splits that datasets' save_to_disk has written into a folder; none if it is damaged."""
+    """Return the splits of a folder of `DatasetDict.save_to_disk`; none if it is damaged."""
     try:
         listed = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-        # A name with a folder in it would lead out of this one.
+        # A name with a slash would lead out of the folder.
         names = [str(split) for split in listed if Path(str(split)).name == str(split)]
     except (ValueError, KeyError, TypeError):
         return []
@@ -649,8 +679,8 @@ def _splits_on_disk(folder: Path) -> list[str]:
 
 
 def _refuse_incomplete(records: Iterable[Path], dangling: Iterable[Path], meant: _Meant) -> None:
-    """Raise DataError where a link among records leads nowhere, or `train-00000-of-00002` is there
-    and not all of its like are, as an interrupted download leaves them."""
+    """Require that no link to records leads nowhere and that `train-00000-of-00002` has all its
+    siblings, which an interrupted download lacks. Raises DataError."""
     missing = [
         f"{printable(link)}: a link that leads nowhere"
         for link in dangling
@@ -680,7 +710,7 @@ def _some(paths: Items[Path]) -> str:
 
 
 def _plain(file: Path) -> Path:
-    """Return the name of a file without the ending of its compression."""
+    """Return a file's path without the ending of its compression."""
     return file.with_suffix("") if file.suffix.lower() in _CODECS else file
 
 

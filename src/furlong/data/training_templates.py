@@ -1,7 +1,9 @@
-"""Chat templates by name: furlong's own, which mark what the assistant says with generation tags.
+"""furlong's training templates: chat templates with generation tags around the answers.
 
-They write what the templates of the models write, but keep the thoughts of every answer, as each
-was generated. `templates/*.jinja` beside this file are their texts.
+They write what the models' templates write, but keep the thoughts of every answer, as each was
+generated. Their texts are `templates/*.jinja` beside this file. Those that TRL ships are not used:
+three of them train on tokens of the prompt (see the table in docs/data.md), and those of other
+models mask no conversation that would be refused without them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 from furlong.errors import ConfigError
 
 ALPACA = "alpaca"
-"""No template: the words of the data set of that name, around an instruction."""
+"""The name that means no template but the prompt of the Alpaca data set around an instruction."""
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -49,7 +51,7 @@ PROBES: tuple[tuple[list[dict[str, Any]], bool], ...] = (
     ([_USER, *_CALLED, _SAID], True),
     ([_USER, _SAID, _USER, _SAID], False),
 )
-"""Conversations by which a template is known, and whether with a tool."""
+"""Conversations that two templates must render alike, and whether with a tool."""
 
 _MARK = re.compile(r"<[|｜][^\s<>'\"|｜]+[|｜]>|<(?:start|end)_of_\w+>")
 
@@ -68,14 +70,20 @@ def fitting_templates(has_token: Callable[[str], bool]) -> list[str]:
 
 
 def training_templates() -> dict[str, str]:
-    """The texts of furlong's own templates, by name."""
+    """Return the texts of furlong's templates by name."""
     folder = Path(__file__).parent / "templates"
     return {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.jinja"))}
 
 
 def template_text(given: str) -> str | None:
-    """The template that `data.chat_template` means: a text with tags, a file or a name; None for
-    the words of Alpaca. Raises ConfigError."""
+    """Return the template that `data.chat_template` means; None for Alpaca's prompt.
+
+    Args:
+        given: the text of a template, a file, or the name of one of furlong's templates.
+
+    Raises:
+        ConfigError: it is none of these, or the file cannot be read.
+    """
     if "{{" in given or "{%" in given:
         return given
     file = Path(os.path.expanduser(given))
