@@ -85,7 +85,7 @@ class CannotBeMaskedError(DataError):
     """Raised if a template leaves out what is said, or its text does not show who says it."""
 
     why = ""
-    """What the template does wrong, to follow "since the model's own"."""
+    """The fault of the template as a predicate, such as "writes earlier answers anew"."""
 
 
 class ChatTemplate:
