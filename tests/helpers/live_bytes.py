@@ -17,22 +17,24 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.beside: Callable[[], int] = lambda: 0
         self._seen: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        before = {id(s) for s in self._storages((args, kwargs))}
+        # weights are there before: what is a view of one is not made
+        given = {s._cdata for s in self._storages((args, kwargs), torch.nn.Parameter)}
         made = func(*args, **(kwargs or {}))
         for storage in self._storages(made):
             key = storage._cdata
-            if key in self._seen or id(storage) in before:
+            if key in self._seen or key in given:
                 continue
             self._seen.add(key)
             self.now += storage.nbytes()
             weakref.finalize(storage, self._forget, key, storage.nbytes())
-        self.peak = max(self.peak, self.now)
+        self.peak = max(self.peak, self.now + self.beside())
         return made
 
     def _forget(self, key: int, num_bytes: int) -> None:
@@ -40,5 +42,6 @@ class LiveBytes(TorchDispatchMode):
         self.now -= num_bytes
 
     @staticmethod
-    def _storages(tree: Any) -> list[torch.UntypedStorage]:
-        return [x.untyped_storage() for x in tree_leaves(tree) if type(x) is torch.Tensor]
+    def _storages(tree: Any, *more: type) -> list[torch.UntypedStorage]:
+        kinds = (torch.Tensor, *more)
+        return [x.untyped_storage() for x in tree_leaves(tree) if type(x) in kinds]

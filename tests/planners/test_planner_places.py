@@ -143,7 +143,7 @@ def excess(draw):
     budget = 80 * 2**30
     if tight:
         # room for all sequences at once, or for a part of them, with nothing recomputed
-        least = max(max(lens) / 8, sum(lens) / 8)
+        least = max(max(lens) / 6, sum(lens) / 8)
         tokens = int(draw.uniform(least, 1.2 * max(least, sum(lens) / 4)))
         budget = peak_bytes(model.memory(), tokens, dp_size=1, sp_size=4, recompute_layers=0)
     batch = PoolBatch.of(lens, model, 4)

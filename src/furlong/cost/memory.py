@@ -141,9 +141,10 @@ class MemoryCurve:
     disk: NDArray[np.int64]
     """(actions,) bytes on disk."""
     traffic: PlanTraffic
-    late: Mapping[int, tuple[float, float, float]]
-    """By first Backward of a stage, bytes on the device beyond those with its whole graph: when the
-    gradients of all layers are there, and when that in front of them is; and these gradients."""
+    late: Mapping[int, tuple[float, float, float, float]]
+    """By first Backward of a stage and any of the first stage, bytes on the device beyond those
+    with its whole graph: when the gradients of all layers are there, and when that in front of them
+    is; these gradients, 0 in later ones; and when a later one adds the embedding's to them."""
 
     @cached_property
     def device_bytes(self) -> list[int]:
@@ -208,7 +209,7 @@ class StageBytes:
     kv_gradient_layer: float
     """Bytes of dK and dV of one layer in the store."""
     ends: float
-    """Bytes that final norm and loss keep for the backward; 0 except at the last stage."""
+    """Bytes that final norm and loss keep for the backward; at other stages those of the output."""
     state: int
     """Bytes of the states that leave a chunk, whatever its tokens."""
     largest_state: int
@@ -296,7 +297,7 @@ def stage_bytes(
         state=sum(states),
         largest_state=max(states),
         widest_saved=max(element * max(widest, shape.q_size), wide * shape.hidden_size),
-        ends=factor * of_dtype(shape.final_saved, element, adapters[-1]) if is_last else 0.0,
+        ends=factor * of_dtype(shape.final_saved, element, adapters[-1]) if is_last else hidden,
         logit=logit if is_last else 0.0,
         head_gradient=shape.embedding_parameters * element if makes_one else 0.0,
     )
@@ -354,10 +355,12 @@ class PlanMemory:
         return stage_bytes(self.shape, stages, stage, self.training, self.activation_factor)
 
     def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
-        """Bytes of the logits of a tile; in a backward with the gradient of the head."""
+        """Bytes of the logits of a tile, at the last stage; in a backward then their gradient, and
+        the head's."""
         tile = min(num_tokens, tile_tokens(self.shape.vocab_size, self.device_type))
-        logits = cell.logit * self.shape.vocab_size * tile
-        return logits + (cell.head_gradient if backward else 0.0)
+        num_logits = self.shape.vocab_size * tile if cell.logit else 0.0
+        gradient = max(self.training.compute_bytes, _FLOAT32) * num_logits + cell.head_gradient
+        return max(cell.logit * num_logits, gradient if backward else 0.0)
 
     def heap_bytes(self, plan: ChunkPlan, rank: int) -> int:
         """Bytes that the heap holds all through a step, counted as buffers."""
@@ -500,7 +503,7 @@ class _RankMemory:
         """Backwards of each stage until its first one, which makes its gradients."""
         self._made = 0.0
         """Bytes of gradients that the action makes of layers, and that stay."""
-        self._late: dict[int, tuple[float, float, float]] = {}
+        self._late: dict[int, tuple[float, float, float, float]] = {}
         self._whole: dict[int, int] = {}
         """Bytes of the weights of each stage that the plan frees and gathers."""
         self._unreduced: dict[int, float] = defaultdict(float)
@@ -596,7 +599,10 @@ class _RankMemory:
         self.add("optimizer", own.state.optimizer)
         heap = memory.heap_bytes(plan, self._rank)
         waits = any(count > 1 for count in self._num_backwards.values())
-        collective = own.collective_bytes(reuses=waits and not heap)
+        at_once = 1 in self._num_backwards.values()
+        # between stages the buffer of the last sum stays, and layers gather in another one
+        reuses = waits and not heap and len(held) == 1
+        collective = own.collective_bytes(reuses=reuses, at_once=at_once, regathers=plan.reshards)
         self.add("buffers", memory.overhead_bytes + heap + collective + self._under_way())
         if not any(isinstance(action, Unshard) for action in self._actions):
             self.add("buffers", own.gathered_bytes)
@@ -669,8 +675,15 @@ class _RankMemory:
             again = range(what.remembered, what.recompute_layers)
             self._stream_kv(chunk, stage, range(height), again)
             self._backward(chunk, stage, recomputes=what.recompute_layers > 0)
+            # the embedding's gradient is added to that of before when the graph is gone
+            added = -sum(passing.values()) - self._graph_bytes(chunk, stage)
+            added += self._weights.ends_trained[0] * self._memory.training.compute_bytes
             if num_backwards := self._num_backwards.pop(stage, 0):
-                self._make_gradients(chunk, stage, what.recompute_layers, num_backwards)
+                moments = self._make_gradients(chunk, stage, what.recompute_layers, num_backwards)
+                self._late[self._index] = *moments, self._made, added
+            elif not stage:
+                passing["buffers"] += max(0.0, added)
+                self._late[self._index] = 0.0, 0.0, 0.0, added
             return
         if entering := cell.state and cell.state * len(list(self._entering(chunk, stage))):
             self.read("kv", entering)
@@ -749,22 +762,29 @@ class _RankMemory:
             else:
                 self._hold("inputs", chunk, stage, message, "buffers")
 
-    def _make_gradients(self, chunk: int, stage: int, again: int, num_backwards: int) -> None:
+    def _make_gradients(
+        self, chunk: int, stage: int, again: int, num_backwards: int
+    ) -> tuple[float, float]:
         """The first Backward of a stage, whose first `again` layers run again, makes its gradients:
-        the head's with all of the graph, of layers while that goes."""
+        the head's with all of the graph, of layers while that goes. Return what is there beyond the
+        graph with the gradients of all layers, and with that in front of them."""
         gradients = self._weights.gradients(stage, num_backwards)
         for key, whole in self._weights.freed_gradients(stage, gradients):
             self._unreduced[key] += whole
         self.add("gradients", gradients[-1])
         self._made = sum(gradients[:-1])
-        held = [self._held.get((name, chunk, stage)) for name in ("graphs", "graph again")]
-        graph_bytes = sum(own[2] for own in held if own is not None and own[0] == "none")
+        graph_bytes = self._graph_bytes(chunk, stage)
         moments = first_backward(self._cells[stage], again, graph_bytes, gradients)
-        late, end = (made - gone for made, gone in moments[-2:])
-        self._late[self._index] = late, end, self._made
         made, gone = max(moments, key=lambda moment: moment[0] - moment[1])
         self._passing["gradients"] += made
         self._passing["activations"] -= gone
+        late, end = (made - gone for made, gone in moments[-2:])
+        return late, end
+
+    def _graph_bytes(self, chunk: int, stage: int) -> float:
+        """Bytes of a cell's graph on the device."""
+        held = [self._held.get((name, chunk, stage)) for name in ("graphs", "graph again")]
+        return sum(own[2] for own in held if own is not None and own[0] == "none")
 
     def _end(self, action: Action, index: int) -> None:
         """Free what ends with the action."""

@@ -388,21 +388,32 @@ class RankWeights:
         matrices = self.trained - others
         return matrices * training.matrix_bytes + others * training.optimizer_bytes
 
-    def collective_bytes(self, *, reuses: bool = True) -> int:
+    def collective_bytes(
+        self, *, reuses: bool = True, at_once: bool = False, regathers: bool = False
+    ) -> int:
         """Bytes beside whole weights and gradients while a group gathers or adds them up: the
-        largest layer passes through a buffer; so does what is beside the layers, whose gradients
-        are shards by then. `reuses`: whether whole gradients have waited, whose memory is there
-        again when they are shards; a C library's heap keeps it."""
-        training = self.training
+        largest layer passes through a buffer; so do the embedding and the head, one after the
+        other, when gradients of layers are shards. `reuses`: whether whole gradients have waited,
+        whose memory is there again when they are shards; a C library's heap keeps it. `at_once`:
+        whether a stage adds up in its only Backward, beside which the next layer makes its own.
+        `regathers`: whether weights are gathered while gradients are added up."""
+        training, lora = self.training, self.training.lora
         if not self._is_copied:
             return 0
-        layers = self.float_layers()
-        beside = self.beside - (sum(layers) * (1 - 1 / self.group_size) if reuses else 0.0)
-        if training.offload_weights:  # embedding and head pass one after the other
-            beside = max(self.groups)
-        added = training.gradient_bytes if training.lora is None else 0
+        layers, made = self.float_layers(), 0.0
+        reuses &= not training.offload_weights
+        freed = sum(layers) * (1 - 1 / self.group_size) if reuses else 0.0
+        added = training.gradient_bytes if lora is None else 0
         element_bytes = max(training.compute_bytes, added)
-        return round(max(*layers, beside) * element_bytes)
+        if at_once:
+            trained = (
+                (lora.layer_parameters(self.shape, n) for n in self.layers) if lora else layers
+            )
+            made = max(trained) * training.gradient_bytes
+        ends = max(self.ends_trained) * training.gradient_bytes if lora else 0
+        gathered = (max(self.groups) - freed) * element_bytes
+        beside = max(layers) * training.compute_bytes if regathers else 0
+        return round(beside + max(max(layers) * element_bytes + made, gathered, ends))
 
     def gradients(self, stage: int, num_backwards: int) -> list[float]:
         """Bytes of the gradients that a stage's first Backward makes, of so many: in front of its

@@ -552,12 +552,11 @@ class ByteBound:
         """By number of last layers, how many of these have attention with each window."""
         self._weights = partial(RankWeights, model.training, shape, group_size=group_size)
         held = self._weights(stages=own, held=frozenset((stage,)))
-        self._static_bytes = held.state.weights + held.state.optimizer + memory.overhead_bytes
         self._host_bytes = float(held.host_bytes * held.is_away)
         self._share = 0.0 if held.is_away else 1 / group_size
         """Share of the gradients of a stage that a Reduce leaves on the device."""
         self._made: dict[tuple[tuple[int, ...], int], list[float]] = {}
-        self._freed_bytes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        self._static_bytes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         kv_layer = self._cell((self._num_layers,)).kv_layer
         self._segment = segment_tokens(kv_layer, memory.device_type, True)
         """Tokens of a segment where K,V are offloaded."""
@@ -578,13 +577,17 @@ class ByteBound:
             self._made[key] = own.gradients(stage, self._num_chunks)
         return self._made[key]
 
-    def _freed(self, stages: tuple[int, ...], *whole: int) -> int:
-        """Bytes of the weights that are freed while those of two stages are whole."""
+    def _static(self, stages: tuple[int, ...], *whole: int) -> int:
+        """Bytes that are there all through, buffers of collectives among them; `whole`: the two
+        stages whose weights are, where others' are freed."""
         key = stages, whole
-        if key not in self._freed_bytes:
-            own = self._weights(stages=stages, held=frozenset(range(len(stages))))
-            self._freed_bytes[key] = own.freed_bytes(*whole)
-        return self._freed_bytes[key]
+        if key not in self._static_bytes:
+            held = frozenset((self._stage,) if self._stages else range(len(stages)))
+            own = self._weights(stages=self._stages or stages, held=held)
+            found = own.state.weights + own.state.optimizer + self._memory.overhead_bytes
+            found += own.collective_bytes(reuses=len(held) == 1, regathers=bool(whole))
+            self._static_bytes[key] = found - (own.freed_bytes(*whole) if whole else 0)
+        return self._static_bytes[key]
 
     def needs(self, options: ChunkOptions) -> Needs:
         """Bytes in each memory, of which no plan with these options needs less."""
@@ -618,10 +621,9 @@ class ByteBound:
         gradients, made = self._gradients(*stage), 0.0
         is_first = not (done or self._has_gradients)
         there = self._gradients((num_layers,), 0) if self._has_gradients else gradients
-        used["none"] = self._static_bytes + (there[-1] if is_first else sum(there))
+        used["none"] = self._static(stages, *((num_below - 1, num_below) * options.reshard))
+        used["none"] += there[-1] if is_first else sum(there)
         used["none"] += (tokens - done) * TOKEN_BYTES
-        if options.reshard:
-            used["none"] -= self._freed(stages, num_below - 1, num_below)
         if keep == "all":
             whole = self._cell((num_layers,))
             again = min(num_layers, options.recompute_layers * len(stages))
@@ -687,9 +689,9 @@ class ByteBound:
             made = max(a - b for a, b in first_backward(cell, again, graph * is_here, gradients))
         used: dict[OffloadTarget, float] = {"none": 0.0, "cpu": self._host_bytes, "disk": 0.0}
         others = sum(self._gradients((self._num_layers,), 0)) - sum(gradients[:-1])
-        used["none"] = self._static_bytes + made + (tokens - done) * TOKEN_BYTES
+        used["none"] = self._static(stages, *((0, 1) * options.reshard))
+        used["none"] += made + (tokens - done) * TOKEN_BYTES
         used["none"] += others * (self._share if options.reshard else 1)
-        used["none"] -= self._freed(stages, 0, 1) if options.reshard else 0
         used["none"] += current * (cell.message + cell.working)
         used[offload.inputs] += (tokens - done) * cell.message  # gradients of the stage's output
         used[offload.graphs if options.keep == "all" else "none"] += graph

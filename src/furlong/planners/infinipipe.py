@@ -463,13 +463,14 @@ def loads_of(
             alive[kind] += 0.0 if is_backward else own
             more = max(cell.graph_layers) * tokens * is_backward
             lacks = sum(parts) + spare_bytes - memory.device_budget_bytes
-            *late, made = curve.late.get(index, (0.0, 0.0, 0.0))
+            *late, made, added = curve.late.get(index, (0.0, 0.0, 0.0, 0.0))
             lacks += made if first and is_backward else max(0, whole - parts[_GRADIENTS])
             others = alive
             if is_backward:
                 others = alive.copy()  # moments of now keep theirs
                 others[kind] = max(0.0, alive[kind] - own)
-            start, moments = lacks - max(0.0, *late), list[tuple[float, float, Array]]()
+            top = max(0.0, *late) if made else max(0.0, added)
+            start, moments = lacks - top, list[tuple[float, float, Array]]()
             if is_backward and stage == last:
                 # the loss runs before a layer recomputes, and is over when one is at work
                 loss = memory.loss_bytes(cell, tokens, backward=True)
@@ -482,6 +483,8 @@ def loads_of(
             beside = zip(late, (own, 0.0), strict=True) if made and not first else ()
             for beyond, gone in beside:
                 moments.append((start + beyond, more - gone, others))
+            if is_backward and not stage and (first or not made):
+                moments.append((start + added, 0.0, others))
             for lacks, more, saves in moments:
                 if lacks + more > 0:  # at other moments all fits in any case
                     key = lacks, more, kind, height, saves.tobytes()
