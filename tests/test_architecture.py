@@ -7,9 +7,11 @@ import ast
 import graphlib
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -222,9 +224,9 @@ MOST_FILES_OF_A_STEP = {"one device": 33, "token values": 34, "sp 2": 36}
 
 
 def entered_by(call, until=None):
-    """Files of ours in which a function ran, imports aside: what one has to open to follow it;
-    with `until` those before the first call of that function."""
-    entered = set()
+    """Files and functions of ours that ran, imports aside, in the order of their first calls: what
+    one has to open to follow it; with `until` those before the first call of that function."""
+    entered = {}
     last = until and until.__code__
     is_over = False
 
@@ -233,7 +235,7 @@ def entered_by(call, until=None):
         is_over |= frame.f_code is last
         # the bodies of modules and classes, which an import runs, are not optimized
         if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED and not is_over:
-            entered.add(frame.f_code.co_filename)
+            entered.setdefault((frame.f_code.co_filename, frame.f_code.co_qualname))
 
     before = sys.getprofile()
     threading.setprofile(note)
@@ -243,7 +245,24 @@ def entered_by(call, until=None):
     finally:
         sys.setprofile(before)
         threading.setprofile(None)
-    return sorted(str(Path(f).relative_to(ROOT)) for f in entered if f.startswith(str(ROOT)))
+    ours = ((f, name) for f, name in entered if f.startswith(str(ROOT)))
+    return [(str(Path(f).relative_to(ROOT)), name) for f, name in ours]
+
+
+def files_of(entered):
+    return sorted({file for file, _ in entered})
+
+
+def misplaced(page, entered):
+    """Functions of a page of docs/ that were not called, or before the one above them."""
+    text = (ROOT.parents[1] / "docs" / page).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", text, flags=re.MULTILINE)
+    assert len(rows) > 15
+    places = {row: place for place, row in enumerate(entered)}
+    return [
+        row for above, row in pairwise([rows[0], *rows])
+        if not places.get(above, -1) <= places.get(row, -1)
+    ]  # fmt: skip
 
 
 def test_a_plan_on_eight_devices_enters_few_files(tmp_path, capsys):
@@ -252,10 +271,12 @@ def test_a_plan_on_eight_devices_enters_few_files(tmp_path, capsys):
     main = importlib.import_module("furlong.cli.main").main
     flags = "--model.name Qwen2.5-0.5B --devices 8 --hardware H100"
     codes = []
-    files = entered_by(
+    entered = entered_by(
         lambda: codes.append(main(["plan", "--lengths", str(lengths), *flags.split()]))
     )
+    files = files_of(entered)
     assert codes == [0], capsys.readouterr().err
+    assert misplaced("follow-plan.md", entered) == []
     assert 0 < len(files) <= MOST_FILES_OF_A_PLAN, files
 
 
@@ -269,8 +290,10 @@ def test_a_run_enters_few_files_before_its_first_step(tmp_path, capsys):
     arguments = build_tiny_run(tmp_path).arguments(tmp_path / "out", *flags)
     codes = []
     step = inspect.unwrap(torch.optim.Adam.step)
-    files = entered_by(lambda: codes.append(main(arguments)), until=step)
+    entered = entered_by(lambda: codes.append(main(arguments)), until=step)
+    files = files_of(entered)
     assert codes == [0], capsys.readouterr().err
+    assert misplaced("follow-run.md", entered) == []
     assert 0 < len(files) <= MOST_FILES_OF_A_FIRST_STEP, files
 
 
@@ -314,7 +337,7 @@ def test_a_run_loads_no_more_than_a_model_takes(tmp_path):
 
 
 def files_of_a_warm_step(rank=0, sp_size=1, values=False):
-    """The files that the second of two steps of a tiny Qwen2 enters, three chunks, keep=kv."""
+    """What is entered by the second of two steps of a tiny Qwen2 enters, three chunks, keep=kv."""
     import torch
     from helpers.tiny_families import build
 
@@ -337,10 +360,14 @@ def files_of_a_warm_step(rank=0, sp_size=1, values=False):
 
 
 def test_a_warm_step_enters_few_files():
+    alone = files_of_a_warm_step()
+    assert misplaced("follow-step.md", alone) == []
+    assert misplaced("follow-step.md", alone[::-1]) != []
     found = {
-        "one device": files_of_a_warm_step(),
+        "one device": alone,
         "token values": files_of_a_warm_step(values=True),
         "sp 2": run_ranks(files_of_a_warm_step, 2, num_ranks=2)[0],
     }
-    for name, files in found.items():
+    for name, entered in found.items():
+        files = files_of(entered)
         assert 0 < len(files) <= MOST_FILES_OF_A_STEP[name], (name, files)

@@ -157,7 +157,16 @@ def test_the_readme_is_short_and_counts_models_and_the_words_of_our_own_are_few(
     right = re.findall(r"^- (\d+) (?:exact|rounded|widened):", models, flags=re.MULTILINE)
     assert f"{sum(map(int, right))} model types" in readme
     words = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8").split("\n## Words\n")[1]
-    assert len([row for row in words.splitlines() if row.startswith("| ")]) - 2 <= 25
+    assert len([row for row in words.splitlines() if row.startswith("| ")]) - 2 <= 15
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_takes_ten_minutes_and_its_code_fits_a_window(page):
+    text = page.read_text(encoding="utf-8")
+    looked_up = {"reference.md", "paper_numbers.md"}  # tables that are written by scripts
+    assert len(text.split()) <= 2_000 or page.name in looked_up
+    blocks = re.findall(r"```.*?```", text, flags=re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 100] == []
 
 
 @pytest.mark.slow

@@ -206,7 +206,7 @@ CARDS = {"H100": (620e12, 2.6e12), "H200": (690e12, 3.6e12)}
 """FLOP/s of products, and bytes per second of the memory."""
 PASSED = {None: 12.7e9, Lora(16): 12.0e9}
 """Bytes outside of products and attention that 8,192 tokens of a layer of Qwen3-8B pass in a
-forward, a recompute and a backward, which is two passes: counted by operator (docs/one-gpu.md)."""
+forward, a recompute and a backward, which is two passes: counted by operator (docs/kernels.md)."""
 WRITTEN = {None: 34.1e9, Lora(16): 38.9e9}
 """Those by which the steps below were added up: of modules as written, with offload and merges."""
 STEPS_S = {

@@ -149,12 +149,12 @@ def parse_flags(arguments: Sequence[str]) -> RunFlags:
 def _add_flags(parser: ArgumentParser) -> None:
     flag = parser.add_argument_group("the batch, the devices and the search").add_argument
     flag("--lengths", metavar="FILE|PRESET|N",
-         help="lengths that furlong lengths wrote, a preset (docs/plan.md), or one of N tokens")
+         help="lengths that furlong lengths wrote, a preset (docs/presets.md), or one of N tokens")
     flag("--sequences", type=int, metavar="N",
          help="sequences of a step: the longest, and others drawn by train.seed"
          " (default: what train says of a run; all of a file; 64 of a preset)")
     flag("--hardware", metavar="NAME",
-         help="a known device (docs/plan.md); cpu, and a run's default: this machine")
+         help="a known device (docs/presets.md); cpu, and a run's default: this machine")
     flag("--devices", type=int, metavar="N",
          help="how many (default: the product of the sizes of parallel)")
     flag("--no-calibration", action="store_true",

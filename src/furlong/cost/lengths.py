@@ -4,7 +4,7 @@ A preset is a list of (tokens, share of sequences shorter than that). Between tw
 sequences are spread evenly over the logarithm of their length; where nothing is stated below the
 first or above the last point, `shortest_tokens` and `longest_tokens` bound the same spread. So a
 sample keeps every stated share, and nothing else is known of it: see `assumed` of each preset and
-docs/plan.md. K is 1,024 tokens.
+docs/presets.md. K is 1,024 tokens.
 """
 
 from __future__ import annotations

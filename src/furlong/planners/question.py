@@ -38,7 +38,7 @@ from furlong.units import format_bytes
 MARGIN = 0.10
 """Share of a device's budget that plans leave free, on one device and on several, unless a
 calibration says what its own predictions lacked: of twelve steps that no fit had seen, measured on
-a CPU, predicted peaks lacked 5.2 % at most (docs/benchmarks.md), and a run has more that no plan
+a CPU, predicted peaks lacked 5.2 % at most (docs/calibration.md), and a run has more that no plan
 counts. Gaps between allocated blocks are the hardware's `reserved_bytes`."""
 SLACK = 0.02
 """Plans whose times differ by less are alike: no prediction is better."""
