@@ -21,7 +21,7 @@ from furlong.data.loader import (
     each_alone,
     in_order,
     iterate_batches,
-    told_ahead,
+    with_lookahead,
 )
 from furlong.data.tokenize import Sequence
 from furlong.errors import ConfigError
@@ -224,7 +224,7 @@ def test_batches_are_told_before_the_one_in_front_is_handed_out(num_batches: int
     batches = list(in_order(SEQUENCES, EACH[: 2 * num_batches], StepSize(2)))
     told: list[Any] = []
     seen = 0
-    for batch in told_ahead(iter(batches), told.append):
+    for batch in with_lookahead(iter(batches), told.append):
         assert batch is batches[seen]
         seen += 1
         assert told == batches[: seen + 1]

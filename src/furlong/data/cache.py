@@ -1,20 +1,21 @@
-"""Memory-mapped arrays on disk, whole or not at all: tokenized sources, and numbers beside them.
+"""Cache tokenized sources and reference log-probabilities as memory-mapped arrays.
 
-    <folder>/tokens/<key>/       one source; the key is of its files' names, sizes and times, the
-                                 tokenizer and the format
-      input_ids.bin, labels.bin  int32, sequence after sequence; no labels.bin if labels are ids;
-                                 of a record of two answers chosen, then rejected; an answer that
-                                 is wanted or not has what it is compared with behind it
-      index.bin                  (N, 5) int64: stop, file, line, labelled tokens of each sequence,
-                                 and 1 or -1 if it is an answer that is wanted or not, else 0
+    <folder>/tokens/<key>/       one source; the key is a checksum of the names, sizes and times of
+                                 its files, of the tokenizer and of the format
+      input_ids.bin, labels.bin  int32, sequence after sequence; no labels.bin if labels are ids.
+                                 A pair is chosen, then rejected; an answer of KTO is followed by
+                                 its mismatch
+      index.bin                  (N, 5) int64: of each sequence where it stops, its file and line,
+                                 its tokens with a label, and 1 or -1 for a desirable or
+                                 undesirable answer, else 0
     <folder>/reference/<key>/    log-probabilities of one source by one model
       log_probs.bin              one number per token with a label, row after row of the tokens
-      done.bin                   a byte per row: 1 as soon as its numbers are there
+      done.bin                   one byte per row: 1 once its numbers are on disk
 
-Each folder of arrays has a manifest.json: types, shapes, facts, and checksums of what is complete.
-What does not fit it is written anew: every byte of the tokens is compared at a start, once on each
-machine. Of several writers of one folder the first one wins and the others take what it wrote.
-Nothing is unpickled.
+Each folder has a manifest.json with types, shapes, facts, and checksums of complete arrays. Arrays
+that do not match it are written again: every byte of the tokens is compared when a run starts, once
+on each machine. If several processes write one folder, the first wins and the others read its
+arrays. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 
 Mode = Literal["r", "r+"]
 Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
-"""The type of each array of a folder, and its shape."""
+"""The dtype and shape of each array of a folder."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,13 +65,18 @@ class Arrays:
     folder: Path
     arrays: dict[str, npt.NDArray[Any]]
     facts: dict[str, Any]
-    """Plain values that the writer wanted to be remembered."""
+    """Plain values from the writer."""
     checksums: dict[str, str]
 
 
 def read_arrays(place: Path, mode: Mode = "r", *, is_compared: bool = False) -> Arrays | None:
-    """The arrays of a folder, or None if it is not whole. `is_compared`: another process of this
-    machine has compared its bytes with their checksums just now."""
+    """Return the arrays of a folder, or None if it is missing, incomplete or damaged.
+
+    Args:
+        place: the folder.
+        mode: `r` to read, `r+` to write in place.
+        is_compared: skip the checksums, as another process of this machine has just compared them.
+    """
     arrays = {}
     try:
         manifest = json.loads((place / _MANIFEST).read_text(encoding="utf-8"))
@@ -83,7 +89,7 @@ def read_arrays(place: Path, mode: Mode = "r", *, is_compared: bool = False) -> 
             if checksums and not is_compared and checksums[name] != checksum(file):
                 return None
             mapped = np.memmap(file, dtype, mode=mode) if num_bytes else np.zeros(0, dtype)
-            # A plain view where nothing is written: torch takes no subclass.
+            # torch accepts no subclass such as memmap, which is needed to write alone
             arrays[name] = (np.asarray(mapped) if mode == "r" else mapped).reshape(shape)
         return Arrays(place, arrays, dict(facts), dict(checksums))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -93,10 +99,15 @@ def read_arrays(place: Path, mode: Mode = "r", *, is_compared: bool = False) -> 
 def write_arrays(
     place: Path, fill: Callable[[Path], tuple[Kinds, dict[str, Any]]], *, mode: Mode = "r"
 ) -> Arrays:
-    """Fill a folder with arrays and map it; what is there and not whole goes.
+    """Write a folder of arrays, in place of a damaged one, and return them memory-mapped.
 
-    `fill` writes `NAME.bin` for each array into the folder that it gets, and returns their kinds
-    and the facts. mode `r+` is for arrays that are completed later: they have no checksums.
+    Args:
+        place: the folder.
+        fill: writes `NAME.bin` for each array into a folder, and returns kinds and facts.
+        mode: `r+` for arrays that are completed later, which have no checksums.
+
+    Raises:
+        OSError: the folder cannot be written, or is damaged at once.
     """
     if place.exists():
         damaged = place.with_name(f"{place.name}.{uuid.uuid4().hex}")
@@ -110,7 +121,7 @@ def write_arrays(
             manifest = {"arrays": kinds, "facts": facts, "checksums": sums}
             write_json(aside / _MANIFEST, manifest)
     except OSError as error:
-        if error.errno not in _TAKEN:  # another writer was sooner
+        if error.errno not in _TAKEN:  # another process was first
             raise
     found = read_arrays(place, mode)
     if found is None:
@@ -120,19 +131,19 @@ def write_arrays(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizedSource:
-    """A source, and its sequences in the cache."""
+    """A source with its sequences in the cache."""
 
     source: Source
     listing: Listing
     arrays: Arrays
     tokenizer: str
-    """A checksum of all that decides which ids a text gets."""
+    """A checksum of all that determines the ids of a text."""
     tokenized_s: float | None = None
-    """Seconds that tokenizing took; None if the sequences were there."""
+    """The seconds that tokenizing took; None if the sequences were in the cache."""
 
     @property
     def index(self) -> npt.NDArray[np.int64]:
-        """(N, 5) stop, file, line, labelled tokens of each sequence, and whether it is wanted."""
+        """(N, 5) stop, file, line, tokens with a label and desirability of each sequence."""
         return self.arrays.arrays["index"]
 
     @property
@@ -141,7 +152,7 @@ class TokenizedSource:
 
     @property
     def tokens_key(self) -> str:
-        """A checksum of all tokens and labels, and where they are from."""
+        """A checksum of all tokens, labels, files and lines."""
         return key_of(self.arrays.checksums)
 
     @property
@@ -150,7 +161,7 @@ class TokenizedSource:
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Rows with which a record begins: a pair of answers is two rows of one file and line."""
+        """The first row of each record: a pair is two rows of one file and line."""
         origins = self.index[:, 1:3]
         is_first = np.ones(len(origins), bool)
         is_first[1:] = (origins[1:] != origins[:-1]).any(axis=1)
@@ -158,18 +169,24 @@ class TokenizedSource:
 
     @property
     def noun(self) -> str:
-        """The word for what a record makes."""
+        """The word for what is drawn from the source."""
         return {"preference": "pair", "unpaired": "answer"}.get(self.notes["format"], "sequence")
 
     def lines_of(self, file: int) -> npt.NDArray[np.int64]:
-        """The lines of a file of which it has sequences."""
+        """Return the lines of a file that have sequences."""
         return self.index[self.index[:, 1] == file, 2]
 
     def tokens(
         self, row: int, begin: int = 0, length: int | None = None
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """`input_ids` and `labels` of a sequence, (T,) both: views, read when they are used. From
-        its token `begin` on, `length` of them, which may reach into those that follow."""
+        """Return `input_ids` and `labels` of a sequence, (T,) both: views, read when used.
+
+        Args:
+            row: the row of the sequence.
+            begin: its first token to return.
+            length: the number of tokens, which may extend into the sequences that follow; None for
+                the rest of the sequence.
+        """
         start = begin + (int(self.index[row - 1, 0]) if row else 0)
         stop = int(self.index[row, 0]) if length is None else start + length
         ids = self.arrays.arrays["input_ids"]
@@ -177,24 +194,24 @@ class TokenizedSource:
         return ids[start:stop], labels[start:stop]
 
     def desirable(self, row: int) -> bool | None:
-        """Whether the answer of a row is wanted; None where data does not say it."""
+        """Return whether the answer of a row is desirable; None for other losses than KTO."""
         wanted = int(self.index[row, 4])
         return wanted > 0 if wanted else None
 
     def origin(self, row: int) -> str:
-        """Where the record of a sequence is, for messages."""
+        """Return file and line of a sequence's record, for messages."""
         _, file, line, *_ = self.index[row]
         return self.listing.files[int(file)].origin(int(line))
 
 
 def cache_folder(given: str | None) -> Path:
-    """`data.cache_dir`, or furlong's folder in the user's cache directory."""
+    """Return `data.cache_dir`, or furlong's folder in the user's cache directory."""
     return Path(os.path.expanduser(given)) if given else user_cache()
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Within it the cache's folder is there, and what the file system refuses is a ConfigError."""
+    """Create the cache's folder, and turn an OSError inside the context into a ConfigError."""
     told = partial(
         os_errors_told,
         ConfigError,
@@ -209,7 +226,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def status_key(files: Iterable[SourceFile]) -> str:
-    """A key of the files' kinds, paths, sizes, inodes and times. Raises OSError."""
+    """Return a key of the kinds, paths, sizes, inodes and times of files. Raises OSError."""
     found = []
     for file in files:
         parts = []
@@ -222,17 +239,22 @@ def status_key(files: Iterable[SourceFile]) -> str:
 
 
 def key_of(*parts: object) -> str:
-    """The key of what `parts`, plain values, decide."""
+    """Return a checksum of plain values and the version of the cache's format."""
     return xxhash.xxh3_128_hexdigest(json.dumps([VERSION, *parts]).encode())
 
 
 def write_tokens(
     place: Path, encoded: Iterable[tuple[SourceRecord, Items[Encoded]]], facts: dict[str, Any]
 ) -> Arrays:
-    """Write what `encoded` yields, sequence by sequence, and map it.
+    """Write sequences into a folder, and return them memory-mapped.
 
-    `facts` is saved as it is after the last sequence. Raises OSError if the folder cannot be
-    written, and whatever `encoded` raises; either way nothing half written stays.
+    Args:
+        place: the folder.
+        encoded: yields records with their sequences.
+        facts: saved with the values that they have after the last sequence.
+
+    Raises:
+        OSError: the folder cannot be written. This, or an error of `encoded`, leaves no folder.
     """
 
     def fill(aside: Path) -> tuple[Kinds, dict[str, Any]]:
@@ -243,7 +265,7 @@ def write_tokens(
             for record, sequences in encoded:
                 for sequence in sequences:
                     if labels is None and sequence.labels is not sequence.input_ids:
-                        # The first labels of their own: those before are the ids.
+                        # The first labels that differ from ids: all before are equal.
                         ids.flush()
                         shutil.copyfile(aside / "input_ids.bin", aside / "labels.bin")
                         labels = opened.enter_context((aside / "labels.bin").open("ab"))
@@ -264,17 +286,26 @@ def write_tokens(
 
 
 class ReferenceLogProbs:
-    """Log-probabilities of a reference model, of the tokens of one source.
+    """Log-probabilities of the tokens of one source by a reference model.
 
-    Rows are written in any order, and marked when they are on the disk: a pass that was killed goes
-    on. No loss and no option of it is in the key, and neither is how the numbers were computed.
+    Rows are written in any order, and marked once they are on disk, so that a killed pass can be
+    continued. The key depends on neither the loss nor the way of computing them.
     """
 
     def __init__(
         self, folder: Path, source: TokenizedSource, facts: Mapping[str, Any], dtype: str
     ) -> None:
-        """Opens what is there, or makes it. `facts`: plain values that decide the numbers besides
-        the tokens. Raises ConfigError if the folder cannot be written."""
+        """Open the log-probabilities, or create them without any.
+
+        Args:
+            folder: the cache's folder.
+            source: the source.
+            facts: plain values that determine the numbers besides the tokens.
+            dtype: the dtype of the numbers.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
         own = {**facts, "tokens": source.tokens_key, "dtype": dtype}
         self._stops = np.cumsum(source.index[:, 3])
         num_rows = len(source.index)
@@ -295,12 +326,12 @@ class ReferenceLogProbs:
         self._done: Any = found.arrays["done"]
 
     def is_done(self, rows: Iterable[int]) -> bool:
-        """Whether the numbers of all these rows are there."""
+        """Return whether the numbers of all these rows are on disk."""
         return bool(self._done[list(rows)].all())
 
     def write(self, found: Mapping[int, npt.NDArray[Any]]) -> None:
-        """Writes the numbers of rows, and marks them when they are on the disk. A row that was cut
-        has fewer."""
+        """Write the numbers of rows, and mark the rows once they are on disk. A truncated row has
+        fewer numbers."""
         for row, values in found.items():
             start = self._start(row)
             self._log_probs[start : start + len(values)] = values
@@ -309,7 +340,7 @@ class ReferenceLogProbs:
         self._done.flush()
 
     def read(self, row: int, count: int) -> npt.NDArray[Any]:
-        """The first `count` numbers of a row, as float32 or as wide as they were computed."""
+        """Return the first `count` numbers of a row, float32 or as wide as they were computed."""
         start = self._start(row)
         return np.asarray(self._log_probs[start : start + count])
 

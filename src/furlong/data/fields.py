@@ -1,5 +1,8 @@
-"""Fields of a record under furlong's names, and the turns and texts in them: fields that a run
-renames, turns of `from` and `value`, other names of roles, JSON in a text."""
+"""Read fields, turns and texts of a record under furlong's names.
+
+Handles fields that a run renames (`data.fields`), turns of `from` and `value`, other names of
+roles, parts of contents, calls of tools in several forms, and JSON in texts.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from furlong.errors import in_short
 Turn = dict[str, Any]
 
 CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
-"""Fields that may hold turns."""
+"""The fields that may hold turns."""
 
 MARKS = (
     "weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale",
 )  # fmt: skip
-"""Fields of a message by which other trainers choose what is trained on."""
+"""Keys of a message with which other trainers choose what is trained on."""
 
 _ALIASES = {"messages": ("conversations", "conversation"), "tools": ("functions",)}
-_JSON = ("messages", "tools", "chat_template_kwargs")  # tables and .csv hold them as texts
+_JSON = ("messages", "tools", "chat_template_kwargs")  # texts of JSON in tables and .csv files
 _MEDIA = ("image", "image_url", "audio", "input_audio", "video", "video_url", "file")
 _CALL = "a call"
 _ROLES = {
@@ -42,14 +45,18 @@ _RESPONSE = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.D
 
 
 def columns(fields: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names that furlong's fields have in the data."""
+    """Return the names in the data that mean furlong's fields, by `data.fields` and by default."""
     renamed = (theirs for ours, theirs in fields.items() if ours not in _NO_COLUMNS)
     return frozenset((*renamed, *chain(*_ALIASES.values())))
 
 
 def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceRecord, dict[str, str]]:
-    """Return the record with furlong's names of its fields, and the names of those that had others.
-    `fields` are `data.fields`."""
+    """Return the record under furlong's names, and the data's name of each renamed field.
+
+    Args:
+        record: a record as it was read.
+        fields: `data.fields`.
+    """
     if not record.line:  # a file of text
         return record, {}
     given, values, unused = record.fields, dict(record.fields), fields.get("unused", ())
@@ -69,16 +76,25 @@ def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceReco
 def read_values(
     record: SourceRecord, fields: Mapping[str, Any], used: Collection[str], template: str = ""
 ) -> SourceRecord:
-    """Return the record with turns as furlong has them, and objects instead of their JSON. `used`:
-    the fields that its shape looks at; `template`: the text of the chat template. Raises
-    DataError."""
+    """Return the record with its turns in one form, and with objects instead of texts of JSON.
+
+    Args:
+        record: a record under furlong's names.
+        fields: `data.fields`.
+        used: the fields that its format reads.
+        template: the text of the chat template.
+
+    Raises:
+        DataError: a field holds no JSON, a call is in no known form, or there are two system
+            messages.
+    """
     values = dict(record.fields)
     for name in used:
         own = values.get(name)
         if name in _JSON and isinstance(own, str) and own.strip():
             own = _of_json(record, name, own)
         if name in ("completion", "chosen", "rejected") and isinstance(own, dict):
-            own = [own]  # one turn
+            own = [own]  # a single turn
         if name == "completion" and isinstance(own, str) and isinstance(values.get("prompt"), list):
             own = [{"role": "assistant", "content": own}]
         if name in CONVERSATIONS and isinstance(own, list):
@@ -96,8 +112,8 @@ def read_values(
 
 
 def _put_system(record: SourceRecord, values: dict[str, Any], used: Collection[str]) -> None:
-    """Put the text of `system` before the turns of a record, unless it is there. Raises
-    DataError."""
+    """Put the text of `system` before the turns of a record, unless they begin with it. Raises
+    DataError if they have another system message."""
     answers = ("chosen", "rejected") if "chosen" in used else ("messages",)
     heads = [n for n in CONVERSATIONS if isinstance(values.get(n), list) and n in used]
     heads = ["prompt"] if "prompt" in heads else [n for n in heads if n in answers]
@@ -119,7 +135,12 @@ def _put_system(record: SourceRecord, values: dict[str, Any], used: Collection[s
 
 
 def tools_of(record: SourceRecord) -> list[Any] | None:
-    """Return the tools that a conversation may call, each with its type. Raises DataError."""
+    """Return the tools that a conversation may call, each as `{"type": "function", ...}`; None if
+    there are none.
+
+    Raises:
+        DataError: `tools` is no list of JSON schemas.
+    """
     tools = record.fields.get("tools")
     if not tools:
         return None
@@ -142,8 +163,11 @@ def tools_of(record: SourceRecord) -> list[Any] | None:
 
 
 def messages_of(record: SourceRecord, field: str) -> list[Turn]:
-    """Return the turns of the conversation in `field`, without keys that have no value. Raises
-    DataError."""
+    """Return the turns of the conversation in `field`, without keys whose value is null.
+
+    Raises:
+        DataError: it is no list of messages with a role and a content of text.
+    """
     messages = record.fields[field]
     required = f'{field}: [{{"role": "user", "content": "..."}}, ...]'
     if not isinstance(messages, list):
@@ -175,7 +199,7 @@ def messages_of(record: SourceRecord, field: str) -> list[Turn]:
 
 
 def answers(turns: list[Turn]) -> bool:
-    """Whether the assistant says or calls anything."""
+    """Return whether the assistant says something or calls a tool in these turns."""
     return any(
         turn["role"] == "assistant"
         and ((turn.get("content") or "").strip() or turn.get("tool_calls"))
@@ -184,18 +208,18 @@ def answers(turns: list[Turn]) -> bool:
 
 
 def may_be_trained(turn: Mapping[str, Any]) -> bool:
-    """Whether no mark of a message excludes it from the loss."""
+    """Return whether no key of a message excludes it from the loss."""
     return all(turn.get(mark, True) for mark in MARKS)
 
 
 def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of turns or characters with which both begin."""
+    """Return the number of turns, or characters, that both have in common at their beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def text_of(record: SourceRecord, field: str) -> str:
-    """Return a field that must be a text. Raises DataError."""
+    """Return the text of a field. Raises DataError if it is no text."""
     text = record.fields[field]
     if not isinstance(text, str):
         is_turns = isinstance(text, list) and bool(text) and all(map(is_message, text))
@@ -208,8 +232,15 @@ def text_of(record: SourceRecord, field: str) -> str:
 
 
 def instruction_turns(record: SourceRecord, answer: str | None = None) -> list[Turn]:
-    """Return the turns of a record: its system message, its history, instruction and input as one
-    message of the user, and the answer in the field of that name. Raises DataError."""
+    """Return the turns of an instruction: system, history, instruction and input, and the answer.
+
+    Args:
+        record: a record under furlong's names.
+        answer: the field that holds the answer; None for no answer.
+
+    Raises:
+        DataError: one of the fields is no text, or the history is no list of pairs.
+    """
     system = optional_text(record, "system")
     asked = (text_of(record, "instruction"), optional_text(record, "input"))
     said = [("system", system)] * bool(system) + _history(record)
@@ -222,8 +253,11 @@ def instruction_turns(record: SourceRecord, answer: str | None = None) -> list[T
 def _turns(
     record: SourceRecord, field: str, turns: list[Any], fields: Mapping[str, Any]
 ) -> list[Any]:
-    """Return turns with roles and contents as furlong names them. Calls without a text join the
-    assistant's message right before them; what is no turn stays as it is. Raises DataError."""
+    """Return turns with furlong's names of keys and roles.
+
+    Calls without a text are joined to the assistant's message right before them. An item that is no
+    object stays as it is. Raises DataError.
+    """
     roles = {**_ROLES, **fields.get("roles", {})}
     renamed = {theirs: ours for ours, theirs in fields.items() if ours in TURN_FIELDS}
     found: list[Any] = []
@@ -271,8 +305,8 @@ def _turns(
 
 
 def _read_parts(record: SourceRecord, message: str, turn: Turn) -> list[Turn]:
-    """Move thoughts and calls from the parts of a content to keys of the turn, and return the
-    results of tools among the parts as messages. Raises DataError."""
+    """Move thoughts and calls from the parts of a content to keys of the turn, and return the tool
+    results among the parts as messages. Raises DataError."""
     results: list[Turn] = []
     rest, calls, thoughts = [], [], []
     for part in turn["content"] if isinstance(turn.get("content"), list) else ():
@@ -299,8 +333,8 @@ def _read_parts(record: SourceRecord, message: str, turn: Turn) -> list[Turn]:
 
 
 def _without_tags(turn: Any) -> list[Any]:
-    """Return each result of a tool as a message without the tags that the template writes around
-    it."""
+    """Return each tool result in a message as a message of its own, without the tags that the chat
+    template writes around it."""
     said = turn.get("content") if isinstance(turn, dict) and turn.get("role") == "tool" else None
     if not isinstance(said, str) or not said.strip() or _RESPONSE.sub("", said):
         return [turn]
@@ -321,7 +355,7 @@ def _calls(record: SourceRecord, message: str, given: Any) -> list[Any]:
             )
         arguments = {} if (said := own.get("arguments")) is None else said
         if isinstance(arguments, str):
-            with suppress(ValueError, RecursionError):  # what the assistant said may be no JSON
+            with suppress(ValueError, RecursionError):  # a model may have written invalid JSON
                 value = json.loads(arguments) if arguments.strip() else {}
                 arguments = value if isinstance(value, dict) else arguments
         function = {"function": {**own, "arguments": arguments}}
@@ -340,7 +374,7 @@ def _of_json(record: SourceRecord, what: str, text: str) -> Any:
 
 
 def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:
-    """Return the text of a part of a content. Raises DataError for what is no text."""
+    """Return the text of a part of a content. Raises DataError for an image or sound."""
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type") in _TEXTS:
@@ -356,7 +390,7 @@ def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:
 
 
 def _check_marks(record: SourceRecord, turn: Turn, message: str) -> None:
-    """Raise DataError for a mark that is more than a switch of an answer."""
+    """Require marks of 0 or 1, and 1 for the assistant alone. Raises DataError."""
     for mark in MARKS:
         value = turn.get(mark, True)
         others = mark != "weight" and value and mark in turn and turn["role"] != "assistant"

@@ -1,7 +1,7 @@
-"""The shapes of a record, by the fields that it has: one row for each.
+"""The formats of records: one row of `FORMATS` for each, by the fields that a record needs.
 
-`auto` takes the first shape in the table's order whose fields the first record of a source has, but
-for preference and unpaired, which the loss asks for; then it holds for the whole source.
+`auto` is the first format of the table whose fields the first record of a source has; it then holds
+for the whole source. `preference` and `unpaired` are chosen by the loss alone.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ _WITH_INPUT = (
 )
 
 Read = Callable[[SourceRecord], tuple[Rendered | Turns | Encoded, ...] | str]
-"""Reads what becomes the sequences of a record, or why it is left out. Raises DataError."""
+"""Returns what becomes the sequences of a record, or the reason why the record is left out. Raises
+DataError."""
 
 
 def read_tokens(record: SourceRecord) -> tuple[Encoded]:
-    """Return token ids as they are; without labels every token is one."""
+    """Return the token ids of a record and its labels; without labels all tokens are trained on."""
     ids = _integers(record, "input_ids", lowest=0)
     labels = ids
     if record.fields.get("labels") is not None:
@@ -83,12 +84,16 @@ def read_chat(record: SourceRecord) -> tuple[Turns] | str:
 
 
 def read_instruction(record: SourceRecord) -> tuple[Turns]:
-    """Return an instruction and its output as a conversation, after those of its history."""
+    """Return the history, instruction and output of a record as a conversation."""
     return (Turns(record.origin, instruction_turns(record, "output"), tools_of(record)),)
 
 
 def instruction_text(record: SourceRecord) -> tuple[Rendered]:
-    """Return the record in Alpaca's words; its output is trained on. Raises DataError."""
+    """Return instruction and output in the prompt of Alpaca; the output is trained on.
+
+    Raises:
+        DataError: the record has a history, which that prompt does not hold.
+    """
     if record.fields.get("history"):
         raise record.refusal(
             "a history, with a tokenizer that has no chat template",
@@ -104,7 +109,7 @@ def instruction_text(record: SourceRecord) -> tuple[Rendered]:
 
 
 def read_completion(record: SourceRecord) -> tuple[Rendered | Turns] | str:
-    """Return a prompt and a completion, which is trained on: two texts, or two lists of turns."""
+    """Return prompt and completion, two texts or lists of turns; the completion is trained on."""
     if isinstance(record.fields["prompt"], list):
         prompt = messages_of(record, "prompt")
         turns = prompt + messages_of(record, "completion")
@@ -121,8 +126,8 @@ def read_text(record: SourceRecord) -> tuple[Rendered] | str:
 
 
 def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...] | str:
-    """An answer that is wanted or not, as `label` says: a completion, the output of an instruction,
-    or what a conversation ends with."""
+    """Return an answer that is desirable or not by `label`: a completion, the output of an
+    instruction, or the answers after a conversation's last user message."""
     label = record.fields["label"]
     if label not in (0, 1):
         raise record.refusal(
@@ -147,15 +152,15 @@ def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A shape of records."""
+    """A format of records."""
 
     needed: tuple[str, ...]
     """Fields that each record has."""
     read: Read
     optional: tuple[str, ...] = ()
-    """Fields that are looked at where they are."""
+    """Fields that are read if a record has them."""
     lost: Mapping[str, str] = field(default_factory=dict)
-    """Fields that other programs train on, which would be lost here, and where they belong."""
+    """Fields that other trainers read and this format does not, and where to write their values."""
 
 
 _AROUND = ("tools", "system", "chat_template_kwargs")
@@ -172,13 +177,13 @@ FORMATS: dict[Format, Shape] = {
         ("instruction", "output"), read_instruction, (*_INSTRUCTION, *_AROUND),
         lost={"tools": "into instruction"},
     ),
-    "text": Shape(("text",), read_text),  # a text file is one record
+    "text": Shape(("text",), read_text),  # a text file is one such record
     # two answers to one prompt, for train.loss: dpo
     "preference": Shape(
         ("chosen", "rejected"), read_pair,
         ("prompt", "messages", "instruction", *_INSTRUCTION, *_AROUND), lost=_INTO_PROMPT,
     ),
-    # an answer and whether it is wanted, for train.loss: kto
+    # an answer and whether it is desirable, for train.loss: kto
     "unpaired": Shape(
         ("label",), read_unpaired,
         ("prompt", "completion", "messages", "instruction", "output", *_INSTRUCTION, *_AROUND),
@@ -191,29 +196,29 @@ _MAY_BE_NULL = frozenset(("text", "messages", "output", "completion"))
 _PAIR = ("chosen", "rejected")
 _OF_ANSWERS: tuple[Format, ...] = ("completion", "chat", "alpaca")
 FIELDS = frozenset(["loss_mask"]).union(*(one.needed + one.optional for one in FORMATS.values()))
-"""The fields that are read; `loss_mask` stands beside messages."""
+"""All fields that some format reads; `loss_mask` may stand beside messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How records of a run, or of one source of it, become sequences."""
+    """The settings by which the records of a source become sequences."""
 
     format: Format | Literal["auto"] = "auto"
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Names of fields in the data, by furlong's; see `data.fields`."""
+    """The data's names of fields by furlong's names, as in `data.fields`."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     train_on: Literal["assistant", "all", "last", "conversations"] = "assistant"
     eot_tokens: tuple[str, ...] = ()
 
     @property
     def is_trained_whole(self) -> bool:
-        """Whether all of the text is trained on."""
+        """Whether the whole text is trained on."""
         is_answer = self.train_on == "conversations" and self.format == "completion"
         return self.train_on in ("all", "conversations") and not is_answer
 
     @classmethod
     def of(cls, settings: DataConfig, source: Source, format: Format | None = None) -> Reading:
-        """Return the reading of a source of a run. `format`: what the loss asks for."""
+        """Return the reading of a source of a run; `format` is that of the loss, if it has one."""
         return cls(
             format or source.format or settings.format,
             {**settings.fields, **(source.fields or {})}, settings.chat_template_kwargs,
@@ -222,31 +227,39 @@ class Reading:
 
     @property
     def columns(self) -> frozenset[str]:
-        """The fields of the data that are read."""
+        """The names, in the data, of the fields that are read."""
         return FIELDS | columns(self.fields)
 
     @property
     def key(self) -> dict[str, Any]:
-        """Plain values that decide the tokens."""
+        """The plain values that determine tokens and labels."""
         return asdict(self)
 
     def decided(self, first: SourceRecord) -> Reading:
-        """Return a reading with the format of a source's first record. Raises DataError."""
+        """Return the reading with a format: its own, or that of the first record.
+
+        Raises:
+            DataError: the record has the fields of no format.
+        """
         if self.format != "auto":
             same: Format = "chat" if self.format == "sharegpt" else self.format
             return replace(self, format=same)
         return replace(self, format=decide_format(first, self.fields))
 
     def facts(self, first: SourceRecord) -> dict[str, Any]:
-        """Return the format and the names of its fields in a source's first record."""
+        """Return the format, and the first record's names of the fields that it needs."""
         assert self.format != "auto"
         _, names = renamed(first, self.fields)
         needed = FORMATS[self.format].needed if first.line else ()
         return {"format": self.format, "fields": [names.get(name, name) for name in needed]}
 
     def turns(self, turns: Turns, record: SourceRecord) -> Turns:
-        """Return the conversation with the template's variables and what of it is trained on.
-        Raises DataError."""
+        """Return the conversation with the variables of its template and what is trained on.
+
+        Raises:
+            DataError: the record's chat_template_kwargs are invalid, or a message is marked as not
+                trained on where the whole text is.
+        """
         own = record.fields.get("chat_template_kwargs") or {}
         if not isinstance(own, dict) or refused_kwargs(own):
             raise record.refusal(
@@ -268,17 +281,38 @@ class Reading:
 def encode(
     records: Iterable[SourceRecord], tokenizer: Any, reading: Reading, notes: Notes
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
-    """Records with their sequences, one, the two answers of a pair, or an answer and what it is
-    compared with; `notes` counts the others. `reading` has a format. Raises UserError."""
-    found = _encoded(records, tokenizer, reading, notes)
-    return with_mismatches(found) if reading.format == "unpaired" else found
+    """Yield records with their sequences: one, the two of a pair, or an answer and its mismatch.
+
+    Args:
+        records: the records of a source.
+        tokenizer: a tokenizer of transformers, or `NoTokenizer`.
+        reading: how to read them, with a format that is not `auto`.
+        notes: counts the records that are left out, by reason.
+
+    Raises:
+        UserError: a record cannot be read, rendered, masked or tokenized.
+    """
+    encoded = _encoded(records, tokenizer, reading, notes)
+    return with_mismatches(encoded) if reading.format == "unpaired" else encoded
 
 
 def read_whole(
     records: Iterable[SourceRecord], tokenizer: Any, reading: Reading, notes: Notes
 ) -> Iterator[tuple[SourceRecord, tuple[Rendered | Turns | Encoded, ...] | str]]:
-    """Records with furlong's names and values, and what their shape makes of them or why it leaves
-    them out; `notes` counts what is not read. Raises DataError for what cannot be read whole."""
+    """Yield records under furlong's names of fields with what their format makes of them.
+
+    Instead of that there is a text for a record that is left out: the reason.
+
+    Args:
+        records: the records of a source.
+        tokenizer: decides whether instructions are written by a chat template.
+        reading: how to read them, with a format that is not `auto`.
+        notes: counts the fields that nothing reads.
+
+    Raises:
+        DataError: a record cannot be read, or a field that nothing reads would change what is
+            trained on.
+    """
     assert reading.format != "auto"
     shape = FORMATS[reading.format]
     read = shape.read
@@ -303,7 +337,7 @@ def read_whole(
 
 
 class _Looked(dict[str, Any]):
-    """The fields of a record, and the names of those that have been looked up."""
+    """The fields of a record, which remember the names that were looked up."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -359,8 +393,15 @@ def _encoded(
 
 
 def decide_format(first: SourceRecord, fields: Mapping[str, Any]) -> Format:
-    """The shape of a source whose first record this is. `fields` are `data.fields`. Raises
-    DataError."""
+    """Return the format of a source by its first record.
+
+    Args:
+        first: the record.
+        fields: `data.fields` of the source.
+
+    Raises:
+        DataError: it has the fields of no format.
+    """
     record, names = renamed(first, fields)
     known = [format for format in FORMATS if format not in FORMAT_OF_LOSS.values()]
     for format in known:
@@ -375,8 +416,17 @@ def check_fields(
     used: Collection[str] = (),
     names: Mapping[str, str] = {},
 ) -> None:
-    """Raises DataError if fields of a record, with furlong's names, would be lost in its shape.
-    `used`: those that were read; `names`: what the data's fields are called."""
+    """Require that no field of a record that other trainers read is lost in its format.
+
+    Args:
+        record: the record, under furlong's names.
+        format: its format.
+        used: the fields that were read.
+        names: the data's names of fields, by furlong's.
+
+    Raises:
+        DataError: a field would be lost, or `label` says that the answer is not to be trained on.
+    """
     shape = FORMATS[format]
     for name, where in shape.lost.items():
         if record.fields.get(name) and name not in used:
@@ -397,8 +447,8 @@ def check_fields(
 
 
 def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}) -> DataError:
-    """Return the refusal of a record without the fields of any of these shapes. `names`: what the
-    data's fields are called."""
+    """Return the error about a record that lacks the fields of these formats. `names`: the data's
+    names of fields, by furlong's."""
     required = " or ".join(
         " + ".join(names.get(name, name) for name in FORMATS[format].needed) for format in formats
     )
@@ -429,7 +479,7 @@ def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}
 
 
 def _renaming(fields: Mapping[str, Any]) -> str:
-    """Return `data.fields` for a record of other names, or an empty text."""
+    """Return `data.fields` that may suit a record of other names, or an empty text."""
     texts = [name for name, value in fields.items() if isinstance(value, str) or value is ...]
     asked, said = (next((n for n in names if n in texts), "") for names in (_ASKED, SAID))
     for name, value in fields.items():
@@ -437,7 +487,7 @@ def _renaming(fields: Mapping[str, Any]) -> str:
             roles = [str(turn.get("role", turn.get("from"))) for turn in value]
             is_asked = roles[-1] in ("user", "human")
             if is_asked and not said and not {*roles} - {"user", "human", "system"}:
-                continue  # nothing in it would be trained on
+                continue  # it has no answer to train on
             return (
                 f"prompt: {name}, completion: {said}" if is_asked and said else f"messages: {name}"
             )

@@ -1,7 +1,7 @@
-"""Global batches of sequences, in an order that seed and epoch fix.
+"""Draw global batches of sequences, in an order determined by seed and epoch.
 
-The position in that order is a small value, `LoaderState`: every batch carries the state after it,
-and `iterate_batches` goes on from any state without reading a sequence that lies before it.
+The position in that order is a small value, `LoaderState`: each batch carries the state after it,
+and `iterate_batches` continues from any state without reading the sequences before it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from furlong.plan.lengths import StepSize
 from furlong.units import count_words
 
 Units = npt.NDArray[np.int64]
-"""(U, 2) numbers of the first sequence of each record and of the one behind its last: what is drawn
-and counted as one."""
+"""(U, 2) half-open ranges of the sequences of each record, which are drawn and counted as one."""
 
 
 class Sequences(Protocol):
-    """Sequences by number, such as those of a data set or a list."""
+    """Sequences by number, such as a data set or a list."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, seq_id: int, /) -> Sequence: ...
@@ -34,22 +33,24 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoaderState:
-    """Which batch comes next: with the data set and the seed, enough to go on from there."""
+    """The next batch; with data set and seed, all that a resumed run needs."""
 
     epoch: int = 0
     batch: int = 0
     sources: Items[dict[str, Any]] = ()
-    """Places in sources that are read while training, as plain values; of these epoch and batch
-    stay 0."""
+    """Cursors of sources that are read while training, as plain values; epoch and batch stay 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The sequences between two optimizer steps, and the state after them. Their tokens lie on
-    disk until `tensors` asks for them; the engine reads them on the CPU and sends each chunk's."""
+    """The sequences of one optimizer step, and the state after them.
+
+    Tokens stay on disk until `tensors` or `part` reads them into CPU memory; the engine sends those
+    of each chunk to its device.
+    """
 
     sequences: tuple[Sequence, ...]
-    """In a batch of pairs, chosen and rejected by turns."""
+    """The sequences; in a batch of pairs, chosen and rejected alternate."""
     next_state: LoaderState
 
     @property
@@ -65,17 +66,16 @@ class Batch:
         return sum(sequence.num_valid_tokens for sequence in self.sequences)
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
-        """One `{"input_ids": (T,) int64, "labels": (T,) int64}` per sequence."""
+        """Return one `{"input_ids": (T,) int64, "labels": (T,) int64}` per sequence, on the CPU."""
         return [sequence_tensors(sequence) for sequence in self.sequences]
 
     def part(self, numbers: Iterable[int]) -> dict[int, dict[str, torch.Tensor]]:
-        """The same of some sequences, by their place in the batch; of the others nothing is
-        read."""
+        """Return the tensors of some sequences, by their index in the batch, reading no others."""
         return {number: sequence_tensors(self.sequences[number]) for number in numbers}
 
 
 def sequence_tensors(sequence: Sequence) -> dict[str, torch.Tensor]:
-    """`{"input_ids": (T,) int64, "labels": (T,) int64}`, read from disk, on the CPU."""
+    """Return `{"input_ids": (T,) int64, "labels": (T,) int64}` of a sequence, on the CPU."""
     return {
         "input_ids": torch.from_numpy(sequence.input_ids.astype(np.int64)),
         "labels": torch.from_numpy(sequence.labels.astype(np.int64)),
@@ -84,28 +84,27 @@ def sequence_tensors(sequence: Sequence) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """How often an epoch draws from each source.
+    """The numbers of draws from each source in an epoch.
 
-    A source of n sequences with weight w is drawn from `floor(w * n + 1/2)` times in an epoch, at
-    least once. Epoch after epoch these draws go round the source in passes, each pass in a random
-    order of its own, so that after any number of epochs two sequences of one source have been drawn
-    equally often or differ by one.
+    An epoch draws `floor(w * n + 1/2)` times, at least once, from a source of n sequences with
+    weight w. The draws of all epochs go through the source in passes, each in a new random order,
+    so that at any time two sequences of one source have been drawn equally often or differ by one.
     """
 
     sizes: tuple[int, ...]
-    """Sequences of each source; together they are the data set, source after source."""
+    """The number of sequences of each source, in the order of the data set."""
     weights: tuple[float, ...]
 
     @property
     def draws(self) -> tuple[int, ...]:
-        """Sequences that an epoch takes from each source."""
+        """The number of sequences that an epoch draws from each source."""
         return tuple(
             max(1, math.floor(weight * size + 0.5)) if size else 0
             for size, weight in zip(self.sizes, self.weights, strict=True)
         )
 
     def order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-        """`(sum(draws),)` indices into the data set: the draws of an epoch, shuffled together."""
+        """Return `(sum(draws),)` indices into the data set: the draws of an epoch, shuffled."""
         start, drawn = 0, []
         for source, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True)):
             drawn.append(start + _draw(size, draws, (seed, source), epoch))
@@ -115,13 +114,13 @@ class Mixture:
 
 
 def _draw(size: int, draws: int, seed: tuple[int, int], epoch: int) -> npt.NDArray[np.int64]:
-    """Indices [epoch * draws, (epoch + 1) * draws) of the passes over a source, end to end."""
+    """Return elements [epoch * draws, (epoch + 1) * draws) of the concatenated passes."""
     first, stop = epoch * draws, (epoch + 1) * draws
     drawn = [np.zeros(0, np.int64)]
     while first < stop:
         number, begin = divmod(first, size)
         end = min(size, begin + stop - first)
-        if end - begin == size:  # a whole pass: its order is that of the shuffle that follows
+        if end - begin == size:  # a whole pass needs no order: the epoch is shuffled afterwards
             drawn.append(np.arange(size))
         else:
             drawn.append(np.random.default_rng((*seed, number, 1)).permutation(size)[begin:end])
@@ -131,25 +130,27 @@ def _draw(size: int, draws: int, seed: tuple[int, int], epoch: int) -> npt.NDArr
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """The global batches of each epoch: its draws in their order, cut to batches of one size.
-    No batch reaches into the next epoch."""
+    """The global batches of each epoch: its draws, cut to batches that end with the epoch."""
 
     mixture: Mixture
     size: StepSize
     seed: int
     lens: npt.NDArray[np.int64]
-    """(U,) tokens of what is drawn."""
+    """(U,) the lengths of what is drawn."""
 
     def batches(self, epoch: int) -> list[npt.NDArray[np.int64]]:
-        """The numbers of what each batch of an epoch draws."""
+        """Return the indices of what each batch of an epoch draws."""
         order = self.mixture.order(self.seed, epoch)
         return np.split(order, self.size.stops(self.lens[order].tolist())[:-1])
 
 
 def count_steps(num_epochs: float, epochs: Epochs, has_label: npt.NDArray[np.bool_]) -> int:
-    """Steps of so many epochs, at least one: their batches but for those that are skipped.
+    """Return the number of steps in some epochs: their batches that have a label, at least one.
 
-    has_label: (U,), which draws have something to learn.
+    Args:
+        num_epochs: may be a fraction.
+        epochs: the batches.
+        has_label: (U,) whether each draw has a label; batches without one are skipped.
     """
     num_steps = 0
     for epoch in range(math.ceil(num_epochs)):
@@ -160,9 +161,10 @@ def count_steps(num_epochs: float, epochs: Epochs, has_label: npt.NDArray[np.boo
 
 
 def describe_batches(epochs: Epochs, noun: str = "sequence") -> str:
-    """The sizes of the first epoch's global batches, for people. `noun`: what is drawn.
+    """Return the sizes of the first epoch's global batches in words; `noun` is what is drawn.
 
-    Raises ConfigError if an epoch is smaller than one batch.
+    Raises:
+        ConfigError: an epoch is smaller than one batch.
     """
     num_draws, size = sum(epochs.mixture.draws), epochs.size
     size.check(num_draws, noun)
@@ -179,8 +181,14 @@ def describe_batches(epochs: Epochs, noun: str = "sequence") -> str:
 def iterate_batches(
     sequences: Sequences, units: Units, epochs: Epochs, *, state: LoaderState = LoaderState()
 ) -> Iterator[Batch]:
-    """Endless batches of `units`; every epoch has an order of its own. `state` is where to begin:
-    the sequences before it are not read."""
+    """Yield batches without end, in a new order in each epoch.
+
+    Args:
+        sequences: the data set.
+        units: what is drawn.
+        epochs: the batches of each epoch.
+        state: where to begin; the sequences before it are not read.
+    """
     epoch, first = state.epoch, state.batch
     while True:
         batches = epochs.batches(epoch)
@@ -194,7 +202,7 @@ def iterate_batches(
 
 
 def in_order(sequences: Sequences, units: Units, size: StepSize) -> Iterator[Batch]:
-    """One pass without shuffling: the batches of an evaluation."""
+    """Yield the batches of one pass without shuffling, for an evaluation."""
     lens: Items[int] = range(len(units))
     if size.tokens is not None:
         lens = [sum(own.seq_len for own in _drawn(sequences, units[i : i + 1])) for i in lens]
@@ -205,13 +213,13 @@ def in_order(sequences: Sequences, units: Units, size: StepSize) -> Iterator[Bat
 
 
 def each_alone(num_sequences: int) -> Units:
-    """Each sequence by itself."""
+    """Return units of one sequence each."""
     numbers = np.arange(num_sequences)
     return np.stack([numbers, numbers + 1], axis=1)
 
 
 def rows_of(units: Units) -> npt.NDArray[np.int64]:
-    """The numbers of the sequences in `units`, unit after unit."""
+    """Return the indices of the sequences in `units`, unit after unit."""
     counts = units[:, 1] - units[:, 0]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(units[:, 0], counts) + within
@@ -221,12 +229,12 @@ def _drawn(sequences: Sequences, units: Units) -> tuple[Sequence, ...]:
     return tuple(sequences[row] for row in rows_of(units).tolist())
 
 
-def told_ahead(batches: Iterator[Batch], tell: Callable[[Batch], None]) -> Iterator[Batch]:
-    """The same batches; `tell` gets each before the one in front of it is handed out."""
+def with_lookahead(batches: Iterator[Batch], on_next: Callable[[Batch], None]) -> Iterator[Batch]:
+    """Yield the batches; `on_next` is called with each before the one in front of it is yielded."""
     following = next(batches)
-    tell(following)
+    on_next(following)
     for batch in batches:
-        tell(batch)
+        on_next(batch)
         yield following
         following = batch
     yield following

@@ -1,16 +1,16 @@
-"""Two answers to one prompt: records of `chosen` and `rejected`, as they lie around.
+"""Read preference pairs: two answers to one prompt, in the forms that public data sets have.
 
 prompt, chosen, rejected       three texts, or three lists of messages
-chosen, rejected               two whole conversations, or texts: what they begin with is the prompt
-prompt (a text), chosen, rejected      whole conversations in which the prompt is a turn of the user
+chosen, rejected               two whole conversations or texts, which begin with the prompt
+prompt (a text), chosen, rejected      whole conversations in which the prompt is a user message
 prompt, chosen, rejected               whole texts that begin with the prompt
-messages, chosen, rejected             a conversation and two ends of it, each one message or more
-instruction, input, chosen, rejected   an instruction as Alpaca has it and two outputs
+messages, chosen, rejected             a conversation and two ends of it, of one message or more
+instruction, input, chosen, rejected   an instruction of Alpaca and two outputs
 chosen, rejected                       a whole conversation, and a text for its last message
 
-A record becomes two sequences, chosen and then rejected, of which the turns (or characters) behind
-the prompt are learnt. Without an answer, or with the same one twice, there is nothing to prefer:
-such records are left out and counted.
+A record becomes two sequences, chosen and then rejected, in which the turns (or characters) after
+the prompt are trained on. Records with an empty answer, or the same answer twice, are left out and
+counted.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ from furlong.errors import DataError, in_short
 SAME = "pairs with the same answers left out"
 EMPTY = "pairs with an empty answer left out"
 
-# Other programs' names of a prompt: beside texts without `prompt` they would be lost.
+# Other trainers' names of a prompt, which would be lost beside texts without `prompt`.
 _PROMPTS = ("input", "question", "query", "messages")
 _PAIR = "prompt, chosen and rejected, or whole texts or conversations that begin alike"
 
 
 def read_pair(record: SourceRecord) -> tuple[Rendered | Turns, ...] | str:
-    """Chosen and rejected, or why they are left out. Raises DataError."""
+    """Return chosen and rejected, or the reason why the pair is left out.
+
+    Raises:
+        DataError: the record is in none of the forms above.
+    """
     if is_of_texts(record):
         return _texts(record, record.fields["chosen"], record.fields["rejected"])
     chosen, rejected, first = _conversations(record)
@@ -50,17 +54,17 @@ def read_pair(record: SourceRecord) -> tuple[Rendered | Turns, ...] | str:
 
 
 def is_of_texts(record: SourceRecord) -> bool:
-    """Whether a pair is two texts, which no template writes."""
+    """Return whether a pair is two texts, which no chat template renders."""
     is_instruction = record.fields.get("prompt") is None and "instruction" in record.fields
     answers = (record.fields["chosen"], record.fields["rejected"])
     return all(isinstance(one, str) for one in answers) and not is_instruction
 
 
 def check_pair(pair: Items[Encoded], *, of_texts: bool) -> list[Encoded] | str:
-    """The sequences of a pair, or why it is left out.
+    """Return the two sequences of a pair, or the reason why it is left out.
 
-    Of texts all tokens are learnt from the first one on that differs: the last word of what both
-    begin with may be other tokens in each of them.
+    In texts (`of_texts`) all tokens from the first different one on are trained on: the last word
+    of the common beginning may be tokenized differently in each.
     """
     chosen, rejected = pair
     if np.array_equal(chosen.input_ids, rejected.input_ids):
@@ -84,8 +88,8 @@ def _texts(record: SourceRecord, chosen: str, rejected: str) -> tuple[Rendered, 
     prompt = record.fields.get("prompt")
     if prompt is None:
         start = num_common(chosen, rejected)
-        # Sums of log-probabilities of a pair do not depend on where in them the prompt ends:
-        # tokens that both have add the same to both.
+        # The difference of their log-probabilities does not depend on where the prompt ends: common
+        # tokens add the same to both.
         foreign = next((name for name in _PROMPTS if name in record.fields), None)
         if foreign is not None or not chosen[:start].strip():
             beside = f"texts beside {foreign}" if foreign else "two texts that begin differently"
@@ -110,7 +114,8 @@ def _texts(record: SourceRecord, chosen: str, rejected: str) -> tuple[Rendered, 
 
 
 def _conversations(record: SourceRecord) -> tuple[list[Turn], list[Turn], int]:
-    """The turns of both conversations, and how many of them are the prompt. Raises DataError."""
+    """Return the turns of both conversations, and the number of turns in the prompt. Raises
+    DataError."""
     chosen, rejected = (_answer(record, name) for name in ("chosen", "rejected"))
     prompt = record.fields.get("prompt")
     if prompt is None and not num_common(chosen, rejected) and (asked := _asked(record)):
@@ -119,7 +124,7 @@ def _conversations(record: SourceRecord) -> tuple[list[Turn], list[Turn], int]:
         turns = messages_of(record, "prompt")
         first = len(turns)
         whole = [answer[:first] == turns for answer in (chosen, rejected)]
-        if all(whole) and turns:  # the whole conversations after all
+        if all(whole) and turns:  # both answers are whole conversations
             return chosen, rejected, first
         if not turns or any(whole) or any(_repeats(own, turns) for own in (chosen, rejected)):
             raise record.refusal(
@@ -144,8 +149,8 @@ def _conversations(record: SourceRecord) -> tuple[list[Turn], list[Turn], int]:
 
 
 def _answer(record: SourceRecord, name: str) -> list[Turn]:
-    """The turns of an answer; a text beside a conversation is what its last message says instead,
-    and beside an instruction the output."""
+    """Return the turns of an answer. A text beside a conversation replaces its last message, and
+    beside an instruction it is the output. Raises DataError."""
     given = record.fields[name]
     if not isinstance(given, str):
         return messages_of(record, name)
@@ -159,7 +164,7 @@ def _answer(record: SourceRecord, name: str) -> list[Turn]:
 
 
 def _asked(record: SourceRecord) -> list[Turn]:
-    """The turns before two answers without a prompt: an instruction or a conversation."""
+    """Return the turns before two answers without a prompt: an instruction or `messages`."""
     if "instruction" in record.fields:
         return instruction_turns(record)
     if isinstance(record.fields.get("messages"), list):
@@ -172,14 +177,14 @@ def _said(turn: Turn) -> tuple[str, str]:
 
 
 def _repeats(answer: list[Turn], prompt: list[Turn]) -> bool:
-    """Whether what precedes the first answer of the assistant holds a message of the prompt."""
+    """Return whether a message of the prompt occurs before the first message of the assistant."""
     head = takewhile(lambda turn: turn["role"] in ("system", "developer", "user"), answer)
     return not {_said(turn) for turn in prompt}.isdisjoint(map(_said, head))
 
 
 def _repeated(prompt: str, chosen: str, rejected: str) -> int:
-    """The characters with which both texts repeat the prompt, but perhaps for blanks at its end; 0
-    where one of them does not."""
+    """Return the length of the prompt, with or without trailing blanks, if both texts begin with
+    it; otherwise 0."""
     for own in (prompt, prompt.rstrip()):
         if own.strip() and chosen.startswith(own) and rejected.startswith(own):
             return len(own)
@@ -187,8 +192,17 @@ def _repeated(prompt: str, chosen: str, rejected: str) -> int:
 
 
 def require_answers(pair: Items[Encoded], limit: int, origin: str, noun: str = "pair") -> None:
-    """Raises DataError for a record of which the first `limit` tokens hold no answer, or for a pair
-    the same twice. `noun`: what the record makes."""
+    """Require answers within the first `limit` tokens of a pair, and different ones.
+
+    Args:
+        pair: the two sequences of a record.
+        limit: the length to which they are truncated.
+        origin: file and line of the record.
+        noun: `pair`, or `answer` where the second sequence is a mismatch of KTO.
+
+    Raises:
+        DataError: one of them has no answer left, or both are the same.
+    """
     chosen, rejected = pair
     none = any((one.labels[1:limit] == IGNORE_INDEX).all() for one in pair)
     same = np.array_equal(chosen.input_ids[:limit], rejected.input_ids[:limit])
@@ -206,9 +220,14 @@ def require_answers(pair: Items[Encoded], limit: int, origin: str, noun: str = "
 def with_mismatches(
     answers: Iterable[tuple[SourceRecord, list[Encoded]]],
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
-    """Records of one answer each, and behind it its prompt with the next record's answer, of the
-    last record with the first one's: what `train.loss: kto` compares it with. Raises DataError for
-    a single record."""
+    """Yield each record with its answer and a mismatch: its prompt with the next record's answer.
+
+    `train.loss: kto` estimates the KL divergence from mismatches (arXiv:2402.01306). The last
+    record takes the answer of the first.
+
+    Raises:
+        DataError: there is a single record.
+    """
     first: Encoded | None = None
     before: tuple[SourceRecord, Encoded] | None = None
     for record, (own,) in answers:
@@ -228,12 +247,12 @@ def with_mismatches(
 
 
 def _mismatch(asked: Encoded, said: Encoded) -> Encoded:
-    """The prompt of one record with the answer of another."""
+    """Return the prompt of one record with the answer of another."""
     prompt, start = asked.input_ids[: _answer_start(asked)], _answer_start(said)
     labels = np.concatenate([np.full_like(prompt, IGNORE_INDEX), said.labels[start:]])
     return Encoded(np.concatenate([prompt, said.input_ids[start:]]), labels, asked.desirable)
 
 
 def _answer_start(one: Encoded) -> int:
-    """The place of the first token that is learnt."""
+    """Return the index of the first token that is trained on."""
     return int((one.labels != IGNORE_INDEX).argmax())

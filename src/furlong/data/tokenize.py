@@ -1,4 +1,4 @@
-"""Texts to token ids and labels; besides models, the only package that knows transformers."""
+"""Load tokenizers, and turn texts into token ids and labels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from furlong.errors import ConfigError, first_line
 from furlong.models.folder import check_name, hushed, model_file
 
 IGNORE_INDEX = -100
-"""The label of a token that adds no loss."""
+"""The label of a token that adds nothing to the loss."""
 NO_EOS = "sequences without an end, since the tokenizer has no EOS"
 HAS_BOS = "texts that begin with {} already, which is not added again"
 HAS_END = "texts that end with {}, a special token, to which no EOS is added"
@@ -44,9 +44,9 @@ _PROBES = (
     "naïve cafe\u0301", "नमस्ते दुनिया, कैसे हो", "สวัสดีครับ", "العَرَبِيَّة", "עִבְרִית", "한국어 조선말",
     "漢字かな交じり文。", "Привет, мир", "Ελληνικά", "தமிழ்", "বাংলা ভাষা", "tiếng Việt", "👩‍👩‍👧 🇩🇪 ✈️",
 )  # fmt: skip
-"""Texts of which tokenizers that are alike make the same ids."""
+"""Texts that equal tokenizers turn into the same ids."""
 _FLAGGED = ("Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX")
-"""Tokenizers whose `add_bos_token` and `add_eos_token` transformers 4 put into effect."""
+"""Classes whose flags `add_bos_token` and `add_eos_token` transformers 4 applied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,11 +58,11 @@ class Sequence:
     input_ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
     counted: int | None = None
-    """Its valid tokens where an index knows them, so that nobody reads the labels for it."""
+    """The number of its valid tokens if an index holds it, which saves reading the labels."""
     reference: npt.NDArray[Any] | None = None
-    """Log-probabilities of its tokens with a label, by the model that a run began with."""
+    """(number of valid tokens,) their log-probabilities by the model with which the run began."""
     desirable: bool | None = None
-    """Whether the answer is wanted, where data says so; None elsewhere."""
+    """Whether the answer is desirable, for `train.loss: kto`; None for other losses."""
 
     @property
     def seq_len(self) -> int:
@@ -70,7 +70,7 @@ class Sequence:
 
     @property
     def num_valid_tokens(self) -> int:
-        """Positions that add to the loss: the first token has no one to predict it."""
+        """The number of tokens that add to the loss; the first one has no token to predict it."""
         if self.counted is not None:
             return self.counted
         return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
@@ -78,13 +78,15 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A record, or an answer of one, as tokens: (T,) int32 both; `labels` is `input_ids` itself
-    where all are trained on."""
+    """Token ids and unshifted labels of a record or of one of its answers, (T,) int32 both.
+
+    `labels` is the array `input_ids` itself where all tokens are trained on.
+    """
 
     input_ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
     desirable: bool | None = None
-    """Whether the answer is wanted, where data says so; None elsewhere."""
+    """Whether the answer is desirable, for `train.loss: kto`; None for other losses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +95,12 @@ class Rendered:
 
     text: str
     ranges: tuple[tuple[int, int], ...] | None = None
-    """Half-open ranges of its characters that are learnt; None = all of it."""
+    """Half-open ranges of the characters that are trained on; None for the whole text."""
     by_template: bool = False
-    """Whether a chat template has written all special tokens. Elsewhere the tokenizer's own
-    post-processor runs, and EOS is appended where it left it out."""
+    """Whether a chat template wrote all special tokens. Otherwise the tokenizer's post-processor
+    adds them, and EOS is appended if it did not."""
     notes: tuple[str, ...] = ()
-    """Remarks on the record, which are counted."""
+    """Notes on the record, which are counted."""
 
 
 def load_tokenizer(
@@ -109,12 +111,20 @@ def load_tokenizer(
     settings: DataConfig | None = None,
     is_needed: bool = True,
 ) -> Any:
-    """Load the tokenizer of a hub id or folder, which `source` named.
+    """Load the tokenizer of a hub id or folder.
 
-    A `tokenizer.json` is read as it is: some classes of transformers build another tokenizer beside
-    its vocabulary. `settings` may change the chat template and special tokens. The attribute
-    `source_files` of the result holds the files that an export of it consists of. `is_needed`:
-    False gives `NoTokenizer` where there is no file of a tokenizer.
+    A `tokenizer.json` is read as it is, since some classes of transformers build another tokenizer
+    from its vocabulary.
+
+    Args:
+        name: a hub id or a folder.
+        source: the key of the run file that names it, for messages.
+        revision: the branch, tag or commit of a hub id.
+        settings: may change the chat template and special tokens.
+        is_needed: if false, `NoTokenizer` is returned where no file of a tokenizer exists.
+
+    Returns:
+        The tokenizer. Its attribute `source_files` holds the files to export, by name.
 
     Raises:
         ConfigError: there is no tokenizer, it cannot be read, or it lacks a token of `settings`.
@@ -131,7 +141,7 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(
                 path, trust_remote_code=False, revision=revision or "main"
             )
-    except Exception as error:  # the tokenizers' Rust code raises plain ones for a broken file
+    except Exception as error:  # tokenizers raises plain Exceptions for a broken file
         cause, reason = error, first_line(error)
     found = (model_file(path, one, revision) for one in ("tokenizer.json", _CONFIG, "config.json"))
     home = next((file.parent for file in found if file is not None), folder)
@@ -149,14 +159,14 @@ def load_tokenizer(
         except Exception as error:
             tokenizer, cause, reason = None, error, first_line(error)
         else:
-            # tokens that the class names where tokenizer_config.json does not
+            # special tokens that the class defines and tokenizer_config.json does not
             for key, token in getattr(other, "special_tokens_map", {}).items():
                 if getattr(tokenizer, key, None) is None and token in tokenizer.get_vocab():
                     setattr(tokenizer, key, token)
             if what := _difference(tokenizer, other, reason):
                 print(f"{name}: tokenizer.json is read as it is (by PreTrainedTokenizerFast), for"
                       f" AutoTokenizer {what}")  # fmt: skip
-    # Without files transformers may build a tokenizer of the family that knows no word.
+    # Without files transformers may build a tokenizer of the family with an empty vocabulary.
     if tokenizer is None or not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         if not (files or is_needed):
             none = NoTokenizer(f"{name} without a tokenizer: {reason}")
@@ -175,18 +185,18 @@ def load_tokenizer(
 
 
 def _changed(files: Mapping[str, bytes], values: Mapping[str, Any], name: str = _CONFIG) -> bytes:
-    """Return a JSON file of a tokenizer with other values of some keys."""
+    """Return a JSON file of a tokenizer with some values replaced."""
     kept = json.loads(files.get(name, b"{}"))
     return (json.dumps({**kept, **values}, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _difference(own: Any, other: Any, reason: str) -> str:
-    """Return in words how another tokenizer differs on some texts, or nothing."""
+    """Return in words how another tokenizer differs on `_PROBES`, or an empty text."""
 
     def ids(tokenizer: Any, text: str) -> Any:
         try:
             return tokenizer(text, add_special_tokens=False)["input_ids"]
-        except Exception:  # a class may ask for a token that the vocabulary lacks
+        except Exception:  # a class may require a token that the vocabulary lacks
             return None
 
     if other is None:
@@ -199,10 +209,11 @@ def _difference(own: Any, other: Any, reason: str) -> str:
 
 
 def _apply_flags(tokenizer: Any, flags: Mapping[str, Any]) -> bool:
-    """Put flags of tokenizer_config.json into effect as transformers 4 did by its class, or print
-    that they are not: transformers 5 drops them beside a tokenizer.json. Return whether they are.
+    """Apply flags of tokenizer_config.json, and return whether add_bos_token or add_eos_token was.
 
-    `legacy` decides how transformers makes a tokenizer.json, and nothing where there is one.
+    transformers 4 applied them in some classes; transformers 5 ignores them beside a
+    tokenizer.json. Flags that are not applied are printed. `legacy` matters only when transformers
+    makes a tokenizer.json.
     """
     from tokenizers import pre_tokenizers
 
@@ -226,8 +237,8 @@ def _apply_flags(tokenizer: Any, flags: Mapping[str, Any]) -> bool:
 
 
 def _added(tokenizer: Any, texts: Iterable[str]) -> tuple[list[int], list[int]]:
-    """Return the ids that the post-processor puts before and after a text, by the first of these
-    that has tokens."""
+    """Return the ids that the post-processor adds before and after a text, determined on the first
+    of `texts` that has tokens."""
     for text in texts:
         try:
             found = tokenizer(text, return_special_tokens_mask=True, verbose=False)
@@ -240,15 +251,15 @@ def _added(tokenizer: Any, texts: Iterable[str]) -> tuple[list[int], list[int]]:
 
 
 def with_begin(text: str, tokenizer: Any) -> list[int]:
-    """Return the ids of a text that is to be continued, with the begin that the tokenizer adds
-    unless it is there."""
+    """Return the ids of a prompt, with the tokens that the tokenizer puts before a text unless it
+    begins with them."""
     before, _ = _added(tokenizer, (text[:64], *_PROBES))
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids if ids[: len(before)] == before else [*before, *ids]
 
 
 class NoTokenizer:
-    """Stands for the tokenizer of a model that has none: token ids need none."""
+    """The tokenizer of a model without one, which can be trained on token ids."""
 
     is_fast, eos_token_id, chat_template = True, None, None
     source_files: Mapping[str, bytes] = {}
@@ -257,7 +268,7 @@ class NoTokenizer:
         self.given = given
 
     def refusal(self, source: str, also: str = "") -> ConfigError:
-        """Return the error for what cannot be had without a tokenizer; `also`: another change."""
+        """Return the error of a run that needs a tokenizer; `also` is one more change to offer."""
         return ConfigError(
             given=self.given,
             required="a tokenizer for texts and messages; records of token ids need none",
@@ -268,14 +279,17 @@ class NoTokenizer:
 
 
 def token_in_words(token: int, tokenizer: Any) -> str:
-    """Return a token's id, with its text where a tokenizer knows it."""
+    """Return a token id in words, with its text if the tokenizer has one."""
     known = not isinstance(tokenizer, NoTokenizer) and tokenizer.convert_ids_to_tokens(token)
     return f"token id {token}{f', which is {known}' if known else ''}"
 
 
 def tokenizer_of(config: RunConfig) -> Any:
-    """Return the tokenizer of a run: that of `model.tokenizer`, else the model's, or `NoTokenizer`
-    where the model has no file of one. Raises ConfigError."""
+    """Return the tokenizer of a run: `model.tokenizer`, the model's, or `NoTokenizer` without one.
+
+    Raises:
+        ConfigError: see `load_tokenizer`.
+    """
     name, source, revision = config.model.name, "model.name", config.model.revision
     if config.model.tokenizer is not None:
         name, source, revision = config.model.tokenizer, "model.tokenizer", None
@@ -285,7 +299,8 @@ def tokenizer_of(config: RunConfig) -> Any:
 
 
 def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
-    """Return the tokenizer with what a run sets of it. Raises ConfigError."""
+    """Return the tokenizer with the special tokens and template that a run sets. Raises
+    ConfigError."""
     given = {"eos_token": settings.eos_token, "pad_token": settings.pad_token}
     named = {name: token for name, token in given.items() if token is not None}
     tokens = [(f"data.{name}", token) for name, token in named.items()]
@@ -307,7 +322,7 @@ def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
     files = dict(tokenizer.source_files)
     changes: dict[str, Any] = dict(named)
     if named:
-        tokenizer.add_special_tokens(named)  # as it is where an export is loaded
+        tokenizer.add_special_tokens(named)  # as when an export of the run is loaded
         for name in {"special_tokens_map.json"} & files.keys():
             files[name] = _changed(files, named, name)
     if settings.chat_template is not None:
@@ -323,7 +338,7 @@ def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """A checksum of everything that decides which ids a text gets, templates included."""
+    """Return a checksum of all that determines the ids of a text, chat templates included."""
     import tokenizers
     import transformers
 
@@ -338,9 +353,9 @@ def fingerprint(tokenizer: Any) -> str:
     }
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Every call sets these two anew.
+        # Each call of the tokenizer sets these two.
         parts["backend"] = {k: v for k, v in backend.items() if k not in ("truncation", "padding")}
-        if tokenizer.split_special_tokens:  # which transformers sets at a call
+        if tokenizer.split_special_tokens:  # not in `backend`: transformers sets it in each call
             parts["split_special_tokens"] = True
     else:
         unnamed = ("name_or_path", "vocab_file", "merges_file")
@@ -351,15 +366,23 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 Item = tuple[SourceRecord, Items[Rendered | Encoded]]
-"""A record, and what becomes one sequence each: one, or the two answers of a pair."""
+"""A record, and what becomes its sequences: one, or the two answers of a pair."""
 
 
 def tokenized(
     items: Iterable[Item], tokenizer: Any, notes: Notes
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
-    """Records with their sequences, which may be empty.
+    """Yield records with their sequences, which may be empty.
 
-    A token that reaches into a range of characters that is learnt has a label. Raises UserError.
+    A token has a label if one of its characters is in a range that is trained on.
+
+    Args:
+        items: records with texts or token ids.
+        tokenizer: the tokenizer.
+        notes: counts texts without an end, or with special tokens that are not added again.
+
+    Raises:
+        UserError: a text is too long, or the tokenizer cannot tokenize or mask it.
     """
     for batch in _batches(items):
         texts = [(record, one) for record, own in batch for one in own if isinstance(one, Rendered)]
@@ -371,18 +394,18 @@ def tokenized(
 
 
 def _has_own_end(own: Items[Rendered | Encoded]) -> bool:
-    """Whether the tokenizer, and neither a template nor a list of ids, ends these sequences."""
+    """Return whether EOS is added to these sequences: neither a template nor ids ended them."""
     return isinstance(own[0], Rendered) and not own[0].by_template
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """A batch lets the tokenizer use its threads; its size bounds the memory that this takes. Its
-    texts are all by a template, or none is."""
+    """Yield batches, with which the tokenizer uses threads, of bounded size. All texts of a batch
+    are by a template, or none is."""
     batch: list[Item] = []
     num_chars = 0
     for record, own in items:
         for text in (one.text for one in own if isinstance(one, Rendered)):
-            # Counting bytes takes a copy; a character has at most four.
+            # Encoding copies the text: do so only if four bytes a character would be too many.
             may_be = 4 * len(text) > MAX_TEXT_BYTES
             if may_be and len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
                 raise too_large(record.origin, "a text", MAX_TEXT_BYTES)
@@ -420,8 +443,8 @@ def _encode(
                 verbose=False,
             )
     except BaseException as error:
-        # The tokenizers' Rust code panics, with a class that has no name to import, where its
-        # regular expressions give up: on millions of spaces in a row, for instance.
+        # The Rust code of tokenizers panics, with a class that cannot be imported, where a regular
+        # expression gives up: on millions of spaces in a row, for instance.
         if type(error).__name__ != "PanicException":
             raise
         if len(batch) == 1:
@@ -459,7 +482,7 @@ def _encode(
             chars = np.asarray(found["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
             learnt = np.zeros(len(ids), dtype=bool)
             learnt[len(begin) : len(begin) + len(own)] = _within(chars, ranges)
-            # The end of the completion is trained on, whoever wrote the EOS.
+            # The EOS after a completion is trained on, added here or by the post-processor.
             learnt[len(ids) - max(len(end), 1) :] |= eos is not None and bool(ranges)
             labels = np.where(learnt, ids, np.int32(IGNORE_INDEX))
         encoded.append(Encoded(ids, labels))
@@ -468,8 +491,11 @@ def _encode(
 
 @contextmanager
 def _whole_tokens(tokenizer: Any, masked: bool) -> Iterator[None]:
-    """Count white space to its token inside the context: with `trim_offsets` a post-processor
-    leaves it out, and a token of white space alone (an indent of code) has no characters."""
+    """Include white space in the offsets of tokens inside the context.
+
+    With `trim_offsets` the post-processor leaves it out, and a token of white space alone, such as
+    an indent of code, has no characters.
+    """
     own: Any = tokenizer.backend_tokenizer.post_processor if masked else None
     state = b"" if own is None else own.__getstate__()
     if (trims := b'"trim_offsets":true') not in state:
@@ -487,9 +513,12 @@ def _whole_tokens(tokenizer: Any, masked: bool) -> Iterator[None]:
 def _within(
     chars: npt.NDArray[np.int64], ranges: Iterable[tuple[int, int]]
 ) -> npt.NDArray[np.bool_]:
-    """Which tokens, (T, 2) ranges of characters in ascending order, reach into one of `ranges`."""
+    """Return (T,) whether each token has a character in one of `ranges`.
+
+    `chars`: (T, 2) the half-open ranges of the tokens' characters, ascending.
+    """
     inside = np.zeros(len(chars), dtype=bool)
-    # Special tokens that stand for no character have an empty range, out of order.
+    # Special tokens without characters have an empty range that is not in order.
     tokens = np.flatnonzero(chars[:, 1] > chars[:, 0])
     starts, stops = chars[tokens, 0], chars[tokens, 1]
     for start, stop in ranges:

@@ -1,5 +1,8 @@
-"""Fields of records that nothing reads: counted over all records of a source, and refused where
-their shape says that they may choose what is trained on."""
+"""Count the fields of records that nothing reads, and refuse those that may be a loss mask.
+
+A field counts as a possible mask by its name (`mask`, `weight`, `train`), its length (one value per
+token, message or answer) or its values (switches of 0 and 1 that differ between answers).
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,21 @@ _ALIGNED = re.compile("mask|position|label|weight|segment|seq_?len")
 _MARKING = re.compile(
     "mask|(?<!s)train|(?<!g)loss|learn|weight|scale|span|range|boundar|doc_?end", re.IGNORECASE
 )
-"""Names of fields that may say what is trained on, whatever their values are."""
+"""Matches names of fields that may select what is trained on, whatever their values are."""
 SAID = ("completion", "response", "answer", "solution", "output", "outputs", "target", "targets")
-"""Names that data sets give an answer."""
+"""Names of an answer in public data sets."""
 _EMPTY_ANSWER = "an empty answer"
 
 
 class Unread:
-    """Counts the fields of one source that nothing reads, and remarks on its answers."""
+    """Counts the fields of one source that nothing reads, and notes on its answers."""
 
     def __init__(self, notes: Notes, template: str) -> None:
-        """`template`: the text of the chat template, which reads the keys that it names."""
+        """Take the notes to add to, and the text of the chat template: the keys of messages that it
+        names are read."""
         self._notes, self._template = notes, template
         self._marks: dict[str, Any] = {}
-        self._values: set[str] = set()  # keys of answers that are no switch
+        self._values: set[str] = set()  # keys of answers whose values are no switch
         self._num_answers = 0
 
     def take(
@@ -42,9 +46,17 @@ class Unread:
         found: tuple[Any, ...] | str,
         messages: str = "messages",
     ) -> None:
-        """Count the fields of a record that are not read; `found` is what its shape made of it.
-        `messages`: what the data calls this field. Raises DataError for a field that may choose
-        what is trained on."""
+        """Count the fields of a record that nothing reads.
+
+        Args:
+            record: the record, under furlong's names.
+            read: the fields that were read.
+            found: what its format made of the record, or the reason why it is left out.
+            messages: the data's name of the field `messages`.
+
+        Raises:
+            DataError: a field may select what is trained on, and nothing reads it.
+        """
         self._notes.num_records += 1
         made = () if isinstance(found, str) else found
         for name, value in record.fields.items():
@@ -60,7 +72,7 @@ class Unread:
                     self._check_answer(record, turn)
 
     def _check_answer(self, record: SourceRecord, turn: Turn) -> None:
-        """Raise DataError for a bool or number that differs between answers."""
+        """Raise DataError for a key of answers with a switch that differs from other answers'."""
         marks = {
             key: value
             for key, value in turn.items()
@@ -89,8 +101,9 @@ class Unread:
 
 
 def _refusal(name: str, value: Any, messages: str, one: Any = None) -> tuple[str, str, str] | None:
-    """Return the parts of the message about a field that is not read and may choose what is
-    trained on: given, required and change."""
+    """Return the error's parts (given, required, change) about a field that nothing reads and that
+    may select what is trained on; None for any other field. `one`: what the format made of the
+    record."""
     turns = one.turns if isinstance(one, Turns) else []
     leave_out = f"set data.fields: {{unused: [{name}]}}"
     if name in ("chosen", "rejected") and turns and turns[-1]["role"] != "assistant":
@@ -140,7 +153,7 @@ def _refusal(name: str, value: Any, messages: str, one: Any = None) -> tuple[str
 
 
 def _remarks(own: Any) -> Iterator[str]:
-    """Yield remarks on empty answers, and on calls that a table has changed."""
+    """Yield notes on empty answers, and on calls and tools that a table has filled with null."""
     ranges = own.ranges or () if isinstance(own, Rendered) else ()
     if ranges and not any(own.text[start:stop].strip() for start, stop in ranges):
         yield _EMPTY_ANSWER
@@ -176,7 +189,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether it is a bool, a number of [0, 1) as weights are, or holds one of these."""
+    """Return whether a value is a bool or a number in [0, 1), as loss weights are, or holds one."""
     if isinstance(value, dict):
         return any(isinstance(one, bool) for one in value.values())
     if isinstance(value, list):
@@ -185,14 +198,15 @@ def _is_off(value: Any) -> bool:
 
 
 def _differs(name: str, value: list[Any]) -> bool:
-    """Whether the numbers differ, or switch all that they belong to off."""
+    """Return whether the numbers differ, or exclude everything that they belong to."""
     is_off = not value[0] and ("position" in name or not name.endswith("_ids"))
     return is_off or len(set(value)) > 1
 
 
 def _marks_tokens(name: str, value: Any, own: Encoded) -> bool:
-    """Whether numbers beside tokens mark each of them, or the ends of packed sequences."""
-    is_named = bool(_MARKING.search(name)) and name != "special_tokens_mask"  # a tokenizer's
+    """Return whether a field beside tokens may mark each of them, or where packed sequences end."""
+    # tokenizers return a special_tokens_mask, which is no loss mask
+    is_named = bool(_MARKING.search(name)) and name != "special_tokens_mask"
     if isinstance(value, str):
         return is_named and not value.strip("01 ,")
     if not isinstance(value, list) or name == "special_tokens_mask":

@@ -27,7 +27,7 @@ from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run, load_run
 from furlong.data.cache import cache_folder
 from furlong.data.dataset import DataSet
-from furlong.data.loader import Batch, in_order, told_ahead
+from furlong.data.loader import Batch, in_order, with_lookahead
 from furlong.data.stream import Cursor, SharedBlocks, StreamSet
 from furlong.data.tokenize import tokenizer_of
 from furlong.errors import (
@@ -398,7 +398,7 @@ class Trainer:
         ):
             profiled = self._open_log(stack)
             self.used = self._used_memory()  # what trackers have loaded is not of the steps
-            batches = self._from_here(lambda: told_ahead(self.batches(), self._expect))
+            batches = self._from_here(lambda: with_lookahead(self.batches(), self._expect))
             loss, stopped = self._evaluate_if_due()
             while not (stopped or self.cadence.ends(self.progress)):
                 try:
