@@ -272,7 +272,7 @@ def of_trl(name: str) -> str:
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"llama3.1"}))
 def test_some_of_trls_templates_train_on_tokens_of_the_prompt(name: str) -> None:
-    """As the table in docs/data.md has it; the others mark what furlong's mark."""
+    """As the table in docs/data-chat.md has it; the others mark what furlong's mark."""
     turns, alike = [USER, ANSWER, USER, THOUGHT], {"gemma", "gemma3", "llama3", "qwen3"}
     turns = turns if name in THOUGHTFUL else list(map(unthinking, turns))
     both = training_templates()[name], of_trl(f"{MODELS[name]}_training")

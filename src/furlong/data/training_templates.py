@@ -2,7 +2,7 @@
 
 They write what the models' templates write, but keep the thoughts of every answer, as each was
 generated. Their texts are `templates/*.jinja` beside this file. Those that TRL ships are not used:
-three of them train on tokens of the prompt (see the table in docs/data.md), and those of other
+three of them train on tokens of the prompt (see the table in docs/data-chat.md), and those of other
 models mask no conversation that would be refused without them.
 """
 
