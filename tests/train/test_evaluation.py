@@ -125,7 +125,8 @@ def test_it_stops_when_it_is_asked_to() -> None:
 def test_it_is_held_to_the_budget_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = make_model(), make_batches()
     optimizer = torch.optim.SGD(model.parameters())
-    used = UsedMemory(model.parameters(), optimizer, budget_bytes=1 << 40)
+    device = torch.device("cpu")
+    used = UsedMemory(model.parameters(), optimizer, device, budget_bytes=1 << 40)
     fitting = Fitting(ChunkOptions(size=256), say=lambda line: None)
     engine = Engine(model)
     whole = evaluate(BatchEngine(engine), batches, fitting, used=used)

@@ -134,7 +134,7 @@ def test_what_failed_is_undone_before_the_next_try() -> None:
 def test_a_budget_of_ram_is_checked_against_what_training_has_taken() -> None:
     weight = torch.nn.Parameter(torch.zeros(2**22))  # 16 MiB
     optimizer = torch.optim.AdamW([weight])
-    used = UsedMemory([weight], optimizer, budget_bytes=100 * 2**20)
+    used = UsedMemory([weight], optimizer, weight.device, budget_bytes=100 * 2**20)
     used.restart()
     used.check()
     assert 15 <= used.peak_bytes() / 2**20 <= 25

@@ -34,7 +34,7 @@ from furlong.planners.options import option_values, value_in_words
 from furlong.planners.setup import given_options
 from furlong.planners.spaco import sampling_in_words
 from furlong.report.text import weights_words
-from furlong.runtime.distributed.mesh import Ranks, gpu_of
+from furlong.runtime.distributed.mesh import Ranks, gpu_of, make_ranks, ranks_given
 from furlong.runtime.session import divide
 from furlong.train.checkpoints import ModelSize
 from furlong.train.kernels import put_kernels
@@ -54,22 +54,36 @@ def device_of(launch: Launch) -> torch.device:
 
 def engine_of(
     config: RunConfig, model: Any, longest_tokens: int, storage: Storage, ranks: Ranks | None,
-    processes: Processes,
+    processes: Processes, *, offload_weights: bool = False,
 ) -> Engine:  # fmt: skip
     """The engine of this process."""
-    dtype = getattr(torch, config.model.dtype)
-    make = partial(Engine, model, max_seq_len=longest_tokens, storage=storage, compute_dtype=dtype)
-    return processes.together(partial(make, ranks=ranks))
+    make = partial(
+        Engine, model, max_seq_len=longest_tokens, storage=storage, ranks=ranks,
+        compute_dtype=getattr(torch, config.model.dtype), offload_weights=offload_weights,
+    )  # fmt: skip
+    return processes.together(make)
+
+
+def ranks_of(config: RunConfig, decision: Decision, device: torch.device) -> Ranks | None:
+    """The ranks of a run; None for a process that is alone and does not offload its weights."""
+    layout, offloads = decision.layout, decision.offload_weights
+    if layout.num_devices == 1 and not offloads:
+        return None
+    sizes = layout.dp, layout.sp, layout.pp
+    ranks = make_ranks(*sizes, device.type, config.parallel.replicate)
+    return ranks_given(ranks, None, device.type, offloads)
 
 
 def division(
-    config: RunConfig, longest_tokens: int, ranks: Ranks | None
+    config: RunConfig, longest_tokens: int, ranks: Ranks | None, *, offload_weights: bool = False
 ) -> Callable[[Any], None] | None:
-    """A function that divides a model among the processes; None where none shares its weights."""
+    """A function that divides a model among the processes, or puts its weights into CPU memory;
+    None where none shares its weights."""
     if ranks is None or not ranks.divides:
         return None
     dtype = getattr(torch, config.model.dtype)
-    return lambda model: divide(HFDecoder(model, max_seq_len=longest_tokens), ranks, dtype)
+    share = partial(divide, ranks=ranks, compute_dtype=dtype, offload=offload_weights)
+    return lambda model: share(HFDecoder(model, max_seq_len=longest_tokens))
 
 
 def build_run_model(
@@ -79,8 +93,8 @@ def build_run_model(
 ) -> Any:  # fmt: skip
     """The model that a run begins with, on the CPU; of a stage's process what lies in `layers`, and
     before the first or behind the last of them. `unpacked`: in floats what is in 4 bits.
-    `is_empty`: on meta. `divide`: see `division`; what can be read so is divided already, and on
-    `device`."""
+    `is_empty`: on meta. `divide`: see `division`; what can be read so is divided already, and lies
+    on `device`."""
     settings = config.model
     if settings.kernels in _COMPARED:
         divide = None
@@ -114,19 +128,20 @@ def placed(
     that no more than one is whole there."""
     is_compared = config.model.kernels in _COMPARED
     if divide is None or is_compared:
-        model = fused(config, model.to(device))
+        model = fused(config, model.to(device), device)
     if divide is not None and not is_sharded(bare_model(model)):
         for linear in packed_linears(model).values():
             linear.to(device)  # codes stay whole
         divide(model)
-    return model if divide is None or is_compared else fused(config, model)
+    return model if divide is None or is_compared else fused(config, model, device)
 
 
-def fused(config: RunConfig, model: Any) -> Any:
-    """The model where it computes, with the kernels and the compiled layers that the run names."""
+def fused(config: RunConfig, model: Any, device: torch.device) -> Any:
+    """The model that computes on a device, with the kernels and the compiled layers that the run
+    names."""
     settings = config.model
     if settings.kernels == "none":
-        keep_written(model, next(model.parameters()).device)
+        keep_written(model, device)
     if settings.kernels in ("auto", "none") and not settings.compile:
         return model
     adapter = HFDecoder(model, max_seq_len=config.data.max_seq_len)

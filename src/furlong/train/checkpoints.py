@@ -69,15 +69,15 @@ from furlong.units import format_seconds
 if TYPE_CHECKING:
     from furlong.api import Engine
 
+CPU = torch.device("cpu")
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
 # DCP copies a file's tensors before it writes them: files of this size bound what that takes.
 _MAX_FILE_BYTES = 2**28
 
 
-def written_by(model: nn.Module, num_processes: int) -> dict[str, Any]:
+def written_by(device: torch.device, num_processes: int) -> dict[str, Any]:
     """Versions, threads and device on which the last bits of a run depend; all may change."""
-    device = next(model.parameters()).device
     return versions() | {
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -197,13 +197,14 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def all_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes = ALONE
-) -> dict[str, Tensor]:
+    model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes = ALONE,
+    device: torch.device = CPU,
+) -> dict[str, Tensor]:  # fmt: skip
     """Tensors of a checkpoint: trained weights, `optimizer.<key>.<name>`, and the states of the
-    generators, one row (bytes,) for each process. A collective."""
+    generators, one row (bytes,) for each process, that of the `device` it computes on too. A
+    collective."""
     tensors = _live_tensors(model, optimizer)
     tensors[_CPU_RNG] = torch.stack(processes.each(torch.get_rng_state()))
-    device = next(model.parameters()).device
     if device.type == "cuda":
         tensors[_CUDA_RNG] = torch.stack(processes.each(torch.cuda.get_rng_state(device)))
     return tensors
@@ -222,6 +223,7 @@ def restore_tensors(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     processes: Processes = ALONE,
+    device: torch.device = CPU,
 ) -> None:
     """The inverse of `all_tensors`, in place, also in another layout. A collective; raises
     CheckpointError, on all, where the checkpoint lacks a tensor of any process."""
@@ -233,7 +235,7 @@ def restore_tensors(
         rng = {name: of for name, of in stored if name in (_CPU_RNG, _CUDA_RNG)}
         rows = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in rng.items()}
         load_tensors(checkpoint, tensors | rows)
-        restore_generators(rows, processes.launch.number, next(model.parameters()).device)
+        restore_generators(rows, processes.launch.number, device)
 
     processes.together(read)
 

@@ -52,12 +52,13 @@ class UsedMemory:
     """Made before the first step, when weights and the optimizer's state are there."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, *,
-        budget_bytes: int | None = None,
+        self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer,
+        device: torch.device, *, budget_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        """`budget_bytes`: what `check` holds a CPU to; None: nothing."""
+        """`device`: where they compute. `budget_bytes`: what `check` holds a CPU to; None:
+        nothing."""
         held = list(parameters)
-        self.device = held[0].device
+        self.device = device
         self._on_cpu = self.device.type != "cuda"
         self.budget_bytes = budget_bytes if self._on_cpu else None
         self._base_bytes = 0

@@ -49,15 +49,21 @@ def build_optimizer(
         bits = int(name.rpartition("_")[2].removesuffix("bit"))
         make = library(f"train.optimizer: {name}").optim.AdamW
         return make(groups, optim_bits=bits, is_paged=name.startswith("paged"), **adam)  # type: ignore[no-any-return]
-    # on a GPU one kernel updates all, without temporaries of the size of the weights; that of a CPU
-    # rounds the ends of a tensor otherwise, and so what a process holds of a divided one
-    fused = any(p.is_cuda for part in (groups, matrices) for own in part for p in own["params"])
+    # for a GPU one kernel updates all, also what is offloaded from it, without temporaries of the
+    # size of the weights; that of a CPU is three times as fast as several, and rounds the ends of a
+    # tensor otherwise, and so what a process holds of a divided one
+    fused = any(_is_for_gpu(p) for part in (groups, matrices) for own in part for p in own["params"])
     is_narrow = settings.state_dtype == "bfloat16"
     others = (BF16AdamW if is_narrow else torch.optim.AdamW)(groups, fused=fused or None, **adam)
     if name != "muon":
         return others
     # with this factor an update is as large as AdamW's, so one learning rate serves both
     return MuonAndAdamW(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **plain), others)
+
+
+def _is_for_gpu(x: Tensor) -> bool:
+    """Whether a parameter computes on a GPU, wherever it lies between steps."""
+    return x.is_cuda or (isinstance(x, DTensor) and x.device_mesh.device_type == "cuda")
 
 
 def _groups(
@@ -154,7 +160,7 @@ class BF16AdamW(torch.optim.AdamW):
             wide = [moment.to(weight.dtype) for moment in kept]
             adamw(
                 [weight], [local(parameter.grad)], [wide[0]], [wide[1]], [], [state["step"]],
-                fused=weight.is_cuda, amsgrad=False, maximize=False, lr=group["lr"],
+                fused=bool(group["fused"]), amsgrad=False, maximize=False, lr=group["lr"],
                 beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
                 weight_decay=group["weight_decay"],
             )  # fmt: skip
@@ -240,12 +246,12 @@ def _zero_means(parameter: Tensor, axis: int) -> Tensor:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The tensors of a parameter's state by name, themselves; quantised ones of torchao as the
-    tensors that they are made of."""
+    """The tensors of a parameter's state by name, themselves; quantised ones of torchao, which one
+    process has whole, as the tensors that they are made of."""
     found: dict[str, Tensor] = {}
     for name, value in optimizer.state.get(parameter, {}).items():
-        if hasattr(value, "codes"):
-            found |= {f"{name}.{part}": getattr(value, part) for part in value.tensor_attrs}
+        if hasattr(packed := local(value), "codes"):
+            found |= {f"{name}.{part}": getattr(packed, part) for part in packed.tensor_attrs}
         elif name != "RMS":  # of Adafactor, which finds it anew in each step
             found[name] = value
     return found

@@ -287,7 +287,6 @@ def joined(launch: Launch, *, limit: timedelta = _COLLECTIVE_LIMIT) -> Iterator[
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    has_gpus = torch.cuda.is_available()
     if launch.local_number < torch.cuda.device_count():  # else `device_of` tells it
         torch.cuda.set_device(launch.local_number)
     try:
@@ -296,7 +295,7 @@ def joined(launch: Launch, *, limit: timedelta = _COLLECTIVE_LIMIT) -> Iterator[
         # there
         store = PrefixStore(f"furlong/{launch.attempt}", root)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if has_gpus else "gloo", store=PrefixStore("group", store),
+            _backends(), store=PrefixStore("group", store),
             rank=launch.number, world_size=launch.num_processes, timeout=limit,
         )  # fmt: skip
         processes = Processes(launch, dist.new_group(backend="gloo", timeout=_AGREEMENT_LIMIT))
@@ -318,6 +317,29 @@ def joined(launch: Launch, *, limit: timedelta = _COLLECTIVE_LIMIT) -> Iterator[
         _leave(processes)
         raise
     _leave(processes)
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone, through which FSDP2 offloads its weights; nothing
+    where there is a group already."""
+    from torch import distributed as dist
+
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group(_backends(), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _backends() -> str:
+    """Those of the process group: numbers of the host are added up there, also beside GPUs."""
+    import torch
+
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _leave(processes: Processes) -> None:

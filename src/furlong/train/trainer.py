@@ -43,7 +43,6 @@ from furlong.files import write_json
 from furlong.models.build import check_model, export_model, exported_names
 from furlong.planners.options import ChunkOptions
 from furlong.report.patience import patience
-from furlong.runtime.distributed.mesh import make_ranks
 from furlong.runtime.profile import peak_memory_bytes
 from furlong.runtime.rng import RNGState
 from furlong.simulate.predict import predict_step
@@ -74,6 +73,7 @@ from furlong.train.processes import (
     ALONE,
     Processes,
     command_like,
+    group_of_one,
     read_launch,
     require_equal,
 )
@@ -287,17 +287,18 @@ class Trainer:
     def _build_model(self, stack: ExitStack) -> None:
         config, processes, decision = self.config, self.processes, self.decision
         torch.manual_seed(config.train.seed + processes.launch.number)
-        ranks, layers, layout = None, None, decision.layout
-        if layout.num_devices > 1:
-            sizes = layout.dp, layout.sp, layout.pp
-            ranks = make_ranks(*sizes, self.device.type, config.parallel.replicate)
-            if layout.pp > 1:  # of this stage
-                first = sum(decision.stages[: ranks.stage])
-                layers = range(first, first + decision.stages[ranks.stage])
-        divide = build.division(config, self.longest_tokens, ranks)
-        read = partial(build.build_run_model, config, layers, divide=divide, device=self.device)
-        place = partial(build.placed, config, processes.together(read), self.device, divide)
-        self.model = processes.together(place)
+        offloads, layers = decision.offload_weights, None
+        if offloads:
+            stack.enter_context(group_of_one())
+        ranks = build.ranks_of(config, decision, self.device)
+        if ranks is not None and ranks.pp > 1:  # of this stage
+            first = sum(decision.stages[: ranks.stage])
+            layers = range(first, first + decision.stages[ranks.stage])
+        divide = build.division(config, self.longest_tokens, ranks, offload_weights=offloads)
+        place = torch.device("cpu") if offloads else self.device
+        read = partial(build.build_run_model, config, layers, divide=divide, device=place)
+        placed = partial(build.placed, config, processes.together(read), self.device, divide)
+        self.model = processes.together(placed)
         before = {} if self.run.checkpoint is None else self.run.checkpoint.state
         frozen = checkpoints.base_fingerprint(  # of weights that checkpoints do not hold
             self.model, processes, like=before.get("base_fingerprint")
@@ -312,8 +313,9 @@ class Trainer:
             )  # fmt: skip
             alternatives = None  # their plans know no weights of sequences
         engine = build.engine_of(
-            config, self.model, self.longest_tokens, self.storage, ranks, processes
-        )
+            config, self.model, self.longest_tokens, self.storage, ranks, processes,
+            offload_weights=offloads,
+        )  # fmt: skip
         for split in self.data.values():
             processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
         cost = self.run_model.cost
@@ -544,7 +546,7 @@ class Trainer:
         if self.config.train.save_weights_only:
             tensors = checkpoints.trained_tensors(self.model)
         else:
-            tensors = checkpoints.all_tensors(self.model, self.optimizer, self.processes)
+            tensors = self.state_dict()["tensors"]
         best_step = self.progress.held_out.best_step if self.config.train.keep_best else 0
         self.checkpoints.save(self.progress.step, tensors, self._values(), best_step)
         self.saved_step = self.progress.step
@@ -578,7 +580,7 @@ class Trainer:
             **self.fingerprints,
             "architecture": self.run_model.architecture,
             "metrics_bytes": self.log.num_bytes,
-            "written_by": checkpoints.written_by(self.model, self.processes.num_processes),
+            "written_by": checkpoints.written_by(self.device, self.processes.num_processes),
         }
 
     def export(self, eval_loss: float | None = None) -> TrainReport:
@@ -607,7 +609,7 @@ class Trainer:
                 model = build.build_run_model(config, is_empty=True)
             return {*exported_names(model).values()}
 
-        if processes.num_processes > 1 or best is not None:
+        if engine.ranks is not None or best is not None:
             weights = checkpoints.whole_weights(
                 engine, processes, processes.from_first(names),
                 None if config.model.lora is not None else dtype,
@@ -649,7 +651,9 @@ class Trainer:
         """All that the next steps depend on, as far as this process has it: tensors by the names of
         a checkpoint, which are those of now and no copies, and plain values."""
         return {
-            "tensors": checkpoints.all_tensors(self.model, self.optimizer, self.processes),
+            "tensors": checkpoints.all_tensors(
+                self.model, self.optimizer, self.processes, self.device
+            ),
             "progress": asdict(self.progress),
         }
 
@@ -707,11 +711,13 @@ class Trainer:
         """Puts everything into place as it was when the checkpoint was taken."""
         state = checkpoint.state
         self.processes.together(partial(checkpoints.check_weights, checkpoint, self.fingerprints))
-        checkpoints.restore_tensors(checkpoint.path, self.model, self.optimizer, self.processes)
+        checkpoints.restore_tensors(
+            checkpoint.path, self.model, self.optimizer, self.processes, self.device
+        )
         self.progress = Progress.from_dict(state["progress"])
         self._forget_best(state)
         set_rate(self.schedule, self.progress.step)
-        written_by = checkpoints.written_by(self.model, self.processes.num_processes)
+        written_by = checkpoints.written_by(self.device, self.processes.num_processes)
         checkpoints.tell_changes(written_by, state["written_by"])
         print(f"resumed from {checkpoint.path.name}: step {self.progress.step} of {self.num_steps}")
 
@@ -732,7 +738,9 @@ class Trainer:
     def _used_memory(self) -> UsedMemory:
         budget = self.config.memory.device
         budget_bytes = None if budget == "auto" else budget
-        return UsedMemory(self.model.parameters(), self.optimizer, budget_bytes=budget_bytes)
+        return UsedMemory(
+            self.model.parameters(), self.optimizer, self.device, budget_bytes=budget_bytes
+        )
 
     def _open_log(self, stack: ExitStack) -> Callable[[], None]:
         """The log of the run until `stack` ends, cut back to what the checkpoint knows of, that of
