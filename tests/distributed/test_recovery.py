@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 from random import Random
 from typing import Any
 
@@ -18,7 +18,7 @@ from furlong.errors import ElsewhereError, NoMemoryElsewhereError
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device
+from furlong.planners.orders import join_kept, plan_1f1b, plan_on_device
 from furlong.runtime.distributed.mesh import make_ranks
 from furlong.testing import num_labels, reference_loss, take_grads, worst_relative_error
 
@@ -77,12 +77,14 @@ def try_step(engine: furlong.Engine, case: Case, fault: Fault | None) -> str:
 
 
 def recovers(
-    rank: int, cases: tuple[Case, Case], faults: Sequence[Fault], sizes: tuple[int, int, int]
-) -> list[tuple[str, float, dict[str, Any]]]:
+    rank: int, cases: tuple[Case, Case], faults: Sequence[Fault], sizes: tuple[int, int, int],
+    offload_weights: bool,
+) -> list[tuple[str, float, dict[str, Any]]]:  # fmt: skip
     """For each fault: how the first case's step ends, and the gradients of the second's."""
     ranks = make_ranks(*sizes, "cpu")
     first, smaller = cases
-    engine = furlong.Engine(first.model(first.layers_of(ranks.stage)), ranks=ranks)
+    model = first.model(first.layers_of(ranks.stage))
+    engine = furlong.Engine(model, ranks=ranks, offload_weights=offload_weights)
     found = []
     for fault in faults:
         said = try_step(engine, first, fault if fault.rank == rank else None)
@@ -95,12 +97,17 @@ def recovers(
     return found
 
 
-def check(cases: tuple[Case, Case], faults: Sequence[Fault], sizes: tuple[int, int, int]) -> None:
+def check(
+    cases: tuple[Case, Case], faults: Sequence[Fault], sizes: tuple[int, int, int], *,
+    offload_weights: bool = False,
+) -> None:  # fmt: skip
     model = cases[1].model()
     loss = reference_loss(model, cases[1].sequences())
     truth = take_grads(model)
     num_ranks = sizes[0] * sizes[1] * sizes[2]
-    answers = run_ranks(recovers, cases, faults, sizes, num_ranks=num_ranks, limit_s=300)
+    answers = run_ranks(
+        recovers, cases, faults, sizes, offload_weights, num_ranks=num_ranks, limit_s=300
+    )
     for index, fault in enumerate(faults):
         grads: dict[str, Any] = {}
         for rank, own in enumerate(answers):
@@ -145,15 +152,18 @@ def test_a_pipeline_goes_on_after_an_error_at_any_action():
     check(cases, [*first, *drawn_faults(cases[0].plan, 2, 2)], (1, 1, 2))
 
 
-def replicated(size: int, lens: Sequence[Sequence[int]], *, piped: bool) -> ChunkPlan:
-    """Two replicas, or two pipelines."""
-    options = ChunkOptions(size=size)
+def replicated(
+    size: int, lens: Sequence[Sequence[int]], *, piped: bool = False, **settings: Any
+) -> ChunkPlan:
+    """Replicas, or pipelines."""
+    options = ChunkOptions(size=size, **settings)
     plans = [
         pipelined(size, own) if piped else plan_on_device(own, options, num_layers=3)
         for own in lens
     ]
-    ids = [range(len(lens[0])), range(len(lens[0]), len(lens[0]) + len(lens[1]))]
-    return join_replicas(plans, ids, [n for own in lens for n in own])
+    stops = [*accumulate(map(len, lens))]
+    ids = [range(stop - len(own), stop) for own, stop in zip(lens, stops, strict=True)]
+    return join_kept(plans, ids, [n for own in lens for n in own], len(lens))
 
 
 TWO = ((23, 4), (9, 17, 3))
@@ -161,8 +171,20 @@ TWO = ((23, 4), (9, 17, 3))
 
 @pytest.mark.slow
 def test_replicas_go_on_after_an_error_at_any_action():
-    cases = Case(replicated(8, TWO, piped=False)), Case(replicated(4, TWO, piped=False))
+    cases = Case(replicated(8, TWO)), Case(replicated(4, TWO))
     check(cases, drawn_faults(cases[0].plan, 2, 3), (2, 1, 1))
+
+
+@pytest.mark.slow
+def test_processes_with_weights_in_cpu_memory_go_on_too():
+    """One that is alone also from where it adds gradients up: nobody waits for it there."""
+    freed: Any = {"order": "layer-first", "reshard": True}
+    for lens in (TWO, TWO[:1]):
+        first, second = (Case(replicated(n, lens, **freed), holds_all=True) for n in (8, 4))
+        faults = drawn_faults(first.plan, len(lens), 3)
+        if len(lens) == 1:
+            faults += [Fault(0, at, "attends") for at in range(9, 24)]
+        check((first, second), faults, (len(lens), 1, 1), offload_weights=True)
 
 
 @pytest.mark.slow

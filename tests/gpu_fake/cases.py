@@ -25,10 +25,12 @@ from torch.distributed import HashStore, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 
 import furlong
+from furlong.config.schema import TrainConfig
 from furlong.models import fused
 from furlong.models.describe import describe
 from furlong.runtime.distributed.mesh import make_ranks
 from furlong.runtime.executor import Executor
+from furlong.train.optim import build_optimizer, make_state
 from furlong.values import log_prob
 
 _SMALL = {
@@ -152,13 +154,23 @@ def offloaded() -> dict[str, Any]:
         model = build("qwen2", **_SMALL)
         given = {"ranks": ranks, "offload_weights": True, "compute_dtype": torch.bfloat16}
         engine = furlong.Engine(model, **given)
-        for _ in range(2):
-            gpu.clear()
-            model.zero_grad()
-            engine.forward_backward(batch(_LENS), options)
-        held = {x.device.type for p in model.parameters() for x in (p, p.grad)}
+        found = []
+        for dtype in ("float32", "bfloat16"):
+            optimizer = build_optimizer(model, TrainConfig(state_dtype=dtype))
+            make_state(optimizer)
+            for _ in range(2):
+                gpu.clear()
+                model.zero_grad()
+                engine.forward_backward(batch(_LENS), options)
+            found.append(seen(gpu))
+            engine.clip_gradients(1.0)
+            optimizer.step()
+            assert optimizer.defaults["fused"], "of several kernels an update takes three times as long"
+            states = [x for own in optimizer.state.values() for x in own.values()]
+            held = {x.device.type for p in model.parameters() for x in (p, p.grad, *states)}
+        found[-1]["problems"] += gpu.problems
         dist.destroy_process_group()
-        return seen(gpu, held=sorted(held), num_parameters=len([*model.parameters()]))
+        return found[-1] | {"held": sorted(held), "num_parameters": len([*model.parameters()])}
 
 
 def mutant(what: str) -> dict[str, Any]:

@@ -343,7 +343,7 @@ class Session:
         elif base.training:
             refuse_attention_dropout(base)
         if self.model.compiled:
-            refuse_compiled(self.model, is_shared=self.ranks is not None)
+            refuse_compiled(self.model, self.ranks)
 
     @contextmanager
     def computing(
@@ -367,7 +367,8 @@ class Session:
                 stack.enter_context(added_gradients(model, keeps_zeros=plan.sampled))
             stack.enter_context(self._weights(returned, plan))
             stack.enter_context((decoder or self.model).installed())
-            if self.ranks is not None:  # masks of dropout must not be the same on all
+            if self.ranks is not None and self.ranks.num_processes > 1:
+                # masks of dropout must not be the same on all
                 number = dist.get_rank(self.ranks.group)
                 stack.enter_context(independent_draws(number, self.model.device))
             yield
@@ -716,15 +717,19 @@ def untrainable(model: HFDecoder) -> ConfigError:
     )
 
 
-def refuse_compiled(model: HFDecoder, *, is_shared: bool) -> None:
-    """Raise UnsupportedModelError for compiled layers on several processes, or with dropout: a
-    graph of its own for passes without gradients need not draw what a recompute draws."""
+def refuse_compiled(model: HFDecoder, ranks: Ranks | None) -> None:
+    """Raise UnsupportedModelError for compiled layers whose weights FSDP2 gathers, or with dropout:
+    a graph of its own for passes without gradients need not draw what a recompute draws."""
     dropouts = other_dropouts(model.base)
-    if is_shared or dropouts:
-        beside = "on several processes" if is_shared else f"and dropout ({next(iter(dropouts))})"
+    if ranks is not None or dropouts:
+        beside, change = "on several processes", "train in one process"
+        if ranks is None:
+            beside, change = f"and dropout ({next(iter(dropouts))})", "dropout"
+        elif ranks.num_processes == 1:
+            beside, change = "whose weights are in CPU memory", "keep them on the device"
         raise UnsupportedModelError(
             given=f"{model.name} with layers that are compiled in place, {beside}",
             required="layers that draw nothing, whole in one process",
             source="layer.compile(), or model.compile of a run",
-            change="leave it out, " + ("or train in one process" if is_shared else "or dropout"),
+            change=f"leave it out, or {change}",
         )

@@ -113,7 +113,10 @@ class BatchPlanner:
         return Planned(methods, plan, max(own.step_s for own in found))
 
     def _dealt(self, wanted: Wanted) -> Sequence[Sequence[int]]:
-        """The sequences of each replica that has one."""
+        """The sequences of each replica that has one; those of a process that is alone in the order
+        in which it would take them without ranks."""
+        if self.layout.num_devices == 1:
+            return [range(len(wanted.seq_lens))]
         return by_cost(self.work(wanted.seq_lens), min(self.layout.dp, len(wanted.seq_lens)))
 
 

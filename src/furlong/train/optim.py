@@ -182,9 +182,9 @@ def _part_of(parameter: Tensor) -> list[int]:
     divides it; processes that have the same one have the same numbers."""
     if not isinstance(parameter, DTensor):
         return []
-    at = parameter.device_mesh.get_coordinate() or ()
-    shared = (placement.is_replicate() for placement in parameter.placements)
-    return [i for i, is_shared in zip(at, shared, strict=True) if not is_shared]
+    mesh = parameter.device_mesh
+    axes = zip(mesh.get_coordinate() or (), mesh.shape, parameter.placements, strict=True)
+    return [i for i, size, placement in axes if size > 1 and not placement.is_replicate()]
 
 
 def _rounded(x: Tensor, draws: torch.Generator) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from furlong.config.schema import RunConfig
 from furlong.data.tokenize import NoTokenizer, with_begin
 from furlong.errors import ConfigError, first_line
-from furlong.runtime.distributed.fsdp import reshard
+from furlong.runtime.distributed.fsdp import freed_behind_passes, sharded_modules
+from furlong.runtime.distributed.fsdp import reshard as free_all
 from furlong.runtime.rng import RNGState
 from furlong.train.evaluation import evaluating
 
@@ -81,12 +82,13 @@ def write_samples(
     chunk_size: int | None,
     device: torch.device,
     in_step: bool,
+    reshard: bool = False,
 ) -> list[tuple[str, str]]:
     """Each prompt, and the at most `num_tokens` that follow, special ones included, as text.
 
     A prompt is read in chunks; `chunk_size` None: at once. Modes and generators are afterwards as
     before. `in_step`: several processes that have divided the weights call it together, and get the
-    same.
+    same. `reshard`: whether divided weights are whole for a pass of their layer alone.
     """
     from transformers import GenerationConfig
 
@@ -100,7 +102,8 @@ def write_samples(
         pad_token_id=end,
     )
     drawn, written = RNGState.read(device), []
-    with evaluating(model), torch.no_grad():
+    layers = sharded_modules(model)[1:] if reshard else []
+    with evaluating(model), torch.no_grad(), freed_behind_passes(layers):
         for prompt, ids in prompts:
             given = torch.tensor([ids], device=device)  # (1, T)
             found = model.generate(
@@ -110,6 +113,6 @@ def write_samples(
                 synced_gpus=in_step,
             )
             written.append((prompt, str(tokenizer.decode(found[0, len(ids) :]))))
-    reshard(model)
+    free_all(model)
     drawn.write(device)
     return written

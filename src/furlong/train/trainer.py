@@ -839,6 +839,7 @@ class Trainer:
             self.model, self.tokenizer, self.prompts, self.config.log.sample_tokens,
             chunk_size=None if is_recurrent else self.fitting.options.size,
             device=self.engine.device, in_step=self.processes.num_processes > 1,
+            reshard=self.fitting.options.reshard,
         )  # fmt: skip
         self.log.samples(self.progress.step, written)
 

@@ -294,10 +294,10 @@ class Comms:
     def _is_waited_for(self, rest: Sequence[Action]) -> str | None:
         """In the midst of which collectives this process stopped, whose others wait; None where
         it can make up for them."""
+        if self._stage_knows or self._ranks is None or self._ranks.num_processes == 1:
+            return None
         if self._is_adding_up:
             return "while gradients were added up"
-        if self._stage_knows:
-            return None
         if self._plan.sp_size > 1 and any(isinstance(action, Computing) for action in rest):
             return "while processes exchanged rows of a chunk"
         return None

@@ -132,17 +132,20 @@ def one_step(base: nn.Module, passing: Sequence[nn.Module] = ()) -> Iterator[Non
     base.set_reshard_after_backward(False)
     try:
         own = [module for module in passing if isinstance(module, FSDPModule)]
-        with _freed_behind_passes(own), _gathered_ahead(own):
+        with freed_behind_passes(own), _gathered_ahead(own):
             yield
     except BaseException:
         _forget(base)
         raise
     finally:
         reshard(base)  # left gathered by an evaluation they would hide gradients of later steps
+        for own in (group for module in sharded_modules(base) for group in _groups(module)):
+            own._post_forward_indices.clear()  # else both grow with each pass of an evaluation
+            getattr(own.comm_ctx, "post_forward_order", []).clear()
 
 
 @contextmanager
-def _freed_behind_passes(modules: Sequence[FSDPModule]) -> Iterator[None]:
+def freed_behind_passes(modules: Sequence[FSDPModule]) -> Iterator[None]:
     """Within it FSDP2 gathers the weights of these modules when a pass comes to each, and frees
     them behind it."""
     with ExitStack() as stack:
@@ -204,7 +207,7 @@ def one_layer_at_a_time(
         for module in sharded_modules(base):
             for own in _groups(module):
                 stack.enter_context(patch.object(own, "unshard", partial(gather, own, own.unshard)))
-        stack.enter_context(_freed_behind_passes(layers))
+        stack.enter_context(freed_behind_passes(layers))
         try:
             yield highest
             agree()
