@@ -308,7 +308,6 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "no weights": {"model.init": "pretrained"},
         "one machine": {"parallel.pp": 4},
         "freed weights of one process": {"parallel.reshard": True},
-        "weights on the CPU": away,
         "pairs with weights on the CPU": {**pairs, **away},
         "groups of one process": {"parallel.replicate": 2},
     }  # fmt: skip

@@ -165,7 +165,7 @@ def offloaded() -> dict[str, Any]:
             found.append(seen(gpu))
             engine.clip_gradients(1.0)
             optimizer.step()
-            assert optimizer.defaults["fused"], "of several kernels an update takes three times as long"
+            assert optimizer.defaults["fused"], "several kernels take three times as long"
             states = [x for own in optimizer.state.values() for x in own.values()]
             held = {x.device.type for p in model.parameters() for x in (p, p.grad, *states)}
         found[-1]["problems"] += gpu.problems

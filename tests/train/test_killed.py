@@ -22,7 +22,7 @@ NUM_KILLS = 20
 LIMIT_S = 60
 TRAINED = {
     "weights": (),
-    "adapters": ("--model.lora.rank=4", "--model.lora.dropout=0.1"),
+    "adapters": ("--model.lora.rank=4", "--model.lora.dropout=0.1", "--offload={weights: cpu}"),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.test_replicas import launch, records, stops_after, weights, worst
-from helpers import tiny_families
+from distributed.test_replicas import records, stops_after, weights, worst
 from helpers.launched import Launched
 from helpers.tiny_runs import TinyRun, signal_after
 
@@ -26,29 +24,24 @@ from furlong.train.checkpoints import load_tensors, stored_tensors
 STEPS = (
     *("--train.epochs=null", "--train.steps=3", "--train.save_every_steps=1"),
     *("--train.eval_every_steps=0", "--chunks.stage_layers=1", "--model.dtype=float64"),
+    *("--chunks.keep=attention", "--chunks.num_retained=1"),
 )
+OFFLOAD = "--offload={weights: cpu}"
 
 
 @contextmanager
-def decided(*, offload_weights: bool = True) -> Iterator[None]:
-    """Let runs that begin free the weights of stages, and have them in CPU memory."""
+def layer_by_layer() -> Iterator[None]:
+    """Let a run take the plans of weights that are freed, and have its own on the device: sums are
+    then made in the same order."""
     chosen = trainer.choose_run_plan
 
     def choose(*given: Any) -> Any:
         decision = chosen(*given)
-        options = replace(decision.options, reshard=True)
-        return replace(decision, options=options, offload_weights=offload_weights)
+        return replace(decision, options=replace(decision.options, reshard=True))
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trainer, "choose_run_plan", choose)
         yield
-
-
-def train_offloaded(arguments: list[str], *stopped: int) -> None:
-    with decided():
-        if stopped:
-            stops_after(arguments, *stopped)
-        raise SystemExit(main(arguments))
 
 
 def checkpoint(run: Path) -> dict[str, torch.Tensor]:
@@ -85,10 +78,9 @@ def test_one_process_trains_as_with_weights_on_the_device(
     kind: str, tiny_run: TinyRun, tmp_path: Path
 ) -> None:
     flags = (*STEPS, *RUNS[kind])
-    with decided(offload_weights=False):
+    with layer_by_layer():
         assert main(tiny_run.arguments(tmp_path / "plain", *flags)) == 0
-    with decided():
-        assert main(tiny_run.arguments(tmp_path / "run", *flags)) == 0
+    assert main(tiny_run.arguments(tmp_path / "run", *flags, OFFLOAD)) == 0
     assert json.loads((tmp_path / "run" / "options.json").read_text())["offload_weights"]
     require_equal(tmp_path / "run", tmp_path / "plain")
     assert not dist.is_initialized()
@@ -104,11 +96,12 @@ def test_a_run_goes_on_wherever_its_weights_lie_and_on_how_many_processes(
     with signal_after(1):
         assert main(tiny_run.arguments(run, *flags)) == 0
     again = tiny_run.arguments(run, *flags, "--resume")
-    ended = Launched(tmp_path / "said", train_offloaded, again, 0, 2).ended(120)
+    ended = Launched(tmp_path / "said", stops_after, [*again, OFFLOAD], 0, 2).ended(120)
     assert [process.code for process in ended] == [0, 0], ended[0].said
-    with decided(), signal_after(3, signal.SIGINT):
-        assert main(again) == 0
-    assert main([*again, "--memory.device=8GiB"]) == 0
+    with signal_after(3, signal.SIGINT):
+        assert main([*again, OFFLOAD]) == 0
+    assert json.loads((run / "options.json").read_text())["offload_weights"]
+    assert main(again) == 0
     assert "offload_weights" not in json.loads((run / "options.json").read_text())
     for key in ("loss", "grad_norm"):
         assert len(records(run, key)) == 4

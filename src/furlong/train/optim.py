@@ -52,7 +52,7 @@ def build_optimizer(
     # for a GPU one kernel updates all, also what is offloaded from it, without temporaries of the
     # size of the weights; that of a CPU is three times as fast as several, and rounds the ends of a
     # tensor otherwise, and so what a process holds of a divided one
-    fused = any(_is_for_gpu(p) for part in (groups, matrices) for own in part for p in own["params"])
+    fused = any(_is_for_gpu(p) for own in (*groups, *matrices) for p in own["params"])
     is_narrow = settings.state_dtype == "bfloat16"
     others = (BF16AdamW if is_narrow else torch.optim.AdamW)(groups, fused=fused or None, **adam)
     if name != "muon":
@@ -250,7 +250,8 @@ def state_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[s
     process has whole, as the tensors that they are made of."""
     found: dict[str, Tensor] = {}
     for name, value in optimizer.state.get(parameter, {}).items():
-        if hasattr(packed := local(value), "codes"):
+        packed: Any = local(value)
+        if hasattr(packed, "codes"):
             found |= {f"{name}.{part}": getattr(packed, part) for part in packed.tensor_attrs}
         elif name != "RMS":  # of Adafactor, which finds it anew in each step
             found[name] = value

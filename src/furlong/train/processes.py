@@ -324,11 +324,12 @@ def group_of_one() -> Iterator[None]:
     """A process group of this process alone, through which FSDP2 offloads its weights; nothing
     where there is a group already."""
     from torch import distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group(_backends(), store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(_backends(), store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

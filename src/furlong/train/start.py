@@ -71,15 +71,8 @@ def _check(config: RunConfig, num_processes: int) -> None:
     require_replicate(layout.dp, config.parallel.replicate)
     check_run(config, num_processes)
     options = given_options(config)  # refuses what contradicts itself there
-    if away := offloads_weights(config.offload):
-        raise ConfigError(
-            given=f"offload = {config.offload}",
-            required="weights on the device: furlong train does not bring them yet, which"
-            " furlong.Engine(..., offload_weights=True) does, and furlong plan plans",
-            source="offload",
-            change="remove offload",
-        )
     if options.get("reshard"):
+        away = offloads_weights(config.offload)
         refuse_reshard_alone(num_processes, config.parallel.replicate, offloads=away)
     if layout.pp > 1 and options.get("order") == "layer-first":
         raise ConfigError(
