@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from difflib import get_close_matches
 from functools import partial, reduce
@@ -25,6 +25,7 @@ from zlib import crc32
 import psutil
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -69,6 +70,7 @@ from furlong.models.quantized import (
 from furlong.models.rope import apply_rope, check_length, check_rope
 from furlong.models.shrink import own_key
 from furlong.models.support import refuse_config
+from furlong.ops.backends.select import is_of_machine, is_out_of_memory
 from furlong.units import format_bytes, format_count
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -775,6 +777,7 @@ _WHOLE_WEIGHTS = "every weight (safetensors) of the model that config.json descr
 _OLD_BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 """Ends of the names of buffers that old checkpoints hold."""
 _USE_WHOLE = "use the whole model's folder with its own config.json, or model.init: random"
+_FREE_MEMORY = "end what else holds memory, or start more processes: each holds a smaller share"
 
 
 def _load_weights(
@@ -827,26 +830,34 @@ def _load_weights(
             )
         return found
 
+    def unread(error: Exception) -> ConfigError:
+        what = f"{source}: {reason(error, vars(config))}"
+        if is_out_of_memory(error):
+            return model_error(what, "memory for the weights of each process", _FREE_MEMORY)
+        return model_error(what, _WHOLE_WEIGHTS, _USE_WHOLE)
+
     stage = partial(hold, others=others) if others else None
-    model = None
+    model, why = None, ""
     if divide is not None:
-        why = "transformers cannot read the rows of each weight apart"
         try:
             share = partial(_take_share, others, divide, PreTrainedModel.tie_weights)
             # whether two are equal each tells by its own rows: a collective might wait for others
-            with patch.object(modeling_utils, "_tied_params_are_equal", _are_equal_here):
+            own = patch.object(modeling_utils, "_tied_params_are_equal", _are_equal_here)
+            with own, _without_rows(device):
                 model, loaded = read(share, device_map={"": device}, **named)
             model = model if not loaded["mismatched_keys"] and _are_shares(model) else None
-        except Exception as error:  # told as it is read whole, if that fails as well
+            why = "transformers cannot read the rows of each weight apart"
+        except Exception as error:
+            if is_of_machine(error) or isinstance(error, SafetensorError):
+                raise unread(error) from error
             why = reason(error, vars(config))
-        if model is None:
-            print(f"{source}: each process reads it whole, and keeps its share: {why}")
-    try:
-        if model is None:
+    if model is None:
+        try:
             model, loaded = read(stage, **named)
-    except Exception as error:  # of the family's code, of safetensors, of the hub
-        what = f"{source}: {reason(error, vars(config))}"
-        raise model_error(what, _WHOLE_WEIGHTS, _USE_WHOLE) from error
+        except Exception as error:  # of the family's code, of safetensors, of the hub
+            raise unread(error) from error
+        if why:
+            print(f"{source}: each process reads it whole, and keeps its share: {why}")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise with_adapters(source)
     # transformers fills what the files lack, or have in another shape, with random numbers.
@@ -892,6 +903,33 @@ def _take_share(
             parameter._is_hf_initialized = True
 
     vars(model)[name] = moved
+
+
+@contextmanager
+def _without_rows(device: torch.device | None) -> Iterator[None]:
+    """Let transformers read stacked weights of which this process has no rows: of an empty list it
+    would make no tensor."""
+    from transformers import core_model_loading as loading
+
+    stack, put = loading.MergeModulelist.convert, loading.set_param_for_module
+
+    def stacked(self: Any, given: dict[str, Any], *patterns: Any, **named: Any) -> Any:
+        for name, parts in given.items():
+            if isinstance(parts, list) and not parts:
+                given[name] = torch.empty(0, 0, 0)  # of as many axes as those that are joined next
+        return stack(self, given, *patterns, **named)
+
+    def put_share(model: Any, name: str, value: Tensor, *given: Any) -> None:
+        weight = reduce(getattr, name.split("."), model)
+        if isinstance(weight, DTensor) and not value.numel() and not weight.to_local().numel():
+            value = torch.empty_like(weight.to_local(), device=device)
+        put(model, name, value, *given)
+
+    with (
+        patch.object(loading.MergeModulelist, "convert", stacked),
+        patch.object(loading, "set_param_for_module", put_share),
+    ):
+        yield
 
 
 def _are_equal_here(*weights: Tensor) -> bool:
