@@ -1,28 +1,30 @@
-"""Attention of a chunk over its own rows and the stored prefix, on one process of an sp group.
+"""Attention of one chunk on one process: over the chunk's own rows and the stored prefix.
 
     out = merge over blocks of softmax(q k^T) v
 
-A slice's own rows are causal; its prefix is read block by block from the store, in any order.
+A slice's own rows are causal. Its prefix is read from the KV store block by block, in any order.
 Partial results are merged by log-sum-exp, and the backward uses the merged output and log-sum-exp
-for every block, as flash attention does. Where keys and values were gathered, a stretch of a slice
-also sees those of its own chunk that lie before it: one more block without a mask.
+for every block, as flash attention does. Where sequence parallelism gathers keys and values, rows
+also attend to earlier keys of their own slice: one more block without a mask.
 
-Each level of places (`furlong.plan.rows`) sends its rows to the processes of its place, attends
-there to all of them with this process's heads, and takes its own rows back. Slices that lie on this
-process alone need no exchange, and on one device there are no others. Each dispatch (the all-to-all
-before attention) starts first. Half of the own work hides them, the other half hides each combine
-(the one behind it):
+A `Level` (`furlong.plan.rows`) holds the slices of one sequence-parallel group of processes (a
+place). An all-to-all (dispatch) trades rows for heads, each process attends to all rows with its
+part of the heads, and a second all-to-all (combine) brings its rows back. Slices that one process
+holds alone are local and need no exchange; two halves of them hide the all-to-alls:
 
-    start each dispatch, own half, each level from the largest (wait, store K,V, attend, start its
-    combine), other own half, wait for each combine
+    1. start the dispatch of every level
+    2. attend to the first local half
+    3. each level, the largest group first: wait for its dispatch, store K,V, attend, start combine
+    4. attend to the second local half
+    5. wait for every combine
 
-The backward does the same in the same order. What it returns for a chunk's own K,V is their own
-gradient plus what later chunks have sent: the relay of SeCO (Algorithm 1) and ChunkFlow
-(Algorithm 2) without hooks and without an extra loss term. What an earlier identical forward has
-saved needs no exchange until the backward, which then sends q, k, v and out beside dout.
+The backward uses the same order. The dK,dV that it returns for a chunk's own K,V include what later
+chunks have sent: the relay of SeCO (Algorithm 1) and ChunkFlow (Algorithm 2) without hooks and
+without an extra loss term. Given the saved output of an earlier identical forward, the forward
+exchanges nothing, and the backward dispatches q, k, v and out along with dout.
 
-    T query rows of the process, S keys of a block or gathered ones, N query heads, K key-value
-    heads, H head dim; of a level t local rows, L query rows after the exchange, n and m query and
+    T query rows of the process, S keys of a block or gathered keys, N query heads, K key-value
+    heads, H head dim; of a level t local rows, L query rows after the dispatch, n and m query and
     key-value heads of this process
 """
 
@@ -53,11 +55,11 @@ from furlong.ops.sequence_parallel import (
 from furlong.plan.rows import ChunkRows, Level, PlacedSlice, Stretch
 
 LaterGrads = tuple[int, Tensor, Tensor]
-"""First row within the slice, and the dK,dV (K, rows, H) that later chunks sent from there on."""
+"""(first row within the slice, dK, dV (K, rows, H)): what later chunks sent for those rows."""
 
 
 class PrefixBlock(Protocol):
-    """Some stored keys and values before a slice, valid until the next block is asked for."""
+    """Stored keys and values before a slice, valid until the iterator yields the next block."""
 
     @property
     def k(self) -> Tensor: ...  # (K, S, H)
@@ -69,36 +71,37 @@ class PrefixBlock(Protocol):
         ...
 
     def add_grad(self, dk: Tensor, dv: Tensor) -> None:
-        """Add to the gradients that wait for this block's own chunk."""
+        """Add dk, dv (K, S, H) to the stored gradients, for the backward of this block's chunk."""
         ...
 
 
 class LayerKV(Protocol):
-    """The store as one layer of one cell sees it; slices go by their number in the chunk.
+    """The KV store as one layer of one cell (a chunk at a stage) uses it.
 
-    Of a slice on a place the store of each process holds its heads of all tokens.
+    `slice_index` is a slice's number in the chunk. The store of each process of a
+    sequence-parallel group holds all tokens of its own heads.
     """
 
     def keeps(self, slice_index: int) -> bool:
-        """Whether this pass stores a slice's keys and values, for later chunks."""
+        """Whether this pass stores the slice's keys and values for later chunks."""
         ...
 
     def write(self, slice_index: int, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
-        """Store a slice's k and v (K, tokens, H), as far as later tokens see them by `rule`."""
+        """Store those rows of a slice's k and v (K, tokens, H) that later tokens see by `rule`."""
         ...
 
     def prefix(
         self, slice_index: int, window: int | None, *, gradients: bool
     ) -> Iterator[PrefixBlock]:
-        """The blocks that a slice's tokens see, in any order.
+        """Yield the stored blocks that a slice's tokens see, in any order.
 
-        Whoever asks for the next block is done with this one: it keeps no tensor of it and, with
-        `gradients`, has added this one's.
+        Before the caller asks for the next block it must drop all tensors of this one and, with
+        `gradients`, have added this one's.
         """
         ...
 
     def later_grads(self, slice_index: int) -> LaterGrads | None:
-        """Gradients of a slice's own keys and values from later chunks, None if there are none."""
+        """Gradients of the slice's keys and values from later chunks; None if there are none."""
         ...
 
 
@@ -110,24 +113,24 @@ class AttentionRule:
     window: int | None = None
     softcap: float | None = None
     block: int | None = None
-    """Tokens of an attention block (Llama 4): the token at position p sees those from
-    `p // block * block` on. No kernel knows of it: slices are cut there."""
+    """Tokens per attention block (Llama 4 chunked attention): the token at position p sees tokens
+    from `p // block * block` on. No kernel implements it: slices are cut at block boundaries."""
 
     value_width: int | None = None
-    """See `Block`."""
+    """As in `Block`."""
 
     def scores(self, distance: int, *squares: slice) -> Block:
-        """The scores of rows against keys, the first of which lies `distance` before them; of
-        several squares each against itself."""
+        """Return the `Block` of rows that begin `distance` tokens after the first key; of several
+        `squares`, each range of rows sees itself alone."""
         own = squares if len(squares) > 1 else ()
         return Block(distance, self.scale, self.window, self.softcap, self.value_width, own)
 
     def open_tokens(self, position: int) -> int:
-        """Tokens before a position that lie in its own attention block."""
+        """Tokens before `position` in the same attention block."""
         return position if self.block is None else position % self.block
 
     def left_tokens(self, position: int, num_tokens: int) -> int:
-        """Tokens from a position on up to the end of its block, `num_tokens` at most."""
+        """Tokens from `position` to the end of its attention block, at most `num_tokens`."""
         if self.block is None:
             return num_tokens
         return max(0, min(num_tokens, self.block - position % self.block))
@@ -135,12 +138,12 @@ class AttentionRule:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Keys and values of all tokens of the slices, in token order."""
+    """Keys and values of all tokens of a level's slices, gathered in token order."""
 
     k: Tensor  # (K, S, H)
     v: Tensor  # (K, S, H)
     dk: Tensor | None = None
-    """Their gradients in log-sum-exp's dtype, where a backward adds to them."""
+    """Gradient of k in the log-sum-exp's dtype; None in a forward."""
     dv: Tensor | None = None
 
     def add_grad(self, keys: slice, dk: Tensor, dv: Tensor) -> None:
@@ -153,8 +156,10 @@ def store_slices(
     slices: Sequence[PlacedSlice], k: Tensor, v: Tensor, layer_kv: LayerKV,
     rule: AttentionRule, first_row: int = 0,
 ) -> None:  # fmt: skip
-    """Store k, v (K, S, H) of those slices that later chunks read; `first_row` as in
-    `SliceAttention`."""
+    """Store k, v (K, S, H) of the slices that later chunks read.
+
+    `first_row`: the row, counted as in `PlacedSlice.keys`, of the first one in k and v.
+    """
     for placed in slices:
         if layer_kv.keeps(placed.index):
             keys = slice(placed.keys[0] - first_row, placed.keys[1] - first_row)
@@ -163,22 +168,21 @@ def store_slices(
 
 @dataclass(frozen=True, slots=True)
 class _Earlier:
-    """Keys and values k, v (K, S, H) that rows of the chunk see before their own.
-
-    Whoever asks for the next ones holds none of these any more.
-    """
+    """Keys and values k, v (K, S, H) before rows of the chunk, dropped before the next are read."""
 
     k: Tensor
     v: Tensor
     seen: Sequence[tuple[slice, Block]]
-    """Rows that see them, and how."""
+    """Ranges of rows that see these keys, each with its mask rule."""
     add_grad: Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class SliceAttention:
-    """The attention of some slices in one layer. `first_row`: the row, among those that the
-    stretches count, of the first one that is given."""
+    """Attention of some slices in one layer.
+
+    `first_row`: the row, counted as in `Stretch`, of the first one in the tensors that are passed.
+    """
 
     slices: Sequence[PlacedSlice]
     layer_kv: LayerKV
@@ -189,15 +193,15 @@ class SliceAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, gathered: Gathered | None
     ) -> tuple[Tensor, Tensor]:
-        """q (N, T, H), k and v (K, T, H) of the same rows -> out (N, T, H), lse (N, T)."""
+        """Map q (N, T, H) and k, v (K, T, H) of the same rows to out (N, T, H) and lse (N, T)."""
         squares = self._squares()
-        if not squares:  # an inner place may have no row of a few tokens
+        if not squares:  # no rows: slices are too short for every process to get some
             return q, q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
         out, lse = self.backend.forward(q, k, v, self.rule.scores(0, *squares))
         for branches in self._branches():
             rows, wide = self._rows(branches), None
             for earlier in self._earlier(branches, gathered, gradients=False):
-                # merged in log-sum-exp's dtype, and rounded once
+                # merge in the log-sum-exp's dtype and round once, not per block
                 wide = out[:, rows].to(lse.dtype) if wide is None else wide
                 for part, block in earlier.seen:
                     found = self.backend.forward(q[:, part], earlier.k, earlier.v, block)
@@ -206,6 +210,8 @@ class SliceAttention:
             if wide is not None and wide.dtype != out.dtype:
                 out[:, rows] = wide
         if sinks is not None:
+            # A sink only enlarges the denominator. As it is part of the returned log-sum-exp, the
+            # backward of q, k and v needs no term for it.
             with_sinks = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
             out = (out * torch.exp(lse - with_sinks)[..., None]).to(q.dtype)
             lse = with_sinks
@@ -215,10 +221,10 @@ class SliceAttention:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         gathered: Gathered | None, *, needs_kv: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """dq (N, T, H) and dk, dv (K, T, H) of the same rows.
+        """Return dq (N, T, H) and dk, dv (K, T, H) of the same rows.
 
-        With `needs_kv` the prefix's dK,dV go to the store, and those that later chunks have sent
-        are added: to dk and dv, or to those of what was gathered.
+        With `needs_kv`, dK,dV of the prefix go to the store, and the gradients that later chunks
+        have sent are added to dk and dv, or to the gradients in `gathered` if it is given.
         """
         squares = self._squares()
         if squares:
@@ -266,8 +272,8 @@ class SliceAttention:
     def _earlier(
         self, branches: Sequence[PlacedSlice], gathered: Gathered | None, *, gradients: bool
     ) -> Iterator[_Earlier]:
-        """Yield all that rows of slices with one prefix see: gathered keys of a slice itself, those
-        before a stretch, and the stored blocks."""
+        """Yield every earlier block of K,V that slices with one prefix see: gathered keys of the
+        same slice that precede a stretch, then the stored prefix."""
         for placed, stretch in ((own, s) for own in branches for s in own.stretches):
             inside = stretch.position - placed.start
             before = min(inside, self.rule.open_tokens(stretch.position))
@@ -278,18 +284,18 @@ class SliceAttention:
                 of = gathered.k[:, keys], gathered.v[:, keys]
                 yield _Earlier(*of, [(rows, block)], partial(gathered.add_grad, keys))
         window, first = self.rule.window, branches[0]
-        if self.rule.block is not None:
+        if self.rule.block is not None:  # the prefix is seen back to the start of the open block
             window = self.rule.open_tokens(first.start) + 1
             if window == 1:
                 return
         for piece in self.layer_kv.prefix(first.index, window, gradients=gradients):
             if seen := list(self._seeing(branches, piece)):
                 yield _Earlier(piece.k, piece.v, seen, piece.add_grad)
-            del piece  # done with, before the next is asked for
+            del piece  # the contract of `LayerKV.prefix`
 
     def _squares(self) -> list[slice]:
-        """The rows that see themselves causally: of each stretch, or of its part of each attention
-        block."""
+        """Ranges of rows with causal attention among themselves: a stretch, cut at the boundaries
+        of attention blocks."""
         found = []
         for stretch in (s for placed in self.slices for s in placed.stretches):
             start = stretch.start
@@ -301,7 +307,7 @@ class SliceAttention:
         return found
 
     def _branches(self) -> Iterator[list[PlacedSlice]]:
-        """The slices that have rows, those together that have one prefix."""
+        """Yield lists of slices that share one prefix; slices without rows are left out."""
         found: list[PlacedSlice] = []
         for placed in self.slices:
             if found and not placed.joins:
@@ -313,17 +319,17 @@ class SliceAttention:
             yield found
 
     def _rows(self, branches: Sequence[PlacedSlice]) -> slice:
-        """The rows of slices' stretches, which lie behind one another."""
+        """The rows of the slices' stretches, which are consecutive."""
         first, last = branches[0].stretches[0], branches[-1].stretches[-1]
         return slice(first.start - self.first_row, last.stop - self.first_row)
 
     def _seeing(
         self, branches: Sequence[PlacedSlice], piece: PrefixBlock
     ) -> Iterator[tuple[slice, Block]]:
-        """The rows of slices with one prefix that see a block of it, and how.
+        """Yield the rows of slices with one prefix that see a block of it, with the mask rule.
 
-        Of each stretch they are the first ones; the others are past the window. Without one all
-        see all of it: the branches of a parent take one call.
+        They are the first rows of each stretch; later ones are past the window. Without a window
+        all rows see all of the block: the branches of a parent take one call.
         """
         if len(branches) > 1 and self.rule.window is None and self.rule.block is None:
             yield self._rows(branches), self.rule.scores(piece.distance)
@@ -336,30 +342,31 @@ class SliceAttention:
                     yield rows, block
 
     def _first_rows(self, stretch: Stretch, distance: int, num_keys: int) -> tuple[slice, Block]:
-        """Those of a stretch that see keys, of which the first one lies `distance` before it."""
+        """Rows of a stretch that see some of `num_keys` keys, of which the first is `distance`
+        tokens before the stretch, and the mask rule."""
         block, start = self.rule.scores(distance), stretch.start - self.first_row
         num_seeing = block.visible_rows(stretch.stop - stretch.start, num_keys)
         num_seeing = min(num_seeing, self._in_block_of(stretch.position - distance, stretch))
         return slice(start, start + num_seeing), block
 
     def _in_block_of(self, position: int, stretch: Stretch) -> int:
-        """The first rows of a stretch that lie in the attention block of an earlier position."""
+        """Number of leading rows of a stretch in the same attention block as `position`."""
         distance, num_rows = stretch.position - position, stretch.stop - stretch.start
         return max(0, self.rule.left_tokens(position, distance + num_rows) - distance)
 
 
 def _within(wide: Tensor, rows: slice, part: slice) -> Tensor:
-    """A part of some rows, of which `wide` (N, rows, H) has all."""
+    """The rows `part` of `wide` (N, rows, H), which holds exactly `rows`."""
     return wide[:, part.start - rows.start : part.stop - rows.start]
 
 
 class LevelAttention:
-    """One level in one layer, from the start of its dispatch to the end of its combine."""
+    """Attention of one level in one layer, with its dispatch and combine."""
 
     def __init__(
         self, level: Level, exchange: Exchange | None, num_heads: int, num_kv_heads: int
     ) -> None:
-        """`num_heads`: query heads of the layer, 0 if keys and values alone travel."""
+        """`num_heads`: query heads of the layer; 0 for an exchange of keys and values alone."""
         assert exchange is not None, f"a place of {level.size} processes needs an exchange"
         u = level.inner_size
         if num_heads % u or (num_kv_heads % u and u % num_kv_heads):
@@ -382,13 +389,14 @@ class LevelAttention:
         return slice(inner * self._n, (inner + 1) * self._n)
 
     def start(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
-        """Start the dispatch of the level's rows of `queries` (N, T, H) and `keys` (K, T, H)."""
+        """Start the dispatch of the level's local rows of `queries` (N, T, H) and `keys`
+        (K, T, H)."""
         own = slice(*self.level.local)
         each = [x[:, own] for x in queries], [x[:, own] for x in keys]
         self._transfer = dispatch(self._exchange, self.level, *each)
 
     def store(self, layer_kv: LayerKV, rule: AttentionRule) -> None:
-        """Store keys and values that came in without queries."""
+        """Wait for keys and values that were dispatched without queries, and store them."""
         x = self._arrived()
         inners = dispatched(self.level, x, (), self._keys)
         kv = in_token_order(self.level, inners) if len(inners) > 1 else inners[0]
@@ -397,9 +405,9 @@ class LevelAttention:
     def forward(
         self, attention: SliceAttention, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attend to q, k, v that came in, store k and v, start the combine of out.
+        """Wait for q, k, v, store k and v, attend, and start the combine of out.
 
-        What came in, out (n, L, H) and lse (n, L): the backward takes them again.
+        Return the rows as they arrived, out (n, L, H) and lse (n, L), for the backward.
         """
         x = self._arrived()
         (q,), k, v, gathered = self._unpacked(x, 1)
@@ -411,17 +419,17 @@ class LevelAttention:
         return x, out, lse
 
     def combined_out(self) -> Tensor:
-        """out (t, N, H) of the local rows."""
+        """Wait for the combine: out (t, N, H) of the local rows."""
         return combined(self.level, self._arrived(), (self._queries,), ())[0]
 
     def backward(
         self, attention: SliceAttention, lse: Tensor, before: tuple[Tensor, Tensor] | None, *,
         needs_kv: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Start the combine of dq, dk, dv; returns dout and out (n, L, H), for the sinks.
+        """Start the combine of dq, dk, dv; return dout and out (n, L, H), for the sinks.
 
-        `before`: what came in to the forward, and its out. Only dout comes in then, and without it
-        dout, out, q, k and v.
+        `before`: the arrived rows and out that `forward` returned, where dout alone was dispatched;
+        None where dout, out, q, k and v were.
         """
         x = self._arrived()
         if before is None:
@@ -439,13 +447,14 @@ class LevelAttention:
             self._combine((dq, dk.to(q.dtype), dv.to(q.dtype)), ())
         else:
             assert gathered.dk is not None and gathered.dv is not None
+            # dk and dv, from causal attention, are of this inner group's rows alone
             keys = by_inner_place(self.level, torch.cat((gathered.dk, gathered.dv)))
             keys[self.level.inner] += torch.cat((dk, dv))
             self._combine((dq,), [x.to(q.dtype) for x in keys])
         return dout, out
 
     def combined_gradients(self) -> list[Tensor]:
-        """dq (t, N, H), dk and dv (t, K, H) of the local rows."""
+        """Wait for the combine: dq (t, N, H), dk and dv (t, K, H) of the local rows."""
         return combined(self.level, self._arrived(), (self._queries,), self._keys)
 
     def _arrived(self) -> Tensor:
@@ -456,7 +465,8 @@ class LevelAttention:
     def _unpacked(
         self, x: Tensor, num_queries: int
     ) -> tuple[Sequence[Tensor], Tensor, Tensor, Gathered | None]:
-        """Query tensors (n, L, H), k and v (m, L, H) of the same rows, and what was gathered."""
+        """Split arrived rows x into query tensors (n, L, H), k and v (m, L, H) of the same rows,
+        and the gathered keys and values, if any."""
         level, m = self.level, self._m
         inners = dispatched(level, x, (self._queries,) * num_queries, self._keys)
         *queries, k, v = inners[level.inner].split((self._n,) * num_queries + (m, m))
@@ -466,7 +476,8 @@ class LevelAttention:
         return queries, k, v, Gathered(kv[:m], kv[m:])
 
     def _combine(self, own: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
-        """`own` (w, L, H) within the inner place, `keys` (w, L, H) of each inner place to it."""
+        """Start the combine of `own` (w, L, H), which stays within this inner group, and of `keys`
+        (w, L, H), one tensor for each inner group."""
         each = [[y] for y in keys] or [[] for _ in range(self.level.num_inner)]
         each[self.level.inner] = [*own, *each[self.level.inner]]
         self._transfer = combine(self._exchange, self.level, each)
@@ -477,8 +488,8 @@ def _zeros(x: Tensor, lse: Tensor) -> Tensor:
 
 
 SavedAttention = tuple[Tensor, tuple[Tensor, ...]]
-"""out (N, T, H) of the process's rows, and the log-sum-exps of own slices and of each level, which
-lie where they were computed: (heads of the process, rows there)."""
+"""out (N, T, H) of this process's rows, and the log-sum-exps of local parts and of each level, left
+where attention ran: (heads of the process, rows there)."""
 
 
 def chunk_attention(
@@ -494,12 +505,19 @@ def chunk_attention(
     sinks: Tensor | None = None,
     saved: SavedAttention | None = None,
 ) -> tuple[Tensor, SavedAttention]:
-    """q (N, T, H), k and v (K, T, H) -> out (N, T, H), and it with its log-sum-exps.
+    """Compute a chunk's attention and store the keys and values that `layer_kv` keeps.
 
-    `sinks` (N,) are logits without a value that join every row's softmax (gpt-oss). `exchange` is
-    needed where `rows` have a place of several processes. Keys and values that `layer_kv` keeps are
-    stored. With `saved` of an earlier identical forward nothing is computed, exchanged or stored;
-    the backward works as ever.
+    Args:
+        q: (N, T, H).
+        k: (K, T, H), as is v.
+        rows: which rows of the chunk this process has.
+        exchange: the all-to-alls; required if `rows` has a level of several processes.
+        sinks: (N,) logits without a value that join every row's softmax (gpt-oss).
+        saved: second result of an earlier identical forward. Then nothing is computed, exchanged
+            or stored; the backward is unchanged.
+
+    Returns:
+        out (N, T, H), and the `SavedAttention` to pass as `saved`.
     """
     call = _Call(rows, layer_kv, rule, backend, exchange, saved is not None)
     with torch.no_grad():
@@ -521,7 +539,7 @@ def store_kv(
     rule: AttentionRule,
     exchange: Exchange | None = None,
 ) -> None:
-    """Store what `layer_kv` keeps of k and v (K, T, H), where attention does not run."""
+    """Store the part of k and v (K, T, H) that `layer_kv` keeps, without running attention."""
     with torch.no_grad():
         levels = [
             LevelAttention(level, exchange, 0, k.shape[0])
@@ -545,7 +563,7 @@ class _Call:
     backend: Backend
     exchange: Exchange | None
     is_saved: bool
-    """Whether an earlier forward was saved: the backward has the process's rows alone."""
+    """Whether the forward was given saved attention: its backward has undispatched rows alone."""
 
     def attention(self, slices: Sequence[PlacedSlice], first_row: int = 0) -> SliceAttention:
         return SliceAttention(slices, self.layer_kv, self.rule, self.backend, first_row)
@@ -557,7 +575,7 @@ class _Call:
         ]
 
     def own_parts(self) -> list[tuple[SliceAttention, slice]]:
-        """Own slices with their rows among own ones, halved where they have something to hide."""
+        """Local slices and their rows, in two halves if there are all-to-alls to hide."""
         if self.rows.own is None:
             return []
         slices = self.rows.own.slices
@@ -569,7 +587,7 @@ class _Call:
 
 
 def _halves(slices: Sequence[PlacedSlice]) -> list[Sequence[PlacedSlice]]:
-    """Slices in two runs of about equal work, or in one if there is but one slice."""
+    """Cut slices into two runs of about equal work, or one run if there is only one slice."""
     totals = list(accumulate(placed.num_pairs for placed in slices))
     cut = min(range(len(slices)), key=lambda i: abs(2 * totals[i] - totals[-1])) + 1
     return [half for half in (slices[:cut], slices[cut:]) if half]
@@ -578,19 +596,23 @@ def _halves(slices: Sequence[PlacedSlice]) -> list[Sequence[PlacedSlice]]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """out (N, T, H), the log-sum-exps, and what the backward takes besides.
+    """Return out (N, T, H), the log-sum-exps, and the other tensors that the backward needs.
 
-    That is q, k, v and out of own rows, and of each level what came in and out there.
+    log-sum-exps = [local half 1, local half 2 if there is one, level 0, level 1, ...]
+    kept = [q, k, v, out of local rows, then for each level: arrived rows, out (n, L, H)]
     """
     levels, parts = call.levels(q.shape[0], k.shape[0]), call.own_parts()
+    # every dispatch is under way before any attention, so that local work hides it
     for level in levels:
         level.start((q,), (k, v))
     if not levels and parts:
         out, lse = _own_forward(q, k, v, sinks, *parts[0])
         return out, (lse,), (q.detach(), k.detach(), v.detach(), out)
+    # a process without tokens has one dummy row, which nothing below writes
     out = _token_major(q, q.shape[1], zeros=not call.rows.num_tokens)
+    # local rows come last: levels are in falling size of their groups
     own = slice(call.rows.own.local[0] if call.rows.own else q.shape[1], None)
-    # the rows that travel would stay in memory with a view
+    # clone(): a view would keep the exchanged rows in memory until the backward
     kept = [x.detach()[:, own].clone() for x in (q, k, v)] + [out[:, own]]
     lses, in_levels = [], []
     for number in range(2):
@@ -599,7 +621,7 @@ def _forward(
             own_q, own_k, own_v, own_out = kept
             own_out[:, rows], lse = _own_forward(own_q, own_k, own_v, sinks, attention, rows)
             lses.append(lse)
-        if number == 0:
+        if number == 0:  # between the halves: the second one hides each level's combine
             in_levels = [x.forward(call.attention(x.level.slices), sinks) for x in levels]
     for level in levels:
         out[:, slice(*level.level.local)] = level.combined_out().transpose(0, 1)
@@ -611,7 +633,7 @@ def _forward(
 def _own_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attention: SliceAttention, rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """Store k and v and attend to `rows` of own slices."""
+    """Store k and v of `rows` of local slices, and attend to them."""
     q, k, v = (_rows(x, rows) for x in (q, k, v))
     store_slices(attention.slices, k, v, attention.layer_kv, attention.rule, attention.first_row)
     return attention.forward(q, k, v, sinks, None)
@@ -622,7 +644,7 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
 
 
 def _token_major(like: Tensor, num_rows: int, *, zeros: bool) -> Tensor:
-    """A tensor (N, rows, H) that lies as the model reads it, row by row; `like` (N, any, H)."""
+    """A tensor (N, rows, H) with memory layout (rows, N, H), the model's; `like` (N, any, H)."""
     x = like.new_empty((num_rows, like.shape[0], like.shape[2]))
     return (x.zero_() if zeros else x).transpose(0, 1)
 
@@ -654,7 +676,7 @@ def _add_sink_grads(
     dsinks: Tensor | None, sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor,
     heads: slice = slice(None),
 ) -> None:  # fmt: skip
-    """Add to gradients of sinks (N,) what rows of some heads give: dout, out (n, T, H)."""
+    """Add to dsinks (N,) the part of rows of some heads, given dout and out (n, T, H)."""
     if dsinks is not None:
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # (n, T)
         share = torch.exp(sinks[heads].to(lse.dtype)[:, None] - lse)
@@ -665,7 +687,7 @@ def _backward(
     dout: Tensor, kept: Sequence[Tensor], call: _Call, sinks: Tensor, dsinks: Tensor | None,
     needs_kv: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """dq (N, T, H), dk and dv (K, T, H); `kept` as `_forward` returns it, behind log-sum-exps."""
+    """Return dq (N, T, H), dk and dv (K, T, H); `kept`: log-sum-exps, then `kept` of `_forward`."""
     parts, num_levels = call.own_parts(), len(call.rows.exchanged)
     lses, (q, k, v, out, *in_levels) = kept[: (n := len(parts) + num_levels)], kept[n:]
     if not num_levels and parts:
@@ -678,9 +700,9 @@ def _backward(
     num_rows, is_empty = dout.shape[1], not call.rows.num_tokens
     grads = [_token_major(x, num_rows, zeros=is_empty) for x in (q, k, v)]
     own = slice(*call.rows.own.local) if call.rows.own else slice(num_rows, num_rows)
-    if call.is_saved:
+    if call.is_saved:  # those are all rows of the process, and the levels kept nothing
         q, k, v, out = (x[:, own] for x in (q, k, v, out))
-    for number in range(2):
+    for number in range(2):  # the levels between the two local halves, as in `_forward`
         if number < len(parts):
             attention, rows = parts[number]
             given = dout[:, own], q, k, v, out
