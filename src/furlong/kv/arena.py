@@ -1,9 +1,8 @@
-"""Pooled memory for the store: taken and given back in pieces, grown to the largest step seen.
+"""Arena allocator of the KV store, which grows to the largest step so far.
 
-A step that finds the pool too small adds a slab; when everything has come back, several slabs
-become one of their total size, so that later steps of the same size allocate nothing. Slabs are
-large, so that what lives from forward to backward leaves no holes among the allocator's short-lived
-tensors.
+A step that needs more adds a slab. Once everything is freed, several slabs are replaced by one of
+their total size, so that later steps of the same size allocate nothing. Slabs are large: tensors
+that live from forward to backward then cause no fragmentation among torch's short-lived tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 
 class Extents:
-    """Free bytes of the range 0 to `num_bytes`, taken first fit and merged when given back."""
+    """First-fit allocator of byte ranges in [0, `num_bytes`); adjacent free ranges are merged."""
 
     def __init__(self, num_bytes: int = 0) -> None:
         self.num_bytes = num_bytes
@@ -31,7 +30,7 @@ class Extents:
         return stop - start if stop == self.num_bytes else 0
 
     def take(self, num_bytes: int) -> int | None:
-        """Start of `num_bytes` that were free, or None where no hole is large enough."""
+        """Allocate a range and return its start, or None if no hole is large enough."""
         for index, (start, stop) in enumerate(self._holes):
             if stop - start >= num_bytes:
                 rest = (start + num_bytes, stop)
@@ -58,17 +57,17 @@ class Extents:
 _ALIGNMENT_BYTES = 64
 MIN_SLAB_BYTES = 2**26
 _NAN_BYTE = 0xFF
-"""A float of any width whose bytes are all this one is NaN."""
+"""A float of any width made of this byte alone is NaN."""
 
 
 def aligned(num_bytes: int, alignment_bytes: int = _ALIGNMENT_BYTES) -> int:
-    """Bytes of the whole units that hold `num_bytes`."""
+    """Round `num_bytes` up to a multiple of `alignment_bytes`."""
     return -(-num_bytes // alignment_bytes) * alignment_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a slab."""
+    """An allocated part of a slab."""
 
     memory: Tensor  # (num_bytes,) uint8
     extents: Extents
@@ -79,7 +78,7 @@ class Piece:
 
 
 class Slabs:
-    """Memory in large slabs, the oldest of which that has room is taken from."""
+    """Memory in large slabs; the oldest slab with room serves an allocation."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
@@ -93,7 +92,7 @@ class Slabs:
         self.slabs.append((self._allocate(num_bytes), Extents(num_bytes)))
 
     def take(self, num_bytes: int, new_slab_bytes: Callable[[], int]) -> Piece:
-        """Memory that is free, in a new slab where no other has room."""
+        """Allocate a piece, in a new slab of `new_slab_bytes()` if no slab has room."""
         for memory, extents in self.slabs:
             if (start := extents.take(aligned(num_bytes))) is not None:
                 return Piece(memory[start : start + num_bytes], extents, start)
@@ -102,8 +101,10 @@ class Slabs:
 
 
 class Arena:
+    """Device memory of the KV store: tensors are taken from slabs and given back."""
+
     def __init__(self, device: torch.device, *, poison: bool = False) -> None:
-        """`poison`: what is given back turns to NaN, so that a use after it is seen."""
+        """`poison`: fill tensors with NaN when they are given back, to detect a use after free."""
         self.device = device
         self.taken_bytes = 0
         self._poison = poison
@@ -116,18 +117,18 @@ class Arena:
         return self._slabs.num_bytes
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor; give it back with `give`."""
+        """Allocate an uninitialised tensor, to be freed with `give`."""
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype, device=self.device)
         piece = self._slabs.take(num_bytes, lambda: self._new_slab_bytes(num_bytes))
         self._taken[piece.memory.data_ptr()] = piece
         self.taken_bytes += aligned(num_bytes)
-        # `.data`: a version counter of its own, so that autograd sees writes to this piece only.
+        # `.data` has its own version counter: autograd then sees writes to this piece only
         return piece.memory.view(dtype).view(shape).data
 
     def give(self, tensor: Tensor) -> None:
-        """Give back what `take` returned."""
+        """Free a tensor that `take` returned."""
         if tensor.numel() == 0:
             return
         piece = self._taken.pop(tensor.data_ptr())
@@ -140,15 +141,14 @@ class Arena:
             self._slabs.slabs.clear()
 
     def _new_slab_bytes(self, num_bytes: int) -> int:
-        """Bytes of the next slab. Slabs that were given up when all was free are replaced by one of
-        their total size: the next step then finds everything in a single slab, where it had
-        several."""
+        """Bytes of the next slab. The first one after all slabs were dropped has their total size,
+        so that the next step needs this slab alone."""
         consolidated_bytes = 0 if self._slabs.slabs else self._consolidated_bytes
         if consolidated_bytes and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the slabs that were given up still lie in its cache
+            torch.cuda.empty_cache()  # the allocator still caches the slabs that were dropped
         return max(aligned(num_bytes), consolidated_bytes, MIN_SLAB_BYTES)
 
 
 def poison_bytes(x: Tensor) -> None:
-    """Fill contiguous x with NaN, so that a use after it was given back is seen."""
+    """Fill contiguous x with NaN, to detect a use after free."""
     x.detach().view(-1).view(torch.uint8).fill_(_NAN_BYTE)

@@ -1,8 +1,8 @@
-"""The file of the disk: without a name, read and written past the page cache.
+"""The unlinked file of a `DiskPool`, read and written with O_DIRECT, past the page cache.
 
-Mapped files would count as resident memory, and buffered writes put the writer to sleep once the
-kernel has too many dirty pages; O_DIRECT does neither. The file is unlinked as soon as it is open,
-so that nothing is left behind, not even by a crash."""
+Mapped files would count as resident memory, and buffered writes block once the kernel has too many
+dirty pages; O_DIRECT does neither. The file is unlinked as soon as it is open, so that nothing
+remains on disk, even after a crash."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from furlong.units import format_bytes
 
 PAGE_BYTES = 4096
 _SYNC_BYTES = 2**26
-"""Dirty pages that a filesystem without O_DIRECT may gather."""
+"""Bytes written between syncs on a filesystem without O_DIRECT."""
 _IN_RAM = ("tmpfs", "ramfs")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NamelessFile:
-    """An open file without a name in `folder`, gone with the process."""
+    """An open, unlinked file in `folder`; the system frees it when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,16 +44,16 @@ class NamelessFile:
             descriptor, self.is_direct = _open(folder)
         except OSError as error:
             raise self._refusal(error) from error
-        self._file = io.FileIO(descriptor, "r+")  # closed with the pool, or with us
+        self._file = io.FileIO(descriptor, "r+")  # closes itself if `close` is never called
 
     def reserve(self, start: int, num_bytes: int) -> None:
-        """Make sure that the disk has room for so many bytes from `start` on."""
+        """Allocate `num_bytes` of the disk from `start` on; raises ConfigError if it is full."""
         try:
             os.posix_fallocate(self._file.fileno(), start, num_bytes)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise self._refusal(error, num_bytes) from error
-            os.ftruncate(self._file.fileno(), start + num_bytes)  # reserves nothing
+            os.ftruncate(self._file.fileno(), start + num_bytes)  # grows the file, reserves nothing
 
     def write(self, pages: memoryview, start: int) -> None:
         done = 0
@@ -99,7 +99,7 @@ class NamelessFile:
 
 
 def _refuse_ram(folder: Path) -> None:
-    """ConfigError for a folder whose files lie in RAM."""
+    """Raise ConfigError for a folder whose files are in RAM."""
     try:
         resolved = folder.resolve()
         mounts = psutil.disk_partitions(all=True)
@@ -118,8 +118,8 @@ def _refuse_ram(folder: Path) -> None:
 
 
 def _open(folder: Path) -> tuple[int, bool]:
-    """A new file without its name, and whether it is read and written past the page cache: tried
-    with one page, and done without where the system refuses."""
+    """Create and unlink a file; return its descriptor and whether O_DIRECT works there, which one
+    page tries out."""
     page = mmap.mmap(-1, PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     name, descriptor = folder / f".furlong-{uuid.uuid4().hex}", None
     for flag in (os.O_DIRECT, 0):

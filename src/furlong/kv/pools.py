@@ -1,19 +1,22 @@
-"""Pools: tensors go in, wait somewhere, and come back with the same bits.
+"""Pools: storage for tensors between uses, on the device, in CPU memory or on disk, bit by bit.
 
-Everything is in the order of the calling thread, or of its stream on CUDA: `put` returns at once
-and its tensor may be changed right away; a lease's tensor may be read right away.
-`DevicePool` keeps tensors where they are and is the reference for the others.
+All calls take effect in the order of the calling thread, or of its current stream on CUDA. `put`
+returns at once, and its tensor may be changed right away; the tensor of a lease may be read right
+away. `DevicePool` keeps tensors on the device and is the reference for the others.
 
-In a `StagedPool` they pass through staging buffers on their way out and back. The compute side
-copies into a buffer or uses it as a lease; one lane carries buffers out, another carries them back.
-Each operation has its own event, so that nothing is announced by what was done before or behind it.
-Writes are in order among themselves; a read comes behind the last write of its handle. A dropped
-handle needs no wait: what is written later to its place is written later.
+A `StagedPool` moves tensors through staging buffers. The compute side (the calling thread or its
+stream) copies into a buffer, or computes with it as a lease; one lane copies buffers to storage,
+another copies them back. A lane runs tasks in order beside the compute side: a stream on CUDA, a
+thread on a CPU. Its tasks copy, read and write; they must start no thread pool and draw no random
+numbers. What orders the copies:
 
-A lane is work beside the compute side, in order: a stream on CUDA, a thread on a CPU. What it does
-must take no team of threads of its own and draw no random numbers: it copies, reads and writes.
-Another offload target is one more `StagedPool` (where bytes lie, and how they get there and back)
-and a line in `Pools`.
+    writes                           run in one lane, in the order of their calls
+    a read                           waits for the last write of its handle
+    reuse of a buffer                waits for the `free` event that its last user left
+    reuse of a dropped handle's place  needs no wait: later writes run later in the same lane
+
+Every copy has its own event: no event stands for an earlier or a later copy. Another offload target
+is one more subclass of `StagedPool` and one case in `Pools.of`.
 """
 
 from __future__ import annotations
@@ -49,16 +52,16 @@ from furlong.units import format_bytes
 
 @dataclass(eq=False)
 class Handle:
-    """A tensor in a pool; what else it holds is the pool's own affair."""
+    """A tensor in a pool. Other fields than shape and dtype are private to the pool."""
 
     shape: torch.Size
     dtype: torch.dtype
     place: Any = None
-    """Where the bytes lie."""
+    """Where the bytes are: a tensor, a part of a slab, or a range of the file."""
     written: Any = None
     """The event of the last write."""
     reading: Any = None
-    """The buffer and the event of a read that nobody has asked for yet."""
+    """(buffer, event) of a prefetched read that no `get` has taken yet."""
     num_leases: int = 0
 
     @property
@@ -68,20 +71,20 @@ class Handle:
 
 @dataclass(eq=False)
 class Lease:
-    """A tensor of a pool, valid until it is given back by one of the two methods, once.
+    """A tensor borrowed from a pool, valid until one of the two methods is called, once.
 
-    It may be changed in place if `write_back` ends the lease, and else must not be.
+    Change it in place only if `write_back` ends the lease.
     """
 
     tensor: Tensor
     _end: Callable[[bool], None] | None
 
     def release(self) -> None:
-        """Give the tensor back; its memory is reused."""
+        """Return the tensor; its memory is reused."""
         self._finish(False)
 
     def write_back(self) -> None:
-        """Overwrite the handle with what the tensor holds now, and give the tensor back."""
+        """Store the tensor's present values under its handle, and return the tensor."""
         self._finish(True)
 
     def _finish(self, writes: bool) -> None:
@@ -92,38 +95,43 @@ class Lease:
 
 @dataclass(eq=False)
 class Budget:
-    """Bytes that pools hold, and may hold together."""
+    """Bytes held by the pools that share this budget, and their limit."""
 
     limit_bytes: int | None = None
-    """None: no bound."""
+    """None: no limit."""
     held_bytes: int = 0
 
 
 class Pool(ABC):
-    """Tensors that wait. An error of a worker surfaces in the next call, and in all until `clear`.
+    """Storage for tensors. A worker's error is raised by the next call, and by all until `clear`.
 
-    A handle with a lease cannot be dropped, nor written back while another one is left.
+    A handle with an open lease cannot be dropped. `write_back` requires that no other lease of the
+    handle is open.
     """
 
     read_bytes = 0
-    """Bytes of tensors that came back over the pool's link."""
+    """Bytes of tensors read back from where the pool offloads."""
     written_bytes = 0
-    """Bytes of tensors that went out over the pool's link."""
+    """Bytes of tensors written to where the pool offloads."""
     waited_s = 0.0
-    """Seconds that the calling thread has waited for the pool's workers."""
+    """Seconds that the calling thread has waited for the pool's lanes."""
 
     def __init__(self, budget: Budget | None, *, poison: bool) -> None:
         self._budget, self._poison = budget or Budget(), poison
         self._handles: set[Handle] = set()
-        self._era = 0  # `clear` begins a new one: leases of an old one end without effect
+        self._era = 0  # `clear` increments it, and leases of an earlier era then end without effect
         self._error: BaseException | None = None
         self.held_bytes = 0
         """Bytes of all handles' tensors."""
         self.peak_bytes = 0
-        """Most bytes held at a time; whoever sets it to `held_bytes` lets it start again."""
+        """Maximum of `held_bytes`; assign `held_bytes` to restart it."""
 
     def put(self, x: Tensor) -> Handle:
-        """Keep a copy of x."""
+        """Store a copy of x.
+
+        Raises:
+            ConfigError: the budget is exceeded, or the disk is full.
+        """
         self._raise_error()
         handle = Handle(x.shape, x.dtype)
         self._begin(handle)
@@ -134,12 +142,12 @@ class Pool(ABC):
         return handle
 
     def prefetch(self, h: Handle) -> None:
-        """Begin to read what `get` will soon ask for; a hint, without effect when repeated."""
+        """Start to read a handle that `get` will soon ask for; a hint that may be repeated."""
         self._raise_error()
         self._require_held(h)
 
     def get(self, h: Handle) -> Lease:
-        """The tensor last put or written, in a copy that stays until its lease ends."""
+        """Lease the tensor that was last put or written back under a handle."""
         self._raise_error()
         self._require_held(h)
         tensor, buffer = self._read(h)
@@ -147,7 +155,7 @@ class Pool(ABC):
         return Lease(tensor, partial(self._end_lease, h, tensor, buffer, self._era))
 
     def drop(self, h: Handle) -> None:
-        """Forget a handle."""
+        """Free a handle and its storage."""
         self._require_held(h)
         assert h.num_leases == 0, "a lease of the handle is left"
         self._handles.remove(h)
@@ -155,13 +163,13 @@ class Pool(ABC):
         self._end(h)
 
     def close(self) -> None:
-        """End the pool; an AssertionError if a handle or a lease is left."""
+        """Close the pool; raises AssertionError if a handle or a lease is left."""
         self._raise_error()
         num_leases = sum(h.num_leases for h in self._handles)
         assert not self._handles, f"{len(self._handles)} handles and {num_leases} leases are left"
 
     def clear(self) -> None:
-        """After an error: wait for the workers, forget every handle, lease and error."""
+        """Recover from an error: wait for the lanes, drop every handle, lease and error."""
         for handle in self._handles:
             self._end(handle)
         self._handles.clear()
@@ -171,22 +179,22 @@ class Pool(ABC):
 
     @abstractmethod
     def _begin(self, h: Handle) -> None:
-        """Take room for a handle's bytes."""
+        """Allocate storage for a handle."""
 
     @abstractmethod
     def _end(self, h: Handle) -> None:
-        """Give it back."""
+        """Free a handle's storage."""
 
     @abstractmethod
     def _write(self, h: Handle, x: Tensor) -> None: ...
 
     @abstractmethod
     def _read(self, h: Handle) -> tuple[Tensor, Buffer | None]:
-        """A tensor for a lease, and the buffer that it lies in."""
+        """Return a tensor for a lease, and the staging buffer that holds it, if one does."""
 
     @abstractmethod
     def _give(self, tensor: Tensor, buffer: Buffer | None) -> None:
-        """Give back what `_read` gave."""
+        """Take back the tensor and the buffer that `_read` returned."""
 
     def _write_back(self, h: Handle, tensor: Tensor, buffer: Buffer | None) -> None:
         self._write(h, tensor)
@@ -219,8 +227,8 @@ class Pool(ABC):
 
 
 class DevicePool(Pool):
-    """Tensors in the arena. A lease is the kept tensor itself; with `poison` it is a copy that
-    turns to NaN when it ends."""
+    """Tensors in the arena. A lease is the stored tensor itself; with `poison` it is a copy that is
+    filled with NaN when the lease ends."""
 
     def __init__(self, arena: Arena, *, poison: bool = False) -> None:
         super().__init__(None, poison=poison)
@@ -248,28 +256,31 @@ _PREFIX = "furlong-lane-"
 
 
 def is_lane() -> bool:
-    """Whether the calling thread is that of a lane."""
+    """Whether the calling thread belongs to a lane."""
     return threading.current_thread().name.startswith(_PREFIX)
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens once: the end of a thread's work, or a point of a CUDA stream of a
-    device; with neither it has already happened."""
+    """A moment to wait for: the end of a thread's task, or a point of a CUDA stream on a device;
+    with neither it has already passed."""
 
     work: Future[None] | None = None
     point: torch.cuda.Event | None = None
     device: torch.device | None = None
 
     def wait(self) -> None:
-        """Let the compute side go on only after it. Raises what the work raised."""
+        """Make the compute side wait: the thread for a task, the current stream for a point.
+
+        Raises the task's exception.
+        """
         if self.work is not None:
             self.work.result()
         if self.point is not None:
             torch.cuda.current_stream(self.device).wait_event(self.point)
 
     def block(self) -> None:
-        """The calling thread sleeps until it has happened."""
+        """Block the calling thread until the event has happened."""
         if self.work is not None:
             self.work.result()
         if self.point is not None:
@@ -281,34 +292,34 @@ class Event:
 
 
 def now(device: torch.device) -> Event:
-    """The event that the compute side has done all that it was given so far."""
+    """Return the event after all work that the compute side has been given so far."""
     if device.type != "cuda":
         return Event()
     return Event(point=torch.cuda.current_stream(device).record_event(), device=device)
 
 
 class ThreadLane:
-    """One thread. An operation behind one that failed fails with the same error.
+    """A lane of one thread. A task that waits for a failed one fails with the same error.
 
-    The garbage collector may come upon a `submit`, and drop values of another model whose lanes
-    have then to end: that needs a queue which is made for it, where an executor has locks.
+    `ThreadPoolExecutor` would not do: the garbage collector may run inside `submit` and finalize
+    another model, whose lanes then end. `SimpleQueue` is reentrant, an executor's locks are not.
     """
 
     def __init__(self, name: str, *, joins: bool = True) -> None:
-        """`joins`: whether its end, and that of the process, wait for what is left to do."""
+        """`joins`: whether `close`, and the end of the process, wait for the remaining tasks."""
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         thread = Thread(target=_carry, args=(self._tasks,), name=_PREFIX + name, daemon=True)
         thread.start()
         self._ended = weakref.finalize(self, _end_thread, self._tasks, thread if joins else None)
 
     def submit(self, work: Callable[[], None], after: Sequence[Event]) -> Event:
-        """Do `work` behind all that was submitted before it, and behind `after`."""
+        """Run `work` after all earlier tasks of the lane and after the events `after`."""
         done: Future[None] = Future()
         self._tasks.put((done, work, tuple(after)))
         return Event(done)
 
     def drain(self) -> None:
-        """The calling thread sleeps until nothing is left to do."""
+        """Block the calling thread until the lane is idle."""
         self.submit(lambda: None, ()).block()
 
     def close(self) -> None:
@@ -319,7 +330,7 @@ _Task = tuple[Future[None], Callable[[], None], tuple[Event, ...]]
 
 
 def _carry(tasks: SimpleQueue[_Task | None]) -> None:
-    """The life of a lane's thread; None ends it."""
+    """Run a lane's tasks in its thread, until a task is None."""
     while (task := tasks.get()) is not None:
         done, work, after = task
         try:
@@ -330,18 +341,18 @@ def _carry(tasks: SimpleQueue[_Task | None]) -> None:
             done.set_exception(error)
         else:
             done.set_result(None)
-        del task, done, work, after  # they hold memory, while it waits
+        del task, done, work, after  # else the thread would keep their memory while it waits
 
 
 def _end_thread(tasks: SimpleQueue[_Task | None], thread: Thread | None) -> None:
     tasks.put(None)
-    # the collector may find the lane in the thread itself
+    # the garbage collector may finalize the lane in its own thread, which cannot join itself
     if thread is not None and thread is not threading.current_thread():
         thread.join()
 
 
 class StreamLane:
-    """One CUDA stream; no thread ever waits for it but in `drain`."""
+    """A lane of one CUDA stream. No thread waits for it, except in `drain` and `close`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -367,20 +378,22 @@ class StreamLane:
 Lane = ThreadLane | StreamLane
 
 _MAX_SLACK = 2
-"""A buffer serves tensors down to this fraction of its size."""
+"""A buffer is at most this many times as large as what is stored in it."""
 
 
 @dataclass(eq=False)
 class Buffer:
     memory: Tensor
-    """uint8, whole pages."""
+    """uint8, a whole number of pages."""
     free: Event
-    """When its last user is done with it."""
+    """The event after its last use."""
 
 
 class Staging:
-    """Buffers of at most `limit_bytes` together, or of a number of the largest tensor; one larger
-    tensor and leases excepted."""
+    """Staging buffers of at most `limit_bytes` in all, or `num_largest` times the largest tensor.
+
+    More is allocated only for a single tensor that is larger, and while leases hold the limit.
+    """
 
     def __init__(
         self,
@@ -390,19 +403,23 @@ class Staging:
         now: Callable[[], Event],
         num_largest: int = 0,
     ) -> None:
-        """`allocate`: a page-aligned uint8 tensor of so many bytes; `wait`: the compute side
-        waits for an event; `now`: what it has done so far. `num_largest`: how many of the largest
-        tensor so far may be on their way though they are more than the limit."""
+        """`allocate` returns page-aligned uint8 memory, `wait` makes the compute side wait for an
+        event, `now` returns the event after all its work so far. The limit rises to `num_largest`
+        times the largest buffer asked for."""
         self._allocate = allocate
         self._limit_bytes, self._num_largest = limit_bytes, num_largest
         self._wait = wait
         self._now = now
-        self._free: deque[Buffer] = deque()  # the longest given back first
+        self._free: deque[Buffer] = deque()  # in the order in which they were given back
         self.total_bytes = 0
 
     def take(self, num_bytes: int, *, may_wait: bool = True) -> Buffer | None:
-        """A buffer of at least `num_bytes`; mind its `free`. Waits where that keeps the limit, or
-        gives None."""
+        """Return a buffer of at least `num_bytes`, to be used after its `free` event.
+
+        In order: an idle buffer that fits; new memory within the limit, after idle buffers were
+        released; a busy buffer that fits; new memory after the oldest busy ones became free. With
+        `may_wait=False`, None instead of the last two.
+        """
         size = aligned(max(1, num_bytes), PAGE_BYTES)
         self._limit_bytes = max(self._limit_bytes, self._num_largest * size)
         idle = [b for b in self._free if b.free.done()]
@@ -426,18 +443,18 @@ class Staging:
         return Buffer(memory, self._now())
 
     def give(self, buffer: Buffer, free: Event) -> None:
-        """Back, to be reused once `free` has happened."""
+        """Return a buffer, to be reused after `free`."""
         buffer.free = free
         self._free.append(buffer)
         self._release_idle(self._limit_bytes)
 
     def reset(self) -> None:
-        """Forget all buffers, also those that were taken; nobody may use one any more."""
+        """Drop all buffers, taken ones included; none may be in use."""
         self._free.clear()
         self.total_bytes = 0
 
     def _release_idle(self, to_bytes: int) -> None:
-        """Release buffers that nobody uses until `to_bytes` are left, or all are in use."""
+        """Release idle buffers until `to_bytes` are left, or no idle one is."""
         for buffer in [b for b in self._free if b.free.done()]:
             if self.total_bytes > to_bytes:
                 self._release(buffer)
@@ -452,20 +469,20 @@ def _fits(buffer: Buffer, size: int) -> bool:
 
 
 STAGING_BYTES = 2**25
-"""In flight and leased, unless told otherwise."""
+"""Default limit of a pool's staging buffers."""
 _NUM_LARGEST_ON_CUDA = 5
-"""Staging for so many of the largest tensor, a segment's gradients: those in use, those on their
-way back and out, two segments' keys and values, and remembered attention. A read that does not
-begin before it is needed holds up a GPU."""
+"""Staging for this many of the largest tensor, a segment's gradients: gradients in use, on their
+way back and on their way out, keys and values of two segments, and saved attention. A read that
+starts only when it is needed stalls a GPU."""
 
 
 class StagedPool(Pool):
-    """A pool whose tensors lie elsewhere, behind staging buffers and two lanes."""
+    """A pool that stores tensors off the device, through staging buffers and two lanes."""
 
     name: str
-    """Where they lie, in messages, such as `CPU memory`."""
+    """Name of the storage in messages, such as `CPU memory`."""
     budget_key: str
-    """The key of a run's configuration that bounds it."""
+    """Key of a run's configuration that sets the budget."""
 
     def __init__(
         self,
@@ -476,8 +493,8 @@ class StagedPool(Pool):
         poison: bool = False,
         stages_on_cpu: bool = False,
     ) -> None:
-        """`stages_on_cpu`: staging is CPU memory even where tensors live on another device, and
-        lanes are threads."""
+        """`stages_on_cpu`: use CPU memory as staging buffers and threads as lanes even if the
+        tensors' device is a GPU."""
         super().__init__(budget, poison=poison)
         self._device, is_cuda = device, device.type == "cuda"
         self._out, self._back = (
@@ -502,11 +519,11 @@ class StagedPool(Pool):
 
     @abstractmethod
     def _copy_out(self, place: Any, staged: Tensor) -> None:
-        """In a lane: staged (num_bytes,) uint8 -> place."""
+        """Copy `staged` (num_bytes,) uint8 to a place, in a lane."""
 
     @abstractmethod
     def _copy_back(self, place: Any, staged: Tensor) -> None:
-        """In a lane: place -> staged (num_bytes,) uint8."""
+        """Copy a place to `staged` (num_bytes,) uint8, in a lane."""
 
     def prefetch(self, h: Handle) -> None:
         super().prefetch(h)
@@ -587,7 +604,7 @@ class StagedPool(Pool):
     def _give(self, tensor: Tensor, buffer: Buffer | None) -> None:
         if self._poison:
             poison_bytes(tensor)
-        # An empty write moves the version counter: a graph that has saved the tensor will notice.
+        # An empty write bumps the version counter: a graph that saved the tensor raises in backward
         tensor.detach().view(-1)[:0].zero_()
         if buffer is not None:
             self._staging.give(buffer, now(self._device))
@@ -596,7 +613,7 @@ class StagedPool(Pool):
         self, lane: Lane, copy: Callable[[Any, Tensor], None], h: Handle, buffer: Buffer,
         *after: Event,
     ) -> Event:  # fmt: skip
-        """Copy between a handle's place and a buffer, in a lane."""
+        """Run `copy` between a handle's place and a buffer, in a lane, after some events."""
         place, staged = h.place, buffer.memory[: h.num_bytes]
 
         def work() -> None:
@@ -619,17 +636,16 @@ def _typed(buffer: Buffer, h: Handle) -> Tensor:
 
 
 _MAX_RESERVED_BYTES = 2**32
-"""A slab that is taken beforehand has at most so many: pages may run out."""
+"""Most bytes of a slab that is reserved in advance: the system may run out of pages to pin."""
 _RECORDS_PER_SLAB = 4
 
 
 class CpuPool(StagedPool):
-    """Tensors of `device` in CPU memory: pinned for CUDA, so that copies run beside the
-    computation.
+    """Tensors of `device` in CPU memory, which is pinned for CUDA, so that copies overlap compute.
 
     On CUDA two streams copy, one each way, and the compute stream waits for them, never the host.
-    On a CPU two threads do the same. Slabs have powers of two, to which torch would round pinned
-    memory up anyway.
+    On a CPU two threads do the same. Sizes of slabs are powers of two, to which torch would round
+    pinned memory up anyway.
     """
 
     name, budget_key = "CPU memory", "memory.cpu"
@@ -637,11 +653,11 @@ class CpuPool(StagedPool):
     def __init__(self, device: torch.device, **options: Any) -> None:
         super().__init__(device, **options)
         self.memory = Slabs(self._allocate)
-        self._is_refused = False  # pinned memory, by the system
+        self._is_refused = False  # whether the system has refused pinned memory
 
     def reserve(self, num_bytes: int, limit_bytes: int | None) -> None:
-        """Take memory for so many bytes in all, where it has to be pinned; elsewhere it costs
-        nothing until it is used. A few more are for the ends of slabs, within the limit."""
+        """Allocate pinned memory for `num_bytes` in all, and 3 % for unused ends of slabs, up to
+        the limit. Without CUDA do nothing: memory that is not pinned costs nothing until used."""
         if self._device.type != "cuda":
             return
         wanted = num_bytes + num_bytes // 32
@@ -674,7 +690,7 @@ class CpuPool(StagedPool):
         if self._device.type == "cuda":
             to.copy_(source, non_blocking=True)
         else:
-            np.copyto(to.numpy(), source.numpy())  # a torch copy would take a team of threads
+            np.copyto(to.numpy(), source.numpy())  # a torch copy would use OpenMP threads
 
     def _allocate(self, num_bytes: int) -> Tensor:
         memory = None
@@ -687,7 +703,7 @@ class CpuPool(StagedPool):
 
 
 def pinned_memory(num_bytes: int) -> Tensor | None:
-    """Pinned uint8 memory, or None with a message where the system refuses it."""
+    """Allocate pinned uint8 memory; None, with a warning, if the system refuses it."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
@@ -700,9 +716,9 @@ def pinned_memory(num_bytes: int) -> Tensor | None:
 
 
 class DiskPool(StagedPool):
-    """Tensors of `device` in a file in `folder`; two threads write and read it.
+    """Tensors of `device` in a file in `folder`, which one thread writes and another reads.
 
-    ConfigError for a folder that cannot take it, at once, and for a full disk, at `put`.
+    Raises ConfigError at once for a folder that cannot hold the file, and at `put` for a full disk.
     """
 
     name, budget_key = "the disk", "memory.disk"
@@ -717,7 +733,7 @@ class DiskPool(StagedPool):
         self.file.close()
 
     def _take_place(self, num_bytes: int) -> tuple[int, int]:
-        """First byte and number of bytes."""
+        """Reserve whole pages of the file: (first byte, number of bytes)."""
         size = aligned(max(1, num_bytes), PAGE_BYTES)
         start = self._extents.take(size)
         if start is None:
@@ -735,7 +751,7 @@ class DiskPool(StagedPool):
         if self._hops and (pinned := pinned_memory(num_bytes + PAGE_BYTES)) is not None:
             first = -pinned.data_ptr() % PAGE_BYTES
             return pinned[first : first + num_bytes]
-        # Private: shared pages, Python's default, would count as shared memory of the process.
+        # MAP_PRIVATE: shared pages, Python's default, would count as the process's shared memory
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -747,25 +763,25 @@ class DiskPool(StagedPool):
 
 
 def _pages(staged: Tensor, num_bytes: int) -> memoryview:
-    """The whole pages that `staged` lies in, as bytes of the buffer that it begins."""
+    """The whole pages that `staged` begins, as bytes; its buffer extends to their end."""
     return staged.as_strided((num_bytes,), (1,)).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Bounds of the memory that calls may use beside weights, gradients and optimizer."""
+    """Limits of the memory that calls may use besides weights, gradients and optimizer states."""
 
     cpu_bytes: int | None = None
-    """Budget of CPU memory, for all calls on a model that live; None: no bound."""
+    """Bytes of CPU memory for all pending calls on a model together; None: no limit."""
     disk_bytes: int | None = None
-    """Budget of the disk, likewise; None: no bound."""
+    """Bytes of the disk for all pending calls on a model together; None: no limit."""
     disk_dir: str | Path | None = None
-    """Folder of the disk; None: the system's folder for temporary files."""
+    """Folder for offloading to disk; None: the system's folder for temporary files."""
     poison: bool = False
-    """Whether memory that is given back turns to NaN, so that tests see a use after that."""
+    """Whether freed memory is filled with NaN, so that tests detect a use after free."""
     device_bytes: int | None = None
-    """Budget of the device, by which a keep of auto is decided; None: what is free at the first
-    call. It bounds nothing else."""
+    """Bytes of device memory by which `keep: auto` is decided; None: the bytes that are free at the
+    first call. It limits nothing else."""
 
     def __post_init__(self) -> None:
         for name in ("device_bytes", "cpu_bytes", "disk_bytes"):
@@ -779,28 +795,28 @@ class Storage:
 
 
 class Pools:
-    """The pools of one model, or of one call on it, opened when a plan first offloads to them."""
+    """The pools of one model, or of one call on it, created when a plan first offloads to them."""
 
     def __init__(
         self, arena: Arena, storage: Storage, budgets: Mapping[OffloadTarget, Budget] | None = None
     ) -> None:
         self.arena, self.storage = arena, storage
         self.process = os.getpid()
-        """Whose threads copy; a forked process has none of them."""
+        """Id of the process whose threads copy; a forked process has none of them."""
         self.reserved: dict[tuple[bool, Offload], tuple[int, int]] = {}
-        """Kinds of plans (whether they train, what they offload) for which memory was taken
-        beforehand: the most tokens of one sequence, and of all."""
+        """Plans for which memory was reserved: (whether they train, what they offload) -> (most
+        tokens of one sequence, most tokens of a batch)."""
         self.opened: dict[OffloadTarget, Pool] = {}
         self._budgets = budgets or {
             "cpu": Budget(storage.cpu_bytes), "disk": Budget(storage.disk_bytes)
         }  # fmt: skip
 
     def beside(self) -> Pools:
-        """Others in the same arena, within the same budgets."""
+        """Return new pools in the same arena that share these pools' budgets."""
         return Pools(self.arena, self.storage, self._budgets)
 
     def of(self, target: OffloadTarget) -> Pool:
-        """The pool of an offload target."""
+        """Return the pool of an offload target, and create it on first use."""
         if target not in self.opened:
             poison, device = self.storage.poison, self.arena.device
             match target:
@@ -816,16 +832,16 @@ class Pools:
 
     @property
     def lower_bytes(self) -> int:
-        """Bytes that wait in CPU memory and on disk."""
+        """Bytes held in CPU memory and on disk."""
         return sum(pool.held_bytes for target, pool in self.opened.items() if target != "none")
 
     def reset_peaks(self) -> None:
-        """Let the pools' peaks start again from what they hold."""
+        """Reset each pool's peak to the bytes that it holds now."""
         for pool in self.opened.values():
             pool.peak_bytes = pool.held_bytes
 
     def peak_bytes(self, target: OffloadTarget) -> int:
-        """Most bytes that a pool has held since `reset_peaks`; 0 if it was never opened."""
+        """Most bytes that a pool has held since `reset_peaks`; 0 if it was never created."""
         return self.opened[target].peak_bytes if target in self.opened else 0
 
     @property
@@ -834,11 +850,11 @@ class Pools:
         return sum(pool.waited_s for pool in self.opened.values())
 
     def clear(self) -> None:
-        """Forget everything, after an error."""
+        """Drop everything after an error."""
         for pool in self.opened.values():
             pool.clear()
 
     def close(self) -> None:
-        """End the pools; an AssertionError if anything is left in them."""
+        """Close the pools; raises AssertionError if anything is left in them."""
         for pool in self.opened.values():
             pool.close()

@@ -1,21 +1,21 @@
-"""The KVStore: per sequence and layer, what later chunks need of earlier ones.
+"""The KVStore: per sequence and layer, the tensors that later chunks read of earlier ones.
 
-K,V of a cut sequence, states of its recurrent layers, and the gradients that later chunks send
-(float32 where K,V have 16 bits), made when the first one arrives. With a sliding window of w tokens
-only the last w-1 tokens of a chunk are kept: no later token sees the others, and what a later chunk
-sees stays contiguous, along its path where a sequence branches. With attention blocks only those of
-the block that is open at its end are kept. They lie in segments, the unit of freeing and of offload
-(`furlong.plan.segments` says how they are cut): one dies when the last piece that touches it is
-freed. A recurrent state belongs to a sequence, a layer, a kind and a token boundary: it leaves
-where the token before the boundary is and enters where that behind it is. It is kept as long as the
-K,V of the piece that ends at the boundary, in the same target. Whoever begins there reads it, and
-sends its gradient.
+These are K,V of a cut sequence, states of its recurrent layers, and the gradients that later chunks
+send (float32 where K,V have 16 bits), allocated when the first one arrives. With a sliding window
+of w tokens only the last w-1 tokens of a chunk are kept: no later token sees the others, and the
+tokens that a later chunk sees stay contiguous, along its path where a sequence branches. With
+attention blocks only tokens of the unfinished block at the chunk's end are kept. They are stored in
+segments, the unit of freeing and of offload (`furlong.plan.segments` cuts them): a segment is freed
+with the last piece that has tokens in it. A recurrent state belongs to a sequence, a layer, a kind
+and a token boundary. The piece that ends at the boundary writes it, and pieces that begin there
+read it and send its gradient. It is kept, in the same target, as long as the K,V of the piece that
+wrote it.
 
-A segment is taken in the arena with its first piece. Without a pool it stays there. With one it
-goes through the pool once its last piece is written, and bytes are counted by
+A segment is allocated in the arena with its first piece. Without a pool it stays there. With a pool
+it moves there once its last piece is written, and the transferred bytes are, with
 
     S_p   stored tokens before piece p;  e_i  the end of segment i;  K_i, G_i  bytes of its K,V
-          and of its gradients;  P_p  the segments that hold some of what piece p sees, that is
+          and of its gradients;  P_p  the segments with tokens that piece p sees, that is
           of the last min(S_p, window - 1) of these tokens;  h  `NUM_HOT`;  N  pieces
 
     forward of piece p        written  sum of K_i over S_p < e_i <= S_(p+1)
@@ -25,17 +25,17 @@ goes through the pool once its last piece is written, and bytes are counted by
                               written  sum of G_i over P_p without its newest h
     all backwards together    read     as many bytes of G as are written
 
-for one layer, pieces written in order and their backwards in the opposite order, each once. The
-gradients of a segment are read whenever they meet the next later piece, but for the first time, and
-once more when they become one of the newest or are relayed. What attention does not run (a
-recompute from remembered outputs) reads nothing. A piece that is freed and written again while its
-segment is alive costs one read and one write of the segment more.
+for one layer, with pieces written in order and their backwards in the opposite order, each once.
+After they are first written, a segment's gradients are read for each further piece that adds to
+them, and once more when the segment becomes one of the newest or its gradients are relayed. A
+recompute that reuses saved attention outputs reads nothing. A piece that is freed and written again
+while its segment is alive costs one more read and one more write of the segment.
 
-In the arena lie meanwhile, per sequence and layer: K,V of the segment that fills, the gradients of
-the newest `NUM_HOT` segments and of those behind them that still wait for their own backward.
+The arena then holds, per sequence and layer, K,V of the segment that is being filled, and gradients
+of the newest `NUM_HOT` segments of the prefix and of later segments until their own backward.
 
     K key-value heads, S stored tokens, H head dim, tensors are token-major;
-    `piece` is a chunk's position in its group
+    `piece` is a chunk's position in its group (the chunks of one cut sequence)
 """
 
 from __future__ import annotations
@@ -59,7 +59,14 @@ _T = TypeVar("_T")
 
 @dataclass
 class Segment:
-    """Stored tokens [start, stop); its tensors (S, 2, K, H) are in the arena or in the pool."""
+    """Stored tokens [start, stop) with tensors (S, 2, K, H), each in the arena or in the pool.
+
+    K,V              kv      kv_handle    gradients            grad    grad_handle  grad_lease
+    none             -       -            none sent            -       -            -
+    being filled     tensor  -            on the device        tensor  -            -
+    in the pool      -       handle       in the pool          -       handle       -
+                                          block being visited  -       handle       lease
+    """
 
     start: int
     stop: int
@@ -68,14 +75,14 @@ class Segment:
     grad: Tensor | None = None
     grad_handle: Handle | None = None
     grad_lease: Lease | None = None
-    """Gradients that came back from the pool, while its blocks are read."""
+    """Lease of pooled gradients while a backward visits the segment."""
     has_news: bool = False
-    """Whether they have changed meanwhile."""
+    """Whether the visit has added to the gradients."""
     written: set[int] = field(default_factory=set)
-    """Pieces that were written since it came into being."""
+    """Pieces written since the segment was last freed."""
 
     def rows(self, tokens: range) -> slice:
-        """Where it holds those of `tokens` that it holds."""
+        """Rows of the segment's tensors that hold its part of `tokens`."""
         start, stop = max(tokens.start, self.start), min(tokens.stop, self.stop)
         return slice(start - self.start, stop - self.start)
 
@@ -107,23 +114,23 @@ def present(x: _T | None) -> _T:
 
 
 Kind = tuple[str, int]
-"""Kind of a state and its number in its layer."""
+"""(kind of a recurrent state, its number among the states of its layer)."""
 Boundary = tuple[int, int, int]
-"""Sequence, layer, tokens of the sequence in front of it."""
+"""(sequence id, layer, number of the sequence's tokens before the boundary)."""
 
 
 class StateStore:
-    """States at token boundaries in a pool; their gradients stay on the device."""
+    """Recurrent states at token boundaries, in a pool; their gradients stay on the device."""
 
     def __init__(self, pool: Pool, trained: Mapping[int, Collection[int]] | None = None) -> None:
-        """`trained`: for each cut sequence the boundaries where gradients are kept; None: all."""
+        """`trained`: the boundaries of each cut sequence whose gradients are kept; None: all."""
         self._pool = pool
         self._trained = trained
         self._handles: dict[Boundary, dict[Kind, Handle]] = {}
         self._grads: dict[Boundary, dict[Kind, Tensor | None]] = {}
 
     def write(self, at: Boundary, states: Mapping[Kind, Tensor]) -> None:
-        """Keep states that leave at a boundary; other kinds that have left there stay."""
+        """Store the states at a boundary; states of other kinds stored there stay."""
         kept = self._handles.setdefault(at, {})
         for kind, state in states.items():
             if kind in kept:
@@ -131,7 +138,7 @@ class StateStore:
             kept[kind] = self._pool.put(state.detach())
 
     def read(self, at: Boundary) -> dict[Kind, Tensor]:
-        """Copies of the states at a boundary: a graph may hold them longer than the pool."""
+        """Return copies of the states at a boundary: a graph may outlive them in the pool."""
         assert at in self._handles, f"states at {at} (sequence, layer, token) are gone"
         found = {}
         for kind, handle in self._handles[at].items():
@@ -141,7 +148,7 @@ class StateStore:
         return found
 
     def send(self, at: Boundary, grads: Mapping[Kind, Tensor | None]) -> None:
-        """Keep gradients of the states at a boundary, from where they have entered."""
+        """Store gradients of the states at a boundary, computed by the piece that read them."""
         if self._trained is None or at[2] in self._trained[at[0]]:
             detached = {kind: g if g is None else g.detach() for kind, g in grads.items()}
             self._grads.setdefault(at, {}).update(detached)
@@ -149,8 +156,8 @@ class StateStore:
     def later_grads(
         self, at: Boundary, kinds: Iterable[Kind], factor: float = 1
     ) -> list[Tensor | None]:
-        """The gradients of some kinds that were sent to a boundary, times a factor, which are then
-        forgotten; None for those that were not."""
+        """Remove and return the gradients of `kinds` at a boundary, times `factor`; None for each
+        kind that none were sent for."""
         sent = self._grads.get(at, {})
         found = [sent.pop(kind, None) for kind in kinds]
         if not sent:
@@ -163,7 +170,7 @@ class StateStore:
         self._grads.pop(at, None)
 
     def clear(self) -> None:
-        """Forget everything, after an error; clears the pool if anything was in it."""
+        """Drop everything after an error; clears the pool if it held any state."""
         if self._handles:
             self._pool.clear()
         self._handles.clear()
@@ -175,10 +182,11 @@ class StateStore:
 
 
 class LayerSegments:
-    """The segments of one sequence in one layer, and which pieces are alive."""
+    """The segments of one sequence in one layer, and the pieces that are stored in them."""
 
     def __init__(self, arena: Arena, pool: Pool | None, tokens: StoredTokens, like: Tensor) -> None:
-        """`pool`: where segments wait, None in the arena. `like`: keys (K, T, H) of the layer."""
+        """`pool`: where full segments move; None: they stay in the arena. `like`: keys (K, T, H)
+        of the layer."""
         self.tokens = tokens
         self.alive: set[int] = set()
         self.segments = [Segment(start, stop) for start, stop in pairwise(tokens.bounds)]
@@ -189,8 +197,8 @@ class LayerSegments:
         self._token_shape = (2, like.shape[0], like.shape[2])
 
     def write(self, piece: int, k: Tensor, v: Tensor) -> None:
-        """Keep what later pieces see of k, v (K, T, H). A piece that gradients were sent to is not
-        freed and written again (plans are checked for that)."""
+        """Store the last rows of k, v (K, T, H), as many as later pieces see. A piece that was sent
+        gradients is not freed and written again (plans are checked for that)."""
         tokens = self.tokens.of_piece(piece)
         first = k.shape[1] - len(tokens)
         for segment in self._holding(tokens):
@@ -199,6 +207,7 @@ class LayerSegments:
             part = slice(there, there + rows.stop - rows.start)
             self._write_part(segment, rows, k[:, part], v[:, part])
             segment.written.add(piece)
+            # a full segment moves to the pool; a piece written again was added to it there
             if self._pool is not None and segment.kv is not None:
                 held = range(segment.start, segment.stop)
                 if segment.written.issuperset(self.tokens.pieces(held)):
@@ -208,7 +217,7 @@ class LayerSegments:
         self.alive.add(piece)
 
     def free(self, piece: int) -> None:
-        """Forget a piece, and the segments that no piece alive touches."""
+        """Free a piece, and its segments that hold no token of another live piece."""
         self.alive.discard(piece)
         for segment in self._holding(self.tokens.of_piece(piece)):
             pieces = self.tokens.pieces(range(segment.start, segment.stop))
@@ -221,8 +230,8 @@ class LayerSegments:
         assert not missing, f"K,V of pieces {missing} of {what} are gone"
 
     def blocks(self, seen: Sequence[range], *, gradients: bool) -> Iterator[StoredBlock]:
-        """A block per segment, or per part of one that is seen, the next segment on its way
-        meanwhile; with `gradients` the newest first."""
+        """Yield a block for each segment, or for each of its ranges in `seen`, and prefetch the
+        next segment; with `gradients` the newest comes first."""
         indices = dict.fromkeys(index for run in seen for index in self.tokens.segments(run))
         step = -1 if gradients else 1
         order = [self.segments[index] for index in indices][::step]
@@ -238,15 +247,15 @@ class LayerSegments:
                 add = partial(self._add, segment, first) if gradients else None
                 distance = part.stop - first + sum(map(len, seen[index + 1 :]))
                 yield StoredBlock(kv[rows], distance, add)
-            # Not in a `finally`: a generator may be ended by the garbage collector, which must
-            # not touch tensors. After an error `clear` ends the leases.
-            if segment.has_news:
+            # Not in a `finally`: the garbage collector may close a generator, and must not touch
+            # tensors then. After an error `clear` ends the leases.
+            if segment.has_news:  # the newest stay: the next backward reads or adds to them first
                 self._settle(segment, stays=number < self._num_hot)
             if lease is not None:
                 lease.release()
 
     def later_grads(self, piece: int) -> Tensor | None:
-        """dK,dV (S, 2, K, H) of a piece's stored tokens, or None if none were sent."""
+        """Return dK,dV (S, 2, K, H) of a piece's stored tokens, or None if none were sent."""
         tokens = self.tokens.of_piece(piece)
         holding = self._holding(tokens)
         if all(s.grad is None and s.grad_handle is None for s in holding):
@@ -265,12 +274,12 @@ class LayerSegments:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def forget(self) -> None:
-        """Give everything back."""
+        """Free all segments, in the arena and in the pool."""
         for segment in self.segments:
             self._forget(segment)
 
     def forget_arena(self) -> bool:
-        """After an error give back what is in the arena; whether anything is in the pool."""
+        """Free the arena's tensors after an error; return whether the pool holds any others."""
         in_pool = any(s.kv_handle is not None or s.grad_handle is not None for s in self.segments)
         for segment in self.segments:
             segment.kv_handle = segment.grad_handle = None
@@ -290,7 +299,7 @@ class LayerSegments:
                     present(self._pool).prefetch(handle)
 
     def _write_part(self, segment: Segment, rows: slice, k: Tensor, v: Tensor) -> None:
-        """k, v (K, rows, H) into a segment, wherever it is."""
+        """Write k, v (K, rows, H) to a segment in the arena or in the pool."""
         lease = self._lease(segment.kv_handle)
         if lease is None and segment.kv is None:
             segment.kv = self._take(segment, self._dtype)
@@ -301,7 +310,8 @@ class LayerSegments:
             lease.write_back()
 
     def _add(self, segment: Segment, first: int, dk: Tensor, dv: Tensor) -> None:
-        """dk, dv (K, tokens, H) to the gradients of a segment's tokens from `first` on."""
+        """Add dk, dv (K, tokens, H) to the gradients of a segment's tokens from `first` on."""
+        # with sampled chunks some tokens have no backward: their gradients are dropped
         for part in self.tokens.gradients_in(range(first, first + dk.shape[1])):
             if segment.grad is None and segment.grad_lease is None:
                 segment.grad_lease = self._lease(segment.grad_handle)
@@ -315,7 +325,7 @@ class LayerSegments:
             segment.has_news = True
 
     def _settle(self, segment: Segment, *, stays: bool) -> None:
-        """Leave gradients that have changed in the arena, or send them to the pool."""
+        """Put changed gradients where they wait: in the arena if `stays`, else in the pool."""
         lease, segment.grad_lease, segment.has_news = segment.grad_lease, None, False
         if lease is not None and not stays:
             lease.write_back()
@@ -331,7 +341,7 @@ class LayerSegments:
             segment.grad = None
 
     def _take(self, segment: Segment, dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor (S, 2, K, H)."""
+        """Allocate an uninitialised tensor (S, 2, K, H)."""
         return self._arena.take((segment.stop - segment.start, *self._token_shape), dtype)
 
     def _forget(self, segment: Segment) -> None:
@@ -346,7 +356,7 @@ class LayerSegments:
 
 
 class KVStore:
-    """K,V blocks of cut sequences, in the arena or in a pool."""
+    """Keys and values of cut sequences, in the arena or in a pool."""
 
     def __init__(
         self,
@@ -357,9 +367,9 @@ class KVStore:
         trained: Mapping[int, Sequence[int]] | None = None,
         trees: Mapping[int, Tree] | None = None,
     ) -> None:
-        """`pieces`: for each cut sequence, the tokens of each of its pieces in order; `trained`:
-        those of its pieces whose gradients are kept, ascending (None: all); `trees`: how the pieces
-        of sequences that branch follow one another."""
+        """`pieces`: tokens of each piece of each cut sequence, in order; `trained`: the pieces
+        whose gradients are kept, ascending (None: all); `trees`: how pieces follow one another, for
+        sequences that branch."""
         self.arena = arena
         self._pieces, self._trained, self._trees = pieces, trained, trees or {}
         self._pool = pool
@@ -372,9 +382,9 @@ class KVStore:
         self, seq_id: int, layer: int, piece: int, k: Tensor, v: Tensor, window: int | None,
         block: int | None = None,
     ) -> None:  # fmt: skip
-        """Keep a piece's k, v (K, T, H) for the pieces after it, which see `window` tokens each,
-        their own included, or all (None). With attention blocks of `block` tokens they see no
-        earlier one than that in which they begin."""
+        """Store the part of a piece's k, v (K, T, H) that later pieces see: with `window`, tokens
+        that a token sees, itself included (None: all); with `block`, tokens per attention block
+        (None: no blocks)."""
         k, v = k.detach(), v.detach()
         segments = self._layers.get((seq_id, layer))
         if segments is None:
@@ -393,10 +403,10 @@ class KVStore:
     def prefix(
         self, seq_id: int, layer: int, piece: int, window: int | None, *, gradients: bool
     ) -> Iterator[StoredBlock]:
-        """Keys and values before `piece` that its tokens see, in blocks.
+        """Yield the keys and values before `piece` that its tokens see, in blocks.
 
-        A block is valid until the next one is asked for. With `gradients` the newest comes first,
-        and blocks take gradients.
+        A block is valid until the next one is yielded. With `gradients` the newest comes first, and
+        `add_grad` of blocks may be called.
         """
         segments = self._layers[seq_id, layer]
         seen = segments.tokens.seen_from(piece, window)
@@ -406,9 +416,11 @@ class KVStore:
     def later_grads(
         self, seq_id: int, layer: int, piece: int, factor: float = 1
     ) -> tuple[int, Tensor, Tensor] | None:
-        """(index within the piece of the first kept token, dK, dV (K, kept tokens, H)) that later
-        pieces have sent, times a factor, or None if they sent nothing. Valid until the next call on
-        the store."""
+        """Return the gradients that later pieces have sent, times `factor`.
+
+        They are (index in the piece of the first stored token, dK, dV (K, stored tokens, H)), valid
+        until the next call on the store; None if nothing was sent.
+        """
         segments = self._layers.get((seq_id, layer))
         if segments is None:
             return None
@@ -420,7 +432,7 @@ class KVStore:
         return first, sent[:, 0].transpose(0, 1), sent[:, 1].transpose(0, 1)
 
     def free(self, seq_id: int, layer: int, piece: int) -> None:
-        """Forget a piece; a segment goes back when the last piece that touches it is forgotten."""
+        """Free a piece; a segment is freed with the last piece that has tokens in it."""
         self.states.free((seq_id, layer, self._ends[seq_id][piece]))
         segments = self._layers.get((seq_id, layer))
         if segments is None:
@@ -431,7 +443,7 @@ class KVStore:
             del self._layers[seq_id, layer]
 
     def clear(self) -> None:
-        """Give everything back, after an error; clears the pool if anything was in it."""
+        """Free everything after an error; clears the pool if it held anything."""
         in_pool = [segments.forget_arena() for segments in self._layers.values()]
         self.states.clear()
         self._layers.clear()
@@ -440,5 +452,5 @@ class KVStore:
 
     @property
     def num_buffers(self) -> int:
-        """K,V of sequences in layers, and states, that are kept; 0 at the end of a step."""
+        """Number of (sequence, layer) pairs with K,V plus stored states; 0 after a step."""
         return len(self._layers) + self.states.num_buffers
