@@ -6,7 +6,7 @@ for the whole source. `preference` and `unpaired` are chosen by the loss alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -319,7 +319,9 @@ def read_whole(
     if reading.format == "alpaca" and tokenizer.chat_template is None:
         read = instruction_text
     template = str(getattr(tokenizer, "chat_template", ""))
-    unread, known = Unread(notes, template), shape.needed + shape.optional
+    known = shape.needed + shape.optional
+    has_answers = reading.format in _OF_ANSWERS
+    unread = Unread(notes, template, shape.needed, shape.lost, has_answers)
     for given in records:
         record, names = renamed(given, reading.fields)
         if not all(field in record.fields for field in shape.needed):
@@ -331,8 +333,7 @@ def read_whole(
         is_turns = not isinstance(found, str) and isinstance(found[0], Turns)
         looked = fields.looked | {"chat_template_kwargs"} if is_turns else fields.looked
         used = known if isinstance(found, str) else looked
-        check_fields(record, reading.format, used, names)
-        unread.take(record, used, found, names.get("messages", "messages"))
+        unread.take(record, used, found, names)
         yield record, found
 
 
@@ -408,42 +409,6 @@ def decide_format(first: SourceRecord, fields: Mapping[str, Any]) -> Format:
         if all(record.fields.get(field) is not None for field in FORMATS[format].needed):
             return format
     raise _lacks(first, *known, names=names)
-
-
-def check_fields(
-    record: SourceRecord,
-    format: Format,
-    used: Collection[str] = (),
-    names: Mapping[str, str] = {},
-) -> None:
-    """Require that no field of a record that other trainers read is lost in its format.
-
-    Args:
-        record: the record, under furlong's names.
-        format: its format.
-        used: the fields that were read.
-        names: the data's names of fields, by furlong's.
-
-    Raises:
-        DataError: a field would be lost, or `label` says that the answer is not to be trained on.
-    """
-    shape = FORMATS[format]
-    for name, where in shape.lost.items():
-        if record.fields.get(name) and name not in used:
-            raise record.refusal(
-                f"{name} beside {shape.needed[0]}, which would be lost",
-                f"all that the model reads in {' and '.join(shape.needed)}",
-                f"write {name} {where}, and remove the field, or set data.fields:"
-                f" {{unused: [{names.get(name, name)}]}} if nothing that is learnt needs it",
-            )
-    label = record.fields.get("label")
-    if format in _OF_ANSWERS and str(label).lower() in ("false", "0", "0.0"):
-        raise record.refusal(
-            f"label: {str(label).lower()}, which says of answers that they are not learnt",
-            "answers that are learnt, or train.loss: kto, which learns of both kinds",
-            "remove the record, or set train.loss to kto; a label that says something else needs"
-            " another name",
-        )
 
 
 def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}) -> DataError:

@@ -7,7 +7,7 @@ token, message or answer) or its values (switches of 0 and 1 that differ between
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from furlong.data.chat import Turns
@@ -31,10 +31,15 @@ _EMPTY_ANSWER = "an empty answer"
 class Unread:
     """Counts the fields of one source that nothing reads, and notes on its answers."""
 
-    def __init__(self, notes: Notes, template: str) -> None:
-        """Take the notes to add to, and the text of the chat template: the keys of messages that it
-        names are read."""
+    def __init__(
+        self, notes: Notes, template: str, needed: tuple[str, ...], lost: Mapping[str, str],
+        has_answers: bool,
+    ) -> None:  # fmt: skip
+        """Take the notes to add to, the text of the chat template (the keys of messages that it
+        names are read), and of the format of records its needed fields, the lost ones with where to
+        write them, and whether it holds answers, which `label` may call undesirable."""
         self._notes, self._template = notes, template
+        self._needed, self._lost, self._has_answers = needed, lost, has_answers
         self._marks: dict[str, Any] = {}
         self._values: set[str] = set()  # keys of answers whose values are no switch
         self._num_answers = 0
@@ -44,7 +49,7 @@ class Unread:
         record: SourceRecord,
         read: Collection[str],
         found: tuple[Any, ...] | str,
-        messages: str = "messages",
+        names: Mapping[str, str],
     ) -> None:
         """Count the fields of a record that nothing reads.
 
@@ -52,17 +57,21 @@ class Unread:
             record: the record, under furlong's names.
             read: the fields that were read.
             found: what its format made of the record, or the reason why it is left out.
-            messages: the data's name of the field `messages`.
+            names: the data's names of fields, by furlong's.
 
         Raises:
-            DataError: a field may select what is trained on, and nothing reads it.
+            DataError: a field that nothing reads may select what is trained on, or other trainers
+                read it.
         """
         self._notes.num_records += 1
         made = () if isinstance(found, str) else found
         for name, value in record.fields.items():
             if name not in read and value not in _EMPTY:
                 self._notes.unread[str(name)] += 1
-                if refusal := _refusal(str(name), value, messages, *made[:1]):
+                messages = names.get("messages", "messages")
+                if refusal := self._of_others(name, value, names.get(name, name)) or _refusal(
+                    str(name), value, messages, *made[:1]
+                ):
                     raise record.refusal(*refusal)
         for own in made:
             for what in dict.fromkeys(_remarks(own)):
@@ -70,6 +79,25 @@ class Unread:
             for turn in own.turns[own.first :] if isinstance(own, Turns) else ():
                 if turn["role"] == "assistant":
                     self._check_answer(record, turn)
+
+    def _of_others(self, name: str, value: Any, theirs: str) -> tuple[str, str, str] | None:
+        """Return the error's parts (given, required, change) about a field that other trainers
+        read; None for any other field. `theirs`: the data's name of it."""
+        if value and name in self._lost:
+            return (
+                f"{name} beside {self._needed[0]}, which would be lost",
+                f"all that the model reads in {' and '.join(self._needed)}",
+                f"write {name} {self._lost[name]}, and remove the field, or set data.fields:"
+                f" {{unused: [{theirs}]}} if nothing that is learnt needs it",
+            )
+        if name == "label" and self._has_answers and str(value).lower() in ("false", "0", "0.0"):
+            return (
+                f"label: {str(value).lower()}, which says of answers that they are not learnt",
+                "answers that are learnt, or train.loss: kto, which learns of both kinds",
+                "remove the record, or set train.loss to kto; a label that says something else"
+                " needs another name",
+            )
+        return None
 
     def _check_answer(self, record: SourceRecord, turn: Turn) -> None:
         """Raise DataError for a key of answers with a switch that differs from other answers'."""
