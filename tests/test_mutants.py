@@ -249,7 +249,7 @@ MUTANTS = {
         "data/test_stream.py::test_the_block_at_hand_is_compared_and_what_follows_may_be_mended",
     ),
     "a stream that goes on begins its files anew": Mutant(
-        "if (own.file, own.line) > (start.file, start.line):", "if own.line > -1:",
+        "if (record.file, record.line) > (start.file, start.line):", "if record.line > -1:",
         "data/test_stream.py::test_any_position_goes_on_as_if_nothing_had_happened",
     ),
     "a batch in tokens has one sequence too many": Mutant(
