@@ -210,7 +210,6 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "a wrong value": {"train.optimizer": "adam"},
         "a wrong number": {"train.lr": -1},
         "a wrong layout": {"parallel.dp": 0},
-        "freed stages of a pipeline": {"parallel.reshard": True, "parallel.pp": 2},
         "freed stages of chunk-first": {"parallel.reshard": True, "chunks.order": "chunk-first"},
         "weights on disk": {"offload": {"weights": "disk"}},
         "weights on the CPU in a pipeline": {**away, "parallel.pp": 2},

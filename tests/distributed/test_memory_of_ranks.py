@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from helpers.batches import batch
@@ -13,12 +17,13 @@ from helpers.live_bytes import LiveBytes
 from helpers.ranks import run_ranks
 from helpers.tiny_families import build, config_of
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 import furlong
 from furlong.cost.machine import Machine
 from furlong.cost.memory import PARTS
 from furlong.cost.model import CostModel
-from furlong.cost.training import Training
+from furlong.cost.training import Training, ZeroStage
 from furlong.models.describe import describe
 from furlong.models.placeholders import hold, placeholders
 from furlong.plan.lengths import StepSize, count_lengths
@@ -39,9 +44,10 @@ Case = tuple[tuple[int, ...], dict[str, Any], bool]
 """Sequences, options, and whether those that fit a process are on one."""
 
 
-def costs(settings: dict[str, Any]) -> CostModel:
+def costs(settings: dict[str, Any], passes_gather: bool = False) -> CostModel:
     shape = describe(config_of("llama", **settings))
-    training = replace(Training.in_dtype("float32"), zero_stage=1, gathers=True)
+    zero: ZeroStage = 3 if passes_gather else 1
+    training = replace(Training.in_dtype("float32"), zero_stage=zero, gathers=True)
     return CostModel(shape, Machine.named("A100-80"), training)
 
 
@@ -65,7 +71,8 @@ def measured(
     if ranks.pp > 1:
         hold(model, placeholders(model, range(2 * ranks.stage, 2 * ranks.stage + 2)))
     engine = furlong.Engine(model, ranks=ranks)
-    model_costs = costs(settings)
+    passes_gather = ranks.pp > 1 and ranks.sp > 1
+    model_costs = costs(settings, passes_gather)
     shape, training, memory = model_costs.shape, model_costs.training, model_costs.memory()
     found = []
     for lens, given, is_local in cases:
@@ -78,18 +85,19 @@ def measured(
         engine.run(plan, sequences)  # checked, and the arena is grown
         model.zero_grad()
         arena, whole_bytes = engine._session.state.pools.arena, [0]
-        with LiveBytes() as live:
+        watch = partial(watched, model, whole_bytes)
+        with LiveBytes() as live, gathers_watched(watch):
             # neither is made within the step: gathered weights have a storage that is filled again
             live.beside = lambda whole=whole_bytes, arena=arena: whole[-1] + arena.taken_bytes
-            engine.run(plan, sequences, watch=partial(watched, model, whole_bytes))
+            engine.run(plan, sequences, watch=watch)
         model.zero_grad()
         curve = memory.curve(plan, ranks.plan_rank)
         held = plan.stages, frozenset(plan.held[ranks.plan_rank])
         weights = training.weights(shape, *held, ranks.sp)
         state = weights.state
         # weights that a pool shares are gathered within the step, from shards that are there
-        used_bytes = 4 * weights.all if ranks.sp > 1 else 0
-        before_bytes = state.optimizer + state.weights - used_bytes
+        whole = weights.beside_floats if passes_gather else weights.all
+        before_bytes = state.optimizer + state.weights - 4 * whole * (ranks.sp > 1)
         found.append(((lens, given, is_local), live.peak, curve.peak_bytes - before_bytes))
         if plan.reshards:
             heights = [weights.whole_bytes(stage) for stage in range(len(plan.stages))]
@@ -100,6 +108,19 @@ def measured(
             kept = beside - 4 * shape.final_parameters  # which the last stage has, too
             assert two <= predicted - (before_bytes - state.optimizer) <= two + kept
     return found
+
+
+@contextmanager
+def gathers_watched(watch: Callable[[], None]) -> Iterator[None]:
+    """Within it `watch` is called behind each gather of a group, too."""
+    plain = FSDPParamGroup.wait_for_unshard
+
+    def wait(own: FSDPParamGroup) -> None:
+        plain(own)
+        watch()
+
+    with patch.object(FSDPParamGroup, "wait_for_unshard", wait):
+        yield
 
 
 def watched(model: nn.Module, whole_bytes: list[int]) -> None:
@@ -116,7 +137,12 @@ RESHARD = {"order": "layer-first", "reshard": True}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "is_tied", "more"),
-    [((1, 1, 2), False, {}), ((1, 2, 1), False, RESHARD), ((1, 2, 1), True, {})],
+    [
+        ((1, 1, 2), False, {}),
+        ((1, 2, 1), False, RESHARD),
+        ((1, 2, 1), True, {}),
+        ((1, 2, 2), False, {"reshard": True}),
+    ],
 )
 def test_a_process_takes_what_is_predicted_and_no_more(
     sizes: tuple[int, int, int], is_tied: bool, more: dict[str, Any]
@@ -126,12 +152,12 @@ def test_a_process_takes_what_is_predicted_and_no_more(
         for given in ({}, {"keep": "all"}, {"keep": "kv"})
         for lens in LENS
     ]
-    if more:
+    if "order" in more:
         assert "reshard" not in chosen(42 * 2**20)
         cases.append((LENS[0], chosen(33 * 2**20), False))
         assert cases[-1][1]["reshard"]
     if sizes[1] > 1 and not more:
         cases.append(((256, 100, 256, 100), {}, True))
-    for own in run_ranks(measured, sizes, cases, is_tied, num_ranks=2, limit_s=240):
+    for own in run_ranks(measured, sizes, cases, is_tied, num_ranks=prod(sizes), limit_s=240):
         for case, took, predicted in own:
             assert 0.6 * predicted < took <= predicted, case

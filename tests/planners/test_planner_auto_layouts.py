@@ -330,7 +330,7 @@ def test_no_plan_that_frees_weights_needs_less_than_the_bound(
 ) -> None:
     """The whole batch of a replica waits in front of every stage."""
     question = Question([9000, 3000, 3000, 700], H100, LIMITS, layout.num_devices)
-    space = Space(question.resharding(), layout)
+    space = Space(question.resharding(layout), layout)
     options = ChunkOptions(
         size=1024, keep=keep, order="layer-first", stage_layers=height, reshard=True
     )
@@ -357,11 +357,27 @@ def test_a_card_between_kept_and_freed_weights_has_them_freed() -> None:
 def test_weights_are_freed_where_kept_ones_leave_no_room_for_a_plan() -> None:
     """Their state alone would fit."""
     lengths, sizes, layout = count_lengths([60_000]), {"sp": 2, "pp": 1}, Layout(sp=2)
-    kept = Question([60_000], H100, Limits(8 * GIB), 2).resharding(False)
+    kept = Question([60_000], H100, Limits(8 * GIB), 2).resharding(layout, False)
     assert kept.state_bytes(layout) < kept.limits.limit_bytes
     dials = {"size": 2048, "keep": "input", "offload": "none"}
     decision = choose(lengths, 2, 8 * GIB, sizes=sizes, size=StepSize(1), dials=dials)
     assert decision.options.reshard
+
+
+@pytest.mark.parametrize("method", ["infinipipe", "chunkflow"])
+def test_passes_of_pipelines_gather_weights_where_kept_ones_leave_no_room(method: str) -> None:
+    """InfiniPipe's 30B at 48K on 32 cards: FSDP inside of stages, in pools of eight."""
+    model = CostModel(model_shape("GPT-30B"), Machine.named("A800"), H100.training)
+    given = {"sp": 8, "pp": 4} | ({"size": 16_384} if method == "chunkflow" else {})
+    limits = Limits(64 * GIB)
+    answer = search(Question([49_152], model, limits, 32, given=given, method=method))
+    assert answer.best.options.reshard and answer.best.options.order == "chunk-first"
+    _, plan = best_plan([49_152], answer)
+    assert plan.regathers and plan.replicated
+    training = answer.asked.model_of(answer.best.layout).training
+    freed = training.weights(model.shape, plan.stages, frozenset((1,)), 8)
+    assert freed.share_bytes == pytest.approx(freed.all * 4 / 8, rel=1e-6)
+    assert freed.state.total == pytest.approx(freed.all * 16 / 8, rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "optimizer_bytes"), [("Qwen2.5-14B", 8), ("Qwen2.5-32B", 4)])
@@ -380,7 +396,8 @@ def test_a_node_holds_large_models_with_all_weights_trained(
     assert decision.options.reshard
     question = Question([131_072], model, Limits(0), 8)
     kept, freed = (
-        question.resharding(own).state_bytes(Layout(sp=8)) / 1e9 for own in (False, True)
+        question.resharding(Layout(sp=8), own).state_bytes(Layout(sp=8)) / 1e9
+        for own in (False, True)
     )
     moments = ", `train.state_dtype: bfloat16`" * (optimizer_bytes == 4)
     page = (Path(__file__).parents[2] / "docs/many-devices.md").read_text(encoding="utf-8")

@@ -203,7 +203,8 @@ class ParallelConfig(BaseModel):
     gathered within a group, gradients added up between them, too. It divides dp."""
     reshard: bool | Literal["auto"] = Field(default="auto", examples=[True])
     """Whether the processes that share weights hold whole ones of two stages at a time, gathered
-    once per pass, with layer-first; false: of all, for the step; auto: false where that fits."""
+    once per pass, with layer-first, or in a pipeline those of two layers, gathered in each pool
+    with every pass; false: of all, for the step; auto: false where that fits."""
 
 
 RECORD_FIELDS = (
@@ -890,17 +891,17 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         (is_away, "offload", "remove offload"),
     ):
         yield (
-            is_so and parallel.pp not in ("auto", 1),
-            f"{key} and parallel.pp",
-            "parallel.pp of 1: weights that are freed between stages need no pipeline",
-            f"set parallel.pp to 1, or {instead}",
-        )
-        yield (
-            is_so and run.chunks.order == "chunk-first",
+            is_so and run.chunks.order == "chunk-first" and (is_away or parallel.pp == 1),
             f"{key} and chunks.order",
             "layer-first: chunk-first takes each chunk through all layers, and none could be freed",
             f"remove chunks.order, or {instead}",
         )
+    yield (
+        is_away and parallel.pp not in ("auto", 1),
+        "offload and parallel.pp",
+        "parallel.pp of 1: weights that are freed between stages need no pipeline",
+        "set parallel.pp to 1, or remove offload",
+    )
     yield (
         is_away and parallel.reshard is False,
         "offload and parallel.reshard",

@@ -713,7 +713,7 @@ class _RankMemory:
         loss = self._memory.loss_bytes(cell, tokens, backward=backward)
         hidden = tokens * cell.message  # the final hidden states, or their gradient
         layer = sum(self._passing[part] for part in _OF_A_LAYER)
-        if self._plan.regathers:
+        if self._plan.regathers and not self._plan.replicated:
             self._passing["logits"] += loss  # the last layer's weights arrive meanwhile
         elif loss + hidden > layer:
             self._passing |= dict.fromkeys(_OF_A_LAYER, 0.0) | {"logits": loss, "buffers": hidden}

@@ -271,6 +271,15 @@ class PlanCosts:
             case _:
                 return 0.0
 
+    def gathers_s(self, action: Action, rank: int) -> float:
+        """Seconds of links in which an action gathers weights."""
+        if isinstance(action, Unshard):
+            return self.compute_s(action, rank)
+        if not isinstance(action, COMPUTING) or not self.parts(action):
+            return 0.0
+        costs = self._stages[action.stage]
+        return costs.layer_gathers_s if costs.passes_gather else 0.0
+
     def link_s(self, action: Reduce, rank: int) -> float:
         """Seconds for which a Reduce takes the link, those beside the last Backward among them."""
         of_layers_s, late_s = self._reduces_s(action.stage)
@@ -346,11 +355,12 @@ class PlanCosts:
         """Seconds of a Reduce that the last Backward does not hide: under ZeRO-1 and 2 the ranks
         also gather each other's new weights, as far as the next first Forward does not hide that,
         unless an Unshard does it; where ZeRO-3 gathers with every pass the backwards have reduced
-        already."""
+        already, in this runtime but for ends, and for sums between groups that hold all weights."""
         training, costs, gathered_s = self._model.training, self._stages[stage], 0.0
         of_layers_s, late_s = self._reduces_s(stage)
         if costs.passes_gather:
-            return 0.0
+            ends_s = self._front_s.get(stage, 0.0) + self._head_s.get(stage, 0.0)
+            return ends_s + late_s + costs.between_s if training.gathers else 0.0
         if training.zero_stage in (1, 2) and stage not in self._unsharded:
             gathered_s = max(0.0, costs.trained_gather_s - self._layers_s(self._firsts, stage))
         # the gradients of the layer whose backward is the last one hide behind none

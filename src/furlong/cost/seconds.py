@@ -330,23 +330,54 @@ class StageSeconds:
     def _collective_s(self, kind: Collective, num_bytes: float) -> float:
         """Seconds of a collective over all devices that hold the stage: over those of a group that
         holds all weights and, of gradients, of each part between these groups."""
-        links, replicate = self._hardware.links, self._training.replicate
-        devices = [device for group in self._groups for device in group]
-        size = self._num_sharing
-        own, alike = devices[:size], devices[::size]
-        own_s = links.collective_s(kind, num_bytes, size, links.num_nodes(own))
-        if kind == "all_gather" or replicate == 1:
-            return own_s
+        own_s = self._in_group_s(kind, num_bytes)
+        return own_s if kind == "all_gather" else own_s + self._between_groups_s(num_bytes)
+
+    def _in_group_s(self, kind: Collective, num_bytes: float) -> float:
+        """Seconds of a collective in a group that holds all weights."""
+        links, devices = self._hardware.links, self._devices
+        own = devices[: self._num_sharing]
+        return links.collective_s(kind, num_bytes, len(own), links.num_nodes(own))
+
+    def _between_groups_s(self, num_bytes: float) -> float:
+        """Seconds in which groups that each hold all weights add up gradients of so many bytes."""
+        if self._num_groups == 1:
+            return 0.0
+        links, size = self._hardware.links, self._num_sharing
+        alike = self._devices[::size]
         nodes = links.num_nodes(alike)
-        return own_s + links.collective_s("all_reduce", num_bytes / size, len(alike), nodes)
+        return links.collective_s("all_reduce", num_bytes / size, len(alike), nodes)
+
+    @property
+    def _devices(self) -> list[int]:
+        return [device for group in self._groups for device in group]
+
+    @property
+    def _num_groups(self) -> int:
+        """Groups of devices that each hold all weights of the stage."""
+        return min(self._training.replicate, len(self._groups))
+
+    @cached_property
+    def between_s(self) -> float:
+        """Seconds in which groups that each hold all weights add up the gradients of the layers."""
+        return self._between_groups_s(self._layer_gradients)
+
+    @property
+    def _layer_gradients(self) -> float:
+        """Bytes of the gradients of all layers."""
+        own = self._weights.trained - self._weights.beside_trained
+        return own * self._training.gradient_bytes
 
     @property
     def _num_sharing(self) -> int:
         """Devices that share the stage's state."""
-        return max(1, sum(map(len, self._groups)) // self._training.replicate)
+        return len(self._devices) // self._num_groups
 
     def _gathered_s(self, *, backward: bool) -> float:
         """Seconds of the weights that come with a pass, and of gradients that go with it."""
+        if self._training.gathers:  # this runtime: those of the layers, in a group
+            sums_s = self._in_group_s("reduce_scatter", self._layer_gradients) if backward else 0.0
+            return self.layer_gathers_s + sums_s
         return self.unshard_s + (self.reduce_s if backward else 0.0)
 
     def _sp_link(self, size: int, devices: range) -> Link:

@@ -151,6 +151,12 @@ class Training:
         made for it says so too."""
         return self.zero_stage == 3
 
+    @property
+    def passes_gather(self) -> bool:
+        """Whether this runtime gathers the layers with each pass, and adds their gradients up with
+        each backward: in the pools of a pipeline."""
+        return self.gathers and self.regathers
+
     def weights(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int = 1
     ) -> RankWeights:
@@ -181,6 +187,11 @@ class RankWeights:
         """Whether the rank holds the first stage, with the embedding, and the last, with the
         head."""
         return 0 in self.held, len(self.stages) - 1 in self.held
+
+    @property
+    def passes_gather(self) -> bool:
+        """Whether passes gather from several devices."""
+        return self.training.passes_gather and self.group_size > 1
 
     @property
     def divides(self) -> bool:
@@ -292,7 +303,8 @@ class RankWeights:
     @property
     def share_bytes(self) -> int:
         """Bytes of weights that stay on one device between steps."""
-        in_use = self.in_use * self.training.compute_bytes
+        in_use = self.beside_floats if self.passes_gather else self.in_use
+        in_use *= self.training.compute_bytes
         return self.state.weights - (in_use if self.training.gathers else 0)
 
     @property
@@ -303,7 +315,10 @@ class RankWeights:
         return self.share_bytes + max(*self.float_layers(), *self.groups) * widest
 
     def whole_at_a_time(self, *, reshards: bool) -> int:
-        """Most bytes of whole weights at a time: of all stages, or of two neighbours."""
+        """Most bytes of whole weights at a time: of all stages, or of two neighbours; of two layers
+        and what is beside them where passes gather."""
+        if self.passes_gather:
+            return self.gathered_bytes + self.beside_floats * self.training.compute_bytes
         freed = 0
         if reshards:
             freed = min(self.freed_bytes(stage, stage + 1) for stage in range(len(self.stages) - 1))
@@ -330,11 +345,15 @@ class RankWeights:
         training, here = self.training, not self.is_away
         shard = [1 if training.zero_stage < stage else self.group_size for stage in (2, 3)]
         weights = self.in_use * training.compute_bytes / shard[1]
+        sums = self.trained / shard[0]
+        if self.passes_gather:  # what is beside the layers is whole all through a step
+            weights = float(self.beside_floats * training.compute_bytes)
+            sums = self.beside_trained + (self.trained - self.beside_trained) / self.group_size
         weights += self.packed * (training.packed_bytes or 0)
         parts, optimizer = self._parts_bytes
         return StateBytes(
             weights=round(weights + parts * here),
-            gradients=round(self.trained * training.gradient_bytes / shard[0]),
+            gradients=round(sums * training.gradient_bytes),
             optimizer=round(optimizer * here),
         )
 
@@ -357,7 +376,7 @@ class RankWeights:
         training, trained = self.training, self.trained
         shards = self.group_size if training.zero_stage else 1
         weights = trained * training.master_bytes / shards
-        if self._is_copied and training.zero_stage < 3:
+        if self._is_copied and (training.zero_stage < 3 or self.passes_gather):
             frozen = self.in_use - trained
             weights += (frozen + (0 if training.master_bytes else trained)) * (
                 training.compute_bytes / self.group_size
@@ -395,17 +414,18 @@ class RankWeights:
         largest layer passes through a buffer; so do the embedding and the head, one after the
         other, when gradients of layers are shards. `reuses`: whether whole gradients have waited,
         whose memory is there again when they are shards; a C library's heap keeps it. `at_once`:
-        whether a stage adds up in its only Backward, beside which the next layer makes its own.
+        whether a stage adds up in its only Backward, or in each where passes gather, beside which
+        the next layer makes its own.
         `regathers`: whether weights are gathered while gradients are added up."""
         training, lora = self.training, self.training.lora
         if not self._is_copied:
             return 0
         layers, made = self.float_layers(), 0.0
-        reuses &= not training.offload_weights
+        reuses &= not (training.offload_weights or self.passes_gather)
         freed = sum(layers) * (1 - 1 / self.group_size) if reuses else 0.0
         added = training.gradient_bytes if lora is None else 0
         element_bytes = max(training.compute_bytes, added)
-        if at_once:
+        if at_once or self.passes_gather:
             trained = (
                 (lora.layer_parameters(self.shape, n) for n in self.layers) if lora else layers
             )
@@ -420,8 +440,17 @@ class RankWeights:
         layers, of each layer, and behind them.
 
         They are whole until they are reduced, which this runtime does in the last Backward of a
-        stage, layer by layer, and ZeRO-3 in each.
+        stage, layer by layer, and ZeRO-3 in each; so does this runtime where passes gather.
         """
+        front, *layers, behind = self._whole_gradients(stage)
+        is_shard = self.training.zero_stage == 3 and not self.passes_gather
+        of_ends = 1 / self.group_size if is_shard else 1.0
+        is_shard |= self.passes_gather or (self.training.gathers and num_backwards == 1)
+        share = 1 / self.group_size if is_shard else 1.0
+        return [of_ends * front, *(share * own for own in layers), of_ends * behind]
+
+    def _whole_gradients(self, stage: int) -> list[float]:
+        """Bytes of those in front of a stage's layers, of each layer, and behind them."""
         training, shape, lora = self.training, self.shape, self.training.lora
         numbers = range(sum(self.stages[:stage]), sum(self.stages[: stage + 1]))
         layers = [
@@ -433,12 +462,7 @@ class RankWeights:
             (embedding + shape.entrance_parameters * (lora is None)) * (stage == 0),
             (head + shape.final_parameters * (lora is None)) * (stage == len(self.stages) - 1),
         ]
-        is_shard = training.zero_stage == 3
-        share = 1 / self.group_size if is_shard else 1.0
-        front, behind = (share * training.gradient_bytes * n for n in ends)
-        is_shard |= training.gathers and num_backwards == 1
-        share = 1 / self.group_size if is_shard else 1.0
-        return [front, *(share * training.gradient_bytes * n for n in layers), behind]
+        return [float(training.gradient_bytes * n) for n in (ends[0], *layers, ends[1])]
 
     def freed_gradients(self, stage: int, made: Sequence[float]) -> list[tuple[int, float]]:
         """Stages whose Reduce leaves shards of gradients that the first Backward of `stage` has
@@ -448,7 +472,7 @@ class RankWeights:
         if not self.divides:
             return []
         share = 0.0 if self.is_away else 1 / self.group_size
-        shards = (n * share for n in self.gradients(stage, num_backwards=2))
+        shards = (n * share for n in self._whole_gradients(stage))
         *freed, of_head = (n - shard for n, shard in zip(made, shards, strict=True))
         last = min(self.held) if self.shape.tied_head else stage
         return [(stage, sum(freed)), (last, of_head)]
@@ -460,6 +484,6 @@ class RankWeights:
         training = self.training
         if training.zero_stage < 3 or self.group_size <= 1:
             return 0
+        ends = self.shape.embedding_parameters * (any(self._ends) and not self.passes_gather)
         largest = sum(sorted(self.float_layers(), reverse=True)[:_GATHERED_LAYERS])
-        widest = max(largest, self.shape.embedding_parameters * any(self._ends))
-        return round(widest * training.compute_bytes)
+        return round(max(largest, ends) * training.compute_bytes)

@@ -159,7 +159,7 @@ def bounds_of(space: Space, size: int) -> list[ByteBound]:
     of another one; of a pipeline those of the first and the last stage; where stages are taken for
     the whole batch of the replica with the longest sequence and of that with most tokens."""
     layout, stages = space.layout, space.stages
-    if space.question.given.get("reshard"):
+    if space.question.given.get("reshard") and not stages:
         replicas = space.whole or [space.lens(own) for step in space.dealt for own in step]
         return [
             ByteBound(space.model, max(own), size, layout=layout, beside_tokens=sum(own) - max(own))
@@ -244,7 +244,7 @@ def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
     own stages, is chunk-first."""
     given, num_layers = space.question.options, space.model.shape.num_layers
     order, reshards = given.get("order"), given.get("reshard", False)
-    if "stage_layers" in given or reshards:
+    if "stage_layers" in given or (reshards and not space.stages):
         order = order or "layer-first"
     if order != "layer-first":
         yield {}
@@ -586,6 +586,7 @@ class ByteBound:
             own = self._weights(stages=self._stages or stages, held=held)
             found = own.state.weights + own.state.optimizer + self._memory.overhead_bytes
             found += own.collective_bytes(reuses=len(held) == 1, regathers=bool(whole))
+            found += own.gathered_bytes
             self._static_bytes[key] = found - (own.freed_bytes(*whole) if whole else 0)
         return self._static_bytes[key]
 
@@ -621,7 +622,8 @@ class ByteBound:
         gradients, made = self._gradients(*stage), 0.0
         is_first = not (done or self._has_gradients)
         there = self._gradients((num_layers,), 0) if self._has_gradients else gradients
-        used["none"] = self._static(stages, *((num_below - 1, num_below) * options.reshard))
+        is_walk = options.reshard and not self._stages
+        used["none"] = self._static(stages, *((num_below - 1, num_below) * is_walk))
         used["none"] += there[-1] if is_first else sum(there)
         used["none"] += (tokens - done) * TOKEN_BYTES
         if keep == "all":

@@ -81,7 +81,7 @@ def longest_sequence(
     unknown. The other replicas share the state and hold less. Bytes grow with tokens on lines with
     few bends, so a few plans tell where they meet the limit.
     """
-    question, best = answer.question, answer.best
+    question, best = answer.asked, answer.best
     memory, limits = question.model_of(best.layout).memory(), question.limits
     plans = [Space(question, best.layout).plan_of(best.options)]
     if best.longest:
@@ -238,7 +238,8 @@ def decide(
         )  # fmt: skip
 
     def unsearched(options: ChunkOptions, words: str, layout: Layout) -> Decision:
-        whole, stages = whole_model(question.model_of(layout)), question.stages_of(layout)
+        asked = replace(question, given={**question.given, "reshard": options.reshard})
+        whole, stages = whole_model(asked.model_of(layout)), asked.stages_of(layout)
         return Decision(
             options, words, model=whole, layout=layout, stages=stages,
             offload_weights=whole.training.offload_weights,
@@ -256,15 +257,15 @@ def decide(
         budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
         words = f"small chunks, for no plan is predicted to fit {budget}: {error.given}"
         layout = nearest(answer)[1]
-        least = question.resharding() if question.may_reshard(layout) else question
+        least = question.resharding(layout) if question.may_reshard(layout) else question
         small = {"num_retained": 0, "keep": "kv"} | least.options
         options = fixed_options(min(1024, question.longest), small)
         return unsearched(options, words, layout)
     is_one, layout = question.num_devices == 1, answer.best.layout
     return Decision(
         answer.options, why(answer, budget_words), answer,
-        model if is_one else whole_model(question.model_of(layout)),
-        layout=layout, stages=question.stages_of(layout),
+        model if is_one else whole_model(answer.asked.model_of(layout)),
+        layout=layout, stages=answer.asked.stages_of(layout),
         layout_words="" if is_one else layouts_in_words(answer),
         offload_weights=question.model.training.offload_weights,
     )  # fmt: skip
@@ -547,8 +548,10 @@ def share_of(model: CostModel, decision: Decision) -> RankWeights:
     layout, shape = decision.layout, model.shape
     stages = decision.stages or stages_of(shape.num_layers, decision.options)
     stage_sets = [{stage} for stage in range(layout.pp)] if layout.pp > 1 else [range(len(stages))]
+    asked = Question((1,), model, Limits(0), given={"reshard": decision.options.reshard})
+    training = asked.model_of(layout).training
     weights = (
-        model.training.weights(shape, stages, frozenset(held), layout.dp * layout.sp)
+        training.weights(shape, stages, frozenset(held), layout.dp * layout.sp)
         for held in stage_sets
     )
     return max(weights, key=lambda own: own.share_bytes)

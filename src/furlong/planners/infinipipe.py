@@ -98,7 +98,8 @@ def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
             recent=question.recent,
         )  # fmt: skip
 
-    yield Candidate("infinipipe", layout, ChunkOptions(), 0.0, plan_of)
+    options = ChunkOptions(reshard=model.training.passes_gather)
+    yield Candidate("infinipipe", layout, options, 0.0, plan_of)
 
 
 def _may_fit(question: Question, layout: Layout, model: CostModel, stages: tuple[int, ...]) -> bool:
@@ -253,7 +254,7 @@ class _Cut:
         batch = self.batch
         return in_a_row(
             batch.seq_lens, self.groups, pipelines, batch.stages, sp_size=batch.sp_size,
-            checked=False,
+            regathers=batch.model.training.passes_gather, checked=False,
         )  # fmt: skip
 
     def plan(self, pipelines: Sequence[Pipeline]) -> ChunkPlan:
@@ -339,6 +340,7 @@ def in_a_row(
     stages: tuple[int, ...],
     *,
     sp_size: int = 1,
+    regathers: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
     """Token-level 1F1B of each pipeline, one after the other."""
@@ -350,7 +352,9 @@ def in_a_row(
         for stage, row in enumerate(rows):
             cells[stage] += seq1f1b_cells(chunks, num_stages, stage, row)
     lists = [with_messages(own, stage, num_stages) for stage, own in enumerate(cells)]
-    return assemble(seq_lens, groups, stages, lists, sp_size=sp_size, checked=checked)
+    return assemble(
+        seq_lens, groups, stages, lists, sp_size=sp_size, regathers=regathers, checked=checked
+    )
 
 
 @dataclass(frozen=True)

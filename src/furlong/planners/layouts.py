@@ -68,6 +68,24 @@ def require_replicate(dp: int, replicate: int) -> None:
         )
 
 
+def no_pools(layout: Layout, replicate: int) -> ConfigError:
+    """The error for a pipeline that cannot divide the weights of its stages in pools."""
+    given = f"parallel.reshard = true with {layout}"
+    return ConfigError(
+        given=f"{given}, parallel.replicate {replicate}" if replicate > 1 else given,
+        required="no pipeline, or pools (parallel.sp above 1) that each hold all weights of a stage"
+        " (parallel.replicate 1 or dp)",
+        source="parallel",
+        change="set parallel.reshard to false",
+    )
+
+
+def replicate_of(layout: Layout, reshards: bool, replicate: int) -> int:
+    """Groups of replicas that each hold all weights of a stage: the given number; where the passes
+    of a pipeline gather them each pool, for replicas go their own ways."""
+    return layout.dp if reshards and layout.pp > 1 else replicate
+
+
 def refuse_reshard_alone(num_devices: int, replicate: int = 1, *, offloads: bool = False) -> None:
     """Raise ConfigError for groups of one device, which divides its weights among no others, unless
     it brings them from CPU memory."""

@@ -28,7 +28,7 @@ from furlong.errors import ConfigError
 from furlong.plan.lengths import Call, StepSize
 from furlong.plan.plan import TARGETS, ChunkPlan, Layout, OffloadTarget
 from furlong.planners.chunks import by_cost
-from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
+from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys, replicate_of
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import gathered_first, join_kept, plan_replica, stage_heights
 from furlong.report.scene import PART_WORDS
@@ -46,6 +46,8 @@ SIZES = ("dp", "sp", "pp")
 """Names of a layout's sizes among what is given; the others are those of `ChunkOptions`."""
 RESHARDING = ("auto", "fpdt")
 """Methods whose plans may free the weights of stages: others take a chunk through all of them."""
+PASSING = ("auto", "chunkflow", "infinipipe")
+"""Methods of pipelines, whose passes may gather and free the weights of a stage."""
 STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 
 
@@ -263,25 +265,33 @@ class Question:
     def may_reshard(self, layout: Layout) -> bool:
         """Whether a search may choose to free the weights of stages in a layout."""
         num_layers = self.model.shape.num_layers
+        if layout.pp > 1:
+            return (
+                "reshard" not in self.given
+                and self.method in PASSING
+                and layout.sp > 1
+                and self.model.training.replicate == 1
+            )
         return (
             "reshard" not in self.given
             and self.method in RESHARDING
-            and layout.pp == 1
             and layout.num_devices > self.model.training.replicate
             and not (self.model.shape.whole or self.calls)
             and self.given.get("order") != "chunk-first"
             and self.given.get("stage_layers", 1) < num_layers
         )
 
-    def resharding(self, reshard: bool = True) -> Question:
+    def resharding(self, layout: Layout, reshard: bool = True) -> Question:
         """The question for plans that free the weights of stages, or that keep those of all."""
-        order = {"order": "layer-first"} if reshard else {}
+        order = {"order": "layer-first"} if reshard and layout.pp == 1 else {}
         return replace(self, given={**self.given, **order, "reshard": reshard})
 
     def state_bytes(self, layout: Layout) -> int:
         """Least bytes of weights, gradients and optimizer on the device that has most of them."""
+        if self.may_reshard(layout):
+            return self.resharding(layout).state_bytes(layout)
         model, size = self.model_of(layout), layout.dp * layout.sp
-        if self.given.get("reshard", self.may_reshard(layout)):
+        if self.given.get("reshard") and layout.pp == 1:
             stages = stage_heights(model.shape.num_layers, self.given.get("stage_layers", 1))
             held = frozenset(range(len(stages)))
             return model.training.weights(model.shape, stages, held, size).resharded_bytes
@@ -296,9 +306,12 @@ class Question:
         """The model of one replica's plan, with whose replicas and pools a stage's state is shared
         as a run shares it."""
         zero: ZeroStage = 1 if layout.dp * layout.sp > 1 else 0
+        reshards = bool(self.given.get("reshard"))
+        replicate = replicate_of(layout, reshards, self.model.training.replicate)
         training = replace(
-            self.model.training, zero_stage=zero, gathers=bool(zero), replicas=layout.dp
-        )
+            self.model.training, zero_stage=3 if reshards and layout.pp > 1 else zero,
+            gathers=bool(zero), replicas=layout.dp, replicate=replicate,
+        )  # fmt: skip
         if training.offload_weights:
             training = training.offloading()
         return replace(self.model, training=training)
@@ -470,6 +483,16 @@ class Answer:
     """Candidates that were left out by their bounds or their estimates."""
     seconds: float = field(default=0.0, compare=False)
     """Seconds that the search took."""
+
+    @property
+    def asked(self) -> Question:
+        """The question that the chosen plan answers, with whether it frees weights in a
+        pipeline."""
+        layout = self.best.layout
+        if layout.pp > 1 and self.best.options.reshard:
+            return self.question.resharding(layout)
+        return self.question
+
     is_cut_short: bool = False
     """Whether a signal ended the search before its end."""
 

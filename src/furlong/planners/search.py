@@ -29,7 +29,7 @@ from furlong.plan.plan import ON_DEVICE, ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners import chunkflow, fpdt, infinipipe, places, seco, skrull
 from furlong.planners.candidates import CHUNKS, chunks, count_kinds, least_s, pairs
 from furlong.planners.chunks import by_cost
-from furlong.planners.layouts import refuse_reshard_alone
+from furlong.planners.layouts import no_pools, refuse_reshard_alone
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import gathered_first, join_kept, plan_replica, stages_of
 from furlong.planners.question import (
@@ -103,8 +103,10 @@ def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool 
     ends the search with what has been found. Raises ConfigError for sizes that no layout has.
     """
     started_s, tell = time.monotonic(), tell or (lambda words: None)
-    if question.method in _OWN_CHUNKS and question.options:
-        names = " and ".join(map(key_of, question.options))
+    is_free = {"infinipipe": ("reshard",)}.get(question.method, ())
+    odd = [name for name in question.options if name not in is_free]
+    if question.method in _OWN_CHUNKS and odd:
+        names = " and ".join(map(key_of, odd))
         raise ConfigError(
             given=f"{names} with chunks.method = {question.method}",
             required=f"no options of chunks: {question.method} makes chunks of its own",
@@ -133,7 +135,8 @@ def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool 
 def own_methods(question: Question, layout: Layout) -> list[str]:
     """The methods with chunks of their own that `auto` asks in a layout beside chunk options; of
     those that are not among them Skrull's plans are special cases of places'."""
-    if question.method != "auto" or question.options or layout == ONE_DEVICE:
+    others = [name for name in question.options if name != "reshard" or layout.pp == 1]
+    if question.method != "auto" or others or layout == ONE_DEVICE:
         return []
     return ["places"] if layout.pp == 1 else ["infinipipe"]
 
@@ -155,6 +158,8 @@ class _Search:
         self._refused: list[Candidate] = []
         self._resharding: dict[Layout, Question] = {}
         """The layouts that are asked for plans which free the weights of stages."""
+        self._passing: dict[Layout, Space] = {}
+        """Of these the pipelines, whose passes gather weights."""
         self._too_large: dict[Layout, int] = {}
         self._waiting: set[tuple[Layout, int]] = set()
         """Chunk sizes of a layout with which replicas wait for each other: no estimate knows, so
@@ -178,13 +183,13 @@ class _Search:
         for layout in self._spaces:
             own, may_reshard = asked, asked.may_reshard(layout)
             if may_reshard:
-                own = asked.resharding(False)
+                own = asked.resharding(layout, False)
             lacking_bytes = own.state_bytes(layout) - limit_bytes
             if lacking_bytes > 0 and may_reshard:
-                own = asked.resharding()
+                own = asked.resharding(layout)
                 lacking_bytes = own.state_bytes(layout) - limit_bytes
             elif may_reshard:
-                later[layout] = asked.resharding()
+                later[layout] = asked.resharding(layout)
             if lacking_bytes > 0 and not self._is_one:
                 self._too_large[layout] = lacking_bytes
             else:
@@ -204,6 +209,8 @@ class _Search:
         for layout, own in questions.items():
             if own.options.get("reshard"):
                 self._resharding[layout] = own
+                if layout.pp > 1:
+                    self._passing[layout] = Space(own, layout)
             no_bound = self._is_one or self._samples
             bounds_s[layout] = 0.0 if no_bound else least_s(self._spaces[layout])
         ordered = sorted(bounds_s, key=bounds_s.__getitem__)
@@ -251,9 +258,9 @@ class _Search:
         """Plans of a whole step's sequences as far as they decide memory. Without a pipeline the
         longest one does, unless a stage is taken for all of them; chunks of a method that `auto`
         has chosen give way to options."""
-        space, is_named = self._spaces[candidate.layout], candidate.method == self._question.method
+        space, is_named = self._space_of(candidate), candidate.method == self._question.method
         plan_of: PlanOf = candidate.trial
-        if candidate.options.reshard:
+        if candidate.options.reshard and candidate.layout.pp == 1:
             return [plan_of(lens) for lens in space.whole]
         if candidate.layout.pp == 1 and (candidate.longest or not is_named):
             return []
@@ -273,10 +280,14 @@ class _Search:
             if one.layout == layout
             and one.longest
             and one.options.offloading.kv == "none"
-            and not one.options.reshard
+            and (layout.pp > 1 or not one.options.reshard)
             and (layout.dp == 1 or one.options.order == "chunk-first")
         ]
         return sorted(fitting, key=lambda one: one.step_s)
+
+    def _space_of(self, candidate: Candidate) -> Space:
+        passing = self._passing if candidate.options.reshard else {}
+        return passing.get(candidate.layout, self._spaces[candidate.layout])
 
     @property
     def _best_s(self) -> float:
@@ -364,7 +375,7 @@ class _Search:
         where no others fit."""
         if self._is_one or not candidate.longest:
             return False
-        space, options = self._spaces[candidate.layout], candidate.options
+        space, options = self._space_of(candidate), candidate.options
         num_layers = self._question.model.shape.num_layers
         num_stages = max(candidate.layout.pp, len(stages_of(num_layers, options)))
         num_tokens = max(sum(space.lens(step[0])) for step in space.dealt)
@@ -382,7 +393,7 @@ class _Search:
     def _try(self, candidate: Candidate, beat_s: float) -> float | None:
         """Seconds of a candidate's plans if they fit, else None: of a step or, where that alone
         takes `beat_s`, of one replica, of which no step takes less."""
-        space, layout = self._spaces[candidate.layout], candidate.layout
+        space, layout = self._space_of(candidate), candidate.layout
         exact, sampling = cache(candidate.trial), candidate.options.sampling
         plan_of: PlanOf = cache(lambda lens: one_draw(exact(lens), sampling))
         if candidate.longest:
@@ -435,7 +446,7 @@ class _Search:
 
     def _walked(self, candidate: Candidate, plans: Sequence[ChunkPlan]) -> Candidate:
         """The candidate with the bytes of these plans, where they need more than it has shown."""
-        space = self._spaces[candidate.layout]
+        space = self._space_of(candidate)
         memory, ranks = space.model.memory(), [*range(candidate.layout.pp)]
         if candidate.longest and space.stages:
             # a later stage of a kind has the same cells, and holds fewer of them
@@ -452,7 +463,8 @@ class _Search:
         """Chunk options for evaluations, and for what a method with its own chunks has no plan of:
         the fastest that fit; where none was tried, the first by their estimates that fit, or those
         that lack least by their bounds."""
-        layout, question = candidate.layout, self._question
+        layout = candidate.layout
+        question = self._resharding.get(layout, self._question)
         if beside := self._beside(layout):
             return beside[0].options
         offered = [
@@ -475,7 +487,8 @@ class _Search:
 
     def _asked(self, candidate: Candidate) -> PlanOf:
         """The plans of the method that is named, whatever step the candidate has to beat."""
-        (asked,) = METHODS[candidate.method](replace(self._question, beat_s=inf), candidate.layout)
+        question = self._resharding.get(candidate.layout, self._question)
+        (asked,) = METHODS[candidate.method](replace(question, beat_s=inf), candidate.layout)
         return asked.plan_of
 
     def try_least(self) -> None:
@@ -564,18 +577,18 @@ def walkable(question: Question) -> list[Layout]:
         refuse_reshard_alone(
             question.num_devices, training.replicate, offloads=training.offload_weights
         )
+        replicate = training.replicate
+        found = [own for own in found if own.pp == 1 or (own.sp > 1 and replicate in (1, own.dp))]
+        if not found:
+            raise no_pools(some[0], replicate)
     if question.given.get("order") == "layer-first":
         found = [layout for layout in found if layout.pp == 1]
     if not found:
         raise ConfigError(
-            given=f"{'parallel.reshard' if reshards else 'chunks.order = layer-first'} with"
-            f" {some[0]}",
+            given=f"chunks.order = layer-first with {some[0]}",
             required="chunk-first: a pipeline has stages of its own, one for each rank",
-            source=f"{'parallel.reshard' if reshards else 'chunks.order or chunks.stage_layers'},"
-            " and parallel.pp",
-            change="set parallel.reshard to false"
-            if reshards
-            else "leave chunks.order and chunks.stage_layers out, or set parallel.pp to 1",
+            source="chunks.order or chunks.stage_layers, and parallel.pp",
+            change="leave chunks.order and chunks.stage_layers out, or set parallel.pp to 1",
         )
     return [one for one in found if one.dp <= question.sequences_per_step] or found
 
@@ -622,7 +635,8 @@ class BatchPlans:
             return method, plan
         # smaller chunks than at the start: what was predicted to fit did not
         is_free = options == self.options and not self.has_shrunk and not plan.frozen_stages
-        is_free = is_free and not options.reshard  # chunks of their own keep all weights
+        # without a pipeline chunks of their own keep all weights
+        is_free = is_free and (self.layout.pp > 1 or not options.reshard)
         is_free = is_free and options.offloading.kv == "none" and not question.options
         if plan.sp_size == 1 and not is_free:
             return CHUNKS, plan
@@ -687,7 +701,7 @@ def best_plan(
 ) -> tuple[str, ChunkPlan]:
     """The plan of a step over these sequences as a run makes it of an answer, and the names of the
     planners of its replicas. `options`: others than the answer's."""
-    question, chosen = answer.question, answer.best
+    question, chosen = answer.asked, answer.best
     if chosen.layout == ONE_DEVICE:
         return chosen.method, chosen.plan_of(seq_lens)
     space, options = Space(question, chosen.layout), options or answer.options

@@ -145,9 +145,9 @@ def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape)
 
 
 def given_options(config: RunConfig) -> dict[str, Any]:
-    """The options that a run file gives; stage_layers or reshard alone mean layer-first, and so do
-    weights on the CPU, which are freed. Raises ConfigError for a sample whose keys contradict each
-    other."""
+    """The options that a run file gives; stage_layers alone or, without a pipeline, reshard mean
+    layer-first, and so do weights on the CPU, which are freed. Raises ConfigError for a sample
+    whose keys contradict each other."""
     chunks = config.chunks
     values = chunks.model_dump(include={*SEARCHED_OPTIONS, "stage_layers"})
     values |= {"offload": kept_offload(config.offload)}
@@ -156,7 +156,8 @@ def given_options(config: RunConfig) -> dict[str, Any]:
         given["reshard"] = True
     elif config.parallel.reshard != "auto":
         given["reshard"] = config.parallel.reshard
-    if "stage_layers" in given or given.get("reshard"):
+    is_cut = config.parallel.pp == 1 or offloads_weights(config.offload)
+    if "stage_layers" in given or (given.get("reshard") and is_cut):
         given = {"order": "layer-first", **given}
     if chunks.sample is not None:
         given["sample"] = Sampling(**chunks.sample.model_dump(exclude={"check_every_steps"}))

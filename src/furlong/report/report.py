@@ -126,7 +126,7 @@ class PlanReport:
         run it."""
         needed = len(self.plan.actions) * self.plan.sp_size
         parts = self.lacks
-        if self.plan.regathers:
+        if self.plan.regathers and not self.plan.replicated:
             parts.append("weights that are gathered with every pass (ZeRO-3)")
         if needed != self.num_processes:
             parts.append(f"{needed} processes that run it by furlong.Engine.run")
@@ -179,7 +179,7 @@ class PlanReport:
                 "host_bytes": self.weights.host_bytes,
                 "brought_bytes": self.brought_bytes,
                 "whole_bytes": self.weights.whole_at_a_time(reshards=self.plan.reshards),
-                "reshard": self.plan.reshards,
+                "reshard": self.plan.reshards or self.plan.regathers,
                 "gathers_s": self.gathers_s,
             },
             "mfu": self.mfu(),
@@ -243,7 +243,7 @@ def report_plan(
         num_processes=num_processes,
         refused=refused,
         gathers_s=max(
-            sum(costs.compute_s(a, rank) for a in own if isinstance(a, Unshard))
+            sum(costs.gathers_s(action, rank) for action in own)
             for rank, own in enumerate(plan.actions)
         ),
         memory=tuple(curves),

@@ -105,6 +105,12 @@ def weights_words(own: RankWeights, *, reshards: bool) -> str:
         each = f" of each of {own.group_size} processes" * (own.group_size > 1)
         where = f"on the CPU, {format_bytes(own.host_bytes)} with gradients and optimizer{each}"
         come = "brought"
+    if own.passes_gather:
+        return (
+            f"divided in pools of {own.group_size} processes, {format_bytes(own.share_bytes)} each,"
+            f" {format_bytes(own.start_bytes)} at the start; 2 of {held} layers and what is beside"
+            f" them whole at a time ({format_bytes(whole)}), gathered with every pass"
+        )
     return (
         f"{where}, {format_bytes(own.start_bytes)} on the device at the start;"
         f" {most} whole at a time ({format_bytes(whole)}), {come} {times} a step"

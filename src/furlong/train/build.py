@@ -30,6 +30,7 @@ from furlong.models.fused import keep_written
 from furlong.models.quantized import packed_linears
 from furlong.models.support import bare_model, is_sharded
 from furlong.planners.decide import Decision, division_in_words, share_of
+from furlong.planners.layouts import replicate_of
 from furlong.planners.options import option_values, value_in_words
 from furlong.planners.setup import given_options
 from furlong.planners.spaco import sampling_in_words
@@ -70,7 +71,8 @@ def ranks_of(config: RunConfig, decision: Decision, device: torch.device) -> Ran
     if layout.num_devices == 1 and not offloads:
         return None
     sizes = layout.dp, layout.sp, layout.pp
-    ranks = make_ranks(*sizes, device.type, config.parallel.replicate)
+    replicate = replicate_of(layout, decision.options.reshard, config.parallel.replicate)
+    ranks = make_ranks(*sizes, device.type, replicate)
     return ranks_given(ranks, None, device.type, offloads)
 
 
@@ -274,7 +276,7 @@ def announce(
     print(f"chunks: {', '.join(words)}")
     if count > 1:
         divided = division_in_words(decision.layout, decision.stages)
-        replicate = config.parallel.replicate
+        replicate = replicate_of(decision.layout, options.reshard, config.parallel.replicate)
         groups = f"; {replicate} groups of replicas hold all weights" if replicate > 1 else ""
         print(f"parallel: {decision.layout_words or divided}{groups}")
     if cost is not None and (

@@ -347,9 +347,11 @@ def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> Ba
         return None
     layout = decision.layout
     limits = limits_of(model.cost.hardware, decision.budget_bytes)
+    passes = layout.pp > 1 and decision.options.reshard
     question = Question(
         (), model.cost, limits, layout.num_devices,
-        given=given_options(config), method=config.chunks.method, stages=decision.stages,
+        given=given_options(config) | ({"reshard": True} if passes else {}),
+        method=config.chunks.method, stages=decision.stages,
     )  # fmt: skip
     return BatchPlans(question, layout, decision.options, decision.has_shrunk)
 

@@ -13,7 +13,7 @@ from furlong.data.sources import list_files
 from furlong.errors import ConfigError
 from furlong.families import versions
 from furlong.models.folder import check_files
-from furlong.planners.layouts import refuse_reshard_alone, require_replicate
+from furlong.planners.layouts import no_pools, refuse_reshard_alone, require_replicate
 from furlong.planners.setup import given_options
 from furlong.train.objective import objective_of
 from furlong.train.processes import ALONE, Processes, layout_of, require_equal
@@ -73,7 +73,12 @@ def _check(config: RunConfig, num_processes: int) -> None:
     options = given_options(config)  # refuses what contradicts itself there
     if options.get("reshard"):
         away = offloads_weights(config.offload)
-        refuse_reshard_alone(num_processes, config.parallel.replicate, offloads=away)
+        replicate = config.parallel.replicate
+        refuse_reshard_alone(num_processes, replicate, offloads=away)
+        is_given = "auto" not in (config.parallel.sp, config.parallel.pp)
+        has_pools = layout.sp > 1 and replicate in (1, layout.dp)
+        if is_given and layout.pp > 1 and not has_pools:
+            raise no_pools(layout, replicate)
     if layout.pp > 1 and options.get("order") == "layer-first":
         raise ConfigError(
             given=f"{'chunks.order' if config.chunks.order != 'auto' else 'chunks.stage_layers'}"
