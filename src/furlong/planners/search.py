@@ -159,7 +159,7 @@ class _Search:
         self._resharding: dict[Layout, Question] = {}
         """The layouts that are asked for plans which free the weights of stages."""
         self._passing: dict[Layout, Space] = {}
-        """Of these the pipelines, whose passes gather weights."""
+        """Spaces of the pipelines among these, whose passes gather weights."""
         self._too_large: dict[Layout, int] = {}
         self._waiting: set[tuple[Layout, int]] = set()
         """Chunk sizes of a layout with which replicas wait for each other: no estimate knows, so
