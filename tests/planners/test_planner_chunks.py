@@ -15,7 +15,7 @@ from papers.skrull_forms import flops
 from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
-from furlong.cost.training import Training
+from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError, DataError, PlanError
 from furlong.plan.check import check
 from furlong.plan.plan import Chunk, Place, Slice
@@ -216,6 +216,16 @@ def test_one_token_more_does_not_fit(layers, budget, dp_size, sp_size):
     check_on(1, tokens)
     with pytest.raises(PlanError, match="memory stays within the budget"):
         check_on(sp_size, tokens + 1)
+
+
+def test_the_only_micro_batch_of_a_step_fits_as_well():
+    """It adds its gradients up at once, beside which the next layer makes its own."""
+    model = replace(MODEL, training=Training(zero_stage=1, gathers=True, lora=Lora(rank=16)))
+    memory, layers = model.memory(30 * GIB), {"num_layers": 32, "recompute_layers": 8}
+    tokens = 4 * fitting_tokens(memory, dp_size=1, sp_size=4, recompute_layers=8)
+    for count in (1, 2):
+        chunks = [Chunk((Slice(i, 0, tokens, Place(0, 4)),)) for i in range(count)]
+        check(chunk_by_chunk([tokens] * count, [chunks], sp_size=4, **layers), memory)
 
 
 def test_recomputed_layers_buy_tokens():

@@ -318,8 +318,8 @@ def peak_bytes(
     place_size: int | None = None,
 ) -> int:
     """Bytes that a device needs with `device_tokens` tokens at a time, of slices that are sharded
-    over all of the pool, or (`place_size`) over so many processes each; in the second of two such
-    micro-batches, beside the gradients of the first."""
+    over all of the pool, or (`place_size`) over so many processes each: in the second of two such
+    micro-batches, beside the gradients of the first, or in the only one, which adds them up."""
     size = sp_size if place_size is None else place_size
     firsts, num_tokens = range(0, sp_size, size), device_tokens * size
     count = len(firsts)
@@ -327,13 +327,16 @@ def peak_bytes(
         Chunk(tuple(Slice(i, 0, num_tokens, Place(at, size)) for i, at in enumerate(firsts, start)))
         for start in (0, count)
     ]
-    plan = chunk_by_chunk(
-        (num_tokens,) * 2 * count, [batches], num_layers=memory.shape.num_layers,
-        sp_size=sp_size, recompute_layers=recompute_layers,
-    )  # fmt: skip
-    # the other replicas share the state; one that runs is enough
-    plan = replace(plan, actions=plan.actions * dp_size, regathers=memory.training.regathers)
-    return max(memory.peak_bytes_of_actions(plan, 0))
+    most = 0
+    for number in (1, 2):
+        plan = chunk_by_chunk(
+            (num_tokens,) * number * count, [batches[:number]], num_layers=memory.shape.num_layers,
+            sp_size=sp_size, recompute_layers=recompute_layers,
+        )  # fmt: skip
+        # the other replicas share the state; one that runs is enough
+        plan = replace(plan, actions=plan.actions * dp_size, regathers=memory.training.regathers)
+        most = max(most, *memory.peak_bytes_of_actions(plan, 0))
+    return most
 
 
 @lru_cache(maxsize=4096)
