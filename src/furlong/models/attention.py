@@ -1,13 +1,13 @@
-"""How attention of chunks enters a model: by transformers' own `AttentionInterface`.
+"""The attention of chunks inside a model, through transformers' `AttentionInterface`.
 
-The cell that is being computed is bound to the attention modules for the length of a pass, and
-again for the recompute of a checkpoint inside a backward: some families drop keyword arguments on
-the way down, none drops its own modules.
+The cell (one chunk at one stage) is bound to the attention modules for the length of a pass, and
+again while a checkpoint recomputes inside a backward. It is stored on the modules since some
+families drop keyword arguments on the way to attention.
 
-transformers passes through its cache what other ways do not tell: how many tokens came before
-(Llama 4 scales its queries by positions that it counts itself), and latents before they are
-expanded to keys and values (DeepSeek and all with its attention). So an attention module finds a
-cache of ours while a cell computes.
+Two things reach furlong only through transformers' cache: the number of earlier tokens (Llama 4
+scales its queries by positions that it counts itself), and latents before they are expanded to keys
+and values (DeepSeek and families with its attention). Attention modules that need either are given
+a `LayerCache` while a cell computes.
 
     T tokens, N query heads, K key-value heads, H head dim
 """
@@ -36,8 +36,8 @@ from furlong.plan.passes import Pass
 ATTENTION_NAME = "furlong"
 CELL = "_furlong_cell"
 
-# Keywords that say nothing of which tokens meet or how: what a call returns, and what positions
-# and packing already say by other means.
+# Keywords that do not change attention: they select what a call returns, or repeat positions and
+# packing, which furlong knows from its plan.
 _HARMLESS = {
     "cache_position",
     "num_items_in_batch",
@@ -51,11 +51,11 @@ _HARMLESS = {
 
 
 class KVReady(Exception):  # noqa: N818 - it ends a forward early, it is no error
-    """The cell's last K,V are stored: only its backward needs what follows in the forward."""
+    """Ends a KV-only pass: the cell's last K,V are stored, and nothing after them is needed."""
 
 
 class CellAttention(Protocol):
-    """Computes the attention of one (chunk, stage)."""
+    """The attention of one cell: a chunk at a stage."""
 
     def attend(
         self,
@@ -68,38 +68,39 @@ class CellAttention(Protocol):
         sinks: Tensor | None,
         source: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """q (N, T, H), k and v (K, T, H), sinks (N,) or None -> (N, T, H); `what` is the pass.
+        """Map q (N, T, H), k and v (K, T, H) and sinks (N,) or None to out (N, T, H).
 
-        `source`: the tensors that k and v are made of, which layers may share.
+        `what`: the pass; `source`: the module's key and value tensors, which layers may share.
         """
         ...
 
     def take_latents(self, what: Pass, layer: int, latents: Tensor, expand: Expansion) -> Tensor:
-        """Latents (T, W) of which the keys and values of the layer's next `attend` are made."""
+        """Take the latents (T, W) from which the module makes keys and values for the layer's next
+        `attend`, and return them for it to use."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BoundCell:
-    """The cell whose pass the attention of a module belongs to."""
+    """The cell bound to an attention module for the current pass."""
 
     cell: CellAttention
     what: Pass
     positions: Tensor
     """Position (T,) of each token in its sequence."""
     thread: int
-    """The thread of the pass: a call of the model in another one is no part of it."""
+    """Id of the pass's thread: calls of the model in other threads do not belong to the pass."""
     cache: Any = None
-    """The `models.mixers.EmptyCache` that the decoder passes to its layers, if it does."""
+    """The `models.mixers.EmptyCache` that the decoder passes to its layers, if any."""
 
     @classmethod
     def to(cls, module: nn.Module) -> BoundCell | None:
-        """The cell of a module in a pass of this thread; None outside of one."""
+        """Return the cell bound to a module by this thread, or None outside of a pass."""
         found: BoundCell | None = module.__dict__.get(CELL)
         return found if found and found.thread == threading.get_ident() else None
 
     def layer_of(self, module: nn.Module) -> int:
-        """The layer that attends: a block that several share does not know it, the cache does."""
+        """Return the layer that attends; if layers share a block, only the cache knows it."""
         if self.cache is None or self.cache.layer is None:
             return module.layer_idx  # type: ignore[return-value]
         layer, self.cache.layer = self.cache.layer, None
@@ -107,14 +108,14 @@ class BoundCell:
 
 
 ABSENT = object()
-"""The value of a key that is not there."""
+"""Value of a missing key."""
 Change = tuple[MutableMapping[str, Any], str, Any]
-"""A namespace, a key in it, and the key's value for a while."""
+"""(namespace, key, temporary value of the key; `ABSENT` removes it)."""
 
 
 @contextmanager
 def patched(changes: Iterable[Change]) -> Iterator[None]:
-    """Within it keys have other values; on exit, also after an error, all are as they were."""
+    """Context manager: give keys other values, and restore all on exit, also after an error."""
     before: list[Change] = []
     try:
         for names, key, value in changes:
@@ -138,14 +139,13 @@ def bound(
     modules: Sequence[nn.Module], cell: CellAttention, what: Pass, positions: Tensor,
     cache: Any = None,
 ) -> Iterator[None]:  # fmt: skip
-    """Within it the attention of `modules` is that of a cell's pass, of tokens at `positions`;
-    `cache`: see `BoundCell`."""
+    """Context manager: bind a cell to `modules`; the arguments are the fields of `BoundCell`."""
     own = BoundCell(cell, what, positions, threading.get_ident(), cache)
     with patched((vars(module), CELL, own) for module in modules):
         yield
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # no guard could tell the cell
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a guard cannot check the bound cell
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -160,10 +160,13 @@ def attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: query (1, N, T, H), key and value (1, K, T, H).
+    """Attention function of transformers' interface: query (1, N, T, H), key and value (1, K, T, H)
+    -> (1, T, N, H), None.
 
-    Values may be narrower or wider than keys. Raises UnsupportedModelError for whatever it is
-    given and does not know.
+    Values may be narrower or wider than keys.
+
+    Raises:
+        UnsupportedModelError: a mask, dropout, non-causal attention, or an unknown keyword.
     """
     pass_of = BoundCell.to(module)
     if pass_of is None:
@@ -191,7 +194,7 @@ def attention(
 
 
 def called_within(module: nn.Module) -> ConfigError:
-    """The refusal of a caller's own call of a model while chunks of it are computed."""
+    """Return the error for a user's call of a model while chunks of it are computed."""
     return ConfigError(
         given=f"{type(module).__name__} called while a step of its model, or of one that shares its"
         " config, runs",
@@ -205,8 +208,10 @@ def called_within(module: nn.Module) -> ConfigError:
 
 @contextmanager
 def hooked(module: nn.Module, hook: Callable[[nn.Module, object], None]) -> Iterator[None]:
-    """Within it a hook runs before each call of a module. It goes by its value, not by a handle: an
-    interrupt may come before there is one."""
+    """Context manager: run a hook before each call of a module.
+
+    The hook is removed by identity: an interrupt may come before its handle is stored.
+    """
     try:
         module.register_forward_pre_hook(hook)
         yield
@@ -217,14 +222,14 @@ def hooked(module: nn.Module, hook: Callable[[nn.Module, object], None]) -> Iter
 
 
 def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values (1, heads, T, any) as a cell takes them: (heads, T, H) of one width,
-    in the dtype of an autocast."""
+    """Convert queries, keys and values (1, heads, T, any) for a cell: (heads, T, H), padded to one
+    width, in the dtype of the active autocast."""
     width = max(x.shape[-1] for x in tensors)
     return tuple(_widened(_autocast(x[0]), width) for x in tensors)
 
 
 def attention_block(module: nn.Module, layer: int) -> int | None:
-    """Tokens of an attention block, if a layer of an attention module sees its own block only."""
+    """Tokens per attention block of a layer with chunked attention (Llama 4); else None."""
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None) or ()
     if CHUNKED not in types or types[layer] != CHUNKED:
@@ -233,33 +238,33 @@ def attention_block(module: nn.Module, layer: int) -> int | None:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """x in the dtype of an autocast around the pass, as SDPA takes it."""
+    """Cast x to the dtype of the active autocast, as SDPA does."""
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """x (..., H) with zeros behind its last columns: they change no score and no other column."""
+    """Pad x (..., H) with columns of zeros, which change no score and no other output column."""
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
 class LayerCache:
-    """A cache for one call of one attention module."""
+    """The cache that one attention module is given for one call."""
 
     def __init__(self, module: nn.Module, bound: BoundCell) -> None:
         self._module, self._bound = module, bound
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Tokens before each one (T,) in its sequence, less those before it in the chunk: the
-        module adds the latter."""
+        """Return (T,) counts: tokens before each token in its sequence, minus tokens before it in
+        the chunk, which the module adds."""
         positions = self._bound.positions
         return positions - torch.arange(len(positions), device=positions.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Keys and values of the call alone: the store has those of others. Latents k and v
-        (1, 1, T, W) go to the store from here."""
+        """Return k and v of this call alone, since the store holds earlier ones; if they are
+        latents (1, 1, T, W), store them from here."""
         if not _has_latents(self._module):
             return k, v
         widths = k.shape[-1], v.shape[-1]
@@ -270,8 +275,10 @@ class LayerCache:
 
 
 def _expansion(module: Any, width: int, device_type: str) -> Expansion:
-    """The expansion of a module's latents, under the autocast that is on now; `width`: columns of a
-    latent without the part that positions turn."""
+    """Return the function that expands a module's latents, under the present autocast.
+
+    `width`: columns of a latent before those that RoPE rotates.
+    """
     kind = "cpu" if device_type == "meta" else device_type
     dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
@@ -285,14 +292,14 @@ def _expansion(module: Any, width: int, device_type: str) -> Expansion:
 
 
 def scales_by_position(module: nn.Module) -> bool:
-    """Whether an attention module scales its queries by positions that it takes from a cache."""
+    """Whether an attention module scales its queries by positions that it derives from a cache."""
     return bool(getattr(module, "attn_temperature_tuning", False))
 
 
 def _has_latents(module: nn.Module) -> bool:
-    """Whether an attention module makes keys and values of latents that pass through the cache.
+    """Whether an attention module expands latents, which pass through the cache, to K,V.
 
-    What draws random numbers on the way (dropout of an adapter) would draw others each time.
+    False if the module has active dropout: each expansion would draw other random numbers.
     """
     return hasattr(module, "expand_kv") and not any(
         isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in module.modules()
@@ -300,12 +307,12 @@ def _has_latents(module: nn.Module) -> bool:
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
-"""Names under which the modules of transformers' releases take a cache."""
+"""Names of the cache argument in the releases of transformers."""
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """Return the name under which a module's forward takes a cache, None if it takes none."""
-    takes = inspect.signature(type(module).forward).parameters  # not a forward put before it
+    """Return the name of the cache argument of a module's forward, or None."""
+    takes = inspect.signature(type(module).forward).parameters  # not an instance's own forward
     return next((name for name in CACHE_ARGUMENTS if name in takes), None)
 
 
@@ -316,7 +323,7 @@ def _give_cache(
     bound, name = BoundCell.to(module), cache_argument(module)
     if bound is None or name is None:
         return None
-    # Under its present name: transformers drops an older one beside it, even if that says None.
+    # the present name: where it is passed, even as None, transformers ignores an older one
     return args, {**kwargs, name: LayerCache(module, bound)}
 
 
@@ -327,8 +334,11 @@ _PINNED = "pinned"
 def chunked_attention(
     base: nn.Module, max_seq_len: int | None, compiled: Collection[nn.Module] = ()
 ) -> Iterator[None]:
-    """Within it the attention of every layer is ours, and attention modules that need a cache are
-    given one with each of a cell's passes. `compiled`: modules that stay compiled in place."""
+    """Context manager: run every layer's attention through `attention`, and give a `LayerCache` to
+    attention modules that need one.
+
+    `compiled`: modules that stay compiled in place.
+    """
     AttentionInterface.register(ATTENTION_NAME, attention)
     ours = [(vars(x), "_attn_implementation_internal", ATTENTION_NAME) for x in _configs(base)]
     with patched(ours), own_forward(base, max_seq_len, compiled), ExitStack() as stack:
@@ -343,8 +353,8 @@ def chunked_attention(
 def own_forward(
     base: nn.Module, max_seq_len: int | None, compiled: Collection[nn.Module] = ()
 ) -> Iterator[None]:
-    """Within it the model's modules but those of `compiled` run as they are written, once, and
-    return named outputs; its RoPE is that of the run."""
+    """Context manager: run the model uncompiled (except `compiled`), without gradient
+    checkpointing, with return_dict, and with longrope's factors for `max_seq_len`."""
     written = set(base.modules()).difference(compiled)
     plain: list[Change] = [
         # the plan decides what is recomputed
@@ -365,11 +375,11 @@ def _configs(base: nn.Module) -> list[Any]:
 
 
 def _pinned_longrope(base: nn.Module, max_seq_len: int | None) -> Iterator[Change]:
-    """Let longrope choose its factors by the run's longest sequence, once, and keep them.
+    """Choose longrope's factors once, by the run's longest sequence, and yield changes that keep
+    them.
 
-    transformers chooses them per call, by the call's largest position: a chunk would choose
-    otherwise than the sequence that it is a piece of. A model has one type of RoPE, or one per
-    layer type.
+    transformers chooses them in each call, by its largest position, so that a chunk could have
+    other factors than its whole sequence. A model has one RoPE type, or one per layer type.
     """
     if max_seq_len is None or "longrope" not in rope_types(base.config.get_text_config()):  # type: ignore[operator, union-attr]
         return
@@ -386,7 +396,7 @@ def _pinned_longrope(base: nn.Module, max_seq_len: int | None) -> Iterator[Chang
 
 
 def _choose(rotary: Any, max_seq_len: int, **layer_type: str) -> None:
-    """Make transformers choose the factors of a run of `max_seq_len` tokens."""
+    """Make transformers choose the factors for `max_seq_len` tokens, by a call at that length."""
     device = next(rotary.buffers()).device
     longest = torch.tensor([[max_seq_len - 1]], device=device)
     rotary(torch.zeros(1, device=device), longest, **layer_type)

@@ -1,35 +1,34 @@
-"""Recurrent layers: how they are found, and how their states travel from chunk to chunk: caches by
-which they pass, scans that take none, their gradients.
+"""Recurrent layers (mixers): find them, and pass their states and gradients from chunk to chunk.
 
-Mixers are not known by name. A forward of a few tokens is watched: a layer reaches
-`AttentionInterface`, or touches the states of its cache, or both, or does neither and then must
-move no other token: the start-up check sees whether it does. A mixer is then called slice by slice,
-each with the states that enter it.
+Mixers are recognized by a forward of a few tokens that is traced, not by name. A layer calls
+`AttentionInterface`, or uses the states of its cache, or both; a layer that does neither must be
+token-wise, which the start-up check verifies. A mixer is then called slice by slice, with the
+states that enter each slice.
 
-transformers' layers read and write states through the cache that their decoder was given. An
-`EmptyCache` goes through the decoder in its place and remembers nothing: keys and values go through
-`AttentionInterface`. A mixer gets a `SliceCache` of its own for each slice. Both answer whatever a
-forward asks of a cache. A mixer's forward takes a decoding path for one token that continues. That
-path must not be taken (`SliceCache`), so the mixer is shown no state and its scan gets it: the
-mixer's forward is called with its own code and its own defaults, but with other functions under the
-scans' names; nothing of its module changes.
+transformers' layers read and write states through the cache that their decoder is given. The
+decoder gets an `EmptyCache`, which stores nothing, since keys and values go through
+`AttentionInterface`; a mixer gets a `SliceCache` for each slice. Both implement whatever a forward
+asks of a cache. For one token with a state a mixer's forward takes its decoding path, which must be
+avoided (see `SliceCache`). The cache then hides the state from the mixer, and its scan gets it
+instead: the forward runs with its own code and defaults, but with other functions under the scans'
+names; the mixer's module is unchanged.
 
-Two computations keep their states elsewhere. RecurrentGemma's block writes them on itself, and
-forgets the tokens before a slice that its convolution joins: `rg_lru` computes the same from the
-cache of a slice. A selective scan (Mamba) starts without a state, but is linear in it: `with_state`
-adds what one is worth. With decays a_t = exp(A dt_t)
+Two computations keep states elsewhere. RecurrentGemma's block stores them on itself, and its
+convolution ignores the tokens before a slice: `rg_lru` computes the same with the slice's cache. A
+selective scan (Mamba) takes no initial state, but is linear in it: `with_state` adds the state's
+contribution. With decays a_t = exp(A dt_t)
 
     h_t = a_t h_(t-1) + dt_t B_t u_t,    y_t = (C_t h_t + D u_t) silu(z_t),
 
-so a state h_0 adds C_t (a_1 ... a_t) h_0 silu(z_t) to y_t, whatever has computed the rest.
+so a state h_0 adds C_t (a_1 ... a_t) h_0 silu(z_t) to y_t, whatever computes the rest.
 
-From chunk to chunk a state goes as SeCO's K,V do. In the graph of a slice the state that enters is
-a leaf, and its gradient is sent to the chunk before (`receive_states`); the state that leaves is an
-output, whose gradient is what the chunk behind has sent (`send_states`). Both happen inside the
-backward of the cell, so that checkpoints and retained graphs need nothing of their own.
+States pass from chunk to chunk as K,V do in SeCO. In the graph of a slice the state that enters is
+a leaf, whose gradient is sent to the previous chunk (`receive_states`); the state that leaves is an
+output, whose gradient the next chunk has sent (`send_states`). Both run inside the backward of the
+cell, so that checkpoints and retained graphs need no special case.
 
-    C channels, K tokens that a convolution joins, T tokens of a chunk or slice, D width of the
-    model, W width of a block, b batch, d channels and n size of a selective scan's state
+    C channels, K tokens of a convolution's state, T tokens of a chunk or slice, D hidden size, W
+    width of a block, b batch, d channels and n size of a selective scan's state
 """
 
 from __future__ import annotations
@@ -57,15 +56,15 @@ from furlong.ops.latent import Expansion
 from furlong.plan.passes import Pass
 
 StateKey = tuple[str, int]
-"""Kind of a state ("conv", "recurrent" or "linear"), and its number in its layer."""
+"""(kind of a state: "conv", "recurrent" or "linear"; its number in the layer)."""
 States = dict[StateKey, Tensor]
 
 
 class EmptyCache(DynamicCache):  # type: ignore[misc]
-    """An empty cache of no tokens, whatever is written into it."""
+    """A cache that stores nothing and always has zero tokens."""
 
     layer: int | None = None
-    """The layer whose keys and values came through last: shared blocks serve several."""
+    """The last layer that passed keys and values: a shared block serves several layers."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -84,11 +83,11 @@ class EmptyCache(DynamicCache):  # type: ignore[misc]
 
 
 class SliceCache(EmptyCache):
-    """The states of one mixer for one slice: `before` as they enter it, `after` as they leave it.
+    """The states of one mixer for one slice: `before` it and `after` it.
 
-    A slice of one token is shown none: the mixer would take its decoding path, which writes in
-    place, has no gradient in its kernels and clamps nothing. Its convolution's state is joined all
-    the same when the token is written, and its scan begins with the recurrent one (`initial`).
+    The states are hidden from a mixer whose slice has one token. It would take its decoding path,
+    which writes in place, has kernels without a gradient and does not clamp. The convolution's
+    state is still prepended when the token is written, and the scan starts from `initial`.
     """
 
     def __init__(self, before: Mapping[StateKey, Tensor], num_tokens: int) -> None:
@@ -96,31 +95,31 @@ class SliceCache(EmptyCache):
         self.before, self._hides = before, num_tokens == 1
         self.after: States = {}
         self.unread = set(before)
-        """States that entered and were not used: a mixer that leaves one begins anew."""
+        """Entering states that the mixer has not used; one that remains is an error."""
         self._initial: StateKey = ("recurrent", 0)
 
     def read(self, key: StateKey) -> Tensor | None:
-        """Return a state as it enters the slice, None where nothing enters, for whoever uses it."""
+        """Return a state that enters the slice, or None, and mark it as used."""
         self.unread.discard(key)
         return self.before.get(key)
 
     def initial(self) -> Tensor | None:
-        """Return the recurrent state that a scan begins with."""
+        """Return the recurrent state that a scan starts from."""
         return self.read(self._initial)
 
     def touch(self, layer: int) -> None:
-        """Note that the states of a layer are read or written."""
+        """Hook for subclasses: states of `layer` are read or written."""
 
     def get_conv_state(self, layer: int, state_idx: int = 0) -> Tensor | None:
         self.touch(layer)
-        # further convolutions of a layer join their state themselves
+        # later convolutions of a layer prepend their state themselves
         return None if self._hides and not state_idx else self.read(("conv", state_idx))
 
     def update_conv_state(
         self, conv_states: Tensor, layer: int, state_idx: int = 0,
         conv_kernel_size: int | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
-        """x (1, C, T) -> (1, C, K + T), the state in front of it where there is one."""
+        """Prepend the entering state, if any: x (1, C, T) -> (1, C, K + T)."""
         self.touch(layer)
         before, x = self.read(("conv", state_idx)), conv_states
         full = x if before is None else torch.cat([before, x], -1)
@@ -151,7 +150,7 @@ class SliceCache(EmptyCache):
 
 
 def rg_lru_blocks(decoder: nn.Module) -> dict[nn.Module, int]:
-    """The recurrent blocks of a decoder, with their layers."""
+    """Return RecurrentGemma's recurrent blocks in a decoder, with their layers' numbers."""
     layers = getattr(decoder, "layers", ())
     blocks = ((getattr(layer, "temporal_block", None), i) for i, layer in enumerate(layers))
     return {block: i for block, i in blocks if block is not None and is_rg_lru(block)}
@@ -164,8 +163,10 @@ def is_rg_lru(module: nn.Module) -> bool:
 def rg_lru(
     block: Any, current: Current, x: Tensor, position_ids: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
-    """x (1, T, D) -> (1, T, D), from the states of a slice; positions tell where a sequence begins,
-    and nothing enters there."""
+    """Run a RecurrentGemma block on a slice x (1, T, D) from the states of its cache.
+
+    The block resets its state where `position_ids` are 0, at the start of a sequence.
+    """
     cache, num_tokens = current.cache, x.shape[1]
     assert cache is not None, "a block outside of a slice"
     gate = block.act_fn(block.linear_y(x))
@@ -188,9 +189,15 @@ _TILE_ELEMENTS = 2**22
 def with_state(
     y: Tensor, last: Tensor, before: Tensor, given: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """y (b, d, T) and the last state (b, d, n) of a scan that had begun with `before` (b, d, n).
+    """Correct the outcome of a scan from zero to that of the scan from state `before` (b, d, n).
 
-    `given`: the arguments of the scan by name.
+    Args:
+        y: (b, d, T), the scan's output.
+        last: (b, d, n), its last state.
+        given: the scan's arguments by name.
+
+    Returns:
+        y and the last state, as if the scan had started from `before`.
     """
     steps, a, c, z = given["dt"], given["A"], given["C"], given.get("z")
     if given.get("delta_bias") is not None:
@@ -218,15 +225,19 @@ _INITIAL = ("initial_state", "initial_states")
 
 @dataclass
 class Current:
-    """The slice that a mixer computes now."""
+    """The cache of the slice that a mixer is computing."""
 
     cache: SliceCache | None = None
     num_scans: int = 0
-    """Scans of the slice that have run: some mixers scan their heads one by one."""
+    """Scans of the slice so far: some mixers scan their heads one by one."""
 
 
 def own_forward(module: nn.Module, current: Current) -> Callable[..., Any]:
-    """A mixer's forward, whose scans begin with the state that enters a slice."""
+    """Return a mixer's forward, with scans that start from the state that enters the slice.
+
+    Raises:
+        UnsupportedModelError: the instance has a forward other than its class's.
+    """
     if "forward" in module.__dict__:
         raise UnsupportedModelError(
             given=f"{type(module).__name__} with a forward that was put into this instance",
@@ -251,7 +262,10 @@ def own_forward(module: nn.Module, current: Current) -> Callable[..., Any]:
 
 
 def _continued(name: str, function: Any, current: Current) -> Callable[..., Any] | None:
-    """The call that takes the place of a scan of the mixer's module; None: the function stays."""
+    """Return the call that replaces a function if it is a scan, else None.
+
+    A scan is recognized by its signature; single-step functions of decoding, by their names.
+    """
     if not callable(function) or isinstance(function, type) or re.search("recurrent|update", name):
         return None
     try:
@@ -267,7 +281,7 @@ def _continued(name: str, function: Any, current: Current) -> Callable[..., Any]
 def _scan_from(
     scan: Callable[..., Any], initial: str, current: Current, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a scan, from the state that enters the slice if there is one."""
+    """Call a scan with the state that enters the slice, if any, as its argument `initial`."""
     assert current.cache is not None, "a scan outside of a slice"
     if kwargs.get(initial) is None:
         kwargs[initial] = current.cache.initial()
@@ -277,46 +291,46 @@ def _scan_from(
 def _scan_from_zero(
     scan: Callable[..., Any], current: Current, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Call a scan that starts from nothing, and add what the state that enters is worth."""
+    """Call a scan that takes no initial state, and add the entering state's contribution."""
     assert current.cache is not None, "a scan outside of a slice"
     number, before = current.num_scans, current.cache.initial()
     current.num_scans += 1
     y, last = scan(*args, **kwargs)
     if before is None:
         return y, last
-    if before.ndim > last.ndim:
+    if before.ndim > last.ndim:  # a state of all heads, for scans of one head each
         before = before[:, number]
     given = inspect.signature(scan).bind(*args, **kwargs).arguments
     return with_state(y, last, before, given)
 
 
 Event = tuple[Literal["attention", "states"], int]
-"""A kind of meeting of tokens, and the layer in which it happens."""
+"""(the way in which tokens mix: attention or a recurrent state, the layer)."""
 NUM_TOKENS = 4
+"""Tokens of the traced forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The mixers of a decoder, and what its layers do in the order in which they do it."""
+    """The mixers of a decoder, and the events of its layers in the order of a forward."""
 
     mixers: tuple[Mixer, ...] = ()
     events: tuple[Event, ...] = ()
     num_returned: int = 0
-    """Elements of the tuple that a layer returns; 0: hidden states alone."""
+    """Length of the tuple that a layer returns; 0: it returns hidden states alone."""
 
 
 class Probe(SliceCache):
-    """The cell and the cache of a decoder that is watched, of a whole sequence: it notes which
-    modules touch states, and what layers do."""
+    """Stand-in cell and cache of one traced forward, which records mixers and events."""
 
     def __init__(self) -> None:
         super().__init__({}, NUM_TOKENS)
         self.modules: list[nn.Module] = []
-        """Modules that run now, the innermost one last."""
+        """Modules whose forward is running, the innermost one last."""
         self.mixers: dict[nn.Module, int] = {}
         self.events: list[Event] = []
         self.num_returned: dict[nn.Module, int] = {}
-        """Elements of the tuple that a module has returned; 0: no tuple."""
+        """Length of the tuple that a module returned; 0: no tuple."""
 
     def attend(
         self, what: Pass, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule,
@@ -339,14 +353,16 @@ class Probe(SliceCache):
 def watching(
     decoder: nn.Module, attending: Sequence[nn.Module], device: torch.device
 ) -> Iterator[Probe]:
-    """Within it a forward of the decoder with that cache is watched; `attending`: modules that may
-    reach `AttentionInterface`; `device`: where it computes."""
+    """Context manager: record a forward of the decoder, which takes the yielded probe as its cache.
+
+    `attending`: modules that may call `AttentionInterface`; `device`: where the forward computes.
+    """
     watch, blocks = Probe(), rg_lru_blocks(decoder)
     positions = torch.arange(NUM_TOKENS, device=device)
 
     def begin(module: nn.Module, _: object) -> None:
         watch.modules.append(module)
-        if module in blocks:  # it touches no cache
+        if module in blocks:  # its forward uses no cache
             watch.touch(blocks[module])
 
     def end(module: nn.Module, _: object, output: object) -> None:
@@ -363,21 +379,21 @@ def watching(
 
 
 _BUCKET_TOKENS = 64
-"""The step of lengths that are alike; shorter ones are alike up to a factor of two."""
+"""Width of the buckets of lengths that are batched; for shorter slices, powers of two."""
 
 
 @dataclass(frozen=True, slots=True)
 class SliceRows:
-    """A slice of a chunk, as a mixer sees it."""
+    """A slice of a chunk, as a mixer uses it."""
 
     index: int
-    """Its number in the chunk."""
+    """Number of the slice in the chunk."""
     rows: slice
-    """Its rows of the chunk."""
+    """Rows of the slice in the chunk."""
     continues: bool
-    """Whether it has a prefix, whose states enter it."""
+    """Whether the slice has a prefix, whose states enter it."""
     is_continued: bool
-    """Whether a later chunk goes on where it ends."""
+    """Whether a later chunk continues the slice's sequence."""
 
     @property
     def num_tokens(self) -> int:
@@ -386,7 +402,7 @@ class SliceRows:
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """A module whose tokens meet in a state, and its layer."""
+    """A module that mixes tokens through a recurrent state, and its layer."""
 
     module: nn.Module
     layer: int
@@ -394,7 +410,7 @@ class Mixer:
 
 @contextmanager
 def relaying(mixers: Sequence[Mixer]) -> Iterator[None]:
-    """Within it each mixer is called slice by slice."""
+    """Context manager: call each mixer slice by slice, with states from chunk to chunk."""
     with patched((vars(mixer.module), "forward", _sliced(mixer)) for mixer in mixers):
         yield
 
@@ -407,7 +423,7 @@ def _sliced(mixer: Mixer) -> Callable[..., Any]:
 def _forward(
     mixer: Mixer, own: Callable[..., Any], current: Current, *args: Any, **kwargs: Any
 ) -> Any:
-    """The mixer's output for a chunk: its slices' outputs, joined."""
+    """Run a mixer slice by slice and return its output for the chunk."""
     pass_of = BoundCell.to(mixer.module)
     if pass_of is None:
         raise called_within(mixer.module)
@@ -425,7 +441,7 @@ def _forward(
             after, unread = current.cache.after, current.cache.unread
         finally:
             current.cache = None
-        if unread:
+        if unread:  # the slice was computed as if its sequence began with it
             raise _leaves_states(mixer, unread)
         y = first(output)
         if part.is_continued:
@@ -453,8 +469,8 @@ def _leaves_states(mixer: Mixer, unread: Collection[StateKey]) -> UnsupportedMod
 
 
 def _rows_of(parts: Sequence[SliceRows], x: Tensor) -> Tensor:
-    """x (1, T, ...) -> (1, t, ...) of one slice; (B, longest, ...) of several, padded on the right:
-    a causal layer never looks there."""
+    """Rows of x (1, T, ...): (1, t, ...) of one slice, or (B, longest, ...) of several, with
+    padding on the right, which a causal layer never sees."""
     if len(parts) == 1:
         return x[:, parts[0].rows]
     longest, others = max(part.num_tokens for part in parts), (0, 0) * (x.ndim - 2)
@@ -462,8 +478,8 @@ def _rows_of(parts: Sequence[SliceRows], x: Tensor) -> Tensor:
 
 
 def in_batches(parts: Sequence[SliceRows]) -> list[list[SliceRows]]:
-    """Slices that may be called together: whole ones of similar lengths, which pad one another to
-    less than twice their tokens; each other one is called alone."""
+    """Group slices into calls: whole sequences of similar lengths share one, where padding less
+    than doubles the tokens; every other slice has its own."""
     batches: dict[tuple[int, ...], list[SliceRows]] = {}
     for part in parts:
         n = part.num_tokens
@@ -475,7 +491,7 @@ def in_batches(parts: Sequence[SliceRows]) -> list[list[SliceRows]]:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Arguments of a mixer for a whole chunk; `x` (1, T, D) are its hidden states."""
+    """Arguments of a mixer for a whole chunk, with its hidden states `x` (1, T, D)."""
 
     x: Tensor
     args: Sequence[Any]
@@ -484,13 +500,15 @@ class Inputs:
     def of(
         self, x: Tensor, take: Callable[[Tensor], Tensor], cache: EmptyCache
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The same for some rows, whose hidden states are `x` and whose cache is its own; `take`
-        makes their part of other tensors (1, T, ...)."""
+        """Return positional and named arguments for some rows, with hidden states `x` and `cache`.
+
+        `take` selects the rows of every other tensor (1, T, ...).
+        """
         cut = partial(self._cut, x, take, cache)
         return [cut(a) for a in self.args], {name: cut(a) for name, a in self.kwargs.items()}
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same with floating-point numbers of another type."""
+        """Return these inputs with floating-point tensors cast to `dtype`."""
 
         def cast(given: Any) -> Any:
             if isinstance(given, tuple):
@@ -517,14 +535,14 @@ class Inputs:
 
 
 def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
-    """The arguments of a mixer, whose hidden states come first."""
+    """Wrap the arguments of a mixer; the first one must be its hidden states."""
     x = args[0] if args else next(iter(kwargs.values()))
     assert isinstance(x, Tensor) and x.ndim == 3, "a mixer without hidden states"
     return Inputs(x, args, kwargs)
 
 
 def first(output: Any) -> Tensor:
-    """The hidden states of a mixer's output."""
+    """Return the hidden states of a mixer's output."""
     found = output[0] if isinstance(output, tuple) else output
     assert isinstance(found, Tensor)
     return found
@@ -532,7 +550,7 @@ def first(output: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A mixer, and what it is called with."""
+    """A mixer and the inputs of one call of it."""
 
     mixer: Mixer
     inputs: Inputs
@@ -543,10 +561,10 @@ def receive_states(
     states: Mapping[StateKey, Tensor],
     send: Callable[[Mapping[StateKey, Tensor | None]], None],
 ) -> tuple[Tensor, States]:
-    """x (1, T, D) and the states that enter its slice, whose gradients go to `send`."""
+    """Return x (1, T, D) and the states as graph nodes whose gradients go to `send`."""
     if not torch.is_grad_enabled() or not states:
         return x, dict(states)
-    # an input that takes gradients makes the states' own be computed, also where x has none
+    # one input that requires grad makes autograd compute the states' gradients, even if x has none
     anchor = torch.empty(0, device=x.device, requires_grad=True)
 
     def back(grads: Sequence[Tensor | None]) -> None:
@@ -559,8 +577,8 @@ def receive_states(
 def send_states(
     y: Tensor, states: Sequence[Tensor], later_grads: Callable[[], Sequence[Tensor | None]]
 ) -> Tensor:
-    """y (1, T, D) of a slice; with its gradient the states that leave get what `later_grads`
-    tells."""
+    """Return y (1, T, D) of a slice as a graph node: its backward also gives the leaving states the
+    gradients that `later_grads` returns."""
     if not torch.is_grad_enabled() or not y.requires_grad:
         return y
     return _SendStates.apply(later_grads, y, *states)  # type: ignore[no-any-return, no-untyped-call]
