@@ -1,1 +1,1 @@
-"""Chunk attention and the tiled loss: the two computations furlong does in its own way."""
+"""Chunk attention and the tiled loss, the two computations that furlong replaces."""

@@ -1,14 +1,14 @@
-"""Latent attention in chunks: the store keeps latents, from which keys and values are made anew.
+"""Multi-head latent attention (MLA) in chunks: the store keeps latents in place of keys and values.
 
 Keys and values of all heads are linear in a latent that is many times narrower (DeepSeek). A slice
-stores its latents; later chunks expand a part of them when they read it, and what they send back
-goes through the same expansion: into the latents' gradients, which wait in the store for their own
-chunk, and into the weights of the expansion at once.
+stores its latents, and later chunks expand them part by part as they read them. The backward of an
+expansion adds to gradients of the latents, which are stored until their own chunk's backward, and
+to gradients of the expansion's weights at once.
 
-Latents lie in the store as keys and values do, each cut into two halves.
+The store holds each latent as two halves, in the places of a key and a value.
 
-    T rows of the chunk, S rows of a stored block, W width of a latent (all that is stored of a
-    token); K key-value heads, H head dim of what a latent expands to"""
+    T rows of the chunk, S rows of a stored block, W width of a latent (everything stored for a
+    token); K key-value heads and H head dim of expanded keys and values"""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ _MIN_TOKENS = 1024
 
 
 def store_latents(x: Tensor, own: Level, layer_kv: LayerKV) -> Tensor:
-    """Latents x (T, W), of which those of the process's own slices are stored where `layer_kv`
-    keeps them; in a backward they get what later chunks sent to them."""
+    """Store the latents x (T, W) of local slices that `layer_kv` keeps, and return x as a graph
+    node: its backward adds the gradients that later chunks have sent.
+
+    `own`: the level of this process's local slices.
+    """
     rows = x.detach()[slice(*own.local)]
     for placed in own.slices:
         if layer_kv.keeps(placed.index):
@@ -66,8 +69,8 @@ class _Relay(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class LatentKV:
-    """Implements `LayerKV` over a store of latents, for the slices that lie on this process alone;
-    of others the store has keys and values."""
+    """Implements `LayerKV` over stored latents, for slices that this process holds alone; of other
+    slices the store has keys and values."""
 
     stored: LayerKV
     own: frozenset[int]
@@ -76,9 +79,9 @@ class LatentKV:
     width: int
     """Width W of a latent."""
     max_tokens: int
-    """Tokens that are expanded at once."""
+    """Most tokens that are expanded at once."""
     adds_gradients: bool
-    """Whether what the expansion's weights get is added to their gradients."""
+    """Whether the backward adds to the gradients of the expansion's weights."""
 
     def keeps(self, slice_index: int) -> bool:
         return slice_index not in self.own and self.stored.keeps(slice_index)
@@ -95,7 +98,7 @@ class LatentKV:
             return
         for block in blocks:
             yield from self._expanded(block, gradients)
-            del block  # done with, before the next is asked for
+            del block  # the contract of `LayerKV.prefix`
 
     def later_grads(self, slice_index: int) -> LaterGrads | None:
         return None if slice_index in self.own else self.stored.later_grads(slice_index)
@@ -119,14 +122,14 @@ class LatentKV:
 
 @dataclass(frozen=True, slots=True)
 class _ExpandedBlock:
-    """Implements `PrefixBlock`: some keys and values, with the graph of their expansion."""
+    """Implements `PrefixBlock` with the graph of an expansion."""
 
     expanded_k: Tensor
     expanded_v: Tensor
     distance: int
     latents: Tensor
     grad: Tensor
-    """Gradients (S, W) of the latents, which it adds to."""
+    """Gradients (S, W) of the latents, to which `add_grad` adds."""
     adds_gradients: bool
 
     @property
@@ -149,12 +152,12 @@ class _ExpandedBlock:
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Latents (S, W) as the store takes keys and values: two of (1, S, W / 2)."""
+    """Split latents (S, W) into two halves (1, S, W / 2), which the store takes as k and v."""
     width = -(-x.shape[1] // 2)
     x = x if x.shape[1] == 2 * width else pad(x, (0, 1))
     return x[None, :, :width], x[None, :, width:]
 
 
 def _joined(a: Tensor, b: Tensor) -> Tensor:
-    """Two halves (1, S, W / 2) of latents (S, W)."""
+    """Join two halves (1, S, W / 2) to latents (S, W)."""
     return torch.cat((a[0], b[0]), -1)

@@ -1,7 +1,7 @@
-"""The head by tiles of labelled rows: logits exist for one tile at a time.
+"""The language-model head on tiles of labelled rows, so that logits exist for one tile at a time.
 
-A loss and a value of tokens are the same thing here: a function of the logits of single tokens.
-Which rows have a label is known beforehand, and sums stay on the device: nothing here waits for it.
+Losses and token values are treated alike: a function of the logits of single tokens. The rows with
+a label are known in advance and sums stay on the device, so that the host never waits for it.
 
     T rows of hidden states, R of them with a label, t of a tile, D hidden size, V vocabulary
 """
@@ -22,17 +22,17 @@ IGNORE_INDEX = -100
 
 
 def labelled_rows(labels: Tensor) -> Tensor:
-    """Indices (R,) int64 of the labels (T,) that are one; called where they lie on the CPU."""
+    """Indices (R,) int64 of the labels (T,) other than -100; call it with labels on the CPU."""
     return torch.nonzero(labels != IGNORE_INDEX).flatten()
 
 
 def wide(logits: Tensor) -> Tensor:
-    """Logits in float32, or in float64 where they are."""
+    """Cast logits to float32; float64 stays."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def label_losses(logits: Tensor, labels: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
-    """The cross-entropy (t,) of each label."""
+    """Cross-entropy (t,) of each label."""
     return cross_entropy(logits, labels, reduction="none")
 
 
@@ -40,9 +40,9 @@ def label_losses(logits: Tensor, labels: Tensor, extras: Mapping[str, Tensor]) -
 class TiledHead:
     """A head and a function of the logits of single tokens, called tile by tile.
 
-    Both ways take hidden states (T, D), `rows` (R,), `labels` (R,), already shifted, and `extras`
-    (R, ...), on one device: rows without a label never reach the head, and one that several tokens
-    follow does with each.
+    `forward` and `backward` take hidden states (T, D), `rows` (R,) int64, `labels` (R,), already
+    shifted, and `extras` (R, ...), all on one device. Rows without a label never reach the head; a
+    row that several tokens follow occurs in `rows` once for each of them.
     """
 
     head: Callable[[Tensor], Tensor]
@@ -51,16 +51,16 @@ class TiledHead:
     """Logits (t, V) in float32 or wider, labels (t,), extras (t, ...) -> (t,) or (t, k)."""
     max_tile_tokens: int
     modes: Callable[[], AbstractContextManager[object]] = nullcontext
-    """torch's, within which the head runs."""
+    """Makes the context in which the head and the function run, such as an autocast."""
     source: str = "fn"
-    """The argument that the function was, for messages."""
+    """Name of the argument that held the function, for messages."""
     takes_columns: bool = True
     """Whether a token may have several values."""
 
     def forward(
         self, hidden: Tensor, rows: Tensor, labels: Tensor, extras: Mapping[str, Tensor]
     ) -> Tensor | None:
-        """The values (R, ...) without a graph; None of no row."""
+        """Return the values (R, ...) without a graph, or None if there are no rows."""
         with torch.no_grad():
             found = [
                 self._of_tile(hidden[tile], labels[at], some)
@@ -74,8 +74,8 @@ class TiledHead:
         self, hidden: Tensor, rows: Tensor, labels: Tensor, extras: Mapping[str, Tensor],
         cotangents: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The gradient (T, D) by the hidden states where the values' is `cotangents` (R, ...), and
-        the values again. The head's parameters get theirs."""
+        """Return the gradient (T, D) of the hidden states, given that of the values, `cotangents`
+        (R, ...), and the values; gradients of the head's parameters are accumulated."""
         gradient, found = torch.zeros_like(hidden), []
         for tile, at, some in self._tiles(rows, extras):
             tile_hidden = hidden.detach()[tile].requires_grad_()  # (t, D)
@@ -92,7 +92,7 @@ class TiledHead:
         self, rows: Tensor, extras: Mapping[str, Tensor]
     ) -> Iterator[tuple[Tensor, slice, dict[str, Tensor]]]:
         start = 0
-        # split makes one tile of no rows
+        # of no rows, split would make one empty tile
         for tile in rows.split(self.max_tile_tokens) if len(rows) else ():
             at = slice(start, start + len(tile))
             yield tile, at, {name: x[at] for name, x in extras.items()}

@@ -1,14 +1,15 @@
-"""Exchanges of rows between processes: the all-to-all before and after attention.
+"""All-to-alls of sequence parallelism: the dispatch before attention, the combine after it.
 
-In the dispatch a process sends its rows of queries, one part of their heads to each process of its
-inner place (`furlong.plan.rows`), and its rows of keys and values, one part of theirs to each
-process of the place; a head that several processes need goes to each of them. What comes in from an
-inner place is in the order of its rows. The combine goes the same roads: parts of heads are put
-together again, and what several processes return of one head, or of gathered keys, is added up.
+In the dispatch a process sends its rows of queries, one part of the heads to each process of its
+inner group (`furlong.plan.rows`: those that divide the heads among them), and its rows of keys and
+values, one part of the heads to each process of the whole group, called a place. A head that
+several processes need goes to each of them. The rows that arrive from an inner group are in its
+order. The combine is the reverse: parts of heads are joined again, and results of several processes
+for one head, or for gathered keys, are summed.
 
-    u  processes of an inner place;  t  local rows;  L  rows of an inner place;  S  those of all;
-    M, m  heads of a tensor, and those of them that one process gets;  w  m of several tensors
-    together;  H  head dim
+    u  processes of an inner group;  t  local rows;  L  rows of an inner group;  S  rows of all;
+    M, m  heads of a tensor, and how many of them one process gets;  w  sum of m over several
+    tensors;  H  head dim
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from furlong.plan.rows import Level
 
 
 class Exchange(Protocol):
-    """All-to-alls between the processes of an sp group."""
+    """All-to-alls between the processes of a sequence-parallel group."""
 
     def start(
         self, x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], size: int
     ) -> Callable[[], Tensor]:
-        """Send rows of x (rows, H) to each process of the place of `size` that this process is in,
-        `send_rows` of them; the call that is returned waits for theirs (sum of `recv_rows`, H).
+        """Start an all-to-all of x (sum of `send_rows`, H) in this process's group of `size`.
 
-        All processes of a group start their exchanges in an order that they agree on.
+        All processes must start their exchanges in the same order.
+
+        Returns:
+            A function that waits for the rows of the others (sum of `recv_rows`, H).
         """
         ...
 
@@ -41,7 +44,7 @@ class Exchange(Protocol):
 def dispatch(
     exchange: Exchange, level: Level, queries: Sequence[Tensor], keys: Sequence[Tensor]
 ) -> Callable[[], Tensor]:
-    """Start the dispatch of local rows: `queries` (M, t, H) to the inner place, `keys` to all."""
+    """Start the dispatch of local rows (M, t, H): `queries` to the inner group, `keys` to all."""
     to_inner = _split(level, (*queries, *keys))
     to_others = _split(level, keys) if keys and level.num_inner > 1 else to_inner[:, :, :0]
     parts = [to_inner if b == level.inner else to_others for b in range(level.num_inner)]
@@ -56,8 +59,11 @@ def dispatch(
 def dispatched(
     level: Level, x: Tensor, queries: Sequence[int], keys: Sequence[int]
 ) -> list[Tensor]:
-    """By inner place, the rows (w, L, H) that came in: of all tensors from the process's own, of
-    keys from the others. `queries`, `keys`: the heads of each tensor before it was sent."""
+    """Split dispatched rows x into one tensor (w, L, H) for each inner group: rows of all tensors
+    from this process's own group, of keys alone from others.
+
+    `queries`, `keys`: heads of each tensor before it was sent.
+    """
     narrow = sum(part_of(level, heads) for heads in keys)
     wide = narrow + sum(part_of(level, heads) for heads in queries)
     found, start = [], 0
@@ -70,12 +76,12 @@ def dispatched(
 
 
 def in_token_order(level: Level, inners: Sequence[Tensor]) -> Tensor:
-    """Gathered rows (w, S, H) in token order, of (w, L, H) by inner place."""
+    """Join rows (w, L, H) of each inner group to (w, S, H) in token order."""
     return torch.cat([inners[inner][:, start:stop] for inner, start, stop in level.key_runs], 1)
 
 
 def by_inner_place(level: Level, x: Tensor) -> list[Tensor]:
-    """Rows (w, L, H) of each inner place, of gathered rows (w, S, H) in token order."""
+    """Split rows x (w, S, H) in token order into rows (w, L, H) of each inner group."""
     found = [x.new_empty((x.shape[0], rows, x.shape[2])) for rows in level.inner_rows]
     row = 0
     for inner, start, stop in level.key_runs:
@@ -87,8 +93,8 @@ def by_inner_place(level: Level, x: Tensor) -> list[Tensor]:
 def combine(
     exchange: Exchange, level: Level, inners: Sequence[Sequence[Tensor]]
 ) -> Callable[[], Tensor]:
-    """Start the combine of tensors (m, L, H) by inner place: those of the process's own, and of
-    the others as many of keys as came in."""
+    """Start the combine of tensors (m, L, H) for each inner group: all for this process's own
+    group, those of keys for each other one, equally many."""
     each = [sum(x.shape[0] for x in tensors) for tensors in inners]
     other = next((width for inner, width in enumerate(each) if inner != level.inner), 0)
     parts = [torch.cat([x.transpose(0, 1) for x in tensors], 1) for tensors in inners if tensors]
@@ -101,11 +107,11 @@ def combine(
 
 
 def combined(level: Level, x: Tensor, queries: Sequence[int], keys: Sequence[int]) -> list[Tensor]:
-    """Local rows (t, M, H) of each tensor that came back; `queries`, `keys`: see `dispatched`."""
+    """Split combined rows x into local rows (t, M, H) of each tensor; others as in `dispatched`."""
     u, rows, head_dim = level.inner_size, num_local(level), x.shape[-1]
     narrow = [part_of(level, heads) for heads in keys]
     wide = [part_of(level, heads) for heads in queries] + narrow
-    of_keys: list[Tensor] = []  # from each inner place
+    of_keys: list[Tensor] = []  # one from each inner group
     found, start = [], 0
     for inner in range(level.num_inner):
         widths = wide if inner == level.inner else narrow
@@ -124,27 +130,27 @@ def combined(level: Level, x: Tensor, queries: Sequence[int], keys: Sequence[int
 
 
 def num_local(level: Level) -> int:
-    """Rows of a level that the process has before the exchange."""
+    """Rows of a level that this process has before the dispatch."""
     return level.local[1] - level.local[0]
 
 
 def part_of(level: Level, num_heads: int) -> int:
-    """Heads of a tensor that one process gets."""
+    """Heads of a tensor that one process gets, at least one."""
     return max(1, num_heads // level.inner_size)
 
 
 def _split(level: Level, tensors: Sequence[Tensor]) -> Tensor:
-    """Local rows (M, t, H) of each tensor -> (u, t, w, H), for each process of an inner place."""
+    """Local rows (M, t, H) of each tensor -> (u, t, w, H), a part for each process."""
     u, parts = level.inner_size, []
     for x in tensors:
-        if x.shape[0] % u:  # fewer heads than processes: copies
+        if x.shape[0] % u:  # fewer heads than processes: several get copies of one
             x = x.repeat_interleave(u // x.shape[0], 0)
         parts.append(x.unflatten(0, (u, -1)).transpose(1, 2))
     return torch.cat(parts, 2)
 
 
 def _joined(x: Tensor, num_heads: int) -> Tensor:
-    """Parts (u, t, m, H) of heads -> (t, M, H); copies of a head are added up."""
+    """Parts (u, t, m, H) of heads -> (t, M, H); copies of a head are summed."""
     u, rows, width, head_dim = x.shape
     x = x.transpose(0, 1).reshape(rows, u * width, head_dim)
     if u * width == num_heads:
@@ -153,13 +159,12 @@ def _joined(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype in which several values of x are added up."""
+    """The dtype in which values of x are summed: float32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _widths(level: Level, own: int, other: int) -> list[int]:
-    """Heads that travel between the process and each one of the place: `own` within its inner
-    place, else `other`."""
+    """Heads exchanged with each process of the level: `own` in the inner group, else `other`."""
     return [
         own if member // level.inner_size == level.inner else other
         for member in range(level.size)
@@ -171,10 +176,10 @@ def _products(rows: Sequence[int], widths: Sequence[int]) -> list[int]:
 
 
 class AllToAll:
-    """Implements `Exchange` by one process group for each size of a place."""
+    """Implements `Exchange` with `torch.distributed` process groups."""
 
     def __init__(self, groups: Mapping[int, dist.ProcessGroup]) -> None:
-        """`groups`: for each size of a place, the one that this process is in."""
+        """`groups`: this process's group of each size."""
         self._groups = groups
 
     def start(
@@ -189,6 +194,6 @@ class AllToAll:
 
 
 def _arrived(work: dist.Work, into: Tensor, sent: Tensor) -> Tensor:
-    """Rows that come in, when they are there; `sent` lives until it has gone."""
+    """Wait for the rows that arrive; `sent` is an argument so that it lives until then."""
     work.wait()
     return into

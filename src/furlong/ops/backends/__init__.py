@@ -1,1 +1,1 @@
-"""Attention kernels behind one signature."""
+"""Attention kernels with one interface."""

@@ -1,7 +1,7 @@
-"""The signature behind which attention kernels are exchanged.
+"""`Backend`: the interface of attention kernels.
 
 A backend computes one *block*: some query rows against some keys of the same sequence. Which keys a
-row sees follows from positions alone, so no caller ever builds a mask.
+row sees follows from positions alone, so that callers never build a mask.
 
     T query rows, S keys, N query heads, K key-value heads (N a multiple of K), H head dim"""
 
@@ -30,11 +30,11 @@ class Block:
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)` (Gemma 2)."""
     value_width: int | None = None
-    """Columns of v from this one on are zeros, and so are those of out and dout: values that are
-    narrower than keys (DeepSeek)."""
+    """Columns of v, out and dout from this one on are zeros, where values are narrower than keys
+    (DeepSeek). None: values are as wide as keys."""
     squares: tuple[slice, ...] = ()
-    """Rows behind one another that cover all, as many as keys: each slice of them sees itself
-    alone, causally, as at distance 0. Empty: all rows see the same keys."""
+    """Consecutive ranges that cover all rows, of which there are as many as keys. Each range sees
+    itself alone, causally, as at distance 0. Empty: all rows see the same keys."""
 
     def is_full(self, num_rows: int, num_keys: int) -> bool:
         """Whether every row sees every key."""
@@ -47,22 +47,22 @@ class Block:
         return self.distance == 0 and num_rows == num_keys and in_window
 
     def visible_rows(self, num_rows: int, num_keys: int) -> int:
-        """How many first rows see at least one key; the rows after them are beyond the window."""
+        """Number of leading rows that see a key; the rows after them are beyond the window."""
         if self.window is None:
             return num_rows
         return max(0, min(num_rows, num_keys - 1 + self.window - self.distance))
 
     def visible_keys(self, start: int, stop: int, num_keys: int) -> tuple[int, int]:
-        """The range of keys that rows [start, stop) see between them."""
+        """Range of keys that some of rows [start, stop) see."""
         first = 0 if self.window is None else self.distance + start - self.window + 1
         return max(0, first), min(num_keys, self.distance + stop)
 
     def num_pairs(self, num_rows: int, num_keys: int) -> int:
-        """Pairs of a row and a key that it sees."""
+        """Number of (row, key) pairs in which the row sees the key."""
         if self.squares:
             alone = replace(self, squares=())
             lens = [rows.stop - rows.start for rows in self.squares]
-            if self.window is None:  # counted at each call, in the host's time
+            if self.window is None:  # fast: the host counts at each call
                 return sum(n * (n + 1) // 2 for n in lens)
             return sum(alone.num_pairs(n, n) for n in lens)
 
@@ -77,11 +77,11 @@ class Block:
         return of_rows(self.distance + 1) - before
 
     def at(self, row: int, key: int) -> Block:
-        """The same rule for the sub-block that starts at this row and key."""
+        """Return the same rule for the sub-block that starts at this row and key."""
         return replace(self, distance=self.distance + row - key)
 
     def mask(self, num_rows: int, num_keys: int, device: torch.device) -> Tensor:
-        """(T, S) bool, True where the row sees the key. For single tiles only."""
+        """Return a (T, S) bool mask, True where the row sees the key; for single tiles only."""
         rows = self.distance + torch.arange(num_rows, device=device)[:, None]
         keys = torch.arange(num_keys, device=device)[None, :]
         seen = keys <= rows
@@ -90,12 +90,14 @@ class Block:
 
 @dataclass(slots=True)
 class Tally:
-    """Calls and FLOPs of attention kernels, by the kernel's name: which one computes what, of
-    blocks that are cut for several, no choice of a backend tells."""
+    """Calls and FLOPs of attention kernels, by the kernel's name.
+
+    The chosen backend alone does not show them: some backends cut a block for several kernels.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
-    """4 per pair, head and head dimension forward, 10 backward."""
+    """For each (row, key) pair, head and head dimension: 4 in a forward, 10 in a backward."""
 
     def taken(self) -> Tally:
         """Return what was counted since the last call."""
@@ -116,12 +118,12 @@ class Backend(Protocol):
     """
 
     tally: Tally | None = None
-    """Counts what kernels of a GPU compute."""
+    """Counts the calls of GPU kernels; None: no count."""
 
     def count(
         self, kernel: str, q: Tensor, k: Tensor, block: Block, *, backward: bool = False
     ) -> None:
-        """Count a call that a kernel has taken, on q (N, T, H) and k (K, S, H)."""
+        """Count a call of a kernel on q (N, T, H) and k (K, S, H)."""
         if self.tally is not None:
             pairs = block.num_pairs(q.shape[1], k.shape[1])
             self.tally.calls[kernel] += 1
@@ -129,20 +131,19 @@ class Backend(Protocol):
             self.tally.flops[kernel] += flops
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """q (N, T, H), k and v (K, S, H) -> out (N, T, H) in q's dtype, lse (N, T).
+        """Map q (N, T, H), k and v (K, S, H) to out (N, T, H) in q's dtype and lse (N, T).
 
-        A row that sees no key gets zeros and a log-sum-exp of -inf. Squares may be one call, or
-        one each (`each_square`).
+        A row that sees no key gets zeros and a log-sum-exp of -inf. Squares may be computed in one
+        call, or one by one (`each_square`).
         """
         ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients (N, T, H), (K, S, H), (K, S, H) of this block's part.
+        """Return this block's part of dq (N, T, H), dk and dv (K, S, H).
 
-        `out` and `lse` are those of the whole row, over all of its blocks. Key and value gradients
-        may come in lse's dtype.
+        `out` and `lse` are merged over all blocks of a row. dk and dv may have lse's dtype.
         """
         ...
 
@@ -150,7 +151,7 @@ class Backend(Protocol):
 def each_square(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, block: Block
 ) -> tuple[Tensor, Tensor]:
-    """`forward` of a block's squares, one call each."""
+    """Run `forward` on each of a block's squares."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
     alone = replace(block, squares=())
     for rows in block.squares:
@@ -162,7 +163,7 @@ def each_square_backward(
     backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     block: Block,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`backward` of a block's squares, one call each."""
+    """Run `backward` on each of a block's squares."""
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     alone = replace(block, squares=())
     for rows in block.squares:
@@ -177,9 +178,9 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Make out (N, T, H) and lse (N, T), both in lse's dtype, attention over the keys of both.
+    """Merge attention over other keys into out (N, T, H) and lse (N, T), both in lse's dtype.
 
-    The two key sets are disjoint. A row must see a key of at least one of them.
+    The two sets of keys must be disjoint, and each row must see a key of at least one of them.
     """
     share = torch.sigmoid(other_lse - lse)  # exp(other_lse) / (exp(lse) + exp(other_lse))
     torch.logaddexp(lse, other_lse, out=lse)

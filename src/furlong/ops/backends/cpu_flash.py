@@ -1,9 +1,9 @@
-"""Attention of one block by PyTorch's own flash kernel for CPUs.
+"""Attention of one block with PyTorch's flash kernel for CPUs.
 
-The kernel wants as many key-value heads as query heads, and gets an expanded view of them. The
-backward of a block without a mask folds a head group's rows under one another instead: one gradient
-per key. Masks exist for one tile of rows times the keys that those rows see. Each operation on
-several threads costs the wait for the slowest of them: few are better than small ones.
+The kernel requires as many key-value heads as query heads, and gets an expanded view of them. The
+backward of a block without a mask concatenates the rows of a head group instead, which gives one
+gradient per key. Masks exist for one tile of rows times the keys that those rows see. Each
+multi-threaded operation waits for its slowest thread: few large operations beat many small ones.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from furlong.ops.backends.base import Backend, Block, each_square, each_square_b
 from furlong.ops.backends.reference import Reference
 
 _BAND_ROWS = 512
-"""Rows of a tile that needs a mask: small enough that a window's band wastes little."""
+"""Rows of a masked tile: few enough that a window's band wastes little work."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class CPUFlash(Backend):
-    """torch's flash kernel for CPUs; a packed chunk is a loop over its slices.
+    """Backend of torch's flash kernel for CPUs, which loops over the slices of a packed chunk.
 
-    Batches of equally long slices were tried: gathering rows costs what fewer calls save (200
-    slices of 20 tokens, one thread: 38 ms in a loop, 41 in one batch; longer ones lose more).
+    Batches of equally long slices are no faster: gathering rows costs what fewer calls save (200
+    slices of 20 tokens, one thread: 38 ms in a loop, 41 ms in one batch; longer ones lose more).
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -79,10 +79,10 @@ class CPUFlash(Backend):
 
 
 def _num_pieces(num_heads: int, num_kv_heads: int) -> int:
-    """Into how many batch entries to fold a head group.
+    """Number of batch entries into which a head group is folded.
 
-    The backward kernel runs one thread per (batch, head): pieces give the threads work where there
-    are fewer key-value heads than cores.
+    The backward kernel runs one thread per (batch, head): with fewer key-value heads than cores,
+    several entries keep the threads busy.
     """
     num_groups = num_heads // num_kv_heads
     wanted = max(1, torch.get_num_threads() // num_kv_heads)
@@ -95,12 +95,12 @@ def _fold(x: Tensor, k: Tensor, pieces: int) -> Tensor:
 
 
 def _unfold(folded: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of `_fold`: back to (N, T, ...)."""
+    """Invert `_fold`: back to (N, T, ...)."""
     return folded.transpose(0, 1).reshape(shape)
 
 
 def _expanded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q (N, T, H) -> (K, N/K, T, H); k, v -> views of the same heads, nothing copied."""
+    """q (N, T, H) -> (K, N/K, T, H), and k, v as views with the same heads, without copies."""
     num_kv_heads, num_groups = k.shape[0], q.shape[0] // k.shape[0]
     heads = (num_kv_heads, num_groups, -1, -1)
     return (
@@ -126,7 +126,7 @@ def _square_backward(
 def _band(
     block: Block, num_rows: int, num_keys: int, like: Tensor
 ) -> list[tuple[slice, slice, Tensor]]:
-    """Row tiles with the keys they see and the additive mask between them.
+    """Tiles of rows, each with the keys that its rows see and an additive mask.
 
     Tiles away from the edges share one mask.
     """

@@ -1,8 +1,8 @@
-"""Attention on CUDA by flash attention: PyTorch's own, version 2, or 4 or 3 where installed.
+"""Attention on CUDA with FlashAttention: version 2 of PyTorch, or version 4 or 3 if installed.
 
-It is called at the level where the log-sum-exp goes in and out, so that blocks can be merged; the
-backward takes the merged output and log-sum-exp, the way torch's own context parallelism does. The
-kernel reads any strides but the last, so that nothing is copied on the way in or out."""
+The functions called here return and take the log-sum-exp, so that blocks can be merged; the
+backward gets the merged output and log-sum-exp, as in torch's context parallelism. The kernel
+accepts any strides except in the last dimension, so that inputs and outputs need no copies."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torch import Tensor
 from furlong.ops.backends.base import Backend, Block, lse_dtype
 
 DATA_CENTER = {(9, 0), (10, 0), (10, 3)}
-"""Hopper and Blackwell of data centers."""
+"""Compute capabilities of data-center Hopper and Blackwell."""
 _FLASH_3 = "flash_attn_interface"
-"""The module that registers the kernels of version 3."""
+"""Module that registers the kernels of version 3."""
 
 
 class CUDAFlash(Backend):
-    """flash attention 2: grouped heads, sliding windows and slices of any lengths natively.
+    """FlashAttention 2, with grouped heads, sliding windows and slices of any lengths.
 
-    The backward of packed slices needs scratch of 128 rows per slice beside the chunk's own, in
-    float32: 0.4 GB for 200 slices, 4,000 tokens and 28 heads of 128.
+    The backward of packed slices needs 128 float32 rows of scratch memory per slice in addition to
+    the chunk's rows: 0.4 GB for 200 slices, 4,000 tokens and 28 heads of 128.
     """
 
     name = "FlashAttention 2"
@@ -118,8 +118,7 @@ class CUDAFlash(Backend):
         )
 
     def _scores(self, block: Block) -> dict[str, float]:
-        """How a call forms its scores. Raises NotImplementedError for what the kernel cannot
-        compute: nothing slower is taken."""
+        """Arguments for scale and softcap; NotImplementedError if the kernel lacks softcap."""
         if block.softcap is None:
             return {"scale": block.scale}
         if not self.has_softcap:
@@ -127,9 +126,9 @@ class CUDAFlash(Backend):
         return {"scale": block.scale, "softcap": block.softcap}
 
     def _ends(self, slices: Sequence[slice], q: Tensor) -> Tensor:
-        """0 and the last row + 1 of each slice, int32 on q's device.
+        """Return `cu_seqlens` of the slices: 0 and the stop row of each one, int32 on q's device.
 
-        Kept for the chunk's other layers, and copied without making the host wait.
+        They are cached for the chunk's other layers, and copied without making the host wait.
         """
         stops = tuple(rows.stop for rows in slices)
         key = stops, q.device
@@ -144,8 +143,10 @@ class CUDAFlash(Backend):
 
 
 class CUDAFlash3(CUDAFlash):
-    """flash attention 3, by the functions that torch has to put it behind its own operators. They
-    are called here, and not put there: what else calls those operators stays as it is."""
+    """FlashAttention 3, through the functions with which torch can replace its own operators.
+
+    They are called directly: other callers of those operators are not affected.
+    """
 
     name = "FlashAttention 3"
 
@@ -157,7 +158,7 @@ class CUDAFlash3(CUDAFlash):
 
 
 def flash_3(device: torch.device) -> CUDAFlash3 | None:
-    """flash attention 3 where it is installed, this torch can call it, and the card is a Hopper."""
+    """FlashAttention 3 if it is installed, this torch can call it, and the GPU is a Hopper."""
     if torch.cuda.get_device_capability(device) != (9, 0) or not find_spec(_FLASH_3):
         return None
     try:
@@ -172,8 +173,9 @@ def flash_3(device: torch.device) -> CUDAFlash3 | None:
 
 
 class CUDAFlash4(CUDAFlash):
-    """flash attention 4 by the functions behind its autograd function: torch's own module for it
-    unpacks fewer values than they return. It compiles each kind of call when it is first made."""
+    """FlashAttention 4, through the functions that its autograd function calls, since torch's
+    module for it unpacks fewer values than they return. Each kind of call is compiled on first
+    use."""
 
     name = "FlashAttention 4"
     has_softcap = True
@@ -210,7 +212,7 @@ class CUDAFlash4(CUDAFlash):
         self, ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int, *,
         scale: float, softcap: float = 0.0, window_size_left: int = -1, window_size_right: int = -1,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return the arguments that both functions share; an open side of the window is None."""
+        """Return arguments that both functions share; None is a window without a bound."""
         is_packed = ends_q is not None
         return {
             "softmax_scale": scale,
@@ -226,19 +228,19 @@ class CUDAFlash4(CUDAFlash):
 
 @contextmanager
 def _as_refusals() -> Iterator[None]:
-    """Raise RuntimeError for what a kernel refuses by an assertion or does not compile: errors of
-    its compiler derive from Exception alone."""
+    """Context manager: turn a kernel's other errors into RuntimeError: failed assertions, and
+    errors of its compiler, which derive from Exception alone."""
     try:
         yield
     except RuntimeError:
-        raise  # torch's own, which tell a lack of memory from a refusal
+        raise  # torch's own: an OutOfMemoryError must stay one
     except Exception as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def flash_4(device: torch.device) -> CUDAFlash4 | None:
-    """flash attention 4 where it is installed and can be called, on Hopper and on Blackwell of data
-    centers."""
+    """FlashAttention 4 if it is installed and can be called, on data-center Hopper and
+    Blackwell."""
     if not find_spec("flash_attn") or torch.cuda.get_device_capability(device) not in DATA_CENTER:
         return None
     try:
@@ -255,19 +257,20 @@ class _Call:
     """One dense call of the kernel, which aligns the last row with the last key."""
 
     rows: int
-    """How many first rows see a key."""
+    """Number of leading rows, which see a key."""
     first_key: int
-    """The first key that a row sees."""
+    """First key that a row sees."""
     is_causal: bool
     window: dict[str, Any]
-    """Keys that a row sees left and right of its own."""
+    """Arguments for the keys that a row sees left and right of its own."""
 
 
 def _rows_apart(num_rows: int, num_keys: int, block: Block) -> int:
-    """How many first rows take a call of their own: those that see all of fewer keys than rows.
+    """Number of leading rows that need a separate call: with more rows than keys and a window,
+    those that see every key.
 
-    A window on the left makes the kernel bound the right side as well, as many keys behind a row's
-    own as there are keys: such rows would lose keys. The rows after them are fewer than the keys.
+    With a left window the kernel also bounds the right side, by the number of keys, so that these
+    rows would lose keys. The rows after them are fewer than the keys.
     """
     if block.window is None or block.is_full(num_rows, num_keys) or num_rows <= num_keys:
         return 0
@@ -275,13 +278,13 @@ def _rows_apart(num_rows: int, num_keys: int, block: Block) -> int:
 
 
 def _call_for(num_rows: int, num_keys: int, block: Block) -> _Call:
-    """Raises NotImplementedError for what is no call: nothing slower is taken."""
+    """Return the kernel call for a block; NotImplementedError if one call cannot compute it."""
     if block.is_full(num_rows, num_keys):
         return _Call(num_rows, 0, False, {})
     if block.distance == 0 and num_rows == num_keys:
         return _Call(num_rows, 0, True, _square_window(block))
     if block.window is None and block.distance == num_keys - num_rows:
-        return _Call(num_rows, 0, True, {})  # the last rows of a square
+        return _Call(num_rows, 0, True, {})  # the last rows of a causal square
     if block.window is None or block.distance < num_keys - 1:
         raise NotImplementedError(f"flash attention has no call for {num_keys} keys of {block}")
     rows = block.visible_rows(num_rows, num_keys)
@@ -301,22 +304,22 @@ def _square_window(block: Block) -> dict[str, Any]:
 
 
 def _longest(slices: Sequence[slice]) -> int:
-    """Rows of the longest slice, at least 2: for 1 the kernel takes a path of its own."""
+    """Rows of the longest slice, at least 2: for 1 the kernel takes a different path."""
     return max(2, *(rows.stop - rows.start for rows in slices))
 
 
 def _rows_first(x: Tensor) -> Tensor:
-    """(N, T, H) -> (T, N, H), flash attention's layout, copied only if heads are not dense."""
+    """(N, T, H) -> (T, N, H), FlashAttention's layout; copied only if H is not contiguous."""
     return (x if x.stride(-1) == 1 else x.contiguous()).transpose(0, 1)
 
 
 def _empty(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of rows that see nothing."""
+    """Output and log-sum-exp of rows that see no key."""
     return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))
 
 
 def _padded(grad: Tensor, first: int, size: int) -> Tensor:
-    """grad (K, s, H) of the rows or keys from `first` on -> (K, size, H), zero elsewhere."""
+    """Pad grad (K, s, H) of rows or keys from `first` on with zeros to (K, size, H)."""
     if grad.shape[1] == size:
         return grad
     whole = grad.new_zeros((grad.shape[0], size, grad.shape[2]))

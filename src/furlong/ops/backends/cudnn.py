@@ -1,11 +1,11 @@
-"""Attention on CUDA by cuDNN's fused kernels, the fastest on Hopper.
+"""Attention on CUDA with cuDNN's fused kernels, the fastest on Hopper.
 
-They take grouped heads and any strides but the last. What they lack (windows, slices of unequal
-lengths) goes to flash attention, and so does every shape that torch's own dispatcher would not give
-them: a direct call goes past its conditions. Of many rows or keys that are the last few, behind a
-multiple. It ends rows whose gradients are NaN (64 mod 128 keys on Hopper, pytorch 196678), reads
-out of bounds (pytorch 169849), single keys, and nearly all plans, of which cuDNN builds one per
-shape and thread, in 0.1 to 1 s, and keeps it for ever."""
+They take grouped heads and any strides except in the last dimension. Windows and slices of unequal
+lengths, which they lack, go to FlashAttention, and so does every shape that torch's dispatcher
+would not give them, since a direct call bypasses its conditions. Of many rows or keys, those beyond
+a multiple of `KERNEL_STEP` go to FlashAttention too. This avoids NaN gradients (64 mod 128 keys on
+Hopper, pytorch 196678), reads out of bounds (pytorch 169849), single keys, and most of the plans:
+cuDNN builds one per shape and thread, in 0.1 to 1 s, and keeps it forever."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from furlong.ops.backends.cuda_flash import DATA_CENTER, CUDAFlash
 from furlong.plan.segments import KERNEL_STEP
 
 _NEWER_THAN = 91_500
-"""The last version of cuDNN (9.15.0) that reads out of bounds."""
+"""Last version of cuDNN (9.15.0) that reads out of bounds."""
 _STEP, _MIN_SIZE = KERNEL_STEP, 256
-"""Rows and keys of a call are multiples of the one, and at least the other."""
+"""Rows and keys of a call are multiples of `_STEP`, and at least `_MIN_SIZE`."""
 _MIN_CUT = 1024
-"""Fewer rows or keys than this that are no multiple are not worth a second call."""
+"""Fewest rows or keys for which a remainder is worth a second call."""
 _MAX_SIZE = 2**15
-"""Rows or keys of a call: longer blocks share their plans, and known faults of fused kernels begin
-with causal squares above 65,535."""
+"""Most rows or keys of a call. Longer blocks are cut and share plans, and known faults of fused
+kernels begin with causal squares above 65,535."""
 
 
 def is_trusted(device: torch.device) -> bool:
-    """Whether torch itself prefers cuDNN on a device; on others flash attention is as fast, or
-    faster."""
+    """Whether torch itself prefers cuDNN on a device; on others FlashAttention is at least as
+    fast."""
     version = torch.backends.cudnn.version() or 0
     return version > _NEWER_THAN and torch.cuda.get_device_capability(device) in DATA_CENTER
 
 
 class Part(NamedTuple):
-    """Rows and keys of one call; `is_fused`: one of cuDNN."""
+    """Rows and keys of one call; `is_fused`: whether it is one of cuDNN."""
 
     rows: slice
     keys: slice
@@ -50,18 +50,18 @@ class Part(NamedTuple):
 
 
 class CUDNN(CUDAFlash):
-    """cuDNN for aligned full blocks and causal squares, flash attention for all others."""
+    """cuDNN for aligned full blocks and causal squares, FlashAttention for all others."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         parts = parts_of(q.shape[1], k.shape[1], block)
         if len(parts) == 1:
             return self._part_forward(q, k, v, block, parts[0])
-        block = replace(block, window=None)  # which hides nothing where there are several
+        block = replace(block, window=None)  # blocks that a window limits have one part
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
         for rows, group in groupby(parts, attrgetter("rows")):
             first, *others = group
             seen_out, seen_lse = self._part_forward(q, k, v, block, first)
-            if others:  # merged in log-sum-exp's dtype, and rounded once
+            if others:  # merge in the log-sum-exp's dtype, round once
                 seen_out = seen_out.to(lse.dtype)
             for part in others:
                 merge_(seen_out, seen_lse, *self._part_forward(q, k, v, block, part))
@@ -77,9 +77,9 @@ class CUDNN(CUDAFlash):
             return self._part_backward(*whole, block, parts[0])
         block = replace(block, window=None)
         dq = torch.empty_like(q)
-        is_wide = len({part.rows.start for part in parts}) > 1  # keys have gradients of several
+        is_wide = len({part.rows.start for part in parts}) > 1  # gradients of keys are summed
         dk, dv = (torch.empty_like(x, dtype=lse.dtype if is_wide else None) for x in (k, v))
-        filled = 0  # keys before this one have a gradient
+        filled = 0  # dk, dv are uninitialised from this key on
         for rows, group in groupby(parts, attrgetter("rows")):
             sums: Tensor | None = None
             for part in group:
@@ -121,11 +121,11 @@ class CUDNN(CUDAFlash):
 
 
 def parts_of(num_rows: int, num_keys: int, block: Block) -> list[Part]:
-    """The calls for a block, those with the same rows behind one another.
+    """Calls that together compute a block; calls on the same rows are consecutive.
 
     A full block is cut into rows and keys, a causal square into squares and the full blocks left of
-    them. The last rows are flash attention's, and so are the last keys. Rows that see all keys come
-    first: what others add to these keys' gradients finds one there.
+    them. The last rows and the last keys go to FlashAttention. Rows that see all keys come first,
+    so that their gradients initialise dk and dv, to which other rows add.
     """
     everything = Part(slice(0, num_rows), slice(0, num_keys), is_fused=False)
     is_full = block.is_full(num_rows, num_keys)
@@ -150,15 +150,15 @@ def parts_of(num_rows: int, num_keys: int, block: Block) -> list[Part]:
 
 
 def _aligned(size: int) -> int:
-    """The first rows or keys that cuDNN takes: all of a multiple, else all but 1/32 at most, in
-    steps that grow with the size, so that there are few plans."""
+    """Number of leading rows or keys that go to cuDNN: all of a multiple of `_STEP`, else a
+    multiple of a larger step (up to 1/32 of the size), so that there are few plans."""
     if size % _STEP == 0:
         return size
     return size - size % max(_STEP, 2 ** (size.bit_length() - 6)) if size >= _MIN_CUT else 0
 
 
 def _cut(size: int) -> Iterator[slice]:
-    """Pieces of a call's size, the last two of which share what would be less than one."""
+    """Cut `size` into pieces of at least `_MIN_SIZE` and at most `_MAX_SIZE`."""
     start = 0
     while start < size:
         stop = min(start + _MAX_SIZE, size)
@@ -183,9 +183,9 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block,
     *, is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    # torch keeps one cuDNN plan per strides of q, k and v, with the strides of dout, out and lse
-    # built in, so that these must never vary: a second layout would be read as if it were the
-    # first. Versions after 2.13 infer them from q's, and refuse others
+    # torch caches one cuDNN plan per strides of q, k and v, with the strides of dout, out and lse
+    # built in. Those must never vary: a second layout would be read as if it were the first.
+    # Versions after 2.13 infer them from q's strides, and refuse others
     q = _dense_heads(q)
     unused = torch.empty((), dtype=torch.int64, device=q.device)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -198,7 +198,7 @@ def _backward(
 
 
 def _narrow(x: Tensor, block: Block) -> Tensor:
-    """x (N, T, H) without columns of zeros: cuDNN has kernels for narrower values only."""
+    """x (N, T, H) without columns of zeros: cuDNN has kernels for the narrower values only."""
     return x if block.value_width is None else x[..., : block.value_width]
 
 
@@ -212,7 +212,7 @@ def _dense_heads(x: Tensor) -> Tensor:
 
 
 def _in_order_of(q: Tensor, x: Tensor) -> Tensor:
-    """x (N, T, H) without gaps, its memory in the order of q's dimensions."""
+    """x (N, T, H), dense in memory, with its dimensions in the order of q's."""
     if q.stride(0) > q.stride(1):
         return x.contiguous()
     return x.transpose(0, 1).contiguous().transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Which backend computes attention on a device: probed once, chosen aloud, then kept."""
+"""Choose the attention backend of a device: each is probed once, and the choice is logged."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _NO_MEMORY_ON_CPU = "can't allocate memory"  # torch's CPU allocator raises a Ru
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice."""
+    """Whether an error is an out-of-memory error, on a GPU or on a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         _NO_MEMORY_ON_CPU in str(error)
     )
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Whether an error tells of memory or files, and not of the model whose code met it."""
+    """Whether an error is caused by memory or files, not by the model whose code raised it."""
     return is_out_of_memory(error) or isinstance(error, OSError)
 
 
 _REFUSALS = (RuntimeError, NotImplementedError)
 _FATAL = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors behind which the next backend fails as well."""
+"""Errors after which the next backend would fail as well."""
 _LARGE_PROBE = 256
-"""Rows of a block that is large enough for the kernels of large ones."""
+"""Rows of a block that reaches the kernels for large blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Calls that one backend takes: they differ in their sizes alone."""
+    """Calls that share a backend: they differ in their sizes alone."""
 
     device: torch.device
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class Kind:
     is_windowed: bool = False
     is_capped: bool = False
     is_token_major: bool = True
-    """Whether the heads of a token lie behind one another in q, as a projection leaves them."""
+    """Whether q's memory layout is (T, N, H), as a projection leaves it."""
     value_width: int | None = None
 
     @classmethod
@@ -67,10 +67,10 @@ class Kind:
 
 
 class ProbedBackend(Backend):
-    """A backend that takes, for each kind of attention, the fastest one that is right.
+    """A backend that uses, for each kind of call, the fastest backend that passes its probe.
 
-    A model may have several kinds; which, its first attentions tell. A kind of which a backend
-    refuses a call in the middle of a run goes to the next one.
+    Kinds become known with a model's first calls. If a backend refuses a call in the middle of a
+    run, the next one takes over that kind.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class ProbedBackend(Backend):
             if kind not in self._chosen:
                 untried = self._untried.setdefault(kind, candidates(kind))
                 self._chosen[kind] = choose_backend(kind, untried)
-                self._chosen[kind].tally = self.tally  # no probe counts
+                self._chosen[kind].tally = self.tally  # set after the probe, which must not count
             own = self._chosen[kind]
             if isinstance(own, Reference) and kind.device.type == "cuda":
                 self.count("the reference", q, k, given[-1], backward=what == "backward")
@@ -111,7 +111,7 @@ class ProbedBackend(Backend):
 
 
 def candidates(kind: Kind) -> list[Backend]:
-    """The backends that a kind might take, the fastest last."""
+    """Backends that may serve a kind, the fastest last."""
     if kind.device.type == "cpu":
         return [CPUFlash()]
     if kind.device.type != "cuda" or kind.dtype not in (torch.bfloat16, torch.float16):
@@ -126,18 +126,17 @@ def candidates(kind: Kind) -> list[Backend]:
 
 
 def fastest(kind: Kind) -> str:
-    """The kernel of the fastest backend that a kind might take, in words; none has been probed."""
+    """Name of the fastest backend that may serve a kind, without a probe."""
     *_, last = [Reference(), *candidates(kind)]
     return "cuDNN" if isinstance(last, CUDNN) else getattr(last, "name", "the reference")
 
 
 def choose_backend(kind: Kind, untried: list[Backend] | None = None) -> Backend:
-    """The last of `untried`, by default of all candidates, that agrees with the reference here; it
-    and those behind it are taken from the list. The reference where there is none.
+    """Return the last of `untried` (default: all candidates) that agrees with the reference, and
+    remove it and those after it from the list; return the reference if none does.
 
-    Each is probed once on small blocks, values and gradients. One that fails is left out with a
-    message, and so is a CUDA device that has none: a kernel must never be chosen silently, nor be
-    wrong silently.
+    Each one is probed once on small blocks, values and gradients. A warning names each backend that
+    fails, and a CUDA device without any: a kernel must be neither chosen nor wrong silently.
     """
     log, is_cuda = logging.getLogger(__name__), kind.device.type == "cuda"
     untried = candidates(kind) if untried is None else untried
@@ -160,7 +159,7 @@ def choose_backend(kind: Kind, untried: list[Backend] | None = None) -> Backend:
 
 
 def _why_none(kind: Kind) -> str:
-    """Why CUDA has no kernel for a kind."""
+    """Return why no fused kernel exists for a kind; "" if one does."""
     if kind.dtype not in (torch.bfloat16, torch.float16):
         return "the fused kernels compute in 16 bits, train in bfloat16 to have them"
     if kind.is_capped:
@@ -169,7 +168,7 @@ def _why_none(kind: Kind) -> str:
 
 
 def _probe(backend: Backend, kind: Kind) -> str | None:
-    """None if the backend agrees with the reference on blocks of a kind, else why not."""
+    """Compare a backend with the reference on blocks of a kind; return the fault, or None."""
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(kind.dtype, 3e-2)
     for num_rows, num_keys, block in _probes(
         kind, has_tiles=isinstance(backend, CUDNN | CUDAFlash4)
@@ -189,9 +188,10 @@ def _probe(backend: Backend, kind: Kind) -> str | None:
 
 
 def _drawn(kind: Kind, num_rows: int, num_keys: int) -> tuple[Tensor, ...]:
-    """q and dout (4, T, H), k and v (2, S, H), with the strides of real ones: keys and values lie
-    as a store keeps them. A shift that changes no probability makes log-sum-exps as small as
-    massive activations do."""
+    """Draw q and dout (4, T, H), k and v (2, S, H), with the strides that q and stored K,V have.
+
+    A shift that changes no probability makes log-sum-exps as small as massive activations do.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -211,9 +211,8 @@ def _drawn(kind: Kind, num_rows: int, num_keys: int) -> tuple[Tensor, ...]:
 
 
 def _probes(kind: Kind, *, has_tiles: bool) -> Iterator[tuple[int, int, Block]]:
-    """Rows, keys and rule of blocks that cover a kind of attention: with a
-    window those that it cuts, those inside it, and fewer keys than rows. `has_tiles`: large and
-    small blocks take different kernels."""
+    """Yield (rows, keys, block) that cover a kind: with a window, blocks that it cuts, blocks
+    inside it, and fewer keys than rows. `has_tiles`: large blocks take other kernels."""
     softcap = 20.0 if kind.is_capped else None
     rule = Block(0, kind.head_dim**-0.5, None, softcap, kind.value_width)
     num_rows = 48
