@@ -1,4 +1,4 @@
-"""The sequences of a run: sources, tokenized or found in the cache, without what is too long."""
+"""Build the data set of a run from sources that are tokenized or in the cache."""
 
 from __future__ import annotations
 
@@ -48,38 +48,47 @@ _NAME_ONCE = (
     " twice as often"
 )
 SEQUENCES = "the order of the sequences"
-"""The name under which a fingerprint has all that decides which sequence has which number."""
+"""The key, in a fingerprint, of the checksum of all that determines the order of sequences."""
 
 
 class DataSet:
-    """Sequences by number, read from disk when they are asked for.
+    """Sequences by number, which are read from disk when they are used.
 
-    `seq_id` of a sequence is its number. A pair of answers is two of them, chosen and rejected, at
-    2i and 2i + 1.
+    The number of a sequence is its `seq_id`. A pair is two sequences, chosen at 2i and rejected at
+    2i + 1.
     """
 
     def __init__(
         self, parts: tuple[TokenizedSource, ...], settings: DataConfig, key: str = "data.train"
     ) -> None:
-        """Raises DataError if a sequence is too long and that is an error, or cannot be split, and
-        if nothing is left to learn from."""
+        """Cut, leave out or join sequences as `settings` say.
+
+        Args:
+            parts: the tokenized sources.
+            settings: the section `data` of the run.
+            key: the key of the run file that names the sources.
+
+        Raises:
+            DataError: a sequence is too long under `too_long: error`, or cannot be split, or no
+                sequence with a label is left.
+        """
         self.parts, self.settings, self._key = parts, settings, key
         self._references: Mapping[int, ReferenceLogProbs] = {}
         self._offsets = np.cumsum([0, *(len(part.index) for part in parts)])
         self.above: Counter[TooLong] = Counter()
-        """How many records were above `data.max_seq_len`, by what became of them."""
+        """The number of records longer than `data.max_seq_len`, by what became of them."""
         kept = self._joined() if settings.join else self._fitted()
         short = self._any(self.seq_lens < settings.min_len) & kept
         self.num_short = int(short.sum())
         self._keep(kept & ~short)
 
     def _fitted(self) -> npt.NDArray[np.bool_]:
-        """Makes the sequences of the rows of all parts, each in one piece or in several, as
-        `data.too_long` has it; (U,) which records stay."""
+        """Make sequences of the rows of all parts, each in one piece or in several by
+        `data.too_long`; return (U,) which units to keep."""
         parts, too_long = self.parts, self.settings.too_long
         lens = np.concatenate([part.seq_lens for part in parts])
         starts = np.concatenate([part.starts + self._offsets[i] for i, part in enumerate(parts)])
-        # None, of `furlong lengths`: of any length
+        # None in `furlong lengths`, which has no limit
         limit = self.settings.max_seq_len or int(lens.max(initial=1))
         is_long = lens > limit
         above = np.logical_or.reduceat(is_long, starts) if len(starts) else starts > 0
@@ -91,7 +100,7 @@ class DataSet:
         self.above[too_long] = num_above
         pieces = -(-lens // limit) if too_long == "split" else np.ones_like(lens)
         first = np.cumsum(pieces) - pieces
-        # (N,) the row of each sequence, its first token there, and its tokens; then those learnt
+        # (N,) of each sequence: its row, its first token there, its length, its valid tokens
         self._rows = np.repeat(np.arange(len(lens)), pieces)
         self._begins = (np.arange(len(self._rows)) - np.repeat(first, pieces)) * limit
         self.seq_lens: npt.NDArray[np.int64] = np.minimum(lens[self._rows] - self._begins, limit)
@@ -111,14 +120,16 @@ class DataSet:
         is_first[first[starts]] = True
         begins = np.flatnonzero(is_first)
         self.units: Units = np.stack([begins, np.append(begins, len(self._rows))[1:]], axis=1)
-        """(U, 2) the sequences of each record, or of a piece of one: they are drawn, and left out,
-        as one."""
+        """(U, 2) half-open ranges of sequences that are drawn, or left out, as one: those of a
+        record, or one piece of it."""
         return ~self._any(is_long[self._rows] & (too_long == "drop"))
 
     def _joined(self) -> npt.NDArray[np.bool_]:
-        """Makes the sequences of texts that follow each other in the cache, file after file: each
-        begins within a text, at the row and the token that it is known by, and goes on behind its
-        end. The last one of a source has the rest. (U,) all stay."""
+        """Make sequences of consecutive texts in the cache, and return (U,) that all are kept.
+
+        Each begins at a row and a token of it, and continues into the rows that follow. The last
+        one of a source has the rest.
+        """
         rows, begins, lens = [], [], []
         limit = self.settings.max_seq_len
         for part, offset in zip(self.parts, self._offsets.tolist(), strict=False):
@@ -135,13 +146,13 @@ class DataSet:
         return np.ones(len(self._rows), bool)
 
     def _any(self, of_rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """(U,) whether it is true of any sequence of a unit."""
+        """Return (U,) whether any sequence of a unit is marked in `of_rows`."""
         if not len(self.units):
             return np.zeros(0, bool)
         return np.asarray(np.logical_or.reduceat(of_rows, self.units[:, 0]))
 
     def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
-        """Leave out all other units. Raises DataError if nothing is left to learn from."""
+        """Leave out all other units. Raises DataError if no sequence with a label is left."""
         sizes = self.units[:, 1] - self.units[:, 0]
         own = np.repeat(kept, sizes)
         self._rows, self._begins = self._rows[own], self._begins[own]
@@ -154,7 +165,8 @@ class DataSet:
         self.mixture = self._mixture()
 
     def _mixture(self) -> Mixture:
-        """How often an epoch draws from each source. Raises DataError for a share of nothing."""
+        """Return how often an epoch draws from each source. Raises DataError for a source with a
+        share and no sequence."""
         of_rows = np.searchsorted(self._offsets, self._rows, side="right") - 1
         count = len(self.parts)
         sizes = np.bincount(of_rows[self.units[:, 0]], minlength=count).tolist()
@@ -177,10 +189,18 @@ class DataSet:
         return Mixture(tuple(sizes), tuple(weights))
 
     def split_off(self, amount: float, seed: int) -> tuple[DataSet, DataSet]:
-        """The data set to train on, and the held-out one. Raises DataError.
+        """Return the data set to train on and the held-out one.
 
-        amount: the share of the records that is held out, from 1 on their number, of each source in
-        proportion; all pieces of a record are on one side."""
+        All pieces of a record are in one of them.
+
+        Args:
+            amount: below 1 the share of records to hold out, otherwise their number; of each source
+                in proportion.
+            seed: determines which records are held out.
+
+        Raises:
+            DataError: all records would be held out.
+        """
         of_units = self._rows[self.units[:, 0]]
         rows = np.unique(of_units)
         of_parts = np.searchsorted(self._offsets, rows, side="right") - 1
@@ -230,14 +250,14 @@ class DataSet:
         return self.parts[number].tokens(row, *own)
 
     def with_references(self, references: Mapping[int, ReferenceLogProbs]) -> DataSet:
-        """A copy that has log-probabilities of a reference model, by number of the part."""
+        """Return a copy with log-probabilities of a reference model, by number of the part."""
         same = copy.copy(self)
         same._references = references
         return same
 
     @property
     def noun(self) -> str:
-        """The word for what is drawn."""
+        """The word for what is drawn: sequence, pair or answer."""
         return self.parts[0].noun
 
     @property
@@ -250,37 +270,37 @@ class DataSet:
 
     @property
     def has_label(self) -> npt.NDArray[np.bool_]:
-        """Whether each thing that is drawn has something to learn."""
+        """(U,) whether each unit has a label."""
         return self._any(self.valid_tokens > 0)
 
     @property
     def unit_lens(self) -> npt.NDArray[np.int64]:
-        """Tokens of each thing that is drawn."""
+        """(U,) the number of tokens of each unit."""
         return np.asarray(np.add.reduceat(self.seq_lens, self.units[:, 0]))
 
     def num_shared(self, unit: int) -> int:
-        """First tokens that the two sequences of a unit have in common."""
+        """Return the number of first tokens that the two sequences of a unit have in common."""
         one, other = (self._tokens(seq_id)[0] for seq_id in range(*self.units[unit].tolist()))
         shorter = min(len(one), len(other))
         differ = one[:shorter] != other[:shorter]
         return int(differ.argmax()) if differ.any() else shorter
 
     def epoch_lens(self, seed: int) -> npt.NDArray[np.int64]:
-        """Tokens of the sequences of a run's first epoch, in their order."""
+        """Return the lengths of the sequences of the first epoch, in their order."""
         return self.seq_lens[rows_of(self.units[self.mixture.order(seed, 0)])]
 
     def row(self, seq_id: int) -> tuple[int, int]:
-        """The number of the part of a sequence, and its row there."""
+        """Return the number of a sequence's part, and its row in the part."""
         return self._find(int(self._rows[seq_id]))
 
     def _find(self, row: int) -> tuple[int, int]:
-        """The number of the part that holds a row of all parts together, and its row there."""
+        """Return the part, by number, of a row of all parts together, and the row in the part."""
         number = int(np.searchsorted(self._offsets, row, side="right")) - 1
         return number, row - int(self._offsets[number])
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Checksums of all that decides which sequence has which number, by what they are of."""
+        """Checksums of all that determines which sequence has which number, by what they cover."""
         named = {
             f"the sequences of {named_source(part.source)}": part.tokens_key for part in self.parts
         }
@@ -294,7 +314,7 @@ class DataSet:
         return named | {SEQUENCES: key_of(keys, self.mixture.weights, order.hexdigest())}
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises DataError for a token id or label that a model of `vocab_size` does not know."""
+        """Require token ids and labels below `vocab_size`. Raises DataError."""
         for part in self.parts:
             if part.notes["highest"] < vocab_size:
                 continue
@@ -305,7 +325,7 @@ class DataSet:
                     raise unknown_token(told or f"token id {highest}", vocab_size, part.origin(row))
 
     def describe(self) -> list[str]:
-        """Lines that tell what was found: one per source, one for all."""
+        """Return lines that describe the data set: one or more per source, and one for all."""
         lines = []
         for part, draws in zip(self.parts, self.mixture.draws, strict=True):
             weight, share = part.source.weight, part.source.share
@@ -323,7 +343,7 @@ class DataSet:
         return [*lines, self.summary()]
 
     def summary(self) -> str:
-        """A line about all sequences."""
+        """Return the line about all sequences."""
         line = (
             f"{self._key}: {count_words(len(self.units), self.noun)},"
             f" {format_count(self.num_tokens)} {plural(self.num_tokens, 'token')},"
@@ -344,7 +364,8 @@ class DataSet:
         return line
 
     def _require_splittable(self, lens: npt.NDArray[np.int64], limit: int) -> None:
-        """Raises DataError if a sequence that is too long has no other place to be cut."""
+        """Require that sequences that are too long are of a format that may be cut. Raises
+        DataError."""
         for number, part in enumerate(self.parts):
             own = lens[self._offsets[number] : self._offsets[number + 1]]
             format = part.notes["format"]
@@ -380,7 +401,7 @@ class DataSet:
 
 
 def format_in_words(facts: Mapping[str, Any]) -> str:
-    """The format of a source with the fields of it that are used and those that are not."""
+    """Return the format of a source in words, with the fields that are used and not used."""
     words = f"format {facts['format']}"
     if fields := facts["fields"]:
         words += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
@@ -395,7 +416,7 @@ def format_in_words(facts: Mapping[str, Any]) -> str:
 
 
 def named_source(source: Source) -> str:
-    """A source for people, with what of it is meant."""
+    """Return path, configuration and split of a source in words."""
     return " ".join(map(printable, filter(None, (source.path, source.name, source.split))))
 
 
@@ -408,9 +429,20 @@ def load_data(
     key: str = "data.train",
     is_compared: bool = False,
 ) -> DataSet:
-    """The data set of `sources`, tokenized or taken from the cache. `format`: what the loss asks
-    for; `key`: where the sources were named; `is_compared`: see `read_arrays`. Raises DataError and
-    ConfigError."""
+    """Return the data set of some sources, which are tokenized unless the cache has them.
+
+    Args:
+        sources: the sources.
+        tokenizer: the tokenizer of the run.
+        settings: the section `data` of the run.
+        format: the format that the loss requires; None for that of the settings.
+        key: the key of the run file that names the sources.
+        is_compared: see `read_arrays`.
+
+    Raises:
+        DataError: a source cannot be read, or two sources have a record in common.
+        ConfigError: the cache cannot be written, or the tokenizer does not suit the records.
+    """
     listings = [list_files(source, key) for source in sources]
     limits = [min(filter(None, (source.limit, settings.limit)), default=None) for source in sources]
     whole = [one for one, most in zip(listings, limits, strict=True) if not (one.slices or most)]
@@ -443,7 +475,7 @@ def load_data(
 
 
 def describe_shared(train: DataSet, held_out: DataSet) -> list[str]:
-    """A line if records of the held-out data, or sources of the same tokens, are trained on."""
+    """Return a line if records of the held-out data, or sources of equal tokens, are trained on."""
     contents = {part.tokens_key for part in train.parts}
     shared = []
     for part in held_out.parts:
@@ -460,7 +492,7 @@ def describe_shared(train: DataSet, held_out: DataSet) -> list[str]:
 
 
 def _overlap(one: TokenizedSource, other: TokenizedSource) -> list[str]:
-    """The files of which two sources have a record in common."""
+    """Return the files in which two sources have a record in common."""
     numbers: dict[Path, list[int]] = {}
     for number, file in enumerate(other.listing.files):
         numbers.setdefault(file.path.resolve(), []).append(number)
@@ -475,7 +507,7 @@ def _overlap(one: TokenizedSource, other: TokenizedSource) -> list[str]:
 
 
 def unknown_token(given: str, vocab_size: int, origin: str) -> DataError:
-    """The message about a token id or label that a model does not know."""
+    """Return the error about a token id or label outside of a model's vocabulary."""
     return DataError(
         given=given,
         required=f"ids below {vocab_size}, the model's vocab_size",
@@ -486,7 +518,7 @@ def unknown_token(given: str, vocab_size: int, origin: str) -> DataError:
 
 
 def above_limit(given: str, limit: int, origin: str, format: str) -> DataError:
-    """Return the error of a sequence that is too long."""
+    """Return the error about a sequence longer than data.max_seq_len."""
     ways, required = "truncate, drop or split", f"at most data.max_seq_len = {limit:,}"
     if format not in SPLIT:
         ways = "truncate or drop"
@@ -500,7 +532,7 @@ def above_limit(given: str, limit: int, origin: str, format: str) -> DataError:
 
 
 def nothing_to_learn(given: str, key: str, change: str = _LOOK) -> DataError:
-    """The message about sequences without a label."""
+    """Return the error about sequences of which none has a label."""
     return DataError(
         given=given,
         required="at least one token that is to be predicted from one before it",
@@ -510,7 +542,7 @@ def nothing_to_learn(given: str, key: str, change: str = _LOOK) -> DataError:
 
 
 def check_joined(format: str, tokenizer: Any, origin: str) -> None:
-    """Raises DataError for sequences that data.join cannot put behind each other."""
+    """Require sequences that data.join can concatenate: texts that end in EOS. Raises DataError."""
     given = f"format {format}" if format != "text" else "a tokenizer without EOS"
     if format != "text" or tokenizer.eos_token_id is None:
         raise DataError(
@@ -522,8 +554,8 @@ def check_joined(format: str, tokenizer: Any, origin: str) -> None:
 
 
 def refuse_repeated(listings: Items[Listing], key: str, change: str = _NAME_ONCE) -> None:
-    """Raises DataError for a file of two sources, which would be learnt twice as often, and nothing
-    would say so."""
+    """Require that no file is in two sources, whose records would be trained on twice as often.
+    Raises DataError."""
     named = Counter(
         path for listing in listings for path in {file.path.resolve() for file in listing.files}
     )
@@ -549,7 +581,7 @@ def _encoded(
     facts: dict[str, Any],
     limit: int | None,
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
-    """The sequences of a source; fills `facts`."""
+    """Yield the records of a source with their sequences, and fill `facts`."""
     notes = Notes()
     records = partial(read_records, listing, fields=reading.columns, key=key, limit=limit)
     first = next(records(notes=Notes()))
