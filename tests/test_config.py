@@ -19,6 +19,7 @@ from furlong.config.schema import RunConfig, Source, all_keys, keys_below, secti
 from furlong.config.sources import build_run, load_run, parse_run, put, read_yaml
 from furlong.errors import ConfigError
 from furlong.plan.plan import Offload, OffloadTarget
+from furlong.planners.search import METHODS
 
 ROOT = Path(__file__).parents[1]
 RUN = "model: {name: x}\ndata: {train: x}\n"
@@ -247,6 +248,11 @@ def test_the_offload_kinds_and_targets_of_run_files_are_those_of_plans() -> None
     """The schema spells them itself: config is not above plan."""
     assert get_args(schema.OffloadKind) == tuple(field.name for field in fields(Offload))
     assert get_args(schema.OffloadTarget) == get_args(OffloadTarget)
+
+
+def test_the_methods_of_run_files_are_those_of_planners() -> None:
+    named = get_args(schema.ChunksConfig.model_fields["method"].annotation)
+    assert named == ("auto", *METHODS)
 
 
 def test_flags_take_the_mappings_and_lists_of_run_files(run_file: Path) -> None:

@@ -28,7 +28,7 @@ from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
 from furlong.planners.question import SLACK, Candidate, Limits, Question, Space, whole_model
-from furlong.planners.search import _MOST_FITTING, METHODS, _Search, best_plan, search
+from furlong.planners.search import _MOST_FITTING, METHODS, Method, _Search, best_plan, search
 from furlong.simulate.predict import Needs, most_of, needs_of, predict, predict_step, step_s
 from furlong.train.batches import BatchPlanner, Wanted
 
@@ -471,7 +471,7 @@ def test_own_chunks_are_asked_where_chunk_options_fit_badly(
         asked.append(layout)
         return iter(())
 
-    monkeypatch.setitem(METHODS, "infinipipe", see)
+    monkeypatch.setitem(METHODS, "infinipipe", Method(see, has_own_chunks=True))
     for lens, pp, times in (([3000] * 32, 2, 0), ([30_000], 4, 1)):
         search(Question(lens, H100, LIMITS, pp, given={"dp": 1, "sp": 1, "pp": pp}))
         assert len(asked) == times

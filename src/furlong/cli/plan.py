@@ -32,7 +32,7 @@ from furlong.plan.check import check
 from furlong.plan.lengths import Call, count_lengths
 from furlong.plan.plan import ChunkPlan, Layout
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
-from furlong.planners.candidates import KEEPS, chunks
+from furlong.planners.candidates import KEEPS
 from furlong.planners.decide import (
     MAX_STEP_TOKENS,
     Decision,
@@ -50,7 +50,7 @@ from furlong.planners.options import (
     value_in_words,
 )
 from furlong.planners.question import SIZES, Answer, Question
-from furlong.planners.search import METHODS, best_plan, has_own_chunks
+from furlong.planners.search import METHODS, best_plan, candidates_of, has_own_chunks
 from furlong.planners.spaco import num_drawn, one_draw, sampling_in_words
 from furlong.report.patience import Tell, patience
 from furlong.report.report import PlanReport, report_plan
@@ -493,7 +493,7 @@ def _cost(answer: Answer, wanted: dict[str, Any], name: str) -> str:
     fixed = {key: wanted[key] for key in compared}
     asked = replace(question, given={**sizes, **question.options, **fixed})
     refused = {one.options: one.needs for one in answer.refused if one.layout == chosen.layout}
-    offered = list(METHODS.get(question.method, chunks)(asked, chosen.layout))
+    offered = list(candidates_of(question.method)(asked, chosen.layout))
     needs = {one.options: refused.get(one.options, one.least) for one in offered}
     lacking_bytes = {options: limits.lacking(least or Needs(0)) for options, least in needs.items()}
     held = [one.estimate_s for one in offered if not lacking_bytes[one.options]]

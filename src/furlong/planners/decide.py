@@ -42,7 +42,7 @@ from furlong.planners.question import (
     key_of,
     whole_model,
 )
-from furlong.planners.search import METHODS, search, walkable
+from furlong.planners.search import METHODS, candidates_of, search, walkable
 from furlong.simulate.predict import Needs, Prediction, most_of, needs_of, predict_step
 from furlong.units import budget_of, count_words, format_bytes, format_seconds
 
@@ -87,7 +87,7 @@ def longest_sequence(
     if best.longest:
         plans = [best.plan_of]
     elif best.method == question.method:
-        plans += [own.plan_of for own in METHODS[best.method](question, best.layout)]
+        plans += [own.plan_of for own in candidates_of(best.method)(question, best.layout)]
 
     def room(num_tokens: int) -> tuple[float, int]:
         """The share of its limit that the fullest memory lacks (below 0: that is left), and the
@@ -144,19 +144,6 @@ MAX_STEP_TOKENS = _MAX_TOKENS * _MOST_TIMES
 """Tokens of a step from which on a part of it is enough on several devices."""
 _MOST_LAYOUTS = 3
 """Layouts that are named, of those that are slower and of those that do not fit."""
-_ALONE = "no pipeline, keep kv, num_retained 0, order chunk-first", "set parallel.pp to 1"
-_POOL = "a pool (parallel.sp above 1) without a pipeline", "set parallel.sp to 2 or more"
-_NEEDS: Mapping[str, tuple[str, str]] = {
-    "spaco": ("chunks.sample, " + _ALONE[0], _ALONE[1]),
-    "infinipipe": ("a pipeline (parallel.pp above 1)", "set parallel.pp to 2 or more"),
-    "skrull": _POOL,
-    "places": _POOL,
-    "fpdt": (
-        "no pipeline, keep input, num_retained 0, order layer-first, stage_layers 1", _ALONE[1]
-    ),
-    "seco": _ALONE,
-}  # fmt: skip
-"""Requirements of each method, and the sizes that give it a layout."""
 
 
 @dataclass(frozen=True)
@@ -435,8 +422,9 @@ def _nothing_offered(question: Question, error: Exception | None) -> ConfigError
             given=f"{method}, and {error.given}", required=error.required, source=error.source,
             change=error.change,
         )  # fmt: skip
-    needed, sizes = _NEEDS.get(question.method, ("a layout", ""))
-    has_layout = any(_takes(question.method, layout) for layout in question.layouts())
+    asked = METHODS.get(question.method, METHODS["chunkflow"])
+    needed, sizes = asked.needs, asked.sizes
+    has_layout = any(map(asked.takes, question.layouts()))
     keys = list(map(key_of, question.options))
     if not has_layout:  # a size of 1 is that of a run which names none
         keys = [key_of(name) for name in SIZES if question.given.get(name, 1) > 1]
@@ -456,15 +444,6 @@ def _nothing_offered(question: Question, error: Exception | None) -> ConfigError
         source="chunks.method",
         change=", or ".join(filter(None, changes)),
     )
-
-
-def _takes(method: str, layout: Layout) -> bool:
-    """Whether a method has plans in a layout."""
-    if method == "infinipipe":
-        return layout.pp > 1
-    if method in ("skrull", "places"):
-        return layout.sp > 1 and layout.pp == 1
-    return layout.pp == 1 or method in ("auto", "chunkflow")
 
 
 def why(answer: Answer, budget_words: str) -> str:

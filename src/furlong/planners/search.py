@@ -80,18 +80,47 @@ LOCAL = "local sequences"
 
 Tell = Callable[[str], None]
 
-METHODS: Mapping[str, Candidates] = {
-    "chunkflow": chunkflow.candidates,
-    "seco": seco.candidates,
-    "spaco": seco.sampled_candidates,
-    "infinipipe": infinipipe.candidates,
-    "skrull": skrull.candidates,
-    "fpdt": fpdt.candidates,
-    "places": places.candidates,
-}
-"""The published systems, by the names of `chunks.method`."""
-_OWN_CHUNKS = ("places", "skrull", "infinipipe")
-"""Methods that make chunks of their own."""
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A published system whose plans a run may take."""
+
+    candidates: Candidates
+    takes: Callable[[Layout], bool] = lambda layout: layout.pp == 1
+    """Whether it has plans in a layout."""
+    needs: str = "a layout"
+    """What it needs, as a message says it."""
+    sizes: str = ""
+    """The change that gives it a layout."""
+    has_own_chunks: bool = False
+    """Whether it cuts sequences itself, so that its plans have no chunk options."""
+    takes_options: tuple[str, ...] = ()
+    """Options that may be given with it all the same."""
+
+
+_ALONE = "no pipeline, keep kv, num_retained 0, order chunk-first", "set parallel.pp to 1"
+_POOL = (
+    lambda layout: layout.sp > 1 and layout.pp == 1,
+    "a pool (parallel.sp above 1) without a pipeline", "set parallel.sp to 2 or more", True,
+)  # fmt: skip
+METHODS: Mapping[str, Method] = {
+    "chunkflow": Method(chunkflow.candidates, lambda layout: True),
+    "seco": Method(seco.candidates, needs=_ALONE[0], sizes=_ALONE[1]),
+    "spaco": Method(
+        seco.sampled_candidates, needs=f"chunks.sample, {_ALONE[0]}", sizes=_ALONE[1]
+    ),
+    "infinipipe": Method(
+        infinipipe.candidates, lambda layout: layout.pp > 1, "a pipeline (parallel.pp above 1)",
+        "set parallel.pp to 2 or more", True, takes_options=("reshard",),
+    ),
+    "skrull": Method(skrull.candidates, *_POOL),
+    "fpdt": Method(
+        fpdt.candidates, sizes=_ALONE[1],
+        needs="no pipeline, keep input, num_retained 0, order layer-first, stage_layers 1",
+    ),
+    "places": Method(places.candidates, *_POOL),
+}  # fmt: skip
+"""The published systems, by the names of `chunks.method`, which config/schema.py lists, too."""
 
 
 def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool = False) -> Answer:
@@ -103,9 +132,9 @@ def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool 
     ends the search with what has been found. Raises ConfigError for sizes that no layout has.
     """
     started_s, tell = time.monotonic(), tell or (lambda words: None)
-    is_free = {"infinipipe": ("reshard",)}.get(question.method, ())
-    odd = [name for name in question.options if name not in is_free]
-    if question.method in _OWN_CHUNKS and odd:
+    named = METHODS.get(question.method)
+    odd = [name for name in question.options if named and name not in named.takes_options]
+    if has_own_chunks(question.method) and odd:
         names = " and ".join(map(key_of, odd))
         raise ConfigError(
             given=f"{names} with chunks.method = {question.method}",
@@ -124,7 +153,7 @@ def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool 
         error, most_chunks = state.error, 4 * question.most_chunks
         finer = replace(question, most_chunks=most_chunks, most_cells=4 * question.most_cells)
         state = _Search(finer, tell)
-        if question.method not in _OWN_CHUNKS:  # these cut as finely as they can
+        if not has_own_chunks(question.method):  # these cut as finely as they can
             state.run()
         state.error = error
     if not state.fitting:
@@ -141,9 +170,14 @@ def own_methods(question: Question, layout: Layout) -> list[str]:
     return ["places"] if layout.pp == 1 else ["infinipipe"]
 
 
+def candidates_of(name: str) -> Candidates:
+    """Return what offers the plans of a method; of `auto` those of chunk options."""
+    return METHODS[name].candidates if name in METHODS else chunks
+
+
 def has_own_chunks(name: str) -> bool:
     """Whether a planner's plans have no chunk options."""
-    return name in _OWN_CHUNKS
+    return name in METHODS and METHODS[name].has_own_chunks
 
 
 class _Search:
@@ -214,7 +248,7 @@ class _Search:
             no_bound = self._is_one or self._samples
             bounds_s[layout] = 0.0 if no_bound else least_s(self._spaces[layout])
         ordered = sorted(bounds_s, key=bounds_s.__getitem__)
-        method = pairs if question.calls else METHODS.get(question.method, chunks)
+        method = pairs if question.calls else candidates_of(question.method)
         walks = [
             ((False, bounds_s[layout]), i, self._walk(layout, method, bounds_s[layout]))
             for i, layout in enumerate(ordered)
@@ -233,7 +267,7 @@ class _Search:
                 else:  # a pool's chunk options may be slow where places are not
                     is_worth_it = bool(beside) or layout.num_devices <= _MOST_ASKED
                 if bounds_s[layout] < self._best_s and is_worth_it:
-                    deque(self._walk(layout, METHODS[name]), maxlen=0)
+                    deque(self._walk(layout, candidates_of(name)), maxlen=0)
 
     def _refuse_partial(self) -> bool:
         """Refuse the best plan if it holds the steps that were timed and no whole step; whether it
@@ -488,7 +522,7 @@ class _Search:
     def _asked(self, candidate: Candidate) -> PlanOf:
         """The plans of the method that is named, whatever step the candidate has to beat."""
         question = self._resharding.get(candidate.layout, self._question)
-        (asked,) = METHODS[candidate.method](replace(question, beat_s=inf), candidate.layout)
+        (asked,) = candidates_of(candidate.method)(replace(question, beat_s=inf), candidate.layout)
         return asked.plan_of
 
     def try_least(self) -> None:
@@ -629,7 +663,7 @@ class BatchPlans:
         with which layouts were compared. A method that is named is what runs: raises UserError
         where it has no plan."""
         question, method = self.question, self.question.method
-        if method in _OWN_CHUNKS:
+        if has_own_chunks(method):
             return method, self._plan_by_name(seq_lens, plan, options)
         if method != "auto":
             return method, plan
@@ -692,7 +726,7 @@ class BatchPlans:
         """The plan of a method with its own chunks, with the offload of the options, for replicas
         have the same ones: nothing of it lies there."""
         question = replace(self.question, seq_lens=tuple(seq_lens), beat_s=beat_s)
-        plan = next(iter(METHODS[method](question, self.layout))).plan_of(seq_lens)
+        plan = next(iter(candidates_of(method)(question, self.layout))).plan_of(seq_lens)
         return replace(plan, offload=self.options.offloading)
 
 
