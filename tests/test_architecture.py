@@ -134,6 +134,14 @@ def test_docstrings_parse_alone():
     assert fragments(SOURCES) == []
 
 
+def test_the_picture_of_contributing_shows_these_floors():
+    page = (ROOT.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^(?:│ ([\w, ]+?) +│|(├)─)", page, flags=re.MULTILINE)
+    shown = [tuple(names.split(", ")) if names else None for names, _ in rows]
+    below = FIRST_FLOOR_WITHOUT_TORCH
+    assert shown == [*FLOORS[:below], None, *FLOORS[below:]]
+
+
 def test_every_module_has_a_floor():
     assert [module for module in SOURCES if floor_of(module) is None] == []
 

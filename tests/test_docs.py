@@ -160,6 +160,16 @@ def test_the_readme_is_short_and_counts_models_and_the_words_of_our_own_are_few(
     assert len([row for row in words.splitlines() if row.startswith("| ")]) - 2 <= 15
 
 
+def test_files_that_contributors_are_sent_to_are_there():
+    text = "".join(
+        (ROOT / page).read_text("utf-8") for page in ("CONTRIBUTING.md", "docs/extend.md")
+    )
+    named = set(re.findall(r"`([\w/]+/[\w.]+\.\w+)`", text)) - {"src/furlong/planners/whole.py"}
+    assert len(named) > 40
+    homes = ROOT, ROOT / "src/furlong", ROOT / "tests/helpers"
+    assert [file for file in named if not any((home / file).exists() for home in homes)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_takes_ten_minutes_and_its_code_fits_a_window(page):
     text = page.read_text(encoding="utf-8")

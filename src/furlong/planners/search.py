@@ -89,9 +89,9 @@ class Method:
     takes: Callable[[Layout], bool] = lambda layout: layout.pp == 1
     """Whether it has plans in a layout."""
     needs: str = "a layout"
-    """What it needs, as a message says it."""
+    """The requirements of its plans, as a message says them."""
     sizes: str = ""
-    """The change that gives it a layout."""
+    """The change that gives it a layout, in words."""
     has_own_chunks: bool = False
     """Whether it cuts sequences itself, so that its plans have no chunk options."""
     takes_options: tuple[str, ...] = ()
