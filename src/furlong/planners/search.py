@@ -132,9 +132,9 @@ def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool 
     ends the search with what has been found. Raises ConfigError for sizes that no layout has.
     """
     started_s, tell = time.monotonic(), tell or (lambda words: None)
-    named = METHODS.get(question.method)
-    odd = [name for name in question.options if named and name not in named.takes_options]
-    if has_own_chunks(question.method) and odd:
+    own = METHODS.get(question.method)
+    odd = [name for name in question.options if own and name not in own.takes_options]
+    if own and own.has_own_chunks and odd:
         names = " and ".join(map(key_of, odd))
         raise ConfigError(
             given=f"{names} with chunks.method = {question.method}",
