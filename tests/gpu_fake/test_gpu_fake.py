@@ -30,6 +30,8 @@ MUTANTS = {
     "a lease that waits for no read": 1,
     "lanes that wait for nothing": 1,
     "buffers that are free at once": 1,
+    "weights that wait for nothing before": 1,
+    "weights that wait for nothing behind": 1,
 }
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, for a stand-in")

@@ -92,6 +92,8 @@ class ModelState:
     """Whether nothing of an earlier step is left under way between the processes."""
     compute_dtype: torch.dtype | None = None
     """The dtype in which divided weights are gathered."""
+    copies: torch.cuda.Stream | None = None
+    """That on which weights come from CPU memory to the GPU of a process that is alone."""
     room_bytes: int | None = None
     """Bytes of the device that calls with a keep of auto may use, measured at the first one."""
     num_calls: int = 0
@@ -449,7 +451,10 @@ class Session:
                 lambda chunk: rows_of(chunk).num_rows,
             )  # fmt: skip
             messages = self.state.pipeline.links, parcel
-        return Comms(self.ranks, model, messages)
+        is_alone = self.ranks is not None and self.ranks.num_processes == 1
+        if self.offload_weights and is_alone and model.device.type == "cuda":
+            self.state.copies = self.state.copies or torch.cuda.Stream(model.device)
+        return Comms(self.ranks, model, messages, self.state.copies)
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:

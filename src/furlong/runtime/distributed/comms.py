@@ -26,6 +26,7 @@ from furlong.errors import ConfigError, PlanError, reason_of
 from furlong.models.decoder import HFDecoder
 from furlong.ops.backends.select import is_out_of_memory
 from furlong.plan.plan import (
+    COMPUTING,
     Action,
     Backward,
     ChunkPlan,
@@ -115,10 +116,16 @@ class Comms:
         ranks: Ranks | None = None,
         model: HFDecoder | None = None,
         messages: tuple[Links, Parcel] | None = None,
+        copies: torch.cuda.Stream | None = None,
     ) -> None:
         """`model`: as `fsdp.shard` has left it. `messages`: the links to other stages, and the form
-        of what passes them in this plan."""
-        self._ranks, self._messages = ranks, messages
+        of what passes them in this plan. `copies`: the stream on which weights come from the CPU,
+        always the same one; None where they are gathered."""
+        self._ranks, self._messages, self._copies = ranks, messages, copies
+        self._freed: torch.Event | None = None
+        """When all was computed that used weights that are freed."""
+        self._ready: dict[int, torch.Event] = {}
+        """When the weights of stages that no pass has used yet are on the device."""
         base = None if model is None else model.base
         self._base: FSDPModule | None = base if isinstance(base, FSDPModule) else None
         """The model; None where no other process holds the same weights."""
@@ -137,6 +144,9 @@ class Comms:
         self._agreed: set[int] = set()
         """Stages of which all know that their gradients are about to be added up."""
         self._is_adding_up = False
+
+    def _now(self) -> torch.Event:
+        return torch.cuda.current_stream().record_event()
 
     def accept(self, plan: ChunkPlan) -> None:
         """Raise PlanError for a plan that is not of these ranks."""
@@ -168,6 +178,10 @@ class Comms:
             links.before(index)
         if not index:
             self._gather_kept()
+        if self._ready:
+            action = self._plan.actions[self._rank][index]
+            if isinstance(action, COMPUTING) and action.stage in self._ready:
+                torch.cuda.current_stream().wait_event(self._ready.pop(action.stage))
 
     def send(self, action: Send, x: Tensor) -> None:
         """Send hidden states, or their gradient, (T, D) to a neighbour."""
@@ -188,6 +202,14 @@ class Comms:
             return
         if stage == self._plan.held[self._rank][0]:
             self._base.unshard()
+        if self._copies is not None:
+            # FSDP2 by itself would copy in front of the first pass, which would wait
+            self._copies.wait_event(self._freed or self._now())  # memory is taken again
+            with torch.cuda.stream(self._copies):
+                for module in self._stages[stage]:
+                    module.unshard()
+                self._ready[stage] = self._now()
+            return
         for module in self._stages[stage]:
             if module not in self._passing[stage]:
                 module.unshard(async_op=True)
@@ -200,6 +222,8 @@ class Comms:
     def reshard(self, stage: int) -> None:
         """Free the stage's gathered weights."""
         reshard_modules(self._stages[stage])
+        if self._copies is not None:
+            self._freed = self._now()
 
     def _gather_kept(self) -> None:
         """Gather all weights of a plan that leaves open when."""
