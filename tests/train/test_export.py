@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
 from furlong.errors import CheckpointError
+from furlong.train import build
 from furlong.train.export import export
 
 
@@ -22,10 +24,19 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_a_run_and_a_checkpoint_are_exported(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In the dtype of the files, without a model of other weights beside them."""
+    run, made = tmp_path / "run", list[torch.nn.Module]()
     tiny_run.leave_run(run)
+    original = build.build_run_model
+
+    def recorded(*given: Any, **named: Any) -> Any:
+        made.append(original(*given, **named))
+        return made[-1]
+
+    monkeypatch.setattr(build, "build_run_model", recorded)
     assert main(["export", str(run), f"--out={tmp_path / 'last'}"]) == 0
     last = (tmp_path / "last" / "model.safetensors").read_bytes()
     assert last == (run / "model" / "model.safetensors").read_bytes()
@@ -35,6 +46,7 @@ def test_a_run_and_a_checkpoint_are_exported(
     assert f"exported step 6 to {run / 'model-step-00000006'}" in capsys.readouterr().out
     assert (run / "model-step-00000006" / "model.safetensors").read_bytes() != last
     AutoModelForCausalLM.from_pretrained(run / "model-step-00000006")
+    assert all(weight.is_meta for model in made for weight in model.parameters())
 
 
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_missed(

@@ -534,13 +534,18 @@ def whole_weights(
             if name not in told[0]:
                 found[name] = torch.empty(shape, dtype=own_dtype)
                 dist.recv(found[name], number)
-    if stored is not None:
-        kinds = {name.removeprefix(_MODEL): of for name, of in stored_tensors(stored).items()}
-        read = {name: torch.empty(kinds[name][0], dtype=dtype or kinds[name][1])
-                for name in names if name in kinds}  # fmt: skip
-        load_tensors(stored, {_MODEL + name: tensor for name, tensor in read.items()})
-        found |= read
-    return found
+    return found if stored is None else found | stored_weights(stored, names, dtype)
+
+
+def stored_weights(
+    checkpoint: Path, names: Collection[str], dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The weights of these names that a checkpoint holds, in `dtype` (None: their own)."""
+    kinds = {name.removeprefix(_MODEL): of for name, of in stored_tensors(checkpoint).items()}
+    read = {name: torch.empty(kinds[name][0], dtype=dtype or kinds[name][1])
+            for name in names if name in kinds}  # fmt: skip
+    load_tensors(checkpoint, {_MODEL + name: tensor for name, tensor in read.items()})
+    return read
 
 
 def _dtype_in(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -55,7 +55,7 @@ def export(
     import torch
 
     from furlong.data.tokenize import tokenizer_of
-    from furlong.models.build import export_model, merge_adapters
+    from furlong.models.build import export_model, exported_names, merge_adapters
     from furlong.models.quantized import packed_linears
     from furlong.train.build import build_run_model
     from furlong.train.card import model_card
@@ -64,31 +64,39 @@ def export(
         check_weights,
         load_tensors,
         one_process,
+        stored_weights,
         trained_tensors,
     )
     from furlong.train.run_model import check_architecture, has_other_base, read_architecture
 
     check_architecture(checkpoint, read_architecture(config))
-    model = build_run_model(config)
+    # all weights are in the checkpoint where none is frozen: none of the model's files is read
+    is_empty = state["base_fingerprint"] is None
+    model = build_run_model(config, is_empty=is_empty)
     frozen = base_fingerprint(model, like=state["base_fingerprint"])
     check_weights(checkpoint, {"base_fingerprint": frozen})
     if merge and packed_linears(model):
         model = build_run_model(config, unpacked=True)
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    names, weights = {*exported_names(model).values()} if is_empty else set[str](), None
     try:
         with one_process(), folder_errors_reported(path):
-            load_tensors(path, trained_tensors(model))
+            if is_empty:
+                weights = stored_weights(path, names, dtype)
+            if weights is None or names - weights.keys():  # a buffer, or another model's
+                weights, model = None, build_run_model(config) if is_empty else model
+                load_tensors(path, trained_tensors(model))
     except CheckpointError:
         if path == source or path.exists():
             raise
         print(f"{path.name} was removed by its run meanwhile: again with the newest")
         return export(source, merge=merge, out=out)
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
     if merge:
         model = merge_adapters(model)
     with folder_errors_reported(folder.parent):
         card = model_card(config, state)
         export_model(
-            model, tokenizer_of(config), folder, dtype=dtype,
+            model, tokenizer_of(config), folder, dtype=dtype, weights=weights,
             has_other_config=has_other_base(config), card=card,
         )  # fmt: skip
     print(f"exported step {state['step']} to {folder}")
