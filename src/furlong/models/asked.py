@@ -1,4 +1,4 @@
-"""Ask a tiny model of the same class what a model does: a key of its config is no proof."""
+"""Test what a model does on a tiny one of the same class, since config keys may have no effect."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from furlong.models.shrink import VOCAB_SIZE, shrink_config
 
 _NUM_TOKENS, _FEW_POSITIONS = 20, 8
 _LEAST = 1e-4
-"""The least relative change of logits that is no rounding: scans compute in float32."""
+"""Smallest relative change of logits that is not rounding: scans compute in float32."""
 Positions = Literal["rotary", "table", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The effects of a decoder; all are assumed where no tiny one can be built."""
+    """Effects of a decoder; all are assumed if no tiny model can be built."""
 
     sees_later: bool = True
     """Whether logits change with a later token."""
     depends_on_length: bool = True
-    """Whether they change with the number of tokens in the call, within the model's positions."""
+    """Whether logits change with the number of tokens in the call, within the model's positions."""
     adds_loss: bool = True
-    """Whether its loss is more than the cross-entropy."""
+    """Whether the loss is more than the cross-entropy."""
 
 
 def answers_of(model: Any) -> Answers:
-    """Return what a transformers model does, by its class and config."""
+    """Return the effects of a transformers model, tested on a tiny one of its class and config."""
     text = model.config.get_text_config()
-    # a subclass of a family's class has its own code
+    # the model's own class, which may be a subclass with other code
     own: Any = type(model) if text is model.config else None
     return _answers(_key(text), own)
 
 
 def positions_of(config: Any) -> Positions:
-    """How a decoder of this config tells positions apart: by RoPE, by a table with an entry for
-    each, or by neither; then it takes any number of them."""
+    """Return how a decoder of this config encodes positions: "rotary", "table" (one entry for each
+    position), or "none" (any number of positions)."""
     return _positions(_key(config.get_text_config()))
 
 
 def rope_entries(config: Any, *, but: str = "") -> list[dict[str, Any]]:
-    """The RoPE parameters of a text config, one for all layers or one per layer type, `but` one."""
+    """Return the RoPE parameters of a text config: one dict for all layers, or one for each layer
+    type except `but`."""
     parameters = getattr(config, "rope_parameters", None) or {}
     layered = {key: entry for key, entry in parameters.items() if isinstance(entry, dict)}
     if parameters and not layered:
@@ -86,7 +87,7 @@ def _positions(key: tuple[Any, str]) -> Positions:
         if has_rope and _differs(truth, _tiny(turned)(ids, use_cache=False).logits):
             return "rotary"
         return "table" if _differs(truth, _tiny(few)(ids, use_cache=False).logits) else "none"
-    except Exception:  # there is no such position, or the family's code fails in small
+    except Exception:  # a position beyond the table, or the family's code fails with small sizes
         return "rotary" if has_rope else "table"
 
 
@@ -99,7 +100,7 @@ def _small(key: tuple[Any, str]) -> Any:
 
 
 def _tiny(config: Any, model_class: Any = None) -> Any:
-    """A model in float64 on the CPU, frozen."""
+    """Build a frozen float64 model on the CPU."""
     from transformers import AutoModelForCausalLM
 
     make = model_class._from_config if model_class else AutoModelForCausalLM.from_config
@@ -111,7 +112,7 @@ def _tiny(config: Any, model_class: Any = None) -> Any:
 
 @torch.no_grad()
 def spread(model: Any) -> Any:
-    """Make the weights of a tiny model larger, in place, so that attention and positions matter."""
+    """Scale up a tiny model's weights in place, so that attention and positions matter."""
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.mul_(5)

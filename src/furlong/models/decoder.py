@@ -1,10 +1,10 @@
-"""The adapter of a Hugging Face decoder: its stages and its head.
+"""Adapter of a Hugging Face decoder: runs stages of consecutive layers, and the head.
 
-A stage is consecutive layers, fed and read at its layers. The decoder's list of layers is swapped
-in place for the length of a pass. `PlaceholderLayer` stands for every layer of another stage,
-`Inject` for the layer before the stage, `Capture` for that behind it. So what a family does
-between embedding and first layer (multiplier, positions, dropout), or behind the last layer,
-touches no other stage; config, layer indices and parameter names stay those of the whole model.
+For the length of a pass the decoder's list of layers is replaced. `PlaceholderLayer` stands for
+every layer of another stage, `Inject`, which returns the stage's input, for the layer before the
+stage, and `Capture`, which keeps its output, for the layer after it. Operations of a family between
+embedding and first layer (multiplier, positions, dropout) and after the last layer thus affect no
+other stage, and config, layer indices and parameter names stay those of the whole model.
 
     T tokens of a chunk, D hidden size, V vocabulary
 """
@@ -79,22 +79,24 @@ from furlong.plan.passes import Pass
 
 @dataclass
 class DecoderOutput(MoeModelOutputWithPast):  # type: ignore[misc]
-    """The output of a decoder of which only the hidden states are there."""
+    """Output of a decoder with hidden states alone."""
 
     def __getattr__(self, name: str) -> Any:
-        """None for any field that some family's head looks for."""
+        """Return None for any other field that a family's head reads."""
         if name.startswith("_"):
             raise AttributeError(name)
         return None
 
 
 class HeadStub(nn.Module):
-    """Stands in the decoder's place: its input is its output. What a head asks of the decoder
-    beside its output (Falcon-H1's multiplier) is the decoder's own."""
+    """Replaces the decoder while the head runs: returns its input embeddings as hidden states.
+
+    Other attributes that a head reads (Falcon-H1's multiplier) are the decoder's.
+    """
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_decoder"] = decoder  # not a child: its parameters stay where they are
+        self.__dict__["_decoder"] = decoder  # not registered as a child module
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -106,7 +108,7 @@ class HeadStub(nn.Module):
 
 
 class Stage:
-    """Layers [layers.start, layers.stop) of a model; the first also embeds, the last has a head."""
+    """Layers [layers.start, layers.stop); the first stage also embeds, the last has a head."""
 
     def __init__(self, model: HFDecoder, layers: range) -> None:
         self.layers = layers
@@ -121,31 +123,39 @@ class Stage:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Events of the stage's layers, in order."""
+        """Events (attention or states, layer) of the stage's layers, in order."""
         own = self._model.events
         if own is None:
             return tuple(("attention", layer) for layer in self.layers)
         return tuple(event for event in own if event[1] in self.layers)
 
     def run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
-        """Hidden states (T, D) behind the stage's last layer; final ones behind the last stage.
+        """Run the stage on a chunk, inside `installed`.
 
-        x: token ids (T,) of the first stage, hidden states (T, D) of the others, as a leaf where
-        their gradient is wanted. Call it inside `installed`.
+        Args:
+            x: token ids (T,) for the first stage, hidden states (T, D) for others; a leaf if their
+                gradient is wanted.
+            position_ids: (T,) int64.
+
+        Returns:
+            Hidden states (T, D) after the stage's last layer; final ones after the last stage.
+
+        Raises KVReady where the pass ends at the stage's last K,V.
         """
         run = partial(self._run, x, position_ids, cell, what)
         if what.computes == "to last kv" and is_sharded(self._model.base):
+            # FSDP2's post-forward hooks must run: the model's call ends before KVReady is raised
             with self._ending_calls():
                 call_root(self._model.base, run)
             raise KVReady
-        return call_root(self._model.base, run)[0]  # behind a wrapper's hooks: they take no views
+        return call_root(self._model.base, run)[0]  # after a wrapper's hooks, which take no views
 
     def _run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
         """Hidden states (1, T, D)."""
         modules = self._model.cell_modules
         cache = EmptyCache() if self._model.probed.mixers else None
         decode = partial(self._model.decode, cache)
-        positions = position_ids[None].clone()  # a hook that changes them must not meet them again
+        positions = position_ids[None].clone()  # a hook that changes them must not affect ours
         with ExitStack() as stack:
             stack.enter_context(bound(modules, cell, what, position_ids, cache))
             if what.recompute_layers and what.computes == "graph":
@@ -156,7 +166,7 @@ class Stage:
             if self.is_first:
                 decode(input_ids=x[None], position_ids=positions)
             else:
-                # a family may scale its embeddings in place: they must not be x
+                # zeros, not x: a family may scale its embeddings in place
                 final = decode(inputs_embeds=x.new_zeros((1, *x.shape)), position_ids=positions)
                 if self.is_last:
                     return final
@@ -175,7 +185,7 @@ class Stage:
                 yield in_place_of(layer, PlaceholderLayer())
 
     def _swapped(self, x: Tensor) -> AbstractContextManager[None]:
-        """Within it the decoder's layers are the stage's, fed with x (T, D)."""
+        """Context manager: replace the decoder's layers by the stage's, with input x (T, D)."""
         for placeholder in self._list:
             if isinstance(placeholder, PlaceholderLayer):
                 placeholder.num_returned = self._model.probed.num_returned
@@ -183,13 +193,13 @@ class Stage:
             [
                 (self._model.decoder._modules, self._list_name, self._list),
                 (vars(self._inject), "x", None if self.is_first else x),
-                (vars(self._capture), "hidden", None),  # afterwards it would pin a graph
+                (vars(self._capture), "hidden", None),  # restored on exit, else it keeps a graph
             ]
         )
 
     def _ending_calls(self) -> AbstractContextManager[None]:
-        """Within it a pass that ends at the last K,V ends its calls, of which a wrapper sees none
-        begin that does not end: the last layer returns its input."""
+        """Context manager: in KV-only passes the last layer returns its input in place of raising,
+        so that a wrapper's post-forward hooks run."""
 
         def until_kv(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             with suppress(KVReady):
@@ -202,9 +212,9 @@ class Stage:
     def _checkpointed(
         self, cell: CellAttention, what: Pass, position_ids: Tensor, cache: EmptyCache | None
     ) -> AbstractContextManager[None]:
-        """Within it the stage's first layers keep only their inputs in the graph.
+        """Context manager: checkpoint the stage's first `recompute_layers` layers.
 
-        Their recompute runs inside the backward: it finds the same cell, and writes nothing.
+        Their recompute runs inside the backward, bound to the same cell, and stores nothing.
         """
         again = replace(what, writes_kv=False, remembers=0, recompute_layers=0)
         first = self.layers.start
@@ -221,19 +231,24 @@ class Stage:
 def _wrapped(
     layers: Sequence[nn.Module], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> AbstractContextManager[None]:
-    """Within it the forward of each layer, or its compiled call, is what `wrap` makes of it."""
+    """Context manager: wrap the forward of each layer, or its compiled call, with `wrap`."""
     names = [COMPILED_CALL if vars(x).get(COMPILED_CALL) else "forward" for x in layers]
     pairs = zip(layers, names, strict=True)
     return patched((vars(layer), name, wrap(getattr(layer, name))) for layer, name in pairs)
 
 
 class HFDecoder:
-    """A decoder with a language-model head, used in pieces.
+    """A causal decoder with its head, run in stages.
 
-    Raises UnsupportedModelError for what is known to be inexact. Without `needs_head` the head may
-    be another one, which is then the caller's own affair: hidden states stand for logits. `device`:
-    where it computes, also while other tensors stand for its weights; None: where they are.
-    `is_entered`: passes run inside a call of the decoder, whose hooks and head see whole batches.
+    Args:
+        max_seq_len: tokens of the run's longest sequence.
+        needs_head: whether the model must have a causal language-model head. If not, any head is
+            accepted, and without a language-model head `logits` returns hidden states.
+        device: where the model computes, wherever its weights are; None: where they are.
+        is_entered: passes run inside a call of the decoder, whose hooks and head see whole batches.
+
+    Raises:
+        UnsupportedModelError: the model is known to be inexact in chunks.
     """
 
     def __init__(
@@ -248,7 +263,7 @@ class HFDecoder:
         self.config = base.config.get_text_config()
         self.max_seq_len = max_seq_len
         bounds = (n for n in (max_seq_len, num_positions(self.config, max_seq_len or 0)) if n)
-        self.longest_tokens = min(bounds, default=None)  # of a sequence; None without a bound
+        self.longest_tokens = min(bounds, default=None)  # most tokens of a sequence; None: no limit
         self.num_layers = int(self.config.num_hidden_layers)
         self._has_head = not is_entered and base.get_output_embeddings() is not None
         head = base.get_output_embeddings() if self._has_head else base.get_input_embeddings()
@@ -266,7 +281,7 @@ class HFDecoder:
 
     @cached_property
     def heads(self) -> tuple[int, int]:
-        """Query heads and key-value heads of every layer."""
+        """(query heads, key-value heads) of every layer; UnsupportedModelError if they differ."""
         num_heads = for_all_layers(self.config, "num_attention_heads")
         num_kv_heads = for_all_layers(self.config, "num_key_value_heads", num_heads) or num_heads
         if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
@@ -279,8 +294,8 @@ class HFDecoder:
         return num_heads, num_kv_heads
 
     def require_own_tokens(self) -> None:
-        """Raise UnsupportedModelError for layers whose tokens meet in states, which the processes
-        of an sp group cannot divide among them."""
+        """Raise UnsupportedModelError for recurrent layers, whose states the processes of a
+        sequence-parallel group cannot divide among them."""
         if self.probed.mixers:
             kind = type(self.probed.mixers[0].module).__name__
             raise UnsupportedModelError(
@@ -292,12 +307,12 @@ class HFDecoder:
 
     @property
     def num_input_ids(self) -> int:
-        """Token ids that have an embedding: 0 to this number less one."""
+        """Number of token ids that have an embedding."""
         return int(self.base.get_input_embeddings().weight.shape[0])
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The decoder's layers, where it holds them in one list."""
+        """The decoder's layers, which it must hold in one list."""
         return list(layer_list(self.base)[1])
 
     @property
@@ -307,15 +322,15 @@ class HFDecoder:
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """The weight that input embeddings and head share, whether or not the head is here."""
+        """The weight that embedding and head share, also where this process lacks the head."""
         if not self.config.tie_word_embeddings:
             return None
         weight = self.base.get_input_embeddings().weight
         return weight if isinstance(weight, nn.Parameter) else None
 
     def empty_backward(self) -> None:
-        """Run a backward through the model that changes no gradient, for what its wrapper does
-        behind one: FSDP2 adds up gradients."""
+        """Run a backward that changes no gradient, for the hooks of a wrapper: FSDP2 then reduces
+        gradients."""
         with torch.enable_grad():
             leaf = torch.zeros((), device=self.device, requires_grad=True)
             output = call_root(self.base, lambda: leaf * 1)
@@ -323,8 +338,8 @@ class HFDecoder:
 
     @property
     def ends(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """The embedding and the head; None for one that is not here, and for both where they share
-        a weight."""
+        """(embedding, head); None for one that this process lacks, and for both if they share a
+        weight."""
         embedding = self.base.get_input_embeddings()
         head = self.base.get_output_embeddings() if self._has_head else None
         each = [
@@ -337,11 +352,11 @@ class HFDecoder:
 
     @property
     def num_frozen_layers(self) -> int:
-        """First layers of the decoder without a trained parameter in them or below.
+        """Number of leading layers without a trained parameter in them or before them.
 
-        Parameters beside the layers count as below: whether they are is the family's own affair. A
-        process that does not hold the first layers has none below but tied embeddings, and cannot
-        count frozen layers of other stages: the least of all processes is the model's number.
+        Parameters outside of layers count as before them, since only the family's code knows where
+        they are used. A process without the first layers has only tied embeddings there and cannot
+        see the other stages: the model's number is the minimum over processes.
         """
         own = {id(p) for layer in self.layers for p in layer.parameters()}
         others = [p for p in self.decoder.parameters() if id(p) not in own]
@@ -353,7 +368,7 @@ class HFDecoder:
         return next((index for index, any_ in enumerate(trained) if any_), self.num_layers)
 
     def require_frozen(self, num_layers: int) -> None:
-        """Raise PlanError if a parameter is trained in the first `num_layers` layers, or below.
+        """Raise PlanError if a parameter is trained in the first `num_layers` layers or before.
 
         A plan without their backwards would leave its gradient out.
         """
@@ -373,10 +388,10 @@ class HFDecoder:
             )
 
     def stages(self, heights: Sequence[int]) -> tuple[Stage, ...]:
-        """The stages of `heights[i]` layers each, together all layers of the model.
+        """Divide the model into stages of `heights[i]` layers each.
 
-        Raises PlanError for stages of other layers, UnsupportedModelError for several stages of a
-        decoder without one list of its layers.
+        Raises PlanError for heights that do not add up to the model's layers, UnsupportedModelError
+        for several stages of a decoder without one list of its layers.
         """
         if sum(heights) != self.num_layers or min(heights) < 1:
             raise PlanError(
@@ -391,32 +406,32 @@ class HFDecoder:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (T, V) of final hidden states (T, D), scaled and capped as the family does."""
+        """Logits (T, V) of final hidden states (T, D), with the family's scale and softcap."""
         if not self._has_head:
             return hidden
 
         def head() -> Tensor:
-            stub = HeadStub(self.decoder)  # what it is given as embeddings passes the decoder
+            stub = HeadStub(self.decoder)  # returns `inputs_embeds` in place of the decoder
             with patched([(self.base._modules, self._decoder_name, stub)]):
                 return self._whole(inputs_embeds=hidden[None])
 
         return call_root(self.base, head)[0]
 
     def whole_hidden(self, input_ids: Tensor) -> Tensor:
-        """Final hidden states (T, D) of a sequence (T,) by the decoder itself, outside `installed`.
+        """Final hidden states (T, D) of a whole sequence (T,), with the model's own attention.
 
-        Attention is the model's own.
+        Call it outside `installed`.
         """
         return self._outside(lambda: self.decode(input_ids=input_ids[None]))
 
     def whole_logits(self, input_ids: Tensor) -> Tensor:
-        """Logits (T, V) of a sequence (T,) by the model's own forward, outside `installed`."""
+        """Logits (T, V) of a whole sequence (T,) by the model's forward, outside `installed`."""
         if not self._has_head:
             return self.whole_hidden(input_ids)
         return self._outside(lambda: self._whole(input_ids=input_ids[None]))
 
     def _outside(self, run: Callable[[], Tensor]) -> Tensor:
-        """The one sequence (T, any) of what `run` returns, with the model's own attention."""
+        """Run with the model's own attention and return the only sequence (T, any)."""
         with own_forward(self.base, self.max_seq_len):
             return call_root(self.base, run)[0]
 
@@ -436,7 +451,8 @@ class HFDecoder:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within it attention is ours; on exit, also after an error, the model is as it was."""
+        """Context manager: run attention and mixers through furlong; the model is restored on
+        exit, also after an error."""
         mixers = self.probed.mixers
         with (
             chunked_attention(self.base, self.max_seq_len, self.compiled),
@@ -454,17 +470,19 @@ class HFDecoder:
 
     @cached_property
     def probed(self) -> Probed:
-        """Its mixers and what its layers do, by one forward of a few tokens. Raises
-        UnsupportedModelError for a decoder that fails with a cache of no tokens.
+        """The decoder's mixers and events, from one traced forward of a few tokens.
 
-        What stands for layers of other stages must return what layers return, and what these say of
-        it is not always what they do: in this forward it calls the first layer in their place.
+        Placeholders must return as many values as real layers, whose signatures do not say how
+        many: in this forward each one calls the first local layer.
+
+        Raises:
+            UnsupportedModelError: the decoder fails with an empty cache.
         """
         if not cache_argument(self.decoder):
             return Probed()
         placeholders = [m for m in self.decoder.modules() if isinstance(m, PlaceholderLayer)]
         devices = [self.device] if self.device.type == "cuda" else []
-        # A decoder that is not divided may hold no list of layers.
+        # without placeholders the decoder need not hold its layers in one list
         first = self.layers[self.local_layers.start] if placeholders else self.decoder
         with (
             torch.random.fork_rng(devices),
@@ -482,7 +500,7 @@ class HFDecoder:
         return Probed(mixers, tuple(dict.fromkeys(watch.events)), watch.num_returned[first])
 
     def calls_of(self, mixers: Sequence[Mixer], num_tokens: int) -> list[Called]:
-        """The calls of some mixers in a forward of that many tokens."""
+        """Record the calls of some mixers in a forward of `num_tokens` tokens."""
         found: list[Called] = []
 
         def note(mixer: Mixer, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -498,7 +516,7 @@ class HFDecoder:
         return found
 
     def _pass_tokens(self, cache: EmptyCache, num_tokens: int) -> None:
-        """A forward of a few tokens with a cache; of hidden states, where another stage embeds."""
+        """Run a few tokens with a cache; hidden states, if another stage holds the embedding."""
         positions = torch.arange(num_tokens, device=self.device)[None]
         given = {"input_ids": positions % self.num_input_ids}
         if 0 not in self.local_layers:
@@ -520,13 +538,13 @@ class HFDecoder:
 
     @property
     def events(self) -> tuple[Event, ...] | None:
-        """Events of its layers, in order; None: attention in each of them."""
+        """Events of the decoder's layers, in order; None: attention in each layer."""
         return self.probed.events if self.probed.mixers else None
 
     @property
     def compiled(self) -> list[nn.Module]:
-        """Modules compiled in place that run so in chunks: layers, what is in them, and the head.
-        None where a layer has a mixer, whose calls are cut into slices."""
+        """Modules compiled in place that stay compiled in chunks: layers, their submodules, and the
+        head. Empty if the model has mixers, whose calls are cut into slices."""
         found = compiled_in_place(self.base)
         if not found or self.probed.mixers:
             return []
@@ -535,28 +553,28 @@ class HFDecoder:
 
     @cached_property
     def fused(self) -> list[Change]:
-        """The changes that save element-wise kernels; a compiled layer has fewer already."""
+        """Changes that fuse element-wise kernels; none if layers are compiled, which fuses too."""
         return [] if self.compiled else fused(self.base, self.device, self.agreed)
 
     @property
     def cell_modules(self) -> list[nn.Module]:
-        """The modules that a cell is bound to: those of attention, and mixers."""
+        """The modules to which a cell is bound: attention modules and mixers."""
         mixers = [mixer.module for mixer in self.probed.mixers]
         return list(dict.fromkeys([*self.attention_modules, *mixers]))
 
     def decode(self, cache: EmptyCache | None = None, **inputs: Tensor) -> Tensor:
-        """Final hidden states (1, T, D) by the decoder, of inputs with that batch axis."""
+        """Final hidden states (1, T, D) of the decoder for inputs with a batch axis."""
         caches = {} if cache is None else {cache_argument(self.decoder) or "": cache}
         if self._is_entered:
-            decode = self.decoder.forward  # a hook of the decoder would run once more per chunk
+            decode = self.decoder.forward  # a call would run the decoder's hooks for each chunk
         else:
             decode, self._decodes_in = self.decoder, threading.get_ident()
         output = decode(**inputs, **caches, use_cache=False, return_dict=True)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _whole(self, **inputs: Tensor) -> Tensor:
-        """Logits (1, T, V) by the class's own forward: hooks and wrappers of this instance expect
-        whole batches."""
+        """Logits (1, T, V) by the class's forward: hooks and wrappers of the instance expect whole
+        batches."""
         output = type(self.base).forward(self.base, **inputs, use_cache=False, return_dict=True)
         return output.logits  # type: ignore[no-any-return]
 

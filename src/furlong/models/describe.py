@@ -1,8 +1,8 @@
-"""A model's layers as they are measured: transformers builds them on meta, a chunk passes them.
+"""Describe a model's layers for the cost model: run a chunk through them on the meta device.
 
-Nothing is computed and no weight has memory. A chunk of a few tokens takes the way that it takes in
-a run. Counted are the products with weights and those of scans, the tensors that autograd saves,
-and what attention and states hand on to later chunks.
+Nothing is computed and no weight has memory. A chunk of a few tokens takes the same path as in a
+run. Counted are matrix products with weights and those of scans, tensors that autograd saves, and
+the keys, values and states that are stored for later chunks.
 
     T tokens, N query heads, K key-value heads, H head dim
 """
@@ -38,16 +38,16 @@ from furlong.ops.attention import AttentionRule
 from furlong.plan.passes import Pass
 
 _TOKENS = 128
-"""Tokens of the chunk: two inner chunks of the delta rules, whose size is a constant."""
+"""Tokens of the chunk: two inner chunks of delta rules, whose size is a constant."""
 _FEW_TOKENS = 32
-"""Tokens of a chunk that is scanned token by token."""
+"""Tokens of the chunk for models that scan token by token."""
 _ELEMENTWISE = 9
-"""FLOPs of a scan without products, per number of its state: Gu and Dao 2023."""
+"""FLOPs of an element-wise scan per token and element of its state (Gu and Dao 2023)."""
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm}
 _LINEAR = (nn.Linear, Conv1D)
 _ADAPTERS = (("mixer",), ("mlp",), ("mixer", "mlp"))
-"""Kinds of linear layers that have adapters, in the order of `SavedBytes`."""
+"""Sets of kinds of linear layers that have adapters, in the order of `SavedBytes`."""
 
 
 @lru_cache(maxsize=64)
@@ -56,13 +56,13 @@ def _described(config_class: type, text: str, source: str) -> ModelShape:
     for name in ATTENTION_DROPOUTS:
         if getattr(config, name, None):
             setattr(config, name, 0.0)
-    # what looks at ids and positions, of which meta has none, and is no work
+    # these make a forward read ids and positions, which have no values on meta, and cost nothing
     config.pad_token_id = None
     for entry in rope_entries(config):
         entry["rope_type"] = "default"
     try:
         refuse_config(config, f"a model of type {config.model_type}", source)
-        # whatever the caller's state is, and leaving it as it is
+        # independent of the caller's RNG and grad mode, and without changing them
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
             return _measured(config, source)
     except ConfigError:
@@ -78,8 +78,10 @@ def _described(config_class: type, text: str, source: str) -> ModelShape:
 
 
 def describe(config: Any, source: str = "the model's config") -> ModelShape:
-    """The shape of a transformers config. Raises ConfigError for what is no decoder, or none that
-    chunks can train."""
+    """Return the `ModelShape` of a transformers config.
+
+    Raises ConfigError if it is not a decoder, or one that cannot be trained in chunks.
+    """
     text = config.get_text_config()
     values = json.dumps(text.to_dict(), sort_keys=True, default=str)
     return _described(type(text), values, source)  # type: ignore[arg-type]
@@ -87,7 +89,7 @@ def describe(config: Any, source: str = "the model's config") -> ModelShape:
 
 @dataclass
 class _Layer:
-    """A layer while a chunk passes it; scans and bytes are those of all tokens together."""
+    """Counts of one layer for one chunk; scans and bytes are sums over all tokens."""
 
     module: nn.Module | None = None
     matrices: int = 0
@@ -100,18 +102,18 @@ class _Layer:
     scan_saved: int = 0
     window: int | None = NO_ATTENTION
     heads: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Query heads, key-value heads, and their widths of keys and of values."""
+    """(query heads, key-value heads, width of a key, width of a value)."""
     stored: int = 0
     states: Mapping[Any, Tensor] = field(default_factory=dict)
     met: set[nn.Module] = field(default_factory=set)
-    """Modules within which tokens meet."""
+    """Modules in which tokens mix, by attention or a recurrent state."""
     products: dict[nn.Module, list[tuple[int, int]]] = field(default_factory=dict)
-    """By the module that has them, widths in and out of matrices that a token is multiplied with;
-    those of a number of experts count as one."""
+    """Module -> (input width, output width) of the matrices that it multiplies a token with; a
+    token's active experts count as one matrix."""
 
 
 class _AnyDtype(TorchDispatchMode):
-    """Lets experts of any dtype run on meta, where torch knows those of bfloat16 alone."""
+    """Makes grouped matrix products run on meta in any dtype; torch only supports bfloat16."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func.overloadpacket is _aten._grouped_mm:
@@ -120,7 +122,7 @@ class _AnyDtype(TorchDispatchMode):
 
 
 class _Chunk(_AnyDtype):
-    """A chunk on its way through the layers of a model, and the cell in which its tokens meet."""
+    """Counts what one chunk does in each layer of a model; also the chunk's cell."""
 
     def __init__(self, model: HFDecoder, num_tokens: int) -> None:
         super().__init__()
@@ -144,7 +146,7 @@ class _Chunk(_AnyDtype):
 
     @contextmanager
     def watching(self, decoder: nn.Module) -> Iterator[None]:
-        """Count what the decoder does while the chunk passes it."""
+        """Context manager: count the operations of the decoder."""
         with ExitStack() as stack:
             for module in decoder.modules():
                 stack.callback(module.register_forward_pre_hook(self._begin).remove)
@@ -173,7 +175,7 @@ class _Chunk(_AnyDtype):
             layer.saved += num_bytes
             if self._mixers.intersection(self._running):
                 layer.scan_saved += num_bytes
-        self._alive.append(x)  # another storage must not take its place
+        self._alive.append(x)  # keeps the address of its storage from being reused
         return x
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -188,7 +190,7 @@ class _Chunk(_AnyDtype):
                 layer.convolution_flops += 2 * out.numel() * prod(args[1].shape[1:])
             case _aten.sum if len(args) > 1 and self._mixers.intersection(
                 self._running
-            ):  # of a product that is summed up
+            ):  # an element-wise product with a sum
                 layer.scan_flops += 2 * args[0].numel()
         return out
 
@@ -212,8 +214,8 @@ class _Chunk(_AnyDtype):
         layer.products.setdefault(holder, []).append((visits * b.shape[-2], b.shape[-1]))
 
     def linear_layers(self, layer: _Layer) -> dict[str, tuple[Any, str]]:
-        """By name in a layer, its linear layers, and whether tokens meet there ("mixer") or not
-        ("mlp")."""
+        """Return the linear layers of a layer by name, each with "mixer" if it is part of a module
+        that mixes tokens, else "mlp"."""
         assert layer.module is not None
         inside, found = dict(layer.module.named_modules()), {}
         for name, module in inside.items():
@@ -224,7 +226,7 @@ class _Chunk(_AnyDtype):
         return found
 
     def matrices(self, layer: _Layer, new: frozenset[str]) -> Iterator[Matrix]:
-        """Yield what adapters may change in the modules of a layer that are named in `new`."""
+        """Yield the matrices that adapters may change, in the layer's modules named in `new`."""
         assert layer.module is not None
         linears = self.linear_layers(layer)
         for name, (module, kind) in linears.items():
@@ -271,7 +273,7 @@ class _Chunk(_AnyDtype):
 
 
 class _Attention(torch.autograd.Function):
-    """Saves what furlong's attention saves: q (N, T, H), k and v (K, T, H), output, log-sum-exp."""
+    """Saves the tensors of furlong's attention: q (N, T, H), k, v (K, T, H), output, lse."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -292,7 +294,7 @@ def _measured(config: Any, source: str) -> ModelShape:
     kept = [n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < 2]
     try:
         chunks = _chunks(_built(config, source, kept))
-    except Exception:  # a layer that asks for what another one has made
+    except Exception:  # a layer that needs results of one that was left out
         chunks = _chunks(_built(config, source))
         kept = list(range(len(kinds)))
     shapes = {kinds[n]: _layer_shape(chunks, n, kinds[n], config) for n in kept}
@@ -300,7 +302,7 @@ def _measured(config: Any, source: str) -> ModelShape:
 
 
 def _built(config: Any, source: str, kept: Sequence[int] | None = None) -> HFDecoder:
-    """The model on meta; of its layers those that are kept, and placeholders for the others."""
+    """Build the model on meta, with placeholders for layers other than `kept`; None: keep all."""
     base = model_of_config(config, source, dtype=torch.bfloat16).eval()
     if kept is not None and len(kept) < config.num_hidden_layers:
         layers = layer_list(base)[1]
@@ -310,8 +312,8 @@ def _built(config: Any, source: str, kept: Sequence[int] | None = None) -> HFDec
 
 
 def _kinds(model: HFDecoder) -> list[tuple[int, frozenset[str], Any]]:
-    """For each layer the number of parameters and the names of modules that no layer before it has,
-    and all else that tells it from others."""
+    """Return for each layer the number of its parameters and the names of its modules, both without
+    those shared with earlier layers, and a key that is equal for equal layers."""
     lists = [x for x in vars(model.config).values() if isinstance(x, list)]
     lists = [x for x in lists if len(x) == model.num_layers]
     seen: set[int] = set()
@@ -326,8 +328,8 @@ def _kinds(model: HFDecoder) -> list[tuple[int, frozenset[str], Any]]:
 
 
 def _chunks(model: HFDecoder) -> list[_Chunk]:
-    """Chunks that have passed a model in bfloat16, and then in float32: all is trained, and under
-    each set of adapters."""
+    """Run a chunk in bfloat16, then in float32; in each dtype with all parameters trained, then
+    with each set of adapters."""
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         model.base.to(dtype)
@@ -344,11 +346,12 @@ def _num_tokens(config: Any) -> int:
 
 
 def _passed(model: HFDecoder, adapted: Sequence[nn.Module]) -> _Chunk:
-    """A chunk that has passed the model: under adapters of these matrices; none: all is trained."""
+    """Run a chunk with only the `adapted` linear layers trained; none: all parameters are."""
     num_tokens = _num_tokens(model.config)
     if adapted:
         model.base.requires_grad_(False)
-        model.base.get_input_embeddings().requires_grad_(True)  # so have the layers an input's
+        # under adapters of earlier layers, hidden states that enter a layer require a gradient
+        model.base.get_input_embeddings().requires_grad_(True)
         for linear in adapted:
             linear.weight.requires_grad_(True)
     chunk = _Chunk(model, num_tokens)
@@ -363,7 +366,7 @@ def _passed(model: HFDecoder, adapted: Sequence[nn.Module]) -> _Chunk:
 
 
 def _adapted(chunk: _Chunk, *kinds: str) -> list[nn.Module]:
-    """The linear layers of these kinds."""
+    """Return the linear layers of these kinds."""
     found = [chunk.linear_layers(layer).values() for layer in chunk.layers]
     return [module for module, kind in chain(*found) if kind in kinds]
 
@@ -371,7 +374,7 @@ def _adapted(chunk: _Chunk, *kinds: str) -> list[nn.Module]:
 def _layer_shape(
     chunks: Sequence[_Chunk], n: int, kind: tuple[int, frozenset[str], Any], config: Any
 ) -> LayerShape:
-    """The numbers of layer `n`, from its passes in both dtypes and with all adapters."""
+    """Return the shape of layer `n`, from its passes in both dtypes and with all adapters."""
     layers, parameters = [chunk.layers[n] for chunk in chunks], kind[0]
     layer, num_tokens, hidden = layers[0], _num_tokens(config), config.hidden_size
     heads, kv_heads, dim, value = layer.heads
@@ -380,7 +383,7 @@ def _layer_shape(
     scan_flops = max(layer.scan_flops / num_tokens, _ELEMENTWISE * wide)
     experts = list(layer.experts.parameters()) if layer.experts else []
     saved = [one.saved / num_tokens for one in layers]
-    # the last matrices of modules in which no tokens meet; an MLP's leads back to the model's width
+    # last matrices of token-wise modules; that of an MLP maps back to the hidden size
     apart = [products[-1] for m, products in layer.products.items() if m not in layer.met]
     return LayerShape(
         parameters=parameters,

@@ -1,10 +1,10 @@
-"""Fewer element-wise kernels in passes on a GPU: RMS norms, and adapters' outputs.
+"""Fused element-wise kernels for passes on a GPU: RMS norms and the outputs of LoRA.
 
-Of the bytes that a layer of 8B moves outside of products and attention, most are those of norms,
-which transformers writes as operators in float32, and with LoRA those of wide outputs that peft
-scales and adds. torch's RMS norm reads and writes once; a product adds its result to the base's.
-Both round once where those round twice or more. Python callers who give a module a `forward` of
-its instance's own keep it.
+Most bytes that a layer of an 8B model moves outside of matrix products and attention are those of
+norms, which transformers writes as float32 operators, and with LoRA those of wide outputs, which
+peft scales and adds. torch's RMS norm reads and writes once, and `addmm_` adds the low-rank product
+to the base's output. Both round once where the originals round twice or more. A module whose
+instance was given a `forward` keeps it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from furlong.models.attention import Change
 from furlong.testing import relative_error
 
 DEVICES = ("cuda",)
-"""Types of devices whose modules are changed."""
+"""Types of devices on which modules are changed."""
 _EPSILONS = ("variance_epsilon", "eps")
 _NUM_ROWS = 8
 _WORST = 1.1
-"""The largest error against float32, by that of the module's own forward."""
+"""Largest error against float32, as a multiple of the error of the module's own forward."""
 _ROUNDING = 1e-6
-"""Relative error of float32 that is rounding."""
+"""Relative error that counts as float32 rounding."""
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 """x (..., D), weight (D,), epsilon -> (..., D)."""
@@ -41,13 +41,16 @@ NORMS: tuple[Norm, ...] = (
 )
 
 Agreed = dict[Any, dict[torch.dtype, Norm]]
-"""The norm of each dtype in which a kind of module agrees; none where it was asked and does not."""
+"""Kind of module -> dtype -> norm that was tested and agrees; a tested kind may have none."""
 
 
 def fused(base: nn.Module, device: torch.device, agreed: Agreed) -> list[Change]:
-    """Return the changes of `forward` in the modules of a model that computes on a device, wherever
-    its weights lie between steps. What norms agree with joins `agreed`: a question waits for the
-    device, and one of each kind of module is enough."""
+    """Return the changes of modules' `forward` for a model that computes on `device`, wherever its
+    weights are between steps.
+
+    Results of tests are added to `agreed`: a test waits for the device, so that each kind of module
+    has one.
+    """
     if device.type not in DEVICES:
         return []
     here = [m for m in base.modules() if "forward" not in vars(m)]
@@ -56,7 +59,7 @@ def fused(base: nn.Module, device: torch.device, agreed: Agreed) -> list[Change]
 
 
 def keep_written(base: nn.Module, device: torch.device) -> None:
-    """Let the modules that `fused` would change keep the forward of their class, for good."""
+    """Pin the class's forward in the modules that `fused` would change, so that it never does."""
     for names, key, own in fused(base, device, {}):
         names[key] = own.args[0].forward
 
@@ -64,8 +67,8 @@ def keep_written(base: nn.Module, device: torch.device) -> None:
 def _norms(
     modules: list[nn.Module], device: torch.device, agreed: Agreed
 ) -> Iterator[partial[Tensor]]:
-    """Which module is an RMS norm no name tells: what has a weight (D,), an epsilon and nothing
-    else is asked on random numbers, one of each kind, where it computes."""
+    """Yield fused forwards of RMS norms, which are not recognized by name: one module of each kind
+    with a weight (D,), an epsilon and nothing else is tested on random numbers on the device."""
     plain = vars(nn.Module()).keys()
     for module in modules:
         eps = next((e for n in _EPSILONS if isinstance(e := vars(module).get(n), float)), None)
@@ -100,13 +103,13 @@ def _norm(
 
 
 def _choose(module: Any, eps: float, device: torch.device, dtype: torch.dtype) -> Norm | None:
-    """The first of `NORMS` whose values and gradients are as near to float32 as the module's, of
-    rows as layers have and of such as its epsilon decides. None for a module that draws random
-    numbers."""
+    """Return the first of `NORMS` whose values and gradients are as close to float32 as the
+    module's, on rows of usual size and on rows so small that epsilon matters; None if there is
+    none, or if the module behaves differently in train mode."""
     generator, shape = torch.Generator("cpu").manual_seed(0), module.weight.shape
 
     def draw(*sizes: int) -> Tensor:
-        # a mean that is not zero tells an RMS norm from a layer norm
+        # a nonzero mean distinguishes an RMS norm from a layer norm
         x = torch.randn(*sizes, *shape, generator=generator, device="cpu") + 0.5
         return x.to(device, dtype)
 
@@ -141,7 +144,7 @@ def _choose(module: Any, eps: float, device: torch.device, dtype: torch.dtype) -
         for norm in NORMS:
             if all(e <= most for e, most in zip(errors(norm), bounds, strict=True)):
                 return norm
-    except (RuntimeError, TypeError):  # no norm of one tensor, or no kernel for it
+    except (RuntimeError, TypeError):  # not a norm of one tensor, or no kernel for it
         pass
     return None
 
@@ -154,7 +157,7 @@ def _adapters(modules: list[nn.Module]) -> Iterator[partial[Tensor]]:
 
 
 def _adapted(module: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
-    """peft's forward of a linear layer, whose low-rank product adds to what the base has given."""
+    """peft's forward of a LoRA linear layer, with the low-rank product added in place."""
     names = [name for name in module.active_adapters if name in module.lora_A]
     parts: list[Any] = [module.base_layer]
     parts += [table[names[0]] for table in (module.lora_A, module.lora_B) if names]
@@ -168,7 +171,7 @@ def _adapted(module: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
     (name,) = names
     base, down, up = parts
     low = down(module.lora_dropout[name](x)).flatten(0, -2)  # (tokens, rank)
-    # of two dimensions it is no view, which a sum in place would copy
+    # 2-D, since the output is then no view, which addmm_ would copy
     out = base(x.flatten(0, -2))
     out.addmm_(low, up.weight.t(), alpha=module.scaling[name])
     return out.view(*x.shape[:-1], out.shape[-1])  # type: ignore[no-any-return]

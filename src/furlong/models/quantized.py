@@ -1,7 +1,7 @@
-"""Weights in 4 bits (bitsandbytes): a frozen base under adapters, as QLoRA trains it.
+"""4-bit weights (bitsandbytes): the frozen base under adapters that QLoRA trains.
 
-Linear layers hold codes and a scale for each 64 weights, and multiply with what these stand for in
-the dtype of the compute. A gradient passes them as it passes those weights.
+Linear layers hold codes and one scale for each 64 weights. They dequantize both to the compute
+dtype for each product, and gradients pass as through ordinary weights.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import nn
 from furlong.errors import ConfigError
 
 _HUB_CODE = "kernels"
-"""The package by which bitsandbytes gets compiled code of a hub, as it is imported on some CPUs."""
+"""Package through which bitsandbytes, imported on some CPUs, downloads compiled code of a hub."""
 
 
 def library(key: str) -> Any:
-    """The module bitsandbytes, for the key of a run that needs it. Raises ConfigError without one.
+    """Import and return bitsandbytes, or raise ConfigError that names `key`, which needs it.
 
-    Nothing is loaded from a hub: for the length of the import there is no package `kernels`.
+    The import downloads nothing: the package `kernels` is hidden meanwhile.
     """
     if "bitsandbytes" not in sys.modules and find_spec("bitsandbytes") is None:
         raise ConfigError(
@@ -39,13 +39,12 @@ def library(key: str) -> Any:
 
 
 def import_safely() -> None:
-    """Import bitsandbytes if it is installed, as peft does, and what loads peft, without code of a
-    hub: see `library`."""
+    """Import bitsandbytes, if installed, without downloads (see `library`), before peft does."""
     if "bitsandbytes" in sys.modules or find_spec("bitsandbytes") is None:
         return
     known, disabled = sys.modules.get(_HUB_CODE), logging.root.manager.disable
     sys.modules[_HUB_CODE] = None  # type: ignore[assignment]
-    logging.disable(logging.WARNING)  # which tells that there is none
+    logging.disable(logging.WARNING)  # hides its warning that `kernels` is missing
     try:
         import_module("bitsandbytes")
     finally:
@@ -56,7 +55,7 @@ def import_safely() -> None:
 
 
 def quantization(quantize: str | Mapping[Any, Any], compute_dtype: torch.dtype) -> Any:
-    """transformers' config of what `model.quantize` asks for. Raises ConfigError."""
+    """Return transformers' config for `model.quantize`; ConfigError without bitsandbytes."""
     from transformers import BitsAndBytesConfig
 
     library("model.quantize")
@@ -70,7 +69,8 @@ def quantization(quantize: str | Mapping[Any, Any], compute_dtype: torch.dtype) 
 
 
 def check_packed(config: Any, source: str, quantize: object, *, has_adapters: bool) -> None:
-    """Raise ConfigError for weights that are in 4 bits already, and to be trained or quantized."""
+    """Raise ConfigError for 4-bit weights that shall be quantized again, or trained without
+    adapters."""
     if getattr(config, "quantization_config", None) is None:
         return
     given = f"{source}, whose weights are in 4 bits (quantization_config)"
@@ -91,8 +91,8 @@ def check_packed(config: Any, source: str, quantize: object, *, has_adapters: bo
 
 
 def require_linear(model: nn.Module, source: str) -> None:
-    """Raise ConfigError for layers whose weights are the other way round: what they are made of
-    again, merged with adapters, would be no weights of the model."""
+    """Raise ConfigError for Conv1D layers, which store weights as (in, out): weights that are
+    dequantized and merged with adapters would have the wrong layout."""
     if any(type(module).__name__ == "Conv1D" for module in model.modules()):
         raise ConfigError(
             given=f"model.quantize for {source}, whose layers are transformers' Conv1D",
@@ -103,7 +103,7 @@ def require_linear(model: nn.Module, source: str) -> None:
 
 
 def packed_linears(model: nn.Module) -> dict[str, Any]:
-    """The linear layers in 4 bits, by name; without an import of bitsandbytes."""
+    """Return the 4-bit linear layers by name, without importing bitsandbytes."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -113,29 +113,29 @@ def packed_linears(model: nn.Module) -> dict[str, Any]:
 
 
 def is_repacked(linear: Any) -> bool:
-    """Whether codes lie in the order that bitsandbytes' inference on some CPUs has made."""
+    """Whether codes are in the order into which inference on some CPUs repacks them."""
     return bool(getattr(linear.weight.quant_state, "packing_format_for_cpu", False))
 
 
 def scales_of(weight: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors beside the codes of a weight in 4 bits; none of any other weight."""
+    """Return the tensors that a 4-bit weight has besides its codes; () for any other weight."""
     state = getattr(weight, "quant_state", None)
     return () if state is None else tuple(state.as_dict(packed=True).values())
 
 
 def unpacked(linear: Any) -> torch.Tensor:
-    """The weight (out, in) that the codes of a linear layer stand for."""
+    """Return the dequantized weight (out, in) of a 4-bit linear layer."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(linear.weight.data, linear.weight.quant_state)  # type: ignore[no-any-return]
 
 
 def settle(model: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
-    """Make linear layers in 4 bits train as others do, in `compute_dtype` (None: as it is set).
+    """Prepare 4-bit linear layers for training in `compute_dtype` (None: the layers' own).
 
-    On some CPUs a forward in eval mode without a gradient would repack their weights for good, and
-    from then on, also in train mode, no gradient passes them. Codes that are stored as floats
-    become bytes, which no cast of a model changes.
+    On some CPUs a forward in eval mode without gradients would repack their weights permanently,
+    after which no gradient passes them. Codes stored as floats are viewed as bytes, which casts of
+    the model leave alone.
     """
     for linear in packed_linears(model).values():
         linear.support_avx512bf16_for_cpu = False

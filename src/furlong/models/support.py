@@ -1,9 +1,9 @@
-"""Refusal by name of models that could not be trained exactly, and what is worth a note.
+"""Refuse, by name, models that chunks cannot train exactly.
 
-Chunks enter a model at its decoder. Whatever a wrapper does in a forward of its own would be left
-out silently, so each is taken off where that changes nothing, or refused by name. Wrappers that act
-when their root module is called (FSDP2's, which gathers sharded weights) see every pass as a call
-of the root: before its layers are swapped for those of a stage, also the first time.
+Chunks call a model's decoder directly. Anything that a wrapper does in its forward would be left
+out silently, so each wrapper is removed if that changes nothing, or refused by name. For wrappers
+that act when the root module is called (FSDP2, which gathers sharded weights) every pass is made
+inside a call of the root (`call_root`), before layers are replaced by those of a stage.
 """
 
 from __future__ import annotations
@@ -29,23 +29,21 @@ _T = TypeVar("_T", bound=Tensor)
 
 
 def add_fsdp_method(base: nn.Module) -> str:
-    """Give a model the method by which passes enter it, for a wrapper to be told of; returns the
-    method's name.
+    """Add the method through which passes call a model sharded by FSDP2, and return its name.
 
-    `register_fsdp_forward_method(base, add_fsdp_method(base))`; a model that nothing wraps needs
-    none.
+    Use: `register_fsdp_forward_method(base, add_fsdp_method(base))`.
     """
     base.__dict__[FSDP_METHOD] = MethodType(_call, base)
     return FSDP_METHOD
 
 
 def is_sharded(base: nn.Module) -> bool:
-    """Whether its weights were divided among processes by us, who enter it by its method."""
+    """Whether furlong has sharded the model with FSDP2."""
     return FSDP_METHOD in base.__dict__
 
 
 def call_root(base: nn.Module, run: Callable[[], _T]) -> _T:
-    """The outcome of `run`, called inside the model's method if it has one."""
+    """Return `run()`, called inside the model's FSDP2 method if it has one."""
     method = base.__dict__.get(FSDP_METHOD)
     return run() if method is None else method(run)
 
@@ -57,18 +55,18 @@ def _call(base: nn.Module, run: Callable[[], _T]) -> _T:
 VERIFIED_ADAPTERS = (
     "LORA", "IA3", "VERA", "OFT", "LN_TUNING", "TRAINABLE_TOKENS", "ADAPTION_PROMPT",
 )  # fmt: skip
-"""peft's types whose gradients were compared with those of the whole forward; LORA is also DoRA
-and adapters of bare parameters (`target_parameters`)."""
+"""peft types whose gradients were compared with those of a whole forward; LORA includes DoRA and
+adapters of bare parameters (`target_parameters`)."""
 
 COMPILED_CALL = "_compiled_call_impl"
-"""Where `nn.Module.compile` puts the compiled call of a module."""
+"""Attribute in which `nn.Module.compile` stores a module's compiled call."""
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside a compiled model or a model with peft's adapters.
+    """Return the transformers model inside a compiled model or a peft model.
 
-    Raises UnsupportedModelError for wrappers of several devices and for adapters that change more
-    than the layers they are put into.
+    Raises UnsupportedModelError for multi-device wrappers, and for adapters that change more than
+    the layers into which they are inserted.
     """
     bare: Any = getattr(model, "_orig_mod", model)  # torch.compile(model)
     if hasattr(bare, "get_base_model"):
@@ -80,13 +78,13 @@ def bare_model(model: nn.Module) -> nn.Module:
 
 
 def compiled_in_place(model: nn.Module) -> list[nn.Module]:
-    """The modules on which `nn.Module.compile` was called."""
+    """Return the modules on which `nn.Module.compile` was called."""
     return [module for module in model.modules() if module.__dict__.get(COMPILED_CALL)]
 
 
 def refuse_state(model: nn.Module) -> None:
     """Raise UnsupportedModelError for weights that are quantised, offloaded, on two devices, or
-    divided by others, and for hooks of modules that may change gradients."""
+    sharded by other libraries, and for backward hooks on modules."""
     _refuse(model, _STATE)
 
 
@@ -99,7 +97,10 @@ def refuse_trained(model: nn.Module, *, hooks: bool) -> None:
 def refuse_unsupported(
     model: nn.Module, max_seq_len: int | None, *, needs_head: bool = True
 ) -> None:
-    """Raise UnsupportedModelError for what is known to break exactness."""
+    """Raise UnsupportedModelError for a model that is known to be inexact in chunks.
+
+    `max_seq_len`: tokens of the run's longest sequence; required for longrope.
+    """
     _refuse(model, _KINDS)
     base: Any = model
     if base.config.is_encoder_decoder or (needs_head and base.get_output_embeddings() is None):
@@ -119,13 +120,14 @@ def refuse_unsupported(
 
 
 Row = tuple[Callable[[Any], object], str, str, str]
-"""A test of a model that tells of a fault, the fault in words, what is required, and the change."""
+"""(predicate on a model, fault in words, requirement, change). The predicate's result is truthy if
+the model has the fault, and fills `{}` in its words."""
 OTHER_FAMILY = "train a model of another family"
 _WHOLE = "pass the model before it is sharded; Engine(ranks=...) does it"
 
 
 def _refuse(model: Any, rows: Sequence[Row]) -> None:
-    """Raise UnsupportedModelError for the first fault of a table that a model has."""
+    """Raise UnsupportedModelError for the first of `rows` whose fault the model has."""
     for tells, what, required, change in rows:
         if found := tells(model):
             raise refusal(model, what.format(found), required, change)
@@ -141,7 +143,7 @@ def refusal(
 
 
 def _unverified_adapters(model: Any) -> str:
-    """Adapters of peft, or put in by transformers, that were not verified to be exact."""
+    """Describe the first adapter, of peft or of transformers, that is not verified; else ""."""
     configs = getattr(model, "peft_config", None) or {}
     for config in configs.values() if isinstance(configs, dict) else [configs]:
         kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -156,7 +158,7 @@ def _unverified_adapters(model: Any) -> str:
     return ""
 
 
-# by class name, so that distributed packages need not be imported to look for them
+# by class name, so that packages need not be imported for the check
 _FOREIGN = {
     "FullyShardedDataParallel": "FSDP's wrapper",
     "FSDPModule": "FSDP2's fully_shard",
@@ -167,7 +169,7 @@ _FOREIGN = {
 
 
 def _foreign_module(model: nn.Module) -> str:
-    """The first module that shards, checkpoints or compiles what is in it."""
+    """Name the first module that shards, checkpoints or compiles its contents; else ""."""
     for name, module in model.named_modules():
         known = [c.__name__ for c in type(module).__mro__ if c.__name__ in _FOREIGN]
         if known and not (known == ["FSDPModule"] and is_sharded(model)):
@@ -190,7 +192,7 @@ _WRAPPED: tuple[Row, ...] = (
 
 
 def _first(parameters: Iterable[tuple[str, Any]], tells: Callable[[Any], object]) -> str:
-    """Return the name of the first parameter or module for which `tells` is true; else ""."""
+    """Return the name of the first parameter or module for which `tells` is truthy; else ""."""
     return next((name for name, x in parameters if tells(x)), "")
 
 
@@ -224,7 +226,7 @@ def _offloads(hook: Any) -> bool:
 
 
 def _backward_hooks(model: nn.Module) -> str:
-    """The first module with a backward hook. Those of the model itself do not run."""
+    """Name the first submodule with a backward hook; hooks of the model itself never run."""
     kinds = ("backward_hooks", "backward_pre_hooks")
     if any(vars(nn.modules.module)[f"_global_{kind}"] for kind in kinds):
         return "all modules"
@@ -261,25 +263,27 @@ _TRAINED: tuple[Row, ...] = (
 
 
 _KNOWN_LAYER_TYPES = {
-    "linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding",  # some meet in a state
-    "full_attention", "sliding_attention", "attention", CHUNKED,  # tokens meet in attention only
-    "mlp", "moe",  # tokens do not meet
+    "linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding",  # states; in some also attention
+    "full_attention", "sliding_attention", "attention", CHUNKED,  # tokens mix in attention only
+    "mlp", "moe",  # token-wise
 }  # fmt: skip
-"""Values of `layer_types` for layers that are trained in chunks."""
+"""Values of `layer_types` that chunks can train."""
 _INDEXERS = ("index_", "indexer_")
-"""Beginnings of the keys of a learned indexer, which picks the keys that a token sees."""
+"""Prefixes of config keys of a learned indexer, which selects the keys that a token sees."""
 
 
 def _ends(model: Any) -> list[tuple[str, Any]]:
-    """The input embeddings and the head, as far as there is one."""
+    """Return the input embeddings and the head, with names, if the model has them."""
     ends = (("input embeddings", model.get_input_embeddings()),
             ("head", model.get_output_embeddings()))  # fmt: skip
     return [(name, module) for name, module in ends if module is not None]
 
 
 def _of_text(tells: Callable[[Any], object], effect: str = "") -> Callable[[Any], object]:
-    """A test by the decoder's config; with an `effect`, one of `Answers`, where the config says so
-    also by what a tiny model of the class does."""
+    """Make a predicate on a model from one on its text config.
+
+    `effect`: a field of `Answers`, the effect that a tiny model must show for the fault to count.
+    """
     return lambda model: (
         (found := tells(model.config.get_text_config()))
         and (getattr(answers_of(model), effect) if effect else found)
@@ -287,7 +291,7 @@ def _of_text(tells: Callable[[Any], object], effect: str = "") -> Callable[[Any]
 
 
 def set_in_config(values: dict[str, Any]) -> str:
-    """The change of keys of a model's config, for a run file and for Python."""
+    """Say how to set keys of a model's config, in a run file and in Python."""
     in_file = ", ".join(f"{key}: {json.dumps(value)}" for key, value in values.items())
     in_python = ", ".join(f"{key}={value!r}" for key, value in values.items())
     return f"set model.config: {{{in_file}}} (in Python: from_pretrained(..., {in_python}))"
@@ -329,9 +333,9 @@ _CONFIGS: tuple[Row, ...] = (
 
 
 def refuse_config(config: Any, given: str, source: str) -> None:
-    """Raise UnsupportedModelError for the config of a model that no mend makes exact in chunks.
+    """Raise UnsupportedModelError for the config of a model type that cannot be exact in chunks.
 
-    `given` and `source`: the model's name in the error, and where it is from.
+    `given` and `source`: the model's name in the error, and its origin.
     """
     text = config.get_text_config()
     keys = [key for key, x in text.to_dict().items() if key.startswith(_INDEXERS) and x is not None]
@@ -363,7 +367,7 @@ def refuse_attention_dropout(model: nn.Module) -> None:
 
 
 def other_dropouts(model: nn.Module) -> dict[str, float]:
-    """Names and probabilities of active dropouts: what they draw depends on the plan."""
+    """Return the active dropouts, name -> probability; their random numbers depend on the plan."""
     return {
         name: module.p
         for name, module in model.named_modules()
@@ -372,7 +376,7 @@ def other_dropouts(model: nn.Module) -> dict[str, float]:
 
 
 def shortest_window(model: nn.Module) -> int | None:
-    """The shortest sliding window of any layer in tokens, None if no layer has one."""
+    """Return the shortest sliding window of any layer in tokens, or None if no layer has one."""
     text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     window = getattr(text, "sliding_window", None)
     layer_types = getattr(text, "layer_types", None)
@@ -384,7 +388,7 @@ def shortest_window(model: nn.Module) -> int | None:
 
 
 def rope_types(text_config: Any) -> set[str]:
-    """The RoPE types of a text config, one for all layers or one per layer type."""
+    """Return the RoPE types of a text config: one for all layers, or one per layer type."""
     return {str(entry.get("rope_type", "default")) for entry in rope_entries(text_config)}
 
 
