@@ -1,7 +1,7 @@
-"""A folder with a model: its config.json and neighbours, looked at before transformers obeys them.
+"""Check a model's folder, its config.json and other files before transformers reads them.
 
-What would run code, add weights in silence or end in an error of another library is refused here by
-name. Which model a name stands for is told as far as files can tell: nothing here loads torch.
+Settings that would run code, add weights silently or end in another library's error are refused by
+name. Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from furlong.files import read_object
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _LIMITS = ((("layer", "layers"), 512), (("experts",), 16_384), (("num_labels",), 1_000_000))
-"""The largest value of keys by their end: more could not even be listed."""
+"""(ends of keys, largest value): larger models could not even be listed."""
 _SIZES = (
     "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size",
     "num_key_value_heads", "max_position_embeddings",
 )  # fmt: skip
-# what transformers would obey although only a model's author wrote it
+# keys that transformers would obey, though only the model's author asked for them
 _COMMANDS = {
     "fusion_config": "rewrites the modules of the model's family",
     "transformers_weights": "names another file of weights",
@@ -37,12 +37,12 @@ _MEND = f"mend {CONFIG}, or use the model's own"
 def model_error(
     given: str, required: str, change: str = _MEND, source: str = "model.name"
 ) -> ConfigError:
-    """The error for a model's folder, file or value."""
+    """Return the error for a model's folder, file or value."""
     return ConfigError(given=given, required=required, source=source, change=change)
 
 
 def check_config_values(values: Mapping[str, Any], source: str) -> None:
-    """Raise UserError for what a config.json, as parsed, must not ask for."""
+    """Raise UserError for keys and values that a parsed config.json must not have."""
     where = f"{source}, {CONFIG}"
     for key, value in _entries(values):
         if key in _COMMANDS and value is not None:
@@ -55,7 +55,7 @@ def check_config_values(values: Mapping[str, Any], source: str) -> None:
 
 
 def check_type(values: Mapping[str, Any], known: Container[str], source: str) -> None:
-    """Raise UnsupportedModelError for a model type that transformers does not know by itself."""
+    """Raise UnsupportedModelError for a model type that is not in `known`."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind in known:
         return
@@ -72,8 +72,8 @@ def check_type(values: Mapping[str, Any], known: Container[str], source: str) ->
 
 
 def check_floats(values: Mapping[str, Any], source: str) -> None:
-    """Raise UnsupportedModelError where a config.json, as parsed, says that weights are quantized
-    otherwise than in the 4 bits of bitsandbytes."""
+    """Raise UnsupportedModelError if a parsed config.json names quantized weights other than the
+    4-bit weights of bitsandbytes."""
     for key, value in _entries(values):
         if key == "quantization_config" and value is not None and not is_in_4_bits(value):
             method = value.get("quant_method") if isinstance(value, Mapping) else None
@@ -88,7 +88,7 @@ def check_floats(values: Mapping[str, Any], source: str) -> None:
 
 
 def is_in_4_bits(quantization: object) -> bool:
-    """Whether the quantization_config of a config.json is that of bitsandbytes with 4 bits."""
+    """Whether the quantization_config of a config.json is 4-bit bitsandbytes."""
     return (
         isinstance(quantization, Mapping)
         and quantization.get("quant_method", "bitsandbytes") == "bitsandbytes"
@@ -97,7 +97,8 @@ def is_in_4_bits(quantization: object) -> bool:
 
 
 def check_sizes(config: Any, source: str) -> None:
-    """Raise ConfigError where a transformers config has sizes below 1 or uneven heads."""
+    """Raise ConfigError for sizes below 1, and for key-value heads that do not divide the query
+    heads."""
     values = {key: for_all_layers(config.get_text_config(), key) for key in _SIZES}
     where = f"{source}, {CONFIG}"
     for key, value in values.items():
@@ -110,8 +111,8 @@ def check_sizes(config: Any, source: str) -> None:
 
 
 def check_generation(source: str, revision: str | None = None) -> None:
-    """Raise ConfigError for a generation_config.json of a folder or hub id that transformers cannot
-    read or write."""
+    """Raise ConfigError if transformers cannot read and write the generation_config.json of a
+    folder or hub id."""
     from transformers import GenerationConfig
 
     if model_file(source, GENERATION, revision) is None:
@@ -129,7 +130,7 @@ def check_generation(source: str, revision: str | None = None) -> None:
 
 
 def model_file(source: str, name: str, revision: str | None = None) -> Path | None:
-    """Return the path of a file of a folder or hub id (downloaded), or None if there is none."""
+    """Return the path of a file of a folder or hub id (downloaded), or None if it is missing."""
     from transformers.utils import cached_file
 
     if os.path.isdir(source):
@@ -143,8 +144,8 @@ def model_file(source: str, name: str, revision: str | None = None) -> Path | No
 
 @contextmanager
 def hushed(*, is_reading: bool = True) -> Iterator[None]:
-    """Silence transformers' reports, which are errors here, and bars except for reading on a
-    terminal."""
+    """Context manager: silence transformers' warnings, which are errors here, and its progress
+    bars unless it is reading and stderr is a terminal."""
     from transformers.utils import logging
 
     verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -160,7 +161,7 @@ def hushed(*, is_reading: bool = True) -> Iterator[None]:
 
 
 def reason(error: BaseException, values: Mapping[str, Any] | None = None) -> str:
-    """One line that says what went wrong in another library, and with which of a config's values.
+    """Return one line about an error of another library, with the config value that caused it.
 
     `values`: the parsed config.json, if there is one.
     """
@@ -171,13 +172,13 @@ def reason(error: BaseException, values: Mapping[str, Any] | None = None) -> str
                 return f"{key} = {value!r}, which transformers does not know"
     if not text or isinstance(error, (LookupError, AttributeError, TypeError, AssertionError)):
         text = f"{type(error).__name__} {text}".strip()
-    if len(text) > 300:  # whole sentences
+    if len(text) > 300:  # keep whole sentences
         text = (text[:300].rpartition(". ")[0] or text[:1000].partition(". ")[0]).rstrip(".") + "."
     return text
 
 
 def _entries(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All keys with their values, those of objects inside included."""
+    """Yield all keys with their values, including those of nested objects."""
     stack: list[Any] = [values]
     while stack:
         for key, value in stack.pop().items():
@@ -190,8 +191,10 @@ _REQUIRED = "a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B"
 
 
 def check_folder(name: str, revision: str | None = None) -> str:
-    """The folder that `name` stands for, or `name` itself if it is a hub id, of which there may be
-    a `revision`. Raises ConfigError."""
+    """Return the folder that `name` denotes, or `name` itself if it is a hub id.
+
+    Raises ConfigError for any other name, and for a folder with a `revision`.
+    """
     folder = Path(name).expanduser()
     if os.path.isdir(folder):
         if revision is not None:
@@ -210,8 +213,7 @@ def check_folder(name: str, revision: str | None = None) -> str:
 
 
 def check_name(name: str, source: str = "model.name") -> None:
-    """Raises ConfigError for a name that is neither a folder's nor a hub id: a file, an address, an
-    id with a revision."""
+    """Raise ConfigError for a name that is a file, a URL, or a hub id with a revision."""
     path = Path(name).expanduser()
     if "://" in name:
         parts = [*name.partition("://")[2].split("/"), "owner", "name"]
@@ -228,8 +230,8 @@ def check_name(name: str, source: str = "model.name") -> None:
 
 
 def check_files(name: str, revision: str | None = None) -> None:
-    """Raises ConfigError for a name that is neither a hub id nor a folder with a config.json that
-    can be read."""
+    """Raise ConfigError for a name that is neither a hub id nor a folder with a readable
+    config.json."""
     folder = Path(check_folder(name, revision))
     if not os.path.isdir(folder):
         return
@@ -249,14 +251,14 @@ def check_folder_files(folder: Path) -> None:
 
 
 def check_export_folder(folder: Path) -> None:
-    """Raises ConfigError if there is something already."""
+    """Raise ConfigError if the folder exists."""
     if folder.exists():
         change = "move it away or choose another one"
         raise model_error(f"{folder} exists", "a new folder", change, "the export")
 
 
 def with_adapters(source: str) -> ConfigError:
-    """The error for a folder or hub id that holds adapters."""
+    """Return the error for a folder or hub id that holds adapters in place of a model."""
     return model_error(
         f"{source}: adapters ({ADAPTER})",
         "the folder of a whole model, whose adapters model.lora.adapter names",
@@ -268,7 +270,7 @@ def check_readable(file: Path) -> None:
     """Raise ConfigError for a file that cannot be read."""
     try:
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise OSError(0, "no file but a pipe or a device")  # it might never end
+            raise OSError(0, "no file but a pipe or a device")  # a read might never end
         with file.open("rb") as opened:
             opened.read(1)
     except OSError as error:

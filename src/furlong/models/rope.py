@@ -1,8 +1,8 @@
-"""Rotary position embeddings of another length: `model.rope` written into a transformers config.
+"""RoPE for other lengths: write `model.rope` into a transformers config, and check lengths.
 
 Only types that depend on the position alone are exact in chunks; `dynamic` depends on the length of
-each call. Keys, and which of them a type needs, are those of the installed transformers: its own
-validation runs, and what it would only log is an error here.
+each call. Keys, and those that a type requires, are those of the installed transformers: its own
+validation runs, and its warnings are errors here.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from furlong.models.asked import positions_of, rope_entries
 
 _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
 _LIKELY = {"factor": 4, "low_freq_factor": 1, "high_freq_factor": 4}
-"""Values that a type of RoPE is given most often, by the key that it lacks."""
+"""Most common values of keys that a RoPE type requires, to suggest for a missing key."""
 _KEPT = ("rope_theta", "partial_rotary_factor")
 _SOURCE = "model.rope, as the installed transformers checks it"
 _scaled_entries = partial(rope_entries, but="sliding_attention")
-"""The RoPE parameters that grow with the length: not those of layers with a sliding window."""
+"""The RoPE parameters to scale for longer sequences: not those of sliding-window layers."""
 
 
 def num_positions(config: Any, wanted: int = 0) -> int | None:
-    """Positions that the model knows; None where its config names no number, or where nothing that
-    the model computes depends on it. `wanted`: a length beyond which a model with a RoPE in its
-    config is asked whether it rotates anything at all."""
+    """Return the number of positions that a model supports, or None if its config names none or
+    its outputs do not depend on positions.
+
+    `wanted`: a length beyond which a model with RoPE in its config is tested for whether it rotates
+    anything at all.
+    """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not positions or positions < 0:
@@ -43,20 +46,22 @@ def num_positions(config: Any, wanted: int = 0) -> int | None:
 
 
 def switching_lengths(config: Any) -> list[int]:
-    """Return the lengths up to which longrope has its short factors, one per type of layers."""
+    """Return the lengths up to which longrope uses its short factors, one per layer type."""
     text = config.get_text_config()
     return [_original_length(text, [x]) for x in rope_entries(text) if _type_of(x) == "longrope"]
 
 
 def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None = None) -> None:
-    """Change the RoPE of a transformers config, in place.
+    """Change the RoPE of a transformers config in place, and its number of positions.
 
-    `rope` holds `rope_type` and its own keys; base and rotated share stay the model's unless they
-    are given, and of the type that the model has so do all other keys. The original length is the
-    one before any scaling; afterwards the model has `factor` times as many positions, as many more
-    as the model's own factor is raised, or `max_seq_len` where the type has no factor. Layers with
-    a sliding window of their own RoPE keep it: distances in them do not grow.
-    Raises ConfigError.
+    Keys that are not given stay the model's: `rope_theta` and `partial_rotary_factor`, and all keys
+    if the type is the model's own. Sliding-window layers with their own RoPE keep it, since
+    distances in them do not grow.
+
+    The model then has `factor` times the positions before any scaling, or its present number times
+    the ratio of the new factor to its own if that is more; `max_seq_len` at least if it has no
+    factor. Raises ConfigError without a RoPE, and where transformers refuses or warns of the new
+    one.
     """
     text = config.get_text_config()
     given: dict[str, Any] = {
@@ -91,7 +96,7 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
     if getattr(text, "head_dim", 0) is None:  # Mixtral's, which transformers' YaRN multiplies by
         text.head_dim = text.hidden_size // text.num_attention_heads
     if hasattr(text, "original_max_position_embeddings"):
-        text.original_max_position_embeddings = original  # it comes before rope_parameters
+        text.original_max_position_embeddings = original  # takes precedence over rope_parameters
     if new := [told for told in _complaints(text) if told not in known]:
         missing = new[0].rpartition(": ")[2] if "Missing" in new[0] else ""
         likely = {key: value for key, value in _LIKELY.items() if f"'{key}'" in missing}
@@ -105,7 +110,8 @@ def check_length(
 ) -> None:
     """Raise ConfigError if sequences of `max_seq_len` have more positions than the model.
 
-    `source`: the model's folder, whose tokenizer_config.json may name a length too.
+    `has_rope`: whether `model.rope` is set; `source`: the model's folder, whose
+    tokenizer_config.json may name a length too.
     """
     positions = num_positions(config, max_seq_len)
     if positions is None or max_seq_len <= positions:
@@ -129,7 +135,7 @@ def check_length(
 
 
 def check_rope(config: Any, source: str) -> None:
-    """Raise ConfigError where a transformers config has a RoPE whose angles would not be finite."""
+    """Raise ConfigError for a RoPE whose angles would not be finite."""
     for entry in rope_entries(config.get_text_config()):
         for key in ("rope_theta", "factor", "partial_rotary_factor"):
             value = entry.get(key)
@@ -148,26 +154,26 @@ def _type_of(entry: Mapping[str, Any]) -> str:
 
 
 def _original_length(text: Any, entries: list[dict[str, Any]]) -> int:
-    """Positions before the scaling that the model already has, if it has one."""
+    """Return the number of positions before any scaling that the model already has."""
     lengths = [entry.get("original_max_position_embeddings") for entry in entries]
     own = getattr(text, "original_max_position_embeddings", None)
     return next((int(n) for n in (own, *lengths) if n), text.max_position_embeddings)
 
 
 _LENGTHS = ("model_max_length", "max_sequence_length", "seq_length")
-"""Keys by which a file names the length for which its model was trained, beside its positions."""
+"""Keys, besides `max_position_embeddings`, that name the length a model was trained for."""
 
 
 def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> list[str]:
-    """Return values of model.rope that reach `wanted` tokens, the likeliest first: the model's type
-    with a larger factor. What transformers would refuse is left out."""
+    """Return values of model.rope that reach `wanted` tokens, the likeliest first, without those
+    that transformers refuses."""
     text, file = config.get_text_config(), Path(source or "", "tokenizer_config.json")
     entries, more = _scaled_entries(text), float(math.ceil(wanted / positions))
     own, rope_type, original = entries[0], _type_of(entries[0]), _original_length(text, entries)
     factor = own.get("factor") or positions / original
     raised = {"rope_type": rope_type, "factor": float(math.ceil(factor * wanted / positions))}
     named = read_object(file, source=str(file), change="mend it") if file.is_file() else {}
-    # from a billion on a tokenizer's model_max_length stands for none
+    # a model_max_length of a billion or more means that the tokenizer has no limit
     by_config, by_tokenizer = (
         any(isinstance(n := files.get(key), int) and wanted <= n < 10**9 for key in _LENGTHS)
         for files in (vars(text), named)
@@ -182,7 +188,7 @@ def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> l
         if rope_type == "default" and (by_config or by_tokenizer):
             why = "" if by_config else f" if it was trained so far, as {file.name} says"
             ropes = [*([] if by_config else ropes), ({"rope_type": rope_type}, why)]
-    elif rope_type == "linear":  # nothing says whether its positions are those before or after it
+    elif rope_type == "linear":  # its positions may be those before or those after the scaling
         less = raised | {"factor": max(factor, more)}
         why = f" if its {positions:,} positions are those before that scaling"
         ropes = [(less, "")] if by_config or by_tokenizer else [(raised, ""), (less, why)]
@@ -197,7 +203,7 @@ def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> l
 
 
 def _complaints(text: Any) -> list[str]:
-    """Return all that transformers refuses or warns of in a config's RoPE parameters."""
+    """Return transformers' errors and warnings about a config's RoPE parameters."""
     told: list[str] = []
     logger = logging.getLogger("transformers.modeling_rope_utils")
     with patch.object(logger, "warning", told.append):
@@ -206,7 +212,7 @@ def _complaints(text: Any) -> list[str]:
             text.validate_rope()
         except (KeyError, TypeError, ValueError) as error:
             told.insert(0, str(error.args[0] if error.args else error))
-    # the number of positions is rounded to a whole one, hence no ratio to the last digit
+    # positions are rounded to an integer, so that their ratio is not exactly the factor
     return [message for message in told if "implicit factor" not in message]
 
 

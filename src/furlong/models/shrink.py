@@ -1,10 +1,10 @@
-"""A tiny model: the same family, features and ratios, few numbers.
+"""Shrink a transformers config to a tiny model of the same family, with its features and ratios.
 
-Kept: config class, pattern of layer types, ratio of heads, RoPE type, tied heads, softcaps, scales,
-biases, whether there are experts and a window. Small: heads, widths, experts, vocabulary, and the
-number of layers unless all are wanted; the window is shorter than the sequences of the proof. Sizes
-of recurrent layers follow from each other: the heads of a state space make up its inner width, and
-that is a multiple of the model's. Dropout is off: it has no truth to compare.
+Kept are config class, pattern of layer types, ratio of heads, RoPE type, tied heads, softcaps,
+scales, biases, and whether there are experts and a window. Small are heads, widths, experts,
+vocabulary, and the number of layers unless all are wanted; the window is shorter than the sequences
+of the self-check. Sizes of recurrent layers depend on each other: the heads of a state space make
+up its inner width, a multiple of the hidden size. Dropout is off, since it has no reference.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LONGEST_TOKENS = 61
 SHORTEST_TOKENS = 9
 MAX_LAYERS = 8
 
-# Keys of all families with the most that is left of each. Lengths are in tokens, shorter than the
-# sequences of the self-check and of the proof.
+# Keys of all families with their largest values in a tiny model. Lengths are in tokens, shorter
+# than the sequences of the self-check and of `furlong verify`.
 _LENGTHS = {"sliding_window": WINDOW, "window_size": WINDOW, ATTENTION_BLOCK: 8, "floor_scale": 4}
 _SMALL = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4) | {
     "num_experts_per_tok": 2, "top_k_experts": 2, "n_shared_experts": 1,
@@ -45,7 +45,7 @@ _SMALL_STATES = dict.fromkeys(
     (*INNER_CHUNKS, "mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim",
      "linear_value_head_dim", "linear_head_dim", "adapter_rank"), 8,
 ) | {"linear_num_heads": 2}  # fmt: skip
-# Widths by the ends of their keys; heads and groups of a state space.
+# Ends of keys of widths; keys of the heads and groups of state spaces.
 _MLP_WIDTHS = (
     "intermediate_size", "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner",
 )  # fmt: skip
@@ -55,18 +55,21 @@ _STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"
 _STATE_HEAD_DIMS = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
 _STATE_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 _KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
-# Lists with an entry for each layer, and with the numbers of layers.
+# Lists with one entry per layer; lists of layer numbers.
 _KINDS = ("layer_types", "mlp_layer_types")
 _NUMBERS = ("attn_layer_indices", "hybrid_layer_ids")
-# Keys of single layers, by their numbers.
+# Overrides of keys, by layer number.
 _OVERRIDES = "per_layer_config"
 
 
 def _shrink_states(values: dict[str, Any], hidden: int, *, attends: bool) -> None:
-    """Make the recurrent layers small, in place; `hidden` is the model's own width, and
-    `values["hidden_size"]` the small one. `attends`: whether there are heads of attention, too."""
+    """Shrink the recurrent layers in place.
+
+    `hidden`: the original hidden size, while `values["hidden_size"]` is the small one; `attends`:
+    whether the model has attention heads too.
+    """
     narrow = values["hidden_size"]
-    values.pop("linear_attn_config", None)  # what a checkpoint says of what other keys hold, too
+    values.pop("linear_attn_config", None)  # some checkpoints repeat other keys there
     for key, most in _SMALL_STATES.items():
         if isinstance(values.get(key), int):
             values[key] = min(values[key], most)
@@ -80,9 +83,9 @@ def _shrink_states(values: dict[str, Any], hidden: int, *, attends: bool) -> Non
         shared = values[_VALUE_HEADS] // values[_KEY_HEADS]
         values[_KEY_HEADS] = min(values[_KEY_HEADS], 2)
         values[_VALUE_HEADS] = values[_KEY_HEADS] * shared
-    # few heads in few groups, as wide as makes up the inner width
+    # few heads in few groups, whose widths add up to the inner width
     heads_key, expand = _first(values, _STATE_HEADS), _first(values, ("mamba_expand", "expand"))
-    if heads_key is None or expand is None:  # LFM2's file has heads that nothing reads
+    if heads_key is None or expand is None:  # LFM2's config has head counts that nothing reads
         return
     inner = int(values["hidden_size"] * values[expand])
     if values.get("mamba_d_ssm"):
@@ -99,15 +102,15 @@ def _shrink_states(values: dict[str, Any], hidden: int, *, attends: bool) -> Non
 
 
 def _first(values: dict[str, Any], keys: Iterable[str]) -> str | None:
-    """The key that a config has."""
+    """Return the first of `keys` that the config sets."""
     return next((key for key in keys if values.get(key)), None)
 
 
 def shown_layers(config: Any) -> Sequence[int]:
-    """The numbers of few layers of a transformers config that are of every type, and one more.
+    """Return the numbers of a few layers of a transformers config, with every layer type.
 
-    The first ones where these are few enough, else the first ones of every type. A block that
-    layers share is shown in two of them.
+    They are the leading layers, up to one more than needed to show all types, if these are at most
+    `MAX_LAYERS`; else the first layers of each type. A block that layers share is shown in two.
     """
     before = config.num_hidden_layers
     lists = [getattr(config, name, None) or [""] * before for name in _KINDS]
@@ -119,13 +122,14 @@ def shown_layers(config: Any) -> Sequence[int]:
             return [*range(first - 1), before - 1]
         return range(min(before, first))
     keys = (*_NUMBERS, *(own_key(config, name) for name in _KINDS))
-    is_listed = any(config.to_dict().get(key) is not None for key in keys)  # else by a rule
+    # without lists a rule gives types by layer number, and only leading layers keep theirs
+    is_listed = any(config.to_dict().get(key) is not None for key in keys)
     return seen if is_listed else range(min(before, MAX_LAYERS))
 
 
 def cut_layers(config: Any, values: dict[str, Any], kept: Sequence[int]) -> None:
-    """Cut the values of a transformers config to some of its layers: their number, lists with an
-    entry per layer, and lists of layers; in place."""
+    """Restrict the values of a transformers config to the layers `kept`, in place: the number of
+    layers, lists with one entry per layer, and lists of layer numbers."""
     key, before = own_key(config, "num_hidden_layers"), config.num_hidden_layers
     for name, value in values.items():
         if name in _NUMBERS:
@@ -135,23 +139,26 @@ def cut_layers(config: Any, values: dict[str, Any], kept: Sequence[int]) -> None
         elif name == _OVERRIDES:
             by_number = {int(n): own for n, own in (value or {}).items()}
             values[name] = {new: by_number[n] for new, n in enumerate(kept) if n in by_number}
-    if key in values:  # Nemotron-H counts its list
+    if key in values:  # Nemotron-H has no such key: it counts its list of layer types
         values[key] = len(kept)
 
 
 def own_key(config: Any, name: str) -> str:
-    """The key under which a transformers config saves a standard attribute."""
+    """Return the key under which a transformers config stores a standard attribute."""
     return str((getattr(config, "attribute_map", None) or {}).get(name, name))
 
 
 def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) -> Any:
-    """The config of a small model of the same kind, for sequences of `SHORTEST_TOKENS` to
-    `LONGEST_TOKENS`.
+    """Return the config of a tiny model of the same kind, for sequences of `SHORTEST_TOKENS` to
+    `LONGEST_TOKENS` tokens.
 
-    `config` is the transformers config of a decoder; `all_layers` keeps their number. RoPE of type
-    longrope keeps its choice: long factors if the run's `max_seq_len` lies beyond the original
-    length.
-    Raises UnsupportedModelError for a config without the numbers of a decoder.
+    Args:
+        config: the transformers config of a decoder.
+        max_seq_len: tokens of the run's longest sequence, by which longrope chooses short or long
+            factors; the tiny model makes the same choice.
+        all_layers: keep the number of layers.
+
+    Raises UnsupportedModelError for a config without a decoder, or that cannot be made small.
     """
     if config.get_text_config() is not config:
         raise _refused(config, "holds a decoder inside another model")
@@ -166,7 +173,7 @@ def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) ->
         cut_layers(config, values, shown_layers(config))
     for key, longest in _LENGTHS.items():
         length = values.get(key)
-        # a window as long as all positions masks nothing
+        # a window of at least all positions masks nothing, and stays
         masks = key != "sliding_window" or not num_positions or (length or 0) < num_positions
         if isinstance(length, int | float) and masks:
             values[key] = min(length, longest)
@@ -178,12 +185,12 @@ def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) ->
             values[key] = 0.0
     try:
         return type(config).from_dict(values)
-    except (ValueError, StrictDataclassError) as error:  # sizes that a family ties together
+    except (ValueError, StrictDataclassError) as error:  # sizes that depend on each other
         raise _refused(config, f"cannot be made small: {error}") from error
 
 
 def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
-    """Few heads in the same groups, narrow layers in nearly the same proportions."""
+    """Shrink heads and widths in place, in nearly the same proportions."""
     hidden_name = own_key(config, "hidden_size")
     hidden = values[hidden_name]
     attends = isinstance(values.get(own_key(config, "num_attention_heads")), int)
@@ -202,7 +209,7 @@ def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
 
 
 def _shrink_heads(config: Any, values: dict[str, Any], hidden: int) -> int:
-    """The model's width that goes with few heads of attention, which are written in place."""
+    """Shrink the attention heads in place, and return the hidden size that goes with them."""
     heads_name, dim_name = own_key(config, "num_attention_heads"), own_key(config, "head_dim")
     num_heads, head_dim = values[heads_name], values.get(dim_name)
     num_kv_heads = values.get("num_key_value_heads") or num_heads
@@ -242,7 +249,8 @@ def _shrink_rope(values: dict[str, Any], max_seq_len: int) -> None:
         head_dim = values.get("head_dim") or HEAD_DIM
         num_pairs = int(head_dim * (own.get("partial_rotary_factor") or 1.0)) // 2
         original = own["original_max_position_embeddings"]
-        # transformers decides by the longest position of a call; its truth must decide as the run
+        # transformers chooses by the largest position of a call: its reference for the tiny model
+        # must choose as the run does
         small = SHORTEST_TOKENS - 1 if max_seq_len > original else 2 * LONGEST_TOKENS
         for key in ("short_factor", "long_factor"):
             step = len(own[key]) / num_pairs

@@ -263,7 +263,7 @@ _TRAINED: tuple[Row, ...] = (
 
 
 _KNOWN_LAYER_TYPES = {
-    "linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding",  # states; in some also attention
+    "linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding",  # states, and some attention
     "full_attention", "sliding_attention", "attention", CHUNKED,  # tokens mix in attention only
     "mlp", "moe",  # token-wise
 }  # fmt: skip
