@@ -4,7 +4,7 @@ import html
 import json
 import re
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from xml.etree import ElementTree
 
 import numpy as np
@@ -28,6 +28,7 @@ from furlong.report.scene import (
     SEQUENCE_COLOURS,
     Panel,
     chunk_colours,
+    cut_sequences,
     fill,
     ink_on,
     make_scene,
@@ -107,6 +108,9 @@ def test_any_two_colours_of_a_group_differ_for_every_eye_and_letters_can_be_read
         for one, other in combinations(group, 2):
             assert np.linalg.norm(lab(one, eye) - lab(other, eye)) > 12
             assert np.linalg.norm(lab(tint(one, 0.5), eye) - lab(tint(other, 0.5), eye)) > 6
+    shades = [tint(own, share) for own in SEQUENCE_COLOURS for share in (0, -0.35, 0.5)]
+    for part, shade in product(list(PART_COLOURS.values())[4:10], shades):
+        assert np.linalg.norm(lab(part) - lab(shade)) > 12  # memory is nobody's sequence
     for colour in (*PACKED_COLOURS, *SEQUENCE_COLOURS):
         for own in (colour, tint(colour, -0.35)):
             for face in (fill(own, "forward"), fill(own, "backward")):
@@ -127,6 +131,30 @@ def test_neighbours_differ_and_a_cut_sequence_goes_from_dark_to_light():
         assert sum(word.startswith("sequence ") for word in words) == len(plan.groups)
     words = [words for words, _ in legend([make_scene(bare(pipeline(1, (9,) * 64)))])]
     assert sum(word.startswith("sequence ") for word in words) == MOST_SEQUENCES
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit"), [(0.02, "ms"), (3.5, "s"), (100, "s"), (700, "min"), (9000, "h")]
+)
+def test_an_axis_has_one_unit_and_few_round_ticks(seconds, unit, tmp_path):
+    plan = pipeline(1, (9,) * 4)
+    timeline = simulate(plan, UnitCosts(plan))
+    scale = seconds / timeline.duration_s
+    records = tuple(
+        replace(r, start_s=r.start_s * scale, stop_s=r.stop_s * scale) for r in timeline.records
+    )
+    words = words_of([Panel(Timeline(records), plan)], tmp_path / "a.svg")
+    ticks = [word.split() for word in words if re.fullmatch(r"[\d.]+ (ms|s|min|h)", word)]
+    assert 4 <= len(ticks) <= 16 and {own for _, own in ticks} == {unit}
+    assert all(len(number) <= 4 for number, _ in ticks)
+
+
+def test_a_sequence_keeps_its_colour_in_another_plan_of_its_batch():
+    lens = (9, 5, 13)
+    few, many = (cut_sequences(plan_chunkflow(lens, ChunkOptions(size=s, keep="kv"), stages=(1,)))
+                 for s in (8, 4))  # fmt: skip
+    assert few.keys() < many.keys() and all(many[seq] == few[seq] for seq in few)
+    assert len(set(many.values())) == 3
 
 
 def at(times, parts, time):

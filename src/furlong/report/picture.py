@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from furlong.report.scene import (
     FAINT,
@@ -38,7 +38,7 @@ from furlong.report.scene import (
     make_scene,
     tint,
 )
-from furlong.units import count_words, format_bytes, format_seconds
+from furlong.units import count_words, format_bytes
 
 _WIDTH, _LEFT, _RIGHT = 15.0, 1.0, 1.4
 """Inches of a picture, and of what stands beside its bars."""
@@ -54,6 +54,8 @@ _COLUMNS = 6
 """Entries in a row of the legend."""
 MOST_SEQUENCES = 8
 """Cut sequences that a legend names."""
+_UNITS = (7200, 3600, "h"), (120, 60, "min"), (0.5, 1, "s"), (0, 1e-3, "ms")
+"""Units of a time axis: the shortest picture that has it, its seconds, its name."""
 _MEMORY_WORDS = PART_WORDS | {"in use": "device memory: only predictions know its parts"}
 
 
@@ -156,8 +158,11 @@ def _draw_time_axis(axes: Axes) -> None:
     axes.spines[["left", "right", "bottom"]].set_visible(False)
     axes.spines.top.set_color(FAINT)
     axes.xaxis.tick_top()
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=14, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda s, _: format_seconds(s) if s else "0"))
+    stop_s = axes.get_xlim()[1]
+    unit_s, unit = next(unit for least_s, *unit in _UNITS if stop_s >= least_s)
+    ticks = MaxNLocator(nbins=14, steps=[1, 2, 5, 10]).tick_values(0, stop_s / unit_s)
+    axes.set_xticks([tick * unit_s for tick in ticks if tick * unit_s <= stop_s])
+    axes.xaxis.set_major_formatter(lambda s, _: f"{s / unit_s:.10g} {unit}" if s else "0")
     axes.tick_params(labelsize=9, color=FAINT, labelcolor=FAINT, direction="in", pad=-16)
 
 

@@ -115,8 +115,10 @@ def ranks_per_replica(plan: ChunkPlan) -> int:
     return next(again, len(plan.held))
 
 
-SEQUENCE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Hues of cut sequences, the longest first; they repeat when there are more (after Okabe, Ito)."""
+SEQUENCE_COLOURS = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6a1fb3", "#5c3a1e",
+)  # fmt: skip
+"""Hues of sequences, the longest first; they repeat when there are more (after Okabe, Ito)."""
 PACKED_COLOURS = ("#2b4256", "#cfc08a", "#8780cc", "#86793f")
 """Tones of the chunks that hold whole sequences."""
 DARKEST = 0.35
@@ -130,15 +132,15 @@ PART_COLOURS = {
     "gradients": "#8d96a3",
     "optimizer": "#b9c0c9",
     "buffers": "#e3e6ea",
-    "kv": "#2f6fb0",
-    "kv_gradients": "#9cc3e6",
-    "states": "#882e10",
-    "activations": "#e08a2e",
-    "logits": "#f2d64b",
-    "in use": "#9db6d3",
-    "cpu": "#8a6fb0",
-    "disk": "#c9b6de",
-    "cpu and disk": "#8a6fb0",
+    "kv": "#101858",
+    "kv_gradients": "#b8f0b0",
+    "states": "#4a0505",
+    "activations": "#f47a7a",
+    "logits": "#f6ee5a",
+    "in use": "#a8a0c8",
+    "cpu": "#8a1f7a",
+    "disk": "#d9a8d0",
+    "cpu and disk": "#8a1f7a",
 }
 """Fills of the parts of memory, from the bottom of a stack to its top; `in use` is the total, where
 nothing more is known."""
@@ -169,7 +171,7 @@ KINDS: dict[Kind, KindLook] = {
     "rebuild": KindLook("rebuild K,V", "compute", "K", white=0.82, hatch="......"),
     "backward": KindLook("backward", "compute", "B"),
     "activation": KindLook("activation message", "link", colour="#2b3442"),
-    "gradient": KindLook("gradient message", "link", colour="#8a93a3"),
+    "gradient": KindLook("gradient message", "link", colour="#9aa51a"),
     "collective": KindLook("gathering and reducing", "link", colour="#b0752b"),
     "copy": KindLook("copies of offloaded tensors", "copy", colour=PART_COLOURS["cpu"]),
 }
@@ -381,9 +383,11 @@ def memory_steps(
 
 
 def cut_sequences(plan: ChunkPlan) -> dict[int, str]:
-    """The colour of each sequence that is cut, the longest first."""
-    cut = sorted(plan.groups, key=lambda seq_id: (-plan.seq_lens[seq_id], seq_id))
-    return dict(zip(cut, cycle(SEQUENCE_COLOURS), strict=False))
+    """Return the colour of each sequence that is cut, the longest first. Sequences that are not cut
+    have theirs, too, so that a sequence has the same one in other plans of its batch."""
+    ordered = sorted(range(len(plan.seq_lens)), key=lambda seq_id: (-plan.seq_lens[seq_id], seq_id))
+    colours = zip(ordered, cycle(SEQUENCE_COLOURS), strict=False)
+    return {seq_id: colour for seq_id, colour in colours if seq_id in plan.groups}
 
 
 def chunk_colours(plan: ChunkPlan) -> dict[int, str]:
