@@ -159,7 +159,7 @@ def _draw_time_axis(axes: Axes) -> None:
     axes.spines.top.set_color(FAINT)
     axes.xaxis.tick_top()
     stop_s = axes.get_xlim()[1]
-    unit_s, unit = next(unit for least_s, *unit in _UNITS if stop_s >= least_s)
+    _, unit_s, unit = next(row for row in _UNITS if stop_s >= row[0])
     ticks = MaxNLocator(nbins=14, steps=[1, 2, 5, 10]).tick_values(0, stop_s / unit_s)
     axes.set_xticks([tick * unit_s for tick in ticks if tick * unit_s <= stop_s])
     axes.xaxis.set_major_formatter(lambda s, _: f"{s / unit_s:.10g} {unit}" if s else "0")
