@@ -329,6 +329,7 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "one freed stage": (
             {"parallel.reshard": True, "chunks.stage_layers": 2}, "--devices=2",
         ),
+        "one stage with weights on the CPU": ({**away, "chunks.stage_layers": 2}, "--devices=1"),
         "freed weights of groups of one": (
             {"parallel.reshard": True, "parallel.replicate": 2}, "--devices=2",
         ),

@@ -270,14 +270,17 @@ def _not_in_stages(space: Space, reshards: bool) -> ConfigError:
     keys = "chunks.order and chunks.stage_layers"
     is_high = reshards and 1 < shape.num_layers <= height and not shape.whole
     ways = ["remove chunks.stage_layers"] if is_high else [] if reshards else [f"remove {keys}"]
+    key, way = "parallel.reshard", "set parallel.reshard to false"
+    if space.model.training.offload_weights:
+        key, way = "offload", "remove weights from offload"
     return ConfigError(
-        given=f"{'parallel.reshard and ' * reshards}stages of {count_words(height, 'layer')}, for"
+        given=f"{f'{key} and ' * reshards}stages of {count_words(height, 'layer')}, for"
         f" {kind} of {count_words(shape.num_layers, 'layer')}",
         required="one stage of all layers: its decoder is not divided between them"
         if shape.whole
         else "two stages at least, of which one is freed while another one computes",
-        source=f"{'parallel.reshard, ' * reshards}{keys}, and the model's layers",
-        change=" or ".join([*ways, *["set parallel.reshard to false"] * reshards]),
+        source=f"{f'{key}, ' * reshards}{keys}, and the model's layers",
+        change=" or ".join([*ways, *[way] * reshards]),
     )
 
 
