@@ -10,9 +10,14 @@ import pytest
 import torch
 from helpers.tiny_runs import TinyRun, build_hybrid_run, signal_after
 from safetensors.torch import load_file
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from furlong import ChunkOptions, Engine
 from furlong.cli.main import main
+from furlong.runtime.distributed.fsdp import sharded_modules
+from furlong.runtime.distributed.mesh import make_ranks
+from furlong.train.processes import group_of_one
 from furlong.train.samples import write_samples
 
 LORA = ("--model.lora.rank=2", "--model.lora.dropout=0.3", "--train.epochs=1", "--train.lr=0.1")
@@ -74,6 +79,36 @@ def test_a_prompt_is_read_in_chunks(tiny_run: TinyRun) -> None:
     ]
     assert written[0] == written[1]
     assert read[0] == len(ids) and max(read[3:]) == 5 and sum(read[3:]) == len(ids) + 2
+
+
+def test_weights_in_cpu_memory_come_for_a_pass_of_their_layer(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the root, which stays whole; nothing is left of an evaluation, or of texts."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_run.folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_run.folder / "model")
+    waits, wholes = FSDPParamGroup.wait_for_unshard, list[int]()
+
+    def watched(group: Any) -> None:
+        waits(group)
+        wholes.append(sum(own.is_unsharded for own in groups))
+
+    with group_of_one():
+        ranks = make_ranks(1, 1, 1, "cpu")
+        engine = Engine(model, ranks=ranks, offload_weights=True)
+        states: Any = [module._get_fsdp_state() for module in sharded_modules(model)]
+        groups = [own._fsdp_param_group for own in states]
+        monkeypatch.setattr(FSDPParamGroup, "wait_for_unshard", watched)
+        write_samples(
+            model, tokenizer, [("", [*range(9)])], 2, chunk_size=5, device=ranks.device,
+            in_step=False, reshard=True,
+        )  # fmt: skip
+        assert (max(wholes), len(groups)) == (2, 3)
+        ids = torch.arange(9)
+        sequences = [{"input_ids": ids, "labels": ids}]
+        engine.forward_backward(sequences, ChunkOptions(size=4), backward=False)
+        assert not any(own.is_unsharded for own in groups)
+        assert groups[0].comm_ctx.post_forward_order == []
 
 
 def test_messages_go_through_the_chat_template(tiny_run: TinyRun, tmp_path: Path) -> None:
