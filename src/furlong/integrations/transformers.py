@@ -1,12 +1,13 @@
-"""`Trainer`: transformers' own trainer, with every gradient computed chunk by chunk.
+"""`Trainer`: transformers' trainer, with every gradient computed chunk by chunk.
 
-Whatever a trainer of the transformers kind does around a forward and a backward stays as it is:
-data preparation, accumulation, clipping, optimizers, callbacks, checkpoints, PEFT. It combines with
-TRL's by inheritance: `class ChunkedSFTTrainer(furlong.integrations.Trainer, SFTTrainer): ...`.
+Everything that a transformers trainer does around forward and backward stays: data preparation,
+accumulation, clipping, optimizers, callbacks, checkpoints, PEFT. It combines with TRL's trainers by
+inheritance: `class ChunkedSFTTrainer(furlong.integrations.Trainer, SFTTrainer): ...`.
 
-Batches of a data collator are read as sequences. A loss is a sum over tokens, which chunks compute
-one tile of logits at a time; any function of the model's outputs needs no trainer of ours but
-`furlong.chunked`. Settings that chunks or several processes cannot honour are refused.
+Batches of a data collator are read as sequences. The loss must be a sum over tokens, which chunks
+compute one tile of logits at a time. For any other function of the model's outputs, use
+`furlong.chunked` with an ordinary trainer. Settings that chunks or several processes cannot honour
+are refused.
 """
 
 from __future__ import annotations
@@ -67,11 +68,15 @@ _READ = {"input_ids", "labels", "attention_mask", "position_ids"}
 def unpad(
     batch: dict[str, Any], *, model_type: str = "", has_cache: bool = False
 ) -> list[ShiftedSequence]:
-    """The sequences of a collator's batch, without padding, each with what its tokens predict.
+    """Return the sequences of a collator's batch, without padding, with shifted labels.
 
-    batch: input_ids, labels (B, T) int64; attention_mask and position_ids as in `read_padded`,
-        and `has_cache` too. `model_type`: that of the model which is trained on it.
-    Raises DataError for a batch that asks for anything else, and for labels that padding predicts.
+    Args:
+        batch: input_ids, labels (B, T) int64; attention_mask and position_ids as in `read_padded`.
+        model_type: `config.model_type` of the model that is trained.
+        has_cache: as in `read_padded`.
+
+    Raises:
+        DataError: the batch has other entries, or labels that padding would predict.
     """
     positions = batch.get("position_ids")
     known = _READ | (IMPLIED if positions is not None else set())
@@ -96,10 +101,10 @@ def unpad(
 
 
 def without_repeats(batch: dict[str, Any], num_samples: int, num_own: int) -> dict[str, Any]:
-    """A batch of `num_samples` samples, of which those behind the first `num_own` have no labels.
+    """Return a batch in which samples after the first `num_own` of `num_samples` have no labels.
 
-    A sample is a row, or a sequence where a collator has joined them to one row. Where samples
-    cannot be told apart, in one row of packed ones, all keep their labels.
+    A sample is a row, or a sequence if a collator has joined all to one row. If samples cannot be
+    told apart, since the row packs several sequences into one sample, all keep their labels.
     """
     labels = batch.get("labels")
     if labels is None:
@@ -116,9 +121,8 @@ def without_repeats(batch: dict[str, Any], num_samples: int, num_own: int) -> di
 
 
 def refuse_settings(trainer: Any) -> None:
-    """Raise ConfigError for a setting of a trainer that chunks cannot honour exactly, and for a way
-    to use several devices that is neither replicas of the whole model nor FSDP2 as the engine has
-    it."""
+    """Raise ConfigError for a trainer's setting that chunks cannot honour exactly, and for any use
+    of several devices other than replicas of the whole model and the engine's FSDP2."""
     args, kind = trainer.args, str(getattr(trainer.accelerator.distributed_type, "value", ""))
     optimizer, several = str(getattr(args.optim, "value", args.optim)), args.world_size > 1
     whole = "start one process per device with torchrun or accelerate launch, each with the whole"
@@ -159,10 +163,12 @@ def refuse_settings(trainer: Any) -> None:
 
 
 def refuse_model(trainer: Any, model: nn.Module) -> None:
-    """Raise ConfigError for a model that is not the engine's, and for what others have put on the
-    modules around its decoder: hooks, a forward or a loss. Chunks call the decoder and the head
-    alone, and a call with a few tokens does not tell of a weight for some token, of a factor that
-    is raised later, or of what depends on the length."""
+    """Raise ConfigError for a model other than the engine's, and for hooks, a forward or a loss
+    that others have set on modules around its decoder.
+
+    Chunks call the decoder and the head alone. `require_model_loss`, with a few tokens, would not
+    detect a weight for some token, a factor that is raised later, or a dependence on length.
+    """
     own = trainer.engine.model
     path = next((name for name, x in model.named_modules() if x is own.decoder), "").split(".")
     around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
@@ -191,16 +197,16 @@ _ACCELERATE_HOOKS = "accelerate.hooks"
 _OWN_HOOKS = ("torch.distributed.", "furlong.", _ACCELERATE_HOOKS)
 _CHUNKED = "give furlong.chunked(model) to the trainer without furlong, which calls it"
 _KNOWN_CODE = {"accelerate", "furlong", "liger_kernel", "peft", "torch", "transformers", "trl"}
-"""Packages whose forwards and losses give what chunks compute, or are asked with a few tokens."""
+"""Packages whose forwards and losses equal those of chunks, or are tested with a few tokens."""
 
 
 def _is_foreign(function: Any) -> bool:
-    """Whether a function, or one that it wraps, was written in another package: by where its code
-    is, for `functools.wraps` gives it another name."""
+    """Whether a function, or one that it wraps, is from an unknown package, judged by its globals,
+    since `functools.wraps` copies `__module__`."""
     while function is not None:
         bare = getattr(function, "__func__", function)
         if isinstance(bare, partial) and getattr(bare.func, "__module__", "") == _ACCELERATE_HOOKS:
-            bare = bare.func  # it calls the module's _hf_hook, and the forward that it wraps
+            bare = bare.func  # calls the module's _hf_hook, and the forward that it wraps
         if not _is_known(getattr(bare, "__globals__", {}).get("__name__", type(bare).__module__)):
             return True
         function = getattr(function, "__wrapped__", None)
@@ -212,8 +218,8 @@ def _is_known(module: str) -> bool:
 
 
 def _foreign_forwards(module: nn.Module) -> list[Any]:
-    """Forwards of other packages that were set on a module, or that stand over or in the place of
-    one of a known class. Classes of remote code, which are a family of their own, are asked."""
+    """Return forwards of unknown packages that were set on a module, or that override one of a
+    known class. Classes of remote code with a family of their own are tested instead."""
     classes = [c for c in type(module).__mro__ if "forward" in vars(c) and c is not nn.Module]
     is_own_family = not any(_is_known(c.__module__) for c in classes)
     forwards = [vars(module).get(name) for name in ("forward", "_original_forward")]  # accelerate's
@@ -231,10 +237,10 @@ _ASKED_TOKENS = 8
 @torch.no_grad()
 def require_model_loss(trainer: Any) -> None:
     """Raise ConfigError unless a call of the whole model gives what chunks compute: the
-    cross-entropy of its class's logits or, for a loss of logits, these.
+    cross-entropy of its class's logits or, if the trainer's loss takes logits, these logits.
 
-    A few tokens, in train mode, tell of what a config adds to the loss, of remote code, and of what
-    wraps it. Weights that are divided are gathered: all processes call it.
+    A call with a few tokens, in train mode, detects terms that a config adds to the loss, remote
+    code and wrappers. All processes must call it, since sharded weights are gathered.
     """
     own, model = trainer.engine.model, trainer.model
     (ids,) = random_ids(own, [min(_ASKED_TOKENS, own.longest_tokens or _ASKED_TOKENS)])
@@ -243,7 +249,7 @@ def require_model_loss(trainer: Any) -> None:
     if token_loss(trainer) is None:
         given["labels"] = given["input_ids"]
         if _is_foreign(type(own.base).forward) and trainer.model_accepts_loss_kwargs:
-            divisor *= 3  # as in an update of several batches, by remote code
+            divisor *= 3  # tests that remote code uses it, as an update of several batches needs
             given["num_items_in_batch"] = torch.tensor(divisor, device=own.device)
         if "fused_lm_head" in inspect.signature(own.base.forward, follow_wrapped=False).parameters:
             given["fused_lm_head"] = True  # TRL's
@@ -260,7 +266,7 @@ def require_model_loss(trainer: Any) -> None:
         wanted = cross_entropy(wide(logits[:-1]), labels, reduction="sum") / divisor
     else:
         what, found, wanted = "logits", output.logits[0], logits
-    is_narrow = trainer.args.bf16 or logits.dtype.itemsize < 4  # accelerate sets an autocast on it
+    is_narrow = trainer.args.bf16 or logits.dtype.itemsize < 4  # bf16: accelerate's autocast
     most = 2e-2 if is_narrow else 1e-4
     error = math.inf if found is None else relative_error(found, wanted)
     told = (
@@ -285,7 +291,7 @@ def _refuse_first(trainer: Any, rows: Iterable[tuple[Any, str, str]]) -> None:
 
 _SFT = "trl.trainer.sft_trainer"
 _KNOWN = ("transformers.trainer", _SFT)
-"""Modules whose `compute_loss` is understood."""
+"""Modules whose `compute_loss` is known to be a sum over tokens."""
 
 
 @dataclass(frozen=True)
@@ -293,8 +299,11 @@ class TokenLoss:
     """A `compute_loss_func` that is a sum over tokens.
 
     `furlong.integrations.Trainer` computes it without the logits of a whole batch; other trainers
-    of transformers call it as they call any. `function`: as in `furlong.values`, a loss (t,) of
-    logits (t, V) in float32 or wider and labels (t,), without extras.
+    of transformers call it like any other.
+
+    Args:
+        function: as in `furlong.values`, maps logits (t, V) in float32 or wider and labels (t,) to
+            losses (t,), without extras.
     """
 
     function: TokenFunction
@@ -305,7 +314,8 @@ class TokenLoss:
     def __call__(
         self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """The sum over labels (B, T), by their number where `num_items_in_batch` is None."""
+        """Return the sum of losses over labels (B, T), divided by `num_items_in_batch`, or by the
+        number of labels if that is None."""
         logits, targets = outputs.logits[:, :-1], labels[:, 1:]
         mask = targets != IGNORE_INDEX
         losses = self.function(wide(logits[mask]), targets[mask], {})
@@ -313,7 +323,7 @@ class TokenLoss:
 
 
 def token_loss(trainer: Any) -> TokenFunction | None:
-    """The loss of a trainer that is a sum over tokens; None for the cross-entropy of the labels."""
+    """Return a trainer's loss as a function of single tokens; None for the cross-entropy."""
     if isinstance(trainer.compute_loss_func, TokenLoss):
         return trainer.compute_loss_func.function
     if getattr(trainer.args, "loss_type", "nll") == "dft":
@@ -323,8 +333,8 @@ def token_loss(trainer: Any) -> TokenFunction | None:
 
 
 def refuse_loss(trainer: Any) -> None:
-    """Raise ConfigError for a loss that is made of the outputs of the model, by a
-    `compute_loss_func` or by a `compute_loss` of a trainer's own, and for a seed."""
+    """Raise ConfigError for a loss computed from the model's outputs by a custom
+    `compute_loss_func` or `compute_loss`, and for a fixed sampling seed."""
     owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
     is_own = "compute_loss" in vars(trainer) or owner.__module__ not in _KNOWN
     function, sampling = trainer.compute_loss_func, trainer.chunk_options.sampling
@@ -343,7 +353,7 @@ def refuse_loss(trainer: Any) -> None:
 
 
 def _smoothed(factor: float) -> TokenFunction:
-    """The cross-entropy of labels that share `factor` of their probability among all ids."""
+    """Cross-entropy with label smoothing: `factor` of the probability is spread over all ids."""
     label, mean, total = log_prob(), mean_logit(), log_sum_exp()
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
@@ -354,7 +364,7 @@ def _smoothed(factor: float) -> TokenFunction:
 
 
 def _dft(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
-    """The cross-entropy weighted by the label's own probability (arXiv 2508.05629)."""
+    """Cross-entropy weighted by the label's probability (DFT, arXiv 2508.05629)."""
     own = log_prob()(logits, labels, extras)
     return -own * own.exp().detach()
 
@@ -366,12 +376,14 @@ _DECIDING = (
     "loss_type", "seed", "data_seed", "per_device_train_batch_size", "eval_strategy", "eval_steps",
     "save_strategy", "save_steps",
 )  # fmt: skip
-"""Arguments that must be alike on all processes."""
+"""Training arguments that must be equal on all processes."""
 
 
 class Replica(nn.Module):
-    """A whole model as a trainer wraps it: one of several, whose gradients `add_up_gradients` adds
-    up. In place of `DistributedDataParallel`, which would do so for each chunk, or not at all."""
+    """Wrapper of one of several replicas, whose gradients `add_up_gradients` sums.
+
+    It replaces `DistributedDataParallel`, which would reduce in each chunk, or never.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -383,8 +395,8 @@ class Replica(nn.Module):
 
 @torch.no_grad()
 def make_equal(model: nn.Module) -> None:
-    """Give all processes the weights and buffers of the first one. Processes with other seeds would
-    else train other models."""
+    """Broadcast the weights and buffers of process 0: processes with other seeds would else train
+    other models."""
     for x in chain(model.parameters(), model.buffers()):
         whole = x.contiguous()
         dist.broadcast(whole, 0)
@@ -392,8 +404,8 @@ def make_equal(model: nn.Module) -> None:
 
 
 def require_parts(model: nn.Module) -> None:
-    """Raise ConfigError unless each process has a part of each trained weight, by whose address
-    accelerate tells an optimizer's parameters apart."""
+    """Raise ConfigError unless each process has rows of each trained weight: accelerate identifies
+    an optimizer's parameters by their addresses."""
     size = dist.get_world_size()
     for name, parameter in model.named_parameters():
         rows = parameter.shape[0]
@@ -407,13 +419,13 @@ def require_parts(model: nn.Module) -> None:
 
 
 def last_round(loader: Any, num_processes: int) -> tuple[int, int]:
-    """Samples that each process gets at the end of accelerate's data loader, and how many of all
-    are no repeats; 0 where none are repeated, or where nobody knows."""
+    """Return the samples that each process gets in the last batch of accelerate's data loader, and
+    how many of all processes' are no repeats; 0 if none are repeats, or if it is unknown."""
     sampler: Any = getattr(loader, "batch_sampler", None)
     while not isinstance(sampler, BatchSamplerShard):
         if not hasattr(sampler, "batch_sampler"):
             return loader.total_batch_size // num_processes, max(0, loader.remainder)
-        sampler = sampler.batch_sampler  # of one that skips batches when a run is resumed
+        sampler = sampler.batch_sampler  # the outer one skips batches when a run is resumed
     samples = getattr(sampler.batch_sampler, "sampler", None)
     if samples is None or sampler.drop_last or not sampler.batch_size:
         return 0, 0
@@ -422,9 +434,9 @@ def last_round(loader: Any, num_processes: int) -> tuple[int, int]:
 
 
 def add_up_gradients(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Put the sum of all processes' gradients in the place of each one's own.
+    """Sum the gradients of all processes in place.
 
-    A parameter that has a gradient on some gets one on all; without any it stays without.
+    A parameter with a gradient on some processes gets one on all; without any it keeps None.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     numbers = added_up(device, *(parameter.grad is not None for parameter in trained))
@@ -436,7 +448,7 @@ def add_up_gradients(parameters: Iterable[nn.Parameter], device: torch.device) -
 
 
 def added_up(device: torch.device, *numbers: float) -> list[float]:
-    """The sum of each number over all processes."""
+    """Return the sum of each number over all processes."""
     sums = torch.tensor(numbers, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(sums)
@@ -444,21 +456,26 @@ def added_up(device: torch.device, *numbers: float) -> list[float]:
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """A `transformers.Trainer` that trains on sequences longer than memory should allow.
+    """A `transformers.Trainer` for sequences whose activations would not fit in memory.
 
-    Takes its arguments, and by keyword `chunk_options` (`furlong.ChunkOptions`), and `max_seq_len`
-    and `storage` (see `furlong.forward_backward`). Batches may be padded on either side or packed
-    with `position_ids`; attention, gradient checkpointing and activation offloading of the model
-    are set aside. Raises ConfigError or UnsupportedModelError, by name, for what would not be
-    exact.
+    Batches may be padded on either side or packed with `position_ids`. The model's attention
+    implementation, gradient checkpointing and activation offloading are not used.
 
-    A loss that is a sum over tokens never holds the logits of a batch: `label_smoothing_factor`,
-    the `loss_type` of TRL's SFTTrainer, and a `compute_loss_func` that is a `TokenLoss`. For any
-    other loss, also one that the model makes, give a model that is `furlong.chunked` to the trainer
-    as it is. The model is asked: a call with a few tokens must give the loss of chunks.
+    The loss must be a sum over tokens, so that the logits of a batch never exist at once: the
+    cross-entropy, also with `label_smoothing_factor`, the `loss_type` of TRL's SFTTrainer, or a
+    `compute_loss_func` that is a `TokenLoss`. A call of the model with a few tokens must give the
+    loss of chunks. For any other loss, also one that the model computes, pass a
+    `furlong.chunked(model)` to an ordinary trainer.
 
-    On several processes each holds the whole model, and gradients are added up once per update;
-    with accelerate's FSDP2 the engine divides the weights among them.
+    On several processes each one holds the whole model, and gradients are summed once per update;
+    with accelerate's FSDP2 the engine shards the weights.
+
+    Args:
+        chunk_options, max_seq_len, storage: as in `furlong.forward_backward`; all other arguments
+            are those of `transformers.Trainer`.
+
+    Raises:
+        ConfigError, UnsupportedModelError: a setting or a model for which chunks are not exact.
     """
 
     def __init__(
@@ -479,7 +496,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.model.to(self.args.device)
             make_equal(self.model)
         with warnings.catch_warnings():
-            # somebody does: this trainer
+            # this trainer sums the gradients of replicas
             warnings.filterwarnings("ignore", ".*nobody adds them up")
             self.engine = Engine(
                 self.model, max_seq_len=max_seq_len, storage=storage,
@@ -490,8 +507,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             require_parts(self.model)
             self.accelerator.state.fsdp_plugin.auto_wrap_policy = None  # nothing is left to wrap
         refuse_attention_dropout(self.engine.model.base)  # from_pretrained returns it in eval mode
-        self._own_loss = 0.0  # of the batches since the last update
-        self._asked: object = None  # the model of which `require_model_loss` has asked
+        self._own_loss = 0.0  # this process's loss since the last update
+        self._asked: object = None  # state of the model that `require_model_loss` has tested
         if divides:
             self._ask_together("the making of a trainer")
         else:
@@ -501,7 +518,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
-        """Counts the labels that a token predicts: what the loss sums over, on all processes."""
+        """Return the batches of an update, and the number of labels that a token predicts in all
+        processes' batches."""
         self._ask_together("an update of a trainer")
         batches = [self._own_samples(batch) for batch in islice(epoch_iterator, num_batches)]
         return batches, torch.tensor(self._num_labels(batches), device=device)
@@ -509,8 +527,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Loss and gradients of a batch. On several processes the loss of an update comes with its
-        last batch, when gradients are added up; it is that of all, and 0 before."""
+        """Compute loss and gradients of a batch. With replicas, the last batch of an update returns
+        the loss of all its batches and processes, and earlier ones return 0."""
         self._refuse(model)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -537,17 +555,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Mean loss of a batch, on several processes that of all their batches together; None,
-        which evaluation leaves out, for a batch without labels.
+        """Return the mean loss of a batch, over the batches of all processes; None, which
+        evaluation leaves out, for a batch without labels.
 
-        A `compute_metrics` asks for logits: these are the model's own, of the whole batch.
+        Logits, which `compute_metrics` needs, come from the model's own forward of a whole batch.
         """
         if not prediction_loss_only:
             found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            reshard(self.engine.model.base)  # weights that are gathered would go stale
+            reshard(self.engine.model.base)  # gathered weights would be stale after an update
             return found  # type: ignore[no-any-return]
         self._refuse(self.model)
-        if inputs.get("labels") is None:  # no loss: the batch counts as one without labels
+        if inputs.get("labels") is None:  # counts as a batch without labels
             inputs = {**inputs, "labels": torch.full_like(inputs["input_ids"], IGNORE_INDEX)}
         loss_sum, count = self._summed(self._own_samples(inputs), 1, backward=False)
         if self._has_replicas:
@@ -559,14 +577,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return super().evaluation_loop(*args, **kwargs)
 
     def _refuse(self, model: nn.Module) -> None:
-        """Raise ConfigError for a setting, a loss or a model that has been put in since."""
+        """Raise ConfigError for a setting, a loss or a model that was changed since the start."""
         refuse_settings(self)
         refuse_loss(self)
         refuse_model(self, model.module if isinstance(model, Replica) else model)
 
     def _ask_together(self, place: str) -> None:
-        """Refuse, and ask the model where it has changed on any process. A collective; processes
-        at another `place` are refused."""
+        """Collective: refuse changed settings, and test the model again if it has changed on any
+        process. `place` names the call site; all processes must be at the same one."""
 
         def has_changed() -> int:
             self._refuse(self.model)
@@ -577,13 +595,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @cached_property
     def _ranks(self) -> Ranks | None:
-        """The processes that train together. Made when all of them train or evaluate."""
+        """The processes that train together; first used where all of them train or evaluate."""
         group = dist.group.WORLD if self.args.world_size > 1 else None
         return self.engine.ranks or ranks_given(None, group, self.args.device.type)
 
     def _require_alike(self) -> None:
-        """Raise ConfigError, on all processes, unless they train the same weights by the same
-        arguments. A collective."""
+        """Collective: raise ConfigError on all processes unless they train the same weights with
+        equal arguments."""
         facts: dict[str, object] = {
             name: f"{parameter.dtype} {tuple(parameter.shape)} "
             + ("trained" if parameter.requires_grad else "frozen")
@@ -602,8 +620,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._asked = self._asked_of()
 
     def _asked_of(self) -> object:
-        """All that decides what a call of the model computes, but its weights: modules, hooks,
-        forwards, config, and numbers that a forward may read."""
+        """Return the state that decides what a call of the model computes, except weights: modules,
+        hooks, forwards, config, and numbers that a forward may read."""
         own = vars(self.engine.model.base)
         numbers = [(n, x) for n, x in own.items() if isinstance(x, int | float | str)]
         buffers = [(n, id(x), x._version) for n, x in own["_buffers"].items() if x is not None]
@@ -612,7 +630,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
-        """Leaves `DistributedDataParallel` out, which acts in a forward that chunks never call."""
+        """Wrap with `Replica` in place of `DistributedDataParallel`, which acts in a forward that
+        chunks never call."""
         if not training or not self._has_replicas:
             return super()._wrap_model(model, training, dataloader)  # type: ignore[no-any-return]
         if not isinstance(model, Replica):
@@ -623,11 +642,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @property
     def _has_replicas(self) -> bool:
-        """Whether each of several processes has the whole model."""
+        """Whether there are several processes, each with the whole model."""
         return self.args.world_size > 1 and not self.is_fsdp_enabled
 
     def _num_labels(self, batches: Iterable[dict[str, Any]]) -> int:
-        """The labels of all processes' batches."""
+        """Number of labels in all processes' batches."""
         own = sum(count_valid_tokens(self._read(batch)) for batch in batches)
         return int(added_up(self.args.device, own)[0])
 
@@ -637,8 +656,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
 
     def _own_samples(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch that a data loader has just given, without the labels of what it repeats at its
-        end to give every process equally many samples."""
+        """Return the batch that a data loader has just yielded, without labels of samples that it
+        repeats at its end to give every process equally many."""
         state = self.accelerator.gradient_state
         if self.args.world_size == 1 or not state.end_of_dataloader:
             return batch
@@ -650,14 +669,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _summed(
         self, batch: dict[str, Any], divisor: int, *, backward: bool = True
     ) -> tuple[float, float]:
-        """The summed loss of a batch and the number of its labels: where weights are divided, of
-        all processes' batches."""
+        """Return the summed loss of a batch and the number of its labels; with FSDP2, of all
+        processes' batches."""
         every = self._read(self._prepare_inputs(batch))
-        # others add neither loss nor gradient
+        # sequences without labels add neither loss nor gradient
         sequences = [sequence for sequence in every if count_valid_tokens([sequence])]
         if self.is_fsdp_enabled:
             reshard(self.engine.model.base)
-            sequences = sequences or every[:1]  # the others wait for this process
+            sequences = sequences or every[:1]  # other processes wait for this one's collectives
         if not sequences:
             return 0.0, 0
         result = self.engine.forward_backward(

@@ -1,1 +1,1 @@
-"""All that knows transformers: the adapter of a decoder, refusals, building, exporting."""
+"""All code that depends on transformers: decoder adapter, refusals, building, exporting."""
