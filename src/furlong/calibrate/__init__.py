@@ -1,1 +1,1 @@
-"""Measures a machine with the real executor, and fits the cost model to what it found."""
+"""Measure a machine with the real executor, and fit the cost model to the results."""

@@ -1,9 +1,10 @@
-"""Fits of the cost model's rates to measured actions.
+"""Fit the cost model's rates to measured actions.
 
-Seconds are linear in the inverse rates: the cost model itself, asked with one of them at one and
-the others at nothing, gives each action's column. Where launches hide behind work (or work behind
-launches) an action belongs to the longer of the two, found again with every fit. Fits are least
-squares of the relative error, so that small values count as much as large ones.
+Seconds are linear in the inverse rates. A column of the linear system is what the cost model itself
+predicts for each action with one inverse rate set to 1 and the others to 0. Where kernel launches
+overlap with work, an action takes the longer of the two; which one that is, is decided anew after
+each fit. Fits minimize the squared relative error, so that small values count as much as large
+ones.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _BYTES = "activation_bytes_per_s"
 _NO_COST = Efficiency(best=inf, half_tokens=0.0)
 _ROUNDS = 8
 _SHORTEST_S = 2e-4
-"""Shorter actions are bookkeeping, which is not predicted."""
+"""Shorter actions are bookkeeping, which the cost model leaves out."""
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One plan of one model, and the seconds of its actions."""
+    """One plan run on one model, with the seconds of each action."""
 
     model: CostModel
     plan: ChunkPlan
@@ -41,15 +42,16 @@ class Sample:
 
 
 def fit_rates(samples: Sequence[Sample], spec: Machine) -> dict[str, Any]:
-    """Fields of Machine that fit the samples best; `spec` gives the peak and what is no rate.
+    """Fit rates of `Machine` to samples, and return them as its fields.
 
-    Raises ValueError where the samples hold too little to tell the terms apart.
+    `spec` gives the peak and the fields that are not rates. Raises ValueError if the samples do not
+    determine all terms.
     """
-    # a kernel that works in tiles does as well with few tokens, but for what the tiles waste
+    # a kernel that works in tiles is as efficient with few tokens, except for what tiles waste
     saturating = EFFICIENCIES[:1] if spec.tile_tokens else EFFICIENCIES
     names = [*EFFICIENCIES, *(f"{name} half" for name in saturating), *_LAUNCHES, _BYTES]
     if not spec.tile_tokens:  # a CPU has one kernel for all calls
-        # what squares take beyond blocks without a mask, which no kernel computes more slowly
+        # extra time of causal squares over blocks without a mask, which are at least as fast
         names += [f"{name} {call}" for name in EFFICIENCIES[1:] for call in CALLS[1:]]
     table, measured = _table(samples, spec, names)
     found = relative_fit(table, measured)
@@ -66,8 +68,8 @@ def fit_rates(samples: Sequence[Sample], spec: Machine) -> dict[str, Any]:
 def _fit_hidden(
     stages: Array, heads: Array, measured: Array, found: Array, names: Sequence[str]
 ) -> Array:
-    """The same where passes through `stages` take the longer of work and launches; what `heads`
-    take comes on top. `found`: where to begin."""
+    """Fit where a pass through `stages` takes the longer of work and launches, plus all terms of
+    `heads`; `found`: initial coefficients."""
     is_work = np.array([name not in _LAUNCHES for name in names])
     for _ in range(_ROUNDS):
         launched = stages[:, ~is_work] @ found[~is_work] > stages[:, is_work] @ found[is_work]
@@ -79,7 +81,7 @@ def _fit_hidden(
 
 
 def _table(samples: Sequence[Sample], spec: Machine, names: Sequence[str]) -> tuple[Array, Array]:
-    """(actions, names) columns and (actions,) measured seconds, of all actions that compute."""
+    """Return columns (actions, names) and measured seconds (actions,) of actions that compute."""
     rows, measured = [], []
     for sample in samples:
         columns: dict[str, Array] = {}
@@ -100,8 +102,8 @@ def _table(samples: Sequence[Sample], spec: Machine, names: Sequence[str]) -> tu
 
 
 def _only(spec: Machine, name: str, **changed: float) -> Machine:
-    """Hardware on which all but one term is free, and that one has the rate one, but for what is
-    changed of an efficiency."""
+    """Return a machine on which every term but `name` is free, and that one has rate 1;
+    `changed`: fields of its `Efficiency`."""
     free: dict[str, Any] = dict.fromkeys(EFFICIENCIES, _NO_COST)
     free |= dict.fromkeys(_LAUNCHES, 0.0) | {_BYTES: inf, "peak_flops_per_s": 1.0}
     if name in EFFICIENCIES:
@@ -118,25 +120,27 @@ def _seconds(sample: Sample, spec: Machine) -> Array:
 
 
 def _fields(found: Mapping[str, float]) -> dict[str, Any]:
-    """Fields of Machine of inverse rates."""
+    """Convert inverse rates to fields of `Machine`."""
     fields: dict[str, Any] = {name: found[name] for name in _LAUNCHES}
-    # where they cost nothing, what the spec assumed would come on top of all that was fitted
+    # if bytes cost nothing, set inf: the spec's own rate would add to what was fitted
     fields[_BYTES] = 1 / found[_BYTES] if found[_BYTES] > 0 else inf
     for name in EFFICIENCIES:
         each, half = found[name], found.get(f"{name} half", 0.0)
         if each == 0:
             raise ValueError(f"the measured actions do not tell the rate of {name} from a cost"
                              " per call")  # fmt: skip
-        each = max(1.0, each)  # noise may let a few short calls seem to compute above the peak
+        each = max(1.0, each)  # noise may make a few short calls seem faster than the peak
         shares = {call: each / (each + found.get(f"{name} {call}", 0.0)) for call in CALLS[1:]}
         fields[name] = Efficiency(best=1 / each, half_tokens=half / each, **shares)
     return fields
 
 
 def fit_memory(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Coefficients of bytes that are counted in some other way than exactly, one row per plan:
-    measured bytes, those of them that are not counted exactly, and what makes up these (a column
-    for each coefficient). None is negative; errors are relative to all that was measured."""
+    """Fit non-negative coefficients of the bytes that the cost model estimates.
+
+    `rows`: for each plan, measured bytes, the part of them that is not counted exactly, and one
+    column for each coefficient that explains this part. Errors are relative to measured bytes.
+    """
     table = np.array(rows)
     lacking = np.maximum(table[:, 1], 0.0) / table[:, 0]
     found: list[float] = _nonnegative(table[:, 2:] / table[:, :1], lacking).tolist()
@@ -144,22 +148,22 @@ def fit_memory(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def relative_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """(slope, constant), neither negative, with the least sum of ((slope * x + constant) / y - 1)^2
-    for y > 0. Needs two different xs."""
+    """Return the non-negative (slope, constant) that minimize the sum of
+    ((slope * x + constant) / y - 1)^2, for y > 0 and at least two different xs."""
     slope, constant = relative_fit(np.stack([xs, np.ones(len(xs))], axis=1), np.array(ys))
     return float(slope), float(constant)
 
 
 def relative_fit(table: Array, ys: Array) -> Array:
-    """Non-negative coefficients (n,) with the least squares of table (m, n) @ c / y (m,) - 1."""
+    """Return non-negative c (n,) that minimize the squares of table (m, n) @ c / ys (m,) - 1."""
     return _nonnegative(table / ys[:, None], np.ones(len(ys)))
 
 
 def _nonnegative(table: Array, targets: Array) -> Array:
-    """Non-negative coefficients (n,) with the least squares of table (m, n) @ c - targets (m,)."""
-    from scipy.optimize import nnls  # half a second to import, and few callers fit
+    """Return non-negative c (n,) that minimize the squares of table (m, n) @ c - targets (m,)."""
+    from scipy.optimize import nnls  # here, since the import takes half a second
 
-    # columns of like size keep the solver's tolerance meaningful
+    # columns of equal scale keep the solver's tolerance meaningful
     scale = np.maximum(np.abs(table).max(axis=0), 1e-300)
     solution: Array = nnls(table / scale, targets)[0] / scale
     return solution

@@ -1,7 +1,7 @@
-"""Measurements without a plan: the peak of a CPU, the optimizer, links, collectives.
+"""Measurements without a plan: the peak of a CPU, the optimizer, copies, collectives.
 
-A link's latency and bandwidth are a line through the seconds of a few sizes. All processes of a
-torchrun measure collectives together.
+Latency and bandwidth of a link are fitted by a line to the seconds of a few sizes. All processes
+that torchrun has started measure collectives together.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from furlong.plan.rows import rows_of
 from furlong.runtime.profile import Clock
 
 _RECORD_BYTES = (2**18, 2**20, 2**22)
-"""Bytes of a put or get; a segment of K,V has 1 to 8 MiB."""
+"""Bytes of one put or get; a segment of K,V has 1 to 8 MiB."""
 _TOTAL_BYTES = 2**26
 _NUM_REPEATS = 5
 _MATRIX = 1024
 _MOST_PARAMETERS = 2**25
-"""About as many are enough to tell the optimizer's rate, whose state takes twice their memory."""
+"""Most parameters for the optimizer's rate, whose states take twice their memory."""
 _COLLECTIVE_BYTES = (2**14, 2**18, 2**21, 2**23)
-"""At the wide end of a collective."""
+"""Sizes of the larger buffer of a collective."""
 _HEAD_DIM = 64
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best of a few products of large square matrices."""
+    """FLOP/s of the fastest of a few products of large square matrices."""
     a = torch.randn(_MATRIX, _MATRIX, device=device).to(dtype)
     seconds = _shortest_s(lambda: a @ a, device)
     return 2.0 * _MATRIX**3 / seconds
 
 
 def optimizer_rate(model: Any, device: torch.device) -> float:
-    """Parameters per second of AdamW's step."""
+    """Parameters per second of a step of AdamW."""
     parameters: list[Any] = []
     for parameter in model.parameters():
         if parameter.requires_grad and sum(p.numel() for p in parameters) < _MOST_PARAMETERS:
@@ -53,16 +53,17 @@ def optimizer_rate(model: Any, device: torch.device) -> float:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=device.type == "cuda")
-    optimizer.step()  # makes its state
+    optimizer.step()  # creates its states
     seconds = _shortest_s(optimizer.step, device, repeats=2)
     model.zero_grad(set_to_none=True)
     return float(sum(p.numel() for p in parameters)) / seconds
 
 
 def copy_links(device: torch.device, disk_dir: Path) -> dict[str, Link]:
-    """Links to the memory beside a device, by the pools' own puts and gets: host (of a GPU), disk.
+    """Measure the links from a device to "disk" and, for a GPU, to "host", with the pools' puts and
+    gets.
 
-    Raises ConfigError for a folder that cannot be the disk's.
+    Raises ConfigError for a `disk_dir` that cannot hold the file.
     """
     links = {"disk": _link(lambda: DiskPool(disk_dir, device), device)}
     if device.type == "cuda":
@@ -71,7 +72,7 @@ def copy_links(device: torch.device, disk_dir: Path) -> dict[str, Link]:
 
 
 def _link(open_pool: Callable[[], Pool], device: torch.device) -> Link:
-    """The slower direction's seconds per byte and per operation."""
+    """Measure a pool in both directions, and return the link of the slower one."""
     directions: dict[str, list[float]] = {"out": [], "back": []}
     for num_bytes in _RECORD_BYTES:
         x = torch.zeros(num_bytes // 4, device=device)
@@ -85,10 +86,10 @@ def _link(open_pool: Callable[[], Pool], device: torch.device) -> Link:
 
 
 def _round_trip_s(pool: Pool, x: Tensor, count: int) -> tuple[float, float]:
-    """Seconds of `count` puts, then of as many gets with the next one on its way."""
+    """Seconds of `count` puts, and of as many gets, each with the next one prefetched."""
     started_s = time.perf_counter()
     handles = [pool.put(x) for _ in range(count)]
-    pool.get(handles[-1]).release()  # reads behind the last write
+    pool.get(handles[-1]).release()  # waits for the last write
     _wait(x)
     written_s = time.perf_counter()
     for i, handle in enumerate(handles):
@@ -123,24 +124,24 @@ def _shortest_s(
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock for a device's actions: where one thread computes, that thread's own time, which
-    other processes do not stretch."""
+    """Return the clock for actions on a device: if a single CPU thread computes, its CPU time,
+    which other processes do not lengthen; else wall time."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
 
 def world_size() -> int:
-    """Processes that torchrun has started; 1 without it."""
+    """Number of processes that torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def processes(device: torch.device) -> Iterator[bool]:
-    """Within it the processes of a torchrun are joined; yields whether this is the first one."""
+    """Context manager: join torchrun's processes in a group; yields whether this is process 0."""
     if world_size() == 1:
         yield True
         return
-    if device.type == "cuda":  # else each has a context on the first card as well
+    if device.type == "cuda":  # else each process also has a context on the first GPU
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
@@ -151,11 +152,11 @@ def processes(device: torch.device) -> Iterator[bool]:
 
 
 def collective_links(device: torch.device) -> dict[str, Link]:
-    """A link by the name of each collective, over all processes; ` between nodes` behind it where
-    they are on several. A bandwidth is a bus bandwidth, as `cost.machine` counts it; that of
-    an all-to-all includes its packing.
+    """Measure the link of each collective over all processes, which must all call this.
 
-    Every process of the group calls it. A collective that the backend does not have is left out.
+    Keys are names of collectives, with the suffix " between nodes" if there are several nodes.
+    Bandwidths are bus bandwidths, as in `cost.machine`; that of an all-to-all includes packing. A
+    collective that the backend lacks is left out.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
     suffix = " between nodes" if local < dist.get_world_size() else ""
@@ -169,14 +170,14 @@ def collective_links(device: torch.device) -> dict[str, Link]:
             continue
         moved = [_moved_bytes(name, num_bytes) for num_bytes in _COLLECTIVE_BYTES]
         each, latency = relative_line(moved, seconds)
-        if each > 0:  # what is measured of an all-to-all are two, which share its bytes
+        if each > 0:  # an all-to-all is measured as two, which share its bytes
             latency /= 2 if name == "all_to_all" else 1
             links[f"{name}{suffix}"] = Link(latency, 1 / each)
     return links
 
 
 def _moved_bytes(name: Collective, num_bytes: int) -> float:
-    """Bytes that one device sends, where the wide end of a collective holds `num_bytes`."""
+    """Bytes that one device sends if the larger buffer of the collective has `num_bytes`."""
     if name == "p2p":
         return num_bytes
     size = dist.get_world_size()
@@ -184,7 +185,7 @@ def _moved_bytes(name: Collective, num_bytes: int) -> float:
 
 
 def _seconds(name: Collective, num_bytes: int, device: torch.device) -> float:
-    """The shortest of a few calls; of the processes the slowest."""
+    """Seconds of the shortest of a few calls, on the slowest process."""
     call = _call(name, num_bytes, device)
     call()
     shortest = float("inf")
@@ -201,7 +202,7 @@ def _seconds(name: Collective, num_bytes: int, device: torch.device) -> float:
 
 
 def _call(name: Collective, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    """A collective over buffers of their own; `num_bytes` at its wide end."""
+    """Return a function that calls a collective on new buffers, the larger one of `num_bytes`."""
     size, rank = dist.get_world_size(), dist.get_rank()
     part = torch.zeros(max(1, num_bytes // 4 // size), device=device)
     wide = torch.zeros(part.numel() * size, device=device)
@@ -222,8 +223,8 @@ def _call(name: Collective, num_bytes: int, device: torch.device) -> Callable[[]
 
 
 def _attention_ways(num_bytes: int, device: torch.device) -> Callable[[], object]:
-    """The way of queries, keys and values to the heads of attention and that of its output back:
-    two all-to-alls of about `num_bytes` in all, which are packed and unpacked as in a layer."""
+    """Return a function that runs the two all-to-alls of an attention layer, q, k, v to the heads
+    and the output back, packed as in a layer, with about `num_bytes` in all."""
     size, rank = dist.get_world_size(), dist.get_rank()
     num_tokens = max(1, num_bytes // (4 * 4 * size * _HEAD_DIM))
     chunk = Chunk((Slice(0, 0, num_tokens * size, Place(0, size)),))
@@ -242,13 +243,13 @@ def _attention_ways(num_bytes: int, device: torch.device) -> Callable[[], object
 
 
 def _renamed(name: str, before: str) -> Callable[..., object]:
-    """A function of torch.distributed that had another name up to torch 2.12."""
+    """Return a function of torch.distributed that was named `before` up to torch 2.12."""
     function: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
     return function
 
 
 def _to_the_next(wide: torch.Tensor, other: torch.Tensor, rank: int, size: int) -> None:
-    """Every process sends to the next one and receives from the one before."""
+    """Send to the next process and receive from the previous one."""
     operations = [
         dist.P2POp(dist.isend, wide, (rank + 1) % size),
         dist.P2POp(dist.irecv, other, (rank - 1) % size),

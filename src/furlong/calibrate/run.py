@@ -1,7 +1,7 @@
-"""Calibrates a machine: trial plans on small models, run by the executor, and the fit to them.
+"""Calibrate a machine: run trial plans on small models, and fit the cost model to them.
 
-The models have the user's widths in few layers, and a narrow one's. Each plan tells some of the
-cost model's terms apart; what is held out differs from all that is fitted, in size, keep, order or
+One model has the user's widths and few layers, another one is narrow. Together the fitted plans
+determine every term of the cost model; held-out plans differ from them in size, keep, order or
 length.
 """
 
@@ -56,18 +56,18 @@ _LARGEST_CHUNK = {"cpu": 1024, "cuda": 8192}
 _SMALLEST_CHUNK = 64
 _NUM_LAYERS = 2
 _LARGE_LAYER = 10**8
-"""Parameters of a layer of which one is enough."""
+"""Parameters above which the trial model has one layer instead of `_NUM_LAYERS`."""
 _ROUND_S = 30.0
-"""About what one round of the user's widths may take."""
+"""Rough limit of one round of trials."""
 _MOST_S = 75.0
-"""A further round begins only if it will be over by then."""
+"""Limit of the repeated rounds of both models together, half for each."""
 _NUM_ROUNDS = 3
 _SLOW_SHARE = 0.6
-"""Share of the peak that a step reaches, for the estimate of how long trials take."""
+"""Assumed share of peak FLOP/s, to estimate how long trials take."""
 
 TrialModel = Literal["own", "narrow"]
-"""The user's widths in few layers; a narrow model of the same head size, whose passes are mostly
-launches and attention."""
+"""The trial models: "own" has the user's widths in few layers; "narrow" has the same head size, and
+its passes are mostly launches and attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,8 @@ class Trial:
 
 
 def trials(largest: int) -> list[Trial]:
-    """The plans, those that are fitted first; `largest`: tokens of the largest chunk."""
+    """Return the trials, fitted ones before held-out ones; `largest`: tokens of the largest
+    chunk."""
 
     def trial(
         subject: TrialModel, lengths: tuple[float, ...], size: float, held_out: bool = False,
@@ -126,22 +127,22 @@ def trials(largest: int) -> list[Trial]:
 
 
 VOCABULARY = 4096
-"""Largest vocabulary of a measured model: a head is a matrix as any other, and takes long."""
+"""Largest vocabulary of a trial model: a head is a matrix like any other, but slow."""
 _NARROW_HEADS = 4
 _MAX_POSITIONS = 2**17
 
 
 def default_config() -> Any:
-    """The widths of Qwen2.5-0.5B."""
+    """Return the config of Qwen2.5-0.5B."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**known_models()["Qwen2.5-0.5B"]["config"])
 
 
 def config_of(name: str) -> Any:
-    """The config of a config.json, of the folder that holds it, or of a model of the hub.
+    """Read the config of a config.json, of the folder that holds it, or of a model on the hub.
 
-    Raises ConfigError for what cannot be read.
+    Raises ConfigError if it cannot be read.
     """
     path = Path(name).expanduser()
     folder = path.parent if path.name == "config.json" else path
@@ -149,7 +150,7 @@ def config_of(name: str) -> Any:
 
 
 def own_config(config: Any, num_layers: int) -> Any:
-    """The config with few layers and a small vocabulary, without dropout."""
+    """Return the config with few layers and a small vocabulary, without dropout."""
     values = copy.deepcopy(config.to_dict())
     cut_layers(config, values, range(min(config.num_hidden_layers, num_layers)))
     for key, value in values.items():
@@ -165,7 +166,7 @@ def own_config(config: Any, num_layers: int) -> Any:
 
 
 def narrow_config(shape: ModelShape, num_layers: int) -> Any:
-    """A narrow model with heads of the same size."""
+    """Return the config of a narrow model with heads of the same size."""
     from transformers import Qwen2Config
 
     hidden = _NARROW_HEADS * shape.head_dim
@@ -178,7 +179,7 @@ def narrow_config(shape: ModelShape, num_layers: int) -> Any:
 
 
 def build(config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, ModelShape]:
-    """A model with random weights, and its shape. Raises UserError for what cannot be trained."""
+    """Build a model with random weights, and return it with its shape; UserError if untrainable."""
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         model = build_model(folder, init="random", dtype=dtype)
@@ -187,21 +188,21 @@ def build(config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, M
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One plan, run once or several times."""
+    """Measurements of one plan, run once or several times."""
 
     plan: ChunkPlan
     seconds: tuple[float, ...]
-    """Seconds of each action, the shortest of all runs."""
+    """Seconds of each action, the minimum over runs."""
     step_s: float
-    """The sum of the actions, in the fastest run."""
+    """Seconds of all actions in the fastest run."""
     before_bytes: int
-    """In use before the plan."""
+    """Bytes in use before the plan."""
     peak_bytes: int
-    """In use at most while it ran."""
+    """Peak bytes in use while the plan ran."""
 
 
 class Bench:
-    """A model on a device, ready to run plans of random tokens."""
+    """Runs plans with random tokens on a model."""
 
     def __init__(
         self, model: Any, *, compute_dtype: torch.dtype, vocab_size: int,
@@ -212,11 +213,11 @@ class Bench:
         self._device = next(model.parameters()).device
         self._vocab_size = vocab_size
         clock, pools = clock_of(self._device), self._engine._session.state.opened
-        # a thread's own time stands still while it waits for a copy
+        # a thread's CPU time does not advance while it waits for a copy
         self._clock = clock if clock is time.perf_counter else lambda: clock() + pools.waited_s
 
     def run(self, seq_lens: Sequence[int], options: ChunkOptions) -> Measured:
-        """One step without an optimizer; gradients are dropped."""
+        """Run one step without an optimizer, and drop the gradients."""
         plan = self._engine.plan(seq_lens, options)
         self._model.zero_grad(set_to_none=True)
         tidy()
@@ -231,7 +232,7 @@ class Bench:
 
 
 def merged(runs: Sequence[Measured]) -> Measured:
-    """Several runs of one plan as one: the shortest seconds, the median bytes."""
+    """Merge runs of one plan: the shortest seconds, the median bytes."""
     return Measured(
         runs[0].plan,
         tuple(map(min, zip(*(run.seconds for run in runs), strict=True))),
@@ -242,14 +243,14 @@ def merged(runs: Sequence[Measured]) -> Measured:
 
 
 def random_sequences(seq_lens: Sequence[int], vocab_size: int) -> list[dict[str, Tensor]]:
-    """Sequences of these lengths in which every token has a label."""
+    """Return random sequences of these lengths in which every token has a label."""
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(vocab_size, (n,), generator=generator) for n in seq_lens]
     return [{"input_ids": i, "labels": i} for i in ids]
 
 
 def tidy() -> None:
-    """Give back to the system what is free."""
+    """Return free memory to the system."""
     gc.collect()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -259,7 +260,7 @@ def tidy() -> None:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """A plan that was run, and what the calibrated model says of it."""
+    """A measured plan and the calibrated cost model's prediction of it."""
 
     trial: Trial
     measured: Measured
@@ -283,8 +284,12 @@ def calibrate(
     disk_dir: Path,
     tell: Tell = lambda words: None,
 ) -> tuple[Machine, tuple[TrialResult, ...]]:
-    """The machine of `device`, measured with models of the widths of a transformers config, and all
-    plans that ran. Raises UserError for a model that cannot be trained or counted."""
+    """Measure the machine of `device` with trial models of a transformers config.
+
+    `dtype`: torch's name of the compute dtype, such as "bfloat16"; `disk_dir`: folder in which the
+    disk is measured. Return the calibrated machine and all trials. Raises UserError for a model
+    that cannot be trained or described.
+    """
     started_s = time.monotonic()
     shape = describe(config)
     spec, compute_dtype = machine_of(device), getattr(torch, dtype)
@@ -305,7 +310,7 @@ def calibrate(
         models[name] = CostModel(cut_shape, spec, training)
         largest = largest_chunk(name, models[name], device)
         if positions := getattr(cut.get_text_config(), "max_position_embeddings", None):
-            # the longest sequence has twice as many tokens in the user's widths, else four times
+            # the longest sequence has 2 * largest tokens for "own", 4 * largest for "narrow"
             largest = min(largest, positions // (2 if name == "own" else 4))
         own = [trial for trial in trials(largest) if trial.subject == name]
         bench = Bench(model, compute_dtype=compute_dtype, vocab_size=cut_shape.vocab_size)
@@ -332,8 +337,10 @@ _OF_TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def device_of(name: str) -> torch.device:
-    """The device named `auto`, `cpu` or `cuda`. Raises ConfigError for CUDA where there is none,
-    and for a process of torchrun without a GPU."""
+    """Return the device named `auto`, `cpu` or `cuda`.
+
+    Raises ConfigError for `cuda` without a GPU, and for a process of torchrun that has none.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             given="--device cuda, and no GPU that torch can use",
@@ -348,7 +355,7 @@ def device_of(name: str) -> torch.device:
 
 
 def largest_chunk(subject: TrialModel, model: CostModel, device: torch.device) -> int:
-    """Tokens of the largest chunk of the trials, so that a round of them takes about `_ROUND_S`."""
+    """Tokens of the trials' largest chunk, such that a round takes about `_ROUND_S`."""
     shape = model.shape
     per_token = 8 * (shape.num_active_parameters + shape.embedding_parameters)
     per_s = model.hardware.peak_flops_per_s * _SLOW_SHARE
@@ -364,9 +371,9 @@ def largest_chunk(subject: TrialModel, model: CostModel, device: torch.device) -
 def _run_rounds(
     bench: Bench, own: Sequence[Trial], runs: dict[Trial, list[Measured]], tell: Tell
 ) -> None:
-    """All trials, and again as long as there is time."""
+    """Run all trials once, and again while there is time; append the results to `runs`."""
     smallest = min(own, key=lambda trial: trial.num_tokens)
-    bench.run(smallest.seq_lens, smallest.options)  # the first run pays for buffers and kernels
+    bench.run(smallest.seq_lens, smallest.options)  # warm-up: allocates buffers, loads kernels
     started_s = time.monotonic()
     for number in range(1, _NUM_ROUNDS + 1):
         for trial in own:
@@ -383,7 +390,8 @@ def _fitted(
     spec: Machine,
     figures: dict[str, Any],
 ) -> tuple[Machine, tuple[TrialResult, ...]]:
-    """`spec` with `figures`, and with rates and bytes that fit the trials."""
+    """Fit rates and bytes to the trials; return `spec` with these and `figures`, and the trials'
+    results."""
     is_cpu = spec.device_type == "cpu"
     if is_cpu:
         measured = _without_process(measured, models)
@@ -419,8 +427,8 @@ def _fitted(
 def _without_process(
     measured: dict[Trial, Measured], models: dict[TrialModel, CostModel]
 ) -> dict[Trial, Measured]:
-    """Peaks as `memory.device` bounds them: without the interpreter and its libraries, which is
-    what is in use before a plan beside the weights."""
+    """Subtract the interpreter and its libraries from peaks, as `memory.device` does: the bytes in
+    use before a plan, minus the weights."""
     found = []
     for trial, m in measured.items():
         training = models[trial.subject].training
@@ -439,8 +447,8 @@ def _fit_memory(
     *,
     is_cpu: bool,
 ) -> dict[str, Any]:
-    """Fields of Machine: on a CPU what the heap holds, for graphs are counted exactly; on a GPU
-    graphs, of which an allocator in blocks holds more than was asked for."""
+    """Fit memory fields of `Machine`: on a CPU bytes that the heap holds besides graphs, which are
+    counted exactly; on a GPU a factor on graphs, since torch allocates whole blocks."""
     terms = {"heap_blocks": 1.0, "heap_share": 1.0} if is_cpu else {"activation_factor": 2.0}
     nothing: dict[str, Any] = {name: value - 1 for name, value in terms.items()}
     rows = []
