@@ -19,6 +19,7 @@ nothing: 0 where all was measured.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import os
@@ -216,6 +217,15 @@ def missing(folder: str = "") -> list[str]:
     return [name for name in (*PACKAGES, *OF_ONE_PART) if name not in found]
 
 
+def _end_with_parent() -> None:
+    """Ask Linux to kill this process when the one that has started it ends, however it does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
 def run(
     part: str, settings: Mapping[str, Any], limit_s: float, results: Results, path: str | None,
     packages: str = "",
@@ -228,7 +238,7 @@ def run(
     command = [sys.executable, str(_HERE / "gpu_part.py"), part, json.dumps(settings)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=_end_with_parent,
     ) as process:  # fmt: skip
         late = threading.Event()
 
@@ -240,6 +250,7 @@ def run(
         assert process.stdout is not None and process.stderr is not None
         timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), stop)
         listener = threading.Thread(target=lambda: told.extend(process.stderr), daemon=True)  # type: ignore[arg-type]
+        timer.daemon = True  # so that Ctrl-C does not wait for the limit
         timer.start()
         listener.start()
         for line in process.stdout:

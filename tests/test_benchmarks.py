@@ -14,6 +14,7 @@ import flat
 import gpu
 import gpu_part
 import long
+import psutil
 import pytest
 from harness import disagreements
 from measuring import Measurement
@@ -164,6 +165,25 @@ def test_a_part_of_gpu_that_is_cut_off_leaves_its_results(tmp_path, monkeypatch)
     values, results = tmp_path / "gpu.json", {}
     assert gpu.run("flat", {}, 2.0, results, str(values)) == "ended at its limit of 2 s"
     assert results == json.loads(values.read_text())["results"] == {"first": {"step_s": 1.5}}
+
+
+def test_a_part_ends_with_a_gpu_that_is_killed(tmp_path):
+    (tmp_path / "gpu_part.py").write_text(
+        "import json, os, time\n"
+        "print(json.dumps({'result': 'own', 'pid': os.getpid()}), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    code = (
+        f"import gpu, pathlib; gpu._HERE = pathlib.Path({str(tmp_path)!r}); "
+        "gpu.run('flat', {}, 60.0, {}, None)"
+    )
+    whole = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                             cwd=ROOT / "benchmarks")  # fmt: skip
+    with whole:
+        part = psutil.Process(int(whole.stdout.readline().rpartition(" ")[2]))
+        whole.kill()
+    _, left = psutil.wait_procs([part], timeout=20)
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in left)
 
 
 @pytest.mark.parametrize("ends", ["exit 0", "kill -9 $$"])
