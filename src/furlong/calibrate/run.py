@@ -72,6 +72,8 @@ its passes are mostly launches and attention."""
 
 @dataclass(frozen=True, slots=True)
 class Trial:
+    """A plan to run on a trial model; `held_out`: it tests the fit instead of entering it."""
+
     subject: TrialModel
     seq_lens: tuple[int, ...]
     options: ChunkOptions

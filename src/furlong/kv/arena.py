@@ -39,6 +39,7 @@ class Extents:
         return None
 
     def give(self, start: int, num_bytes: int) -> None:
+        """Free a range, and merge it with free neighbours."""
         stop = start + num_bytes
         index = bisect_left(self._holes, (start, stop))
         if index < len(self._holes) and self._holes[index][0] == stop:
@@ -136,7 +137,7 @@ class Arena:
         if self._poison:
             poison_bytes(piece.memory)
         piece.give()
-        if not self._taken and len(self._slabs.slabs) > 1:
+        if not self._taken and len(self._slabs.slabs) > 1:  # the next step gets one slab
             self._consolidated_bytes = self.pooled_bytes
             self._slabs.slabs.clear()
 

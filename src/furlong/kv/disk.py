@@ -56,12 +56,13 @@ class NamelessFile:
             os.ftruncate(self._file.fileno(), start + num_bytes)  # grows the file, reserves nothing
 
     def write(self, pages: memoryview, start: int) -> None:
+        """Write whole pages from byte `start` on; raises ConfigError if the system refuses."""
         done = 0
         try:
             while done < len(pages):
                 done += os.pwrite(self._file.fileno(), pages[done:], start + done)
             self._dirty_bytes += 0 if self.is_direct else done
-            if self._dirty_bytes > _SYNC_BYTES:
+            if self._dirty_bytes > _SYNC_BYTES:  # before the kernel blocks the writer
                 self._dirty_bytes = 0
                 os.fdatasync(self._file.fileno())
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -69,6 +70,7 @@ class NamelessFile:
             raise self._refusal(error, len(pages)) from error
 
     def read(self, pages: memoryview, start: int) -> None:
+        """Fill `pages` from byte `start` on; raises ConfigError if the system refuses."""
         done = 0
         try:
             while done < len(pages):

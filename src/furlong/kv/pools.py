@@ -134,7 +134,7 @@ class Pool(ABC):
         """
         self._raise_error()
         handle = Handle(x.shape, x.dtype)
-        self._begin(handle)
+        self._begin(handle)  # may raise: until here nothing is counted or held
         self._handles.add(handle)
         self._hold(handle.num_bytes)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -241,7 +241,7 @@ class DevicePool(Pool):
         self.arena.give(h.place)
 
     def _write(self, h: Handle, x: Tensor) -> None:
-        if x is not h.place:
+        if x is not h.place:  # a lease that is written back is the place itself
             h.place.copy_(x)
 
     def _read(self, h: Handle) -> tuple[Tensor, Buffer | None]:
@@ -566,10 +566,10 @@ class StagedPool(Pool):
         self._send(h, buffer)
 
     def _write_back(self, h: Handle, tensor: Tensor, buffer: Buffer | None) -> None:
-        self._forget_read(h)
+        self._forget_read(h)  # a read that was prefetched meanwhile has the old values
         if buffer is None:
             super()._write_back(h, tensor, buffer)
-        else:
+        else:  # the lease is the buffer: no copy
             self._send(h, buffer)
 
     def _send(self, h: Handle, buffer: Buffer) -> None:
@@ -586,7 +586,7 @@ class StagedPool(Pool):
         self._wait(event)
         tensor = _typed(buffer, h)
         if not self._hops:
-            return tensor, buffer
+            return tensor, buffer  # the lease is the staging buffer until it ends
         own = torch.empty(h.shape, dtype=h.dtype, device=self._device)
         own.copy_(tensor, non_blocking=True)
         self._staging.give(buffer, now(self._device))

@@ -200,7 +200,7 @@ class LayerSegments:
         """Store the last rows of k, v (K, T, H), as many as later pieces see. A piece that was sent
         gradients is not freed and written again (plans are checked for that)."""
         tokens = self.tokens.of_piece(piece)
-        first = k.shape[1] - len(tokens)
+        first = k.shape[1] - len(tokens)  # only the last tokens of a piece are stored
         for segment in self._holding(tokens):
             rows = segment.rows(tokens)
             there = segment.start + rows.start - tokens.start + first
@@ -268,7 +268,7 @@ class LayerSegments:
             elif (lease := self._lease(segment.grad_handle)) is not None:
                 parts.append(lease.tensor[rows].clone())
                 lease.release()
-            else:
+            else:  # later pieces added to other segments of the piece only
                 shape = (rows.stop - rows.start, *self._token_shape)
                 parts.append(torch.zeros(shape, dtype=self._wide, device=self._arena.device))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -429,7 +429,7 @@ def _forward(
         raise called_within(mixer.module)
     cell: Any = pass_of.cell  # with `runtime.cell.Cell`'s slices and states
     given, found, output = inputs_of(args, kwargs), dict[int, Tensor](), None
-    for parts in in_batches(cell.state_slices()):
+    for parts in in_batches(cell.state_slices()):  # several are whole sequences, without states
         part, take = parts[0], partial(_rows_of, parts)
         x, before = take(given.x), States()
         if part.continues:

@@ -70,7 +70,7 @@ def bare_model(model: nn.Module) -> nn.Module:
     """
     bare: Any = getattr(model, "_orig_mod", model)  # torch.compile(model)
     if hasattr(bare, "get_base_model"):
-        _refuse(bare, _WRAPPED[:-1])  # modules are those of the model inside
+        _refuse(bare, _WRAPPED[:-1])  # the last row is about modules: checked without the wrapper
         bare = bare.get_base_model()
         bare = getattr(bare, "_orig_mod", bare)
     _refuse(bare, _WRAPPED)
