@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import Machine
+from furlong.cost.memory import PARTS
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
@@ -29,6 +31,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
 from furlong.planners.question import SLACK, Candidate, Limits, Question, Space, whole_model
 from furlong.planners.search import _MOST_FITTING, METHODS, Method, _Search, best_plan, search
+from furlong.report.report import report_plan
 from furlong.simulate.predict import Needs, most_of, needs_of, predict, predict_step, step_s
 from furlong.train.batches import BatchPlanner, Wanted
 
@@ -378,6 +381,46 @@ def test_passes_of_pipelines_gather_weights_where_kept_ones_leave_no_room(method
     freed = training.weights(model.shape, plan.stages, frozenset((1,)), 8)
     assert freed.share_bytes == pytest.approx(freed.all * 4 / 8, rel=1e-6)
     assert freed.state.total == pytest.approx(freed.all * 16 / 8, rel=1e-6)
+
+
+def on_small_cards(
+    num_devices: int, cpu_bytes: int = 16 * GIB, device_bytes: int = 6 * GIB, **given: Any
+) -> Decision:
+    """A decision that may put weights on the CPU; 16 bytes of a parameter are 7.4 GiB."""
+    model = replace(H100, training=replace(H100.training, offload_weights=None))
+    return decide(
+        count_lengths([8192]), size=StepSize(1), model=model, num_devices=num_devices,
+        limits=Limits(device_bytes, cpu_bytes), must_fit=True,
+        given={"size": 2048, "keep": "attention", "sp": num_devices, **given},
+    )  # fmt: skip
+
+
+def test_weights_lie_in_cpu_memory_where_neither_kept_nor_freed_ones_fit() -> None:
+    decision = on_small_cards(1)
+    assert decision.offload_weights and decision.options.reshard and decision.model
+    assert decision.answer and decision.answer.on_device
+    report = report_plan(decision.answer.best.plan_of([8192]), decision.model)
+    printed = report.to_json()["weights"]
+    (held,) = report.memory
+    assert printed["host_bytes"] == 16 * SHAPE.num_parameters == held.cpu[0]
+    assert printed["whole_bytes"] == held.device[:, PARTS.index("weights")].max()
+    bus = H100.hardware.links.host.bytes_per_s
+    assert report.breakdown["collectives"] * report.step_s >= printed["brought_bytes"] / bus
+    several = on_small_cards(4, device_bytes=9 * GIB // 2)
+    assert several.options.reshard and not several.offload_weights
+    assert not on_small_cards(1, device_bytes=40 * GIB).offload_weights
+    for refused in ({"reshard": False}, {"order": "chunk-first"}, {"cpu_bytes": 0}):
+        with pytest.raises(ConfigError) as caught:
+            on_small_cards(1, **refused)
+        assert "GiB less a margin" in caught.value.required
+
+
+def test_weights_that_exceed_cpu_memory_are_named_with_what_would_do() -> None:
+    with pytest.raises(ConfigError) as caught:
+        on_small_cards(1, cpu_bytes=4 * GIB)
+    assert re.search(r"memory.cpu: weights, gradients and optimizer 7\.36 GiB", caught.value.given)
+    enough = re.search(r"memory\.cpu: ([\d.]+)GiB", caught.value.change)
+    assert enough and on_small_cards(1, cpu_bytes=int(float(enough[1]) * GIB)).offload_weights
 
 
 @pytest.mark.parametrize(("name", "optimizer_bytes"), [("Qwen2.5-14B", 8), ("Qwen2.5-32B", 4)])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from furlong.config.sources import parse_run
 from furlong.cost.lengths import draw_with_longest
 from furlong.cost.machine import THIS_CPU, Machine
 from furlong.cost.model import CostModel
@@ -13,7 +14,7 @@ from furlong.plan.plan import Offload
 from furlong.planners.decide import decide, nothing_fits
 from furlong.planners.question import Limits, Question, Space, advice
 from furlong.planners.search import search
-from furlong.planners.setup import offload_budgets
+from furlong.planners.setup import cost_model_of, given_options, offload_budgets
 from furlong.simulate.predict import most_of, needs_of
 
 GIB = 2**30
@@ -29,10 +30,36 @@ GIB = 2**30
         ("cpu", "auto", 0, False, (7, 0)),
         ({"kv": "cpu", "inputs": "disk"}, 3, 5, False, (3, 5)),
         (Offload(graphs="disk"), 0, 5, False, (0, 5)),
+        ({"weights": "cpu"}, 3, 0, False, (3, 0)),
+        ({"weights": "cpu"}, "auto", 0, True, (0, 0)),
     ],
 )
 def test_what_the_keys_give(offload, cpu, disk, on_cpu, expected):
     assert offload_budgets(offload, cpu, disk, on_cpu=on_cpu, free_cpu_bytes=7) == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "kept", "away"),
+    [
+        ("auto", None, None),
+        ("cpu", "cpu", False),
+        ("none", "none", False),
+        ("{kv: cpu}", {"kv": "cpu"}, False),
+        ("{weights: cpu}", None, True),
+        ("{weights: none}", "none", False),
+        ("{weights: cpu, kv: disk}", {"kv": "disk"}, True),
+    ],
+)
+def test_weights_are_no_kept_tensors(flag, kept, away):
+    """Alone they leave the others to auto, and one word means kept tensors alone."""
+    needed = ["--model.name=folder", "--data.train=a.jsonl", "--memory.disk=1GiB"]
+    config = parse_run([*needed, f"--offload={flag}"])
+    given = given_options(config)
+    assert (given.get("offload"), given.get("reshard")) == (kept, True if away else None)
+    card, shape = Machine.named("H100"), model_shape("Qwen2.5-0.5B")
+    assert cost_model_of(config, shape, card).training.offload_weights is away
+    other = parse_run([*needed, "--train.optimizer=adamw_8bit"])
+    assert cost_model_of(other, shape, card).training.offload_weights is False
 
 
 def test_cpu_memory_that_is_not_known_has_no_limit():
@@ -48,6 +75,7 @@ def test_cpu_memory_that_is_not_known_has_no_limit():
         ("disk", "auto", 0, True, "disk with memory.disk = 0", "add memory.disk"),
         ({"inputs": "disk"}, "auto", 0, False, "disk with memory.disk = 0", "add memory.disk"),
         ("cpu", 0, 0, False, "cpu with memory.cpu = 0", "add memory.cpu"),
+        ({"weights": "cpu"}, 0, 0, False, "cpu with memory.cpu = 0", "add memory.cpu"),
     ],
 )
 def test_what_cannot_be_is_told_in_four_parts(offload, cpu, disk, on_cpu, given, change):

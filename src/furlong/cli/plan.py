@@ -30,7 +30,7 @@ from furlong.cost.training import RankWeights
 from furlong.errors import PlanError, UserError, in_short, refusal
 from furlong.plan.check import check
 from furlong.plan.lengths import Call, count_lengths
-from furlong.plan.plan import ChunkPlan, Layout
+from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
 from furlong.planners.candidates import KEEPS
 from furlong.planners.decide import (
@@ -40,6 +40,7 @@ from furlong.planners.decide import (
     decide,
     division_in_words,
     longest_sequence,
+    nearest,
     share_of,
 )
 from furlong.planners.options import (
@@ -397,15 +398,25 @@ _FORWARD, _DEEP = "chunk-first", "layer-first"
 
 
 def reasons(answer: Answer) -> list[str]:
-    """Return a line for each choice that the search made: sizes of the layout above 1, `reshard`,
-    then the size of chunks, `keep`, `offload` and `order`.
+    """Return a line for each choice that the search made: weights on the CPU, sizes of the layout
+    above 1, `reshard`, then the size of chunks, `keep`, `offload` and `order`.
 
     A choice has no line where it was given or where nothing was offered in its place; `reshard`
     has one where the weights of stages are freed. Costs are
     those of plans that were timed; `about` marks those of estimates by closed forms, `at least`
     those of bounds.
     """
-    return [*_of_layout(answer), *_of_options(answer)]
+    return [*_of_weights(answer), *_of_layout(answer), *_of_options(answer)]
+
+
+def _of_weights(answer: Answer) -> Iterator[str]:
+    if answer.on_device is not None:
+        trial, layout = nearest(answer.on_device)
+        limits, question = answer.question.limits, answer.on_device.question
+        needed = question.state_bytes(layout) if trial is None else trial.needs.device_bytes
+        lacking = format_bytes(max(0, needed - limits.limit_bytes))
+        where = "" if layout == ONE_DEVICE else f", {layout}"
+        yield f"weights on the CPU: on the device{where} at least {lacking} are lacking"
 
 
 def _of_layout(answer: Answer) -> Iterator[str]:

@@ -130,8 +130,11 @@ def kept_offload(value: OffloadChoice) -> OffloadChoice:
     return kept or ("auto" if offloads_weights(value) else "none")
 
 
-def offloads_weights(value: OffloadChoice) -> bool:
-    """Whether a value of offload puts weights, gradients and optimizer into CPU memory."""
+def offloads_weights(value: OffloadChoice) -> bool | None:
+    """Whether a value of offload puts weights, gradients and optimizer into CPU memory; None for
+    auto, which leaves it to a search."""
+    if value == "auto":
+        return None
     return isinstance(value, Mapping) and value.get("weights") == "cpu"
 
 
@@ -412,6 +415,9 @@ Optimizer = Literal[
     "adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit",
     "adamw_torch_4bit", "adamw_torch_fp8", "adafactor", "muon",
 ]  # fmt: skip
+
+OF_BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
+"""The optimizers of bitsandbytes, which take no divided weights."""
 
 
 def _compiled(pattern: str) -> str:
@@ -885,7 +891,7 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         " does, so no search may choose it",
         "set chunks.size, such as 1024, or remove chunks.sample",
     )
-    parallel, is_away = run.parallel, offloads_weights(run.offload)
+    parallel, is_away = run.parallel, offloads_weights(run.offload) is True
     for is_so, key, instead in (
         (parallel.reshard is True, "parallel.reshard", "set parallel.reshard to false"),
         (is_away, "offload", "remove offload"),
@@ -915,7 +921,7 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         "set offload to {weights: cpu}, or remove offload",
     )
     yield (
-        is_away and train.optimizer in ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+        is_away and train.optimizer in OF_BITSANDBYTES,
         "offload and train.optimizer",
         "an optimizer of divided weights on the CPU: bitsandbytes has none",
         "set train.optimizer to adamw, or remove offload",

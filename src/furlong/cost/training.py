@@ -117,9 +117,10 @@ class Training:
     replicate: int = 1
     """Groups of replicas that each share a whole state (HSDP): gradients are also added up between
     them."""
-    offload_weights: bool = False
+    offload_weights: bool | None = False
     """Whether each process has its part of weights, gradients and optimizer in CPU memory
-    (`offload.weights`), from where whole weights come to its device; see `offloading`."""
+    (`offload.weights`), from where whole weights come to its device; see `offloading`. None: not
+    yet, but a search may choose it."""
     host_is_device: bool = False
     """Whether the device is a CPU, so that all of that lies on it in any case."""
     gathers: bool = False
@@ -197,12 +198,12 @@ class RankWeights:
     def divides(self) -> bool:
         """Whether whole weights are copies of parts, which may be freed, in this runtime."""
         training = self.training
-        return training.gathers and (self.group_size > 1 or training.offload_weights)
+        return training.gathers and (self.group_size > 1 or bool(training.offload_weights))
 
     @property
     def is_away(self) -> bool:
         """Whether these parts, their gradients and the optimizer are not on the device."""
-        return self.training.offload_weights and not self.training.host_is_device
+        return bool(self.training.offload_weights) and not self.training.host_is_device
 
     @property
     def _is_copied(self) -> bool:

@@ -229,7 +229,7 @@ def decide(
         whole, stages = whole_model(asked.model_of(layout)), asked.stages_of(layout)
         return Decision(
             options, words, model=whole, layout=layout, stages=stages,
-            offload_weights=whole.training.offload_weights,
+            offload_weights=bool(whole.training.offload_weights),
         )  # fmt: skip
 
     if not calls and question.longest > MAX_CHUNKS * question.given.get("size", inf):
@@ -248,13 +248,14 @@ def decide(
         small = {"num_retained": 0, "keep": "kv"} | least.options
         options = fixed_options(min(1024, question.longest), small)
         return unsearched(options, words, layout)
-    is_one, layout = question.num_devices == 1, answer.best.layout
+    question, layout = answer.question, answer.best.layout
+    is_one = question.num_devices == 1
     return Decision(
         answer.options, why(answer, budget_words), answer,
-        model if is_one else whole_model(answer.asked.model_of(layout)),
+        question.model if is_one else whole_model(answer.asked.model_of(layout)),
         layout=layout, stages=answer.asked.stages_of(layout),
         layout_words="" if is_one else layouts_in_words(answer),
-        offload_weights=question.model.training.offload_weights,
+        offload_weights=bool(question.model.training.offload_weights),
     )  # fmt: skip
 
 
@@ -388,6 +389,9 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
             error = DoesNotFitError(0, trial.peak, limits.limit_bytes, training)
             part, needs, required = error.part, f"whose {error.given}", error.required + margin
             enough["device"] = ceil(used / (1 - limits.margin))
+        elif memory == "cpu" and training.offload_weights:
+            part, words = _largest_below(trial, question)
+            needs += f": {words}"
         given = f"of {plans} none fits; nearest is {options_in_words(options)}, {needs}"
         # no run has smaller chunks: that advice would lead nowhere
         names = [n for n in question.options if n != "size" or options.size > SMALLEST_CHUNK]
@@ -412,6 +416,20 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
         ways += ["start more processes"] if alone and not on_cpu else []
         change = "; or ".join([*ways, change])
     return ConfigError(given=given, required=required, source=source, change=change)
+
+
+def _largest_below(trial: Candidate, question: Question) -> tuple[str, str]:
+    """The larger part of what a plan with weights in CPU memory needs there, `state` or `cpu`, and
+    the words for both."""
+    layout, model = trial.layout, question.model_of(trial.layout)
+    stages = stages_of(model.shape.num_layers, trial.options)
+    held = frozenset(range(len(stages)))
+    own = model.training.weights(model.shape, stages, held, layout.dp * layout.sp)
+    kept = trial.needs.cpu_bytes - own.host_bytes
+    words = f"weights, gradients and optimizer {format_bytes(own.host_bytes)}"
+    parts = sorted([(own.host_bytes, "state", words),
+                    (kept, "cpu", f"kept tensors {format_bytes(kept)}")], reverse=True)  # fmt: skip
+    return parts[0][1], ", ".join(words for *_, words in parts)
 
 
 def _nothing_offered(question: Question, error: Exception | None) -> ConfigError:

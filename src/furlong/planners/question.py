@@ -281,6 +281,30 @@ class Question:
             and self.given.get("stage_layers", 1) < num_layers
         )
 
+    @property
+    def may_offload_weights(self) -> bool:
+        """Whether a search may choose CPU memory for weights, gradients and optimizer."""
+        training, given = self.model.training, self.given
+        shape = self.model.shape
+        return (
+            training.offload_weights is None
+            and not training.host_is_device
+            and self.limits.cpu_bytes != 0
+            and training.packed_bytes is None
+            and self.method in RESHARDING
+            and not (shape.whole or self.calls)
+            and given.get("reshard", True)
+            and given.get("pp", 1) == 1
+            and given.get("order") != "chunk-first"
+            and given.get("stage_layers", 1) < shape.num_layers
+        )
+
+    def offloading(self) -> Question:
+        """The question for plans with weights, gradients and optimizer in CPU memory."""
+        model = replace(self.model, training=self.model.training.offloading())
+        given = {**self.given, "order": "layer-first", "reshard": True}
+        return replace(self, model=model, given=given)
+
     def resharding(self, layout: Layout, reshard: bool = True) -> Question:
         """The question for plans that free the weights of stages, or that keep those of all."""
         order = {"order": "layer-first"} if reshard and layout.pp == 1 else {}
@@ -495,6 +519,9 @@ class Answer:
 
     is_cut_short: bool = False
     """Whether a signal ended the search before its end."""
+    on_device: Answer | None = None
+    """The search with weights on the device, of which nothing fits: then `question` is that for
+    weights in CPU memory."""
 
     @property
     def best(self) -> Candidate:

@@ -142,6 +142,23 @@ def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool 
             source="chunks",
             change=f"leave {names} out, or chunks.method",
         )
+    state, is_cut_short = _searched(question, tell, may_cut_short)
+    on_device = None
+    if not state.fitting and question.may_offload_weights:
+        away, is_cut_short = _searched(question.offloading(), tell, may_cut_short)
+        if not away.fitting:
+            away.try_least()
+        if away.fitting or away.lacks_cpu_alone:
+            state, on_device = away, state.answer(started_s)
+    if not state.fitting and on_device is None:
+        state.try_least()
+    answer = state.answer(started_s)
+    return replace(answer, is_cut_short=is_cut_short, on_device=on_device)
+
+
+def _searched(question: Question, tell: Tell, may_cut_short: bool) -> tuple[_Search, bool]:
+    """A search that has run, with finer chunks where nothing fits else; whether a signal has ended
+    it."""
     state, is_cut_short = _Search(question, tell), False
     try:
         state.run()
@@ -156,9 +173,7 @@ def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool 
         if not has_own_chunks(question.method):  # these cut as finely as they can
             state.run()
         state.error = error
-    if not state.fitting:
-        state.try_least()
-    return replace(state.answer(started_s), is_cut_short=is_cut_short)
+    return state, is_cut_short
 
 
 def own_methods(question: Question, layout: Layout) -> list[str]:
@@ -525,6 +540,13 @@ class _Search:
         (asked,) = candidates_of(candidate.method)(replace(question, beat_s=inf), candidate.layout)
         return asked.plan_of
 
+    @property
+    def lacks_cpu_alone(self) -> bool:
+        """Whether the plan that lacks least would fit with more CPU memory."""
+        limits = self._limits
+        least = min((one.needs for one in self._refused), key=limits.lacking, default=None)
+        return least is not None and [*limits.exceeded(least)] == ["cpu"]
+
     def try_least(self) -> None:
         """Find what lacks least, for the message that no plan fits."""
         lacking = self._limits.lacking
@@ -609,7 +631,7 @@ def walkable(question: Question) -> list[Layout]:
     if reshards:
         training = question.model.training
         refuse_reshard_alone(
-            question.num_devices, training.replicate, offloads=training.offload_weights
+            question.num_devices, training.replicate, offloads=bool(training.offload_weights)
         )
         replicate = training.replicate
         found = [own for own in found if own.pp == 1 or (own.sp > 1 and replicate in (1, own.dp))]

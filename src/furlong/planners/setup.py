@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from furlong.config.schema import kept_offload, offloads_weights
+from furlong.config.schema import OF_BITSANDBYTES, kept_offload, offloads_weights
 from furlong.cost.machine import AS_WRITTEN, Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
@@ -46,7 +46,9 @@ def cost_model_of(
         training = replace(training, replicate=config.parallel.replicate)
     if num_devices > 1:
         training = replace(training, zero_stage=1, gathers=True)
-    if offloads_weights(config.offload):
+    training = replace(training, host_is_device=machine.device_type == "cpu")
+    is_away = offloads_weights(config.offload)
+    if is_away:
         if training.packed_bytes is not None:
             raise ConfigError(
                 given=f"offload = {config.offload} for a model in 4 bits",
@@ -56,7 +58,8 @@ def cost_model_of(
                 + ", or remove model.quantize" * (config.model.quantize is not None),
             )
         training = training.offloading()
-    training = replace(training, host_is_device=machine.device_type == "cpu")
+    elif is_away is None and config.train.optimizer not in OF_BITSANDBYTES:
+        training = replace(training, offload_weights=None)
     dtype = config.model.dtype
     found = machine.calibrated(dtype) if calibrate else machine.computing_in(dtype)
     if config.model.kernels == "none" and found.device_type == "cuda":

@@ -254,7 +254,7 @@ def _searched(
     )  # fmt: skip
     has_budget, (budget_bytes, budget_words) = config.memory.device != "auto", budget
     offloads = bool(ChunkOptions(offload=given.get("offload", "none")).offloading.targets)
-    offloads |= cost.training.offload_weights
+    offloads |= bool(cost.training.offload_weights)
     is_free = config.chunks.method == "auto"
     whole = {"order": "chunk-first"} | given if all(one.pp > 1 for one in some) else given
     all_given = is_free and _are_all(whole)
@@ -266,7 +266,7 @@ def _searched(
             stages = Question(train.seq_lens.tolist(), cost, limits).stages_of(some[0])
             return Decision(
                 ChunkOptions(**whole), "", model=cost, layout=some[0], stages=stages,
-                offload_weights=cost.training.offload_weights,
+                offload_weights=bool(cost.training.offload_weights),
             )  # fmt: skip
         budget_bytes = _NO_BOUND_BYTES  # but CPU memory and disk must hold it
     objective = objective_of(config.train)
@@ -312,7 +312,7 @@ def _uncounted(
         words = ""
     options = fixed_options(config.data.max_seq_len, given)
     stages = model.even_stages(layout)
-    away = offloads_weights(config.offload)
+    away = bool(offloads_weights(config.offload))
     return Decision(options, words, layout=layout, stages=stages, offload_weights=away)
 
 

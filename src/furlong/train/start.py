@@ -72,7 +72,7 @@ def _check(config: RunConfig, num_processes: int) -> None:
     check_run(config, num_processes)
     options = given_options(config)  # refuses what contradicts itself there
     if options.get("reshard"):
-        away = offloads_weights(config.offload)
+        away = bool(offloads_weights(config.offload))
         replicate = config.parallel.replicate
         refuse_reshard_alone(num_processes, replicate, offloads=away)
         is_given = "auto" not in (config.parallel.sp, config.parallel.pp)
