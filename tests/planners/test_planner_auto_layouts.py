@@ -442,6 +442,12 @@ def test_a_node_holds_large_models_with_all_weights_trained(
         question.resharding(Layout(sp=8), own).state_bytes(Layout(sp=8)) / 1e9
         for own in (False, True)
     )
+    asked = replace(
+        question, limits=Limits(budget_bytes), given={"pp": 1, "sp": 8, "reshard": True}
+    )
+    wide = replace(asked, model=replace(model, training=H100.training))
+    assert wide.fits_with_narrow_moments(Layout(sp=8)) == (optimizer_bytes == 4)
+    assert not asked.fits_with_narrow_moments(Layout(sp=8))
     moments = ", `train.state_dtype: bfloat16`" * (optimizer_bytes == 4)
     page = (Path(__file__).parents[2] / "docs/many-devices.md").read_text(encoding="utf-8")
     assert f"| {name}{moments} | {kept:.1f} | {freed:.1f} |" in page

@@ -416,7 +416,10 @@ def _of_weights(answer: Answer) -> Iterator[str]:
         needed = question.state_bytes(layout) if trial is None else trial.needs.device_bytes
         lacking = format_bytes(max(0, needed - limits.limit_bytes))
         where = "" if layout == ONE_DEVICE else f", {layout}"
-        yield f"weights on the CPU: on the device{where} at least {lacking} are lacking"
+        narrow = ""
+        if answer.on_device.question.fits_with_narrow_moments(layout):
+            narrow = "; train.state_dtype: bfloat16 makes room for their state"
+        yield f"weights on the CPU: on the device{where} at least {lacking} are lacking{narrow}"
 
 
 def _of_layout(answer: Answer) -> Iterator[str]:

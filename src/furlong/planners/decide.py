@@ -396,7 +396,7 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
         # no run has smaller chunks: that advice would lead nowhere
         names = [n for n in question.options if n != "size" or options.size > SMALLEST_CHUNK]
         sizes = (f"memory.{name}: {budget_of(most)}" for name, most in enough.items())
-        change = advice(part, training, num_devices, names, alone=alone or on_cpu)
+        change = advice(part, training, num_devices, names, alone=alone or on_cpu, memory=memory)
         change += f"; the smallest that would do is {', with '.join(sizes)}"
     elif state_bytes > limits.limit_bytes:
         given = f"weights, gradients and optimizer of {format_bytes(state_bytes)} on each device"
@@ -413,6 +413,8 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
         fixed = [name for name in ("sp", "pp") if question.given.get(name) == 1]
         fixed += ["reshard"] * (question.given.get("reshard") is False)
         ways = [f"set parallel.{name} to auto" for name in fixed]
+        if question.fits_with_narrow_moments(layout):
+            ways.append("set train.optimizer to adamw and train.state_dtype to bfloat16")
         ways += ["start more processes"] if alone and not on_cpu else []
         change = "; or ".join([*ways, change])
     return ConfigError(given=given, required=required, source=source, change=change)

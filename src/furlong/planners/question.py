@@ -115,12 +115,13 @@ def advice(
     given: Iterable[str] = (),
     *,
     alone: bool = False,
+    memory: str = "",
 ) -> str:
-    """Advice for a plan of `num_devices` whose memory goes into `part`, of a device or below.
-    `given`: the options that the user has given; `alone`: the devices are given too."""
+    """Advice for a plan of `num_devices` that needs too much of a `memory`, most for `part`, which
+    may name it. `given`: the options that the user has given; `alone`: devices are given too."""
     ways = ["use more devices" if num_devices > 1 else "use several devices"]
     if alone:
-        ways = [f"give it a larger memory.{part if part in TARGETS else 'device'}"]
+        ways = [f"give it a larger memory.{memory or (part if part in TARGETS else 'device')}"]
     elif part == "state" and num_devices == 1:
         ways = ["use several devices, which share the state (ZeRO)"]
     if part != "state":
@@ -261,6 +262,16 @@ class Question:
             self.model_of(layout), layout.pp, self.mean_keys,
             group_size=layout.dp * layout.sp, limit_bytes=self.limits.limit_bytes,
         )  # fmt: skip
+
+    def fits_with_narrow_moments(self, layout: Layout) -> bool:
+        """Whether a device holds the state if AdamW's moments take half of their bytes, which it
+        does not hold with whole ones."""
+        training = self.model.training
+        if training.optimizer_bytes != 2 * training.gradient_bytes or training.lora is not None:
+            return False
+        narrow = replace(training, optimizer_bytes=4)
+        asked = replace(self, model=replace(self.model, training=narrow))
+        return asked.state_bytes(layout) <= self.limits.limit_bytes < self.state_bytes(layout)
 
     def may_reshard(self, layout: Layout) -> bool:
         """Whether a search may choose to free the weights of stages in a layout."""
