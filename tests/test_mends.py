@@ -344,6 +344,7 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "freed weights of chunks of its own": (
             {"parallel.reshard": True, "parallel.sp": 2, "chunks.method": "places"}, "--devices=2",
         ),
+        "float32 moments": ({"memory.device": "150KiB"}, "--devices=2"),
         "codes on the CPU": (
             {**away, "model.init": "pretrained", "model.quantize": "nf4",
              "model.lora": {"rank": 4}}, "--devices=1",

@@ -18,7 +18,7 @@ from furlong.cli.main import main
 from furlong.cli.plan import parse_flags
 from furlong.cli.question import question_of
 from furlong.cost.lengths import length_preset, length_presets
-from furlong.cost.shape import known_models
+from furlong.cost.shape import known_models, model_shape
 from furlong.plan.check import check
 from furlong.plan.lengths import Lengths
 from furlong.plan.text import load_plan, save_plan
@@ -126,6 +126,19 @@ def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path
     assert values["peak_bytes"] == first["peak_bytes"] > values["budget_bytes"]
     assert main(["plan", file, "--model.name", "Qwen2.5-7B"]) == 2
     refused(capsys, "a model of 28 layers", "one of 24 layers")
+
+
+def test_weights_in_cpu_memory_have_a_reason_and_are_saved_with_the_plan(lengths, tmp_path, capsys):
+    file = str(tmp_path / "plan.json")
+    flags = ["--memory.device=6GiB", "--memory.cpu=16GiB", "--chunks.size=1024", "--json"]
+    assert plan(lengths, "--chunks.keep=attention", *flags, "--out", file) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["reasons"][0].startswith("weights on the CPU: ") and first["runs_here"]
+    held = max(rank["cpu_bytes"] for rank in first["memory"])
+    assert held >= first["weights"]["host_bytes"] == 16 * model_shape("Qwen2.5-0.5B").num_parameters
+    assert main(["plan", file, "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert all(again[name] == first[name] for name in ("step_s", "memory", "weights"))
 
 
 def test_a_saved_plan_is_drawn_again(lengths, tmp_path, capsys):

@@ -257,7 +257,7 @@ def _refused_start(question: PlanQuestion, own: RankWeights) -> str:
     kernels, training = question.config.model.kernels, own.training
     master = training.master_bytes or training.compute_bytes
     whole = (own.in_use - own.trained) * training.compute_bytes + own.trained * master
-    fits = own.group_size == 1 or whole <= question.limits.device_bytes
+    fits = not own.divides or whole <= question.limits.device_bytes
     if kernels not in ("liger", "hub") or fits:
         return ""
     return (
@@ -327,7 +327,10 @@ def _show_found(
     _show_page(report, chosen, above, below, values)
     if chosen.out is not None:
         with writing(chosen.out):
-            chosen.out.write_text(save_plan(plan, question.made_for()), encoding="utf-8")
+            made_for = question.made_for()
+            if decision.offload_weights:
+                made_for["run"]["offload"] = {"weights": "cpu"}
+            chosen.out.write_text(save_plan(plan, made_for), encoding="utf-8")
         if not chosen.json:
             print(f"wrote {chosen.out}")
     _draw([report.panel(method, found.words)], chosen)

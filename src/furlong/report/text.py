@@ -100,11 +100,11 @@ def weights_words(own: RankWeights, *, reshards: bool) -> str:
         most = f"{max(map(sum, pairwise(own.stages)))} of {held} layers"
         times = "twice" if len(own.stages) > 2 else "once"
     where = f"divided among {own.group_size} processes, {format_bytes(own.share_bytes)} each"
-    come = "gathered"
+    come, device = "gathered", ""
     if own.training.offload_weights:
         each = f" of each of {own.group_size} processes" * (own.group_size > 1)
         where = f"on the CPU, {format_bytes(own.host_bytes)} with gradients and optimizer{each}"
-        come = "brought"
+        come, device = "brought", " on the device"
     if own.passes_gather:
         return (
             f"divided in pools of {own.group_size} processes, {format_bytes(own.share_bytes)} each,"
@@ -112,7 +112,7 @@ def weights_words(own: RankWeights, *, reshards: bool) -> str:
             f" them whole at a time ({format_bytes(whole)}), gathered with every pass"
         )
     return (
-        f"{where}, {format_bytes(own.start_bytes)} on the device at the start;"
+        f"{where}, {format_bytes(own.start_bytes)}{device} at the start;"
         f" {most} whole at a time ({format_bytes(whole)}), {come} {times} a step"
     )
 
