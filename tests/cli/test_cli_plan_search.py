@@ -595,6 +595,10 @@ def test_cards_that_free_weights_are_fewer_and_start_with_their_share(capsys):
     held = found["weights"]
     assert held["share_bytes"] < held["start_bytes"] < 2 * held["share_bytes"]
     assert main([*asked, "--parallel.reshard=false"]) == 2
+    capsys.readouterr()
+    assert main([*asked, "--offload=auto"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_devices"] == 2 and found["weights"]["host_bytes"] > 2**36
     large = ["--devices=8", "--model.name=Qwen2.5-32B", "--train.state_dtype=bfloat16"]
     few = [flag for flag in asked if flag != "--smallest"]
     for more, runs in (((), True), (("--model.kernels=hub",), False)):

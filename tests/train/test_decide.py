@@ -13,9 +13,14 @@ from helpers.tiny_runs import TinyRun
 from furlong.cli.main import main
 from furlong.config.sources import load_run
 from furlong.cost.machine import Machine, known_card, known_machines, one_of, this_cpu
-from furlong.cost.shape import known_models
+from furlong.cost.model import CostModel
+from furlong.cost.shape import known_models, model_shape
+from furlong.cost.training import Training
 from furlong.kv.pools import Storage
 from furlong.plan.lengths import count_lengths, write_lengths
+from furlong.planners.decide import Decision
+from furlong.planners.options import ChunkOptions
+from furlong.train.build import storage_beside
 from furlong.train.processes import Launch
 from furlong.train.run_model import RunModel, choose_run_plan
 
@@ -170,3 +175,15 @@ def test_processes_of_a_cpu_share_its_ram_in_plans(capsys, monkeypatch):
         assert main([*asked, "--chunks.size=512", f"--devices={num}"]) == 0
         budgets.append(json.loads(capsys.readouterr().out)["budget_bytes"])
     assert budgets == [2**36, 2**34]
+
+
+def test_kept_tensors_have_what_weights_leave_of_cpu_memory():
+    shape, training = model_shape("Qwen2.5-0.5B"), Training().offloading()
+    decision = Decision(ChunkOptions(order="layer-first", reshard=True), "", offload_weights=True)
+
+    def left(**changes):
+        cost = CostModel(shape, Machine.named("H100"), replace(training, **changes))
+        return storage_beside(Storage(2**34), cost, decision).cpu_bytes
+
+    assert left() == 2**34 - 16 * shape.num_parameters
+    assert left(host_is_device=True) == left(offload_weights=False) == 2**34

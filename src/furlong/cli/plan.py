@@ -578,10 +578,21 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
 
 def _is_too_small(question: PlanQuestion) -> bool:
     """Whether in every layout weights, gradients and optimizer alone are above a device's budget,
-    so that there is nothing to search."""
+    and above that of CPU memory if they may lie there, so that there is nothing to search."""
     limits, seq_lens = question.limits, question.batch.seq_lens
     asked = Question(seq_lens, question.model, limits, question.num_devices, given=question.given)
-    return all(asked.state_bytes(layout) > limits.limit_bytes for layout in asked.layouts())
+    away = asked.offloading() if asked.may_offload_weights else asked
+    below = inf if limits.cpu_bytes is None else limits.cpu_bytes
+    return all(
+        asked.state_bytes(layout) > limits.limit_bytes
+        and (
+            away is asked
+            or layout.pp > 1
+            or away.state_bytes(layout) > limits.limit_bytes
+            or away.resharded(layout).host_bytes > below
+        )
+        for layout in asked.layouts()
+    )
 
 
 def _with(flags: RunFlags, **changed: Any) -> RunFlags:

@@ -423,10 +423,7 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
 def _largest_below(trial: Candidate, question: Question) -> tuple[str, str]:
     """The larger part of what a plan with weights in CPU memory needs there, `state` or `cpu`, and
     the words for both."""
-    layout, model = trial.layout, question.model_of(trial.layout)
-    stages = stages_of(model.shape.num_layers, trial.options)
-    held = frozenset(range(len(stages)))
-    own = model.training.weights(model.shape, stages, held, layout.dp * layout.sp)
+    own = question.resharded(trial.layout)
     kept = trial.needs.cpu_bytes - own.host_bytes
     words = f"weights, gradients and optimizer {format_bytes(own.host_bytes)}"
     parts = sorted([(own.host_bytes, "state", words),

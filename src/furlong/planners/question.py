@@ -23,7 +23,7 @@ from typing import Any
 
 from furlong.cost.memory import Part
 from furlong.cost.model import CostModel, update_s
-from furlong.cost.training import Training, ZeroStage
+from furlong.cost.training import RankWeights, Training, ZeroStage
 from furlong.errors import ConfigError
 from furlong.plan.lengths import Call, StepSize
 from furlong.plan.plan import TARGETS, ChunkPlan, Layout, OffloadTarget
@@ -325,17 +325,23 @@ class Question:
         """Least bytes of weights, gradients and optimizer on the device that has most of them."""
         if self.may_reshard(layout):
             return self.resharding(layout).state_bytes(layout)
-        model, size = self.model_of(layout), layout.dp * layout.sp
         if self.given.get("reshard") and layout.pp == 1:
-            stages = stage_heights(model.shape.num_layers, self.given.get("stage_layers", 1))
-            held = frozenset(range(len(stages)))
-            return model.training.weights(model.shape, stages, held, size).resharded_bytes
+            return self.resharded(layout).resharded_bytes
+        model, size = self.model_of(layout), layout.dp * layout.sp
         stages = self.stages_of(layout) or (model.shape.num_layers,)
         weights = model.training.weights
         return max(
             weights(model.shape, stages, frozenset((stage,)), size).state.total
             for stage in range(len(stages))
         )
+
+    def resharded(self, layout: Layout) -> RankWeights:
+        """The weights of a device that frees those of stages, without a pipeline, with the lowest
+        stages that the given options leave."""
+        model, size = self.model_of(layout), layout.dp * layout.sp
+        stages = stage_heights(model.shape.num_layers, self.given.get("stage_layers", 1))
+        held = frozenset(range(len(stages)))
+        return model.training.weights(model.shape, stages, held, size)
 
     def model_of(self, layout: Layout) -> CostModel:
         """The model of one replica's plan, with whose replicas and pools a stage's state is shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from typing import Any
@@ -63,6 +64,14 @@ def engine_of(
         compute_dtype=getattr(torch, config.model.dtype), offload_weights=offload_weights,
     )  # fmt: skip
     return processes.together(make)
+
+
+def storage_beside(storage: Storage, cost: CostModel | None, decision: Decision) -> Storage:
+    """Return the budgets of kept tensors beside weights that lie in CPU memory."""
+    own = None if cost is None else share_of(cost, decision)
+    if own is None or not own.is_away or storage.cpu_bytes is None:
+        return storage
+    return replace(storage, cpu_bytes=max(0, storage.cpu_bytes - own.host_bytes))
 
 
 def ranks_of(config: RunConfig, decision: Decision, device: torch.device) -> Ranks | None:

@@ -283,6 +283,7 @@ class Trainer:
         self.decision = self.run.decided or self.processes.from_first(choose)
         if self.decision.offload_weights:
             self.run_model = self.run_model.offloading()
+            self.storage = build.storage_beside(self.storage, self.run_model.cost, self.decision)
 
     def _build_model(self, stack: ExitStack) -> None:
         config, processes, decision = self.config, self.processes, self.decision
