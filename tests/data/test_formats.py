@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tiny_tokenizers import CHATML, CHATML_WITH_TAGS, byte_tokenizer
 
 from furlong.data.fields import messages_of, text_of
 from furlong.data.formats import (
+    FORMATS,
     Reading,
     decide_format,
     encode,
@@ -209,6 +211,14 @@ def test_a_template_is_given_what_run_and_record_say() -> None:
 )
 def test_odd_conversations_of_others_are_named(fields: dict[str, Any], given: str) -> None:
     assert given in refused(sequences_of, record(**fields), "chat").given
+
+
+def test_the_records_that_the_page_of_data_begins_with_are_recognised() -> None:
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
+    lines = page.split("```json\n")[1].split("```")[0].splitlines()
+    found = [decide_format(record(**json.loads(line)), {}) for line in lines[:3]]
+    assert found == ["text", "chat", "completion"]
+    assert json.loads(lines[3]).keys() == {"prompt", *FORMATS["preference"].needed}
 
 
 @pytest.mark.parametrize(
