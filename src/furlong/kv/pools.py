@@ -1,4 +1,4 @@
-"""Pools: storage for tensors between uses, on the device, in CPU memory or on disk, bit by bit.
+"""Pools: store tensors between uses, without changing a bit, on the device, on a CPU or on disk.
 
 All calls take effect in the order of the calling thread, or of its current stream on CUDA. `put`
 returns at once, and its tensor may be changed right away; the tensor of a lease may be read right
@@ -10,10 +10,10 @@ another copies them back. A lane runs tasks in order beside the compute side: a 
 thread on a CPU. Its tasks copy, read and write; they must start no thread pool and draw no random
 numbers. What orders the copies:
 
-    writes                           run in one lane, in the order of their calls
-    a read                           waits for the last write of its handle
-    reuse of a buffer                waits for the `free` event that its last user left
-    reuse of a dropped handle's place  needs no wait: later writes run later in the same lane
+    writes                       run in one lane, in the order of their calls
+    a read                       waits for the last write of its handle
+    reuse of a buffer            waits for the `free` event that its last user left
+    reuse of a dropped place     needs no wait: later writes run later in the same lane
 
 Every copy has its own event: no event stands for an earlier or a later copy. Another offload target
 is one more subclass of `StagedPool` and one case in `Pools.of`.

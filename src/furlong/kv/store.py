@@ -12,7 +12,8 @@ read it and send its gradient. It is kept, in the same target, as long as the K,
 wrote it.
 
 A segment is allocated in the arena with its first piece. Without a pool it stays there. With a pool
-it moves there once its last piece is written, and the transferred bytes are, with
+it moves there once its last piece is written. These are the bytes that one layer transfers if
+pieces are written in order and their backwards run in the opposite order, each once:
 
     S_p   stored tokens before piece p;  e_i  the end of segment i;  K_i, G_i  bytes of its K,V
           and of its gradients;  P_p  the segments with tokens that piece p sees, that is
@@ -25,7 +26,6 @@ it moves there once its last piece is written, and the transferred bytes are, wi
                               written  sum of G_i over P_p without its newest h
     all backwards together    read     as many bytes of G as are written
 
-for one layer, with pieces written in order and their backwards in the opposite order, each once.
 After they are first written, a segment's gradients are read for each further piece that adds to
 them, and once more when the segment becomes one of the newest or its gradients are relayed. A
 recompute that reuses saved attention outputs reads nothing. A piece that is freed and written again

@@ -51,7 +51,7 @@ _HARMLESS = {
 
 
 class KVReady(Exception):  # noqa: N818 - it ends a forward early, it is no error
-    """Ends a KV-only pass: the cell's last K,V are stored, and nothing after them is needed."""
+    """Ends a pass at the cell's last K,V; only its backward needs the rest of the forward."""
 
 
 class CellAttention(Protocol):

@@ -198,8 +198,8 @@ class Stage:
         )
 
     def _ending_calls(self) -> AbstractContextManager[None]:
-        """Context manager: in KV-only passes the last layer returns its input in place of raising,
-        so that a wrapper's post-forward hooks run."""
+        """Context manager: the layer with the stage's last K,V returns its input in place of
+        raising KVReady, so that a wrapper's post-forward hooks run."""
 
         def until_kv(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             with suppress(KVReady):

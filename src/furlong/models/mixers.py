@@ -85,9 +85,9 @@ class EmptyCache(DynamicCache):  # type: ignore[misc]
 class SliceCache(EmptyCache):
     """The states of one mixer for one slice: `before` it and `after` it.
 
-    The states are hidden from a mixer whose slice has one token. It would take its decoding path,
-    which writes in place, has kernels without a gradient and does not clamp. The convolution's
-    state is still prepended when the token is written, and the scan starts from `initial`.
+    If the slice has one token, the states are hidden from the mixer: it would take its decoding
+    path, which writes in place, has kernels without a gradient and does not clamp. Yet the state of
+    a convolution is prepended when the token is written, and the scan starts from `initial`.
     """
 
     def __init__(self, before: Mapping[StateKey, Tensor], num_tokens: int) -> None:
