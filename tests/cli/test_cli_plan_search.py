@@ -591,7 +591,7 @@ def test_cards_that_free_weights_are_fewer_and_start_with_their_share(capsys):
     ]
     assert main(asked) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["num_devices"] == 8 and found["options"]["reshard"] and found["runs_here"]
+    assert found["num_devices"] == 4 and found["options"]["reshard"] and found["runs_here"]
     held = found["weights"]
     assert held["share_bytes"] < held["start_bytes"] < 2 * held["share_bytes"]
     assert main([*asked, "--parallel.reshard=false"]) == 2
