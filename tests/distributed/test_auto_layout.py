@@ -70,7 +70,7 @@ DEEP = (
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_processes", "flags", "budget"),
-    [(2, ("--parallel.sp=2", "--parallel.dp=1"), "3MiB"),
+    [(2, ("--parallel.sp=2", "--parallel.dp=1"), "2900KiB"),
      (4, ("--parallel.sp=2", "--parallel.reshard=true"), "64MiB"),
      (4, ("--parallel.sp=2", "--parallel.pp=2", "--chunks.method=infinipipe", "--chunks.size=auto",
           "--parallel.reshard=true"), "64MiB")],
