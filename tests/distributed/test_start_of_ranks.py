@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -196,6 +197,25 @@ def test_weights_that_one_process_cannot_read_end_all(tiny_run: TinyRun, tmp_pat
     assert "a share too large" in ended[0].said and "reads it whole" not in ended[0].said
     for part in ("given:", "required:", "from:", "change:"):
         assert part in ended[0].said
+
+
+def trains_in_a_folder_of_its_own(folder: Path, arguments: list[str]) -> None:
+    import os
+
+    os.chdir(folder / os.environ["RANK"])
+    run_command(arguments)
+
+
+def test_machines_with_other_weights_of_one_name_end_all(tiny_run: TinyRun, tmp_path: Path) -> None:
+    for rank in ("0", "1"):
+        shutil.copytree(tiny_run.folder / "model", tmp_path / rank / "model")
+    file = tmp_path / "1" / "model" / "model.safetensors"
+    save_file({name: x + 1 for name, x in load_file(file).items()}, file, {"format": "pt"})
+    arguments = tiny_run.arguments(tmp_path / "run", "--model.name=model")
+    start = partial(trains_in_a_folder_of_its_own, tmp_path)
+    ended = Launched(tmp_path / "said", start, arguments).ended(60)
+    assert [process.code for process in ended] == [2, 2]
+    assert "model.safetensors" in ended[0].said and "given:    process 1" in ended[0].said
 
 
 def peak_of(function: Callable[[], object]) -> int:

@@ -250,7 +250,12 @@ def limit_of_step(step_s: float) -> timedelta:
     return timedelta(seconds=_STEP_FACTOR * step_s)
 
 
-def require_equal(processes: Processes, facts: Mapping[str, Any], source: str) -> None:
+def require_equal(
+    processes: Processes,
+    facts: Mapping[str, Any],
+    source: str,
+    change: str = "start all processes by one command, in equal environments",
+) -> None:
     """Raise ConfigError, on all processes, unless every one has the facts of the first one.
 
     `facts`: plain values by name; `source`: where they come from.
@@ -266,7 +271,7 @@ def require_equal(processes: Processes, facts: Mapping[str, Any], source: str) -
                 given=difference_words(found, "on process 0"),
                 required="the same on all processes of a run",
                 source=source,
-                change="start all processes by one command, in equal environments",
+                change=change,
             )
 
     processes.together(compare)

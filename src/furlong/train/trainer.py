@@ -40,7 +40,12 @@ from furlong.errors import (
     in_short,
 )
 from furlong.files import write_json
-from furlong.models.build import check_model, export_model, exported_names
+from furlong.models.build import (
+    check_model,
+    export_model,
+    exported_names,
+    weights_fingerprint,
+)
 from furlong.planners.options import ChunkOptions
 from furlong.report.patience import patience
 from furlong.runtime.profile import peak_memory_bytes
@@ -228,6 +233,14 @@ class Trainer:
             return device, storage, model, tokenizer
 
         self.device, self.storage, self.run_model, self.tokenizer = self.processes.together(check)
+        if launch.num_processes > 1 and config.model.init != "random":
+            # each process reads other rows of the weights, so that no checksum of theirs would
+            # show that machines have other files
+            read = partial(weights_fingerprint, config.model.name, config.model.revision)
+            require_equal(
+                self.processes, self.processes.together(read), "model.name, its weights",
+                "copy one folder of weights to all machines",
+            )  # fmt: skip
 
     def _load_data(self) -> None:
         config, processes, checkpoint = self.config, self.processes, self.run.checkpoint
