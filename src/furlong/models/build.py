@@ -35,6 +35,7 @@ from furlong.errors import ConfigError, UnsupportedModelError, UserError
 from furlong.files import whole_folder, write_json
 from furlong.models.decoder import HFDecoder
 from furlong.models.folder import (
+    CONFIG,
     GENERATION,
     check_config_values,
     check_export_folder,
@@ -48,6 +49,7 @@ from furlong.models.folder import (
     hushed,
     is_in_4_bits,
     model_error,
+    model_file,
     reason,
     with_adapters,
 )
