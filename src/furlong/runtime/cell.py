@@ -1,5 +1,5 @@
-"""A cell: one (chunk, stage) with all that it holds between its forward and its backward, and where
-its attention reads, writes and remembers."""
+"""A cell: one (chunk, stage), the tensors that it holds between forward and backward, and the
+attention of its layers over the KV store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from furlong.runtime.rng import RNGState
 
 
 def rows_on(model: HFDecoder, plan: ChunkPlan, process: int = 0) -> Callable[[Chunk], ChunkRows]:
-    """The rows of each chunk of a plan that a process of the pool has.
+    """Return a function from a chunk to its rows on `process` of the sequence-parallel group.
 
     Raises PlanError for sequences that branch where layers are recurrent.
     """
@@ -59,14 +59,14 @@ def rows_on(model: HFDecoder, plan: ChunkPlan, process: int = 0) -> Callable[[Ch
 
 
 def open_store(plan: ChunkPlan, pools: Pools) -> KVStore:
-    """The store of a plan's K,V, where it offloads them to."""
+    """Return an empty store for a plan's K,V, in the pool that the plan offloads them to."""
     pool = None if plan.offload.kv == "none" else pools.of(plan.offload.kv)
     trained = trained_pieces(plan)
     return KVStore(pools.arena, plan.piece_lens, pool, trained=trained, trees=plan.trees)
 
 
 def trained_pieces(plan: ChunkPlan) -> dict[int, list[int]] | None:
-    """By cut sequence, the pieces that gradients of K,V are kept for; None: for all."""
+    """Return for each cut sequence the pieces whose K,V gradients are kept; None: all pieces."""
     if not plan.sampled:
         return None
     return {
@@ -76,7 +76,7 @@ def trained_pieces(plan: ChunkPlan) -> dict[int, list[int]] | None:
 
 
 def chunk_pieces(plan: ChunkPlan, chunk: int) -> dict[int, Piece]:
-    """The pieces of cut sequences in a chunk, by the number of their slice."""
+    """Return the chunk's slices of cut sequences: slice index -> piece."""
     index_of = dict(plan.links[chunk])
     return {
         number: Piece(
@@ -94,7 +94,7 @@ class Piece:
 
     seq_id: int
     index: int
-    """Its number in the sequence, from 0."""
+    """Its position in the sequence's group of chunks, from 0."""
     start: int
     stop: int
     """Its tokens in the sequence, [start, stop)."""
@@ -110,7 +110,7 @@ class LayerView:
     layer: int
     writes: bool
     is_own: bool = True
-    """Whether the layer's keys and values are its own, and not read of another one."""
+    """False where the layer attends to K,V that another layer stores."""
 
     def keeps(self, slice_index: int) -> bool:
         piece = self.cell.pieces.get(slice_index)
@@ -137,12 +137,12 @@ class LayerView:
 
 
 _MIN_BYTES = 4096
-"""Smaller tensors, and those that are no floating-point numbers, are not worth the way."""
+"""Saved tensors that are smaller, or not floating-point, stay on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """A saved tensor whose storage is in the pool."""
+    """Stands for a saved tensor whose storage is in the pool."""
 
     handle: Handle
     shape: torch.Size
@@ -152,28 +152,28 @@ class _Away:
 
 @dataclass
 class SavedGraph:
-    """Tensors that one graph has saved into a pool."""
+    """The pool's copies of the tensors that autograd saved for one graph."""
 
     pool: Pool
     _handles: list[Handle] = field(default_factory=list)
 
     @contextmanager
     def saving(self, stays: Iterable[Tensor]) -> Iterator[None]:
-        """Within it what autograd saves goes into the pool, but for tensors that share memory with
-        one of `stays`."""
+        """Context manager: move tensors that autograd saves into the pool, each storage once.
+        Weights, small tensors and tensors that share memory with one of `stays` stay."""
         known = {x.untyped_storage().data_ptr() for x in stays if not isinstance(x, DTensor)}
         sent: dict[tuple[int, int, torch.dtype], tuple[Handle, Tensor]] = {}
-        # The table holds the tensors: an address that is free could be another tensor's next.
+        # The table holds the tensors: a freed address could be given to another tensor.
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled layers call it too
         def pack(x: Tensor) -> Tensor | _Away:
             storage = x.untyped_storage()
             small = storage.nbytes() < _MIN_BYTES or not x.is_floating_point()
-            # a weight that was divided is gathered only now
+            # FSDP2 allocates gathered weights after `known` was built
             is_weight = isinstance(x if x._base is None else x._base, nn.Parameter)
             if small or is_weight or storage.data_ptr() in known:
-                # with its graph it would hold the very node that saves it: what no backward
-                # reaches (a norm behind a stage, all after an error) would never be freed
+                # detached: a node that saves its own output would hold itself, and without a
+                # backward through it (the last norm, any node after an error) never be freed
                 return x.detach()
             key = storage.data_ptr(), x._version, x.dtype
             if key not in sent:
@@ -187,20 +187,20 @@ class SavedGraph:
             with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
                 yield
         finally:
-            sent.clear()  # the graph keeps `pack`, and with it all that the table holds
+            sent.clear()  # the graph keeps `pack`, and so the table
 
     def _unpack(self, packed: Tensor | _Away) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         lease = self.pool.get(packed.handle)
         with torch.no_grad():
-            # a copy, so that the pool's buffer is free again while autograd uses the tensor
+            # copied, so that the pool may reuse its buffer while autograd uses the tensor
             flat = lease.tensor.clone()
         lease.release()
         return flat.as_strided(packed.shape, packed.stride, packed.offset)
 
     def drop(self) -> None:
-        """Forget what was saved, after the backward."""
+        """Free the pool's copies, after the backward."""
         for handle in self._handles:
             self.pool.drop(handle)
         self._handles.clear()
@@ -208,48 +208,48 @@ class SavedGraph:
 
 @dataclass
 class Cell:
-    """A `models.attention.CellAttention` over the store."""
+    """One (chunk, stage); implements `models.attention.CellAttention` over the store."""
 
     rows: ChunkRows
-    """The rows of the chunk that this process has."""
+    """The chunk's rows on this process."""
     pieces: Mapping[int, Piece]
-    """By number, those slices that are of cut sequences: only they have a prefix or write K,V."""
+    """Slice index -> piece, for slices of cut sequences: only they have a prefix or write K,V."""
     store: KVStore
     backend: Backend
     attention: Pool
     layers: range
     """Layers of the stage."""
     events: Sequence[Event] = ()
-    """Events of the layers, in order."""
+    """Attention and recurrent mixers of the layers, in the order in which they run."""
     exchange: Exchange | None = None
-    """Needed where a slice lies on several processes."""
+    """All-to-all, for slices that several processes hold."""
     relay_factor: float = 1.0
     met: list[Event] = field(default_factory=list)
-    """Events of this pass, in order."""
+    """Events of the current pass, in order."""
     saved_attention: dict[int, tuple[Handle, ...]] = field(default_factory=dict)
-    """By layer: out (T, N, H), and the log-sum-exp (rows, heads) of each part of the attention,
-    which a forward has put away."""
+    """Layer -> handles of the saved attention output (T, N, H), and of the log-sum-exps
+    (rows, heads) of its parts."""
     x: Tensor | None = None
-    """The leaf (T, D) that entered the graph, behind the first stage."""
+    """Input leaf (T, D) of the graph; None in the first stage."""
     output: Tensor | None = None
-    """Hidden states (T, D) behind the stage, with their graph."""
+    """Output (T, D) of the stage with its graph, from that pass until the backward."""
     rng: RNGState | None = None
     saved: SavedGraph | None = None
-    """Tensors of a retained graph that wait off the device."""
+    """Saved tensors of a retained graph, if the plan offloads graphs."""
     adds_gradients: bool = True
-    """Whether a backward adds to gradients of weights where keys and values are made of latents."""
+    """Whether backward accumulates gradients of the latent up-projection (MLA)."""
     _latents: dict[int, LatentKV] = field(default_factory=dict)
-    """By layer, until it attends: its latents as keys and values."""
+    """Layer -> its latents as K,V, from `take_latents` until `attend`."""
     _owners: dict[int, int] = field(default_factory=dict)
-    """By layer that reads shared keys and values, the one that stores them."""
+    """Layer -> the layer that stores the K,V it attends to."""
     _sources: dict[int, tuple[ref[Tensor], ref[Tensor], AttentionRule]] = field(
         default_factory=dict
     )
-    """By layer that stores shared keys and values, these and its rule, while they are alive."""
+    """Layer that stores K,V -> weak references to its K and V, and its mask rule."""
     _graph_leases: list[Lease] = field(default_factory=list)
-    """Leases of `saved_attention` that a graph uses, until its backward."""
+    """Leases of `saved_attention` for the graph, until its backward."""
     _pass_leases: list[Lease] = field(default_factory=list)
-    """Leases of `saved_attention` that the layer under way uses, in a pass without a graph."""
+    """Leases of `saved_attention` for the current layer, in a pass without a graph."""
 
     def attend(
         self,
@@ -262,7 +262,9 @@ class Cell:
         sinks: Tensor | None,
         source: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """q (N, T, H), k and v (K, T, H) -> (N, T, H)."""
+        """Attend from q (N, T, H) to k and v (K, T, H) and the stored prefix; return (N, T, H).
+
+        `source`: the tensors that a model passes to several layers, if its layers share K,V."""
         self.met.append(("attention", layer))
         place = layer - self.layers.start
         owner = layer if source is None else self._owner(layer, source, rule)
@@ -270,8 +272,9 @@ class Cell:
         if view is None:
             view = LayerView(self, owner, writes=what.writes_kv, is_own=owner == layer)
         ends = self._ends(what, ("attention", layer))
-        # of an earlier layer all is remembered that the last one but one could be
+        # a layer below the stage's last one must attend: later passes reuse its saved output
         ends_before = ends and layer == self.layers[-1]
+        # with saved attention `chunk_attention` stores nothing
         if what.writes_kv and (ends_before or place < what.remembered):
             store_kv(k, v, rows=self.rows, layer_kv=view, rule=rule, exchange=self.exchange)
         if ends_before:
@@ -289,9 +292,9 @@ class Cell:
         return out
 
     def state_slices(self) -> list[SliceRows]:
-        """The slices of the chunk, for layers whose tokens meet in a state."""
+        """Return the chunk's slices, with whether a recurrent state enters and leaves each."""
         assert not self.rows.exchanged, "states on several processes"
-        if self.rows.own is None:  # the one token of a dummy, which is of no sequence
+        if self.rows.own is None:  # a dummy chunk: one token of no sequence
             return [SliceRows(0, slice(0, self.rows.num_rows), continues=False, is_continued=False)]
         found = []
         for placed in self.rows.own.slices:
@@ -301,13 +304,14 @@ class Cell:
         return found
 
     def enter(self, layer: int, slice_index: int, x: Tensor) -> tuple[Tensor, States]:
-        """x (1, T, D) of a slice that continues, and the states that enter it."""
+        """Return x (1, T, D) of a slice with a prefix, and the recurrent states that enter it."""
         piece, states = self.pieces[slice_index], self.store.states
         at = piece.seq_id, layer, piece.start
         return receive_states(x, states.read(at), partial(states.send, at))
 
     def leave(self, what: Pass, layer: int, slice_index: int, y: Tensor, states: States) -> Tensor:
-        """y (1, T, D) of a slice that is continued; `states` are those that leave it."""
+        """Store the recurrent `states` after a slice that later chunks continue; return its output
+        y (1, T, D), whose backward adds the gradients that they sent for the states."""
         piece, store = self.pieces[slice_index], self.store.states
         at, kinds = (piece.seq_id, layer, piece.stop), tuple(states)
         if what.writes_kv:
@@ -319,14 +323,14 @@ class Cell:
         return send_states(y, tuple(states.values()), later_grads)
 
     def mixed(self, what: Pass, layer: int) -> None:
-        """Note that a layer's mixer is done; the last event of the stage ends a pass to there."""
+        """Record that a layer's mixer has run; raises KVReady if the pass ends there."""
         self.met.append(("states", layer))
         if self._ends(what, ("states", layer)):
             raise KVReady
 
     def take_latents(self, what: Pass, layer: int, latents: Tensor, expand: Expansion) -> Tensor:
-        """Latents (T, W) of which the keys and values of the layer's next `attend` are made: they
-        are stored in the place of those, where a slice lies on this process alone."""
+        """Store the latents (T, W) of the layer's next `attend`, instead of the K,V that `expand`
+        makes of them, for slices that this process holds alone; return them for autograd."""
         own = self.rows.own
         if own is None:
             return latents
@@ -343,13 +347,13 @@ class Cell:
         return latents
 
     def begin_pass(self, what: Pass) -> None:
-        """Begin to bring what the first layer of a pass will recall."""
+        """Prefetch the saved attention of the first layer."""
         self.met.clear()
         if what.remembered:
             self._prefetch(self.layers.start)
 
     def require_met(self, name: str) -> None:
-        """Raise UnsupportedModelError unless a pass has met each layer's events, once, in order."""
+        """Raise UnsupportedModelError unless the pass ran each layer's events once, in order."""
         for kind in ("attention", "states"):
             met, layers = (
                 [layer for own, layer in events if own == kind]
@@ -369,22 +373,21 @@ class Cell:
                 )
 
     def _ends(self, what: Pass, event: Event) -> bool:
-        """Whether a pass to the last K,V ends with an event."""
+        """Whether `event` is the last one of a pass that ends at the last K,V."""
         return what.computes == "to last kv" and event == self.events[-1]
 
     def saving(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Within it what autograd saves goes into `saved`, if there is one, but for the model's own
-        tensors."""
+        """Context manager: offload tensors that autograd saves to `saved`, if it is set."""
         if self.saved is None:
             return nullcontext()
         return self.saved.saving((*model.parameters(), *model.buffers()))
 
     def end_pass(self) -> None:
-        """Let go of what a pass without a graph has recalled: no later layer uses it."""
+        """Release the saved attention that a pass without a graph has read."""
         _release(self._pass_leases)
 
     def forget(self) -> None:
-        """Drop the graph and what was remembered, after the backward."""
+        """Free the graph and the saved attention, after the backward."""
         self.output = None
         if self.saved is not None:
             self.saved.drop()
@@ -396,10 +399,10 @@ class Cell:
         self.saved_attention.clear()
 
     def _owner(self, layer: int, source: tuple[Tensor, Tensor], rule: AttentionRule) -> int:
-        """The first layer that attends to the same keys and values, `source`, by the same rule.
+        """Return the first layer that attends to the same K,V tensors, `source`, by the same rule.
 
-        In a cell's first pass all layers run in order, and what later ones share is alive; what it
-        finds holds for all passes.
+        It is found in the cell's first pass, where layers run in order and shared tensors are
+        alive, and reused by all later passes.
         """
         if layer not in self._owners:
             key, value = source
@@ -414,10 +417,10 @@ class Cell:
         return self._owners[layer]
 
     def _recalled(self, what: Pass, layer: int) -> SavedAttention:
-        """Attention of an earlier pass, the next layer's on its way."""
-        self.end_pass()  # the layer before has used its own
+        """Return the layer's saved attention, and prefetch that of the next layer."""
+        self.end_pass()  # the layer before is done with its leases
         leases = [self.attention.get(handle) for handle in self.saved_attention[layer]]
-        # a cell may have its graph before a RebuildKV passes through it
+        # a RebuildKV may run while the graph is alive, and must not release its leases
         held = self._graph_leases if what.computes == "graph" else self._pass_leases
         held += leases
         if layer - self.layers.start + 1 < what.remembered:

@@ -1,7 +1,7 @@
-"""The executor carries out one rank's actions. It decides nothing: the plan says what comes when.
+"""The executor runs one rank's actions in the order of the plan, and decides nothing itself.
 
-Hidden states between stages, and their gradients, lie in the pool `inputs`. They go by the message
-that would carry them: what it holds, the chunk, and the stage that it leaves.
+Hidden states between stages, and their gradients, are stored in the pool `offload.inputs`, keyed as
+messages: the payload, the chunk, and the stage that it leaves.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from furlong.runtime.rng import RNGState, replayed
 from furlong.timeline import Timeline
 
 Message = tuple[Payload, int, int]
-"""A thing that leaves a stage: its kind, the chunk, the stage."""
+"""Key of hidden states or gradients between stages: (payload, chunk, source stage)."""
 
 
 class Layers(Protocol):
-    """Layers that a cell computes: a `models.decoder.Stage`, or one mixer alone."""
+    """The layers of a cell: a `models.decoder.Stage`, or a single mixer in the self-check."""
 
     layers: range
 
@@ -61,7 +61,7 @@ class Layers(Protocol):
 
 
 class _Entered(torch.autograd.Function):
-    """A leaf that a hook or a layer may change in place: what it returns is no view of it."""
+    """Identity whose output is no view of the leaf: hooks and layers may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class _Entered(torch.autograd.Function):
 
 
 class Executor:
-    """One plan on one rank, checked; `run`, once, adds the gradients of loss / num_valid_tokens."""
+    """One plan on one rank, checked. `run` it once: it accumulates gradients of loss / divisor."""
 
     def __init__(
         self,
@@ -95,11 +95,19 @@ class Executor:
         embedded: Callable[[int], Tensor] | None = None,
         **measuring: Unpack[Measuring],
     ) -> None:
-        """`num_labels`: of the whole batch, where that does not know them. `process`: its
-        number among those that obey the rank's actions together, which `exchange`. `head`: what
-        takes final hidden states; `modes`: torch's, within which passes run. `stages`: others than
-        the model's own. `embedded`: the leaf (1, T, D) at which a chunk's last pass of a first
-        stage begins; backwards then end at the inputs of stages, and no weight gets a gradient."""
+        """
+        Args:
+            num_valid_tokens: The divisor of the loss, in tokens.
+            rank: The list of `plan.actions` to run.
+            num_labels: Labels of the whole batch, where `batch.num_labels` is None.
+            process: Number of this process in the sequence-parallel group that runs the list.
+            exchange: All-to-all of that group; None for a group of one.
+            head: Consumer of final hidden states, by default the loss.
+            modes: Makes the context manager that passes run in, such as an autocast.
+            stages: Layers to run instead of `model.stages(plan.stages)`.
+            embedded: Returns the leaf (1, T, D) that a chunk's first stage began with.
+                Backwards then end at stage inputs, and no weight gets a gradient.
+        """
         comms.accept(plan)
         check(plan)
         self._model, self._plan, self._rank, self._divisor = model, plan, rank, num_valid_tokens
@@ -128,7 +136,7 @@ class Executor:
         self._num_done, self._skipped = 0, frozenset[int]()
         self._between = pools.of(plan.offload.inputs)
         self._hidden: dict[Message, Handle] = {}
-        """Hidden states (T, D) behind stages, and their gradients, for stages of this rank."""
+        """Hidden states (T, D) between stages, and their gradients, that this rank will read."""
         self._outbox: dict[Message, Tensor] = {}
         self._cells: dict[tuple[int, int], Cell] = {}
         self._kv_dead, self._input_dead = kv_frees(plan, rank), input_frees(plan, rank)
@@ -136,26 +144,29 @@ class Executor:
         self._head, self._modes = head or LossHead(model, plan, batch), modes
         self._recorder = Recorder(pools, rank, **measuring)
         self.token_losses = self._head.token_losses
-        """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
+        """Token losses (T,) of each sequence; empty for a plan with backwards."""
         self.has_drawn = False
         """Whether a forward in train mode drew random numbers."""
         self.num_labels = 0
-        """Tokens with a label in what has run on all ranks."""
+        """Labels that have been evaluated on all ranks; set by `run`."""
 
     def run(self, watch: Callable[[], None] = lambda: None) -> tuple[float, Timeline]:
-        """Obey the plan; returns the summed loss and what ran when. Call inside `installed`.
-        `watch` is called after each action; what it raises ends the run."""
+        """Run the plan, inside `HFDecoder.installed`; return the summed loss and a timeline.
+
+        `watch` is called after each action; an error that it raises ends the run."""
         self.advance(len(self._actions), watch)
         self._comms.settle()
         loss_sum, self.num_labels = self._head.total(self._num_labels, self._comms.add_up)
         return loss_sum, self._recorder.timeline()
 
     def advance(self, stop: int, watch: Callable[[], None] = lambda: None) -> None:
-        """Obey actions up to number `stop`, where the last call ended; see `run`."""
+        """Run the next actions, up to number `stop` (exclusive); see `run`."""
         try:
             while self._num_done < stop:
                 index, action = self._num_done, self._actions[self._num_done]
                 if getattr(action, "chunk", None) not in self._skipped:
+                    # receives are posted first, and the next action's input is prefetched, so that
+                    # both overlap with this action
                     self._comms.before(index)
                     self._recorder.begin(action)
                     if index + 1 < len(self._actions):
@@ -175,8 +186,8 @@ class Executor:
             raise
 
     def skip(self, chunks: frozenset[int]) -> None:
-        """Forget chunks of a single stage of which no further action runs, with all that go on
-        from them."""
+        """Free chunks that get no backward, and skip their further actions. Single stage only.
+        `chunks` includes every later chunk that reads their K,V."""
         self._skipped = chunks
         for chunk in chunks:
             self._free_kv(chunk, 0)
@@ -188,14 +199,14 @@ class Executor:
         for chunk, stage in self._input_dead[index]:
             self._drop_input(chunk, stage)
         self._inputs.pop(self._chunk_ends.get(index, -1), None)
-        if index in self._cell_ends:  # no later action uses it
+        if index in self._cell_ends:  # the last action of the cell
             cell = self._cells.pop(self._cell_ends[index])
             assert cell.output is None and not cell.saved_attention, "a graph or attention is left"
 
     def abandon(self) -> None:
-        """Forget everything that is alive, after an error."""
+        """Free cells, messages and the contents of store and pools, after an error."""
         for cell in self._cells.values():
-            cell.output = None  # its graph leads back to the cell
+            cell.output = None  # its graph refers back to the cell
         for alive in (self._cells, self._outbox, self._store, self._pools):
             alive.clear()
 
@@ -248,7 +259,7 @@ class Executor:
             cell.end_pass()
 
     def _run(self, cell: Cell, at: tuple[int, int], what: Pass) -> Tensor:
-        """Hidden states (T, D) behind the stage; raises KVReady for a pass to the last K,V."""
+        """Return the stage's output (T, D); raises KVReady where a pass ends at the last K,V."""
         chunk, stage = at
         own = self._inputs_of(chunk)
         before = RNGState.read(self._model.device) if self._draws else None
@@ -268,8 +279,8 @@ class Executor:
         return hidden
 
     def _leaf(self, cell: Cell, at: tuple[int, int], what: Pass) -> Tensor:
-        """A copy of the stage's input (T, D), which a hook may change in place; of a graph a leaf,
-        whose gradient is the input's."""
+        """Return a copy of the stage's input (T, D), which a hook may change in place. For a graph
+        that leads to trained layers it is made of the leaf `cell.x`, which gets a gradient."""
         lease = self._between.get(self._hidden["activation", at[0], at[1] - 1])
         x = lease.tensor.clone()
         lease.release()
@@ -279,7 +290,7 @@ class Executor:
         return _Entered.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
     def _inputs_of(self, chunk: int) -> ChunkInputs:
-        """The inputs of a chunk, built once, and forgotten after its last action."""
+        """Return a chunk's inputs, built once and dropped after its last action on this rank."""
         if chunk not in self._inputs:
             slices, trees = self._plan.chunks[chunk].slices, self._plan.trees
             branches = {
@@ -293,7 +304,7 @@ class Executor:
         return chunk_targets(self._inputs_of(chunk).rows, self._batch, self._model.device)
 
     def _deliver(self, message: Message, x: Tensor) -> None:
-        """Hand on what leaves a stage (T, D): to a stage of this rank, or to another one."""
+        """Store a stage's output or input gradient (T, D) for a stage of this rank, or a Send."""
         payload, chunk, stage = message
         stage += 1 if payload == "activation" else -1
         if (chunk, stage) in self._own:
@@ -306,12 +317,12 @@ class Executor:
         self._hidden[message] = self._between.put(x.detach())
 
     def _drop_input(self, chunk: int, stage: int) -> None:
-        """Forget the input of a cell, if it is there."""
+        """Free the input of a cell, if there is one."""
         if handle := self._hidden.pop(("activation", chunk, stage - 1), None):
             self._between.drop(handle)
 
     def _expect_for(self, action: Action) -> None:
-        """Begin to bring what an action reads between stages, if it is there."""
+        """Prefetch the hidden states or gradient that an action reads, if they are here."""
         handle = None
         match action:
             case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
@@ -330,7 +341,7 @@ class Executor:
             own = self._targets_of(chunk)
             gradient = self._head.gradient(cell.output, own, action.loss_factor, self._divisor)
             if not self._head.num_labels and self._comms.is_last(action):
-                self._head.no_rows(cell.output)
+                self._head.no_rows(cell.output)  # FSDP2 needs a gradient on every rank
             self._pull(action, cell, gradient)
         else:
             handle = self._hidden.pop(("gradient", chunk, stage + 1))
@@ -350,7 +361,7 @@ class Executor:
         with self._comms.backward(action):
             if output.requires_grad:
                 torch.autograd.backward(output, gradient, inputs=ends)
-            elif self._comms.is_last(action):  # nothing is trained in the stage or below
+            elif self._comms.is_last(action):  # nothing is trained in this stage or below
                 self._model.empty_backward()
 
     def _open(self, chunk: int, stage: int) -> Cell:
